@@ -3,7 +3,7 @@
 #
 #   bench/run-cpu.sh bench/runs/2026-01-31-myhost [--quick]
 #
-# Needs a release build (cargo build --release; cargo build --release -p switchyard-expert-compute
+# Needs a release build (cargo build --release; cargo build --release -p switchyard-bench-harness
 # --example compute_bench). Run it on an otherwise idle host: the load is recorded.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,10 +1,10 @@
-//! The numbers of `config.json` that define a model's arithmetic.
+//! The parameters of `config.json` that define a model's arithmetic.
 
 mod raw;
 
 use std::fmt;
 
-/// A model family: it decides tensor names and the router's arithmetic.
+/// A model family. It determines tensor names and the router's arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Architecture {
@@ -54,10 +54,10 @@ impl fmt::Display for Architecture {
     }
 }
 
-/// What a model computes, whatever its family spells it in `config.json`.
+/// Parameters of a model, independent of how its family names them in `config.json`.
 ///
-/// Every dimension is at least 1 and within sane limits, `top_k` ≤ `num_experts`, and the groups
-/// of the router divide the experts: [`ModelConfig::from_json`] has checked that.
+/// [`ModelConfig::from_json`] checks that every dimension is at least 1 and within limits, that `top_k` ≤
+/// `num_experts`, and that the router's groups divide the experts evenly.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Model family.
@@ -66,24 +66,24 @@ pub struct ModelConfig {
     pub hidden: usize,
     /// Inner width of one routed expert.
     pub moe_intermediate: usize,
-    /// Inner width of a dense MLP layer, where the model has such layers.
+    /// Inner width of a dense MLP layer, if the model has dense layers.
     pub dense_intermediate: Option<usize>,
-    /// Decoder layers, dense ones included.
+    /// Decoder layers, including dense ones.
     pub num_layers: u32,
     /// Routed experts per MoE layer.
     pub num_experts: u32,
     /// Experts per token.
     pub top_k: usize,
-    /// How experts are chosen and weighted.
+    /// Choice and weights of experts.
     pub router: RouterConfig,
-    /// Experts that every token visits. They are stored as one MLP of inner width
-    /// `num_shared_experts × moe_intermediate`; 0 where the model has none.
+    /// Shared experts, which process every token. They are stored as one MLP of inner width
+    /// `num_shared_experts × moe_intermediate`. 0 if the model has none.
     pub num_shared_experts: u32,
     /// Added to the variance in RMS norms.
     pub rms_norm_eps: f64,
     /// Vocabulary size, rows of the embedding.
     pub vocab: usize,
-    /// Whether the output head is the embedding.
+    /// True if the output head reuses the embedding.
     pub tie_word_embeddings: bool,
     /// Longest context, in tokens.
     pub max_positions: usize,
@@ -111,35 +111,35 @@ pub struct AttentionConfig {
     pub rope_theta: f64,
     /// Kind of rotary embedding: `"default"` is the plain one.
     pub rope_type: String,
-    /// Whether queries and keys pass an RMS norm per head (Qwen3).
+    /// True if queries and keys pass an RMS norm per head (Qwen3).
     pub qk_norm: bool,
-    /// Whether the q, k and v projections have a bias.
+    /// True if the q, k and v projections have a bias.
     pub bias: bool,
     /// Positions that a token can look back, if limited.
     pub sliding_window: Option<usize>,
 }
 
-/// How a router turns logits (`x · weightᵀ`, in f32) into experts and weights.
+/// Rule of a router that turns logits (`x · weightᵀ`, in f32) into experts and weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterConfig {
     /// Function from logits to scores, over all experts.
     pub scoring: Scoring,
-    /// Whether the chosen experts' scores are divided by their sum.
+    /// True if the chosen experts' scores are divided by their sum.
     pub renormalise: bool,
-    /// Groups of consecutive experts; 1 where routing is not limited by group.
+    /// Groups of consecutive experts. 1 if routing is not limited by group.
     pub num_groups: usize,
-    /// Groups that may be chosen per token; equal to `num_groups` where there is no limit.
+    /// Groups that may be chosen per token. Equal to `num_groups` if there is no limit.
     pub topk_groups: usize,
     /// Factor on the weights, after renormalisation.
     pub routed_scaling_factor: f32,
-    /// Whether a per-expert bias (`e_score_correction_bias`) is added to the scores for choosing;
-    /// weights are taken from the scores without it.
+    /// True if a per-expert bias (`e_score_correction_bias`) is added to the scores for the choice of
+    /// experts. Weights use the scores without the bias.
     pub has_bias: bool,
-    /// How groups and experts are chosen.
+    /// Method of choosing groups and experts.
     pub topk_method: TopkMethod,
 }
 
-/// From logits to scores.
+/// Function from logits to scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scoring {
     /// Softmax over all experts.
@@ -148,21 +148,21 @@ pub enum Scoring {
     Sigmoid,
 }
 
-/// How experts are chosen from scores.
+/// Method of choosing experts from scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TopkMethod {
     /// The `top_k` highest scores.
     Greedy,
-    /// DeepSeek-V2: a group scores as its best expert; the best `topk_groups` groups stay, the
-    /// others' scores count as 0.
+    /// DeepSeek-V2: the score of a group is its best expert's score. Scores outside of the best
+    /// `topk_groups` groups count as 0.
     GroupLimitedGreedy,
-    /// DeepSeek-V3: a group scores as the sum of its two best biased scores; the best
-    /// `topk_groups` groups stay, the others' biased scores count as −∞.
+    /// DeepSeek-V3: the score of a group is the sum of its two best biased scores. Biased scores outside of
+    /// the best `topk_groups` groups count as −∞.
     NoAuxTc,
 }
 
 impl ModelConfig {
-    /// Reads the text of a `config.json`, in the spelling of old or new transformers versions.
+    /// Parses the text of a `config.json` of an old or new transformers version.
     pub fn from_json(json: &str) -> Result<ModelConfig, ConfigError> {
         raw::parse(json)
     }
@@ -172,7 +172,7 @@ impl ModelConfig {
         self.moe_layers.clone()
     }
 
-    /// Whether the layer has routed experts.
+    /// Returns true if the layer has routed experts.
     pub fn is_moe_layer(&self, layer: u32) -> bool {
         self.moe_layers.binary_search(&layer).is_ok()
     }
@@ -191,8 +191,8 @@ impl ModelConfig {
         }
     }
 
-    /// One line per number that defines the arithmetic, in a fixed order and spelling. Floats
-    /// stand as their bits, so that no formatting rule can change the text.
+    /// One line per parameter that defines the arithmetic, in a fixed order and spelling. Floats are written
+    /// as their bits, so that the text does not depend on float formatting.
     pub(crate) fn canonical(&self) -> String {
         use std::fmt::Write;
         let mut s = String::new();
@@ -236,35 +236,23 @@ impl ModelConfig {
     }
 }
 
-/// Why a configuration cannot be used.
+/// Error in a configuration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
     /// Not JSON, or a field of the wrong type.
     #[error("not a model configuration: {0}")]
     Json(#[from] serde_json::Error),
-    /// The architecture is not one of ours.
+    /// The architecture is not supported.
     #[error("architecture '{found}' is not supported; supported are {}", supported())]
-    UnknownArchitecture {
-        /// What the file says.
-        found: String,
-    },
-    /// A field that is needed is absent.
+    UnknownArchitecture { found: String },
+    /// A required field is missing.
     #[error("'{field}' is missing")]
-    Missing {
-        /// The field, with its alternative spellings.
-        field: &'static str,
-    },
-    /// A field has a value that cannot be used.
+    Missing { field: &'static str },
+    /// A field has an invalid value.
     #[error("'{field}' is {found}, expected {expected}")]
-    Invalid {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        found: String,
-        /// What it has to be.
-        expected: String,
-    },
+    Invalid { field: &'static str, found: String, expected: String },
 }
 
 fn supported() -> String {

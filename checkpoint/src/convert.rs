@@ -17,14 +17,14 @@ pub fn bf16_to_f32(src: &[u8], dst: &mut [f32]) {
     }
 }
 
-/// Converts little-endian IEEE half precision to f32, subnormals, infinities and NaN included.
+/// Converts little-endian IEEE half precision to f32, including subnormals, infinities and NaN.
 ///
 /// # Panics
 /// If `src` is not exactly two bytes per element of `dst`.
 pub fn f16_to_f32(src: &[u8], dst: &mut [f32]) {
     assert_eq!(src.len(), dst.len() * 2, "two bytes per element");
     let (words, _) = src.as_chunks::<2>();
-    // `half` converts slices by instruction where the processor has one; the copy aligns them.
+    // `half` converts slices with vector instructions if the CPU has them. The copy aligns the values.
     let mut aligned = [f16::ZERO; 128];
     for (d, s) in dst.chunks_mut(aligned.len()).zip(words.chunks(aligned.len())) {
         let aligned = &mut aligned[..s.len()];
@@ -50,7 +50,7 @@ pub fn f32_from_e4m3(bits: u8) -> f32 {
     E4M3[bits as usize]
 }
 
-/// Converts any float dtype; the caller has checked the dtype and the sizes.
+/// Converts any float dtype. The caller must have checked the dtype and the sizes.
 pub(crate) fn to_f32(dtype: DType, src: &[u8], dst: &mut [f32]) {
     match dtype {
         DType::Bf16 => bf16_to_f32(src, dst),
@@ -62,7 +62,7 @@ pub(crate) fn to_f32(dtype: DType, src: &[u8], dst: &mut [f32]) {
                 *d = f32::from_le_bytes(*s);
             }
         }
-        // Views check the dtype first; leaving NaN here makes a slip visible instead of silent.
+        // Views check the dtype first. NaN in the output would make a missing check visible.
         _ => dst.fill(f32::NAN),
     }
 }

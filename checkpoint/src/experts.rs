@@ -1,4 +1,4 @@
-//! Experts and routers by layer, whatever a family calls their tensors.
+//! Experts and routers by layer, independent of the family's tensor names.
 
 use crate::FP8_BLOCK;
 use crate::config::Architecture;
@@ -31,7 +31,7 @@ pub struct RouterTensors<'a> {
 pub struct WeightView<'a> {
     /// The stored matrix: two dimensions; bf16, f16, f32 or f8-e4m3.
     pub tensor: TensorView<'a>,
-    /// Present exactly if the dtype is f8-e4m3.
+    /// Present if and only if the dtype is f8-e4m3.
     pub scales: Option<BlockScales<'a>>,
 }
 
@@ -99,7 +99,7 @@ impl BlockScales<'_> {
 }
 
 impl Checkpoint {
-    /// The matrices of one routed expert, shapes and scales checked.
+    /// The matrices of one routed expert, with checked shapes and scales.
     pub fn expert(&self, layer: u32, expert: u32) -> Result<ExpertTensors<'_>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
@@ -115,7 +115,7 @@ impl Checkpoint {
         self.swiglu(&prefix, config.moe_intermediate)
     }
 
-    /// The expert that every token visits; `None` where the model has none. Its inner width is
+    /// The shared expert, which processes every token; `None` if the model has none. Its inner width is
     /// `num_shared_experts × moe_intermediate`.
     pub fn shared_expert(&self, layer: u32) -> Result<Option<ExpertTensors<'_>>, TensorError> {
         self.check_moe_layer(layer)?;
@@ -150,8 +150,8 @@ impl Checkpoint {
         Ok(RouterTensors { weight, bias })
     }
 
-    /// Checks that every router, shared expert and routed expert is there, with the shapes and
-    /// dtypes that the configuration demands. Reads no weights.
+    /// Checks that every router, shared expert and routed expert is present with the shapes and dtypes of the
+    /// configuration. Reads no weights.
     pub fn check_moe(&self) -> Result<(), TensorError> {
         for layer in self.config().moe_layers() {
             self.router(layer)?;
@@ -163,7 +163,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// A weight matrix of the given shape, with its block scales if it is stored as fp8.
+    /// A weight matrix of the given shape, with its block scales if its dtype is fp8.
     pub fn weight(&self, name: &str, shape: [usize; 2]) -> Result<WeightView<'_>, TensorError> {
         let tensor = self.tensor(name)?.expect_shape(&shape)?.expect_dtype(FLOATS)?;
         if tensor.dtype != DType::F8E4m3 {

@@ -1,4 +1,4 @@
-//! Identity of a model: what two peers compare before they work together.
+//! Identity of a model, which peers compare when they connect.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,14 +9,14 @@ use crate::open::Checkpoint;
 
 /// SHA-256 over the canonical configuration and the sorted tensor index.
 ///
-/// It does not depend on where the checkpoint lies, how it is sharded, or how `config.json` is
-/// spelt. It covers names, dtypes and shapes, not the values of the weights: hashing hundreds of
-/// gigabytes at every start would cost minutes.
+/// It is independent of the checkpoint's path, its sharding and the formatting of `config.json`. It covers
+/// names, dtypes and shapes, not the values of the weights: hashing hundreds of gigabytes at every start
+/// would take minutes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint(pub [u8; 32]);
 
 impl Checkpoint {
-    /// The fingerprint of this model. Computed at each call; keep it.
+    /// Computes the fingerprint of this model. Store the result: each call computes it again.
     pub fn fingerprint(&self) -> Fingerprint {
         let mut hash = Sha256::new();
         hash.update(DOMAIN);
@@ -24,7 +24,7 @@ impl Checkpoint {
         for name in self.names() {
             // Every listed name resolves: the index was checked when the checkpoint was opened.
             let Ok(tensor) = self.tensor(name) else { continue };
-            // Lengths first, so that no two lists of tensors share a byte stream.
+            // Lengths first, so that two lists of tensors never have the same byte stream.
             hash.update((name.len() as u64).to_le_bytes());
             hash.update(name);
             hash.update((tensor.dtype.name().len() as u64).to_le_bytes());
@@ -68,14 +68,14 @@ impl FromStr for Fingerprint {
     }
 }
 
-/// The text is not a fingerprint.
+/// Error of parsing a fingerprint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{found}' is not a model fingerprint, which has 64 hexadecimal digits")]
 pub struct ParseFingerprintError {
     found: String,
 }
 
-/// Changes when the meaning of the hashed bytes changes.
+/// Change it when the meaning of the hashed bytes changes.
 const DOMAIN: &[u8] = b"switchyard model fingerprint 1\n";
 
 #[cfg(test)]

@@ -1,16 +1,16 @@
 //! Checkpoints of Mixture-of-Experts models in the layout of the Hugging Face Hub.
 //!
-//! [`Checkpoint::open`] reads `config.json`, maps the safetensors shards into memory and checks
-//! every header before anything is used. Tensors are borrowed from the mapping; nothing is copied
-//! or converted until it is asked for. [`make_checkpoint`] writes seeded random weights in the
-//! same layout, with the shapes, dtypes and names of well-known models.
+//! [`Checkpoint::open`] reads `config.json`, maps the safetensors shards into memory and checks every
+//! header. Tensors are borrowed from the mapping; only explicit calls copy or convert them.
+//! [`make_checkpoint`] writes seeded random weights in the same layout, with the shapes, dtypes and names
+//! of well-known models.
 //!
 //! Supported: Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 names; a single file or shards with
 //! an index; bf16, f16, f32, and fp8-e4m3 with 128×128 block scales (`weight_scale_inv`).
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let checkpoint = checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
+//! let checkpoint = switchyard_checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
 //! println!("{}: {}", checkpoint.config().architecture, checkpoint.fingerprint());
 //! for layer in checkpoint.config().moe_layers() {
 //!     let gate = checkpoint.expert(layer, 0)?.gate;
@@ -20,8 +20,7 @@
 //! # }
 //! ```
 //!
-//! This crate knows nothing of transports, slots, servers or HTTP, and computes nothing but
-//! dtype conversions.
+//! This crate knows no transports, slots, servers or HTTP. Its only computations are dtype conversions.
 
 mod config;
 mod convert;

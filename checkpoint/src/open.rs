@@ -13,8 +13,8 @@ use crate::tensor::{TensorError, TensorView};
 
 /// A model checkpoint: its configuration and its tensors, mapped into memory.
 ///
-/// Opening reads headers only; weights are paged in by the system as they are touched. Share one
-/// among threads by `Arc`.
+/// Opening reads headers only. The system pages in weights when they are read. Share a checkpoint among
+/// threads with `Arc`.
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -29,8 +29,8 @@ impl Checkpoint {
     /// `model.safetensors.index.json` with its shards, and checks every shard's header against
     /// its length and the index.
     ///
-    /// If `generation_config.json` is present, its `eos_token_id` takes the place of the
-    /// configuration's, as it does in transformers.
+    /// If `generation_config.json` is present, its `eos_token_id` replaces that of the configuration, as in
+    /// transformers.
     pub fn open(dir: impl AsRef<Path>) -> Result<Checkpoint, OpenError> {
         let dir = dir.as_ref();
         let config_path = dir.join(CONFIG_FILE);
@@ -52,7 +52,7 @@ impl Checkpoint {
         Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors })
     }
 
-    /// The directory it was opened from.
+    /// The directory of the checkpoint.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -67,7 +67,7 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether a tensor of that name exists.
+    /// Returns true if a tensor of that name exists.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
@@ -94,60 +94,33 @@ impl Checkpoint {
     }
 }
 
-/// Why a checkpoint cannot be opened.
+/// Error of opening a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum OpenError {
-    /// A file beside the weights cannot be read.
+    /// A file other than the weights cannot be read.
     #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The configuration cannot be used.
+    Read { path: PathBuf, source: io::Error },
+    /// The configuration is invalid.
     #[error("{}: {source}", path.display())]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: ConfigError,
-    },
+    Config { path: PathBuf, source: ConfigError },
     /// The directory has no weights.
     #[error("{} has neither {SINGLE_FILE} nor {INDEX_FILE}", dir.display())]
-    NoWeights {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// The index cannot be used.
+    NoWeights { dir: PathBuf },
+    /// The index is invalid.
     #[error("{} is not a valid index: {reason}", path.display())]
-    Index {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// The index names a shard that is not there.
+    Index { path: PathBuf, reason: String },
+    /// The index names a missing shard.
     #[error(
         "shard {} is missing; the index expects {num_tensors} tensors in it; download it",
         path.display()
     )]
-    MissingShard {
-        /// The shard.
-        path: PathBuf,
-        /// Tensors that the index assigns to it.
-        num_tensors: usize,
-    },
-    /// The index places a tensor in a shard that does not hold it.
+    MissingShard { path: PathBuf, num_tensors: usize },
+    /// The index places a tensor in a shard that does not contain it.
     #[error("tensor '{tensor}' is not in shard {}, where the index places it", path.display())]
-    NotInShard {
-        /// The tensor.
-        tensor: String,
-        /// The shard.
-        path: PathBuf,
-    },
-    /// A shard cannot be used.
+    NotInShard { tensor: String, path: PathBuf },
+    /// A shard is invalid.
     #[error(transparent)]
     Shard(#[from] TensorFileError),
 }
@@ -176,7 +149,7 @@ fn open_sharded(dir: &Path, index_path: &Path) -> Result<Shards, OpenError> {
     let mut shards = Vec::with_capacity(tensors_per_file.len());
     let mut shard_idx: HashMap<String, usize> = HashMap::new();
     for (file, num_tensors) in tensors_per_file {
-        // An index comes with the download: it may not lead out of the directory.
+        // The index comes with the download, so its paths must stay in the directory.
         let mut parts = Path::new(file).components();
         if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
             return Err(index_error(format!("'{file}' is not a plain file name")));

@@ -1,4 +1,4 @@
-//! One safetensors file, mapped and checked.
+//! A mapped and checked safetensors file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,10 +13,9 @@ use crate::tensor::{DType, TensorError, TensorView};
 
 /// A safetensors file mapped read-only.
 ///
-/// The header is checked against the length of the file when it is opened: every tensor that is
-/// listed lies inside the file, none overlap, and no byte is left over. The file must not be
-/// truncated while it is mapped; as with any memory map, touching bytes that have vanished ends
-/// the process with SIGBUS.
+/// Opening checks the header against the length of the file: every listed tensor lies inside the file, no
+/// tensors overlap, and no byte is unused. The file must not be truncated while it is mapped. As with any
+/// memory map, reading removed bytes ends the process with SIGBUS.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -41,15 +40,15 @@ impl TensorFile {
         if len_bytes < LENGTH_WORD_BYTES as u64 {
             return Err(truncated(path, len_bytes, LENGTH_WORD_BYTES as u64));
         }
-        // SAFETY: the mapping is private to this process and read-only. Checkpoints are files the
-        // operator put there; one that is rewritten while it is mapped yields wrong numbers, which
-        // is documented on the type, but every offset used was copied out and checked here.
+        // SAFETY: the mapping is private to this process and read-only. The operator provides the files.
+        // A file that is rewritten while it is mapped gives wrong numbers, but every offset used was
+        // copied out and checked here.
         let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
         let tensors = read_header(path, &map)?;
         Ok(TensorFile { path: path.to_owned(), map, tensors })
     }
 
-    /// The path it was opened from.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -59,7 +58,7 @@ impl TensorFile {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether a tensor of that name exists.
+    /// Returns true if a tensor of that name exists.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
@@ -85,58 +84,32 @@ impl TensorFile {
     }
 }
 
-/// Why a safetensors file cannot be used.
+/// Error of opening a safetensors file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum TensorFileError {
     /// The file cannot be opened or mapped.
     #[error("cannot read {}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file ends before the bytes that its header promises.
+    Io { path: PathBuf, source: io::Error },
+    /// The file is shorter than its header says.
     #[error(
         "{} is truncated: {found_bytes} bytes found, {expected_bytes} expected; download it again",
         path.display()
     )]
-    Truncated {
-        /// The file.
-        path: PathBuf,
-        /// Its length.
-        found_bytes: u64,
-        /// The length that its header promises.
-        expected_bytes: u64,
-    },
-    /// The file goes on after the last tensor.
+    Truncated { path: PathBuf, found_bytes: u64, expected_bytes: u64 },
+    /// The file is longer than its header says.
     #[error(
         "{} is too long: {found_bytes} bytes found, {expected_bytes} expected; download it again",
         path.display()
     )]
-    TrailingBytes {
-        /// The file.
-        path: PathBuf,
-        /// Its length.
-        found_bytes: u64,
-        /// The length that its header promises.
-        expected_bytes: u64,
-    },
-    /// A Git LFS pointer stands where the weights should be.
-    #[error("{} is a Git LFS pointer, not the weights; run `git lfs pull` beside it", path.display())]
-    LfsPointer {
-        /// The file.
-        path: PathBuf,
-    },
+    TrailingBytes { path: PathBuf, found_bytes: u64, expected_bytes: u64 },
+    /// The file is a Git LFS pointer instead of the weights.
+    #[error("{} is a Git LFS pointer, not the weights; run `git lfs pull` in its repository", path.display())]
+    LfsPointer { path: PathBuf },
     /// The header is not a valid safetensors header.
     #[error("{} has no valid safetensors header: {reason}", path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
+    Header { path: PathBuf, reason: String },
 }
 
 fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, TensorFileError> {
@@ -158,8 +131,8 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, Ten
     let Some(header) = rest.get(..header_bytes as usize) else {
         return Err(truncated(path, found_bytes, header_end));
     };
-    // Metadata's deserializer checks that the tensors follow one another without gap or overlap
-    // and that each holds exactly shape × dtype bytes.
+    // The deserializer of Metadata checks that tensors have no gaps and no overlaps, and that each has
+    // exactly shape × dtype bytes.
     let metadata: Metadata =
         serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
     let expected_bytes = header_end

@@ -24,7 +24,7 @@ pub enum DType {
     I32,
     /// Unsigned byte.
     U8,
-    /// Any other type, by its safetensors name. Such a tensor can be listed but not converted.
+    /// Any other type, by its safetensors name. Its tensors can be listed but not converted.
     Other(&'static str),
 }
 
@@ -130,8 +130,8 @@ impl<'a> TensorView<'a> {
         self.shape.iter().product()
     }
 
-    /// All elements as f32, row-major. Block scales are not applied: see
-    /// [`WeightView::to_f32`](crate::WeightView::to_f32).
+    /// All elements as f32, row-major, without block scales.
+    /// [`WeightView::to_f32`](crate::WeightView::to_f32) applies block scales.
     ///
     /// # Errors
     /// [`TensorError::DType`] unless the tensor is f32, f16, bf16 or f8-e4m3.
@@ -142,7 +142,7 @@ impl<'a> TensorView<'a> {
         Ok(out)
     }
 
-    /// All elements as i32, row-major, from i32 or from i64 whose values fit.
+    /// All elements as i32, row-major, from i32, or from i64 if the values fit.
     ///
     /// # Errors
     /// [`TensorError::DType`] for another dtype, [`TensorError::Value`] for a value out of range.
@@ -167,66 +167,31 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// Why a tensor cannot be had.
+/// Error of reading a tensor.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum TensorError {
     /// No tensor of that name.
     #[error(
         "tensor '{name}' is not in {location}; check that the checkpoint is complete and matches its config.json"
     )]
-    NotFound {
-        /// The name asked for.
-        name: String,
-        /// The file or directory searched.
-        location: String,
-    },
-    /// The shape differs from what the configuration demands.
+    NotFound { name: String, location: String },
+    /// The shape differs from the configuration.
     #[error("tensor '{name}' has shape {found:?}, expected {expected:?}")]
-    Shape {
-        /// Tensor name.
-        name: String,
-        /// Shape in the file.
-        found: Vec<usize>,
-        /// Shape that the configuration demands.
-        expected: Vec<usize>,
-    },
-    /// The dtype cannot be used here.
+    Shape { name: String, found: Vec<usize>, expected: Vec<usize> },
+    /// The dtype is not supported here.
     #[error("tensor '{name}' has dtype {found}, expected {}", names(.expected))]
-    DType {
-        /// Tensor name.
-        name: String,
-        /// Dtype in the file.
-        found: DType,
-        /// Dtypes that can be used.
-        expected: &'static [DType],
-    },
-    /// A value that cannot be used.
+    DType { name: String, found: DType, expected: &'static [DType] },
+    /// A value is invalid.
     #[error("tensor '{name}' holds {found}, expected {expected}")]
-    Value {
-        /// Tensor name.
-        name: String,
-        /// The value.
-        found: String,
-        /// What a value has to be.
-        expected: &'static str,
-    },
+    Value { name: String, found: String, expected: &'static str },
     /// The layer has no experts, or does not exist.
     #[error("layer {layer} is not an MoE layer; the MoE layers of this model are {moe_layers}")]
-    NotMoeLayer {
-        /// The layer asked for.
-        layer: u32,
-        /// The MoE layers, abbreviated.
-        moe_layers: String,
-    },
+    NotMoeLayer { layer: u32, moe_layers: String },
     /// The expert index is out of range.
     #[error("expert {expert} does not exist; the model has experts 0 to {}", num_experts.saturating_sub(1))]
-    NoSuchExpert {
-        /// The expert asked for.
-        expert: u32,
-        /// Experts per MoE layer.
-        num_experts: u32,
-    },
+    NoSuchExpert { expert: u32, num_experts: u32 },
 }
 
 fn names(dtypes: &[DType]) -> String {

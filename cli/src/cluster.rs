@@ -1,8 +1,8 @@
 //! A cluster of processes on this host: one control plane and some expert servers.
 //!
-//! Every process is this same binary. Children are told to end with their parent, so that nothing is
-//! left behind whatever happens to it. The parent must start them from a thread that lives as long as
-//! the cluster does: the kernel ties a child to the thread that started it.
+//! Every process runs the `switchyard` binary. The kernel kills the children when their parent ends, so no
+//! process is left behind. The parent must start them from a thread that lives as long as the cluster,
+//! because the kernel ties a child to the thread that started it.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What to start.
+/// Options of a local cluster.
 #[derive(Debug, Clone)]
 pub struct ClusterOptions {
     /// The `switchyard` binary.
@@ -24,19 +24,19 @@ pub struct ClusterOptions {
     pub model: PathBuf,
     /// Expert servers to start.
     pub num_servers: usize,
-    /// Servers that hold each expert.
+    /// Replicas of each expert, on distinct servers.
     pub replicas: usize,
     /// Compute threads per server; `None` leaves the choice to the server.
     pub threads: Option<usize>,
-    /// Lease of a member.
+    /// Time to live of a member's lease.
     pub lease_ttl: Duration,
-    /// Further arguments for each expert server.
+    /// More arguments for each expert server.
     pub server_args: Vec<String>,
-    /// Further environment for each expert server.
+    /// More environment variables for each expert server.
     pub server_env: Vec<(String, String)>,
-    /// Folder in which the control plane keeps its state; `None` keeps it in memory.
+    /// Folder of the control plane's durable state. `None` keeps the state in memory.
     pub data_dir: Option<PathBuf>,
-    /// Longest wait for one process to come up.
+    /// Timeout for the start of one process.
     pub start_timeout: Duration,
 }
 
@@ -44,10 +44,10 @@ impl ClusterOptions {
     /// Options with the defaults of the demo: 4 servers, every expert on 2 of them.
     ///
     /// # Errors
-    /// When the path of this binary cannot be told.
+    /// When the path of this binary is unknown.
     pub fn new(model: impl Into<PathBuf>) -> Result<Self> {
         Ok(Self {
-            binary: std::env::current_exe().context("cannot tell the path of this binary")?,
+            binary: std::env::current_exe().context("cannot find the path of this binary")?,
             model: model.into(),
             num_servers: 4,
             replicas: 2,
@@ -74,11 +74,11 @@ pub struct Process {
 #[derive(Debug, Default)]
 struct StderrTail {
     lines: VecDeque<String>,
-    /// Whether the child has closed it.
+    /// True after the child has closed its standard error.
     is_complete: bool,
 }
 
-/// The cluster. Dropping it kills every process.
+/// A running cluster. Dropping it kills every process.
 #[derive(Debug)]
 pub struct LocalCluster {
     options: ClusterOptions,
@@ -89,18 +89,19 @@ pub struct LocalCluster {
 }
 
 impl LocalCluster {
-    /// Starts a control plane and all servers and waits until every expert has its replicas.
-    /// `progress` is told how many servers serve.
+    /// Starts a control plane and all servers, and waits until every expert has its replicas. Calls
+    /// `progress` with the number of serving servers.
     ///
     /// # Errors
-    /// When a process does not come up within the time, with what it said.
+    /// When a process ends or does not start before [`ClusterOptions::start_timeout`]. The error quotes its
+    /// standard error.
     pub fn start(options: ClusterOptions, progress: &mut dyn FnMut(usize)) -> Result<Self> {
         if options.num_servers == 0 || options.replicas == 0 {
             bail!("a cluster needs at least one server and one replica");
         }
         if options.replicas > options.num_servers {
             bail!(
-                "{} replicas of each expert need as many servers, but there are {}",
+                "{} replicas of each expert need at least as many servers, but there are {}",
                 options.replicas,
                 options.num_servers
             );
@@ -147,13 +148,13 @@ impl LocalCluster {
         Some(self.servers.get(server_idx)?.as_ref()?.child.id())
     }
 
-    /// Indices of the servers that were started and not killed.
+    /// Indices of the started servers that were not killed.
     #[must_use]
     pub fn running(&self) -> Vec<usize> {
         (0..self.servers.len()).filter(|&idx| self.servers[idx].is_some()).collect()
     }
 
-    /// Starts server `server_idx`, without waiting until it serves.
+    /// Starts server `server_idx`. Does not wait until it is serving.
     ///
     /// # Errors
     /// When the process cannot be started.
@@ -175,10 +176,10 @@ impl LocalCluster {
         Ok(())
     }
 
-    /// Waits until a started server says that it serves.
+    /// Waits until a started server reports that it is serving.
     ///
     /// # Errors
-    /// When it ends or stays silent for too long.
+    /// When it ends, or does not report before [`ClusterOptions::start_timeout`].
     pub fn wait_serving(&mut self, server_idx: usize) -> Result<()> {
         let timeout = self.options.start_timeout;
         let process = self.servers[server_idx]
@@ -187,8 +188,8 @@ impl LocalCluster {
         process.wait_event("serving", timeout).map(drop)
     }
 
-    /// As [`wait_serving`](Self::wait_serving), but ends as soon as any process does: nobody serves
-    /// before all have registered, and the one that failed knows why.
+    /// As [`wait_serving`](Self::wait_serving), but fails as soon as any process ends. No server is serving
+    /// before all have registered, so one failed process stops the others, and its error is the cause.
     fn wait_serving_among_all(&mut self, server_idx: usize) -> Result<()> {
         let deadline = Instant::now() + self.options.start_timeout;
         loop {
@@ -209,7 +210,7 @@ impl LocalCluster {
         }
     }
 
-    /// Kills a server with SIGKILL and gives the moment of the kill.
+    /// Kills a server with SIGKILL and returns the time of the kill.
     ///
     /// # Errors
     /// When it is not running.
@@ -217,12 +218,12 @@ impl LocalCluster {
         let mut process = self.take(server_idx)?;
         let at = Instant::now();
         process.child.kill().with_context(|| format!("cannot kill {}", process.name))?;
-        // Reaping can wait: the process is dead, and the caller may be measuring.
+        // Reap the process on another thread, because the caller may be measuring time.
         std::thread::spawn(move || process.child.wait());
         Ok(at)
     }
 
-    /// Stops a server's threads (SIGSTOP) or lets them go on (SIGCONT).
+    /// Stops a server's threads (SIGSTOP) or continues them (SIGCONT).
     ///
     /// # Errors
     /// When it is not running.
@@ -230,16 +231,18 @@ impl LocalCluster {
         self.signal(server_idx, if frozen { Signal::STOP } else { Signal::CONT })
     }
 
-    /// Asks a server to drain and leave (SIGTERM), and waits for its end.
+    /// Asks a server to drain and leave (SIGTERM), and waits up to `timeout` for its end.
     ///
     /// # Errors
-    /// When it is not running, does not end in time, or ends with an error.
+    /// When it is not running, does not end before the timeout, or ends with an error.
     pub fn drain_server(&mut self, server_idx: usize, timeout: Duration) -> Result<()> {
         self.signal(server_idx, Signal::TERM)?;
         let mut process = self.take(server_idx)?;
         match process.wait_exit(timeout)? {
             status if status.success() => Ok(()),
-            status => bail!("{} ended with {status}{}", process.name, said(&process.tail())),
+            status => {
+                bail!("{} ended with {status}{}", process.name, stderr_suffix(&process.tail()))
+            }
         }
     }
 
@@ -255,10 +258,10 @@ impl LocalCluster {
         Ok(())
     }
 
-    /// Starts the control plane again on its old address.
+    /// Restarts the control plane on its old address.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// When it does not start.
     pub fn restart_control(&mut self) -> Result<()> {
         let addr = self.control_addr.clone();
         self.start_control(&addr)
@@ -276,7 +279,7 @@ impl LocalCluster {
         }
         let mut process = Process::spawn("control-plane".to_owned(), &mut command)?;
         let event = process.wait_event("listening", self.options.start_timeout)?;
-        let addr = event["addr"].as_str().context("the control plane told no address")?;
+        let addr = event["addr"].as_str().context("the control plane reported no address")?;
         addr.clone_into(&mut self.control_addr);
         self.control = Some(process);
         Ok(())
@@ -286,7 +289,7 @@ impl LocalCluster {
         let mut command = Command::new(&self.options.binary);
         command
             .args([subcommand, "--json", "--exit-with-parent"])
-            // The token goes by environment: arguments are visible to every user of the host.
+            // The token is in the environment, because other users of the host can see arguments.
             .env("SWITCHYARD_TOKEN", &self.token)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -312,7 +315,7 @@ impl LocalCluster {
 impl Drop for LocalCluster {
     fn drop(&mut self) {
         for process in self.servers.iter_mut().flatten().chain(&mut self.control) {
-            // A child that is gone already cannot be killed, and that is fine.
+            // An error means that the child has already ended.
             let _ = process.child.kill();
             let _ = process.child.wait();
         }
@@ -342,7 +345,7 @@ impl Process {
                     tail.is_complete = true;
                     return;
                 };
-                tracing::debug!(target: "switchyard::child", "{line}");
+                tracing::debug!(target: "switchyard_cli::child", "{line}");
                 if tail.lines.len() == 20 {
                     tail.lines.pop_front();
                 }
@@ -352,12 +355,12 @@ impl Process {
         Ok(Self { name, child, lines, stderr_tail })
     }
 
-    /// Waits for the event `event` and gives the whole object.
+    /// Waits for the event `event` and returns its JSON object.
     fn wait_event(&mut self, event: &str, timeout: Duration) -> Result<serde_json::Value> {
         self.next_event(event, timeout)?.ok_or_else(|| self.is_late(event, timeout))
     }
 
-    /// The event `event`, or `None` when it did not come within `timeout`.
+    /// The event `event`, or `None` after `timeout`.
     fn next_event(&mut self, event: &str, timeout: Duration) -> Result<Option<serde_json::Value>> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -386,18 +389,22 @@ impl Process {
         }
     }
 
-    /// Why a process ended that should not have: in its own words where it had time for them.
+    /// Error for a process that ended too early. Quotes its `error:` line if there is one.
     fn early_end(&self, status: ExitStatus) -> anyhow::Error {
         let tail = self.tail();
         match tail.iter().rev().find_map(|line| line.strip_prefix("error: ")) {
             Some(reason) => anyhow!("{}: {reason}", self.name),
-            None => anyhow!("{} ended with {status} before it was ready{}", self.name, said(&tail)),
+            None => anyhow!(
+                "{} ended with {status} before it was ready{}",
+                self.name,
+                stderr_suffix(&tail)
+            ),
         }
     }
 
     fn is_late(&self, event: &str, timeout: Duration) -> anyhow::Error {
-        let said = said(&self.tail());
-        anyhow!("{} did not report `{event}` within {timeout:?}{said}", self.name)
+        let suffix = stderr_suffix(&self.tail());
+        anyhow!("{} did not report `{event}` within {timeout:?}{suffix}", self.name)
     }
 
     fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
@@ -407,7 +414,11 @@ impl Process {
                 return Ok(status);
             }
             if Instant::now() >= deadline {
-                bail!("{} is still running after {timeout:?}{}", self.name, said(&self.tail()));
+                bail!(
+                    "{} is still running after {timeout:?}{}",
+                    self.name,
+                    stderr_suffix(&self.tail())
+                );
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -415,7 +426,7 @@ impl Process {
 
     /// The last lines of standard error.
     fn tail(&self) -> Vec<String> {
-        // The reader thread may still be draining the pipe of a process that just ended.
+        // The reader thread may still read the pipe of a process that has just ended. Wait up to 200 ms.
         let begin = Instant::now();
         while self.stderr_tail.lock().is_ok_and(|tail| !tail.is_complete)
             && begin.elapsed() < Duration::from_millis(200)
@@ -426,9 +437,9 @@ impl Process {
     }
 }
 
-/// What a process wrote to standard error, as the end of a message.
-fn said(tail: &[String]) -> String {
-    if tail.is_empty() { String::new() } else { format!("; it said: {}", tail.join(" | ")) }
+/// Standard error of a process, as the end of an error message.
+fn stderr_suffix(tail: &[String]) -> String {
+    if tail.is_empty() { String::new() } else { format!("; standard error: {}", tail.join(" | ")) }
 }
 
 /// Calls `each` with every line, and with `None` at the end of the stream.

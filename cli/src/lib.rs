@@ -1,5 +1,5 @@
-//! The command line of Switchyard: thin wiring of the other crates, and the local cluster that
-//! `demo`, `generate`, `layer` and the tests start.
+//! The command line of Switchyard: it connects the other crates, and starts the local cluster of `demo`,
+//! `generate`, `layer` and the tests.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -7,6 +7,9 @@
 mod ui;
 pub mod cluster;
 mod cmd;
+
+// The error type of this crate's signatures.
+pub use anyhow;
 
 use std::process::ExitCode;
 
@@ -23,43 +26,43 @@ pub struct Cli {
     command: Command,
 }
 
-/// Flags of every command.
+/// Options of every command.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Global {
-    /// Prints machine-readable JSON instead of text.
+    /// Print JSON instead of text.
     #[arg(long, global = true, env = "SWITCHYARD_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
-    /// What to log to standard error: a level, or tracing's filter syntax. `warn` by default, and
-    /// `error` for the demo, whose story a warning would interrupt.
+    /// Log filter for standard error: a level (error, warn, info, debug, trace), or a list such as
+    /// `info,switchyard_control_plane=debug`. Default: `warn`, and `error` for `demo`.
     #[arg(long, global = true, env = "SWITCHYARD_LOG", value_name = "FILTER")]
     log: Option<String>,
-    /// How log lines look.
+    /// Format of log lines.
     #[arg(long, global = true, env = "SWITCHYARD_LOG_FORMAT", default_value = "text")]
     log_format: ui::LogFormat,
-    /// Ends this process when the one that started it ends.
+    /// End this process when its parent process ends.
     #[arg(long, global = true, env = "SWITCHYARD_EXIT_WITH_PARENT", hide = true, value_parser = FalseyValueParser::new())]
     exit_with_parent: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Starts a cluster, generates text, kills a server half-way, and reports what happened.
+    /// Start a local cluster, generate text, kill a server half-way, and print a report.
     Demo(cmd::demo::Args),
-    /// Runs the control plane: membership, placement, metrics.
+    /// Run the control plane: membership of servers and placement of experts.
     ControlPlane(cmd::control_plane::Args),
-    /// Runs an expert server: holds experts, computes what clients push.
+    /// Run an expert server: it holds experts and computes them for clients.
     ExpertServer(cmd::expert_server::Args),
-    /// Generates text with a model whose experts are served.
+    /// Generate text with a model whose experts run on expert servers.
     Generate(cmd::generate::Args),
-    /// Sends one layer's tokens through servers, to compare with another framework.
+    /// Run the experts of one layer on tokens from a file, to compare with another framework.
     Layer(cmd::layer::Args),
-    /// Shows members, placement and health of a running cluster.
+    /// Show members, placement and health of a running cluster.
     Status(cmd::status::Args),
-    /// Shows what this host offers, what is missing, and how to get it.
+    /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
-    /// Measures.
+    /// Run a benchmark.
     Bench(cmd::bench::Args),
-    /// Writes a checkpoint with seeded random weights in the real layout and size.
+    /// Write a checkpoint with random weights in the layout and size of a real model.
     MakeCheckpoint(cmd::make_checkpoint::Args),
 }
 
@@ -76,7 +79,7 @@ pub fn run() -> ExitCode {
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
-            // Printing the usage can only fail when the terminal is gone; there is nobody to tell.
+            // Printing fails only if the output is closed, so there is no way to report it.
             let _ = error.print();
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }
@@ -97,7 +100,8 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
     if cli.global.exit_with_parent {
         ui::exit_with_parent()?;
     }
-    // Every peer costs descriptors; the soft limit of most systems is meant for select().
+    // Every peer needs file descriptors. The soft limit of most systems is low, for programs that use
+    // select().
     let limit = p2p_core::bootstrap::raise_descriptor_limit();
     tracing::debug!(limit, "open files");
     let global = &cli.global;

@@ -1,5 +1,5 @@
 //! The `switchyard` binary.
 
 fn main() -> std::process::ExitCode {
-    switchyard::run()
+    switchyard_cli::run()
 }

@@ -1,4 +1,4 @@
-//! What people see: logs, progress, JSON.
+//! Output: logs, progress bars, JSON.
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::EnvFilter;
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
     /// One readable line per event.
@@ -24,8 +24,7 @@ pub fn init_logging(filter: &str, format: LogFormat) -> Result<()> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // Complaining about a standard error that cannot be written would go to standard error, and
-        // panic.
+        // A report about an unwritable standard error would go to standard error and panic.
         .log_internal_errors(false);
     match format {
         LogFormat::Text => builder.with_ansi(std::io::stderr().is_terminal()).init(),
@@ -39,14 +38,14 @@ pub fn exit_with_parent() -> Result<()> {
     let parent = rustix::process::getppid();
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .context("cannot tie this process to its parent")?;
-    // The parent may have died before the request took hold.
+    // The parent may have ended before the request took effect.
     if rustix::process::getppid() != parent {
         std::process::exit(1);
     }
     Ok(())
 }
 
-/// An error and its causes as one line, each cause once: many messages quote their cause already.
+/// An error and its causes as one line. Leaves out causes that a message already quotes.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
@@ -74,8 +73,8 @@ pub fn print_json_line(value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Writes to standard output and flushes it. When nobody reads any more the process ends without a
-/// word, as a filter should; its children end with it.
+/// Writes to standard output and flushes it. If the reader has closed the pipe, ends the process with exit
+/// code 0 and without a message, as filters do. Its child processes end with it.
 pub fn write_out(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
     if let Err(error) = out.write_fmt(text).and_then(|()| out.flush()) {
@@ -89,16 +88,16 @@ pub fn write_out(text: std::fmt::Arguments<'_>) {
 
 /// Writes to standard error, if it can be written.
 pub fn write_err(text: std::fmt::Arguments<'_>) {
-    // There is nowhere left to report that to.
+    // An error here cannot be reported.
     let _ = std::io::stderr().lock().write_fmt(text);
 }
 
-/// `print!` by way of [`write_out`].
+/// `print!` through [`write_out`].
 macro_rules! out {
     ($($arg:tt)*) => { $crate::ui::write_out(format_args!($($arg)*)) };
 }
 
-/// `println!` by way of [`write_out`].
+/// `println!` through [`write_out`].
 macro_rules! outln {
     () => { $crate::ui::write_out(format_args!("\n")) };
     ($format:literal $($arg:tt)*) => {
@@ -106,17 +105,17 @@ macro_rules! outln {
     };
 }
 
-/// A bar that counts bytes; hidden with `--json` and where standard error is no terminal.
+/// A bar that counts bytes. Hidden with `--json` or if standard error is not a terminal.
 pub fn bytes_bar(json: bool, total: u64, what: &str) -> ProgressBar {
     bar(json, total, what, "{msg} [{bar:32}] {bytes}/{total_bytes} {bytes_per_sec} eta {eta}")
 }
 
-/// A bar that counts steps; hidden with `--json` and where standard error is no terminal.
+/// A bar that counts steps. Hidden with `--json` or if standard error is not a terminal.
 pub fn steps_bar(json: bool, total: u64, what: &str) -> ProgressBar {
     bar(json, total, what, "{msg} [{bar:32}] {pos}/{len} {elapsed}")
 }
 
-/// A spinner; hidden with `--json` and where standard error is no terminal.
+/// A spinner. Hidden with `--json` or if standard error is not a terminal.
 pub fn spinner(json: bool, what: &str) -> ProgressBar {
     let bar = bar(json, 0, what, "{spinner} {msg} {elapsed}");
     bar.enable_steady_tick(Duration::from_millis(100));
@@ -128,7 +127,7 @@ fn bar(json: bool, total: u64, what: &str, template: &str) -> ProgressBar {
     if json || !std::io::stderr().is_terminal() {
         bar.set_draw_target(ProgressDrawTarget::hidden());
     }
-    // The template is a constant of this file; an invalid one falls back to indicatif's default.
+    // The template is a constant. An invalid one would fall back to indicatif's default.
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style.progress_chars("=> "));
     }

@@ -1,26 +1,26 @@
-//! What the fleet refuses, and the checks of what members send. Sans-I/O.
+//! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
 use control_api::placement::{is_host_port, validate_model};
 use control_api::{Assignment, ModelDescriptor, RegisterRequest};
 
 use crate::planner::PlanError;
 
-/// Why the fleet refuses a request.
+/// Reason to refuse a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("no member has the id {member}: register again")]
     UnknownMember { member: String },
-    #[error("the lease of member {name} ran out {ago_ms} ms ago: register again")]
+    #[error("the lease of member {name} expired {ago_ms} ms ago: register again")]
     LeaseExpired { name: String, ago_ms: u64 },
     #[error(
-        "another process has registered as {name}: this one is out; names must be unique in the \
+        "another process has registered as {name} and replaced this one: names must be unique in the \
          fleet"
     )]
     Superseded { name: String },
     #[error(
         "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
-         point the member at the fleet's model, or start the control plane for another model \
-         with an empty data directory"
+         start the member with the fleet's model, or start the control plane with an empty data \
+         directory to serve another model"
     )]
     ModelMismatch { name: String, found: String, expected: String },
     #[error(
@@ -36,8 +36,8 @@ pub(crate) enum Refusal {
     BadRequest(String),
 }
 
-/// Checks a registration against the model of the fleet, once one is known, and the only
-/// fingerprint accepted, if one is set.
+/// Checks a registration. `model` is the fleet's model, once a member has registered;
+/// `pinned_fingerprint` is the only accepted fingerprint, if one is set.
 pub(crate) fn check_registration(
     request: &RegisterRequest,
     model: Option<&ModelDescriptor>,

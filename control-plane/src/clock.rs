@@ -1,4 +1,4 @@
-//! Time as leases see it: monotonic, never the wall clock, and virtual in tests.
+//! The clock of leases: monotonic, and virtual in tests.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 /// A monotonic clock.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
-    /// Time since an origin that stays the same for the life of the clock. Never goes backwards.
+    /// Time since a fixed origin. Never goes backwards.
     fn now(&self) -> Duration;
 }
 
-/// The operating system's monotonic clock. Jumps of the wall clock do not touch it.
+/// The operating system's monotonic clock. Jumps of the wall clock do not affect it.
 #[derive(Debug)]
 pub struct MonotonicClock {
     origin: Instant,
@@ -35,7 +35,7 @@ impl Clock for MonotonicClock {
     }
 }
 
-/// A clock that moves only when told to, for tests.
+/// A clock that only [`advance`](Self::advance) moves, for tests.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now: Mutex<Duration>,
@@ -47,7 +47,7 @@ impl ManualClock {
         Self::default()
     }
 
-    /// Moves on.
+    /// Moves the clock forward.
     pub fn advance(&self, by: Duration) {
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) += by;
     }

@@ -3,31 +3,31 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::planner::{PlannerConfigError, SeatPlanner};
+use crate::planner::{BalancedPlanner, PlannerConfigError};
 
-/// Everything that can be set. [`ServerConfig::new`] gives the defaults.
+/// All settings. [`ServerConfig::new`] returns the defaults.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ServerConfig {
-    /// `host:port` to listen on; port 0 takes any free one.
+    /// `host:port` to listen on. Port 0 takes any free port.
     pub listen: String,
-    /// Bearer token that every request under `/v1` must carry; `None` lets everybody in.
+    /// Bearer token that every request under `/v1` must carry. `None` accepts every request.
     pub token: Option<String>,
-    /// Time to live of a lease. Members renew every third of it.
+    /// Time to live of a lease, 100 ms to 1 hour. Members renew it three times per period.
     pub lease_ttl: Duration,
-    /// Added to a heartbeat interval to give the time in which a suspected member must renew.
+    /// A suspected member must renew within one heartbeat interval plus this time.
     pub suspect_grace: Duration,
-    /// How long an expired member is remembered, so that it may come back as the same.
+    /// Time for which an expired member is kept, so that it may return under the same identity.
     pub expired_retention: Duration,
     /// Planned size of the fleet.
     pub num_servers: u32,
     /// Replicas per expert, on distinct servers.
     pub replicas: u32,
-    /// The only model accepted; `None` = the first one registered.
+    /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub model_fingerprint: Option<String>,
-    /// Directory of the durable state; `None` keeps it in memory only.
+    /// Directory of the durable state. `None` keeps the state in memory only.
     pub data_dir: Option<PathBuf>,
-    /// Protection against too much of anything.
+    /// Limits on members, connections and requests.
     pub limits: Limits,
 }
 
@@ -48,8 +48,8 @@ impl ServerConfig {
         }
     }
 
-    /// Checks what can be checked without touching anything.
-    pub(crate) fn check(&self) -> Result<SeatPlanner, ConfigError> {
+    /// Checks the settings without any I/O.
+    pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
         }
@@ -64,36 +64,36 @@ impl ServerConfig {
                 return Err(ConfigError::Fingerprint { found: found.clone() });
             }
         }
-        Ok(SeatPlanner::new(self.num_servers, self.replicas)?)
+        Ok(BalancedPlanner::new(self.num_servers, self.replicas)?)
     }
 }
 
-/// Protection against too much of anything.
+/// Limits on members, connections and requests.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Most members, expired ones included.
+    /// Most members, including expired ones.
     pub max_members: usize,
-    /// Most connections at a time; also kept below the process's limit on open files. Beyond it
-    /// the oldest connection that has not sent a request yet gives way.
+    /// Most connections at a time; the process's limit on open files can lower it. At the limit, a new
+    /// connection replaces the oldest one that has not sent a request yet.
     pub max_connections: usize,
     /// Most placement watches at a time.
     pub max_watchers: usize,
-    /// Largest head of a request in bytes, 8192 at least.
+    /// Largest head of a request in bytes, at least 8192.
     pub max_head_bytes: usize,
     /// Most header lines of a request.
     pub max_headers: usize,
     /// Largest body of a request in bytes.
     pub max_body_bytes: usize,
-    /// Time within which a head must be complete, and after which an idle connection is closed.
+    /// Timeout for a complete request head. Also the timeout after which an idle connection is closed.
     pub head_timeout: Duration,
-    /// Time within which a request must be complete and answered.
+    /// Timeout from the request's head to its answer.
     pub request_timeout: Duration,
-    /// How long a peer may leave an answer unread.
+    /// Timeout after which a connection is closed because its peer does not read the answer.
     pub write_timeout: Duration,
-    /// Pause between the keep-alives of a watch.
+    /// Interval between two keep-alive comments on an idle watch.
     pub watch_keep_alive: Duration,
-    /// Time for open requests to finish at shutdown.
+    /// Longest wait for open requests at shutdown.
     pub shutdown_timeout: Duration,
 }
 
@@ -128,25 +128,20 @@ impl Default for Limits {
     }
 }
 
-/// Settings that cannot work.
+/// Invalid settings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
-    LeaseTtl {
-        /// The setting.
-        found: Duration,
-    },
+    LeaseTtl { found: Duration },
     /// See [`ServerConfig::token`].
     #[error("the token is empty or has characters other than visible ASCII")]
     Token,
     /// See [`ServerConfig::model_fingerprint`].
     #[error("model fingerprint {found:?}: expected 8 to 128 lowercase hex digits")]
-    Fingerprint {
-        /// The setting.
-        found: String,
-    },
+    Fingerprint { found: String },
     /// See [`ServerConfig::num_servers`] and [`ServerConfig::replicas`].
     #[error(transparent)]
     Planner(#[from] PlannerConfigError),

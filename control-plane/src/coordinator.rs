@@ -1,4 +1,4 @@
-//! The fleet in its surroundings: one lock, one clock, one writer of the store, many watchers.
+//! Runs the fleet: one lock, one clock, one writer of the store, many watchers.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,20 +13,20 @@ use tracing::{debug, error, info, warn};
 
 use crate::admission::Refusal;
 use crate::clock::Clock;
-use crate::fleet::{ExpiryCause, Fleet, FleetEvent, Joined};
+use crate::fleet::{ExpiryCause, Fleet, FleetEvent, RegistrationKind};
 use crate::metrics::Metrics;
 use crate::store::{Revision, Store, StoreError};
 
-/// A table as it is sent.
+/// A placement table in its encoded forms.
 #[derive(Debug)]
-pub(crate) struct Published {
+pub(crate) struct EncodedTable {
     /// The table as JSON.
     pub(crate) json: Bytes,
     /// The table as a server-sent event.
     pub(crate) event: Bytes,
 }
 
-/// Why an operation did not come about.
+/// Error of an operation.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OperationError {
     #[error(transparent)]
@@ -37,7 +37,7 @@ pub(crate) enum OperationError {
     ShuttingDown,
 }
 
-/// The control plane without its HTTP face.
+/// The control plane without HTTP.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     fleet: Mutex<Fleet>,
@@ -45,28 +45,28 @@ pub(crate) struct Coordinator {
     started: Duration,
     lease_ttl: Duration,
     metrics: Metrics,
-    latest: Mutex<Arc<Published>>,
-    changes: broadcast::Sender<Arc<Published>>,
+    latest: Mutex<Arc<EncodedTable>>,
+    changes: broadcast::Sender<Arc<EncodedTable>>,
     writes: watch::Sender<WriteState>,
-    /// Wakes the writer.
+    /// Wakes the writer of the store.
     dirty: Notify,
     store_kind: &'static str,
 }
 
-/// How the writing of the store goes.
+/// Progress of writing the store.
 #[derive(Clone, Debug, Default)]
 struct WriteState {
-    /// Fleet revision of the last success.
+    /// Fleet revision of the last successful write.
     durable: u64,
-    /// Fleet revision of the last failure.
+    /// Fleet revision of the last failed write.
     failed: u64,
-    /// Why writing fails; `None` while it succeeds.
+    /// Error of the last write; `None` after a success.
     error: Option<String>,
 }
 
 impl Coordinator {
-    /// A coordinator of a fleet that has just been restored. The store is written twice before
-    /// this returns, which is what the first epoch needs.
+    /// Starts the coordinator of a restored fleet. Writes the store twice before it returns, because the
+    /// first epoch can be issued only after two writes.
     pub(crate) fn start(
         mut fleet: Fleet,
         store: &mut dyn Store,
@@ -75,10 +75,10 @@ impl Coordinator {
         lease_ttl: Duration,
         metrics: Metrics,
     ) -> Result<(Self, Revision), StoreError> {
-        while fleet.wants_save() {
+        while fleet.needs_save() {
             let (snapshot, fleet_revision) = fleet.snapshot();
             revision = store.save(&snapshot, revision)?;
-            fleet.saved(&snapshot, fleet_revision);
+            fleet.mark_saved(&snapshot, fleet_revision);
         }
         metrics.store_writable.set(1);
         fleet.refresh();
@@ -97,7 +97,7 @@ impl Coordinator {
             dirty: Notify::new(),
             store_kind: store.kind(),
         };
-        // Logs and counts what the restoration has brought.
+        // Logs and counts the restored members.
         coordinator.with_fleet(|_, _| ());
         Ok((coordinator, revision))
     }
@@ -118,7 +118,7 @@ impl Coordinator {
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
         if !is_durable {
-            self.durable(revision).await?;
+            self.wait_durable(revision).await?;
         }
         Ok(response)
     }
@@ -190,12 +190,12 @@ impl Coordinator {
     }
 
     /// The table in force.
-    pub(crate) fn latest(&self) -> Arc<Published> {
+    pub(crate) fn latest(&self) -> Arc<EncodedTable> {
         Arc::clone(&lock(&self.latest))
     }
 
-    /// The table in force and a receiver of all later ones, without a gap between them.
-    pub(crate) fn subscribe(&self) -> (Arc<Published>, broadcast::Receiver<Arc<Published>>) {
+    /// The table in force and a receiver of every later one, without a gap in between.
+    pub(crate) fn subscribe(&self) -> (Arc<EncodedTable>, broadcast::Receiver<Arc<EncodedTable>>) {
         let latest = lock(&self.latest);
         (Arc::clone(&latest), self.changes.subscribe())
     }
@@ -213,8 +213,8 @@ impl Coordinator {
         }
     }
 
-    /// Writes the store whenever something has changed, until `shutdown` turns true and the last
-    /// change is written or has failed. Ends early when another control plane has taken over.
+    /// Writes the store after every change. Returns after `shutdown` turns true and the last change was
+    /// written or has failed. Returns early when another control plane has taken over the store.
     pub(crate) async fn run_writer(
         &self,
         store: Box<dyn Store>,
@@ -225,11 +225,11 @@ impl Coordinator {
         loop {
             let is_last = *shutdown.borrow_and_update();
             let mut has_failed = false;
-            while lock(&self.fleet).wants_save() {
+            while lock(&self.fleet).needs_save() {
                 match self.write(&store, revision).await {
                     Ok(next) => revision = next,
                     Err(err @ StoreError::Conflict { .. }) => {
-                        error!(error = %err, "the store belongs to somebody else now");
+                        error!(error = %err, "another control plane has taken over the store");
                         return Err(err);
                     }
                     Err(_) => {
@@ -249,7 +249,7 @@ impl Coordinator {
             };
             tokio::select! {
                 () = retry => {}
-                // An error means that the server is gone, which ends this as well.
+                // An error means that the server was dropped.
                 changed = shutdown.wait_for(|&down| down) => if changed.is_err() { return Ok(()) },
             }
         }
@@ -266,15 +266,15 @@ impl Coordinator {
         let (store, written) = (Arc::clone(store), Arc::clone(&snapshot));
         let write = tokio::task::spawn_blocking(move || lock(&store).save(&written, expected));
         let outcome = write.await.unwrap_or_else(|err| {
-            // The task panicked or the runtime goes down.
+            // The task panicked, or the runtime shuts down.
             let (operation, path) = ("write", std::path::PathBuf::from("snapshot"));
             Err(StoreError::Io { operation, path, source: std::io::Error::other(err) })
         });
         timer.observe_duration();
         match outcome {
             Ok(revision) => {
-                // A new supply of epochs may release a table that was held back.
-                self.with_fleet(|fleet, _| fleet.saved(&snapshot, fleet_revision));
+                // Newly reserved epochs may unblock a change of the table.
+                self.with_fleet(|fleet, _| fleet.mark_saved(&snapshot, fleet_revision));
                 if self.write_error().is_some() {
                     info!("the store can be written again");
                 }
@@ -306,8 +306,8 @@ impl Coordinator {
         self.writes.borrow().error.clone()
     }
 
-    /// Waits until a revision is in the store. The request's own time limit bounds the wait.
-    async fn durable(&self, revision: u64) -> Result<(), OperationError> {
+    /// Waits until a revision is in the store. The request's timeout bounds the wait.
+    async fn wait_durable(&self, revision: u64) -> Result<(), OperationError> {
         let mut writes = self.writes.subscribe();
         let settled = writes.wait_for(|state| {
             state.durable >= revision || (state.error.is_some() && state.failed >= revision)
@@ -319,16 +319,16 @@ impl Coordinator {
         }
     }
 
-    /// Does something with the fleet, then publishes, logs and counts what came of it.
+    /// Runs `action` on the fleet, then publishes, logs and counts its results.
     fn with_fleet<R>(&self, action: impl FnOnce(&mut Fleet, Duration) -> R) -> R {
         let mut fleet = lock(&self.fleet);
         let result = action(&mut fleet, self.clock.now());
         if let Some(table) = fleet.refresh() {
             let published = Arc::new(publish(&table));
-            // The order of locks is fleet, then table; subscribers take the second only.
+            // Lock order: fleet, then table. Subscribers take only the second.
             let mut latest = lock(&self.latest);
             *latest = Arc::clone(&published);
-            // An error means that nobody watches.
+            // An error means that there are no watchers.
             let _ = self.changes.send(published);
         }
         let events = fleet.take_events();
@@ -337,10 +337,10 @@ impl Coordinator {
             self.metrics.set_coverage(fleet.coverage());
             self.metrics.epoch.set(fleet.table().epoch as i64);
         }
-        let is_dirty = fleet.wants_save();
+        let is_dirty = fleet.needs_save();
         drop(fleet);
         for event in &events {
-            self.note(event);
+            self.record_event(event);
         }
         if is_dirty {
             self.dirty.notify_one();
@@ -348,20 +348,20 @@ impl Coordinator {
         result
     }
 
-    fn note(&self, event: &FleetEvent) {
+    fn record_event(&self, event: &FleetEvent) {
         let metrics = &self.metrics;
         match event {
             FleetEvent::Registered { name, kind } => {
                 let kind = match kind {
-                    Joined::New => "new",
-                    Joined::Returned => "returned",
-                    Joined::Takeover => "takeover",
+                    RegistrationKind::New => "new",
+                    RegistrationKind::Returned => "returned",
+                    RegistrationKind::Takeover => "takeover",
                 };
                 metrics.registrations.with_label_values(&[kind]).inc();
                 info!(name, kind, "member registered");
             }
-            FleetEvent::Serving { name } => info!(name, "member serves"),
-            FleetEvent::Draining { name } => info!(name, "member drains"),
+            FleetEvent::Serving { name } => info!(name, "member is serving"),
+            FleetEvent::Draining { name } => info!(name, "member is draining"),
             FleetEvent::Left { name } => info!(name, "member left"),
             FleetEvent::Suspected { name, reporter, reason } => {
                 metrics.suspects.inc();
@@ -375,34 +375,34 @@ impl Coordinator {
                 metrics.expirations.with_label_values(&[cause]).inc();
                 warn!(name, cause, "member expired");
             }
-            FleetEvent::Forgotten { name } => info!(name, "expired member forgotten"),
-            FleetEvent::PauseForgiven { pause } => {
-                warn!(?pause, "this process was paused; leases extended by as much");
+            FleetEvent::Removed { name } => info!(name, "expired member removed"),
+            FleetEvent::LeasesExtended { pause } => {
+                warn!(?pause, "this process was paused; all leases extended by the pause");
             }
             FleetEvent::PlacementChanged { epoch, num_servers } => {
                 metrics.placement_changes.inc();
                 info!(epoch, num_servers, "new placement");
             }
-            FleetEvent::PlacementHeldBack => {
-                error!("the store must be written before the placement can change any further");
+            FleetEvent::PlacementBlocked => {
+                error!("the placement cannot change until the store can be written");
             }
         }
     }
 }
 
-fn publish(table: &PlacementTable) -> Published {
-    // Strings, numbers and lists of them always have a JSON form.
+fn publish(table: &PlacementTable) -> EncodedTable {
+    // A table has strings, numbers and lists only, which always have a JSON form.
     let json = serde_json::to_string(table).unwrap_or_default();
     let event = format!("event: placement\nid: {}\ndata: {json}\n\n", table.epoch);
-    Published { json: Bytes::from(json), event: Bytes::from(event) }
+    EncodedTable { json: Bytes::from(json), event: Bytes::from(event) }
 }
 
-/// A panic elsewhere must not take the control plane down with it.
+/// Ignores poisoning: a panic in one task must not stop the others.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Tables that a slow watcher may lag behind before it skips to the newest.
+/// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
 const MIN_TICK: Duration = Duration::from_millis(5);
 const MAX_TICK: Duration = Duration::from_millis(100);

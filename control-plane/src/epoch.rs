@@ -1,28 +1,28 @@
-//! Epochs that are never issued twice, whatever the store loses.
+//! Epochs that are never issued twice, even if the store loses its last write.
 
-/// Issues epochs out of a range that the store has promised to this process.
+/// Issues epochs from a range that is reserved in the store.
 ///
-/// Every snapshot carries a reservation: a bound that no epoch issued so far exceeds. A process
-/// that starts from a snapshot issues only above its reservation. Epochs are issued only up to
-/// the reservation of the *last but one* successful write, so that even a store which loses its
-/// last write (a lying disk, a snapshot restored by hand) still leads to an unused epoch.
+/// Every snapshot carries a reservation: an upper bound of all epochs issued so far. A process that
+/// starts from a snapshot issues only epochs above its reservation. Epochs are issued only up to the
+/// reservation of the *last but one* successful write. So even if the store loses its last write (a disk
+/// that reports writes before they are durable, a snapshot restored by hand), the next epoch is unused.
 #[derive(Clone, Debug)]
 pub(crate) struct EpochAllocator {
     issued: u64,
-    /// Upper bound of what may be issued now.
+    /// Largest epoch that may be issued.
     usable: u64,
     /// Reservation of the last successful write.
     durable: u64,
 }
 
 impl EpochAllocator {
-    /// Goes on above a reservation found in the store; 0 for a fresh one. Nothing can be issued
-    /// before two writes have succeeded.
+    /// Continues above a reservation found in the store, 0 for a new one. No epoch can be issued before
+    /// two writes have succeeded.
     pub(crate) fn resume(reservation: u64) -> Self {
         Self { issued: reservation, usable: reservation, durable: reservation }
     }
 
-    /// The next epoch, or `None` while the store has not promised any more.
+    /// The next epoch, or `None` while no reserved epoch is left.
     pub(crate) fn issue(&mut self) -> Option<u64> {
         if self.issued >= self.usable {
             return None;
@@ -31,24 +31,24 @@ impl EpochAllocator {
         Some(self.issued)
     }
 
-    /// The bound to write with the next snapshot.
+    /// The reservation to write with the next snapshot.
     pub(crate) fn reservation(&self) -> u64 {
         self.durable.max(self.issued.saturating_add(CHUNK))
     }
 
-    /// Notes that a snapshot with this reservation is durable.
-    pub(crate) fn saved(&mut self, reservation: u64) {
+    /// Records that a snapshot with this reservation is durable.
+    pub(crate) fn mark_saved(&mut self, reservation: u64) {
         self.usable = self.usable.max(self.durable);
         self.durable = self.durable.max(reservation);
     }
 
-    /// Whether a write is due to keep the supply up, even if nothing else has changed.
-    pub(crate) fn wants_save(&self) -> bool {
+    /// Returns true if a write is due to reserve more epochs, even if nothing else has changed.
+    pub(crate) fn needs_save(&self) -> bool {
         self.usable - self.issued < CHUNK / 2
     }
 }
 
-/// Epochs promised ahead: what can still be issued while the store refuses writes.
+/// Epochs reserved ahead. So many can still be issued while the store refuses writes.
 const CHUNK: u64 = 1024;
 
 #[cfg(test)]
@@ -59,26 +59,26 @@ mod tests {
     fn nothing_is_issued_before_two_writes() {
         let mut epochs = EpochAllocator::resume(0);
         assert_eq!(epochs.issue(), None);
-        epochs.saved(epochs.reservation());
+        epochs.mark_saved(epochs.reservation());
         assert_eq!(epochs.issue(), None);
-        assert!(epochs.wants_save());
-        epochs.saved(epochs.reservation());
-        assert!(!epochs.wants_save());
+        assert!(epochs.needs_save());
+        epochs.mark_saved(epochs.reservation());
+        assert!(!epochs.needs_save());
         assert_eq!(epochs.issue(), Some(1));
     }
 
     #[test]
     fn a_store_that_refuses_writes_ends_the_supply() {
         let mut epochs = EpochAllocator::resume(0);
-        epochs.saved(epochs.reservation());
-        epochs.saved(epochs.reservation());
+        epochs.mark_saved(epochs.reservation());
+        epochs.mark_saved(epochs.reservation());
         let issued: Vec<u64> = std::iter::from_fn(|| epochs.issue()).collect();
         assert_eq!(issued, (1..=CHUNK).collect::<Vec<_>>());
-        assert!(epochs.wants_save());
+        assert!(epochs.needs_save());
     }
 
-    /// Crashes at random moments; the restart finds the last write or, if that was lost, the one
-    /// before. No epoch may come out twice and none may be lower than an earlier one.
+    /// Crashes at random moments. The restart finds the last write or, if that was lost, the one before.
+    /// No epoch may be issued twice, and none may be lower than an earlier one.
     #[test]
     fn no_crash_and_no_lost_write_issues_an_epoch_twice() {
         use rand::{RngExt, SeedableRng};
@@ -100,10 +100,9 @@ mod tests {
                 70..90 => {
                     let reservation = epochs.reservation();
                     disk.push(reservation);
-                    epochs.saved(reservation);
+                    epochs.mark_saved(reservation);
                 }
-                // Killed between reserving and hearing of the write, which has or has not
-                // reached the disk.
+                // Killed between the write and its confirmation. The write may have reached the disk.
                 90..96 => {
                     if rng.random_bool(0.5) {
                         disk.push(epochs.reservation());
@@ -115,10 +114,10 @@ mod tests {
                         disk.pop();
                     }
                     epochs = EpochAllocator::resume(disk[disk.len() - 1]);
-                    // Only one write may be lost: the new process's first is a new generation.
+                    // At most one write may be lost, so the new process writes at once.
                     let reservation = epochs.reservation();
                     disk.push(reservation);
-                    epochs.saved(reservation);
+                    epochs.mark_saved(reservation);
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Members, leases and the placement that follows from them: the state machine of the control
-//! plane. Sans-I/O: it is handed the time, keeps no clock, writes nothing and talks to nobody.
+//! The state machine of the control plane: members, leases, and the placement built from them.
+//! Sans-I/O: every call gets the time as an argument, and the fleet does no I/O.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use control_api::{
 
 use crate::admission::{Refusal, check_assignment, check_registration};
 use crate::epoch::EpochAllocator;
-use crate::member::{Lease, Member, MemberRecord, Phase, Superseded};
+use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
@@ -22,21 +22,21 @@ use crate::table::{self, Coverage};
 #[derive(Clone, Debug)]
 pub(crate) struct FleetSettings {
     pub(crate) lease_ttl: Duration,
-    /// Added to a heartbeat interval to give the time in which a suspected member must renew.
+    /// A suspected member must renew within one heartbeat interval plus this time.
     pub(crate) suspect_grace: Duration,
-    /// How long an expired member is remembered.
+    /// Time for which an expired member is kept.
     pub(crate) expired_retention: Duration,
     pub(crate) max_members: usize,
-    /// The only model accepted; `None` = the first one registered.
+    /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub(crate) pinned_fingerprint: Option<String>,
 }
 
-/// What happened, for the log and the metrics.
+/// A change, for the log and the metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum FleetEvent {
     Registered {
         name: String,
-        kind: Joined,
+        kind: RegistrationKind,
     },
     Serving {
         name: String,
@@ -56,35 +56,38 @@ pub(crate) enum FleetEvent {
         name: String,
         cause: ExpiryCause,
     },
-    Forgotten {
+    /// An expired member was removed.
+    Removed {
         name: String,
     },
-    /// The process was paused; all leases were extended by that much.
-    PauseForgiven {
+    /// This process was paused. All leases were extended by the length of the pause.
+    LeasesExtended {
         pause: Duration,
     },
     PlacementChanged {
         epoch: u64,
         num_servers: usize,
     },
-    /// A change waits for the store to promise more epochs.
-    PlacementHeldBack,
+    /// A change of the placement waits until the store has reserved more epochs.
+    PlacementBlocked,
 }
 
-/// How a member came in.
+/// Kind of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Joined {
+pub(crate) enum RegistrationKind {
     New,
-    /// The same process again.
+    /// A known process has registered again.
     Returned,
-    /// A restarted process under the same name.
+    /// A restarted process has taken over the name of an earlier one.
     Takeover,
 }
 
-/// Why a lease ended.
+/// Reason why a lease ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExpiryCause {
+    /// The member did not renew in time.
     Lease,
+    /// A suspected member did not renew by its deadline.
     Suspect,
 }
 
@@ -95,16 +98,17 @@ pub(crate) struct Fleet {
     planner: Box<dyn Planner>,
     cluster_id: String,
     model: Option<ModelDescriptor>,
-    /// By name: the order of servers in the table is stable.
+    /// Ordered by name, which keeps the order of servers in the table stable.
     members: BTreeMap<String, Member>,
     names: HashMap<MemberId, String>,
     epochs: EpochAllocator,
     table: Arc<PlacementTable>,
     coverage: Coverage,
-    /// Whether members changed since the table was built.
+    /// True if members changed after the table was built.
     is_table_stale: bool,
-    is_held_back: bool,
-    /// Counts durable changes; `saved_revision` is the last one in the store.
+    /// True while a change of the table waits for more epochs.
+    is_blocked: bool,
+    /// Number of changes that belong into the store. `saved_revision` is the last one stored.
     revision: u64,
     saved_revision: u64,
     last_tick: Duration,
@@ -112,8 +116,8 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    /// A fleet as the store knows it, or a fresh one. Members that were leased get one fresh
-    /// time to live. Issues no epoch before two snapshots are [`saved`](Self::saved).
+    /// A fleet restored from a snapshot, or a new one. Leased members get one fresh time to live. The
+    /// fleet issues no epoch before two snapshots were [marked as saved](Self::mark_saved).
     pub(crate) fn new(
         settings: FleetSettings,
         planner: Box<dyn Planner>,
@@ -144,7 +148,7 @@ impl Fleet {
             table: Arc::new(table),
             coverage: Coverage::default(),
             is_table_stale: true,
-            is_held_back: false,
+            is_blocked: false,
             revision: 1,
             saved_revision: 0,
             last_tick: now,
@@ -167,15 +171,17 @@ impl Fleet {
             return Err(Refusal::Superseded { name: request.name });
         }
         let kind = match known {
-            None => Joined::New,
-            Some(member) if member.record.incarnation == request.incarnation => Joined::Returned,
-            Some(_) => Joined::Takeover,
+            None => RegistrationKind::New,
+            Some(member) if member.record.incarnation == request.incarnation => {
+                RegistrationKind::Returned
+            }
+            Some(_) => RegistrationKind::Takeover,
         };
-        if kind == Joined::New {
+        if kind == RegistrationKind::New {
             self.make_room()?;
         }
-        if kind == Joined::Returned {
-            self.welcome_back(&request, now);
+        if kind == RegistrationKind::Returned {
+            self.refresh_member(&request, now);
         } else {
             self.admit(&request, now)?;
         }
@@ -232,7 +238,7 @@ impl Fleet {
         let member = self.leased(member, Some(request.incarnation), now)?;
         member.set_holds(request.holds);
         let was = member.record.phase;
-        // A late report of readiness does not call a draining member back.
+        // A late `ready` does not return a draining member to the placement.
         if was == Phase::Loading {
             member.record.phase = Phase::Serving;
         }
@@ -240,7 +246,7 @@ impl Fleet {
         if was == Phase::Loading {
             self.events.push(FleetEvent::Serving { name });
         }
-        self.touch();
+        self.mark_changed();
         Ok(info)
     }
 
@@ -255,7 +261,7 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
-            self.touch();
+            self.mark_changed();
         }
         Ok(info)
     }
@@ -267,7 +273,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Shortens the wait for a member's next renewal; gives what is left of it. A live member
+    /// Brings forward the deadline of a member's next renewal and returns the time left. A live member
     /// renews within a heartbeat interval and stays.
     pub(crate) fn suspect(
         &mut self,
@@ -282,7 +288,7 @@ impl Fleet {
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports neither push the deadline out nor fill the log.
+        // Further reports neither move the deadline nor fill the log.
         let is_first = member.renew_by.is_none();
         let renew_by = *member.renew_by.get_or_insert(now + wait);
         let left = member.deadline().unwrap_or(renew_by).saturating_sub(now);
@@ -293,17 +299,17 @@ impl Fleet {
         Ok(left)
     }
 
-    /// Expires what has run out and forgets what has been expired for long. To be called about
-    /// every `period`; a much longer gap means that this process was paused, in which case
-    /// nobody could renew and all leases are extended by the gap.
+    /// Expires members whose lease has ended, and removes members that expired long ago. The caller calls
+    /// it about every `period`. A much longer gap means that this process was paused: no member could
+    /// renew, so all leases are extended by the gap.
     pub(crate) fn tick(&mut self, now: Duration, period: Duration) {
         let gap = now.saturating_sub(self.last_tick);
         self.last_tick = now;
         if gap > period * 4 {
-            self.forgive_pause(gap - period);
+            self.extend_leases(gap - period);
         }
         let mut expired = Vec::new();
-        let mut forgotten = Vec::new();
+        let mut removed = Vec::new();
         for member in self.members.values_mut() {
             match (member.lease, member.deadline()) {
                 (Lease::Until(until), Some(deadline)) if deadline <= now => {
@@ -315,23 +321,23 @@ impl Fleet {
                     expired.push((member.record.name.clone(), cause));
                 }
                 (Lease::ExpiredAt(at), _) if now >= at + self.settings.expired_retention => {
-                    forgotten.push(member.record.name.clone());
+                    removed.push(member.record.name.clone());
                 }
                 _ => {}
             }
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.touch();
+            self.mark_changed();
         }
-        for name in forgotten {
+        for name in removed {
             self.remove(&name);
-            self.events.push(FleetEvent::Forgotten { name });
+            self.events.push(FleetEvent::Removed { name });
         }
     }
 
-    /// Builds the table anew if members changed, under a new epoch if it differs. Gives the new
-    /// table. While the store has promised no more epochs the old table stays.
+    /// Rebuilds the table if members changed. Returns the new table, under a new epoch, if it differs from
+    /// the old one. While no reserved epoch is left the old table stays in force.
     pub(crate) fn refresh(&mut self) -> Option<Arc<PlacementTable>> {
         if !self.is_table_stale {
             return None;
@@ -340,18 +346,18 @@ impl Fleet {
         let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
         if self.table.epoch > 0 && !table::differs(&next, &self.table) {
             self.is_table_stale = false;
-            self.is_held_back = false;
+            self.is_blocked = false;
             return None;
         }
         let Some(epoch) = self.epochs.issue() else {
-            if !std::mem::replace(&mut self.is_held_back, true) {
-                self.events.push(FleetEvent::PlacementHeldBack);
+            if !std::mem::replace(&mut self.is_blocked, true) {
+                self.events.push(FleetEvent::PlacementBlocked);
             }
             return None;
         };
         next.epoch = epoch;
         self.is_table_stale = false;
-        self.is_held_back = false;
+        self.is_blocked = false;
         self.coverage = Coverage::of(&next, self.planner.replicas());
         let num_servers = next.servers.len();
         self.table = Arc::new(next);
@@ -359,12 +365,13 @@ impl Fleet {
         Some(Arc::clone(&self.table))
     }
 
-    /// Whether the store should be written.
-    pub(crate) fn wants_save(&self) -> bool {
-        self.revision > self.saved_revision || self.epochs.wants_save()
+    /// Returns true if the store should be written.
+    pub(crate) fn needs_save(&self) -> bool {
+        self.revision > self.saved_revision || self.epochs.needs_save()
     }
 
-    /// What to write, and the revision to hand to [`saved`](Self::saved) once it is durable.
+    /// The snapshot to write, and the revision to pass to [`mark_saved`](Self::mark_saved) once it is
+    /// durable.
     pub(crate) fn snapshot(&self) -> (Snapshot, u64) {
         let record = |member: &Member| MemberRecord {
             expired: !member.is_leased(),
@@ -379,9 +386,9 @@ impl Fleet {
         (snapshot, self.revision)
     }
 
-    /// Notes that a snapshot has become durable.
-    pub(crate) fn saved(&mut self, snapshot: &Snapshot, revision: u64) {
-        self.epochs.saved(snapshot.reserved_epoch);
+    /// Records that a snapshot is durable.
+    pub(crate) fn mark_saved(&mut self, snapshot: &Snapshot, revision: u64) {
+        self.epochs.mark_saved(snapshot.reserved_epoch);
         self.saved_revision = self.saved_revision.max(revision);
         for record in &snapshot.members {
             if let Some(member) = self.members.get_mut(&record.name)
@@ -392,8 +399,8 @@ impl Fleet {
         }
     }
 
-    /// Whether a process is known to the store, so that it may come back although nothing can be
-    /// written.
+    /// Returns true if the store contains the process. Such a process may register again while the store
+    /// cannot be written.
     pub(crate) fn is_durable(&self, name: &str, incarnation: u64) -> bool {
         let member = self.members.get(name);
         member.is_some_and(|member| member.is_durable && member.record.incarnation == incarnation)
@@ -440,8 +447,8 @@ impl Fleet {
         std::mem::take(&mut self.events)
     }
 
-    /// The same process again: same identity, same assignment, fresh lease.
-    fn welcome_back(&mut self, request: &RegisterRequest, now: Duration) {
+    /// Registers a known process again: same identity, same assignment, fresh lease.
+    fn refresh_member(&mut self, request: &RegisterRequest, now: Duration) {
         let lease_ttl = self.settings.lease_ttl;
         let Some(member) = self.members.get_mut(&request.name) else { return };
         if !member.is_leased() {
@@ -454,7 +461,7 @@ impl Fleet {
         self.is_table_stale = true;
     }
 
-    /// A process not seen before, possibly in place of an older one of its name.
+    /// Registers a new process, which may replace an earlier one of the same name.
     fn admit(&mut self, request: &RegisterRequest, now: Duration) -> Result<(), Refusal> {
         let old = self.members.get(&request.name);
         let assignment = if request.holds.is_empty() {
@@ -476,7 +483,7 @@ impl Fleet {
         let mut superseded = Vec::new();
         if let Some(old) = old {
             superseded.clone_from(&old.record.superseded);
-            superseded.push(Superseded {
+            superseded.push(Predecessor {
                 member_id: old.record.member_id.clone(),
                 incarnation: old.record.incarnation,
             });
@@ -504,7 +511,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Makes room for one more member, at the cost of the one that expired first.
+    /// Makes room for one more member. At the limit, evicts the member that expired first.
     fn make_room(&mut self) -> Result<(), Refusal> {
         let limit = self.settings.max_members;
         if self.members.len() < limit {
@@ -518,11 +525,11 @@ impl Fleet {
             return Err(Refusal::TooManyMembers { limit });
         };
         self.remove(&name);
-        self.events.push(FleetEvent::Forgotten { name });
+        self.events.push(FleetEvent::Removed { name });
         Ok(())
     }
 
-    fn forgive_pause(&mut self, pause: Duration) {
+    fn extend_leases(&mut self, pause: Duration) {
         for member in self.members.values_mut() {
             if let Lease::Until(until) = &mut member.lease {
                 *until += pause;
@@ -531,18 +538,18 @@ impl Fleet {
                 *by += pause;
             }
         }
-        self.events.push(FleetEvent::PauseForgiven { pause });
+        self.events.push(FleetEvent::LeasesExtended { pause });
     }
 
     fn remove(&mut self, name: &str) {
         if let Some(member) = self.members.remove(name) {
             self.names.remove(&member.record.member_id);
         }
-        self.touch();
+        self.mark_changed();
     }
 
-    /// Notes a change that the table and the store have to hear of.
-    fn touch(&mut self) {
+    /// Marks the table and the stored snapshot as out of date.
+    fn mark_changed(&mut self) {
         self.is_table_stale = true;
         self.revision += 1;
     }
@@ -579,9 +586,8 @@ impl Fleet {
     }
 }
 
-/// Predecessors remembered per name, so that a process which lost its name stays out.
+/// Predecessors kept per name, so that a replaced process cannot register again.
 const MAX_SUPERSEDED: usize = 8;
 
 #[cfg(test)]
-#[path = "fleet_tests.rs"]
 mod tests;

@@ -1,16 +1,16 @@
-//! Switchyard's control plane: who is in the fleet, and which server holds which expert.
+//! Switchyard's control plane: the members of the fleet, and the placement of experts on them.
 //!
-//! Members hold leases and renew them over HTTP; the placement table follows from the members
-//! that serve and carries an epoch that rises with every change and is never issued twice.
-//! Clients follow the table by a stream of server-sent events and go on with the last one while
-//! the control plane is down. `control_api` has the types and the client.
+//! Members hold leases and renew them over HTTP. The placement table lists the experts of the serving
+//! members. It carries an epoch that rises with every change and is never issued twice. Clients follow
+//! the table through a stream of server-sent events. While the control plane is down they keep using
+//! the last table. The crate `switchyard_control_api` has the types and the client.
 //!
-//! * [`Server`], [`ServerConfig`]: the whole, bound to an address.
-//! * [`planner`]: what a joining member is to hold. Sans-I/O.
-//! * [`store`]: where the state survives a restart; one trait, one conformance suite.
+//! * [`Server`], [`ServerConfig`]: a control plane bound to an address.
+//! * [`planner`]: assigns experts to a joining member. Sans-I/O.
+//! * [`store`]: durable state; one trait, one conformance suite.
 //! * [`clock`]: monotonic time, virtual in tests.
 //!
-//! The data path is none of its business: no token of any model passes through here.
+//! The control plane is not on the data path: it never sees a model's tokens.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -28,5 +28,9 @@ pub mod store;
 mod table;
 
 pub use config::{ConfigError, Limits, ServerConfig};
-pub use planner::{PlannerConfigError, SeatPlanner};
+pub use planner::{BalancedPlanner, PlannerConfigError};
 pub use server::{BindError, RunError, Server};
+
+// Types of other crates in the signatures of this one.
+pub use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
+pub use prometheus;

@@ -1,4 +1,4 @@
-//! One member: what is known about it, how it is shown and how it is stored.
+//! One member: its state in memory, its stored record and its form in the API.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,24 +8,24 @@ use control_api::{
 };
 use serde::{Deserialize, Serialize};
 
-/// How far a leased member has come.
+/// Stage of life of a leased member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Loading its experts.
+    /// The member loads its experts.
     Loading,
-    /// Has reported ready.
+    /// The member has reported ready.
     Serving,
-    /// About to leave.
+    /// The member is about to leave.
     Draining,
 }
 
-/// A process that has lost its name to a younger one.
+/// An earlier process of the same name. A newer process has taken the name over.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Superseded {
-    /// Identity that it had.
+pub struct Predecessor {
+    /// Identity of the earlier process.
     pub member_id: MemberId,
-    /// Incarnation that it has.
+    /// Incarnation of the earlier process.
     pub incarnation: u64,
 }
 
@@ -42,26 +42,26 @@ pub struct MemberRecord {
     pub data_addr: String,
     /// `host:port` of the metrics listener.
     pub metrics_addr: Option<String>,
-    /// How far it has come.
+    /// Stage of life.
     pub phase: Phase,
-    /// Whether the lease had run out.
+    /// True if the lease had expired when the snapshot was taken.
     pub expired: bool,
-    /// What it is to hold.
+    /// Experts that the planner assigned.
     pub assignment: Arc<Assignment>,
-    /// Rises with every change of the assignment.
+    /// Version of the assignment, incremented with every change.
     pub assignment_version: u64,
-    /// What it has reported to hold.
+    /// Experts that the member has reported as loaded.
     pub holds: Arc<Assignment>,
     /// Predecessors under the same name, oldest first.
-    pub superseded: Vec<Superseded>,
+    pub superseded: Vec<Predecessor>,
 }
 
-/// Where a lease stands on the clock.
+/// State of a lease. Times are of the fleet's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lease {
-    /// Held until then.
+    /// Valid until this time.
     Until(Duration),
-    /// Ran out then.
+    /// Expired at this time.
     ExpiredAt(Duration),
 }
 
@@ -70,12 +70,12 @@ pub(crate) enum Lease {
 pub(crate) struct Member {
     pub(crate) record: MemberRecord,
     pub(crate) lease: Lease,
-    /// By when a suspected member must renew.
+    /// Time by which a suspected member must renew.
     pub(crate) renew_by: Option<Duration>,
     pub(crate) load: Option<LoadReport>,
-    /// What clients are told: held and assigned.
+    /// Experts in the placement table: both held and assigned.
     pub(crate) placed: Arc<Assignment>,
-    /// Whether a durable snapshot knows the member.
+    /// True if a durable snapshot contains the member.
     pub(crate) is_durable: bool,
 }
 
@@ -98,7 +98,7 @@ impl Member {
         }
     }
 
-    /// When the member will be expired unless it renews.
+    /// Time at which the member expires unless it renews.
     pub(crate) fn deadline(&self) -> Option<Duration> {
         match self.lease {
             Lease::Until(until) => Some(self.renew_by.map_or(until, |by| by.min(until))),
@@ -143,7 +143,7 @@ impl Member {
     }
 }
 
-/// What is in both; inputs are sorted, as everything that has passed validation is.
+/// Experts in both assignments. Both must be sorted; every validated assignment is.
 pub(crate) fn intersect(a: &Assignment, b: &Assignment) -> Assignment {
     let layers = a.layers.iter().filter_map(|entry| {
         let other = b.experts(entry.layer);

@@ -1,4 +1,4 @@
-//! Every metric of the control plane.
+//! The metrics of the control plane.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use prometheus::{
 
 use crate::table::Coverage;
 
-/// Handles on the metrics, registered in a registry of their own.
+/// Handles of the metrics, and the registry that holds them.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     pub(crate) registry: Registry,
@@ -31,10 +31,10 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Registers everything. Fails only on a defect: two metrics of one name.
+    /// Registers all metrics. An error means that two metrics have the same name, which is a bug.
     pub(crate) fn new() -> Result<Self, prometheus::Error> {
         let metrics = Self::registered()?;
-        // A series that appears with its first event looks to Prometheus as if there had been none.
+        // Prometheus misses the first event of a series that did not exist before. Create all series now.
         for kind in ["new", "returned", "takeover"] {
             metrics.registrations.with_label_values(&[kind]);
         }
@@ -49,21 +49,21 @@ impl Metrics {
         let make = Maker { registry: &registry };
         let request_opts = HistogramOpts::new(
             "switchyard_control_request_seconds",
-            "Time from a request's head to its answer's head, by route, method and status.",
+            "Time from receiving a request's head to sending the response's head, by route, method and status, in seconds.",
         )
         .buckets(REQUEST_BUCKETS.to_vec());
         let request_seconds = HistogramVec::new(request_opts, &["route", "method", "status"])?;
         registry.register(Box::new(request_seconds.clone()))?;
         let store_opts = HistogramOpts::new(
             "switchyard_control_store_write_seconds",
-            "Time to make a snapshot durable.",
+            "Time to write a snapshot of the state and make it durable, in seconds.",
         )
         .buckets(STORE_BUCKETS.to_vec());
         let store_write_seconds = Histogram::with_opts(store_opts)?;
         registry.register(Box::new(store_write_seconds.clone()))?;
         let info = make.gauges(
             "switchyard_build_info",
-            "Always 1; the labels say which software runs.",
+            "Always 1. The labels name the component and its version.",
             &["component", "version"],
         )?;
         info.with_label_values(&["control-plane", env!("CARGO_PKG_VERSION")]).set(1);
@@ -73,43 +73,43 @@ impl Metrics {
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {
-            members: make.gauges("switchyard_control_members", "Members by state.", &["state"])?,
-            epoch: make.gauge("switchyard_control_epoch", "Epoch of the placement table.")?,
+            members: make.gauges("switchyard_control_members", "Members of the fleet by state (loading, serving, draining, expired).", &["state"])?,
+            epoch: make.gauge("switchyard_control_epoch", "Epoch (version) of the placement table in force.")?,
             placement_changes: make.counter(
                 "switchyard_control_placement_changes_total",
-                "Placement tables published.",
+                "Placement tables published since the start.",
             )?,
             registrations: make.counters(
                 "switchyard_control_registrations_total",
-                "Registrations accepted: of new members, of known processes and of restarted ones.",
+                "Accepted registrations by kind: new (new member), returned (known process), takeover (restarted process).",
                 &["kind"],
             )?,
             expirations: make.counters(
                 "switchyard_control_expirations_total",
-                "Members expired, because the lease ran out or a suspected member stayed silent.",
+                "Expired members by cause: lease (not renewed in time), suspect (suspected and silent).",
                 &["cause"],
             )?,
             suspects: make.counter(
                 "switchyard_control_suspects_total",
-                "Leased members that looked dead to a client, counted once until they renew or expire.",
+                "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
             )?,
             experts_without_replica: make.gauge(
                 "switchyard_control_experts_without_replica",
-                "(layer, expert) pairs that no serving member holds.",
+                "Experts, counted per layer, that no serving member holds.",
             )?,
             experts_under_replicated: make.gauge(
                 "switchyard_control_experts_under_replicated",
-                "(layer, expert) pairs with at least one replica but fewer than planned.",
+                "Experts, counted per layer, with at least one replica but fewer than planned.",
             )?,
-            watchers: make.gauge("switchyard_control_watchers", "Open placement watches.")?,
+            watchers: make.gauge("switchyard_control_watchers", "Open placement watches of clients and servers.")?,
             http,
             store_write_errors: make.counter(
                 "switchyard_control_store_write_errors_total",
-                "Snapshots that could not be written.",
+                "Failed writes of a snapshot.",
             )?,
             store_writable: make.gauge(
                 "switchyard_control_store_writable",
-                "1 if the last write of a snapshot succeeded, 0 while the store is read-only.",
+                "1 if the last write of a snapshot succeeded, 0 if it failed and new members are refused.",
             )?,
             store_write_seconds,
             request_seconds,
@@ -186,7 +186,7 @@ impl Maker<'_> {
     }
 }
 
-/// A peer may send any word as its method; the label may not grow with it.
+/// Maps unknown methods to one label value: a client may send any word as its method.
 fn bounded_method(method: &str) -> &str {
     match method {
         "GET" | "POST" | "PUT" | "DELETE" | "HEAD" | "OPTIONS" | "PATCH" => method,

@@ -1,4 +1,4 @@
-//! Which experts a joining member is to hold. Sans-I/O.
+//! Assigns experts to joining members. Sans-I/O.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -6,20 +6,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use control_api::{Assignment, LayerAssignment, ModelDescriptor};
 
-/// A member that is to be given experts.
+/// A joining member that needs experts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Joiner<'a> {
-    /// Most (layer, expert) pairs that fit into it; `None` = no limit.
+    /// Most (layer, expert) pairs that fit into its memory. `None` means no limit.
     pub capacity_experts: Option<u32>,
-    /// What the predecessor under the same name held: preferred among equals, because its
-    /// weights may still be in the page cache.
+    /// Assignment of the predecessor of the same name. The planner prefers it among equal choices, because
+    /// its weights may still be in the page cache.
     pub previous: Option<&'a Assignment>,
 }
 
-/// Decides what members hold.
+/// Assigns experts to members.
 pub trait Planner: fmt::Debug + Send + Sync + 'static {
-    /// What a joining member is to hold, given what the other members are assigned that are
+    /// The assignment of a joining member. `others` are the assignments of all other members that are
     /// leased and not draining.
+    ///
+    /// # Errors
+    /// [`PlanError`] when no part of the model fits into the member.
     fn assign(
         &self,
         model: &ModelDescriptor,
@@ -34,75 +37,65 @@ pub trait Planner: fmt::Debug + Send + Sync + 'static {
     fn replicas(&self) -> u32;
 }
 
-/// Why a joiner can be given nothing.
+/// Reason why a joining member gets no assignment.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum PlanError {
-    /// Every share of the model is larger than the joiner.
+    /// Every partition of the model is larger than the member's capacity.
     #[error(
-        "the member has room for {capacity} experts, the smallest share of this model over \
-         {num_servers} servers with {replicas} replicas has {needed}: give it more memory, plan \
-         more servers or fewer replicas"
+        "the member has room for {capacity} experts, but the smallest partition of this model over \
+         {num_servers} servers with {replicas} replicas has {needed}: give the member more memory, \
+         or plan more servers or fewer replicas"
     )]
-    Capacity {
-        /// Room of the joiner in (layer, expert) pairs.
-        capacity: u32,
-        /// Pairs of the smallest share.
-        needed: usize,
-        /// Planned size of the fleet.
-        num_servers: u32,
-        /// Planned replicas.
-        replicas: u32,
-    },
+    Capacity { capacity: u32, needed: usize, num_servers: u32, replicas: u32 },
 }
 
-/// Settings with which no placement can exist.
+/// Settings for which no placement exists.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum PlannerConfigError {
-    /// No server, or more than supported.
-    #[error("a planned fleet of {found} servers: expected 1 to {MAX_SEATS}")]
-    NumServers {
-        /// The setting.
-        found: u32,
-    },
-    /// Replicas do not fit on distinct servers.
+    /// The number of servers is 0 or larger than supported.
+    #[error("a planned fleet of {found} servers: expected 1 to {MAX_SERVERS}")]
+    NumServers { found: u32 },
+    /// There are more replicas than servers.
     #[error(
-        "{replicas} replicas on {num_servers} servers: replicas sit on distinct servers, so \
+        "{replicas} replicas on {num_servers} servers: replicas are on distinct servers, so \
          expected 1 to {num_servers}"
     )]
-    Replicas {
-        /// The setting.
-        replicas: u32,
-        /// Planned size of the fleet.
-        num_servers: u32,
-    },
+    Replicas { replicas: u32, num_servers: u32 },
 }
 
-/// Divides the model into as many seats as servers are planned; a joiner takes the seat that
-/// needs it most.
+/// Divides the model into one partition per planned server. A joining member gets the partition that has
+/// the fewest members.
 ///
-/// Per layer every expert is on `replicas` distinct seats and seats differ by at most one expert.
-/// Replicas of one seat's experts are spread over many other seats, so that a death loads all
-/// survivors alike rather than one mirror. Members beyond the planned number double a seat.
+/// In each layer every expert is in `replicas` distinct partitions, and the sizes of partitions differ by
+/// at most one expert. The other replicas of a partition's experts are spread over many partitions, so
+/// that all surviving servers share the load of a failed one. Members beyond the planned number get a
+/// partition that another member already has.
 #[derive(Debug)]
-pub struct SeatPlanner {
-    num_seats: u32,
+pub struct BalancedPlanner {
+    num_partitions: u32,
     replicas: u32,
-    /// The division of the last model seen; a fleet has one model.
+    /// The division of the last model. A fleet has one model.
     division: Mutex<Option<Arc<Division>>>,
 }
 
-impl SeatPlanner {
-    /// A planner for `num_seats` servers and `replicas` replicas per expert.
-    pub fn new(num_seats: u32, replicas: u32) -> Result<Self, PlannerConfigError> {
-        if !(1..=MAX_SEATS).contains(&num_seats) {
-            return Err(PlannerConfigError::NumServers { found: num_seats });
+impl BalancedPlanner {
+    /// A planner for `num_partitions` servers and `replicas` replicas per expert.
+    ///
+    /// # Errors
+    /// [`PlannerConfigError`] when a number is 0, there are more than [`MAX_SERVERS`] servers, or there are
+    /// more replicas than servers.
+    pub fn new(num_partitions: u32, replicas: u32) -> Result<Self, PlannerConfigError> {
+        if !(1..=MAX_SERVERS).contains(&num_partitions) {
+            return Err(PlannerConfigError::NumServers { found: num_partitions });
         }
-        if !(1..=num_seats).contains(&replicas) {
-            return Err(PlannerConfigError::Replicas { replicas, num_servers: num_seats });
+        if !(1..=num_partitions).contains(&replicas) {
+            return Err(PlannerConfigError::Replicas { replicas, num_servers: num_partitions });
         }
-        Ok(Self { num_seats, replicas, division: Mutex::new(None) })
+        Ok(Self { num_partitions, replicas, division: Mutex::new(None) })
     }
 
     fn division(&self, model: &ModelDescriptor) -> Arc<Division> {
@@ -110,7 +103,7 @@ impl SeatPlanner {
         match &*cached {
             Some(division) if division.model == *model => Arc::clone(division),
             _ => {
-                let division = Arc::new(divide(model, self.num_seats, self.replicas));
+                let division = Arc::new(divide(model, self.num_partitions, self.replicas));
                 *cached = Some(Arc::clone(&division));
                 division
             }
@@ -118,7 +111,7 @@ impl SeatPlanner {
     }
 }
 
-impl Planner for SeatPlanner {
+impl Planner for BalancedPlanner {
     fn assign(
         &self,
         model: &ModelDescriptor,
@@ -126,36 +119,38 @@ impl Planner for SeatPlanner {
         others: &[&Assignment],
     ) -> Result<Assignment, PlanError> {
         let division = self.division(model);
-        let seats = &division.seats;
-        let mut num_holders = vec![0u32; seats.len()];
+        let partitions = &division.partitions;
+        let mut num_holders = vec![0u32; partitions.len()];
         for other in others {
-            // Small models have seats that are alike: their holders sit on one each.
-            let alike = division.seats_of.get(*other).into_iter().flatten().copied();
-            if let Some(seat) = alike.min_by_key(|&seat| num_holders[seat]) {
-                num_holders[seat] += 1;
+            // Small models have equal partitions. Count each member for one of them.
+            let alike = division.partitions_of.get(*other).into_iter().flatten().copied();
+            if let Some(partition) = alike.min_by_key(|&partition| num_holders[partition]) {
+                num_holders[partition] += 1;
             }
         }
         let shortage = Shortage::count(model, self.replicas, others);
-        let fits = |seat: &Assignment| {
-            joiner.capacity_experts.is_none_or(|capacity| seat.num_experts() <= capacity as usize)
+        let fits = |partition: &Assignment| {
+            joiner
+                .capacity_experts
+                .is_none_or(|capacity| partition.num_experts() <= capacity as usize)
         };
-        let best = (0..seats.len()).filter(|&idx| fits(&seats[idx])).min_by_key(|&idx| {
-            let is_previous = joiner.previous == Some(&seats[idx]);
-            (num_holders[idx], !is_previous, std::cmp::Reverse(shortage.of(&seats[idx])), idx)
+        let best = (0..partitions.len()).filter(|&idx| fits(&partitions[idx])).min_by_key(|&idx| {
+            let is_previous = joiner.previous == Some(&partitions[idx]);
+            (num_holders[idx], !is_previous, std::cmp::Reverse(shortage.of(&partitions[idx])), idx)
         });
         match best {
-            Some(idx) => Ok(seats[idx].clone()),
+            Some(idx) => Ok(partitions[idx].clone()),
             None => Err(PlanError::Capacity {
                 capacity: joiner.capacity_experts.unwrap_or(u32::MAX),
-                needed: seats.iter().map(Assignment::num_experts).min().unwrap_or(0),
-                num_servers: self.num_seats,
+                needed: partitions.iter().map(Assignment::num_experts).min().unwrap_or(0),
+                num_servers: self.num_partitions,
                 replicas: self.replicas,
             }),
         }
     }
 
     fn num_servers(&self) -> u32 {
-        self.num_seats
+        self.num_partitions
     }
 
     fn replicas(&self) -> u32 {
@@ -163,12 +158,12 @@ impl Planner for SeatPlanner {
     }
 }
 
-/// A model divided into seats.
+/// A model divided into partitions.
 #[derive(Debug)]
 struct Division {
     model: ModelDescriptor,
-    seats: Vec<Assignment>,
-    seats_of: HashMap<Assignment, Vec<usize>>,
+    partitions: Vec<Assignment>,
+    partitions_of: HashMap<Assignment, Vec<usize>>,
 }
 
 /// Replicas missing per (layer, expert).
@@ -192,61 +187,67 @@ impl Shortage {
         Self { layers }
     }
 
-    fn of(&self, seat: &Assignment) -> u64 {
+    fn of(&self, partition: &Assignment) -> u64 {
         let missing = |layer: u32, expert: u32| {
             self.layers.get(&layer).and_then(|layer| layer.get(expert as usize)).copied()
         };
-        let pairs =
-            seat.layers.iter().flat_map(|l| l.experts.iter().map(move |&expert| (l.layer, expert)));
+        let pairs = partition
+            .layers
+            .iter()
+            .flat_map(|l| l.experts.iter().map(move |&expert| (l.layer, expert)));
         pairs.map(|(layer, expert)| u64::from(missing(layer, expert).unwrap_or(0))).sum()
     }
 }
 
-fn divide(model: &ModelDescriptor, num_seats: u32, replicas: u32) -> Division {
-    let num = num_seats as usize;
+fn divide(model: &ModelDescriptor, num_partitions: u32, replicas: u32) -> Division {
+    let num = num_partitions as usize;
     let mut total = vec![0u32; num];
-    // How often two seats share an expert: kept even, so that a death is borne by all.
+    // Number of experts that two partitions share. Kept even, so that all survivors share the load of a
+    // failed server.
     let mut shared = vec![0u32; num * num];
-    let mut seats = vec![Assignment::default(); num];
+    let mut partitions = vec![Assignment::default(); num];
     for &layer in &model.moe_layers {
         let mut load = vec![0u32; num];
         let mut experts = vec![Vec::new(); num];
         for expert in 0..model.num_experts {
             let mut chosen: Vec<usize> = Vec::with_capacity(replicas as usize);
             for _ in 0..replicas {
-                let overlap =
-                    |seat: usize| chosen.iter().map(|&c| shared[seat * num + c]).sum::<u32>();
-                let free = (0..num).filter(|seat| !chosen.contains(seat));
-                // The emptiest seat of the layer first: this alone keeps seats within one.
-                let seat = free.min_by_key(|&seat| (load[seat], total[seat], overlap(seat), seat));
-                chosen.extend(seat);
+                let overlap = |partition: usize| {
+                    chosen.iter().map(|&c| shared[partition * num + c]).sum::<u32>()
+                };
+                let free = (0..num).filter(|partition| !chosen.contains(partition));
+                // Fewest experts in this layer first: this keeps the sizes within one of each other.
+                let partition = free.min_by_key(|&partition| {
+                    (load[partition], total[partition], overlap(partition), partition)
+                });
+                chosen.extend(partition);
             }
-            for &seat in &chosen {
-                load[seat] += 1;
-                total[seat] += 1;
-                experts[seat].push(expert);
-                for &other in chosen.iter().filter(|&&other| other != seat) {
-                    shared[seat * num + other] += 1;
+            for &partition in &chosen {
+                load[partition] += 1;
+                total[partition] += 1;
+                experts[partition].push(expert);
+                for &other in chosen.iter().filter(|&&other| other != partition) {
+                    shared[partition * num + other] += 1;
                 }
             }
         }
-        for (seat, experts) in seats.iter_mut().zip(experts) {
+        for (partition, experts) in partitions.iter_mut().zip(experts) {
             if !experts.is_empty() {
-                seat.layers.push(LayerAssignment { layer, experts });
+                partition.layers.push(LayerAssignment { layer, experts });
             }
         }
     }
-    // With more servers than experts to share out, members beyond the experts double a seat.
-    seats.retain(|seat| !seat.is_empty());
-    let mut seats_of: HashMap<Assignment, Vec<usize>> = HashMap::new();
-    for (idx, seat) in seats.iter().enumerate() {
-        seats_of.entry(seat.clone()).or_default().push(idx);
+    // With more servers than experts some partitions are empty. Members beyond them share a partition.
+    partitions.retain(|partition| !partition.is_empty());
+    let mut partitions_of: HashMap<Assignment, Vec<usize>> = HashMap::new();
+    for (idx, partition) in partitions.iter().enumerate() {
+        partitions_of.entry(partition.clone()).or_default().push(idx);
     }
-    Division { model: model.clone(), seats, seats_of }
+    Division { model: model.clone(), partitions, partitions_of }
 }
 
-/// Most seats of a [`SeatPlanner`].
-pub const MAX_SEATS: u32 = 1024;
+/// Most servers of a [`BalancedPlanner`].
+pub const MAX_SERVERS: u32 = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -266,7 +267,11 @@ mod tests {
     }
 
     /// Lets members join one after another.
-    fn fill(planner: &SeatPlanner, model: &ModelDescriptor, num_members: u32) -> Vec<Assignment> {
+    fn fill(
+        planner: &BalancedPlanner,
+        model: &ModelDescriptor,
+        num_members: u32,
+    ) -> Vec<Assignment> {
         let mut fleet: Vec<Assignment> = Vec::new();
         for _ in 0..num_members {
             let others: Vec<&Assignment> = fleet.iter().collect();
@@ -282,14 +287,14 @@ mod tests {
     proptest! {
         #[test]
         fn a_full_fleet_holds_every_expert_r_times_in_balance(
-            num_layers in 1u32..5, num_experts in 1u32..80, num_seats in 1u32..20, r in 1u32..6,
+            num_layers in 1u32..5, num_experts in 1u32..80, num_partitions in 1u32..20, r in 1u32..6,
         ) {
-            let replicas = r.min(num_seats);
+            let replicas = r.min(num_partitions);
             let model = model(num_layers, num_experts);
-            let planner = SeatPlanner::new(num_seats, replicas).unwrap();
-            // More servers than experts: as many seats as there is something to share out.
-            let num_seats = planner.division(&model).seats.len() as u32;
-            let fleet = fill(&planner, &model, num_seats);
+            let planner = BalancedPlanner::new(num_partitions, replicas).unwrap();
+            // With more servers than experts there are fewer partitions than servers.
+            let num_partitions = planner.division(&model).partitions.len() as u32;
+            let fleet = fill(&planner, &model, num_partitions);
             for &layer in &model.moe_layers {
                 for expert in 0..num_experts {
                     prop_assert_eq!(num_holders(&fleet, layer, expert), replicas as usize);
@@ -312,14 +317,14 @@ mod tests {
 
         #[test]
         fn a_joiner_after_deaths_restores_what_is_missing(
-            num_experts in 1u32..64, num_seats in 1u32..12, r in 1u32..4,
+            num_experts in 1u32..64, num_partitions in 1u32..12, r in 1u32..4,
             deaths in prop::collection::vec(any::<prop::sample::Index>(), 1..8),
         ) {
-            let replicas = r.min(num_seats);
+            let replicas = r.min(num_partitions);
             let model = model(2, num_experts);
-            let planner = SeatPlanner::new(num_seats, replicas).unwrap();
-            let num_seats = planner.division(&model).seats.len() as u32;
-            let mut fleet = fill(&planner, &model, num_seats);
+            let planner = BalancedPlanner::new(num_partitions, replicas).unwrap();
+            let num_partitions = planner.division(&model).partitions.len() as u32;
+            let mut fleet = fill(&planner, &model, num_partitions);
             let mut num_dead = 0;
             for death in deaths {
                 if !fleet.is_empty() {
@@ -341,14 +346,14 @@ mod tests {
 
         #[test]
         fn members_beyond_the_plan_add_replicas(
-            num_experts in 1u32..40, num_seats in 1u32..8, extra in 1u32..12,
+            num_experts in 1u32..40, num_partitions in 1u32..8, extra in 1u32..12,
         ) {
             let model = model(1, num_experts);
-            let planner = SeatPlanner::new(num_seats, 1).unwrap();
-            let num_seats = planner.division(&model).seats.len() as u32;
-            let fleet = fill(&planner, &model, num_seats + extra);
+            let planner = BalancedPlanner::new(num_partitions, 1).unwrap();
+            let num_partitions = planner.division(&model).partitions.len() as u32;
+            let fleet = fill(&planner, &model, num_partitions + extra);
             prop_assert!(fleet.iter().all(|member| !member.is_empty()));
-            let fewest = ((num_seats + extra) / num_seats) as usize;
+            let fewest = ((num_partitions + extra) / num_partitions) as usize;
             for expert in 0..num_experts {
                 let found = num_holders(&fleet, 1, expert);
                 prop_assert!(found == fewest || found == fewest + 1, "{} holders", found);
@@ -359,7 +364,7 @@ mod tests {
     #[test]
     fn early_joiners_cover_as_much_as_they_can() {
         let model = model(4, 16);
-        let planner = SeatPlanner::new(4, 2).unwrap();
+        let planner = BalancedPlanner::new(4, 2).unwrap();
         for num_members in 1..=4 {
             let fleet = fill(&planner, &model, num_members);
             let covered = (0..16).filter(|&expert| num_holders(&fleet, 1, expert) > 0).count();
@@ -370,7 +375,7 @@ mod tests {
     #[test]
     fn a_death_is_shared_by_all_survivors() {
         let model = model(8, 128);
-        let fleet = fill(&SeatPlanner::new(8, 2).unwrap(), &model, 8);
+        let fleet = fill(&BalancedPlanner::new(8, 2).unwrap(), &model, 8);
         for dead in &fleet {
             let mut inherited = Vec::new();
             for other in fleet.iter().filter(|other| *other != dead) {
@@ -385,9 +390,9 @@ mod tests {
     }
 
     #[test]
-    fn the_predecessors_seat_is_preferred_among_equals() {
+    fn the_predecessors_partition_is_preferred_among_equals() {
         let model = model(2, 16);
-        let planner = SeatPlanner::new(4, 2).unwrap();
+        let planner = BalancedPlanner::new(4, 2).unwrap();
         let fleet = fill(&planner, &model, 4);
         let others = [&fleet[0], &fleet[2]];
         for previous in [&fleet[1], &fleet[3]] {
@@ -401,7 +406,7 @@ mod tests {
     #[test]
     fn capacity_is_respected_or_named() {
         let model = model(2, 10);
-        let planner = SeatPlanner::new(4, 1).unwrap();
+        let planner = BalancedPlanner::new(4, 1).unwrap();
         // Seats of 3, 3, 2, 2 experts per layer or a mixture: 4 to 6 in all.
         let joiner = Joiner { capacity_experts: Some(5), ..Joiner::default() };
         assert!(planner.assign(&model, &joiner, &[]).unwrap().num_experts() <= 5);
@@ -414,10 +419,10 @@ mod tests {
     #[test]
     fn impossible_settings_are_named() {
         assert_eq!(
-            SeatPlanner::new(0, 1).unwrap_err(),
+            BalancedPlanner::new(0, 1).unwrap_err(),
             PlannerConfigError::NumServers { found: 0 }
         );
-        let err = SeatPlanner::new(2, 3).unwrap_err().to_string();
+        let err = BalancedPlanner::new(2, 3).unwrap_err().to_string();
         assert!(err.contains("3 replicas on 2 servers"), "{err}");
     }
 }

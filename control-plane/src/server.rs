@@ -1,4 +1,4 @@
-//! The control plane as a whole: bound, then run until told to stop.
+//! The control plane as a whole: bind it, then run it until shutdown.
 
 use std::future::Future;
 use std::io;
@@ -18,8 +18,8 @@ use crate::http::{self, App};
 use crate::metrics::Metrics;
 use crate::store::{FileStore, MemoryStore, Revision, Store, StoreError};
 
-/// A control plane that is bound to its address and has restored its state, but serves nobody
-/// yet. Connections that arrive before [`run`](Self::run) wait in the backlog.
+/// A control plane that is bound to its address and has restored its state. It serves requests once
+/// [`run`](Self::run) is called; earlier connections wait in the backlog.
 #[derive(Debug)]
 pub struct Server {
     config: ServerConfig,
@@ -33,6 +33,10 @@ pub struct Server {
 
 impl Server {
     /// Binds the address and opens the store that the settings name.
+    ///
+    /// # Errors
+    /// [`BindError`] when a setting is invalid, the address cannot be bound, or the stored state cannot be
+    /// read and written.
     pub async fn bind(config: ServerConfig) -> Result<Self, BindError> {
         let store: Box<dyn Store> = match &config.data_dir {
             Some(dir) => Box::new(FileStore::open(dir)?),
@@ -41,7 +45,10 @@ impl Server {
         Self::bind_with(config, store, Arc::new(MonotonicClock::new())).await
     }
 
-    /// As [`bind`](Self::bind), with a store and a clock of one's own.
+    /// As [`bind`](Self::bind), with a given store and clock.
+    ///
+    /// # Errors
+    /// As for [`bind`](Self::bind).
     pub async fn bind_with(
         config: ServerConfig,
         mut store: Box<dyn Store>,
@@ -81,7 +88,7 @@ impl Server {
             return Err(BindError::Model { stored, wanted });
         }
         if config.token.is_none() && !local_addr.ip().is_loopback() {
-            warn!(%local_addr, "no token is set: everybody who reaches this address is let in");
+            warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
         }
         Ok(Self {
             config,
@@ -94,18 +101,21 @@ impl Server {
         })
     }
 
-    /// The address bound, with the port chosen if port 0 was asked for.
+    /// The bound address. For port 0 in the settings it has the chosen port.
     pub fn local_addr(&self) -> SocketAddr {
         self.local_addr
     }
 
-    /// The metrics, which are also served at `/metrics`.
+    /// The metrics, also served at `/metrics`.
     pub fn registry(&self) -> Registry {
         self.metrics.registry.clone()
     }
 
-    /// Serves until `shutdown` completes, then lets open requests finish for a bounded time and
-    /// writes the state a last time.
+    /// Serves until `shutdown` completes. Then waits up to [`Limits::shutdown_timeout`](crate::Limits) for
+    /// open requests and writes the state a last time.
+    ///
+    /// # Errors
+    /// [`RunError`] when another control plane has taken over the store, or a task panicked.
     pub async fn run(
         self,
         shutdown: impl Future<Output = ()> + Send + 'static,
@@ -115,7 +125,7 @@ impl Server {
         let (limits, token) = (config.limits.clone(), config.token.as_deref());
         let app = App::new(Arc::clone(&coordinator), limits.clone(), token, stopping.clone());
         let router = http::router(app);
-        info!(%local_addr, epoch = coordinator.status().epoch, "control plane serves");
+        info!(%local_addr, epoch = coordinator.status().epoch, "control plane is serving");
 
         let clock = tokio::spawn({
             let coordinator = Arc::clone(&coordinator);
@@ -132,13 +142,13 @@ impl Server {
         let panicked = |err| RunError::Panicked(io::Error::other(err));
         let (mut served, mut written) = (None, None);
         tokio::select! {
-            () = shutdown => info!("control plane stops"),
+            () = shutdown => info!("control plane is stopping"),
             outcome = &mut writer => written = Some(outcome),
             outcome = &mut serving => served = Some(outcome),
         }
         clock.abort();
         stop.send_replace(true);
-        // Bounded by the time limit of the shutdown.
+        // The shutdown timeout bounds this wait.
         let served = match served {
             Some(outcome) => outcome,
             None => serving.await,
@@ -153,63 +163,51 @@ impl Server {
     }
 }
 
-/// Why a control plane could not be bound.
+/// Error of [`Server::bind`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum BindError {
-    /// A setting cannot work.
+    /// A setting is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Somebody else listens there.
+    /// Another process listens on the address.
     #[error("{addr} is in use by another process: stop it or listen on another port")]
-    AddrInUse {
-        /// The address asked for.
-        addr: String,
-    },
-    /// The address cannot be listened on.
+    AddrInUse { addr: String },
+    /// The operating system refuses to listen on the address.
     #[error("cannot listen on {addr} ({source}): expected HOST:PORT of this machine")]
-    Listen {
-        /// The address asked for.
-        addr: String,
-        /// What the operating system says.
-        source: io::Error,
-    },
+    Listen { addr: String, source: io::Error },
     /// The state cannot be restored or written.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The state belongs to a fleet of another model.
     #[error(
-        "the stored state is of a fleet that serves the model {stored}, asked for is {wanted}: \
-         use an empty data directory for another model"
+        "the stored state belongs to a fleet that serves the model {stored}, but the settings name \
+         {wanted}: use an empty data directory for another model"
     )]
-    Model {
-        /// Fingerprint in the state.
-        stored: String,
-        /// Fingerprint in the settings.
-        wanted: String,
-    },
-    /// Two metrics of one name: a defect.
+    Model { stored: String, wanted: String },
+    /// Two metrics have the same name. A bug.
     #[error("metrics could not be registered: {0}")]
     Metrics(#[source] prometheus::Error),
-    /// The runtime went down meanwhile.
+    /// The runtime shut down during the start.
     #[error("starting was interrupted: {0}")]
     Interrupted(#[source] io::Error),
 }
 
-/// Why a control plane ended other than by being told to.
+/// Error that ended a control plane.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// Another control plane has taken the store over.
+    /// Another control plane has taken over the store.
     #[error(transparent)]
     Store(StoreError),
-    /// A task ended by a panic: a defect.
-    #[error("a task of the control plane ended: {0}")]
+    /// A task panicked. A bug.
+    #[error("a task of the control plane panicked: {0}")]
     Panicked(#[source] io::Error),
 }
 
-/// Listens with a backlog that takes a crowd arriving at once: a full one makes newcomers wait
-/// for a second until they try again.
+/// Listens with a backlog large enough for many simultaneous connections. With a full backlog, clients
+/// retry only after a second.
 async fn listen(addr: &str) -> Result<TcpListener, BindError> {
     let classify = |source: io::Error| match source.kind() {
         io::ErrorKind::AddrInUse => BindError::AddrInUse { addr: addr.to_owned() },
@@ -232,5 +230,5 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// The system's own limit applies as well.
+/// The system's limit (`net.core.somaxconn`) applies as well.
 const BACKLOG: u32 = 4096;

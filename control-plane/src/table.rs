@@ -1,10 +1,10 @@
-//! The placement table as it follows from the members. Sans-I/O.
+//! Builds the placement table from the members. Sans-I/O.
 
 use control_api::{LayerPlacement, ModelDescriptor, PlacementTable};
 
 use crate::member::{Lease, Member, Phase};
 
-/// How well the experts are covered.
+/// Number of (layer, expert) pairs by number of replicas.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Coverage {
     pub(crate) experts_total: u64,
@@ -28,7 +28,7 @@ impl Coverage {
     }
 }
 
-/// The table of all serving members, in the order given, which must be stable.
+/// The table of all serving members, in the order given. The order must be stable.
 pub(crate) fn build<'a>(
     cluster_id: &str,
     epoch: u64,
@@ -66,7 +66,7 @@ pub(crate) fn build<'a>(
     }
 }
 
-/// Whether two tables differ in more than the epoch.
+/// Returns true if two tables differ in anything but the epoch.
 pub(crate) fn differs(a: &PlacementTable, b: &PlacementTable) -> bool {
     a.cluster_id != b.cluster_id
         || a.model != b.model

@@ -1,5 +1,4 @@
-//! The listening side: judges clients, hands their channels to the data thread, and watches over their
-//! connections.
+//! The listening side: admits clients, hands their channels to the data thread, and watches their connections.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,42 +11,35 @@ use protocol::{
 };
 use tokio::sync::watch;
 
-use crate::plane::Plane;
+use crate::plane::DataPlane;
 use crate::status::Health;
 
-/// What the listener's tasks know of the server.
+/// The parts of a server that decide which clients are admitted and where their channels go.
 #[derive(Debug)]
-pub(crate) struct Host {
+pub(crate) struct Admission {
     pub(crate) name: String,
     pub(crate) shape: ModelShape,
-    pub(crate) frames: Frames,
+    pub(crate) frames: FrameLimits,
     pub(crate) incarnation: u64,
     pub(crate) health: Arc<Health>,
     pub(crate) keeper: Option<Arc<LeaseKeeper>>,
-    pub(crate) data: Arc<Plane>,
+    pub(crate) data: Arc<dyn DataPlane>,
 }
 
-/// What a client's frames may be.
+/// Limits of clients' frames.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Frames {
-    /// In slots of the host: any types, and as many tokens as fit.
-    Host {
-        /// Bytes of a frame.
-        frame_bytes: usize,
-    },
-    /// In device slots, whose layout both sides agreed on in the handshake.
-    Device {
-        /// Type of requests; answers are bf16.
-        dtype: WireDtype,
-        /// Tokens of a frame.
-        max_tokens: usize,
-    },
+pub(crate) enum FrameLimits {
+    /// Any element types, and as many tokens as fit a frame of so many bytes.
+    AnyType { frame_bytes: usize },
+    /// Requests of one type, answers in bf16, and a number of tokens that both sides agreed on in the handshake.
+    #[cfg(feature = "device")]
+    OneType { dtype: WireDtype, max_tokens: usize },
 }
 
-impl Host {
-    /// Judges a client and answers its hello.
+impl Admission {
+    /// Checks a client's hello and returns the server's.
     fn accept(&self, hello: &PeerHello) -> Result<Vec<u8>, Reject> {
-        self.judge(hello)?;
+        self.check(hello)?;
         let epoch = self.keeper.as_ref().map_or(0, |keeper| keeper.state().borrow().epoch);
         let reply = ServerHello {
             model: self.shape,
@@ -60,7 +52,7 @@ impl Host {
         Ok(reply.encode())
     }
 
-    fn judge(&self, hello: &PeerHello) -> Result<DispatchExpect, Reject> {
+    fn check(&self, hello: &PeerHello) -> Result<DispatchExpect, Reject> {
         let refused =
             |reject: HelloReject| Reject::new(RejectCode(reject.code()), reject.to_string());
         if self.health.is_draining.load(Ordering::Relaxed) {
@@ -69,12 +61,13 @@ impl Host {
         let client = ClientHello::decode(&hello.payload).map_err(|e| refused(e.into()))?;
         client.model.check_against(&self.shape).map_err(refused)?;
         let max_tokens = match self.frames {
-            Frames::Host { frame_bytes } => {
+            FrameLimits::AnyType { frame_bytes } => {
                 geometry(&self.shape, frame_bytes, client.dtype, client.response_dtype)
                     .map_err(|e| refused(e.into()))?
                     .max_tokens()
             }
-            Frames::Device { dtype, max_tokens } => {
+            #[cfg(feature = "device")]
+            FrameLimits::OneType { dtype, max_tokens } => {
                 if (client.dtype, client.response_dtype) != (dtype, WireDtype::Bf16) {
                     let message = format!(
                         "this server's GPU takes requests in {dtype} and answers in bf16, the client wants {} and {}; set both alike",
@@ -98,13 +91,13 @@ impl Host {
         })
     }
 
-    /// Hands a connected client to the data thread and watches over its connection.
-    fn take(self: &Arc<Self>, connection: Connection) {
+    /// Hands a connected client to the data thread and watches its connection.
+    fn attach(self: &Arc<Self>, connection: Connection) {
         let Connection { channel, device, liveness, peer, remote_addr, left_out, .. } = connection;
-        let expect = match self.judge(&peer) {
+        let expect = match self.check(&peer) {
             Ok(expect) => expect,
             Err(error) => {
-                // It was accepted a moment ago; by now the server drains.
+                // The server accepted the client a moment ago and has begun to drain since.
                 tracing::info!(%remote_addr, %error, "a client came too late");
                 tokio::task::spawn_blocking(move || {
                     drop((channel, device));
@@ -122,29 +115,30 @@ impl Host {
             tracing::info!(%remote_addr, client = expect.client_id, transport = kind.name(), left_out, "a client cannot use a better transport");
             self.data.load().note_left_out(kind, left_out)
         });
-        let Some((id, mut ended)) = self.data.attach(channel, device, expect) else {
-            tracing::error!(%remote_addr, "a client of another kind was let in");
+        let client = expect.client_id;
+        let Some((id, mut end)) = self.data.attach(channel, device, expect) else {
+            tracing::error!(%remote_addr, "a client with slots of the wrong kind was admitted");
             return;
         };
         let data = Arc::clone(&self.data);
         tokio::spawn(async move {
-            let ended = tokio::select! {
-                ended = &mut ended => ended,
+            let closed = tokio::select! {
+                closed = &mut end => closed,
                 reason = liveness.closed() => {
-                    tracing::debug!(link = %id, client = expect.client_id, %reason, "a client is gone");
+                    tracing::debug!(link = %id, client, %reason, "a client is gone");
                     data.detach(id);
-                    ended.await
+                    end.await
                 }
             };
-            // The client learns of the end before the slots go.
+            // Before the slots are unmapped, so that the client learns of the end first.
             liveness.close();
             drop(note);
-            if let Some(ended) = ended {
-                tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
-                // A proxy posts on for a moment, and a GPU may have to end a kernel. Whoever gets the client's
-                // place finds the memory free.
+            if let Some(closed) = closed {
+                tracing::debug!(link = %id, reason = closed.reason.name(), "a link closed");
+                // Unmapping can block: a proxy posts for a moment longer, and a GPU may have to finish a kernel.
+                // The connection ends last, so that the memory is free when another client takes this place.
                 tokio::task::spawn_blocking(move || {
-                    drop(ended);
+                    drop(closed);
                     drop(liveness);
                 });
             }
@@ -152,27 +146,27 @@ impl Host {
     }
 }
 
-/// Takes clients until `stopped` turns true or its sender is gone.
+/// Serves clients until `stopped` turns true or its sender is dropped.
 pub(crate) async fn serve_clients(
     listener: Listener,
-    host: Arc<Host>,
+    admission: Arc<Admission>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let on_peer = Arc::clone(&host);
+    let on_peer = Arc::clone(&admission);
     let shutdown = async move {
-        // An error means that the server is gone altogether.
+        // An error means that the server itself was dropped.
         let _ = stopped.wait_for(|stop| *stop).await;
     };
     listener
         .serve(
-            move |hello| host.accept(hello),
-            move |connection| on_peer.take(connection),
+            move |hello| admission.accept(hello),
+            move |connection| on_peer.attach(connection),
             shutdown,
         )
         .await;
 }
 
-/// How many tokens a client's frames hold.
+/// Layout of frames of `frame_bytes`, with the number of tokens that fit one.
 pub(crate) fn geometry(
     shape: &ModelShape,
     frame_bytes: usize,
@@ -183,5 +177,5 @@ pub(crate) fn geometry(
     FrameGeometry::new(frame_bytes, hidden, dtype, response_dtype, top_k)
 }
 
-/// What clients are told about the pace of progress: twice the data thread's own.
+/// Interval of progress marks that clients are told, in µs: twice the data thread's own.
 const PROGRESS_INTERVAL_US: u32 = 2000;

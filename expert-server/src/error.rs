@@ -1,17 +1,22 @@
-//! Why a server does not start, or stopped on its own.
+//! Why a server does not start, or ended on its own.
+
+#![allow(missing_docs, reason = "the message of a variant says what its fields are")]
+
+#[cfg(feature = "device")]
+pub(crate) mod device;
 
 use std::io;
 use std::net::SocketAddr;
 
 use checkpoint::OpenError;
 use control_api::{ConfigError, LeaseError};
+#[cfg(feature = "device")]
+use kernels::{abi::ErrorWord, gpu::GpuError};
 use p2p_core::bootstrap::BindError;
 use protocol::GeometryError;
 
-use crate::compute::LoadError;
+use crate::compute::{LoadError, PoolError};
 use crate::config::SelectionError;
-use crate::data::DataError;
-use crate::device::DeviceError;
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -20,63 +25,46 @@ pub enum StartError {
     /// The checkpoint cannot be used.
     #[error("cannot open the checkpoint: {0}")]
     Open(#[from] OpenError),
-    /// The experts chosen do not exist.
+    /// The selected experts do not exist.
     #[error("cannot hold the chosen experts: {0}")]
     Selection(#[from] SelectionError),
     /// The control plane assigned experts that the model does not have.
     #[error("the control plane assigned experts that this model does not have: {0}")]
     Assignment(#[source] SelectionError),
-    /// Not even one token fits a frame.
+    /// A frame is too small for one token.
     #[error("the slot is too small for this model: {0}")]
     Geometry(#[from] GeometryError),
     /// The GPU cannot serve.
+    #[cfg(feature = "device")]
     #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// The data listener cannot be made.
+    Device(#[from] device::DeviceError),
+    /// The data listener cannot be created.
     #[error("cannot listen for clients: {0}")]
     Bind(#[from] BindError),
     /// The metrics port is taken.
     #[error(
         "cannot serve metrics: {addr} is in use by another process; choose another port or stop that process"
     )]
-    MetricsInUse {
-        /// Where.
-        addr: SocketAddr,
-    },
-    /// The metrics listener cannot be made.
+    MetricsInUse { addr: SocketAddr },
+    /// The metrics listener cannot be created.
     #[error("cannot serve metrics on {addr}: {source}")]
-    MetricsBind {
-        /// Where.
-        addr: SocketAddr,
-        /// The system's answer.
-        source: io::Error,
-    },
-    /// Clients cannot reach the address that they would be told.
-    #[error(
-        "'{found}' cannot be told to clients as the server's address; set an advertised address HOST:PORT"
-    )]
-    Advertise {
-        /// The address.
-        found: String,
-    },
+    MetricsBind { addr: SocketAddr, source: io::Error },
+    /// Clients could not reach the address that the server would advertise.
+    #[error("clients cannot connect to '{found}'; set an advertised address HOST:PORT")]
+    Advertise { found: String },
     /// The metrics registry refused a metric.
     #[error("cannot set up the metrics: {0}")]
     Metrics(#[from] prometheus::Error),
     /// The URL or the token of the control plane cannot be used.
     #[error("cannot use the control plane's settings: {0}")]
     ControlPlane(#[from] ConfigError),
-    /// The control plane did not take the server.
+    /// The control plane did not admit the server.
     #[error("cannot join the control plane at {url}: {source}")]
-    Join {
-        /// The control plane.
-        url: String,
-        /// Why.
-        source: LeaseError,
-    },
+    Join { url: String, source: LeaseError },
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The loading thread panicked: a bug.
+    /// The loading thread panicked, which is a bug.
     #[error("loading the experts panicked; see its message on stderr")]
     LoadPanicked,
     /// The data thread cannot be started.
@@ -84,23 +72,49 @@ pub enum StartError {
     Data(#[from] DataError),
 }
 
-/// Why a server stopped on its own.
+/// Why a server ended on its own.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
     /// The data thread ended.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// The control plane does not want this process any more: another one has taken its name.
+    /// The control plane ended the membership, because another process has taken the name.
     #[error("the control plane ended the membership: {reason}")]
-    Membership {
-        /// What it said.
-        reason: String,
-    },
-    /// Nobody could connect any more.
-    #[error("the listener for clients ended unasked{}", .outcome.as_ref().map(|e| format!(": {e}")).unwrap_or_default())]
-    Listener {
-        /// How its task failed, if it did.
-        outcome: Option<tokio::task::JoinError>,
+    Membership { reason: String },
+    /// The listener ended, so no client could connect any more. `outcome` is the failure of its task, if any.
+    #[error("the listener for clients ended unexpectedly{}", .outcome.as_ref().map(|e| format!(": {e}")).unwrap_or_default())]
+    Listener { outcome: Option<tokio::task::JoinError> },
+}
+
+/// Why a data thread does not start, or ended on its own.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// The system refused a resource that the thread needs.
+    #[error("cannot start the data thread: {0}")]
+    Start(#[source] io::Error),
+    /// The compute threads cannot be started.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The thread panicked, which is a bug. Every link is closed.
+    #[error("the data thread panicked: {message}")]
+    Panicked { message: String },
+    /// The system call that waits for clients failed.
+    #[error("the data thread cannot wait for its clients: {0}")]
+    Wait(#[source] io::Error),
+    /// The GPU failed, or did not finish a batch. Its memory is lost with the process.
+    #[cfg(feature = "device")]
+    #[error("the data thread lost its GPU: {0}")]
+    Gpu(#[from] GpuError),
+    /// A kernel found that the GPU, or the description of its copies, is out of order. It ended itself, so that
+    /// no wrong answer is sent. The GPU's memory is lost with the process.
+    #[cfg(feature = "device")]
+    #[error("the data thread lost its GPU: {word}; then {source}")]
+    Trapped {
+        /// The wait in which the kernel ended.
+        word: ErrorWord,
+        /// The GPU's error after it.
+        source: GpuError,
     },
 }

@@ -1,4 +1,4 @@
-//! The experts that a server holds, wherever their weights lie.
+//! The experts that a server holds, in host memory or in a GPU's.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,45 +6,23 @@ use std::sync::Arc;
 
 use checkpoint::Checkpoint;
 
-use crate::compute::{ExpertStore, LoadError};
+use crate::compute::LoadError;
 
-/// What membership and status know of a store.
+/// The operations of a store of experts that membership and status use.
 pub(crate) trait Experts: Send + Sync + fmt::Debug {
-    /// Where the experts come from.
+    /// The checkpoint that the experts come from.
     fn checkpoint(&self) -> &Arc<Checkpoint>;
 
     /// Loaded experts (layer → expert ids, increasing), without layers that hold none.
     fn loaded(&self) -> BTreeMap<u32, Vec<u32>>;
 
-    /// Whether an expert is loaded.
+    /// Returns true if the expert is loaded.
     fn has(&self, layer: u32, expert: u32) -> bool;
 
     /// Bytes of all loaded weights.
     fn loaded_bytes(&self) -> u64;
 
-    /// Loads one more expert and puts it into service; returns its bytes. Takes as long as it takes,
-    /// and nobody who is served waits for it.
+    /// Loads one more expert, puts it into service and returns its bytes. Blocks while it reads the weights;
+    /// the data thread goes on meanwhile.
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError>;
-}
-
-impl Experts for ExpertStore {
-    fn checkpoint(&self) -> &Arc<Checkpoint> {
-        Self::checkpoint(self)
-    }
-
-    fn loaded(&self) -> BTreeMap<u32, Vec<u32>> {
-        self.experts()
-    }
-
-    fn has(&self, layer: u32, expert: u32) -> bool {
-        self.layer(layer).is_some_and(|experts| experts.get(expert).is_some())
-    }
-
-    fn loaded_bytes(&self) -> u64 {
-        self.size_bytes()
-    }
-
-    fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
-        self.add(layer, expert)
-    }
 }

@@ -1,4 +1,4 @@
-//! `/metrics`, `/healthz` and `/readyz`.
+//! The HTTP routes `/metrics`, `/healthz` and `/readyz`.
 
 use std::sync::Arc;
 

@@ -1,32 +1,42 @@
-//! The expert server: holds experts and nothing else, and computes them for whoever asks.
+//! The expert server: holds experts of a Mixture-of-Experts model and computes them for its clients.
 //!
-//! Clients write frames of routed tokens straight into the server's memory. One data thread takes
-//! whatever is ready from all of them, merges frames of one layer into one batch, computes it and
-//! writes the weighted sums back, one row per token.
+//! Clients write frames of routed tokens into the server's memory. One data thread takes the frames that are
+//! ready, merges frames of one layer into a batch, and computes the batch. It writes the weighted sums back
+//! to the clients, one row per token.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`server`] | a whole server: start, drain, stop |
-//! | [`config`] | what it is told at its start |
-//! | [`data`] | the data thread: links, batches, answers |
-//! | [`compute`] | the arithmetic of experts on CPUs |
-//! | [`device`] | slots, weights and arithmetic on a GPU instead |
-//! | [`metrics`] | every metric |
+//! | [`config`] | settings of a server |
+//! | [`cpu`] | the data thread on CPUs: links, batches, answers |
+//! | [`compute`] | arithmetic of experts on CPUs |
+//! | `device` | the data thread on a GPU: slots, weights and arithmetic in GPU memory |
+//! | [`metrics`] | all metrics |
 //!
-//! This crate does not know who decides a placement, nor how clients route.
+//! `cpu` and `device` do not know each other, and the modules that both use know neither. Only the start of a
+//! server chooses between the two. The crate excludes placement decisions and routing.
 //!
-//! Builds with the feature `failpoints` have failpoints, in the order in which a frame passes them:
-//! `server::after_accept`, `server::after_copy_before_release`, `server::after_release`,
-//! `server::before_compute`, `server::in_tick`, `server::after_compute`,
-//! `server::between_payload_and_publish`, `server::after_publish`.
+//! # Features
+//! - `device`: servers on GPUs, by [`ServerConfig::device`](config::ServerConfig). `cuda` adds GPUs of this
+//!   host (building needs nvcc), `emulated` adds GPUs in software for tests.
+//! - `failpoints`: named places where tests make the server fail or wait. A frame passes them in this order:
+//!   `server::after_accept`, `server::after_copy_before_release`, `server::after_release`,
+//!   `server::before_compute`, `server::in_tick`, `server::after_compute`,
+//!   `server::between_payload_and_publish`, `server::after_publish`.
 
+#[macro_use]
+mod failpoint;
+
+mod backend;
 mod clients;
 pub mod config;
-pub mod data;
+pub mod cpu;
+#[cfg(feature = "device")]
 pub mod device;
 mod error;
 mod experts;
 mod http;
+mod inbox;
 mod members;
 pub mod metrics;
 mod plane;
@@ -36,6 +46,27 @@ mod status;
 pub use expert_compute as compute;
 
 pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
-pub use error::{ServerError, StartError};
+pub use error::{DataError, ServerError, StartError};
 pub use metrics::{DropReason, ServerMetrics};
+pub use plane::{ClosedLink, LinkId, ThreadEnd};
 pub use server::{ExpertServer, RunningServer};
+
+/// Types of other crates that appear in this crate's signatures.
+pub mod reexports {
+    pub use checkpoint::{Checkpoint, ModelConfig, OpenError};
+    pub use control_api::{Assignment, ConfigError, LayerAssignment, LeaseError};
+    #[cfg(feature = "device")]
+    pub use kernels::{
+        abi::ErrorWord,
+        check::CheckError,
+        gpu::{DeviceName, GpuError},
+    };
+    pub use p2p_core::bootstrap::BindError;
+    pub use p2p_core::{Channel, Endpoint, SlotConfig, SpinPolicy, TransportKind, Transports};
+    pub use prometheus;
+    pub use protocol::{DispatchExpect, GeometryError, WireDtype};
+    #[cfg(feature = "device")]
+    pub use proxy::ProxyError;
+    pub use tokio::sync::oneshot;
+    pub use tokio::task::JoinError;
+}

@@ -1,4 +1,4 @@
-//! The server as a member of a fleet: its lease, its load reports, and experts assigned later.
+//! The server's membership of a fleet: lease, load reports, and experts that are assigned later.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,13 +13,14 @@ use control_api::{
 use tokio::sync::watch;
 
 use crate::compute::LoadError;
-use crate::config::{ServerConfig, check_assignment};
+use crate::config::ServerConfig;
+use crate::config::selection::check_assignment;
 use crate::error::StartError;
 use crate::experts::Experts;
 use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
-/// What the control plane is told about the model.
+/// The description of the model for the control plane.
 pub(crate) fn describe(checkpoint: &Checkpoint) -> ModelDescriptor {
     let model = checkpoint.config();
     ModelDescriptor {
@@ -32,7 +33,7 @@ pub(crate) fn describe(checkpoint: &Checkpoint) -> ModelDescriptor {
     }
 }
 
-/// Joins the control plane; the heartbeats begin at once, before anything is loaded.
+/// Joins the control plane. Heartbeats begin at once, before any expert is loaded.
 pub(crate) async fn join(
     config: &ServerConfig,
     url: &str,
@@ -47,13 +48,13 @@ pub(crate) async fn join(
     Ok((keeper, assignment))
 }
 
-/// An assignment in the form that the store takes.
+/// An assignment as a map (layer → expert ids), which a store takes.
 pub(crate) fn as_map(assignment: &Assignment) -> BTreeMap<u32, Vec<u32>> {
     let layers = assignment.layers.iter().filter(|entry| !entry.experts.is_empty());
     layers.map(|entry| (entry.layer, entry.experts.clone())).collect()
 }
 
-/// What a store holds, in the form that the control plane takes.
+/// The loaded experts of a store as an assignment, which the control plane takes.
 pub(crate) fn holds(store: &dyn Experts) -> Assignment {
     let layers = store.loaded().into_iter();
     Assignment {
@@ -61,7 +62,7 @@ pub(crate) fn holds(store: &dyn Experts) -> Assignment {
     }
 }
 
-/// Loads one more expert while others are served, and counts it.
+/// Loads one more expert and counts it. Has no effect if it is loaded.
 pub(crate) fn load_one(
     store: &dyn Experts,
     metrics: &ServerMetrics,
@@ -77,19 +78,20 @@ pub(crate) fn load_one(
     Ok(())
 }
 
-/// Everything the membership task works on.
-pub(crate) struct Member {
+/// The task that follows the lease.
+pub(crate) struct Membership {
     pub(crate) keeper: Arc<LeaseKeeper>,
     pub(crate) store: Arc<dyn Experts>,
     pub(crate) load: Arc<LoadCounters>,
     pub(crate) health: Arc<Health>,
 }
 
-impl Member {
-    /// Follows the lease until it is over for good: `Ok` when the server left, or why it may not stay.
+impl Membership {
+    /// Follows the lease until its end. Returns `Ok` after the server has left, or the reason why the control
+    /// plane ended the membership.
     ///
-    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned
-    /// stay: clients whose placement is older may still ask for them.
+    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded,
+    /// because clients with an older placement may still ask for them.
     pub(crate) async fn run(self) -> Result<(), String> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
@@ -110,7 +112,7 @@ impl Member {
                 held = holds(&*self.store);
                 self.keeper.set_ready(held.clone());
             }
-            // One report per heartbeat: a second one would take the place of the first.
+            // One report per heartbeat, because a second one would replace the first.
             if now.num_renewals != num_renewals {
                 num_renewals = now.num_renewals;
                 self.keeper.report_load(window.next_report(&self.load, &held));
@@ -137,7 +139,7 @@ impl Member {
     }
 
     async fn load_more(&self, new: Vec<(u32, u32)>, state: &mut watch::Receiver<LeaseState>) {
-        tracing::info!(num_experts = new.len(), "loading experts that were assigned anew");
+        tracing::info!(num_experts = new.len(), "loading newly assigned experts");
         let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
         let loading = tokio::task::spawn_blocking(move || {
             for (layer, expert) in new {
@@ -153,12 +155,12 @@ impl Member {
             false
         });
         if !is_complete {
-            // Not again at once: whatever is wrong with the files stays wrong for a while.
+            // A pause, because a fault of the files does not end at once.
             let _ = tokio::time::timeout(RELOAD_PAUSE, state.changed()).await;
             tokio::time::sleep(RELOAD_PAUSE).await;
         }
     }
 }
 
-/// Pause after experts could not be loaded.
+/// Pause after a failed load.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

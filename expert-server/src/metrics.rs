@@ -1,7 +1,7 @@
-//! Every metric of an expert server.
+//! All metrics of an expert server.
 //!
-//! The handles that the data thread uses are resolved here once: updating one is a few atomic
-//! additions, without a lock, a look-up or an allocation.
+//! The handles for the data thread are resolved here once. Updating one takes a few atomic additions, without a
+//! lock, a look-up or an allocation.
 
 use std::sync::atomic::Ordering;
 
@@ -13,8 +13,7 @@ use prometheus::{
 };
 use protocol::ErrorCode;
 
-/// Why a link was dropped by the server, or gone from it: the label `reason` of
-/// `switchyard_server_links_dropped_total`.
+/// Why a link closed: the label `reason` of `switchyard_server_links_dropped_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DropReason {
@@ -24,7 +23,7 @@ pub enum DropReason {
     Desync,
     /// The transport reported an error.
     Transport,
-    /// The client took no answers for longer than the limit.
+    /// The client gave no credit for answers for longer than the limit.
     NoCredit,
     /// The client sent more malformed frames than the limit.
     BadFrames,
@@ -33,7 +32,7 @@ pub enum DropReason {
 }
 
 impl DropReason {
-    /// Every reason.
+    /// All reasons.
     pub const ALL: [Self; 6] = [
         Self::PeerClosed,
         Self::Desync,
@@ -43,7 +42,7 @@ impl DropReason {
         Self::Shutdown,
     ];
 
-    /// The label's value.
+    /// The value of the label.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -81,6 +80,7 @@ pub struct ServerMetrics {
     pub(crate) gather_seconds: Histogram,
     pub(crate) compute_seconds: Histogram,
     pub(crate) encode_seconds: Histogram,
+    #[cfg_attr(not(feature = "device"), allow(dead_code, reason = "observed on GPUs only"))]
     pub(crate) graph_seconds: Histogram,
     pub(crate) backlog_frames: IntGauge,
     pub(crate) sleeps: IntCounter,
@@ -114,7 +114,7 @@ impl ServerMetrics {
         let handshakes = labelled(
             r,
             "switchyard_server_handshakes_rejected_total",
-            "Connections that did not become links: refused for what they said, too slow, pushed out by newer ones, broken.",
+            "Connections that did not become links: refused by their hello, too slow, evicted by newer ones, broken.",
             "reason",
         )?;
         let frames = labelled(
@@ -138,7 +138,7 @@ impl ServerMetrics {
         let phases = prometheus::HistogramVec::new(
             HistogramOpts::new(
                 "switchyard_server_phase_seconds",
-                "Time by phase: queue (per frame, seen until its batch starts), gather, compute and encode (per batch). On a GPU frames are seen from the end of the batch before on, and gather is the wait for further clients.",
+                "Time by phase: queue (per frame, from its arrival until its batch starts), gather, compute and encode (per batch). On a GPU a frame's arrival counts from the end of the previous batch on, and gather is the wait for further clients.",
             )
             .buckets(PHASE_BUCKETS.to_vec()),
             &["phase"],
@@ -201,7 +201,7 @@ impl ServerMetrics {
             graph_seconds: histogram(
                 r,
                 "switchyard_server_graph_record_seconds",
-                "Time that recording a graph of a batch took, once per number of clients, of experts and bucket of rows; batches under way go on, and none is launched meanwhile. Of servers on GPUs.",
+                "Time to record the graph of a batch, once per number of clients, number of experts and bucket of rows. Batches in flight go on; no batch is launched meanwhile. Servers on GPUs only.",
                 &PHASE_BUCKETS,
             )?,
             backlog_frames: gauge(
@@ -212,7 +212,7 @@ impl ServerMetrics {
             sleeps: counter(
                 r,
                 "switchyard_server_sleeps_total",
-                "Times that the data thread found nothing to do and blocked.",
+                "Times that the data thread had no work and blocked.",
             )?,
             expert_tokens: add(r, expert_tokens)?,
             experts_loaded: gauge(
@@ -258,7 +258,7 @@ impl ServerMetrics {
         String::from_utf8(text).map_err(|e| prometheus::Error::Msg(e.to_string()))
     }
 
-    /// Brings the counters of the listener's handshakes up to date. Not for two threads at a time.
+    /// Updates the counters of the listener's handshakes. Two threads must not call it at the same time.
     pub(crate) fn set_handshakes(&self, stats: &ListenerStats) {
         let counts = [&stats.rejected, &stats.timed_out, &stats.evicted, &stats.broken];
         for (counter, count) in self.handshakes_failed.iter().zip(counts) {
@@ -278,10 +278,44 @@ impl ServerMetrics {
         }
     }
 
-    /// The counter of one expert, to be kept: looking it up takes a lock.
-    pub(crate) fn expert_tokens(&self, layer: Option<u32>, expert: u32) -> IntCounter {
+    /// The counter of one expert. Keep it: looking it up takes a lock.
+    fn expert_tokens(&self, layer: Option<u32>, expert: u32) -> IntCounter {
         let layer = layer.map_or_else(|| "all".to_owned(), |layer| layer.to_string());
         self.expert_tokens.with_label_values(&[layer.as_str(), expert.to_string().as_str()])
+    }
+}
+
+/// Counters of tokens per expert, resolved once.
+#[derive(Debug)]
+pub(crate) struct ExpertTokenCounters {
+    num_experts: usize,
+    by_layer: bool,
+    /// `[layer, expert]` or, without layers, `[expert]`.
+    counters: Vec<IntCounter>,
+}
+
+impl ExpertTokenCounters {
+    /// Counters for `num_layers` layers, or one set of counters for all layers.
+    pub(crate) fn new(metrics: &ServerMetrics, num_layers: Option<u32>, num_experts: u32) -> Self {
+        let layers: Vec<Option<u32>> = match num_layers {
+            Some(num_layers) => (0..num_layers).map(Some).collect(),
+            None => vec![None],
+        };
+        let counters = layers.into_iter().flat_map(|layer| {
+            (0..num_experts).map(move |expert| metrics.expert_tokens(layer, expert))
+        });
+        Self {
+            num_experts: num_experts as usize,
+            by_layer: num_layers.is_some(),
+            counters: counters.collect(),
+        }
+    }
+
+    pub(crate) fn add(&self, layer: u32, expert: u32, num_tokens: u64) {
+        let layer_idx = if self.by_layer { layer as usize } else { 0 };
+        if let Some(counter) = self.counters.get(layer_idx * self.num_experts + expert as usize) {
+            counter.inc_by(num_tokens);
+        }
     }
 }
 
@@ -323,16 +357,16 @@ fn powers_of_two(num: i32) -> Vec<f64> {
     (0..num).map(|exponent| 2f64.powi(exponent)).collect()
 }
 
-/// From a flag's flight to a hang, in seconds.
+/// In seconds, from the time of a flag's transfer up to a hang.
 const PHASE_BUCKETS: [f64; 20] = [
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
     0.2, 0.5, 1.0, 5.0,
 ];
 
-/// In the order of the counts in [`ListenerStats`].
+/// Labels in the order of the counts in [`ListenerStats`].
 const HANDSHAKE_REASONS: [&str; 4] = ["refused", "timed_out", "evicted", "broken"];
 
-/// Codes with a counter of their own.
+/// Codes with their own counters; all others share one.
 const KNOWN_CODES: [ErrorCode; 10] = [
     ErrorCode::BadFrame,
     ErrorCode::UnknownExpert,

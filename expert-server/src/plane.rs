@@ -1,91 +1,118 @@
-//! The data thread of a server, on CPUs or on a GPU.
+//! The handle to a data thread, on CPUs or on a GPU, and the life of its links.
 
-use std::future::Future;
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use p2p_core::bootstrap::DevicePair;
+use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel};
 use protocol::DispatchExpect;
+use tokio::sync::oneshot;
 
-use crate::data::{DataPlane, LinkId};
-use crate::device::{ClientSlots, DevicePlane};
+use crate::error::DataError;
+use crate::inbox::Inbox;
 use crate::metrics::DropReason;
 use crate::status::{DataStatus, LoadCounters};
 
-/// What control tasks need of a data thread.
-#[derive(Debug)]
-pub(crate) enum Plane {
-    Host(DataPlane<AnyEndpoint>),
-    Device(DevicePlane),
-}
-
-/// The end of a link. Dropping it frees the slots.
-pub(crate) struct Ended {
-    pub(crate) reason: DropReason,
-    pub(crate) _slots: Box<dyn Send>,
-}
-
-/// Completes when a link has ended; without a value when the thread is gone.
-pub(crate) type End = Pin<Box<dyn Future<Output = Option<Ended>> + Send>>;
-
-impl Plane {
-    /// Hands a connected client's slots to the data thread.
-    pub(crate) fn attach(
+/// The operations of a data thread that control tasks use. No method waits for the thread.
+pub(crate) trait DataPlane: Send + Sync + fmt::Debug {
+    /// Hands a connected client's slots to the data thread. `None` if the slots are of the other kind (a GPU's
+    /// for CPUs, or the reverse), which the handshake excludes.
+    fn attach(
         &self,
         channel: Channel<AnyEndpoint>,
-        device: Option<DevicePair>,
+        device: Option<DeviceSlots>,
         expect: DispatchExpect,
-    ) -> Option<(LinkId, End)> {
-        match (self, device) {
-            (Self::Host(data), None) => {
-                let (id, end) = data.attach(channel, expect);
-                let end = async move {
-                    let ended = end.await.ok()?;
-                    Some(Ended { reason: ended.reason, _slots: Box::new(ended.channel) })
-                };
-                Some((id, Box::pin(end)))
-            }
-            (Self::Device(data), Some(pair)) => {
-                let (id, end) = data.attach(ClientSlots { pair, channel }, expect);
-                let end = async move {
-                    let ended = end.await.ok()?;
-                    Some(Ended { reason: ended.reason, _slots: Box::new(ended.slots) })
-                };
-                Some((id, Box::pin(end)))
-            }
-            // The handshake lets nobody through who is of the other kind.
-            _ => None,
-        }
+    ) -> Option<(LinkId, LinkEnd)>;
+
+    /// Closes the link of a client that is gone. Has no effect on a closed link.
+    fn detach(&self, id: LinkId);
+
+    /// Closes every link and ends the thread.
+    fn stop(&self);
+
+    fn status(&self) -> &Arc<DataStatus>;
+
+    fn load(&self) -> &Arc<LoadCounters>;
+}
+
+/// Number of a link, unique within its data thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LinkId(u64);
+
+impl LinkId {
+    pub(crate) const fn new(number: u64) -> Self {
+        Self(number)
     }
 
-    /// Ends a link whose client is gone.
-    pub(crate) fn detach(&self, id: LinkId) {
-        match self {
-            Self::Host(data) => data.detach(id),
-            Self::Device(data) => data.detach(id),
-        }
+    #[cfg(feature = "device")]
+    pub(crate) const fn number(self) -> u64 {
+        self.0
     }
+}
 
-    /// Ends every link and the thread.
-    pub(crate) fn stop(&self) {
-        match self {
-            Self::Host(data) => data.stop(),
-            Self::Device(data) => data.stop(),
-        }
+impl fmt::Display for LinkId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
     }
+}
 
-    pub(crate) fn status(&self) -> &Arc<DataStatus> {
-        match self {
-            Self::Host(data) => data.status(),
-            Self::Device(data) => data.status(),
-        }
-    }
+/// A link that has closed, with its slots. Dropping it unmaps them, which takes too long for the data thread.
+pub struct ClosedLink<S> {
+    /// Why the link closed.
+    pub reason: DropReason,
+    /// The slots, which no thread uses any more.
+    pub slots: S,
+}
 
-    pub(crate) fn load(&self) -> &Arc<LoadCounters> {
-        match self {
-            Self::Host(data) => data.load(),
-            Self::Device(data) => data.load(),
-        }
+impl<S: Send + 'static> ClosedLink<S> {
+    fn boxed(self) -> ClosedLink<Box<dyn Send>> {
+        ClosedLink { reason: self.reason, slots: Box::new(self.slots) }
     }
+}
+
+impl<S> fmt::Debug for ClosedLink<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClosedLink").field("reason", &self.reason).finish_non_exhaustive()
+    }
+}
+
+/// Completes when a link has closed; without a value when the data thread is gone.
+pub(crate) type LinkEnd = Pin<Box<dyn Future<Output = Option<ClosedLink<Box<dyn Send>>>> + Send>>;
+
+/// The [`LinkEnd`] of a link with slots of one type.
+pub(crate) fn link_end<S: Send + 'static>(closed: oneshot::Receiver<ClosedLink<S>>) -> LinkEnd {
+    Box::pin(async move { closed.await.ok().map(ClosedLink::boxed) })
+}
+
+/// The end of a data thread: `Ok` after a stop, an error when the thread ended on its own.
+pub type ThreadEnd = oneshot::Receiver<Result<(), DataError>>;
+
+/// The body of a data thread: calls `run` and reports its end.
+///
+/// `run` owns every link and drops them on its way out, also when it panics. Clients that wait for an answer
+/// then see their connections close.
+pub(crate) fn run_to_end<C>(
+    run: impl FnOnce() -> Result<(), DataError>,
+    status: &DataStatus,
+    inbox: &Inbox<C>,
+    end: oneshot::Sender<Result<(), DataError>>,
+) {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    status.set_over();
+    inbox.close();
+    let result = result.unwrap_or_else(|panic| {
+        let message = panic_message(panic.as_ref());
+        tracing::error!(%message, "the data thread panicked");
+        Err(DataError::Panicked { message })
+    });
+    // The receiver may be gone.
+    let _ = end.send(result);
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "?".to_owned())
 }

@@ -1,4 +1,4 @@
-//! What the data thread and the control tasks know of each other, without locks.
+//! State that the data thread and the control tasks share, without locks.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,8 +10,8 @@ use p2p_core::bootstrap::ListenerStats;
 
 use crate::metrics::ServerMetrics;
 
-/// Signs of life of the data thread. Everything is a count or a time: nothing is read through it, so
-/// relaxed order is enough.
+/// Signs of life of the data thread. Relaxed order is enough: each field is a count or a time, and none of them
+/// publishes other memory.
 #[derive(Debug)]
 pub(crate) struct DataStatus {
     started: Instant,
@@ -34,12 +34,12 @@ impl DataStatus {
         }
     }
 
-    /// The data thread is alive at `now`.
+    /// Records that the data thread is alive at `now`.
     pub(crate) fn beat(&self, now: Instant) {
         self.beat_ms.store(self.ms(now), Ordering::Relaxed);
     }
 
-    /// The data thread took a frame at `now`.
+    /// Records that the data thread took a frame at `now`.
     pub(crate) fn frame_taken(&self, now: Instant) {
         self.last_frame_ms.store(self.ms(now), Ordering::Relaxed);
     }
@@ -66,7 +66,7 @@ impl DataStatus {
         self.since(&self.beat_ms)
     }
 
-    /// Time since the last frame, zero while one is unanswered.
+    /// Time since the last frame, or zero while a frame is unanswered.
     pub(crate) fn idle_for(&self) -> Duration {
         match self.num_unanswered.load(Ordering::Relaxed) {
             0 => self.since(&self.last_frame_ms),
@@ -74,9 +74,9 @@ impl DataStatus {
         }
     }
 
-    fn since(&self, then_ms: &AtomicU64) -> Duration {
+    fn since(&self, earlier_ms: &AtomicU64) -> Duration {
         let now_ms = self.ms(Instant::now());
-        Duration::from_millis(now_ms.saturating_sub(then_ms.load(Ordering::Relaxed)))
+        Duration::from_millis(now_ms.saturating_sub(earlier_ms.load(Ordering::Relaxed)))
     }
 
     fn ms(&self, at: Instant) -> u64 {
@@ -84,23 +84,23 @@ impl DataStatus {
     }
 }
 
-/// What `/metrics`, `/healthz` and `/readyz` answer from.
+/// The state behind `/metrics`, `/healthz` and `/readyz`.
 #[derive(Debug)]
 pub(crate) struct Health {
     pub(crate) metrics: ServerMetrics,
     pub(crate) handshakes: Arc<ListenerStats>,
-    /// Held while metrics are brought up to date and rendered.
+    /// Held while metrics are updated and rendered.
     pub(crate) rendering: Mutex<()>,
-    /// The data thread, from the moment that the experts are loaded.
+    /// The data thread's signs of life, set once the experts are loaded.
     pub(crate) data: OnceLock<Arc<DataStatus>>,
     pub(crate) is_draining: AtomicBool,
-    /// Whether there is a lease to hold at all.
+    /// True if the server has a control plane.
     pub(crate) needs_lease: bool,
     pub(crate) has_lease: AtomicBool,
 }
 
 impl Health {
-    /// Whether the process does what it should: a data thread that hangs or has died does not.
+    /// Returns an error if the data thread hangs or has ended.
     pub(crate) fn live(&self) -> Result<(), String> {
         let Some(data) = self.data.get() else { return Ok(()) };
         if data.is_over.load(Ordering::Relaxed) {
@@ -113,7 +113,7 @@ impl Health {
         Ok(())
     }
 
-    /// Whether clients should be sent here.
+    /// Returns an error if clients should not connect to this server.
     pub(crate) fn ready(&self) -> Result<(), String> {
         self.live()?;
         if self.data.get().is_none() {
@@ -129,7 +129,7 @@ impl Health {
     }
 
     pub(crate) fn render_metrics(&self) -> Result<String, prometheus::Error> {
-        let _one_at_a_time = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
         self.metrics.set_handshakes(&self.handshakes);
         self.metrics.ready.set(self.ready().is_ok().into());
         self.metrics.lease_held.set(self.has_lease.load(Ordering::Relaxed).into());
@@ -137,7 +137,7 @@ impl Health {
     }
 }
 
-/// Work done since the start, counted by the data thread and reported to the control plane.
+/// Work since the start of the server. The data thread counts it, and the control plane receives it in reports.
 #[derive(Debug)]
 pub(crate) struct LoadCounters {
     num_experts: usize,
@@ -147,10 +147,11 @@ pub(crate) struct LoadCounters {
     experts: Box<[AtomicU64]>,
     /// Open links, in the order of [`TransportKind::ALL`].
     links: [AtomicUsize; TransportKind::ALL.len()],
-    /// Of open links, what their clients left out. Told by the tasks that watch over connections.
+    /// Reasons why clients with open links left out a better transport: (note, transport in use, reason). The
+    /// tasks that watch connections write them.
     left_out: Mutex<Vec<(u64, TransportKind, String)>>,
     next_note: AtomicU64,
-    /// Name of the GPU, if it is one that works.
+    /// Name of the GPU, on a server that has one.
     device: Option<String>,
 }
 
@@ -170,12 +171,13 @@ impl LoadCounters {
         }
     }
 
-    /// The work is done by a GPU.
-    pub(crate) fn on(self, device: String) -> Self {
+    /// Adds the name of the GPU to reports.
+    #[cfg(any(feature = "device", test))]
+    pub(crate) fn with_device(self, device: String) -> Self {
         Self { device: Some(device), ..self }
     }
 
-    /// Takes note of the transports of all open links.
+    /// Sets the transports of all open links.
     pub(crate) fn set_links(&self, open: impl Iterator<Item = TransportKind>) {
         let mut counts = [0; TransportKind::ALL.len()];
         for kind in open {
@@ -199,14 +201,14 @@ impl LoadCounters {
         .collect()
     }
 
-    /// Takes note of what a client left out, as long as its link is open.
+    /// Notes why a client left out a better transport, until the note is dropped with the client's link.
     pub(crate) fn note_left_out(self: &Arc<Self>, kind: TransportKind, why: String) -> LeftOutNote {
         let id = self.next_note.fetch_add(1, Ordering::Relaxed);
         self.notes().push((id, kind, why));
         LeftOutNote { load: Arc::clone(self), id }
     }
 
-    /// Different reasons, and not many of them.
+    /// The first few distinct reasons.
     fn left_out_of(&self, kind: TransportKind) -> Vec<String> {
         let mut reasons: Vec<String> = Vec::new();
         for (_, _, why) in self.notes().iter().filter(|(_, of, _)| *of == kind) {
@@ -234,7 +236,7 @@ impl LoadCounters {
     }
 }
 
-/// A client's link without a better transport. Dropped when the link is over.
+/// The reason why one client does not use a better transport. Dropped when its link closes.
 #[derive(Debug)]
 pub(crate) struct LeftOutNote {
     load: Arc<LoadCounters>,
@@ -301,9 +303,9 @@ fn advance(last: &mut u64, counter: &AtomicU64) -> u64 {
     now - std::mem::replace(last, now)
 }
 
-/// The data thread shows life at least twice a second, and many times per millisecond of compute.
+/// A live data thread reports at least twice a second, and many times per millisecond of compute.
 const MAX_SILENCE: Duration = Duration::from_secs(5);
-/// Reasons in a report, per transport.
+/// Most reasons per transport in a report.
 const MAX_REASONS: usize = 4;
 
 #[cfg(test)]
@@ -313,7 +315,7 @@ mod tests {
 
     #[test]
     fn every_token_is_reported_in_exactly_one_window() {
-        let counters = LoadCounters::new(3, 4).on("cuda:1".to_owned());
+        let counters = LoadCounters::new(3, 4).with_device("cuda:1".to_owned());
         let holds = Assignment { layers: vec![LayerAssignment { layer: 2, experts: vec![1, 3] }] };
         let mut window = LoadWindow::new(&counters);
         counters.add_batch(5, Duration::from_millis(7));
@@ -328,9 +330,9 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_left_out_is_reported_while_their_links_are_open() {
+    fn reasons_against_a_transport_are_reported_while_their_links_are_open() {
         let counters = Arc::new(LoadCounters::new(1, 1));
-        let why = |idx: usize| format!("verbs:roce2: no way {idx}");
+        let why = |idx: usize| format!("verbs:roce2: no path {idx}");
         let kind = TransportKind::Libfabric;
         let notes: Vec<_> =
             (0..20).map(|idx| counters.note_left_out(kind, why(idx % 10))).collect();

@@ -9,7 +9,7 @@ use p2p_core::bootstrap::wire::{
     decode_header, decode_hello, decode_ready, decode_reject, decode_welcome, encode_hello,
     encode_ready, encode_welcome,
 };
-use p2p_core::engine::fuzzing::{check_frame, check_handshake};
+use message_engine::engine::fuzzing::{check_frame, check_handshake};
 
 fuzz_target!(|input: &[u8]| {
     check_handshake(input);

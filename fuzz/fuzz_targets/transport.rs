@@ -4,8 +4,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use p2p_core::backend::libfabric::fuzzing::{check_mail, check_message, check_order};
-use p2p_core::fabric::fuzzing::{check_cma_table, check_tcp};
+use libfabric_transport::fuzzing::{check_mail, check_message, check_order};
+use message_engine::fabric::fuzzing::{check_cma_table, check_tcp};
 
 // The first byte is the kind of the rest.
 fuzz_target!(|input: &[u8]| {

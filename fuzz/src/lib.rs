@@ -8,7 +8,7 @@ use protocol::abi::{
 };
 use protocol::{CombineExpect, DispatchExpect, FrameId, WireDtype};
 
-#[path = "../../protocol/tests/common/guarded.rs"]
+#[path = "../../protocol/tests/it/common/guarded.rs"]
 mod guarded;
 pub use guarded::Guarded;
 

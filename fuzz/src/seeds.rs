@@ -159,7 +159,7 @@ fn handshakes() -> Vec<Vec<u8>> {
         rendezvous: [2; 16],
         payload: vec![3; 20],
     };
-    let mut all = p2p_core::engine::fuzzing::handshake_samples();
+    let mut all = message_engine::engine::fuzzing::handshake_samples();
     all.extend([
         encode_hello(&hello),
         encode_welcome(&welcome),

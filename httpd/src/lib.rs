@@ -1,9 +1,9 @@
-//! An HTTP/1 listener for ports that strangers reach: accepted without delay, bounded in number and in
-//! patience. Shared by the control plane and the expert servers; knows no routes.
+//! An HTTP/1 listener for ports that untrusted clients can reach, with limits on connections, head sizes
+//! and waits. The control plane and the expert servers share it. It knows no routes.
 //!
-//! Nothing that a peer does or leaves undone holds up the accept loop or another connection.
-//! Whoever has not sent a complete head in time, or leaves an answer unread, is closed. When all
-//! places are taken the oldest connection that has not sent a request yet gives way.
+//! A peer cannot delay the accept loop or another connection. The listener closes connections whose
+//! request head is not complete before a timeout, and connections whose peer does not read the response.
+//! At the limit of connections, it evicts the oldest connection that has not sent a request yet.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,33 +12,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::Router;
+// Types of other crates in the signatures of this one.
+pub use axum::Router;
+pub use prometheus;
+pub use tokio::net::TcpListener;
+pub use tokio::sync::watch;
+
 use hyper::body::Incoming;
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use prometheus::{IntCounterVec, IntGauge, Opts};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tracing::{debug, warn};
 
-/// How much and how long a listener puts up with.
+/// Limits of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most connections at a time. The process's limit on open files can make it fewer.
+    /// Most connections at a time. The process's limit on open files can lower it. Default: 1024.
     pub max_connections: usize,
-    /// Most bytes in a request's head.
+    /// Most bytes in a request's head. Default: 16 KiB.
     pub max_head_bytes: usize,
-    /// Most headers in a request.
+    /// Most headers in a request. Default: 64.
     pub max_headers: usize,
-    /// Longest wait for a complete head, from the moment of connecting or of the previous answer.
+    /// Timeout for a complete head, from the start of the connection or the previous response. Default: 5 s.
     pub head_timeout: Duration,
-    /// Longest time for which a peer may take nothing of an answer.
+    /// Timeout of a write: the longest time in which a peer reads nothing of a response. Default: 8 s.
     pub write_timeout: Duration,
-    /// Longest time for open requests to finish at the end.
+    /// Longest wait for open requests at shutdown. Default: 2 s.
     pub shutdown_timeout: Duration,
 }
 
@@ -55,12 +60,12 @@ impl Default for Limits {
     }
 }
 
-/// What a listener counts. The owner registers them under names of its own.
+/// Metrics of a listener. The caller registers them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     /// Open connections.
     pub connections: IntGauge,
-    /// Connections closed by us, by `reason`: `refused`, `silent` or `crowded`.
+    /// Connections closed by the listener, by `reason`: `refused`, `silent` or `crowded`.
     pub culled: IntCounterVec,
 }
 
@@ -69,13 +74,13 @@ impl Metrics {
     /// present from the start.
     ///
     /// # Errors
-    /// [`prometheus::Error`] when `prefix` is no metric name.
+    /// [`prometheus::Error`] when `prefix` is not a valid metric name.
     pub fn new(prefix: &str) -> Result<Self, prometheus::Error> {
-        let connections = IntGauge::new(format!("{prefix}_connections"), "Open connections.")?;
+        let connections = IntGauge::new(format!("{prefix}_connections"), "Open HTTP connections.")?;
         let culled = IntCounterVec::new(
             Opts::new(
                 format!("{prefix}_connections_culled_total"),
-                "Connections closed because they were silent, stalled or too many.",
+                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), crowded (replaced by a new connection).",
             ),
             &["reason"],
         )?;
@@ -86,7 +91,8 @@ impl Metrics {
     }
 }
 
-/// Serves connections until `shutdown` turns true, then lets open requests finish for a while.
+/// Serves connections until `shutdown` turns true. Then waits up to [`Limits::shutdown_timeout`] for open
+/// requests.
 pub async fn serve(
     listener: TcpListener,
     router: Router,
@@ -94,8 +100,8 @@ pub async fn serve(
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
 ) {
-    let places = Arc::new(Semaphore::new(places(limits.max_connections)));
-    let newcomers = Arc::new(Newcomers::default());
+    let permits = Arc::new(Semaphore::new(connection_limit(limits.max_connections)));
+    let pending = Arc::new(PendingConnections::default());
     let mut connections = JoinSet::new();
     let mut serial = 0u64;
     loop {
@@ -106,16 +112,16 @@ pub async fn serve(
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
-            Err(err) if is_peers_fault(&err) => continue,
+            Err(err) if is_connection_error(&err) => continue,
             Err(err) => {
-                // Out of file descriptors or memory: others must close before it gets better.
+                // Out of file descriptors or memory. Close a connection and retry.
                 warn!(error = %err, "cannot accept connections");
-                newcomers.evict_oldest(&metrics);
+                pending.evict_oldest(&metrics);
                 tokio::time::sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
-        let Some(permit) = take_place(&places, &newcomers, &metrics).await else {
+        let Some(permit) = acquire_permit(&permits, &pending, &metrics).await else {
             metrics.culled.with_label_values(&["refused"]).inc();
             continue;
         };
@@ -124,34 +130,34 @@ pub async fn serve(
             serial,
             router: router.clone(),
             limits,
-            newcomers: Arc::clone(&newcomers),
+            pending: Arc::clone(&pending),
             open: OpenConnection::new(metrics.connections.clone(), permit),
             shutdown: shutdown.clone(),
             metrics: metrics.clone(),
         };
-        // Noted under the lock before the task can run, so that a request takes it out again.
-        let mut waiting = newcomers.lock();
+        // Inserted under the lock, so that the task's first request finds the entry and removes it.
+        let mut waiting = pending.lock();
         let task = connections.spawn(connection.run(stream));
         waiting.insert(serial, task);
     }
     drop(listener);
     let finish = async { while connections.join_next().await.is_some() {} };
     if tokio::time::timeout(limits.shutdown_timeout, finish).await.is_err() {
-        debug!("requests still open at the end of the shutdown are cut off");
+        debug!("closing connections with open requests after the shutdown timeout");
     }
 }
 
-/// Completes when the server shuts down or is gone.
+/// Completes when the server shuts down or was dropped.
 pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
     let _ = shutdown.wait_for(|&down| down).await;
 }
 
-/// One connection and what it holds.
+/// One connection and its state.
 struct Connection {
     serial: u64,
     router: Router,
     limits: Limits,
-    newcomers: Arc<Newcomers>,
+    pending: Arc<PendingConnections>,
     open: OpenConnection,
     shutdown: watch::Receiver<bool>,
     metrics: Metrics,
@@ -160,18 +166,18 @@ struct Connection {
 impl Connection {
     async fn run(mut self, stream: TcpStream) {
         let _open = self.open;
-        // A peer that vanished without a word is noticed by unacknowledged keep-alives.
+        // TCP_USER_TIMEOUT detects a peer that is gone: it does not acknowledge data or keep-alives.
         let _ = stream.set_nodelay(true);
         let _ = rustix::net::sockopt::set_tcp_user_timeout(
             &stream,
             self.limits.write_timeout.as_millis() as u32,
         );
-        let service = Proving {
+        let service = TrackFirstRequest {
             inner: TowerToHyperService::new(self.router),
             serial: self.serial,
-            newcomers: Arc::clone(&self.newcomers),
+            pending: Arc::clone(&self.pending),
         };
-        let io = TokioIo::new(Impatient::new(stream, self.limits.write_timeout));
+        let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout));
         let mut builder = hyper::server::conn::http1::Builder::new();
         builder
             .timer(TokioTimer::new())
@@ -186,7 +192,7 @@ impl Connection {
                 connection.await
             }
         };
-        self.newcomers.prove(self.serial);
+        self.pending.mark_active(self.serial);
         if let Err(err) = result {
             if err.is_timeout() {
                 self.metrics.culled.with_label_values(&["silent"]).inc();
@@ -196,22 +202,22 @@ impl Connection {
     }
 }
 
-/// Connections that have not sent a complete request yet, oldest first.
+/// Connections without a complete request so far, oldest first.
 #[derive(Debug, Default)]
-struct Newcomers {
+struct PendingConnections {
     waiting: Mutex<BTreeMap<u64, AbortHandle>>,
 }
 
-impl Newcomers {
+impl PendingConnections {
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, AbortHandle>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn prove(&self, serial: u64) {
+    fn mark_active(&self, serial: u64) {
         self.lock().remove(&serial);
     }
 
-    /// Closes the connection that has been silent for longest. Gives whether there was one.
+    /// Closes the oldest pending connection. Returns false if there is none.
     fn evict_oldest(&self, metrics: &Metrics) -> bool {
         let Some((_, task)) = self.lock().pop_first() else { return false };
         task.abort();
@@ -220,41 +226,44 @@ impl Newcomers {
     }
 }
 
-/// A place for one more connection, if need be by closing a silent one.
-async fn take_place(
-    places: &Arc<Semaphore>,
-    newcomers: &Newcomers,
+/// Gets a permit for one more connection. At the limit, evicts the oldest pending connection; returns
+/// `None` if there is none.
+async fn acquire_permit(
+    permits: &Arc<Semaphore>,
+    pending: &PendingConnections,
     metrics: &Metrics,
 ) -> Option<OwnedSemaphorePermit> {
-    if let Ok(permit) = Arc::clone(places).try_acquire_owned() {
+    if let Ok(permit) = Arc::clone(permits).try_acquire_owned() {
         return Some(permit);
     }
-    if !newcomers.evict_oldest(metrics) {
+    if !pending.evict_oldest(metrics) {
         return None;
     }
-    let place = Arc::clone(places).acquire_owned();
-    tokio::time::timeout(EVICTION_TIMEOUT, place).await.ok()?.ok()
+    let permit = Arc::clone(permits).acquire_owned();
+    tokio::time::timeout(EVICTION_TIMEOUT, permit).await.ok()?.ok()
 }
 
-/// Takes its connection out of the newcomers at the first request.
-struct Proving<S> {
+/// A service that marks its connection as active at the first request.
+struct TrackFirstRequest<S> {
     inner: S,
     serial: u64,
-    newcomers: Arc<Newcomers>,
+    pending: Arc<PendingConnections>,
 }
 
-impl<S: Service<hyper::Request<Incoming>>> Service<hyper::Request<Incoming>> for Proving<S> {
+impl<S: Service<hyper::Request<Incoming>>> Service<hyper::Request<Incoming>>
+    for TrackFirstRequest<S>
+{
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;
 
     fn call(&self, request: hyper::Request<Incoming>) -> S::Future {
-        self.newcomers.prove(self.serial);
+        self.pending.mark_active(self.serial);
         self.inner.call(request)
     }
 }
 
-/// Counts a connection for as long as it is open.
+/// Counts a connection while it is open.
 struct OpenConnection {
     gauge: IntGauge,
     _permit: OwnedSemaphorePermit,
@@ -273,18 +282,18 @@ impl Drop for OpenConnection {
     }
 }
 
-/// A stream that fails when the peer takes nothing for too long.
-struct Impatient<IO> {
+/// A stream whose writes fail after `timeout` without progress.
+struct WriteTimeout<IO> {
     io: IO,
     timeout: Duration,
-    /// Runs while a write is stuck.
-    stuck: Pin<Box<Sleep>>,
-    is_stuck: bool,
+    /// Runs while a write is blocked.
+    timer: Pin<Box<Sleep>>,
+    is_blocked: bool,
 }
 
-impl<IO> Impatient<IO> {
+impl<IO> WriteTimeout<IO> {
     fn new(io: IO, timeout: Duration) -> Self {
-        Self { io, timeout, stuck: Box::pin(tokio::time::sleep(timeout)), is_stuck: false }
+        Self { io, timeout, timer: Box::pin(tokio::time::sleep(timeout)), is_blocked: false }
     }
 
     fn watch<T>(
@@ -293,23 +302,23 @@ impl<IO> Impatient<IO> {
         outcome: Poll<io::Result<T>>,
     ) -> Poll<io::Result<T>> {
         if outcome.is_ready() {
-            self.is_stuck = false;
+            self.is_blocked = false;
             return outcome;
         }
-        if !self.is_stuck {
-            self.is_stuck = true;
-            self.stuck.as_mut().reset(Instant::now() + self.timeout);
+        if !self.is_blocked {
+            self.is_blocked = true;
+            self.timer.as_mut().reset(Instant::now() + self.timeout);
         }
-        match self.stuck.as_mut().poll(cx) {
+        match self.timer.as_mut().poll(cx) {
             Poll::Ready(()) => {
-                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer reads nothing")))
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer does not read")))
             }
             Poll::Pending => Poll::Pending,
         }
     }
 }
 
-impl<IO: AsyncRead + Unpin> AsyncRead for Impatient<IO> {
+impl<IO: AsyncRead + Unpin> AsyncRead for WriteTimeout<IO> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -319,7 +328,7 @@ impl<IO: AsyncRead + Unpin> AsyncRead for Impatient<IO> {
     }
 }
 
-impl<IO: AsyncWrite + Unpin> AsyncWrite for Impatient<IO> {
+impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -352,15 +361,15 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for Impatient<IO> {
     }
 }
 
-/// Places that the process's limit on open files leaves.
-fn places(wanted: usize) -> usize {
+/// Most connections under the process's limit on open files.
+fn connection_limit(wanted: usize) -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let free = limit.map_or(usize::MAX, |limit| limit as usize).saturating_sub(RESERVED_FILES);
     wanted.min(free).max(1)
 }
 
-/// Errors that concern the one connection that was being accepted.
-fn is_peers_fault(err: &io::Error) -> bool {
+/// Returns true for errors of the accepted connection only.
+fn is_connection_error(err: &io::Error) -> bool {
     matches!(
         err.kind(),
         io::ErrorKind::ConnectionAborted
@@ -374,5 +383,5 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(20);
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Descriptors kept for the store, the runtime and the standard streams.
 const RESERVED_FILES: usize = 64;
-/// Smallest buffer that hyper takes.
+/// Smallest buffer that hyper accepts.
 const MIN_HEAD_BYTES: usize = 8192;

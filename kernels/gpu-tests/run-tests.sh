@@ -112,7 +112,7 @@ if [ "$num_gpus" -ge 2 ]; then
     ranks=$((num_gpus >= 4 ? 4 : 2))
     step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
     step 90 "NICs in software of two processes" ./softnic_test --only processes --seed "$seed"
-    step 120 "servers on GPUs" ./rust_device_server_test --test-threads 1 --skip timing
+    step 120 "servers on GPUs" ./rust_device_server_test device:: --test-threads 1 --skip timing
     step 300 "clients on GPUs" ./rust_device_client_test --test-threads 1
     step 60 "calls on GPUs allocate nothing" ./rust_device_alloc_test
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
@@ -123,7 +123,7 @@ else
     # The clients of `random` need a GPU that their server, which is the same process, is not on. Kernels that share
     # one wait for each other's multiprocessors: what is else a matter of seconds may take long.
     step 180 "servers on a GPU, clients beside them" \
-        ./rust_device_server_test --test-threads 1 --skip timing --skip random::
+        ./rust_device_server_test device:: --test-threads 1 --skip timing --skip random::
     step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1
     step 90 "calls on a GPU allocate nothing" ./rust_device_alloc_test
     skip gpus "layers and NICs between processes, faults, puts" "they need two GPUs"

@@ -14,6 +14,7 @@
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
 //! | [`mlx5`] | send queues that kernels post RDMA requests on |
 //! | [`proxy`] | measurements of commands to a proxy, and the copy that a relay forwards with |
+//! | [`slots`] | the device slots of a connection |
 //! | [`mod@probe`] | what GPUs this host has |
 //!
 //! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
@@ -36,6 +37,7 @@ pub mod p2p;
 pub mod plan;
 pub mod probe;
 pub mod proxy;
+pub mod slots;
 
 pub use probe::{CudaState, Gpu, GpuReport, NicAccess, ReportLine, probe};
 

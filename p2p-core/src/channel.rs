@@ -384,10 +384,11 @@ impl<E: Endpoint> Channel<E> {
         flags::disarm(self.local_word(WAITING));
     }
 
-    /// The first word of the peer's slot and of ours, where the peer's is mapped: for measuring what a
-    /// bare flag costs, before any frame is in use.
+    /// Returns the first word of the peer's slot and of the local slot, or `None` if the peer's slot is
+    /// not mapped. A benchmark measures a bare flag with them, before the first frame is reserved.
     #[cfg(not(loom))]
-    pub(crate) fn raw_words(&self) -> Option<(&AtomicU64, &AtomicU64)> {
+    #[must_use]
+    pub fn raw_words(&self) -> Option<(&AtomicU64, &AtomicU64)> {
         let theirs = self.remote?;
         // SAFETY: both slots are page-aligned, longer than a word, and mapped as long as `self`; the
         // benchmark only accesses these words atomically.

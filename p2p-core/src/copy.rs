@@ -11,7 +11,7 @@
 /// As for [`std::ptr::copy_nonoverlapping`]; others may read or write `dst` meanwhile, in another
 /// process, and see any mixture.
 #[inline]
-pub(crate) unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
+pub unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if (MIN_VECTOR_BYTES..=MAX_VECTOR_BYTES).contains(&len) {
         if std::arch::is_x86_feature_detected!("avx512f") {
@@ -39,7 +39,7 @@ mod x86 {
     /// # Safety
     /// `len` is at least 64; `src` and `dst` are valid for `len` bytes and do not overlap.
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn by_64(src: *const u8, dst: *mut u8, len: usize) {
+    pub unsafe fn by_64(src: *const u8, dst: *mut u8, len: usize) {
         let mut at = 0;
         let last = len - 64;
         while at < last {
@@ -54,7 +54,7 @@ mod x86 {
     /// # Safety
     /// As for [`by_64`].
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn by_32(src: *const u8, dst: *mut u8, len: usize) {
+    pub unsafe fn by_32(src: *const u8, dst: *mut u8, len: usize) {
         let mut at = 0;
         let last = len - 64;
         while at < last {

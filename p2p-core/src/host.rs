@@ -58,7 +58,7 @@ impl HostIdentity {
 
 /// Names of transports, for messages.
 #[cfg(not(loom))]
-pub(crate) fn names(offers: &[Offer]) -> String {
+pub fn names(offers: &[Offer]) -> String {
     match offers {
         [] => "nothing".to_owned(),
         all => all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),

@@ -13,31 +13,29 @@
 //! | [`flags`] | the steps at a flag, with their orderings |
 //! | [`endpoint`] | the transport trait: put, get, add-flag, fence, quiet |
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
-//! | [`credit`] | receiver-driven credits against incast: who may send how much |
 //! | [`wait`] | spin briefly, then block |
 //! | [`backend`] | transports |
 //! | [`transport`] | the endpoint of a connection, whichever transport it is |
 //! | [`network`] | what a transport over a network offers to the handshake |
-//! | [`fabric`] | one-sided operations on registered memory, by completion |
-//! | [`engine`] | messages, one-sided reads and writes, and notifications over any fabric |
+//! | [`fabric`] | one-sided operations on registered memory, by completion: what the message engine needs |
+//! | [`device`] | memory of GPUs that the handshake exchanges beside the slots |
+//! | [`counted`] | flags by messages that count the writes before them |
+//! | [`copy`], [`pulse`], [`outage`] | small parts that transports share |
 //! | [`transports`] | which transports a process offers |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
-//! | [`mod@bench`] | latency and bandwidth between processes |
 //! | [`host`] | whether two processes can share memory |
 //!
 //! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
 
 pub mod backend;
 #[cfg(not(loom))]
-pub mod bench;
-#[cfg(not(loom))]
 pub mod bootstrap;
 pub mod channel;
-mod copy;
-pub mod credit;
-pub mod endpoint;
+pub mod copy;
+pub mod counted;
 #[cfg(not(loom))]
-pub mod engine;
+pub mod device;
+pub mod endpoint;
 #[cfg(not(loom))]
 pub mod fabric;
 pub mod flags;
@@ -45,9 +43,9 @@ pub mod host;
 #[cfg(not(loom))]
 pub mod network;
 #[cfg(not(loom))]
-mod outage;
+pub mod outage;
 #[cfg(not(loom))]
-mod pulse;
+pub mod pulse;
 pub mod region;
 pub mod ring;
 pub mod slot;

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::backend::cuda_ipc::{DevicePair, DeviceSide};
+use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::{Endpoint, TransportKind};
 use crate::region::Region;
 use crate::slot::{CONTROL_BYTES, SlotConfig, SlotConfigError, SlotLayout};
@@ -86,10 +86,10 @@ pub trait Network: Send + Sync + Debug {
     /// [`SlotConfigError`] when they are too large.
     fn device_layout(
         &self,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
         num_frames: usize,
     ) -> Result<SlotLayout, SlotConfigError> {
-        let most = device.own_slot_bytes.max(device.peer_slot_bytes);
+        let most = device.own_slot_bytes().max(device.peer_slot_bytes());
         let bytes = usize::try_from(most).unwrap_or(usize::MAX);
         let slot_bytes = bytes.checked_next_multiple_of(CONTROL_BYTES).unwrap_or(usize::MAX);
         let slot_bytes = slot_bytes.saturating_add(CONTROL_BYTES);
@@ -105,7 +105,7 @@ pub trait Network: Send + Sync + Debug {
         &self,
         layout: &SlotLayout,
         route: Route,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
         let _ = (layout, route, device);
         Err(no_device_slots(self.kind()))
@@ -130,7 +130,7 @@ pub trait OpenSide: Send + Debug {
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DevicePair), NetworkError> {
+    ) -> Result<(Joined, DeviceSlots), NetworkError> {
         let kind = self.join(peer)?.endpoint.kind();
         Err(no_device_slots(kind))
     }
@@ -152,7 +152,7 @@ impl Opened {
         network: &dyn Network,
         layout: &SlotLayout,
         route: Route,
-        device: Option<&DeviceSide>,
+        device: Option<&dyn DeviceMemory>,
     ) -> Result<Self, NetworkError> {
         let side = match device {
             Some(device) => network.open_device(layout, route, device)?,
@@ -168,7 +168,7 @@ impl Opened {
     pub(crate) fn join(
         self,
         peer: &SideDescription,
-    ) -> Result<(Joined, Option<DevicePair>), NetworkError> {
+    ) -> Result<(Joined, Option<DeviceSlots>), NetworkError> {
         if self.has_device {
             return self.side.join_device(peer).map(|(joined, pair)| (joined, Some(pair)));
         }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// One such thing: to be told of every failure, and of every success.
 #[derive(Debug, Default)]
-pub(crate) struct Outage {
+pub struct Outage {
     said: Option<Instant>,
     /// Whether the end is to be said.
     is_open: bool,
@@ -15,7 +15,7 @@ pub(crate) struct Outage {
 impl Outage {
     /// Counts a failure at `now`. What is to be said: at the first and then once a minute at the most, the
     /// failures since the last time.
-    pub(crate) fn failed(&mut self, now: Instant) -> Option<u64> {
+    pub fn failed(&mut self, now: Instant) -> Option<u64> {
         self.num_failures += 1;
         if self.said.is_some_and(|said| now.saturating_duration_since(said) < PAUSE) {
             return None;
@@ -25,7 +25,7 @@ impl Outage {
     }
 
     /// It could be done. What is to be said: once after failures that were said, how many came after them.
-    pub(crate) fn worked(&mut self) -> Option<u64> {
+    pub fn worked(&mut self) -> Option<u64> {
         if !std::mem::take(&mut self.is_open) {
             return None;
         }

@@ -9,40 +9,40 @@ use std::time::Duration;
 
 /// The rounds of a thread that makes one every second at least.
 #[derive(Debug)]
-pub(crate) struct Pulse {
+pub struct Pulse {
     num_rounds: AtomicU64,
     patience: Duration,
 }
 
 /// One waiter's observation of it.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub struct Watch {
     num_rounds: u64,
     num_looks: u32,
 }
 
 impl Pulse {
     /// Without a round for `patience` the thread counts as stuck.
-    pub(crate) const fn new(patience: Duration) -> Self {
+    pub const fn new(patience: Duration) -> Self {
         Self { num_rounds: AtomicU64::new(0), patience }
     }
 
     /// One more round, of the thread itself.
-    pub(crate) fn beat(&self) {
+    pub fn beat(&self) {
         let num_rounds = self.num_rounds.load(Ordering::Relaxed);
         self.num_rounds.store(num_rounds + 1, Ordering::Relaxed);
     }
 
-    pub(crate) fn num_rounds(&self) -> u64 {
+    pub fn num_rounds(&self) -> u64 {
         self.num_rounds.load(Ordering::Relaxed)
     }
 
     /// How long to wait between two looks.
-    pub(crate) fn interval(&self) -> Duration {
+    pub fn interval(&self) -> Duration {
         self.patience / NUM_LOOKS
     }
 
-    pub(crate) fn watch(&self) -> Watch {
+    pub fn watch(&self) -> Watch {
         Watch { num_rounds: self.num_rounds(), num_looks: 0 }
     }
 }
@@ -52,7 +52,7 @@ impl Watch {
     ///
     /// Looks are counted instead of time, so that a process that was stopped as a whole does not blame
     /// its thread.
-    pub(crate) fn finds_stuck(&mut self, pulse: &Pulse) -> bool {
+    pub fn finds_stuck(&mut self, pulse: &Pulse) -> bool {
         let num_rounds = pulse.num_rounds();
         let is_still = num_rounds == self.num_rounds;
         self.num_looks = if is_still { self.num_looks + 1 } else { 0 };

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::backend::mapped::MappedEndpoint;
-use crate::backend::staged::StagedEndpoint;
 use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::Driver;
@@ -17,15 +16,7 @@ use crate::wait::Driver;
 pub enum AnyEndpoint {
     /// The peer's slot is mapped here.
     Mapped(MappedEndpoint),
-    /// The peer's slot is reached by put and get only.
-    Staged(StagedEndpoint),
-    /// The peer is reached by RDMA.
-    #[cfg(all(feature = "verbs", not(loom)))]
-    Verbs(Box<crate::backend::verbs::VerbsEndpoint>),
-    /// The peer is reached by libfabric.
-    #[cfg(all(feature = "libfabric", not(loom)))]
-    Libfabric(crate::backend::libfabric::LibfabricEndpoint),
-    /// A transport from outside of this crate, at the price of an indirect call.
+    /// A transport over a network, at the price of an indirect call.
     Other(Box<dyn OtherEndpoint>),
 }
 
@@ -39,11 +30,6 @@ macro_rules! on {
     ($any:expr, $end:ident => $call:expr) => {
         match $any {
             Self::Mapped($end) => $call,
-            Self::Staged($end) => $call,
-            #[cfg(all(feature = "verbs", not(loom)))]
-            Self::Verbs($end) => $call,
-            #[cfg(all(feature = "libfabric", not(loom)))]
-            Self::Libfabric($end) => $call,
             Self::Other($end) => $call,
         }
     };

@@ -9,9 +9,6 @@
 //! assert!(shm_only.networks.is_empty());
 //! ```
 
-#[cfg(any(feature = "libfabric", test))]
-mod postponed;
-
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -68,7 +65,7 @@ impl fmt::Display for TransportSpec {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "`{found}` is not a transport: expected auto, or a list of {}, each with :DEVICE or :PROVIDER where it has one",
-    CHOICES.map(TransportKind::name).join(", ")
+    CHOICES.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ")
 )]
 pub struct ParseSpecError {
     /// What was found.
@@ -88,7 +85,7 @@ impl FromStr for TransportSpec {
                 Some(_) => ("", None),
                 None => (part, None),
             };
-            let kind = CHOICES.into_iter().find(|kind| kind.name() == name);
+            let kind = CHOICES.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.filter(|kind| device.is_none() || kind.is_network());
             let kind = kind.ok_or_else(|| ParseSpecError { found: part.to_owned() })?;
             Ok(Wish { kind, device })
@@ -119,86 +116,136 @@ impl From<Vec<TransportKind>> for Transports {
 #[non_exhaustive]
 pub enum OpenError {
     /// This build does not have it.
-    #[error("transport {wish}: this build has no {}; build with `--features {}`, or use {}", .wish.kind.name(), .wish.kind.name(), built_in())]
+    #[error("transport {wish}: this build has no {}; build with `--features {}`, or use {here}", .wish.kind.name(), .wish.kind.name())]
     NotBuilt {
-        /// What was asked for.
+        /// The transport that was asked for.
         wish: Wish,
+        /// The transports of this build.
+        here: String,
     },
     /// This host does not have it, or not in working order.
     #[error("transport {wish}: {source}; this host offers {here}")]
     NotHere {
-        /// What was asked for.
+        /// The transport that was asked for.
         wish: Wish,
-        /// Why not.
+        /// The transport's own reason.
         source: Box<NetworkError>,
-        /// What works.
+        /// The transports that work here.
         here: String,
     },
 }
 
-/// How to open networks of another crate.
+/// How to open the networks of one transport kind. The crate of the transport makes it, the program registers it
+/// with [`OpenNetworks::with`].
 #[derive(Clone)]
-pub struct OpenOther(Arc<OpenWish>);
+pub struct NetworkOpener {
+    kind: TransportKind,
+    open: Arc<OpenWish>,
+    auto: Auto,
+}
 
 type OpenWish = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
     + Send
     + Sync;
 
-impl OpenOther {
-    /// `open` opens the networks behind a wish, whose [`Wish::device`] it is given. What they need beside
-    /// them comes from what the process has open.
+/// How `auto` treats a transport.
+#[derive(Clone)]
+enum Auto {
+    /// It leaves the transport out.
+    Never,
+    /// It opens the transport.
+    Open,
+    /// It takes a network that opens its device when the first peer needs it.
+    Lazy(Arc<dyn Fn() -> Arc<dyn Network> + Send + Sync>),
+}
+
+impl NetworkOpener {
+    /// `open` opens the networks behind a wish, from its [`Wish::device`]. Networks that they need below them come
+    /// from the networks that the process has open. `auto` leaves this kind out.
     #[must_use]
     pub fn new(
+        kind: TransportKind,
         open: impl Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
         + Send
         + Sync
         + 'static,
     ) -> Self {
-        Self(Arc::new(open))
+        Self { kind, open: Arc::new(open), auto: Auto::Never }
+    }
+
+    /// Lets `auto` open it.
+    #[must_use]
+    pub fn in_auto(self) -> Self {
+        Self { auto: Auto::Open, ..self }
+    }
+
+    /// Lets `auto` use `make`, whose network opens its device when the first peer needs it: for transports whose
+    /// search for devices can take seconds.
+    #[must_use]
+    pub fn lazy_in_auto(self, make: impl Fn() -> Arc<dyn Network> + Send + Sync + 'static) -> Self {
+        Self { auto: Auto::Lazy(Arc::new(make)), ..self }
+    }
+
+    /// The kind of its networks.
+    #[must_use]
+    pub const fn kind(&self) -> TransportKind {
+        self.kind
+    }
+
+    const fn is_in_auto(&self) -> bool {
+        !matches!(self.auto, Auto::Never)
     }
 }
 
-impl fmt::Debug for OpenOther {
+impl fmt::Debug for NetworkOpener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OpenOther").finish_non_exhaustive()
+        f.debug_struct("NetworkOpener").field("kind", &self.kind).finish_non_exhaustive()
     }
 }
 
-/// The networks that a process has open, so that each is opened once whoever asks for it.
+/// The networks that a process has open. Each is opened once for all callers.
 #[derive(Debug, Default)]
 pub struct OpenNetworks {
-    /// How to open networks of other crates, by their kind.
-    pub others: Vec<(TransportKind, OpenOther)>,
-    /// How to use RDMA devices. Ports named by a wish take the place of those named here.
-    #[cfg(feature = "verbs")]
-    pub verbs: crate::backend::verbs::VerbsConfig,
+    openers: Vec<NetworkOpener>,
     open: Vec<(Wish, Vec<Arc<dyn Network>>)>,
 }
 
 impl OpenNetworks {
-    /// Opens what `spec` asks for. `auto` leaves out what is not here, and says so in
-    /// [`Transports::missing`]; libfabric it opens when the first peer needs it, because its search for
-    /// providers can take seconds.
+    /// Adds a transport, if this build has it. `auto` prefers transports that were added earlier; an opener of a
+    /// known kind replaces the earlier one.
+    #[must_use]
+    pub fn with(mut self, opener: impl Into<Option<NetworkOpener>>) -> Self {
+        let Some(opener) = opener.into() else { return self };
+        match self.openers.iter_mut().find(|known| known.kind == opener.kind) {
+            Some(known) => *known = opener,
+            None => self.openers.push(opener),
+        }
+        self
+    }
+
+    /// Tells whether networks of `kind` can be opened in this build.
+    #[must_use]
+    pub fn knows(&self, kind: TransportKind) -> bool {
+        self.openers.iter().any(|opener| opener.kind == kind)
+    }
+
+    /// Opens the transports of `spec`. `auto` leaves out transports that are not here, and lists them in
+    /// [`Transports::missing`]. May block for seconds while libraries look for devices.
     ///
     /// # Errors
-    /// [`OpenError`], when something asked for by name is not here.
+    /// [`OpenError`], when a transport that `spec` names is not here.
     pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
         let mut transports = Transports::default();
+        let is_auto = *spec == TransportSpec::Auto;
         let wishes = match spec {
-            TransportSpec::Auto => AUTO.map(|kind| Wish { kind, device: None }).to_vec(),
+            TransportSpec::Auto => self.auto(),
             TransportSpec::List(wishes) => wishes.clone(),
         };
         for wish in wishes {
             if wish.kind.is_network() {
-                let opened = match wish.kind {
-                    TransportKind::Libfabric if *spec == TransportSpec::Auto => {
-                        self.postpone(&wish)
-                    }
-                    _ => self.open_one(&wish),
-                };
-                match opened {
+                match self.open_one(&wish, is_auto) {
                     Ok(networks) => transports.networks.extend(networks),
-                    Err(error) if *spec == TransportSpec::Auto => {
+                    Err(error) if is_auto => {
                         transports.missing.push(error.to_string());
                         continue;
                     }
@@ -212,31 +259,24 @@ impl OpenNetworks {
         Ok(transports)
     }
 
-    /// libfabric's default provider, to be opened when it is needed.
-    fn postpone(&mut self, wish: &Wish) -> Result<Vec<Arc<dyn Network>>, OpenError> {
-        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
-            return Ok(networks.clone());
-        }
-        #[cfg(feature = "libfabric")]
-        {
-            let networks = vec![shared(postponed::Libfabric::default())];
-            self.open.push((wish.clone(), networks.clone()));
-            Ok(networks)
-        }
-        #[cfg(not(feature = "libfabric"))]
-        Err(OpenError::NotBuilt { wish: wish.clone() })
+    /// The transports that `auto` tries, the fastest first.
+    fn auto(&self) -> Vec<Wish> {
+        let networks = self.openers.iter().filter(|opener| opener.is_in_auto());
+        let kinds = MEMORY.into_iter().chain(networks.map(NetworkOpener::kind));
+        kinds.map(|kind| Wish { kind, device: None }).collect()
     }
 
-    fn open_one(&mut self, wish: &Wish) -> Result<Vec<Arc<dyn Network>>, OpenError> {
+    fn open_one(&mut self, wish: &Wish, is_auto: bool) -> Result<Vec<Arc<dyn Network>>, OpenError> {
         if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
             return Ok(networks.clone());
         }
-        let other = self.others.iter().find(|(kind, _)| *kind == wish.kind).cloned();
-        let opened = match other {
-            Some((_, OpenOther(open))) => Some(open(wish.device.as_deref(), self)),
-            None => self.open_network(wish),
+        let opener = self.openers.iter().find(|opener| opener.kind == wish.kind).cloned();
+        let opener = opener
+            .ok_or_else(|| OpenError::NotBuilt { wish: wish.clone(), here: self.built_in() })?;
+        let opened = match &opener.auto {
+            Auto::Lazy(make) if is_auto => Ok(vec![make()]),
+            _ => (opener.open)(wish.device.as_deref(), self),
         };
-        let opened = opened.ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
         let networks = opened.map_err(|source| OpenError::NotHere {
             wish: wish.clone(),
             source: Box::new(source),
@@ -246,74 +286,37 @@ impl OpenNetworks {
         Ok(networks)
     }
 
-    /// The settings of verbs, with the ports of a wish where it names some.
-    #[cfg(feature = "verbs")]
-    fn verbs_config(&self, ports: Option<&str>) -> crate::backend::verbs::VerbsConfig {
-        let config = self.verbs.clone();
-        match ports {
-            Some(ports) => config.on_ports(ports),
-            None => config,
-        }
-    }
-
-    /// What this host offers instead of `missing`: what is open, and what else can be opened.
+    /// The transports that this host offers instead of `missing`: the open ones, and others that can be opened.
     fn offered_here(&self, missing: &Wish) -> Vec<String> {
-        let mut here = vec!["local".to_owned(), "shm".to_owned()];
-        let networks = AUTO.into_iter().filter(|kind| kind.is_network());
-        let others = networks.map(|kind| Wish { kind, device: None }).filter(|w| w != missing);
-        let is_new = |wish: &Wish| self.open.iter().all(|(known, _)| known != wish);
-        let works = |wish: &Wish| matches!(self.open_network(wish), Some(Ok(_)));
+        let mut here = MEMORY.map(|kind| kind.name().to_owned()).to_vec();
         here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
-        here.extend(others.filter(|wish| is_new(wish) && works(wish)).map(|wish| wish.to_string()));
+        for opener in self.openers.iter().filter(|opener| opener.is_in_auto()) {
+            let wish = Wish { kind: opener.kind, device: None };
+            let is_new = wish != *missing && self.open.iter().all(|(known, _)| *known != wish);
+            let mut trial = Self { openers: self.openers.clone(), open: Vec::new() };
+            if is_new && (opener.open)(None, &mut trial).is_ok() {
+                here.push(wish.to_string());
+            }
+        }
         here
     }
 
-    /// Networks of this host behind a wish; `None` when this build knows no such network.
-    #[allow(clippy::match_single_binding, clippy::unused_self, reason = "depends on the features")]
-    fn open_network(&self, wish: &Wish) -> Option<Result<Vec<Arc<dyn Network>>, NetworkError>> {
-        match wish.kind {
-            #[cfg(feature = "libfabric")]
-            TransportKind::Libfabric => {
-                use crate::backend::libfabric::{DEFAULT_PROVIDER, FabricNetwork};
-                let provider = wish.device.as_deref().unwrap_or(DEFAULT_PROVIDER);
-                Some(FabricNetwork::open(provider).map(|network| vec![shared(network)]))
-            }
-            #[cfg(feature = "verbs")]
-            TransportKind::Verbs => {
-                use crate::backend::verbs::VerbsNetwork;
-                let config = self.verbs_config(wish.device.as_deref());
-                Some(VerbsNetwork::open(config).map(|network| vec![shared(network)]))
-            }
-            _ => None,
-        }
+    /// Names of the transports of this build.
+    fn built_in(&self) -> String {
+        let networks = self.openers.iter().map(NetworkOpener::kind);
+        let names: Vec<_> = MEMORY.into_iter().chain(networks).map(TransportKind::name).collect();
+        names.join(", ")
     }
 }
 
-#[cfg(any(feature = "libfabric", feature = "verbs"))]
-fn shared(network: impl Network + 'static) -> Arc<dyn Network> {
-    Arc::new(network)
-}
+/// Transports that need no network, the fastest first.
+const MEMORY: [TransportKind; 2] = [TransportKind::Local, TransportKind::Shm];
 
-/// Names of the transports of this build.
-fn built_in() -> String {
-    let mut names = vec![TransportKind::Local.name(), TransportKind::Shm.name()];
-    if cfg!(feature = "libfabric") {
-        names.push(TransportKind::Libfabric.name());
-    }
-    if cfg!(feature = "verbs") {
-        names.push(TransportKind::Verbs.name());
-    }
-    names.join(", ")
-}
-
-/// What is tried without a wish, the fastest first.
-const AUTO: [TransportKind; 4] =
-    [TransportKind::Local, TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric];
-
-/// What a user may ask for.
-const CHOICES: [TransportKind; 6] = [
+/// Transports that a user may name.
+const CHOICES: &[TransportKind] = &[
     TransportKind::Local,
     TransportKind::Shm,
+    #[cfg(feature = "test-transports")]
     TransportKind::Staged,
     TransportKind::Verbs,
     TransportKind::Libfabric,
@@ -334,7 +337,7 @@ mod tests {
             "auto",
             "shm",
             "shm,verbs",
-            "verbs:mlx5_0,libfabric:tcp;ofi_rxm,staged",
+            "verbs:mlx5_0,libfabric:tcp;ofi_rxm,shm",
             "ibgda",
             "shm,ibgda:mlx5_0:1,verbs",
         ] {
@@ -354,8 +357,9 @@ mod tests {
         ] {
             let error = text.parse::<TransportSpec>().unwrap_err();
             assert_eq!(error.found, found);
-            let expected = "local, shm, staged, verbs, libfabric, ibgda";
-            assert!(error.to_string().contains(expected), "{error}");
+            let staged = if cfg!(feature = "test-transports") { "staged, " } else { "" };
+            let expected = format!("local, shm, {staged}verbs, libfabric, ibgda");
+            assert!(error.to_string().contains(&expected), "{error}");
         }
     }
 
@@ -382,25 +386,32 @@ mod tests {
     }
 
     #[test]
-    fn networks_of_other_crates_are_opened_once_for_each_wish_by_what_was_given() {
+    fn networks_are_opened_once_for_each_wish() {
         let (opened, prefix) = (Arc::new(AtomicUsize::new(0)), "of");
         let counted = Arc::clone(&opened);
         let open = move |device: Option<&str>, networks: &mut OpenNetworks| {
             counted.fetch_add(1, Ordering::Relaxed);
-            // What is underneath comes from the same place.
-            let under = networks.open(&"shm".parse().unwrap()).unwrap();
-            assert_eq!(under.kinds, [TransportKind::Shm]);
+            // Networks below it come from the same place.
+            let below = networks.open(&"shm".parse().unwrap()).unwrap();
+            assert_eq!(below.kinds, [TransportKind::Shm]);
             match device {
                 Some("nonesuch") => Err(missing("open")),
                 device => Ok(vec![Arc::new(Stub(format!("{prefix}-{}", device.unwrap_or("any"))))
                     as Arc<dyn Network>]),
             }
         };
-        let mut networks = OpenNetworks::default();
-        // This build does not know it by itself.
         let spec = "shm,ibgda:mlx5_0:1,ibgda".parse().unwrap();
-        assert!(matches!(networks.open(&spec), Err(OpenError::NotBuilt { .. })));
-        networks.others.push((TransportKind::Ibgda, OpenOther::new(open)));
+        let Err(error) = OpenNetworks::default().open(&spec) else {
+            panic!("nothing is registered")
+        };
+        let text = error.to_string();
+        assert!(
+            text.contains("this build has no ibgda") && text.ends_with("use local, shm"),
+            "{text}"
+        );
+        let opener = NetworkOpener::new(TransportKind::Ibgda, open);
+        let mut networks = OpenNetworks::default().with(opener);
+        assert!(networks.knows(TransportKind::Ibgda) && !networks.knows(TransportKind::Verbs));
         for _ in 0..2 {
             let found = networks.open(&spec).unwrap();
             assert_eq!(found.kinds, [TransportKind::Shm, TransportKind::Ibgda]);
@@ -412,9 +423,63 @@ mod tests {
         for part in ["transport ibgda:nonesuch: stub: open failed: not here", "ibgda:mlx5_0:1"] {
             assert!(refused.contains(part), "{refused}");
         }
-        // `auto` never asks.
+        // `auto` never asks for it.
         networks.open(&TransportSpec::Auto).unwrap();
         assert_eq!(opened.load(Ordering::Relaxed), 3);
+    }
+
+    /// An opener of `kind` that works or not, and counts its calls.
+    fn opener(kind: TransportKind, works: bool) -> (NetworkOpener, Arc<AtomicUsize>) {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&calls);
+        let opener = NetworkOpener::new(kind, move |device, _| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            if !works || device == Some("nonesuch") {
+                return Err(missing("open"));
+            }
+            Ok(vec![Arc::new(Stub("s".to_owned())) as Arc<dyn Network>])
+        });
+        (opener, calls)
+    }
+
+    #[test]
+    fn auto_opens_registered_transports_in_their_order_and_lists_the_missing_ones() {
+        let (verbs, _) = opener(TransportKind::Verbs, false);
+        let (libfabric, calls) = opener(TransportKind::Libfabric, true);
+        let lazy = libfabric.lazy_in_auto(|| Arc::new(Stub("lazy".to_owned())) as Arc<dyn Network>);
+        let mut networks = OpenNetworks::default().with(verbs.in_auto()).with(lazy);
+        for _ in 0..2 {
+            let found = networks.open(&TransportSpec::Auto).unwrap();
+            let kinds = [TransportKind::Local, TransportKind::Shm, TransportKind::Libfabric];
+            assert_eq!(found.kinds, kinds);
+            assert_eq!(found.networks[0].flavour(), "lazy");
+            assert_eq!(found.missing.len(), 1);
+            assert!(found.missing[0].contains("transport verbs: stub: open failed"), "{found:?}");
+        }
+        assert_eq!(calls.load(Ordering::Relaxed), 0, "only a peer opens it");
+    }
+
+    #[test]
+    fn offers_of_a_host_do_not_depend_on_the_transport_that_was_asked_for_first() {
+        for (is_verbs_here, is_libfabric_here) in [(true, false), (false, true), (true, true)] {
+            let (verbs, _) = opener(TransportKind::Verbs, is_verbs_here);
+            let (libfabric, _) = opener(TransportKind::Libfabric, is_libfabric_here);
+            let networks = || {
+                OpenNetworks::default()
+                    .with(verbs.clone().in_auto())
+                    .with(libfabric.clone().in_auto())
+            };
+            for kind in [TransportKind::Libfabric, TransportKind::Verbs] {
+                let spec = format!("{}:nonesuch", kind.name()).parse().unwrap();
+                let Err(OpenError::NotHere { here, .. }) = networks().open(&spec) else {
+                    panic!("there is no such device");
+                };
+                let mut expected = vec!["local", "shm"];
+                expected.extend(is_verbs_here.then_some("verbs"));
+                expected.extend(is_libfabric_here.then_some("libfabric"));
+                assert_eq!(here, expected.join(", "));
+            }
+        }
     }
 
     #[test]
@@ -423,44 +488,6 @@ mod tests {
         assert_eq!(found.kinds[..2], [TransportKind::Local, TransportKind::Shm]);
         for network in &found.networks {
             assert!(found.kinds.contains(&network.kind()));
-        }
-    }
-
-    #[test]
-    #[cfg(feature = "verbs")]
-    fn ports_near_something_mean_the_same_wherever_they_are_named() {
-        use crate::backend::verbs::{PortChoice, VerbsConfig};
-        let verbs =
-            VerbsConfig { traffic_class: 106, gid_index: Some(3), ..VerbsConfig::default() };
-        let networks = OpenNetworks { verbs: verbs.clone(), ..OpenNetworks::default() };
-        for text in ["near=0000:3b:00.0", "node=1", "mlx5_0:1+mlx5_1"] {
-            let TransportSpec::List(wishes) = format!("verbs:{text}").parse().unwrap() else {
-                panic!("a list");
-            };
-            let found = networks.verbs_config(wishes[0].device.as_deref());
-            assert_eq!(found, verbs.clone().on_ports(text));
-            assert_eq!(found.ports, VerbsConfig::on(text).ports);
-            assert_ne!(found.ports, PortChoice::First);
-        }
-        assert_eq!(networks.verbs_config(None), verbs);
-    }
-
-    #[test]
-    #[cfg(any(feature = "verbs", feature = "libfabric"))]
-    fn what_a_host_offers_instead_does_not_depend_on_what_was_asked_first() {
-        // A network that is here, and a wish that is not.
-        for kind in [TransportKind::Libfabric, TransportKind::Verbs] {
-            let wish = Wish { kind, device: None };
-            let is_here = OpenNetworks::default().open_one(&wish).is_ok();
-            let missing = format!("{kind}:nonesuch,{kind}", kind = kind.name()).parse().unwrap();
-            let Err(OpenError::NotHere { here, .. }) = OpenNetworks::default().open(&missing)
-            else {
-                println!("{} is not in this build", kind.name());
-                continue;
-            };
-            println!("{kind:?}: {here}");
-            assert!(here.starts_with("local, shm"), "{here}");
-            assert_eq!(here.split(", ").any(|name| name == kind.name()), is_here, "{here}");
         }
     }
 }

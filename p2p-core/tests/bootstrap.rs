@@ -1,6 +1,8 @@
 //! The handshake: what is agreed, what is refused and why, and who can disturb whom.
 #![cfg(not(loom))]
 
+extern crate switchyard_p2p_core as p2p_core;
+
 #[path = "bootstrap/fallback.rs"]
 mod fallback;
 #[path = "bootstrap/slow_ends.rs"]

@@ -1,6 +1,9 @@
 //! Coming and going, on its own in a process because it counts what the process holds.
 #![cfg(not(loom))]
 
+extern crate switchyard_p2p_core as p2p_core;
+
+#[path = "../../tests/support/src/held.rs"]
 mod held;
 
 use std::time::{Duration, Instant};

@@ -5,6 +5,8 @@
 //! Each model also runs with one ordering taken away, and must then fail.
 #![cfg(loom)]
 
+extern crate switchyard_p2p_core as p2p_core;
+
 use std::sync::atomic::Ordering;
 
 use loom::cell::UnsafeCell;

@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-/// `"SYFR"` read as a little-endian word: the first thing that tells a frame from noise.
+/// `"SYFR"` read as a little-endian word. Every frame carries it.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYFR");
 /// Version of the frame layout.
 pub const FRAME_VERSION: u16 = 1;
@@ -34,13 +34,13 @@ pub const MAX_HIDDEN: u32 = 1 << 20;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct FrameHeader {
-    /// Placement version the sender worked with.
+    /// Placement version that the sender used.
     pub epoch: u64,
-    /// Client that asked.
+    /// Client that sent the request.
     pub client_id: u64,
-    /// Request: one call of one layer.
+    /// Number of the request. A request is one call of one layer.
     pub sequence: u64,
-    /// Incarnation of the channel; a retired channel's number never comes back.
+    /// Incarnation of the channel. The number of a closed channel is never reused.
     pub generation: u32,
     /// MoE layer.
     pub layer: u32,
@@ -52,7 +52,7 @@ pub struct FrameHeader {
     pub kind: u16,
     /// Element type of the payload, 0 in error frames.
     pub dtype: u16,
-    /// Element type the sender of a dispatch wants back; equals `dtype` in combine frames.
+    /// Element type that the sender of a dispatch wants in the response. Equals `dtype` in combine frames.
     pub response_dtype: u16,
     /// `FLAG_` bits; the others are zero.
     pub flags: u32,
@@ -62,9 +62,9 @@ pub struct FrameHeader {
     pub num_entries: u32,
     /// Values per row; 0 in error frames.
     pub hidden: u32,
-    /// Which frame of the request to this server, from 0.
+    /// Index of this frame among the request's frames to this server, from 0.
     pub frame_idx: u32,
-    /// Frames of the request to this server.
+    /// Number of frames of the request to this server.
     pub num_frames: u32,
     /// Distance between rows, bytes.
     pub row_stride_bytes: u32,
@@ -82,10 +82,11 @@ pub struct FrameHeader {
     pub header_crc: u32,
     /// CRC-32C of the rows in order, padding left out, or of the error body.
     pub payload_crc: u32,
-    /// Combine frames: time the frame waited at the server before its batch began, saturating. Zero
-    /// in all others.
+    /// Combine frames: time from the frame's arrival at the server to the start of its batch, in
+    /// nanoseconds, saturating. Zero in all others.
     pub server_queue_ns: u32,
-    /// Combine frames: time the server computed the frame's batch, saturating. Zero in all others.
+    /// Combine frames: compute time of the frame's batch, in nanoseconds, saturating. Zero in all
+    /// others.
     pub server_compute_ns: u32,
     /// Zero.
     pub reserved: [u32; 4],
@@ -117,11 +118,11 @@ pub struct Entry {
 pub struct ErrorBody {
     /// Stable code, see [`ErrorCode`](crate::ErrorCode).
     pub code: u32,
-    /// Bytes of `message` that are used.
+    /// Used bytes of `message`.
     pub message_len: u32,
     /// Numbers that belong to the code.
     pub detail: [u64; 2],
-    /// UTF-8, zero behind `message_len`.
+    /// UTF-8. Bytes from `message_len` on are zero.
     pub message: [u8; MAX_ERROR_MESSAGE],
 }
 
@@ -136,7 +137,7 @@ pub const ERROR_BODY_BYTES: usize = size_of::<ErrorBody>();
 /// Bytes of an error frame.
 pub const ERROR_FRAME_BYTES: usize = HEADER_BYTES + ERROR_BODY_BYTES;
 
-// Free constants: an associated constant would only be evaluated where somebody names it.
+// Free constants: the compiler evaluates an associated constant only where code uses it.
 const _: () = assert!(size_of::<FrameHeader>() == 128 && align_of::<FrameHeader>() == 8);
 const _: () =
     assert!(HEADER_BYTES.is_multiple_of(64) && HEADER_BYTES.is_multiple_of(PAYLOAD_ALIGN));
@@ -173,7 +174,7 @@ const _: () = assert!(size_of::<ErrorBody>() == 264 && offset_of!(ErrorBody, det
 const _: () = assert!(offset_of!(ErrorBody, message_len) == 4);
 const _: () = assert!(offset_of!(ErrorBody, message) == 24);
 
-// The control tail is p2p-core's; abi.h repeats its numbers for device code.
+// p2p-core defines the control tail; abi.h repeats its numbers for device code.
 const _: () = assert!(p2p_core::slot::CONTROL_BYTES == 4096);
 const _: () = assert!(p2p_core::slot::CONTROL_STRIDE == 128);
 const _: () = assert!(p2p_core::slot::PUBLISHED == 0);

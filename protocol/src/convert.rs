@@ -12,7 +12,7 @@ use crate::abi::SCALE_BLOCK;
 pub const F8_MAX: f32 = 448.0;
 /// Smallest FP8 scale an encoder writes. Its reciprocal is finite.
 pub const MIN_SCALE: f32 = f32::MIN_POSITIVE;
-/// Largest FP8 scale a decoder accepts: the largest with which every code stays finite.
+/// Largest FP8 scale that a decoder accepts. With a larger one, some codes would become infinite.
 pub const MAX_SCALE: f32 = f32::from_bits(MAX_SCALE_BITS);
 
 /// Rounds `src` to half precision. Values beyond 65504 become infinite.
@@ -53,14 +53,14 @@ pub fn bf16_to_f32(src: &[u16], dst: &mut [f32]) {
     widest!(bf16_to_f32_loop(src: &[u16], dst: &mut [f32]));
 }
 
-/// Quantises `src` to E4M3 codes, one scale per 128 values, the last block possibly partial.
+/// Quantises `src` to E4M3 codes with one scale per 128 values. The last block may be partial.
 ///
-/// The scale of a block is its largest finite magnitude divided by 448, never below [`MIN_SCALE`],
-/// never above [`MAX_SCALE`]; 1 for a block of zeros. NaN and infinity do not take part in the scale
-/// and get the code of NaN.
+/// The scale of a block is its largest finite magnitude divided by 448, clamped to [`MIN_SCALE`] and
+/// [`MAX_SCALE`]. A block of zeros has scale 1. NaN and infinity do not affect the scale and become
+/// NaN.
 ///
 /// # Panics
-/// When `dst` differs in length from `src` or `scales` has not one element per block.
+/// When `dst` differs in length from `src`, or when `scales` does not have one element per block.
 pub fn f32_to_f8(src: &[f32], dst: &mut [u8], scales: &mut [f32]) {
     assert_eq!(src.len(), dst.len());
     assert_eq!(src.len().div_ceil(SCALE_BLOCK), scales.len());
@@ -70,7 +70,7 @@ pub fn f32_to_f8(src: &[f32], dst: &mut [u8], scales: &mut [f32]) {
 /// Widens E4M3 codes and multiplies by their block's scale.
 ///
 /// # Panics
-/// When `dst` differs in length from `src` or `scales` has not one element per block.
+/// When `dst` differs in length from `src`, or when `scales` does not have one element per block.
 pub fn f8_to_f32(src: &[u8], scales: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), dst.len());
     assert_eq!(src.len().div_ceil(SCALE_BLOCK), scales.len());
@@ -85,8 +85,8 @@ pub fn f8_code(value: f32) -> u8 {
     let sign = (bits >> 24) & 0x80;
     let magnitude = bits & 0x7fff_ffff;
     let clamped = magnitude.min(F8_MAX.to_bits());
-    // Normal: keep three mantissa bits, round the other twenty to even, move the bias from 127 to 7.
-    // The subtraction only wraps for values that the subnormal arm serves.
+    // Normal: keep three mantissa bits, round the other twenty to even, change the bias from 127 to 7.
+    // The subtraction wraps only for values that the subnormal arm handles.
     let rounded = clamped + 0x7_ffff + ((clamped >> 20) & 1);
     let normal = (rounded >> 20).wrapping_sub(120 << 3);
     // Subnormal: at 2^14 the last bit of an f32 is worth 2^-9, so the addition itself rounds to even.
@@ -106,7 +106,7 @@ pub fn f8_value(code: u8) -> f32 {
     let magnitude = u32::from(code & 0x7f);
     let sign = u32::from(code & 0x80) << 24;
     let normal = (magnitude << 20) + (120 << 23);
-    // Computed with integers and one exact multiplication, so that flush-to-zero modes cannot hurt.
+    // Integers and one exact multiplication give the same result in flush-to-zero modes.
     let subnormal = (magnitude as i32 as f32 * F8_MIN_SUBNORMAL).to_bits();
     let finite = if magnitude < 8 { subnormal } else { normal };
     let bits = if magnitude == F8_NAN { f32::NAN.to_bits() } else { finite };
@@ -204,7 +204,7 @@ const F8_MIN_NORMAL: f32 = 0.015_625;
 const F8_MIN_SUBNORMAL: f32 = 0.001_953_125;
 const SUBNORMAL_MAGIC: f32 = 16_384.0;
 /// f32::MAX is just under 2^128 and 448 is 1.75 times 2^8, so the quotient is just under
-/// 2^120 / 1.75; one bit less keeps the product finite whichever way it rounds.
+/// 2^120 / 1.75. One bit less keeps the product finite in every rounding mode.
 const MAX_SCALE_BITS: u32 = (f32::MAX / F8_MAX).to_bits() - 1;
 
 const _: () = assert!(MAX_SCALE * F8_MAX < f32::INFINITY);

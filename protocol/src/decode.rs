@@ -1,8 +1,8 @@
-//! Reading dispatch frames: the server's side.
+//! Reading dispatch frames, for servers.
 //!
-//! Order of the checks: header copied and its numbers brought into range; tables copied; checksum
-//! over the copies; identity; then what the numbers mean. Nothing behind the copy looks at the slot
-//! again, except for the rows, whose values need no check.
+//! The decoder copies the header and checks its ranges. It then copies the tables, checks the checksum
+//! over the copies, the identity, and last the meaning of the values. After the copy, only the rows are
+//! read from the slot again; their values need no check.
 
 use bytemuck::{Zeroable, bytes_of, bytes_of_mut, cast_slice, cast_slice_mut};
 use p2p_core::ReadView;
@@ -17,16 +17,16 @@ use crate::encode::{CombineMeta, FrameId, ServerTimes};
 use crate::error::FrameError;
 use crate::rows::{Rows, copy_section};
 
-/// What a server demands of the frames on one channel.
+/// Values that a server requires of every frame on one channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DispatchExpect {
-    /// Client at the other end.
+    /// Client on this channel.
     pub client_id: u64,
     /// Incarnation of the channel.
     pub generation: u32,
     /// Values per token.
     pub hidden: usize,
-    /// Layers of the model; a frame's layer must be below.
+    /// Layers of the model. The layer of a frame must be below.
     pub num_layers: u32,
     /// Experts of a layer, over the whole model.
     pub num_experts: u32,
@@ -36,12 +36,11 @@ pub struct DispatchExpect {
     pub top_k: usize,
     /// Element type agreed for requests.
     pub dtype: WireDtype,
-    /// Element type agreed for answers.
+    /// Element type agreed for responses.
     pub response_dtype: WireDtype,
 }
 
-/// Copies of the tables of the frame in work. Grows to the largest frame seen, then allocates no
-/// more.
+/// Copies of the tables of the current frame. Grows to the largest frame seen, then allocates no more.
 #[derive(Debug, Default)]
 pub struct DispatchScratch {
     tokens: Vec<TokenRange>,
@@ -50,7 +49,7 @@ pub struct DispatchScratch {
 }
 
 impl DispatchScratch {
-    /// Scratch that has already grown to the frames that `expect` admits.
+    /// Scratch with the capacity for the largest frame that `expect` allows.
     #[must_use]
     pub fn for_frames(expect: &DispatchExpect) -> Self {
         let max_entries = expect.max_tokens.saturating_mul(expect.top_k);
@@ -75,7 +74,7 @@ pub struct Dispatch<'a> {
 }
 
 impl<'a> Dispatch<'a> {
-    /// Which frame this is.
+    /// Identity of the frame.
     #[must_use]
     pub const fn id(&self) -> FrameId {
         id_of(&self.header)
@@ -87,13 +86,13 @@ impl<'a> Dispatch<'a> {
         self.tokens.len()
     }
 
-    /// For each token its entries: consecutive, in order, covering all.
+    /// The range of entries of each token. The ranges are consecutive, in order, and cover all entries.
     #[must_use]
     pub const fn tokens(&self) -> &'a [TokenRange] {
         self.tokens
     }
 
-    /// Experts, each below `num_experts`, and finite weights.
+    /// Experts and weights. Each expert is below `num_experts`, each weight is finite.
     #[must_use]
     pub const fn entries(&self) -> &'a [Entry] {
         self.entries
@@ -132,7 +131,7 @@ impl<'a> Dispatch<'a> {
         self.header.total_bytes
     }
 
-    /// What the combine frame that answers this one must say. Its times are for the server to fill in.
+    /// Metadata for the combine frame that answers this one. The server fills in its times.
     #[must_use]
     pub const fn response_meta(&self) -> CombineMeta {
         CombineMeta {
@@ -147,8 +146,43 @@ impl<'a> Dispatch<'a> {
 
 /// Checks the dispatch frame in `view` and returns it.
 ///
+/// The tables are copied into `scratch`; the rows stay in `view` and are converted when they are read.
+///
 /// # Errors
-/// [`FrameError`]: answer it with [`FrameError::code`] and the identity from [`peek_id`].
+/// [`FrameError`]. The server answers with [`FrameError::code`] and the identity from [`peek_id`].
+///
+/// # Examples
+/// ```
+/// use std::ptr::NonNull;
+///
+/// use switchyard_protocol::{
+///     DispatchExpect, DispatchScratch, FrameError, ReadView, WireDtype, decode_dispatch,
+/// };
+///
+/// let expect = DispatchExpect {
+///     client_id: 7,
+///     generation: 1,
+///     hidden: 64,
+///     num_layers: 4,
+///     num_experts: 8,
+///     max_tokens: 16,
+///     top_k: 2,
+///     dtype: WireDtype::Bf16,
+///     response_dtype: WireDtype::Bf16,
+/// };
+/// let mut scratch = DispatchScratch::for_frames(&expect);
+/// // In a server the frame lies in a slot, and the channel gives the view. These bytes are all zero.
+/// let mut memory = vec![0u8; 4096];
+/// // SAFETY: `memory` outlives the view.
+/// let view = unsafe { ReadView::new(NonNull::from(&mut memory[..]).cast(), 4096) };
+/// match decode_dispatch(view, &expect, &mut scratch) {
+///     Ok(mut dispatch) => {
+///         let mut x = vec![0.0; dispatch.num_tokens() * expect.hidden];
+///         dispatch.read_rows_f32(0..dispatch.num_tokens(), &mut x).expect("rows are intact");
+///     }
+///     Err(error) => assert!(matches!(error, FrameError::Magic { .. }), "{error}"),
+/// }
+/// ```
 pub fn decode_dispatch<'a>(
     view: ReadView<'a>,
     expect: &DispatchExpect,
@@ -197,8 +231,8 @@ pub fn decode_dispatch<'a>(
     })
 }
 
-/// The identity a frame claims, unchecked: good for an error frame or a log line, nothing else.
-/// `None` when `view` cannot hold a header.
+/// The unchecked identity in a frame, for error frames and log lines only. `None` when `view` cannot
+/// hold a header.
 #[must_use]
 pub fn peek_id(view: ReadView<'_>) -> Option<FrameId> {
     let mut header = FrameHeader::zeroed();
@@ -206,7 +240,7 @@ pub fn peek_id(view: ReadView<'_>) -> Option<FrameId> {
     Some(id_of(&header))
 }
 
-/// Numbers of a frame whose sections are in range.
+/// Sizes of a frame whose sections are in range.
 pub(crate) struct CheckedFrame {
     pub dtype: WireDtype,
     pub num_scales: usize,
@@ -315,7 +349,7 @@ pub(crate) fn check_exact(
 }
 
 pub(crate) fn check_scales(scales: &[f32], scales_per_row: usize) -> Result<(), FrameError> {
-    // NaN compares false and so is refused, too.
+    // NaN compares false and is refused as well.
     let bad = scales.iter().position(|scale| !(*scale > 0.0 && *scale <= MAX_SCALE));
     match bad {
         None => Ok(()),
@@ -384,7 +418,7 @@ fn check_align(section: &'static str, offset: u64, align: usize) -> Result<(), F
 fn check_tokens(tokens: &[TokenRange], num_entries: u32, top_k: usize) -> Result<(), FrameError> {
     let mut next = 0u32;
     for (token, range) in tokens.iter().enumerate() {
-        // Bounded by num_entries at every step, so `next` cannot wrap.
+        // `next` never exceeds num_entries, so it cannot wrap.
         let fits = range.entry_count >= 1
             && range.entry_count as usize <= top_k
             && range.entry_count <= num_entries - next;

@@ -11,7 +11,7 @@ use crate::abi::SCALE_BLOCK;
 /// Element type of the rows of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WireDtype {
-    /// IEEE single precision, 4 bytes: no loss.
+    /// IEEE single precision, 4 bytes. Lossless.
     #[serde(rename = "f32")]
     F32,
     /// IEEE half precision, 2 bytes.
@@ -29,7 +29,7 @@ impl WireDtype {
     /// Every element type.
     pub const ALL: [Self; 4] = [Self::F32, Self::F16, Self::Bf16, Self::F8E4m3];
 
-    /// Name as it stands on command lines and in JSON.
+    /// Name on command lines and in JSON.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ impl WireDtype {
         }
     }
 
-    /// Number in frames and hellos. 0 is never used.
+    /// Number in frames and hellos, never 0.
     #[must_use]
     pub const fn code(self) -> u16 {
         match self {
@@ -73,13 +73,14 @@ impl WireDtype {
         }
     }
 
-    /// Bytes of a row of `hidden` values, scales and padding left out.
+    /// Bytes of a row of `hidden` values, without scales and padding.
     #[must_use]
     pub const fn row_bytes(self, hidden: usize) -> usize {
         hidden * self.element_bytes()
     }
 
-    /// Scales of a row of `hidden` values: one per 128 for FP8, a partial last block counted, else 0.
+    /// Scales of a row of `hidden` values: one per 128 values for FP8, including a partial last block.
+    /// Zero for all other types.
     #[must_use]
     pub const fn scales_per_row(self, hidden: usize) -> usize {
         match self {

@@ -1,8 +1,8 @@
 //! Writing frames into a peer's slot.
 //!
-//! Rows are converted piece by piece through a small buffer on the stack, so that every byte of the
-//! slot is written once and none is read back. The header is written last; a frame counts only once
-//! the channel publishes it.
+//! Rows are converted in pieces through a small buffer on the stack. Every byte of the slot is written
+//! once and none is read back. The header is written last. The peer sees a frame only after the channel
+//! has published it.
 
 use bytemuck::{Zeroable, bytes_of, cast_slice};
 use p2p_core::{OutOfRange, WriteView};
@@ -18,157 +18,158 @@ use crate::dtype::WireDtype;
 use crate::error::ErrorCode;
 use crate::geometry::Sections;
 
-/// Which frame this is: client, channel, request, part.
+/// Identity of a frame: client, channel, request, part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameId {
-    /// Placement version the sender works with.
+    /// Placement version that the sender uses.
     pub epoch: u64,
-    /// Client that asks.
+    /// Client that sends the request.
     pub client_id: u64,
     /// Incarnation of the channel.
     pub generation: u32,
-    /// Request: one call of one layer.
+    /// Number of the request. A request is one call of one layer.
     pub sequence: u64,
     /// MoE layer.
     pub layer: u32,
-    /// Which frame of the request to this server, from 0.
+    /// Index of this frame among the request's frames to this server, from 0.
     pub frame_idx: u32,
-    /// Frames of the request to this server.
+    /// Number of frames of the request to this server.
     pub num_frames: u32,
 }
 
-/// What a dispatch frame says besides its tokens.
+/// Metadata of a dispatch frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DispatchMeta {
-    /// Which frame this is.
+    /// Identity of the frame.
     pub id: FrameId,
     /// Values per token.
     pub hidden: usize,
     /// Element type of this frame.
     pub dtype: WireDtype,
-    /// Element type wanted in the answer.
+    /// Element type wanted in the response.
     pub response_dtype: WireDtype,
-    /// Whether to add a checksum of the rows.
+    /// True to add a checksum of the rows.
     pub payload_checksum: bool,
 }
 
-/// Where the time at the server went, so that a client can tell it from the time on the way.
+/// Time that a frame spent at the server. The client subtracts it from the round trip to get the time
+/// on the network.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTimes {
-    /// The frame waited before its batch began, nanoseconds, saturating.
+    /// Time from the frame's arrival to the start of its batch, nanoseconds, saturating.
     pub queue_ns: u32,
-    /// The frame's batch was computed, nanoseconds, saturating.
+    /// Compute time of the frame's batch, nanoseconds, saturating.
     pub compute_ns: u32,
 }
 
-/// What a combine frame says besides its rows.
+/// Metadata of a combine frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CombineMeta {
-    /// Which frame this answers.
+    /// Identity of the dispatch frame that this frame answers.
     pub id: FrameId,
     /// Values per token.
     pub hidden: usize,
     /// Element type of this frame.
     pub dtype: WireDtype,
-    /// Whether to add a checksum of the rows.
+    /// True to add a checksum of the rows.
     pub payload_checksum: bool,
-    /// Where the time at the server went.
+    /// Time at the server.
     pub times: ServerTimes,
 }
 
-/// A token to send: its row among the caller's hidden states and its part of the caller's entries.
+/// A token to send: its row in the caller's hidden states and its range of the caller's entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenRef {
     /// Row in `x`.
     pub token: u32,
     /// First entry in the caller's `entries`.
     pub entry_begin: u32,
-    /// Entries, at least one.
+    /// Number of entries, at least one.
     pub entry_count: u32,
 }
 
-/// A frame that cannot be written. Every variant is a local bug or a wrong setting.
+/// Reason why a frame could not be written. Every variant is a local bug or a wrong setting.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum EncodeError {
-    /// The frame needs more bytes than the slot's frames have.
+    /// The frame needs more bytes than a frame of the slot has.
     #[error(
         "frame needs {needed} bytes for {num_rows} rows of {hidden} values, the slot has {found}"
     )]
-    FrameTooSmall {
-        /// Bytes of the frame memory.
-        found: usize,
-        /// Bytes needed.
-        needed: usize,
-        /// Rows to send.
-        num_rows: usize,
-        /// Values per row.
-        hidden: usize,
-    },
+    FrameTooSmall { found: usize, needed: usize, num_rows: usize, hidden: usize },
     /// Values per row are out of range.
     #[error("hidden size is {found}, expected 1 to {max}")]
-    Hidden {
-        /// Value given.
-        found: usize,
-        /// Largest value.
-        max: usize,
-    },
+    Hidden { found: usize, max: usize },
     /// A frame without tokens.
-    #[error("a frame needs at least one token; servers without tokens are not contacted")]
+    #[error("a frame needs at least one token: do not send frames to servers without tokens")]
     NoTokens,
     /// The rows are not a whole number of tokens.
     #[error("{found} values are not rows of {hidden}")]
-    PartialRow {
-        /// Values given.
-        found: usize,
-        /// Values per row.
-        hidden: usize,
-    },
-    /// A token names a row that is not there.
+    PartialRow { found: usize, hidden: usize },
+    /// A token names a row outside of `x`.
     #[error("token {position} refers to row {row}, but there are {num_rows}")]
-    Row {
-        /// Position in `tokens`.
-        position: usize,
-        /// Row named.
-        row: u32,
-        /// Rows given.
-        num_rows: usize,
-    },
-    /// A token names entries that are not there, or none.
+    Row { position: usize, row: u32, num_rows: usize },
+    /// A token names entries outside of `entries`, or no entry.
     #[error(
         "token {position} refers to {entry_count} entries from {entry_begin}, expected at least one of the {num_entries}"
     )]
-    Entries {
-        /// Position in `tokens`.
-        position: usize,
-        /// First entry named.
-        entry_begin: u32,
-        /// Entries named.
-        entry_count: u32,
-        /// Entries given.
-        num_entries: usize,
-    },
+    Entries { position: usize, entry_begin: u32, entry_count: u32, num_entries: usize },
     /// A weight that is NaN or infinite.
     #[error("weight of expert {expert} for row {row} is {found}, expected a finite number")]
-    Weight {
-        /// Row in `x`.
-        row: u32,
-        /// Expert.
-        expert: u32,
-        /// Value given.
-        found: f32,
-    },
-    /// An access left the frame. Cannot happen unless the layout is wrong.
+    Weight { row: u32, expert: u32, found: f32 },
+    /// An access outside of the frame. Only a wrong layout can cause it.
     #[error(transparent)]
     OutOfRange(#[from] OutOfRange),
 }
 
-/// Writes a dispatch frame with the rows of `x: [n, hidden]` that `tokens` name, in their order, and
-/// returns the bytes used. `entries` may hold more than the frame's tokens refer to, so one list can
-/// serve several frames.
+/// Writes a dispatch frame and returns the bytes used.
+///
+/// The frame holds the rows of `x: [n, hidden]` that `tokens` name, in the order of `tokens`. `entries`
+/// may hold more entries than the tokens refer to, so one list can serve several frames.
 ///
 /// # Errors
-/// [`EncodeError`]; the frame must not be published then.
+/// [`EncodeError`]. The caller must not publish the frame after an error.
+///
+/// # Examples
+/// ```
+/// use std::ptr::NonNull;
+///
+/// use switchyard_protocol::{
+///     DispatchMeta, Entry, FrameId, TokenRef, WireDtype, WriteView, encode_dispatch,
+/// };
+///
+/// let id = FrameId {
+///     epoch: 1,
+///     client_id: 7,
+///     generation: 1,
+///     sequence: 42,
+///     layer: 0,
+///     frame_idx: 0,
+///     num_frames: 1,
+/// };
+/// let meta = DispatchMeta {
+///     id,
+///     hidden: 64,
+///     dtype: WireDtype::Bf16,
+///     response_dtype: WireDtype::Bf16,
+///     payload_checksum: false,
+/// };
+/// // Two tokens; the first goes to experts 0 and 5, the second to expert 3.
+/// let x = vec![0.5; 2 * 64];
+/// let entries = [(0, 0.7), (5, 0.3), (3, 1.0)].map(|(expert, weight)| Entry { expert, weight });
+/// let tokens = [
+///     TokenRef { token: 0, entry_begin: 0, entry_count: 2 },
+///     TokenRef { token: 1, entry_begin: 2, entry_count: 1 },
+/// ];
+/// // In a client the frame lies in a slot, and the channel gives the view.
+/// let mut memory = vec![0u8; 4096];
+/// // SAFETY: `memory` outlives the view, and only the view writes it.
+/// let mut view = unsafe { WriteView::new(NonNull::from(&mut memory[..]).cast(), 4096) };
+/// let frame_bytes = encode_dispatch(&mut view, &meta, &x, &tokens, &entries)?;
+/// assert!(frame_bytes <= 4096);
+/// # Ok::<(), switchyard_protocol::EncodeError>(())
+/// ```
 pub fn encode_dispatch(
     view: &mut WriteView<'_>,
     meta: &DispatchMeta,
@@ -214,11 +215,68 @@ pub fn encode_dispatch(
     put_header(view, header, header_crc)
 }
 
-/// Writes a combine frame with `rows: [num_tokens, hidden]`, in the order of the dispatch it answers,
-/// and returns the bytes used.
+/// Writes a combine frame with `rows: [num_tokens, hidden]` and returns the bytes used. The rows are in
+/// the order of the tokens in the dispatch frame.
 ///
 /// # Errors
-/// [`EncodeError`]; the frame must not be published then.
+/// [`EncodeError`]. The caller must not publish the frame after an error.
+///
+/// # Examples
+/// A server writes the response; the client reads it with [`decode_response`](crate::decode_response).
+/// ```
+/// use std::ptr::NonNull;
+///
+/// use switchyard_protocol::{
+///     CombineExpect, CombineMeta, FrameId, ReadView, Response, ResponseScratch, ServerTimes,
+///     WireDtype, WriteView, decode_response, encode_combine,
+/// };
+///
+/// let id = FrameId {
+///     epoch: 1,
+///     client_id: 7,
+///     generation: 1,
+///     sequence: 42,
+///     layer: 0,
+///     frame_idx: 0,
+///     num_frames: 1,
+/// };
+/// let meta = CombineMeta {
+///     id,
+///     hidden: 64,
+///     dtype: WireDtype::F32,
+///     payload_checksum: true,
+///     times: ServerTimes { queue_ns: 900, compute_ns: 80_000 },
+/// };
+/// let mut memory = vec![0u8; 4096];
+/// let slot = NonNull::from(&mut memory[..]).cast();
+/// // SAFETY: `memory` outlives the view, and only the view writes it.
+/// let mut view = unsafe { WriteView::new(slot, 4096) };
+/// encode_combine(&mut view, &meta, &[0.25; 2 * 64])?;
+///
+/// // The client.
+/// let expect = CombineExpect {
+///     client_id: id.client_id,
+///     generation: id.generation,
+///     sequence: id.sequence,
+///     layer: id.layer,
+///     frame_idx: id.frame_idx,
+///     num_tokens: 2,
+///     hidden: 64,
+///     dtype: WireDtype::F32,
+/// };
+/// let mut scratch = ResponseScratch::default();
+/// // SAFETY: `memory` outlives the view.
+/// let view = unsafe { ReadView::new(slot, 4096) };
+/// match decode_response(view, &expect, &mut scratch)? {
+///     Response::Rows(mut rows) => {
+///         let mut out = vec![0.0; 2 * 64];
+///         rows.read_rows_f32(0..2, &mut out)?;
+///         assert_eq!(out, [0.25; 2 * 64]);
+///     }
+///     Response::Error(error) => println!("{error}"),
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn encode_combine(
     view: &mut WriteView<'_>,
     meta: &CombineMeta,
@@ -259,8 +317,8 @@ pub fn encode_combine(
     put_header(view, header, header_crc)
 }
 
-/// Writes an error frame and returns the bytes used. A message longer than 240 bytes is cut at the
-/// end of a character. The body always has a checksum.
+/// Writes an error frame and returns the bytes used. A message longer than 240 bytes is truncated at a
+/// character boundary. The body always has a checksum.
 ///
 /// # Errors
 /// [`EncodeError`] when the frame memory is too small.
@@ -374,7 +432,7 @@ fn put_entry_table(
     let mut rest = tokens;
     let mut position = 0;
     while let Some(first) = rest.first() {
-        // Tokens whose entries follow one another, which is the usual case, go as one piece.
+        // Entries of consecutive tokens are usually contiguous. Copy each contiguous run in one piece.
         let begin = first.entry_begin as usize;
         let mut end = begin;
         let mut num_tokens = 0;
@@ -405,7 +463,7 @@ fn put_entry_table(
     Ok(())
 }
 
-/// Writes rows and scales; returns the checksum of the rows, 0 without one.
+/// Writes rows and scales. Returns the checksum of the rows, or 0 without a checksum.
 fn put_rows<'x>(
     view: &mut WriteView<'_>,
     sections: &Sections,
@@ -481,7 +539,7 @@ fn header(id: &FrameId, sections: &Sections) -> FrameHeader {
     }
 }
 
-/// `header_crc` covers the tables and the scales so far.
+/// `header_crc` is the checksum of the tables and scales.
 fn put_header(
     view: &mut WriteView<'_>,
     mut header: FrameHeader,
@@ -497,9 +555,9 @@ const fn flags(payload_checksum: bool) -> u32 {
     if payload_checksum { FLAG_PAYLOAD_CRC } else { 0 }
 }
 
-/// Values converted at a time: fits the first-level cache beside its source.
+/// Values converted at a time. Source and buffer fit into the first-level cache together.
 const ROW_BUFFER: usize = 2048;
-/// Rows of the token table built at a time.
+/// Rows of the token table written at a time.
 const TABLE_BUFFER: usize = 128;
 
 const _: () = assert!(ROW_BUFFER.is_multiple_of(SCALE_BLOCK));

@@ -1,200 +1,84 @@
-//! What can be wrong with a frame, and the codes that travel in error frames.
+//! Errors of a frame, and the codes sent in error frames.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// A frame that must not be used. The frame is the peer's, so none of this is a local bug unless the
-/// variant says so.
+/// Reason to refuse a frame. The peer wrote the frame, so this is a fault of the peer unless the variant
+/// says that it is a local bug.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum FrameError {
-    /// The frame memory cannot even hold a header.
+    /// The frame memory is smaller than a header.
     #[error("frame of {found} bytes, expected at least {expected} bytes for the header")]
-    TooSmall {
-        /// Bytes of the frame memory.
-        found: usize,
-        /// Bytes needed.
-        expected: usize,
-    },
+    TooSmall { found: usize, expected: usize },
     /// Not a frame of this protocol.
     #[error("frame magic is {found:#010x}, expected {expected:#010x}")]
-    Magic {
-        /// Value in the header.
-        found: u32,
-        /// The protocol's value.
-        expected: u32,
-    },
-    /// A layout that this build does not speak.
+    Magic { found: u32, expected: u32 },
+    /// A layout version that this build does not support.
     #[error("frame version is {found}, expected {expected}; update the older peer")]
-    Version {
-        /// Value in the header.
-        found: u16,
-        /// The version of this build.
-        expected: u16,
-    },
-    /// A kind of frame that does not belong here.
+    Version { found: u16, expected: u16 },
+    /// A kind of frame that the receiver does not expect.
     #[error("frame kind is {found}, expected {expected}")]
-    Kind {
-        /// Value in the header.
-        found: u16,
-        /// Kinds accepted, in words.
-        expected: &'static str,
-    },
-    /// A sound frame of another client, channel, request or part: drop it and count it.
+    Kind { found: u16, expected: &'static str },
+    /// A valid frame of another client, channel, request or part. Drop it and count it.
     #[error("stale frame: {field} is {found}, expected {expected}")]
-    Stale {
-        /// Field that differs.
-        field: &'static str,
-        /// Value in the header.
-        found: u64,
-        /// Value expected.
-        expected: u64,
-    },
+    Stale { field: &'static str, found: u64, expected: u64 },
     /// A number outside its range.
     #[error("frame field {field} is {found}, expected {min} to {max}")]
-    Field {
-        /// Field that is out of range.
-        field: &'static str,
-        /// Value in the header.
-        found: u64,
-        /// Smallest value accepted.
-        min: u64,
-        /// Largest value accepted.
-        max: u64,
-    },
-    /// The layer is not one of the model's.
+    Field { field: &'static str, found: u64, min: u64, max: u64 },
+    /// The model has no such layer.
     #[error("frame is for layer {found}, expected one below {num_layers}")]
-    Layer {
-        /// Value in the header.
-        found: u32,
-        /// Layers of the model.
-        num_layers: u32,
-    },
-    /// A section begins off its alignment.
+    Layer { found: u32, num_layers: u32 },
+    /// A section is not aligned.
     #[error("frame section {section} begins at byte {offset}, expected a multiple of {align}")]
-    Alignment {
-        /// Section.
-        section: &'static str,
-        /// Where it begins.
-        offset: u64,
-        /// Alignment required.
-        align: u64,
-    },
+    Alignment { section: &'static str, offset: u64, align: u64 },
     /// A section overlaps the one before or leaves the frame.
     #[error("frame section {section} takes bytes {begin} to {end}, expected within {min} to {max}")]
-    Section {
-        /// Section.
-        section: &'static str,
-        /// First byte.
-        begin: u64,
-        /// Byte behind the last.
-        end: u64,
-        /// First byte it may take.
-        min: u64,
-        /// Byte behind the last it may take.
-        max: u64,
-    },
+    Section { section: &'static str, begin: u64, end: u64, min: u64, max: u64 },
     /// The token table does not cover the entry table in order.
     #[error(
         "token {token} has entries {entry_begin} plus {entry_count}, expected to begin at {expected_begin} with 1 to {max_count} entries"
     )]
     TokenEntries {
-        /// Row of the token table.
         token: u32,
-        /// Value in the table.
         entry_begin: u32,
-        /// Value in the table.
         entry_count: u32,
-        /// Where the token before ended.
         expected_begin: u32,
-        /// Most entries a token may have here.
         max_count: u32,
     },
-    /// The token table leaves entries over.
+    /// The token table does not use all entries.
     #[error("tokens use {found} entries, expected all {expected}")]
-    UnusedEntries {
-        /// Entries that tokens use.
-        found: u32,
-        /// Entries in the table.
-        expected: u32,
-    },
+    UnusedEntries { found: u32, expected: u32 },
     /// The model has no such expert.
     #[error("entry {entry} names expert {found}, expected one below {num_experts}")]
-    Expert {
-        /// Row of the entry table.
-        entry: u32,
-        /// Value in the table.
-        found: u32,
-        /// Experts of a layer.
-        num_experts: u32,
-    },
+    Expert { entry: u32, found: u32, num_experts: u32 },
     /// A weight that is NaN or infinite.
     #[error("entry {entry} has weight {found}, expected a finite number")]
-    Weight {
-        /// Row of the entry table.
-        entry: u32,
-        /// Value in the table.
-        found: f32,
-    },
+    Weight { entry: u32, found: f32 },
     /// A scale that is not finite, not positive, or too large for finite values.
     #[error("scale {block} of row {row} is {found}, expected above 0 and at most {max}")]
-    Scale {
-        /// Row.
-        row: u32,
-        /// Block of 128 values within the row.
-        block: u32,
-        /// Value in the table.
-        found: f32,
-        /// Largest scale.
-        max: f32,
-    },
-    /// Header or tables were changed on the way.
+    Scale { row: u32, block: u32, found: f32, max: f32 },
+    /// Header or tables do not match their checksum.
     #[error("frame header and tables have checksum {found:#010x}, expected {expected:#010x}")]
-    HeaderChecksum {
-        /// Checksum of what arrived.
-        found: u32,
-        /// Checksum in the header.
-        expected: u32,
-    },
-    /// Rows or error body were changed on the way.
+    HeaderChecksum { found: u32, expected: u32 },
+    /// Rows or error body do not match their checksum.
     #[error("frame payload has checksum {found:#010x}, expected {expected:#010x}")]
-    PayloadChecksum {
-        /// Checksum of what arrived.
-        found: u32,
-        /// Checksum in the header.
-        expected: u32,
-    },
+    PayloadChecksum { found: u32, expected: u32 },
     /// An error frame whose message is not UTF-8.
     #[error("error frame message is not UTF-8 at byte {at}")]
-    ErrorMessage {
-        /// First bad byte.
-        at: usize,
-    },
-    /// Rows of a frame with a payload checksum were asked for out of order. A local bug.
-    #[error("rows {start}..{end} of {num_rows} read out of turn, expected to go on at row {next}")]
-    RowOrder {
-        /// First row asked for.
-        start: usize,
-        /// Row behind the last.
-        end: usize,
-        /// Rows of the frame.
-        num_rows: usize,
-        /// Row that comes next.
-        next: usize,
-    },
+    ErrorMessage { at: usize },
+    /// Rows of a frame with a payload checksum were read out of order. A local bug.
+    #[error("rows {start}..{end} of {num_rows} read out of order, expected row {next} next")]
+    RowOrder { start: usize, end: usize, num_rows: usize, next: usize },
     /// The buffer for rows has the wrong length. A local bug.
     #[error("row buffer holds {found} values, expected {expected}")]
-    RowBuffer {
-        /// Values given.
-        found: usize,
-        /// Values needed.
-        expected: usize,
-    },
+    RowBuffer { found: usize, expected: usize },
 }
 
 impl FrameError {
-    /// The code to answer with.
+    /// The code to send in the error frame.
     #[must_use]
     pub const fn code(&self) -> ErrorCode {
         match self {
@@ -207,7 +91,7 @@ impl FrameError {
         }
     }
 
-    /// Whether the frame is sound but belongs to something that is over: to be dropped and counted.
+    /// Returns true for a valid frame of an old channel, request or part. Drop it and count it.
     #[must_use]
     pub const fn is_stale(&self) -> bool {
         matches!(self, Self::Stale { .. })
@@ -218,25 +102,25 @@ impl FrameError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorCode {
-    /// The frame failed a check. Sending it again cannot help.
+    /// The frame failed a check. A resend fails again.
     BadFrame,
-    /// The model has no such expert. Sending it again cannot help.
+    /// The model has no such expert. A resend fails again.
     UnknownExpert,
-    /// The model has no such MoE layer. Sending it again cannot help.
+    /// The model has no such MoE layer. A resend fails again.
     WrongLayer,
     /// This server does not hold the expert: the sender's placement is out of date.
     NotMyExpert,
     /// The sender's placement epoch is too old.
     StaleEpoch,
-    /// Client or generation do not belong to this channel.
+    /// Client or generation do not match this channel.
     StaleChannel,
-    /// The server has too much to do; another replica may not.
+    /// The server is overloaded. Another replica may accept the frame.
     Overloaded,
-    /// The server drains; another replica takes over.
+    /// The server drains. Use another replica.
     ShuttingDown,
-    /// The server failed through no fault of the frame.
+    /// The server failed for a reason other than the frame.
     Internal,
-    /// The peers speak different versions of the layout.
+    /// The peers use different versions of the layout.
     Version,
     /// A code that this build does not know.
     Other(u32),
@@ -279,7 +163,7 @@ impl ErrorCode {
         }
     }
 
-    /// Name for metrics and logs; a bounded set.
+    /// Name for metrics and logs, out of a fixed set.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -297,7 +181,8 @@ impl ErrorCode {
         }
     }
 
-    /// Whether the same tokens may succeed on another replica, or here with a newer placement.
+    /// Returns true if the same tokens may succeed on another replica, or on this server with a newer
+    /// placement.
     #[must_use]
     pub const fn is_retryable(self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! Where the sections of a frame lie, and how many tokens fit one.
+//! Offsets of the sections of a frame, and the number of tokens that fit into one.
 
 use thiserror::Error;
 
@@ -8,41 +8,29 @@ use crate::abi::{
 };
 use crate::dtype::WireDtype;
 
-/// Not even one token fits, or a size is out of range.
+/// A frame has no room for one token, or a size is out of range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum GeometryError {
-    /// A frame is too small for one token and its answer.
+    /// A frame is too small for one token and its response.
     #[error(
-        "a frame of {found} bytes cannot hold one token of hidden size {hidden} in {dtype} with {top_k} experts and its answer in {response_dtype}: it needs {needed} bytes; enlarge the slot or lower the number of frames per slot"
+        "a frame of {found} bytes cannot hold one token of hidden size {hidden} in {dtype} with {top_k} experts and its response in {response_dtype}: it needs {needed} bytes; enlarge the slot or lower the number of frames per slot"
     )]
     FrameTooSmall {
-        /// Bytes of a frame.
         found: usize,
-        /// Bytes needed.
         needed: usize,
-        /// Values per token.
         hidden: usize,
-        /// Experts per token.
         top_k: usize,
-        /// Element type of requests.
         dtype: WireDtype,
-        /// Element type of answers.
         response_dtype: WireDtype,
     },
     /// A size that no frame can carry.
     #[error("{field} is {found}, expected 1 to {max}")]
-    Range {
-        /// What is out of range.
-        field: &'static str,
-        /// Value given.
-        found: usize,
-        /// Largest value.
-        max: usize,
-    },
+    Range { field: &'static str, found: usize, max: usize },
 }
 
-/// How many tokens fit a frame, such that the request and its answer both do.
+/// Number of tokens that fit into a frame, counting both the request and its response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGeometry {
     frame_bytes: usize,
@@ -57,7 +45,18 @@ impl FrameGeometry {
     /// Geometry of frames of `frame_bytes` for tokens of `hidden` values with up to `top_k` entries.
     ///
     /// # Errors
-    /// [`GeometryError`] when a size is out of range or not even one token fits.
+    /// [`GeometryError`] when a size is out of range, or when a frame has no room for one token.
+    ///
+    /// # Examples
+    /// ```
+    /// use switchyard_protocol::{FrameGeometry, WireDtype};
+    ///
+    /// let geometry = FrameGeometry::new(2 << 20, 7168, WireDtype::F8E4m3, WireDtype::Bf16, 8)?;
+    /// let tokens = geometry.max_tokens();
+    /// assert!(geometry.request_bytes(tokens, tokens * 8) <= 2 << 20);
+    /// assert!(geometry.response_bytes(tokens) <= 2 << 20);
+    /// # Ok::<(), switchyard_protocol::GeometryError>(())
+    /// ```
     pub fn new(
         frame_bytes: usize,
         hidden: usize,
@@ -72,7 +71,7 @@ impl FrameGeometry {
                 return Err(GeometryError::Range { field, found, max });
             }
         }
-        // Offsets are 32-bit: what lies beyond is never used.
+        // Offsets have 32 bits, so bytes beyond 4 GiB are never used.
         let usable_bytes = frame_bytes.min(u32::MAX as usize);
         let mut geometry =
             Self { frame_bytes, hidden, dtype, response_dtype, top_k, max_tokens: 0 };
@@ -87,7 +86,7 @@ impl FrameGeometry {
                 response_dtype,
             });
         }
-        // Both sizes grow with the number of tokens, so bisection finds the last that fits.
+        // Both sizes grow with the number of tokens, so bisection finds the largest number that fits.
         let (mut fits, mut too_many) = (1, usable_bytes / TOKEN_BYTES + 1);
         while too_many - fits > 1 {
             let middle = fits + (too_many - fits) / 2;
@@ -137,7 +136,7 @@ impl FrameGeometry {
         self.dtype
     }
 
-    /// Element type of answers.
+    /// Element type of responses.
     #[must_use]
     pub const fn response_dtype(&self) -> WireDtype {
         self.response_dtype
@@ -162,8 +161,8 @@ impl FrameGeometry {
     }
 }
 
-/// Offsets of the sections of a frame as the encoders lay them out. Decoders take the offsets from
-/// the header and check them.
+/// Offsets of the sections in a frame that an encoder writes. Decoders read the offsets from the header
+/// and check them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sections {
     pub tokens_offset: usize,

@@ -1,8 +1,8 @@
-//! What client and server say about model and format while they connect.
+//! Messages about model and format that client and server exchange while they connect.
 //!
-//! The bootstrap handshake carries one opaque payload each way; these are its contents. Numbers are
-//! little-endian, nothing is optional, and a decoder refuses every byte it does not understand. A
-//! server that does not want the client answers with a code and a sentence, [`HelloReject`].
+//! The bootstrap handshake carries one opaque payload in each direction, and these messages are the
+//! payloads. Numbers are little-endian, no field is optional, and a decoder refuses unknown bytes. A
+//! server that refuses the client answers with a code and a sentence, [`HelloReject`].
 
 use std::fmt;
 
@@ -17,14 +17,14 @@ pub const MAX_NAME_BYTES: usize = 128;
 /// Version of both hellos.
 pub const HELLO_VERSION: u16 = 1;
 
-/// What both sides must agree on: whose experts these are and how large their tokens are.
+/// Model and sizes. Client and server must have the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct ModelShape {
     /// SHA-256 over configuration and tensor index.
     pub fingerprint: [u8; 32],
     /// Values per token.
     pub hidden: u32,
-    /// Layers of the model, dense ones included; frames number layers from 0.
+    /// Layers of the model, including dense ones. Frames number layers from 0.
     pub num_layers: u32,
     /// Routed experts of a layer.
     pub num_experts: u32,
@@ -33,12 +33,12 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// The first number in which `self`, the client's model, differs from the `server`'s.
+    /// Compares `self`, the client's model, with the `server`'s.
     ///
     /// # Errors
-    /// The [`HelloReject`] to answer with.
+    /// The [`HelloReject`] to send, which names the first difference.
     pub fn check_against(&self, server: &Self) -> Result<(), HelloReject> {
-        // Sizes first: they say more to a person than a hash.
+        // Sizes first: they tell a person more than a hash.
         for (field, client, server) in [
             ("hidden", self.hidden, server.hidden),
             ("num_layers", self.num_layers, server.num_layers),
@@ -71,7 +71,27 @@ impl fmt::Debug for ModelShape {
     }
 }
 
-/// What a client says.
+/// Message of a client.
+///
+/// # Examples
+/// ```
+/// use switchyard_protocol::{ClientHello, ModelShape, WireDtype};
+///
+/// let model =
+///     ModelShape { fingerprint: [7; 32], hidden: 2048, num_layers: 48, num_experts: 128, top_k: 8 };
+/// let hello = ClientHello {
+///     model,
+///     client_id: 7,
+///     dtype: WireDtype::Bf16,
+///     response_dtype: WireDtype::Bf16,
+///     name: "trainer-0".to_owned(),
+/// };
+/// // The server decodes the payload and compares the models.
+/// let received = ClientHello::decode(&hello.encode())?;
+/// assert_eq!(received, hello);
+/// received.model.check_against(&model)?;
+/// # Ok::<(), switchyard_protocol::HelloReject>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientHello {
     /// The client's model.
@@ -80,33 +100,34 @@ pub struct ClientHello {
     pub client_id: u64,
     /// Element type of its requests.
     pub dtype: WireDtype,
-    /// Element type it wants in answers.
+    /// Element type that it wants in responses.
     pub response_dtype: WireDtype,
     /// Name for logs, at most [`MAX_NAME_BYTES`].
     pub name: String,
 }
 
-/// What a server says when it takes the client.
+/// Message of a server that accepts the client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerHello {
     /// The server's model, equal to the client's.
     pub model: ModelShape,
-    /// Differs whenever the process is another one.
+    /// Random number of the server's process. A restarted server has another one.
     pub incarnation: u64,
     /// Newest placement epoch the server has seen; 0 before the first.
     pub epoch: u64,
-    /// Generation of the channel: what every frame on it must carry.
+    /// Generation of the channel. Every frame on the channel carries it.
     pub generation: u32,
-    /// Longest time between two signs of progress while the server works, microseconds. A deadline
-    /// for silence should be several times this.
+    /// Longest time between two progress updates while the server works, microseconds. A client's
+    /// timeout for a silent server should be several times as long.
     pub progress_interval_us: u32,
     /// Name for logs, at most [`MAX_NAME_BYTES`].
     pub name: String,
 }
 
-/// Why a server does not want a client. Travels as a code and this text.
+/// Reason why a server refuses a client. The server sends the code and the message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum HelloReject {
     /// The hello cannot be read.
     #[error("the client's hello cannot be read: {0}")]
@@ -115,48 +136,30 @@ pub enum HelloReject {
     #[error(
         "the models differ: {field} is {client} at the client and {server} at the server; give both the same model"
     )]
-    Shape {
-        /// Number that differs.
-        field: &'static str,
-        /// The client's.
-        client: u32,
-        /// The server's.
-        server: u32,
-    },
+    Shape { field: &'static str, client: u32, server: u32 },
     /// Same sizes, other weights or configuration.
     #[error(
         "the models differ: fingerprint is {} at the client and {} at the server; give both the same model",
         Hex(client),
         Hex(server)
     )]
-    Fingerprint {
-        /// The client's.
-        client: [u8; 32],
-        /// The server's.
-        server: [u8; 32],
-    },
-    /// No token fits a frame of the agreed slot.
+    Fingerprint { client: [u8; 32], server: [u8; 32] },
+    /// A frame of the agreed slot has no room for one token.
     #[error("the agreed slot is too small: {0}")]
     Geometry(#[from] crate::geometry::GeometryError),
-    /// The server leaves.
-    #[error("server {server} drains and takes no new clients; use another replica")]
-    Draining {
-        /// Name of the server.
-        server: String,
-    },
+    /// The server is about to leave.
+    #[error("server {server} drains and accepts no new clients; use another replica")]
+    Draining { server: String },
     /// The server has not loaded its experts yet.
     #[error("server {server} is not ready yet; try again")]
-    NotReady {
-        /// Name of the server.
-        server: String,
-    },
+    NotReady { server: String },
 }
 
 impl HelloReject {
-    /// First code that this crate uses: those below belong to the transport's handshake.
+    /// First code that this crate uses. Codes below belong to the transport's handshake.
     pub const FIRST_CODE: u16 = 0x100;
 
-    /// Number that travels with the text.
+    /// Number that is sent with the text.
     #[must_use]
     pub const fn code(&self) -> u16 {
         Self::FIRST_CODE
@@ -170,8 +173,8 @@ impl HelloReject {
             }
     }
 
-    /// Whether a server that answered `code` will answer the same until somebody changes a setting.
-    /// `None` for a code that is not this crate's.
+    /// Returns true if a server that sent `code` will send it again until a setting changes. `None` for a
+    /// code that does not belong to this crate.
     #[must_use]
     pub const fn is_permanent(code: u16) -> Option<bool> {
         match code {
@@ -185,54 +188,28 @@ impl HelloReject {
 /// Bytes that are not a hello.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum HelloDecodeError {
     /// Not a hello of this kind.
     #[error("hello magic is {found:#010x}, expected {expected:#010x}")]
-    Magic {
-        /// Value found.
-        found: u32,
-        /// Value expected.
-        expected: u32,
-    },
+    Magic { found: u32, expected: u32 },
     /// Another version.
     #[error("hello version is {found}, expected {expected}; update the older peer")]
-    Version {
-        /// Version found.
-        found: u16,
-        /// Version of this build.
-        expected: u16,
-    },
+    Version { found: u16, expected: u16 },
     /// Too few or too many bytes.
     #[error("hello of {found} bytes, expected {expected}")]
-    Length {
-        /// Bytes found.
-        found: usize,
-        /// Bytes expected.
-        expected: usize,
-    },
+    Length { found: usize, expected: usize },
     /// A number outside its range.
     #[error("hello field {field} is {found}, expected {min} to {max}")]
-    Field {
-        /// Field.
-        field: &'static str,
-        /// Value found.
-        found: u64,
-        /// Smallest value.
-        min: u64,
-        /// Largest value.
-        max: u64,
-    },
+    Field { field: &'static str, found: u64, min: u64, max: u64 },
     /// The name is not UTF-8 or holds control characters.
     #[error("hello name is not printable UTF-8 at byte {at}")]
-    Name {
-        /// First bad byte.
-        at: usize,
-    },
+    Name { at: usize },
 }
 
 impl ClientHello {
-    /// Bytes for the handshake. A longer name is cut at the end of a character, and control
-    /// characters become spaces.
+    /// Bytes for the handshake. A name longer than [`MAX_NAME_BYTES`] is truncated at a character
+    /// boundary, and control characters become spaces.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(CLIENT_FIXED_BYTES + MAX_NAME_BYTES);
@@ -261,8 +238,8 @@ impl ClientHello {
 }
 
 impl ServerHello {
-    /// Bytes for the handshake. A longer name is cut at the end of a character, and control
-    /// characters become spaces.
+    /// Bytes for the handshake. A name longer than [`MAX_NAME_BYTES`] is truncated at a character
+    /// boundary, and control characters become spaces.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(SERVER_FIXED_BYTES + MAX_NAME_BYTES);
@@ -292,8 +269,8 @@ impl ServerHello {
     }
 }
 
-/// Reads little-endian numbers. `new` has checked that the fixed part is there, so `take` cannot run
-/// out; should the constants be wrong, it yields zeros, which fail the checks, and never panics.
+/// Reads little-endian numbers. `new` checks that the fixed part is complete, so `take` cannot run out of
+/// bytes. If the constants were wrong, `take` would return zeros, which fail the checks; it never panics.
 struct Reader<'a> {
     bytes: &'a [u8],
     rest: &'a [u8],
@@ -361,7 +338,7 @@ impl<'a> Reader<'a> {
         }
         let name = std::str::from_utf8(self.rest)
             .map_err(|error| HelloDecodeError::Name { at: error.valid_up_to() })?;
-        // Names go to logs and terminals: no escape sequences from peers.
+        // Names go to logs and terminals, so control characters from peers are refused.
         match name.find(char::is_control) {
             Some(at) => Err(HelloDecodeError::Name { at }),
             None => Ok(name.to_owned()),

@@ -2,14 +2,14 @@
 //!
 //! A client sends the tokens of one MoE layer to a server as *dispatch frames*; the server answers
 //! each with one *combine frame*, one row per token, or with an *error frame*. This crate turns
-//! slices of `f32` into those frames and back. It does no I/O, waits for nothing, knows no transport
-//! and allocates nothing once its scratch structures have grown.
+//! slices of `f32` into those frames and back. It does no I/O, never blocks, knows no transport, and
+//! allocates nothing once its scratch structures have grown.
 //!
-//! Frames lie in memory that the peer can still write while they are decoded. So every decoder
-//! copies first, checks the copy, and uses only what it has checked; the worst a peer can do by
-//! writing late is to make its own rows wrong.
+//! Frames lie in memory that the peer can still write while they are decoded. Every decoder therefore
+//! copies first, checks the copy, and uses only the checked copy. A peer that writes late can only
+//! make its own rows wrong.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`abi`] | the C layout, mirrored by `kernels/include/switchyard/abi.h` |
 //! | [`dtype`] | element types on the wire |
@@ -19,14 +19,14 @@
 //! | [`decode`] | reading dispatch frames (servers) |
 //! | [`response`] | reading combine and error frames (clients) |
 //! | [`rows`] | copying rows out of a checked frame |
-//! | [`error`] | what can be wrong with a frame, and the codes that travel |
-//! | [`hello`] | what both sides say while they connect |
+//! | [`error`] | errors of a frame, and the codes sent in error frames |
+//! | [`hello`] | the messages that both sides exchange while they connect |
 //!
 //! The format is described in `docs/wire-format.md`.
 //!
-//! Values that are not finite: NaN and infinity in activations are data, not errors. They travel,
-//! and stay within their token's row. FP8 has no infinity, so there infinity arrives as NaN. Weights
-//! and scales must be finite on both sides.
+//! NaN and infinity in activations are data, not errors. They are sent unchanged and stay within their
+//! token's row. FP8 has no infinity, so in FP8 infinity arrives as NaN. Weights and scales must be
+//! finite on both sides.
 
 pub mod abi;
 pub mod convert;
@@ -53,6 +53,9 @@ pub use response::{
     CombineExpect, PeerError, Response, ResponseScratch, decode_response, response_id,
 };
 pub use rows::Rows;
+
+// Types of other crates in the signatures of this one.
+pub use p2p_core::{OutOfRange, ReadView, WriteView};
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("frames are little-endian and read in place: big-endian targets are not supported");

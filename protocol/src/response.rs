@@ -1,4 +1,4 @@
-//! Reading combine and error frames: the client's side.
+//! Reading combine and error frames, for clients.
 
 use bytemuck::{Zeroable, bytes_of, bytes_of_mut, cast_slice, cast_slice_mut};
 use p2p_core::ReadView;
@@ -16,29 +16,28 @@ use crate::encode::FrameId;
 use crate::error::{ErrorCode, FrameError};
 use crate::rows::{Rows, copy_section};
 
-/// The answer a client waits for.
+/// Identity and sizes of the response that a client waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CombineExpect {
-    /// The client itself.
+    /// Identity of the client itself.
     pub client_id: u64,
     /// Incarnation of the channel.
     pub generation: u32,
-    /// Request.
+    /// Number of the request.
     pub sequence: u64,
     /// MoE layer.
     pub layer: u32,
-    /// Frame of the request.
+    /// Index of the frame within the request.
     pub frame_idx: u32,
     /// Tokens of that frame.
     pub num_tokens: usize,
     /// Values per token.
     pub hidden: usize,
-    /// Element type agreed for answers.
+    /// Element type agreed for responses.
     pub dtype: WireDtype,
 }
 
-/// Copies of the tables of the frame in work. Grows to the largest frame seen, then allocates no
-/// more.
+/// Copies of the tables of the current frame. Grows to the largest frame seen, then allocates no more.
 #[derive(Debug, Default)]
 pub struct ResponseScratch {
     scales: Vec<f32>,
@@ -54,7 +53,7 @@ pub enum Response<'a> {
     Error(PeerError<'a>),
 }
 
-/// What a server says about a frame it could not serve.
+/// Reason that a server gives for a frame that it could not serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("server answered {code}: {message}")]
 pub struct PeerError<'a> {
@@ -62,14 +61,15 @@ pub struct PeerError<'a> {
     pub code: ErrorCode,
     /// Numbers that belong to the code.
     pub detail: [u64; 2],
-    /// In words, for people.
+    /// Explanation for people.
     pub message: &'a str,
 }
 
 /// Checks the response frame in `view` and returns it.
 ///
-/// A frame of another client, channel, request or part yields [`FrameError::Stale`]: drop it, count
-/// it, and wait on.
+/// A frame of another client, channel, request or part returns [`FrameError::Stale`]. The client drops
+/// it, counts it, and continues to wait. [`encode_combine`](crate::encode_combine) has an example of
+/// both sides.
 ///
 /// # Errors
 /// [`FrameError`].
@@ -86,11 +86,11 @@ pub fn decode_response<'a>(
     }
 }
 
-/// The identity of a response frame whose header and tables carry a good checksum, for a client that
-/// waits for several answers on one channel and must find out which this is.
+/// The identity of a response frame, after checking the checksum of header and tables. A client that
+/// waits for several responses on one channel uses it to find the matching request.
 ///
 /// # Errors
-/// [`FrameError`] when header or tables fail a check that does not depend on the request.
+/// [`FrameError`] when header or tables fail a check that is independent of the request.
 pub fn response_id(
     view: ReadView<'_>,
     scratch: &mut ResponseScratch,
@@ -120,7 +120,7 @@ fn decode_rows<'a>(
     Ok(rows_of(view, header, dtype, &scratch.scales))
 }
 
-/// Checks a combine frame as far as that goes without knowing the request.
+/// Does the checks of a combine frame that are independent of the request.
 fn check_combine(
     view: ReadView<'_>,
     header: &FrameHeader,
@@ -167,7 +167,7 @@ fn decode_error<'a>(
     })
 }
 
-/// Checks the header of an error frame as far as that goes without knowing the request.
+/// Does the checks of an error frame's header that are independent of the request.
 fn check_error(view: ReadView<'_>, header: &FrameHeader) -> Result<(), FrameError> {
     for (field, found) in [
         ("num_tokens", header.num_tokens),

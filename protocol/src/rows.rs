@@ -1,4 +1,4 @@
-//! Copying rows out of a frame whose header and tables are checked.
+//! Copying rows out of a frame with checked header and tables.
 
 use std::ops::Range;
 
@@ -13,9 +13,9 @@ use crate::error::FrameError;
 
 /// The rows of a checked frame. Each read copies from the slot and converts the copy.
 ///
-/// With a payload checksum, rows must be read in order, each once; the read of the last row checks
-/// the sum, so earlier rows are only to be trusted when it has succeeded. Reading row 0 again starts
-/// over. Without a checksum any order goes.
+/// With a payload checksum, rows must be read in order, each once. The read of the last row checks the
+/// checksum, so earlier rows are valid only after it has succeeded. Reading row 0 again starts over.
+/// Without a checksum, rows can be read in any order.
 #[derive(Debug)]
 pub struct Rows<'a> {
     pub(crate) view: ReadView<'a>,
@@ -50,13 +50,13 @@ impl Rows<'_> {
         self.dtype
     }
 
-    /// Where the time at the server went; zeros in a dispatch frame.
+    /// Time at the server; zero in a dispatch frame.
     #[must_use]
     pub const fn server_times(&self) -> ServerTimes {
         self.server_times
     }
 
-    /// Whether the frame has a checksum of its rows.
+    /// Returns true if the frame has a checksum of its rows.
     #[must_use]
     pub const fn has_checksum(&self) -> bool {
         self.expected_crc.is_some()
@@ -65,7 +65,7 @@ impl Rows<'_> {
     /// Copies `rows` into `out: [rows.len(), hidden]`.
     ///
     /// # Errors
-    /// [`FrameError::PayloadChecksum`] when the rows were changed on the way;
+    /// [`FrameError::PayloadChecksum`] when the rows do not match their checksum.
     /// [`FrameError::RowOrder`] and [`FrameError::RowBuffer`] for wrong use.
     pub fn read_rows_f32(&mut self, rows: Range<usize>, out: &mut [f32]) -> Result<(), FrameError> {
         self.begin(&rows)?;
@@ -81,7 +81,7 @@ impl Rows<'_> {
         self.finish(rows.end)
     }
 
-    /// Adds row `row` to `sum: [hidden]`. When it fails, `sum` holds a part of the row.
+    /// Adds row `row` to `sum: [hidden]`. After an error, `sum` may include a part of the row.
     ///
     /// # Errors
     /// As for [`read_rows_f32`](Self::read_rows_f32).
@@ -168,8 +168,8 @@ impl Rows<'_> {
     }
 }
 
-/// Copies a part of the frame whose bounds were checked before; the error is for the case that the
-/// check was wrong.
+/// Copies a part of the frame. Its bounds were checked before, so an error here means that the check is
+/// wrong.
 pub(crate) fn copy_section(
     view: ReadView<'_>,
     section: &'static str,

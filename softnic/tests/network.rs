@@ -1,11 +1,11 @@
 //! The suite that every transport must pass, over the NIC model: between threads, with a NIC that
 //! delays and reorders all it may, and between processes.
 
-#[path = "../../p2p-core/tests/support/bounded.rs"]
+#[path = "../../tests/support/src/bounded.rs"]
 mod bounded;
-#[path = "../../p2p-core/tests/conformance/parties.rs"]
+#[path = "../../tests/conformance/parties.rs"]
 mod parties;
-#[path = "../../p2p-core/tests/conformance/suite.rs"]
+#[path = "../../tests/conformance/suite.rs"]
 mod suite;
 
 use std::sync::Arc;

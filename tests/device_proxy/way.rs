@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use libfabric_transport::FabricNetwork;
 use p2p_core::Transports;
-use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::network::Network;
 use proxy::{DeviceNetwork, LaneConfig, Proxy, ProxyConfig};
 use softnic::{NicConfig, SoftNetwork};
@@ -18,7 +18,7 @@ pub fn network() -> Option<Arc<dyn Network>> {
     let name = std::env::var("SWITCHYARD_TEST_TRANSPORT").unwrap_or_default();
     #[cfg(feature = "verbs")]
     if name == "verbs" {
-        use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
+        use verbs_transport::{VerbsConfig, VerbsNetwork};
         return match VerbsNetwork::open(VerbsConfig::default()) {
             Ok(network) => Some(Arc::new(network)),
             Err(error) => {

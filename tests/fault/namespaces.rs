@@ -83,7 +83,10 @@ fn star_of_parent() -> Star {
 
 /// Makes a star and runs a process of this binary in its hub.
 fn run_in_hub(name: &str) {
-    if let Err(error) = OpenNetworks::default().open(&TRANSPORT.parse().expect("a transport")) {
+    if let Err(error) = OpenNetworks::default()
+        .with(libfabric_transport::opener())
+        .open(&TRANSPORT.parse().expect("a transport"))
+    {
         return skip("libfabric", &error.to_string());
     }
     let star = match Star::lay(NUM_SERVERS) {
@@ -141,6 +144,7 @@ impl Fleet {
         // No server serves before all have registered.
         processes[1..].iter().for_each(|server| server.wait("serving"));
         let transports = OpenNetworks::default()
+            .with(libfabric_transport::opener())
             .open(&TRANSPORT.parse().expect("a transport"))
             .expect("libfabric, which the parent has found");
         let reach = ("http://127.0.0.1:7070".to_owned(), token);

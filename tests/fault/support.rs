@@ -12,7 +12,7 @@ use control_api::{ControlClient, MemberInfo};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::Value;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use switchyard_tests::inputs::{InputPool, TOLERANCE, difference};
 use switchyard_tests::worker::{metric, metric_by_label};
 use test_support::model::tiny_moe;

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use p2p_core::backend::libfabric::FabricNetwork;
+use libfabric_transport::FabricNetwork;
 use p2p_core::network::Network;
 use p2p_core::{PostError, Transports};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork, ThreadStats};
@@ -91,7 +91,7 @@ fn transport() -> Option<Arc<dyn Network>> {
     let name = std::env::var("SWITCHYARD_TEST_TRANSPORT").unwrap_or_default();
     #[cfg(feature = "verbs")]
     if name == "verbs" {
-        use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
+        use verbs_transport::{VerbsConfig, VerbsNetwork};
         return match VerbsNetwork::open(VerbsConfig::default()) {
             Ok(network) => Some(Arc::new(network)),
             Err(error) => {

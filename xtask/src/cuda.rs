@@ -39,21 +39,24 @@ const PROGRAMS: [&str; 7] = [
 /// Programs for users, built as they are shipped.
 const RUST_PROGRAMS: [Target; 4] = [
     Target { kind: "--bin", package: "cli", name: "switchyard" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_local" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_relay" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_local" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_relay" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
 ];
 /// Tests that go into the bundle: their names there.
 const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
-    ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
+    (
+        "rust_cuda_ipc_test",
+        Target { kind: "--test", package: "transports/cuda-ipc", name: "cuda_ipc" },
+    ),
     ("rust_proxy_test", Target { kind: "--test", package: "transports/proxy", name: "gpu" }),
     ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
     (
         "rust_device_server_test",
-        Target { kind: "--test", package: "expert-server", name: "device" },
+        Target { kind: "--test", package: "expert-server", name: "it" },
     ),
     (
         "rust_device_client_test",

@@ -23,7 +23,7 @@ fn try_run(layers: u64, seed: Option<u64>, out: Option<PathBuf>, rig: &[String])
     let out = out.map(|dir| std::path::absolute(&dir).context("cannot tell where we are"));
     let out = out.transpose()?;
     process::enter_workspace()?;
-    build(&["-p", "switchyard", "--bin", "switchyard"])?;
+    build(&["-p", "switchyard-cli", "--bin", "switchyard"])?;
     build(&["-p", "switchyard-tests", "--bin", "fault-rig", "--no-default-features"])?;
     let release = process::target_dir().join("release");
     let mut command = Command::new(release.join("fault-rig"));

@@ -10,45 +10,47 @@ pub const VERBS_HEADERS: [(&str, &str); 2] = [
     ("libibverbs-dev", "/usr/include/infiniband/verbs.h"),
     ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
 ];
-/// The proxy's tests over libfabric, which is opened at run time.
-const LIBFABRIC: &str = "switchyard-proxy/libfabric";
 /// The feature `verbs` of every package that has it.
 const VERBS: [&str; 4] = [
-    "switchyard/verbs",
-    "switchyard-p2p-core/verbs",
-    "switchyard-proxy/verbs",
+    "switchyard-cli/verbs",
+    "switchyard-verbs/rdma",
+    "switchyard-bench-harness/verbs",
     "switchyard-tests/verbs",
 ];
 /// The feature `cuda` of every package that has it.
-const CUDA: [&str; 7] = [
-    "switchyard/cuda",
+const CUDA: [&str; 8] = [
+    "switchyard-cli/cuda",
     "switchyard-attention-client/cuda",
+    "switchyard-bench-harness/cuda",
+    "switchyard-cuda-ipc/cuda",
     "switchyard-expert-server/cuda",
     "switchyard-kernels/cuda",
-    "switchyard-p2p-core/cuda",
     "switchyard-proxy/cuda",
     "switchyard-tests/cuda",
 ];
 
-/// Beside the default features: libfabric, and RDMA where its headers are.
+/// Beside the default features: RDMA where its headers are.
 pub fn all() -> String {
-    let verbs = if can_build_verbs() { VERBS.as_slice() } else { &[] };
-    [[LIBFABRIC].as_slice(), verbs].concat().join(",")
+    verbs().join(",")
 }
 
 /// As [`all`], with the kernels embedded. Building needs the CUDA toolkit.
 pub fn with_cuda() -> String {
-    format!("{},{}", all(), CUDA.join(","))
+    [verbs(), &CUDA].concat().join(",")
 }
 
 /// As [`all`], with the kernels embedded and nothing else for GPUs.
 pub fn with_kernels() -> String {
-    format!("{},switchyard-kernels/cuda", all())
+    [verbs(), &["switchyard-kernels/cuda"]].concat().join(",")
 }
 
-/// As [`with_cuda`], without RDMA, whose library would have to be on every GPU host.
+/// The features of the GPU bundle: without RDMA, whose library would have to be on every GPU host.
 pub fn of_bundle() -> String {
-    format!("{LIBFABRIC},{}", CUDA.join(","))
+    CUDA.join(",")
+}
+
+fn verbs() -> &'static [&'static str] {
+    if can_build_verbs() { &VERBS } else { &[] }
 }
 
 /// Whether the headers are here that the feature `verbs` needs.

@@ -9,7 +9,7 @@ use arc_swap::ArcSwap;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, ModelDescriptor, PlacementTable};
 use kernels::gpu::Gpu;
-use p2p_core::bootstrap::DeviceSide;
+use kernels::slots::DeviceSide;
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind, Transports};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::{Duration, Instant};
 
+use cuda_ipc::GpuMemory;
+use kernels::slots::DevicePair;
 use p2p_core::bootstrap::{
-    Aside, CloseReason, ConnectConfig, ConnectError, DevicePair, Fallback, Liveness, RejectCode,
-    Working, connect,
+    Aside, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode, Working,
+    connect,
 };
 use p2p_core::network::Offer;
 use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello, WaitSet};
@@ -189,7 +191,7 @@ impl Connector {
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
             fallback: self.fallback.clone(),
-            device: settings.device.clone(),
+            device: settings.device.clone().map(GpuMemory::offer),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };
@@ -201,6 +203,8 @@ impl Connector {
                 error.to_string()
             })?;
         let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
+        // Only pairs of the kind that this client offered can come.
+        let device = device.and_then(|slots| slots.downcast().ok());
         // A server that is of no use is let go of like any other.
         let slots = Aside::new((channel, device));
         let reply = ServerHello::decode(&reply)

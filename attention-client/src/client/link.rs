@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kernels::gpu::GpuBuffer;
-use p2p_core::bootstrap::{Aside, CloseReason, DevicePair, KernelWaits, Liveness};
+use kernels::slots::{DevicePair, KernelWaits};
+use p2p_core::bootstrap::{Aside, CloseReason, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
 use tokio::sync::{Notify, oneshot};
 
@@ -404,8 +405,7 @@ mod tests {
 
     use kernels::abi::{self, DevicePtr, WAY_DIRECT};
     use kernels::gpu::Gpu;
-    use p2p_core::PostError;
-    use p2p_core::bootstrap::{DeviceSide, RemoteSlots};
+    use kernels::slots::{DeviceSide, PathError, RemoteSlots};
 
     use super::*;
 
@@ -433,11 +433,11 @@ mod tests {
             KernelWaits::new(Arc::clone(&self.waits))
         }
 
-        fn show_life(&self, _: u64) -> Result<(), PostError> {
+        fn show_life(&self, _: u64) -> Result<(), PathError> {
             Ok(())
         }
 
-        fn health(&self) -> Result<(), PostError> {
+        fn health(&self) -> Result<(), PathError> {
             Ok(())
         }
     }

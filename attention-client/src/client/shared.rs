@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use p2p_core::bootstrap::DeviceSide;
+use kernels::slots::DeviceSide;
 use p2p_core::{SlotConfig, SpinPolicy, Transports};
 use protocol::FrameGeometry;
 use tokio::sync::{mpsc, watch};

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{MAX_PEERS, MAX_REPLICAS, Placement, ServerPeer};
+use kernels::slots::RemoteSlots;
 use p2p_core::WaitSet;
-use p2p_core::bootstrap::RemoteSlots;
 
 use crate::client::connector::{Gate, LanePort};
 use crate::client::control::Command;

@@ -46,7 +46,7 @@ use std::time::{Duration, Instant};
 
 use kernels::abi::{CombineParams, DispatchParams, FrameGeometry};
 use kernels::gpu::{Gpu, Prepared, Stream};
-use p2p_core::bootstrap::DeviceSide;
+use kernels::slots::DeviceSide;
 use prometheus::Registry;
 use proxy::DeviceTransports;
 

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use p2p_core::credit::{Credit, Demand};
+use message_engine::credit::{Credit, Demand};
 
 /// A packet on a link or in the switch.
 #[derive(Debug, Clone, Copy)]

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use p2p_core::credit::{
+use message_engine::credit::{
     Action, Admission, Credit, CreditConfig, CreditError, CreditReceiver, CreditSender, SenderId,
 };
 

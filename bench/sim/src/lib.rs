@@ -12,7 +12,7 @@
 //!   [`Model::retry_ns`] of silence. Control packets are never lost.
 //! - **Pause** instead of loss: when more than [`Model::pause_bytes`] that came from one host are in the
 //!   switch, the host stops until half of them have left.
-//! - **Credits** are [`p2p_core::credit`], the code that a receiver runs. Demands and credits are
+//! - **Credits** are [`message_engine::credit`], the code that a receiver runs. Demands and credits are
 //!   packets on the same links, and take [`Model::control_ns`] to be looked at.
 //! - **Reads** are asked for by the receiver, in control packets that the sender's card answers by itself.
 //!   Their credits never leave the receiver: it asks itself, as the engine does, and posts what is granted
@@ -79,7 +79,7 @@ pub struct Model {
     pub buffer_bytes: u64,
     /// A queue may hold this many times the free part of the packet memory.
     pub alpha: f64,
-    /// With [`Control::Credits`]: [`overcommitted`](p2p_core::credit::CreditConfig::overcommitted).
+    /// With [`Control::Credits`]: [`overcommitted`](message_engine::credit::CreditConfig::overcommitted).
     pub overcommit: u64,
     /// The same with [`Control::CreditsShortest`].
     pub overcommit_shortest: u64,
@@ -230,7 +230,7 @@ pub enum SimError {
     },
     /// The credit code found an error, which a simulated peer never causes.
     #[error(transparent)]
-    Credit(#[from] p2p_core::credit::CreditError),
+    Credit(#[from] message_engine::credit::CreditError),
     /// Nothing moves any more.
     #[error("after {ns} ns nothing moves, with {left} messages incomplete")]
     Stuck {

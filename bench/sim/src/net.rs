@@ -1,6 +1,7 @@
 //! The experiment itself.
 
-use p2p_core::credit::{
+use bench_harness::stats::of_sorted;
+use message_engine::credit::{
     Admission, Credit, CreditConfig, CreditReceiver, Event as Credited, GrantOrder,
 };
 use rand::rngs::StdRng;
@@ -135,7 +136,7 @@ impl<'a> Net<'a> {
         Ok(Totals {
             ms: self.events.now_ps as f64 / 1e9,
             landed_ms: landed.unwrap_or(self.events.now_ps) as f64 / 1e9,
-            median_message_ms: done[done.len() / 2] as f64 / 1e9,
+            median_message_ms: of_sorted(&done, 0.5).map_or(0.0, |ps| ps as f64 / 1e9),
             dropped_packets: self.switch.dropped_packets,
             resent_bytes: self.hosts.iter().map(|host| host.resent_bytes).sum(),
             timeouts: self.timeouts,

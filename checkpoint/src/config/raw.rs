@@ -1,4 +1,4 @@
-//! The fields of `config.json` as files spell them, and their checks.
+//! The fields of `config.json` under their names in files, and their checks.
 
 use serde::Deserialize;
 
@@ -331,7 +331,7 @@ fn fp8_block(raw: &Raw) -> Result<Option<[usize; 2]>, ConfigError> {
     }
 }
 
-/// A dimension: present, at least 1, and small enough that a product of two fits 64 bits.
+/// A dimension: present, at least 1, and small enough that a product of two fits into 64 bits.
 fn dim(field: &'static str, value: Option<usize>) -> Result<usize, ConfigError> {
     bounded(field, value, MAX_DIM)
 }

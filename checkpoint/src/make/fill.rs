@@ -5,12 +5,12 @@ use crate::tensor::DType;
 /// Distribution of a tensor's values.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Fill {
-    /// Symmetric, root mean square about 1/√fan_in, so that a product with it keeps variance.
+    /// Symmetric, with a root mean square of about 1/√fan_in, so that a product keeps the variance.
     Weight {
         /// Number of inputs that are summed.
         fan_in: usize,
     },
-    /// fp8 weights at full range; their block scales bring them to size.
+    /// fp8 weights at full range. Their block scales set the magnitude.
     Quantised,
     /// Block scales for [`Fill::Quantised`] weights.
     Scale {
@@ -23,17 +23,17 @@ pub(super) enum Fill {
     Bias,
 }
 
-/// A stream of bytes for one tensor. It depends on the seed and the tensor's name only, so
-/// sharding and order do not change a tensor.
+/// A stream of bytes for one tensor. It depends only on the seed and the tensor's name, so sharding and
+/// order do not change a tensor.
 pub(super) struct Filler {
     state: u64,
     pattern: Pattern,
 }
 
-/// How 64 random bits become eight bytes of tensor.
+/// Conversion of 64 random bits to eight bytes of a tensor.
 enum Pattern {
-    /// Lanes of 16 or 8 bits: sign and mantissa are random, and the exponent is `top` less two
-    /// random bits. Every lane is finite, and no lane borrows from its neighbour.
+    /// Values of 16 or 8 bits: sign and mantissa are random, and the exponent is `top` minus two random bits.
+    /// Every value is finite, and the subtraction never borrows from the next value.
     Lanes { random: u64, exponent_step: u64, top: u64 },
     /// Two f32, uniform.
     Uniform { low: f32, span: f32 },
@@ -45,8 +45,8 @@ impl Filler {
         let uniform = |low: f32, high: f32| Pattern::Uniform { low, span: high - low };
         let pattern = match (fill, dtype) {
             (Fill::Weight { fan_in }, DType::Bf16) => {
-                // The mean square over four exponents and a uniform mantissa is 0.775 of the
-                // largest exponent's square: the nearest power of two is right within √2.
+                // The mean square over four exponents and a uniform mantissa is 0.775 of the largest
+                // exponent's square. The nearest power of two is accurate within √2.
                 let exponent = 127.0 - (fan_in as f64).log2() / 2.0;
                 Pattern::Lanes {
                     random: 0x807f * LANES_16,
@@ -109,7 +109,7 @@ fn for_each_word(out: &mut [u8], mut next: impl FnMut() -> u64) {
     }
 }
 
-/// The finaliser of SplitMix64: a bijection whose outputs on a counter pass for random.
+/// The finaliser of SplitMix64: a bijection whose outputs on a counter are statistically random.
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

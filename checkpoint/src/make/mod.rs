@@ -1,4 +1,4 @@
-//! Makes checkpoints of seeded random weights in the real layout.
+//! Writes checkpoints of seeded random weights in the layout of a real model.
 
 mod fill;
 mod presets;
@@ -14,28 +14,28 @@ use crate::tensor::DType;
 use fill::{Fill, Filler};
 pub use presets::{ParsePresetError, Preset};
 
-/// What [`make_checkpoint`] writes.
+/// Options of [`make_checkpoint`].
 #[derive(Debug, Clone)]
 pub struct MakeOptions {
-    /// The model whose shapes, dtypes and names are used.
+    /// Model that provides shapes, dtypes and tensor names.
     pub preset: Preset,
-    /// Decoder layers, from 1 to the model's own number. A DeepSeek-V3 of N layers has
-    /// min(3, N − 1) dense layers in front instead of 3, so that at least one layer has experts.
+    /// Decoder layers, from 1 to the model's number of layers. A DeepSeek-V3 of N layers starts with
+    /// min(3, N − 1) dense layers instead of 3, so that at least one layer has experts.
     pub num_layers: u32,
     /// The same seed gives the same bytes.
     pub seed: u64,
-    /// Replaces a checkpoint that is already there; without it a directory that is not empty is
-    /// refused. Files that are not part of a checkpoint stay in either case.
+    /// Replaces an existing checkpoint. Without it, a directory that is not empty is refused. Files that are
+    /// not part of a checkpoint are never removed.
     pub overwrite: bool,
     /// Upper limit of one weight file. A tensor larger than that gets a file of its own.
     pub max_shard_bytes: u64,
-    /// Writes no weights: the files have the right names, shapes and sizes, and holes for data, which
-    /// take no room and read as zeros. For programs that make weights of their own.
+    /// Writes no weights. The files have the right names, shapes and sizes, and holes instead of data. Holes
+    /// use no disk space and read as zeros. For programs that generate their own weights.
     pub shapes_only: bool,
 }
 
 impl MakeOptions {
-    /// Seed 0, no overwriting, files of up to 5 GB as on the Hub.
+    /// Seed 0, no overwriting, files of up to 5 GB as on the Hugging Face Hub.
     pub fn new(preset: Preset, num_layers: u32) -> MakeOptions {
         let max_shard_bytes = 5_000_000_000;
         let shapes_only = false;
@@ -43,7 +43,7 @@ impl MakeOptions {
     }
 }
 
-/// What [`make_checkpoint`] wrote.
+/// Summary of a written checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MakeSummary {
     /// Tensors in all files.
@@ -54,12 +54,12 @@ pub struct MakeSummary {
     pub tensor_bytes: u64,
 }
 
-/// Writes a checkpoint of seeded random weights to `dir`, which is created if need be.
+/// Writes a checkpoint of seeded random weights to `dir`. Creates `dir` if it does not exist.
 ///
-/// Weights are drawn so that each output of a matrix has about the variance of its inputs:
-/// activations stay finite through any number of layers. They are generated a few mebibytes at a
-/// time. `progress` is called with the tensor bytes written so far and in total. `config.json`
-/// is written last, so an interrupted run leaves nothing that can be opened.
+/// The outputs of each matrix have about the variance of its inputs, so activations stay finite through any
+/// number of layers. Weights are generated a few mebibytes at a time. `progress` is called with the tensor
+/// bytes written so far and in total. `config.json` is written last, so the result of an interrupted run
+/// cannot be opened.
 pub fn make_checkpoint(
     dir: impl AsRef<Path>,
     options: &MakeOptions,
@@ -72,7 +72,7 @@ pub fn make_checkpoint(
     if !options.shapes_only {
         check_free_space(dir, tensor_bytes, &old_files)?;
     }
-    // The configuration goes first and comes last: what lies between is not a checkpoint.
+    // Remove the configuration first and write it last: without it, the directory is not a checkpoint.
     old_files.iter().rev().try_for_each(|f| fs::remove_file(f).map_err(write_error(f)))?;
 
     let shards = split(plan, options.max_shard_bytes);
@@ -103,52 +103,31 @@ pub fn make_checkpoint(
     Ok(MakeSummary { num_tensors, num_shards: shards.len(), tensor_bytes })
 }
 
-/// Bytes of tensor data that a checkpoint of `num_layers` layers has.
+/// Bytes of tensor data in a checkpoint of `num_layers` layers.
 pub fn planned_bytes(preset: Preset, num_layers: u32) -> Result<u64, MakeError> {
     Ok(plan(preset, num_layers)?.iter().map(TensorPlan::len_bytes).sum())
 }
 
-/// Why a checkpoint was not made.
+/// Error of [`make_checkpoint`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum MakeError {
     /// The number of layers is out of range.
-    #[error("{found} layers asked for, {preset} has 1 to {max}")]
-    Layers {
-        /// What was asked for.
-        found: u32,
-        /// The preset.
-        preset: Preset,
-        /// Its own number of layers.
-        max: u32,
-    },
-    /// The directory has something in it.
-    #[error("{} is not empty; name another directory or ask for overwriting", dir.display())]
-    NotEmpty {
-        /// The directory.
-        dir: PathBuf,
-    },
+    #[error("{found} layers requested, but {preset} can have 1 to {max}")]
+    Layers { found: u32, preset: Preset, max: u32 },
+    /// The directory is not empty.
+    #[error("{} is not empty: name another directory, or allow overwriting", dir.display())]
+    NotEmpty { dir: PathBuf },
     /// The disk is too full.
     #[error(
-        "{} has {found_bytes} bytes free, {expected_bytes} are needed; free some or ask for fewer layers",
+        "{} has {found_bytes} bytes free, but {expected_bytes} are needed: free some, or write fewer layers",
         dir.display()
     )]
-    NoSpace {
-        /// The directory.
-        dir: PathBuf,
-        /// Bytes free to this user.
-        found_bytes: u64,
-        /// Bytes needed.
-        expected_bytes: u64,
-    },
+    NoSpace { dir: PathBuf, found_bytes: u64, expected_bytes: u64 },
     /// Creating, writing or removing failed.
     #[error("cannot write {}: {source}", path.display())]
-    Write {
-        /// The file or directory.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
 }
 
 /// A tensor to be written.
@@ -174,7 +153,7 @@ fn plan(preset: Preset, num_layers: u32) -> Result<Vec<TensorPlan>, MakeError> {
     Ok(preset.tensors(num_layers))
 }
 
-/// Creates the directory; returns the files of the checkpoint that is to be replaced.
+/// Creates the directory. Returns the files of the old checkpoint, which is to be replaced.
 fn prepare_dir(dir: &Path, overwrite: bool) -> Result<Vec<PathBuf>, MakeError> {
     fs::create_dir_all(dir).map_err(write_error(dir))?;
     let mut old_files = Vec::new();
@@ -289,5 +268,5 @@ fn write_error(path: &Path) -> impl FnOnce(io::Error) -> MakeError {
     move |source| MakeError::Write { path, source }
 }
 
-/// Written at once: large enough for full disk speed, small enough for the second-level cache.
+/// Bytes per write: large enough for full disk speed, small enough for the second-level cache.
 const CHUNK_BYTES: usize = 1 << 20;

@@ -10,7 +10,7 @@ use super::fill::Fill;
 use crate::FP8_BLOCK;
 use crate::tensor::DType;
 
-/// A model whose layout can be made.
+/// A model with a known layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Preset {
@@ -26,8 +26,8 @@ pub enum Preset {
     TinyMixtral,
     /// The layout of DeepSeek-V3 at a few hundred kilobytes, with ragged fp8 blocks.
     TinyDeepseekV3,
-    /// The layout of DeepSeek-V3 at a few megabytes, in sizes that GPU kernels take: hidden 256, 16 experts of
-    /// 192, top-4.
+    /// The layout of DeepSeek-V3 at a few megabytes, in sizes that GPU kernels support: hidden 256, 16
+    /// experts of 192, top-4.
     MiniDeepseekV3,
 }
 
@@ -245,7 +245,7 @@ impl FromStr for Preset {
     }
 }
 
-/// No preset has that name.
+/// Error for an unknown preset name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no preset is called '{found}'; there are {}", Preset::ALL.map(Preset::name).join(", "))]
 pub struct ParsePresetError {
@@ -259,7 +259,7 @@ enum Family {
     DeepseekV3,
 }
 
-/// Dimensions; `head_dim` of latent attention is that of the part without rotation, and of values.
+/// Dimensions. For latent attention, `head_dim` is the width of values and of the part without rotation.
 struct Dims {
     vocab: usize,
     hidden: usize,

@@ -1,7 +1,9 @@
-//! `config.json` in all its spellings.
+//! `config.json` of all supported forms.
 
-use checkpoint::{Architecture, Checkpoint, ConfigError, ModelConfig, Preset, Scoring, TopkMethod};
 use serde_json::{Value, json};
+use switchyard_checkpoint::{
+    Architecture, Checkpoint, ConfigError, ModelConfig, Preset, Scoring, TopkMethod,
+};
 
 use crate::support::{config_text, data, tiny};
 

@@ -1,11 +1,13 @@
-//! Damaged checkpoints: each gets an error that names what is wrong, and none a panic.
+//! Damaged checkpoints: each causes an error that names the damage, and never a panic.
 
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, DType, OpenError, Preset, TensorError, TensorFile, TensorFileError};
 use rand::RngExt;
 use rand::rngs::StdRng;
+use switchyard_checkpoint::{
+    Checkpoint, DType, OpenError, Preset, TensorError, TensorFile, TensorFileError,
+};
 
 use crate::support::{
     Tensor, all_tensors, config_text, rng, tiny, write_file, write_sharded, write_single,
@@ -200,8 +202,8 @@ fn integers_are_read_and_checked() {
     assert!(file.tensor("wide").unwrap().to_f32().is_err());
 }
 
-/// Mutations of a small file: some stay valid, most do not; none may panic, and whatever opens
-/// must be readable to the last byte.
+/// Mutations of a small file. Some stay valid, most do not. No mutation may cause a panic, and a file that
+/// opens must be readable to the last byte.
 #[test]
 fn mutated_headers_never_panic() {
     let mut rng = rng();
@@ -245,7 +247,7 @@ fn mutated_headers_never_panic() {
     assert!(opened > 0 && refused > 0, "the mutations are all of one kind");
 }
 
-/// The same for the two JSON files beside the weights.
+/// The same for the two JSON files.
 #[test]
 fn mutated_configurations_and_indices_never_panic() {
     let mut rng = rng();

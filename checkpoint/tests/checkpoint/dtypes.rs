@@ -1,7 +1,7 @@
 //! The dtypes that experts are stored in.
 
-use checkpoint::{Checkpoint, DType, Preset};
 use rand::RngExt;
+use switchyard_checkpoint::{Checkpoint, DType, Preset};
 
 use crate::support::{Tensor, all_tensors, config_text, rng, tiny, write_single};
 

@@ -1,9 +1,9 @@
-//! What a fingerprint depends on, and what it does not.
+//! Changes that affect a fingerprint, and changes that do not.
 
 use std::fs;
 
-use checkpoint::{Checkpoint, DType, Fingerprint, Preset};
 use serde_json::{Value, json};
+use switchyard_checkpoint::{Checkpoint, DType, Fingerprint, Preset};
 
 use crate::support::{all_tensors, config_text, tiny, write_sharded, write_single};
 

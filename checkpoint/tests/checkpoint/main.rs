@@ -1,4 +1,4 @@
-//! Checkpoints as a user meets them: whole, made, damaged, and against transformers.
+//! Checkpoints: valid, generated, damaged, and compared with transformers.
 
 mod config;
 mod damage;

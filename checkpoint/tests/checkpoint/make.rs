@@ -1,8 +1,8 @@
-//! Checkpoints that we make ourselves.
+//! Generated checkpoints.
 
 use std::fs;
 
-use checkpoint::{
+use switchyard_checkpoint::{
     Checkpoint, DType, MakeError, MakeOptions, Preset, make_checkpoint, planned_bytes,
 };
 
@@ -63,7 +63,7 @@ fn fp8_weights_are_stored_value_times_block_scale() {
     let values = down.to_f32();
     for row in 0..160 {
         for col in 0..136 {
-            let stored = checkpoint::f32_from_e4m3(down.tensor.data[row * 136 + col]);
+            let stored = switchyard_checkpoint::f32_from_e4m3(down.tensor.data[row * 136 + col]);
             let expected = stored * factors[row / 128 * 2 + col / 128];
             assert_eq!(values[row * 136 + col], expected, "row {row}, column {col}");
         }

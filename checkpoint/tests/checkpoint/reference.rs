@@ -1,6 +1,6 @@
-//! MoE blocks against what transformers computed from the same files.
+//! MoE blocks against the results of transformers for the same files.
 
-use checkpoint::{
+use switchyard_checkpoint::{
     Checkpoint, ExpertTensors, RouterConfig, Scoring, TensorFile, TopkMethod, WeightView,
 };
 

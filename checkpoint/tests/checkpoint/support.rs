@@ -1,12 +1,12 @@
-//! Files for the tests, written by the safetensors crate rather than by ours.
+//! Files for the tests, written by the safetensors crate.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, DType, MakeOptions, Preset, make_checkpoint};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use switchyard_checkpoint::{Checkpoint, DType, MakeOptions, Preset, make_checkpoint};
 use tempfile::TempDir;
 
 /// A tensor with its bytes, owned.

@@ -2,7 +2,6 @@
 
 mod engine;
 mod moe;
-mod moe_device;
 mod p2p;
 
 use std::process::ExitCode;
@@ -28,15 +27,15 @@ enum Bench {
     Moe(moe::Args),
 }
 
-/// Runs this process's part where it is a child of `bench p2p` or `bench moe --device`.
+/// Runs this process's part if it is a child of `bench p2p` or `bench moe --device`.
 pub fn child() -> Option<ExitCode> {
-    moe_device::child().or_else(p2p::child)
+    moe::child().or_else(p2p::child)
 }
 
-/// Refuses flags that were given in vain.
+/// Refuses flags that would have no effect.
 ///
 /// # Errors
-/// What is wrong, as other mistakes in usage are told.
+/// A usage error that names the flag.
 pub fn check(matches: &clap::ArgMatches) -> Result<(), clap::Error> {
     let bench = matches.subcommand_matches("bench");
     let of = |name| bench.and_then(|bench| bench.subcommand_matches(name));

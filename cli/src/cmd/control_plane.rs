@@ -9,30 +9,36 @@ use control_plane::{Server, ServerConfig};
 
 use crate::{Global, ui};
 
-/// Flags of `control-plane`.
+/// Options of `control-plane`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Address to listen on; port 0 takes a free one.
-    #[arg(long, env = "SWITCHYARD_CONTROL_LISTEN", default_value = "127.0.0.1:7070")]
+    /// Address to listen on, as HOST:PORT. Port 0 takes a free port.
+    #[arg(
+        long,
+        env = "SWITCHYARD_CONTROL_LISTEN",
+        value_name = "HOST:PORT",
+        default_value = "127.0.0.1:7070"
+    )]
     listen: String,
-    /// Bearer token that members and clients must present. Without one, whoever reaches the port
-    /// may do everything. Prefer the environment variable.
+    /// Bearer token that servers and clients must send. Without a token, every process that can reach the
+    /// port has full access. Prefer the environment variable: other users of the host can see arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// Planned size of the fleet: experts are spread over this many servers.
+    /// Planned number of expert servers. The experts are divided among this many servers.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
     servers: u32,
-    /// Servers that hold each expert.
+    /// Replicas of each expert, on distinct servers.
     #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 1)]
     replicas: u32,
-    /// Time after which a silent member counts as gone.
+    /// Time to live of a lease, in milliseconds, 100 to 3600000. A server that does not renew its lease for
+    /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
     lease_ttl_ms: u64,
-    /// Folder for the durable state; without one the state is lost with the process.
-    #[arg(long, env = "SWITCHYARD_DATA_DIR")]
+    /// Folder of the durable state. Without it, the state is lost when the process ends.
+    #[arg(long, env = "SWITCHYARD_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// Accepts only members with this model; otherwise the first member's model is the model.
-    #[arg(long, env = "SWITCHYARD_MODEL_FINGERPRINT")]
+    /// Fingerprint of the only model to accept. Default: the model of the first server that registers.
+    #[arg(long, env = "SWITCHYARD_MODEL_FINGERPRINT", value_name = "HEX")]
     model_fingerprint: Option<String>,
 }
 
@@ -58,7 +64,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         } else {
             outln!("control plane on http://{addr}");
             if without_token {
-                outln!("no token: whoever reaches this port may change the cluster");
+                outln!("no token: every process that can reach this port may change the cluster");
             }
         }
         server.run(super::shutdown_signal()?).await?;

@@ -1,4 +1,4 @@
-//! `switchyard demo`: text goes on while a server dies.
+//! `switchyard demo`: generates text and kills a server meanwhile.
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use attention_client::{
     GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
 };
+use bench_harness::stats::of_sorted;
 use checkpoint::Checkpoint;
 use protocol::WireDtype;
 use rustix::process::{Pid, Signal, kill_process};
@@ -20,23 +21,23 @@ use super::Counters;
 use crate::cluster::{ClusterOptions, LocalCluster};
 use crate::{Global, ui};
 
-/// Flags of `demo`.
+/// Options of `demo`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Checkpoint folder; the small model of this repository by default.
-    #[arg(long, env = "SWITCHYARD_MODEL")]
+    /// Checkpoint folder. Default: the small model of this repository.
+    #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Text to continue.
+    /// Prompt: the text to continue.
     #[arg(long, env = "SWITCHYARD_PROMPT", default_value = "Ownership is a set of rules that")]
     prompt: String,
-    /// Tokens to generate.
+    /// Number of tokens to generate.
     #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
     max_new_tokens: usize,
-    /// On a terminal, shows at most so many tokens per second, to be read along; 0 for no limit. What
-    /// is measured does not include the pauses.
+    /// On a terminal, show at most this many tokens per second, so that a person can read them. 0 means no
+    /// limit. The reported times do not include the pauses.
     #[arg(long, env = "SWITCHYARD_SHOW_PER_S", default_value_t = 40)]
     show_per_s: u32,
-    /// Kills nobody.
+    /// Do not kill a server.
     #[arg(long, env = "SWITCHYARD_NO_KILL", value_parser = clap::builder::FalseyValueParser::new())]
     no_kill: bool,
     #[command(flatten)]
@@ -45,7 +46,7 @@ pub struct Args {
     client: super::ClientArgs,
 }
 
-/// What `--json` prints.
+/// The report that `--json` prints.
 #[derive(Debug, Serialize)]
 struct Report {
     verified: bool,
@@ -69,7 +70,7 @@ struct Report {
     combine_us_p50: f64,
     combine_us_p99: f64,
     killed: Option<Killed>,
-    /// Longest layer from the kill on, less the median layer: everything that the kill cost.
+    /// Longest layer time after the kill, minus the median layer time. It is the total cost of the kill.
     failover_stall_ms: f64,
     failovers: u32,
     resent_pairs: u64,
@@ -81,11 +82,11 @@ struct Report {
 struct Killed {
     server: String,
     at_token: usize,
-    /// Servers that the placement sends the tokens of its experts to afterwards.
+    /// Servers that hold its experts in the placement after the kill.
     taken_over_by: Vec<String>,
 }
 
-/// One finished layer and when it finished.
+/// One finished layer, with the time of its end.
 type Sample = (Instant, LayerTiming);
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
@@ -103,7 +104,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     if kill && (args.local.replicas < 2 || args.local.servers < 2) {
         bail!(
-            "with --servers {} and --replicas {} nobody could take over: expected at least 2 of both, or --no-kill",
+            "with --servers {} and --replicas {} no server could take over: expected at least 2 of both, or --no-kill",
             args.local.servers,
             args.local.replicas
         );
@@ -112,7 +113,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     options.num_servers = args.local.servers;
     options.replicas = args.local.replicas;
     options.server_args = args.client.server_args();
-    // The servers of the demo share this host; one thread each keeps them out of each other's way.
+    // The servers of the demo share this host. One thread each avoids contention for CPUs.
     options.threads = Some(1);
     let is_terminal = std::io::stdout().is_terminal();
     let say = Narrator {
@@ -182,12 +183,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
 }
 
-/// What is wrong with a run, if anything is.
+/// The faults of a run, or `None`.
 fn unsound(report: &Report, expected_ids: &[u32], asked_for_kill: bool) -> Option<String> {
     let mut faults = Vec::new();
     if asked_for_kill && report.killed.is_none() {
         let num_tokens = report.token_ids.len();
-        faults.push(format!("the text ended after {num_tokens} tokens, before anyone was killed"));
+        faults
+            .push(format!("the text ended after {num_tokens} tokens, before a server was killed"));
     }
     if !report.verified {
         let found = &report.token_ids;
@@ -210,10 +212,10 @@ fn unsound(report: &Report, expected_ids: &[u32], asked_for_kill: bool) -> Optio
     if !report.verified && report.wire_dtype != WireDtype::F32.to_string() {
         faults.push(format!("{} on the wire is not exact: use f32", report.wire_dtype));
     }
-    (!faults.is_empty()).then(|| format!("the run is not sound: {}", faults.join("; ")))
+    (!faults.is_empty()).then(|| format!("the run failed: {}", faults.join("; ")))
 }
 
-/// Generates, and half-way has a server killed at a moment that does not depend on ours.
+/// Generates text. Half-way, another thread kills a server at a random moment.
 fn generate(
     args: &Args,
     checkpoint: &Arc<Checkpoint>,
@@ -230,14 +232,14 @@ fn generate(
     let (fire, fired) = channel::<()>();
     let killer = std::thread::spawn(move || {
         fired.recv().ok()?;
-        // Somewhere within the next few layers, not between two tokens.
+        // A random moment within the next few layers, not between two tokens.
         std::thread::sleep(Duration::from_micros(rand::random_range(0..3000)));
         let at = Instant::now();
         kill_process(pid, Signal::KILL).ok().map(|()| at)
     });
     let mut generator = Generator::open(checkpoint, client.clone())?;
     let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
-    // Half-way through what the context has room for.
+    // Half-way through the tokens that fit into the context.
     let num_prompt_tokens = generator.tokenizer().encode(&args.prompt)?.len();
     let room = generator.model().config().max_positions.saturating_sub(num_prompt_tokens);
     let kill_token = (args.max_new_tokens.min(room) / 2).max(1);
@@ -245,13 +247,13 @@ fn generate(
     say.prompt(&args.prompt);
     let generation = generator.generate(&args.prompt, &options, &mut |event| {
         say.token(event.text, killed.is_some());
-        // No pause while the kill is on its way: it has to hit a layer, not a pause.
+        // No pause around the kill, so that it hits a layer and not a pause.
         if args.no_kill || !(kill_token..kill_token + KILL_WINDOW).contains(&(event.idx + 1)) {
             std::thread::sleep(say.pause);
         }
         if !args.no_kill && event.idx + 1 == kill_token {
             killed = Some(kill_token);
-            // The killer hangs up only if it panicked; the report then shows no kill.
+            // The thread has dropped the channel only if it panicked. The report then shows no kill.
             let _ = fire.send(());
             say.kill(victim);
         }
@@ -262,7 +264,7 @@ fn generate(
     Ok((generation, kill_at, killed.filter(|_| kill_at.is_some())))
 }
 
-/// Token ids to compare with: recorded ones where the prompt has them, else computed in process.
+/// Token ids of the reference: recorded ones if the prompt has them, otherwise computed in this process.
 fn reference_ids(
     dir: &Path,
     checkpoint: &Arc<Checkpoint>,
@@ -274,7 +276,7 @@ fn reference_ids(
     let mut generator = Generator::open(checkpoint, LocalExperts::new(Arc::clone(checkpoint)))?;
     let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
     let generation = generator.generate(&args.prompt, &options, &mut |_| {})?;
-    Ok((generation.token_ids, "the same model with its experts in process"))
+    Ok((generation.token_ids, "the same model with its experts in this process"))
 }
 
 fn golden_ids(dir: &Path, prompt: &str, max_new_tokens: usize) -> Result<Option<Vec<u32>>> {
@@ -317,9 +319,9 @@ fn summarise(run: Run<'_>) -> Report {
     let us = |pick: fn(&LayerTiming) -> u64| {
         let mut values: Vec<u64> = run.samples.iter().map(|(_, timing)| pick(timing)).collect();
         values.sort_unstable();
-        move |percent: usize| {
-            let idx = (values.len() * percent / 100).min(values.len().saturating_sub(1));
-            values.get(idx).map_or(0.0, |&ns| ns as f64 / 1e3)
+        move |percent: u32| {
+            let ns = of_sorted(&values, f64::from(percent) / 100.0);
+            ns.map_or(0.0, |ns| ns as f64 / 1e3)
         }
     };
     let layer = us(LayerTiming::total_ns);
@@ -358,7 +360,7 @@ fn summarise(run: Run<'_>) -> Report {
         failover_stall_ms,
         failovers: run.samples.iter().map(|(_, timing)| timing.failovers).sum(),
         resent_pairs: run.samples.iter().map(|(_, timing)| timing.resent_pairs).sum(),
-        // Two independent counts: layers asked for against layers finished, and the client's own.
+        // Two independent counts: requested against finished layers, and the client's counter.
         lost_requests: run.expected_layers.saturating_sub(finished) as u64 + run.counters.lost,
         duplicated_requests: finished.saturating_sub(run.expected_layers) as u64
             + run.counters.duplicated,
@@ -380,7 +382,7 @@ fn held_by(checkpoint: &Checkpoint, client: &MoeClient, server: &str) -> Vec<(u3
         .collect()
 }
 
-/// Servers that now hold what the killed one held.
+/// Servers that now hold the experts of the killed server.
 fn successors(client: &MoeClient, held: &[(u32, u32)], killed: &str) -> Vec<String> {
     let mut names: Vec<String> = held
         .iter()
@@ -417,14 +419,14 @@ fn print_report(report: &Report, say: &Narrator) {
     outln!();
     match &report.killed {
         Some(killed) => outln!(
-            "killed {} after token {}: stalled {:.2} ms, {} (token, expert) pairs sent again, taken over by {}",
+            "killed {} after token {}: stalled {:.2} ms, {} (token, expert) pairs resent, taken over by {}",
             killed.server,
             killed.at_token,
             report.failover_stall_ms,
             report.resent_pairs,
             killed.taken_over_by.join(", ")
         ),
-        None => outln!("nobody was killed"),
+        None => outln!("no server was killed"),
     }
     outln!(
         "lost requests {}, duplicated requests {}",
@@ -439,11 +441,11 @@ fn print_report(report: &Report, say: &Narrator) {
     outln!("{verdict} ({})", report.reference);
 }
 
-/// Prints the story on a terminal; silent with `--json`.
+/// Prints progress and text. Silent with `--json`.
 struct Narrator {
     on: bool,
     color: bool,
-    /// After each token.
+    /// Pause after each token.
     pause: Duration,
 }
 
@@ -479,5 +481,5 @@ impl Narrator {
     }
 }
 
-/// Tokens around the kill that are shown without a pause.
+/// Number of tokens around the kill that are shown without a pause.
 const KILL_WINDOW: usize = 6;

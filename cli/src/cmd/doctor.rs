@@ -1,4 +1,4 @@
-//! `switchyard doctor`: what this host offers, what is missing, and the remedy.
+//! `switchyard doctor`: checks of this host, each with its result and a remedy.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -10,11 +10,11 @@ use serde::Serialize;
 
 use crate::{Global, ui};
 
-/// Flags of `doctor`.
+/// Options of `doctor`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Also opens and checks this checkpoint.
-    #[arg(long, env = "SWITCHYARD_MODEL")]
+    /// Checkpoint folder to check as well.
+    #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: Option<PathBuf>,
     #[command(flatten)]
     control: super::ControlArgs,
@@ -23,13 +23,13 @@ pub struct Args {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Verdict {
-    /// There and usable.
+    /// Present and usable.
     Ok,
-    /// Not there; nothing that this host must do needs it.
+    /// Not present, and optional.
     Absent,
-    /// Usable, but slower or less safe than it could be.
+    /// Usable, but slower or less safe than possible.
     Warn,
-    /// Something that every command needs does not work.
+    /// Every command needs it, and it does not work.
     Fail,
 }
 
@@ -75,7 +75,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }))?;
     } else {
         out!("{}", tree(&groups));
-        outln!("\n{}", if healthy { "this host can run Switchyard" } else { "not usable yet" });
+        outln!(
+            "\n{}",
+            if healthy {
+                "this host can run Switchyard"
+            } else {
+                "this host cannot run Switchyard yet"
+            }
+        );
     }
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -136,7 +143,7 @@ fn host() -> Vec<Check> {
             "cpu",
             Verdict::Warn,
             format!("{} · 1 core{}", cpu_model(), vector_units()),
-            "client and servers take turns on one core; give the host two or more",
+            "client and servers share one core: use a host with two or more",
         )
     });
     checks.push(memory());
@@ -153,7 +160,7 @@ fn host() -> Vec<Check> {
             "clock",
             Verdict::Warn,
             format!("clock source {source:?}"),
-            "reading the time is a system call with this source; boot with clocksource=tsc",
+            "reading the time needs a system call with this clock source: boot with clocksource=tsc",
         ),
     });
     checks
@@ -175,7 +182,7 @@ fn memory() -> Check {
             "memory",
             Verdict::Warn,
             format!("{available} MiB available of {total} GiB"),
-            "the demo needs 512 MiB; every pair of peers needs two slots",
+            "the demo needs 512 MiB, and every connection needs two slots",
         )
     } else {
         ok("memory", format!("{available} MiB available of {total} GiB"))
@@ -203,13 +210,13 @@ fn huge_pages() -> Check {
 
 fn descriptors() -> Check {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    // A connection uses a socket, two event descriptors and, while it is made, two memory descriptors.
+    // A connection uses a socket, two event descriptors and, during the handshake, two memory descriptors.
     match limit {
         Some(limit) if limit < 4096 => problem(
             "descriptors",
             Verdict::Warn,
             format!("at most {limit} open files"),
-            "enough for some hundred peers; raise it with ulimit -n 65536 or LimitNOFILE=",
+            "enough for a few hundred peers: raise the limit with ulimit -n 65536 or LimitNOFILE=",
         ),
         Some(limit) => ok("descriptors", format!("at most {limit} open files")),
         None => ok("descriptors", "no limit"),
@@ -226,7 +233,7 @@ fn transports() -> Vec<Check> {
             "shm",
             Verdict::Fail,
             error.to_string(),
-            "sealed memfd and event descriptors are needed: Linux 4.14 or newer, no seccomp filter on memfd_create",
+            "needs sealed memfd and event descriptors: Linux 4.14 or newer, and no seccomp filter on memfd_create",
         ),
     }];
     let devices: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
@@ -240,34 +247,37 @@ fn transports() -> Vec<Check> {
     checks.push(rdma(&devices));
     checks.push(libfabric());
     #[cfg(feature = "libfabric")]
-    if let Some(reason) = p2p_core::backend::libfabric::refusal("verbs;ofi_rxm")
+    if let Some(reason) = libfabric_transport::refusal("verbs;ofi_rxm")
         && !devices.is_empty()
     {
-        let remedy = "the transport `verbs` needs none of this";
+        let remedy = "optional: the transport `verbs` does not need it";
         checks.push(problem("libfabric over verbs", Verdict::Absent, reason, remedy));
     }
     checks
 }
 
-/// RDMA as the transport `verbs` would find it. `known` are the devices that the kernel has.
+/// RDMA devices that the transport `verbs` can open. `known` are the devices of the kernel.
 fn rdma(known: &[String]) -> Check {
     const NONE: &str = "no RDMA device";
     #[cfg(feature = "verbs")]
     {
-        let usable = p2p_core::backend::verbs::device_names();
+        let usable = verbs_transport::device_names();
         match (usable.is_empty(), known.is_empty()) {
             (false, _) => ok("rdma", usable.join(", ")),
             (true, false) => problem(
                 "rdma",
                 Verdict::Warn,
-                format!("the kernel has {}, libibverbs opens none of them", known.join(", ")),
+                format!(
+                    "the kernel has {}, but libibverbs cannot open any of them",
+                    known.join(", ")
+                ),
                 "apt-get install ibverbs-providers, and give this user access to /dev/infiniband",
             ),
             (true, true) => problem(
                 "rdma",
                 Verdict::Absent,
                 NONE,
-                "shared memory and, between hosts, TCP are used; an RDMA card needs its driver and rdma-core",
+                "optional: without it, shared memory and TCP are used. An RDMA card needs its driver and rdma-core",
             ),
         }
     }
@@ -276,8 +286,8 @@ fn rdma(known: &[String]) -> Check {
         [] => problem(
             "rdma",
             Verdict::Absent,
-            format!("{NONE}; this build has no transport `verbs` either"),
-            "shared memory and, between hosts, TCP are used",
+            format!("{NONE}, and this build has no transport `verbs`"),
+            "optional: without it, shared memory and TCP are used",
         ),
         known => problem(
             "rdma",
@@ -288,20 +298,24 @@ fn rdma(known: &[String]) -> Check {
     }
 }
 
-/// libfabric as this program would load it.
+/// The libfabric library that this program loads.
 #[cfg(feature = "libfabric")]
 fn libfabric() -> Check {
-    use p2p_core::backend::libfabric::{LIBRARY_VARIABLE, providers};
+    use libfabric_transport::{LIBRARY_VARIABLE, providers};
     match providers() {
         Ok(providers) if providers.is_empty() => problem(
             "libfabric",
             Verdict::Absent,
-            "it has no provider that can carry slots",
-            format!("install one with more providers, or name it in {LIBRARY_VARIABLE}"),
+            "it has no provider that supports slots",
+            format!(
+                "install a libfabric with more providers, or set {LIBRARY_VARIABLE} to its path"
+            ),
         ),
         Ok(providers) => ok("libfabric", providers.join(", ")),
         Err(error) => {
-            let remedy = format!("apt-get install libfabric1, or name it in {LIBRARY_VARIABLE}");
+            let remedy = format!(
+                "apt-get install libfabric1, or set {LIBRARY_VARIABLE} to the path of the library"
+            );
             problem("libfabric", Verdict::Absent, error.to_string(), remedy)
         }
     }
@@ -343,13 +357,13 @@ fn ibgda() -> Vec<Group> {
     vec![Group { name: GPU_INITIATED.into(), checks: vec![check] }]
 }
 
-/// GPU-initiated RDMA: nothing else needs it, so what is missing is no fault.
+/// GPU-initiated RDMA. It is optional, so missing parts are no failure.
 #[cfg(feature = "ibgda")]
 fn ibgda() -> Vec<Group> {
     ibgda_groups(ibgda::probe())
 }
 
-/// The host, then each mlx5 device.
+/// A group for the host, then one for each mlx5 device.
 #[cfg(feature = "ibgda")]
 fn ibgda_groups(report: ibgda::Report) -> Vec<Group> {
     let check = |check: ibgda::Check| Check {
@@ -370,12 +384,12 @@ fn ibgda_groups(report: ibgda::Report) -> Vec<Group> {
     groups.extend(report.devices.into_iter().map(|device| {
         let mut of_device =
             group(format!("{GPU_INITIATED}: {}", device.name).into(), device.checks);
-        // Everything may be there, and nobody knows whether it works.
+        // The checks may all pass, but this path was never run on the hardware.
         of_device.checks.push(problem(
             "run on a ConnectX",
             Verdict::Absent,
             "not yet: tested against software only",
-            "ibgda-bring-up takes a pair of hosts through docs/ibgda.md",
+            "ibgda-bring-up tests a pair of hosts as docs/ibgda.md describes",
         ));
         of_device
     }));
@@ -403,7 +417,7 @@ fn check_model(dir: &Path) -> Check {
             "model",
             Verdict::Fail,
             error.to_string(),
-            "give a folder with config.json and safetensors, as from the Hugging Face Hub",
+            "give a folder with config.json and safetensors files, as on the Hugging Face Hub",
         ),
     }
 }
@@ -423,7 +437,7 @@ fn check_control(url: &str, token: Option<String>) -> Check {
             "control plane",
             Verdict::Fail,
             format!("{error:#}"),
-            "check the address, that `switchyard control-plane` runs there, and the token",
+            "check the address and the token, and that `switchyard control-plane` runs there",
         ),
     }
 }

@@ -16,37 +16,42 @@ use protocol::WireDtype;
 
 use crate::{Global, ui};
 
-/// Flags of `expert-server`.
+/// Options of `expert-server`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Checkpoint folder, in Hugging Face layout.
-    #[arg(long, env = "SWITCHYARD_MODEL")]
+    /// Checkpoint folder in the layout of the Hugging Face Hub.
+    #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: PathBuf,
-    /// Name, unique in the fleet and stable over restarts.
+    /// Name of the server. It must be unique in the fleet and stay the same over restarts.
     #[arg(long, env = "SWITCHYARD_NAME", value_parser = NonEmptyStringValueParser::new())]
     name: String,
-    /// Where clients connect; port 0 takes a free one.
-    #[arg(long, env = "SWITCHYARD_LISTEN", default_value = "127.0.0.1:7171")]
+    /// Address on which clients connect. Port 0 takes a free port.
+    #[arg(
+        long,
+        env = "SWITCHYARD_LISTEN",
+        value_name = "HOST:PORT",
+        default_value = "127.0.0.1:7171"
+    )]
     listen: SocketAddr,
-    /// host:port that clients are told, where it differs from --listen.
-    #[arg(long, env = "SWITCHYARD_ADVERTISE")]
+    /// HOST:PORT that clients use to connect, if it differs from --listen.
+    #[arg(long, env = "SWITCHYARD_ADVERTISE", value_name = "HOST:PORT")]
     advertise: Option<String>,
-    /// Where /metrics, /healthz and /readyz are served.
-    #[arg(long, env = "SWITCHYARD_METRICS_LISTEN")]
+    /// Address that serves /metrics, /healthz and /readyz over HTTP. Without it, they are not served.
+    #[arg(long, env = "SWITCHYARD_METRICS_LISTEN", value_name = "HOST:PORT")]
     metrics_listen: Option<SocketAddr>,
     #[command(flatten)]
     control: super::ControlArgs,
-    /// Experts to hold where there is no control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
-    #[arg(long, env = "SWITCHYARD_EXPERTS", conflicts_with = "control_plane")]
+    /// Experts to hold, for use without a control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
+    #[arg(long, env = "SWITCHYARD_EXPERTS", value_name = "LIST", conflicts_with = "control_plane")]
     experts: Option<ExpertSelection>,
-    /// Where slots, weights and arithmetic are: `cpu`, or a GPU as `cuda:0`, for clients on GPUs: of
-    /// the same host, and of others with a network among --transport.
+    /// Device that holds the weights and computes: `cpu`, or a GPU such as `cuda:0`. A server on a GPU serves
+    /// clients on GPUs of the same host, and of other hosts if --transport includes a network.
     #[arg(long, env = "SWITCHYARD_DEVICE", default_value = "cpu", value_name = "cpu|cuda:N")]
     device: Device,
-    /// With a GPU: element type of requests, bf16 or fp8, the same for all clients.
+    /// GPU: number format of requests, bf16 or fp8. All clients must use it.
     #[arg(long, env = "SWITCHYARD_DEVICE_DTYPE", default_value_t = WireDtype::Bf16)]
     device_dtype: WireDtype,
-    /// With a GPU: batches under way at a time.
+    /// GPU: number of batches in progress at a time, 1 or 2.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_BATCHES",
@@ -54,8 +59,8 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=2)
     )]
     device_batches: usize,
-    /// With a GPU: longest time that a batch waits for clients that were in the one before, at most half of
-    /// that one's length; 0 waits for nobody.
+    /// GPU: longest time in microseconds that a batch waits for the clients of the previous batch, 0 to 2000.
+    /// The wait is at most half of the previous batch's time. 0 does not wait.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_GATHER_US",
@@ -63,8 +68,8 @@ pub struct Args {
         value_parser = clap::value_parser!(u64).range(..=2000)
     )]
     device_gather_us: u64,
-    /// With a GPU: multiprocessors that the experts use, and the kernel that answers, 0 for all. Fewer leave
-    /// the others to whoever shares the GPU.
+    /// GPU: number of multiprocessors for the experts and for sending results, up to 1024. 0 uses all. A
+    /// smaller number leaves the others to other programs on the GPU.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_BLOCKS",
@@ -72,8 +77,8 @@ pub struct Args {
         value_parser = clap::value_parser!(u32).range(..=1024)
     )]
     device_blocks: u32,
-    /// With a GPU and clients over networks: threads that post for its kernels; 0 takes a quarter of the
-    /// processors next to GPU and NIC, one to four.
+    /// GPU with clients over a network: number of threads that post requests for its kernels, up to 64. 0
+    /// uses a quarter of the CPUs near GPU and NIC, at least 1 and at most 4.
     #[arg(
         long,
         env = "SWITCHYARD_PROXY_THREADS",
@@ -81,17 +86,17 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(..=64)
     )]
     proxy_threads: usize,
-    /// Compute threads; 0 takes as many as there are CPUs.
+    /// Number of compute threads. 0 uses one per CPU.
     #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
     threads: usize,
-    /// CPUs of the compute threads, as in 0,1,2.
-    #[arg(long, env = "SWITCHYARD_CPUS", value_delimiter = ',')]
+    /// CPUs to pin the compute threads to, such as 0,1,2. Default: no pinning.
+    #[arg(long, env = "SWITCHYARD_CPUS", value_name = "LIST", value_delimiter = ',')]
     cpus: Vec<usize>,
     #[command(flatten)]
     slot: super::SlotArgs,
     #[command(flatten)]
     transport: super::TransportArgs,
-    /// Most clients at a time.
+    /// Largest number of connected clients.
     #[arg(
         long,
         env = "SWITCHYARD_MAX_LINKS",
@@ -99,23 +104,23 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
     )]
     max_links: usize,
-    /// Most (layer, expert) pairs that the control plane may assign.
+    /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
-    /// Longest time that a drain (SIGTERM) may take.
+    /// Longest time for a drain after SIGTERM, in milliseconds.
     #[arg(long, env = "SWITCHYARD_DRAIN_TIMEOUT_MS", default_value_t = 30_000)]
     drain_timeout_ms: u64,
-    /// Counts tokens per layer and expert in the metrics, not per expert alone.
+    /// Count tokens in the metrics per layer and expert, not only per expert.
     #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
 }
 
-/// Where a server computes.
+/// Device of a server.
 #[derive(Debug, Clone, Copy)]
 pub enum Device {
-    /// On processors.
+    /// The CPUs.
     Cpu,
-    /// On this GPU.
+    /// A GPU.
     Gpu(DeviceName),
 }
 
@@ -136,9 +141,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             Placement::ControlPlane { url: url.clone(), token: args.control.token.clone() }
         }
         (None, Some(selection)) => Placement::Static(selection),
-        (None, None) => anyhow::bail!(
-            "nobody says which experts to hold: give --control-plane URL, or --experts all"
-        ),
+        (None, None) => {
+            anyhow::bail!("no experts to hold: give --control-plane URL, or --experts all")
+        }
     };
     let mut config = ServerConfig::new(&args.model, args.name, placement);
     config.data_addr = args.listen;
@@ -147,21 +152,23 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.num_threads = args.threads;
     config.cpus = args.cpus;
     config.slot = args.slot.config()?;
-    config.device = match args.device {
-        Device::Cpu => None,
-        Device::Gpu(name) => Some(DeviceOptions {
-            dtype: args.device_dtype,
-            batches_in_flight: args.device_batches,
-            gather: Duration::from_micros(args.device_gather_us),
-            num_blocks: args.device_blocks,
-            proxy_threads: args.proxy_threads,
-            ..DeviceOptions::new(name)
-        }),
-    };
-    let device = config.device.map_or_else(|| "cpu".to_owned(), |device| device.name.to_string());
-    config.transports = match config.device {
-        Some(_) => args.transport.open_for_device()?,
-        None => args.transport.open(&mut args.transport.networks())?,
+    let device = match args.device {
+        Device::Cpu => {
+            config.transports = args.transport.open(&mut args.transport.networks())?;
+            "cpu".to_owned()
+        }
+        Device::Gpu(name) => {
+            config.device = Some(DeviceOptions {
+                dtype: args.device_dtype,
+                batches_in_flight: args.device_batches,
+                gather: Duration::from_micros(args.device_gather_us),
+                num_blocks: args.device_blocks,
+                proxy_threads: args.proxy_threads,
+                ..DeviceOptions::new(name)
+            });
+            config.transports = args.transport.open_for_device()?;
+            name.to_string()
+        }
     };
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
@@ -225,5 +232,5 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     })
 }
 
-/// A registered server that the control plane does not place within this time is misconfigured.
+/// Timeout for the control plane to place a registered server.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(60);

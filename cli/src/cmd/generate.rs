@@ -1,4 +1,4 @@
-//! `switchyard generate`: text from a model whose experts are served.
+//! `switchyard generate`: text from a model whose experts run on servers.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,22 +11,22 @@ use checkpoint::Checkpoint;
 use super::Counters;
 use crate::{Global, ui};
 
-/// Flags of `generate`.
+/// Options of `generate`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Checkpoint folder; the small model of this repository by default.
-    #[arg(long, env = "SWITCHYARD_MODEL")]
+    /// Checkpoint folder. Default: the small model of this repository.
+    #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Text to continue.
+    /// Prompt: the text to continue.
     #[arg(long, env = "SWITCHYARD_PROMPT")]
     prompt: String,
-    /// Most tokens to generate.
+    /// Largest number of tokens to generate.
     #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
     max_new_tokens: usize,
-    /// 0 takes the likeliest token; above, tokens are drawn.
+    /// Sampling temperature. 0 always takes the most likely token.
     #[arg(long, env = "SWITCHYARD_TEMPERATURE", default_value_t = 0.0)]
     temperature: f32,
-    /// Seed of the draws.
+    /// Seed of the random choice of tokens.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 0)]
     seed: u64,
     #[command(flatten)]

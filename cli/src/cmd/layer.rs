@@ -1,4 +1,4 @@
-//! `switchyard layer`: one layer's tokens through servers, to compare with another framework.
+//! `switchyard layer`: the experts of one layer on tokens from a file, to compare with another framework.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,20 +11,20 @@ use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
 use crate::{Global, ui};
 
-/// Flags of `layer`.
+/// Options of `layer`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Checkpoint folder; the small model of this repository by default.
-    #[arg(long, env = "SWITCHYARD_MODEL")]
+    /// Checkpoint folder. Default: the small model of this repository.
+    #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Decoder layer whose experts are used.
+    /// Index of the decoder layer, from 0. It must be a layer with experts.
     #[arg(long, env = "SWITCHYARD_LAYER")]
     layer: u32,
-    /// safetensors with `x` [tokens, hidden] (f32, f16 or bf16), `topk_idx` [tokens, k] (i32 or i64,
-    /// −1 = masked) and `topk_weights` [tokens, k] (f32, f16 or bf16).
+    /// Input in safetensors format: `x` [tokens, hidden] (f32, f16 or bf16), `topk_idx` [tokens, k] (i32 or
+    /// i64, −1 = masked) and `topk_weights` [tokens, k] (f32, f16 or bf16).
     #[arg(long = "in", env = "SWITCHYARD_IN", value_name = "FILE")]
     input: PathBuf,
-    /// safetensors to write: `out` [tokens, hidden] in f32.
+    /// Output in safetensors format: `out` [tokens, hidden] in f32.
     #[arg(long, env = "SWITCHYARD_OUT", value_name = "FILE")]
     out: PathBuf,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `switchyard make-checkpoint`: seeded weights in the real layout and size.
+//! `switchyard make-checkpoint`: random weights in the layout and size of a real model.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,22 +9,23 @@ use checkpoint::{MakeOptions, Preset, make_checkpoint, planned_bytes};
 
 use crate::{Global, ui};
 
-/// Flags of `make-checkpoint`.
+/// Options of `make-checkpoint`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model whose shapes, names and number formats are used.
-    #[arg(long, env = "SWITCHYARD_PRESET", value_parser = parse_preset)]
+    /// Model whose shapes, tensor names and number formats to use: qwen3-30b-a3b, mixtral-8x7b, deepseek-v3,
+    /// tiny-qwen3-moe, tiny-mixtral, tiny-deepseek-v3 or mini-deepseek-v3.
+    #[arg(long, env = "SWITCHYARD_PRESET", value_name = "NAME", value_parser = parse_preset)]
     preset: Preset,
-    /// Decoder layers to write.
+    /// Number of decoder layers to write.
     #[arg(long, env = "SWITCHYARD_LAYERS", default_value_t = 1)]
     layers: u32,
-    /// Folder to write to; made if it is missing.
-    #[arg(long, env = "SWITCHYARD_OUT")]
+    /// Folder to write to. It is created if it does not exist.
+    #[arg(long, env = "SWITCHYARD_OUT", value_name = "DIR")]
     out: PathBuf,
-    /// Seed of the weights.
+    /// Seed of the random weights.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
-    /// Writes into a folder that is not empty.
+    /// Write even if the folder is not empty.
     #[arg(long, env = "SWITCHYARD_FORCE", value_parser = clap::builder::FalseyValueParser::new())]
     force: bool,
 }

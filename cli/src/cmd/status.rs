@@ -7,7 +7,7 @@ use control_api::{ControlClient, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
-/// Flags of `status`.
+/// Options of `status`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -95,7 +95,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What a member computes on, as of its last report.
+/// Device of a member, from its last load report.
 fn device(member: &MemberInfo) -> &str {
     match &member.load {
         Some(load) => load.device.as_deref().unwrap_or("cpu"),
@@ -103,7 +103,7 @@ fn device(member: &MemberInfo) -> &str {
     }
 }
 
-/// Why clients of a member do not use the best transport that both have, a line each.
+/// Reasons why clients of a member do not use a better transport, a line each.
 fn left_out(member: &MemberInfo) -> impl Iterator<Item = String> {
     let links = member.load.iter().flat_map(|load| &load.links);
     links.flat_map(move |links| {
@@ -113,7 +113,7 @@ fn left_out(member: &MemberInfo) -> impl Iterator<Item = String> {
     })
 }
 
-/// Client links of a member by transport, as in `2 shm, 1 libfabric`, as of its last report.
+/// Client links of a member by transport, such as `2 shm, 1 libfabric`, from its last load report.
 fn clients(member: &MemberInfo) -> String {
     let links = member.load.iter().flat_map(|load| &load.links);
     let texts: Vec<String> =
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_clients_left_out_is_said_with_the_reason() {
+    fn excluded_transports_are_shown_with_the_reason() {
         let member: MemberInfo = serde_json::from_value(serde_json::json!({
             "member_id": "m-1",
             "name": "server-1",

@@ -2,7 +2,7 @@ use std::fmt::Debug;
 
 use super::{SlotArgs, TransportArgs};
 
-/// A value of each option, none of them its default.
+/// A value of each option that is not its default.
 fn sample(option: &str) -> &'static str {
     match option {
         "slot-bytes" => "16777216",
@@ -14,11 +14,11 @@ fn sample(option: &str) -> &'static str {
         "ibgda-doorbell" => "register",
         "ibgda-queues" => "7",
         "ibgda-wait-limit-ms" => "1234",
-        _ => panic!("--{option} is new: hand it on in to_args, and give a value of it here"),
+        _ => panic!("--{option} is new: add it to to_args, and add a value here"),
     }
 }
 
-/// Every option of `A` that is given on a command line is there again behind `to_args`.
+/// `to_args` passes on every option of `A`.
 fn survive<A: clap::Args + Debug>(to_args: impl Fn(&A) -> Vec<String>) {
     let command = A::augment_args(clap::Command::new("child").no_binary_name(true));
     let parse = |line: &[String]| {
@@ -45,7 +45,7 @@ fn options_of_transports_reach_children() {
     survive::<TransportArgs>(|given| given.to_args(&given.transport));
 }
 
-/// Its server would drop all clients over networks before that.
+/// After 15 s the server drops all clients over networks, so a queue's wait must be shorter.
 #[cfg(feature = "ibgda")]
 #[test]
 fn kernels_wait_for_no_queue_longer_than_a_batch_may_take() {

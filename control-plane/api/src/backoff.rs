@@ -1,9 +1,9 @@
-//! Bounded exponential backoff with jitter, so that a fleet does not return in one moment to a
-//! control plane that has just come back.
+//! Bounded exponential backoff with jitter, so that a fleet does not reconnect all at once to a restarted
+//! control plane.
 
 use std::time::Duration;
 
-/// Delays `first, 2·first, 4·first, …` up to `max`, each drawn from its upper half.
+/// Delays `first, 2·first, 4·first, …` up to `max`, each with a random factor between 0.5 and 1.
 #[derive(Clone, Debug)]
 pub(crate) struct Backoff {
     first: Duration,
@@ -17,12 +17,12 @@ impl Backoff {
         Self { first, max: max.max(first), next: first }
     }
 
-    /// Starts over after a success.
+    /// Starts again with the first delay, after a success.
     pub(crate) fn reset(&mut self) {
         self.next = self.first;
     }
 
-    /// The next delay, between half of the nominal one and all of it.
+    /// The next delay, between half of the nominal delay and all of it.
     pub(crate) fn next_delay(&mut self) -> Duration {
         let nominal = self.next;
         self.next = nominal.saturating_mul(2).min(self.max);

@@ -1,4 +1,4 @@
-//! One request, one bounded wait, one typed error.
+//! The HTTP client: one call per request, with a timeout and a typed error.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,12 +22,11 @@ use crate::types::{
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ClientOptions {
-    /// Longest wait for one whole request, connecting included.
+    /// Timeout of a request, including connecting. Default: 3 s.
     pub timeout: Duration,
-    /// Longest silence on a watch stream before it counts as broken; the server sends a
-    /// keep-alive about once a second.
+    /// Timeout of a silent watch stream. Default: 5 s. The server sends a keep-alive about once a second.
     pub watch_idle_timeout: Duration,
-    /// Largest answer and largest watch event in bytes.
+    /// Largest response and largest watch event in bytes. Default: 64 MiB.
     pub max_response_bytes: usize,
 }
 
@@ -53,13 +52,19 @@ pub struct ControlClient {
 }
 
 impl ControlClient {
-    /// A client of the control plane at `base_url` (`http://HOST:PORT`), with default limits.
-    /// Nothing is sent yet.
+    /// A client of the control plane at `base_url` (`http://HOST:PORT`), with default limits. Sends
+    /// nothing yet.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the URL or the token is malformed, or the HTTP client cannot be set up.
     pub fn new(base_url: &str, token: Option<String>) -> Result<Self, ConfigError> {
         Self::with_options(base_url, token, ClientOptions::default())
     }
 
-    /// As [`new`](Self::new), with limits of one's own.
+    /// As [`new`](Self::new), with given limits.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
     pub fn with_options(
         base_url: &str,
         token: Option<String>,
@@ -82,12 +87,16 @@ impl ControlClient {
         Ok(Self { http: build_http(&options)?, base, token, options })
     }
 
-    /// The same control plane through connections of its own, for use on another runtime.
+    /// A client of the same control plane that shares no connections with this one. Use it on another
+    /// runtime.
+    ///
+    /// # Errors
+    /// [`ConfigError::Setup`] when the HTTP client cannot be set up.
     pub fn isolated(&self) -> Result<Self, ConfigError> {
         Ok(Self { http: build_http(&self.options)?, ..self.clone() })
     }
 
-    /// The same client with another limit on the wait for a request.
+    /// The same client with another timeout for requests.
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         let mut client = self.clone();
         client.options.timeout = timeout;
@@ -104,7 +113,7 @@ impl ControlClient {
         &self.options
     }
 
-    /// Joins. Registering again with the same name and incarnation gives the same member.
+    /// Registers a member. The same name and incarnation return the same member again.
     pub async fn register(
         &self,
         request: &RegisterRequest,
@@ -121,7 +130,7 @@ impl ControlClient {
         self.call(Method::PUT, &format!("v1/members/{member}/lease"), Some(request)).await
     }
 
-    /// Reports what is loaded, which puts the member into the placement.
+    /// Reports the loaded experts and adds the member to the placement.
     pub async fn ready(
         &self,
         member: &MemberId,
@@ -130,7 +139,7 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/ready"), Some(request)).await
     }
 
-    /// Takes a member out of the placement while its lease lives on.
+    /// Removes a member from the placement. Its lease continues.
     pub async fn drain(
         &self,
         member: &MemberId,
@@ -139,7 +148,7 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/drain"), Some(request)).await
     }
 
-    /// Reports that a member looks dead from here.
+    /// Reports that a member seems to have failed.
     pub async fn suspect(
         &self,
         member: &MemberId,
@@ -148,12 +157,12 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/suspect"), Some(request)).await
     }
 
-    /// Leaves for good.
+    /// Removes a member for good.
     pub async fn leave(&self, member: &MemberId) -> Result<(), ControlError> {
         self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await.map(drop)
     }
 
-    /// The placement table at this moment, validated.
+    /// The validated placement table in force.
     pub async fn placement(&self) -> Result<PlacementTable, ControlError> {
         let table: PlacementTable = self.call(Method::GET, "v1/placement", None::<&()>).await?;
         self.checked(table, "v1/placement")
@@ -170,7 +179,7 @@ impl ControlClient {
         self.call(Method::GET, "v1/status", None::<&()>).await
     }
 
-    /// Opens the stream of placement tables. [`crate::PlacementWatch`] does this and reconnects.
+    /// Opens the stream of placement tables. [`crate::PlacementWatch`] uses it and reconnects.
     pub async fn watch_placement(&self) -> Result<WatchStream, ControlError> {
         let path = "v1/placement/watch";
         let request = self.request(Method::GET, path).header(ACCEPT, "text/event-stream");
@@ -200,7 +209,7 @@ impl ControlClient {
         serde_json::from_slice(&bytes).map_err(|err| self.bad_response(path, err.to_string()))
     }
 
-    /// The body of a successful answer.
+    /// The body of a successful response.
     async fn send<Body: Serialize>(
         &self,
         method: Method,
@@ -314,7 +323,11 @@ pub struct WatchStream {
 }
 
 impl WatchStream {
-    /// The next table, validated. After an error the stream is of no use any more.
+    /// The next validated table. After an error, drop the stream and open a new one.
+    ///
+    /// # Errors
+    /// [`ControlError`] when the stream breaks, is silent for
+    /// [`watch_idle_timeout`](ClientOptions::watch_idle_timeout), or sends an invalid table.
     pub async fn next(&mut self) -> Result<PlacementTable, ControlError> {
         let path = "v1/placement/watch";
         loop {
@@ -349,8 +362,8 @@ impl WatchStream {
 }
 
 fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {
-    // Proxies of the environment are for the outside world; the control plane is inside. An idle
-    // connection is given up before the server would close it under a request.
+    // Ignore proxies from the environment: the control plane is in the same network. Drop an idle
+    // connection before the server closes it during a request.
     let http = reqwest::Client::builder()
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
@@ -394,7 +407,7 @@ fn causes(err: &dyn std::error::Error) -> String {
         }
         source = err.source();
     }
-    // The outermost text of the HTTP library repeats the URL and says nothing else.
+    // The outermost message of the HTTP library only repeats the URL.
     if texts.len() > 1 {
         texts.remove(0);
     }

@@ -1,5 +1,5 @@
-//! The keeper of a member's lease: heartbeats on a thread of their own, never behind device calls
-//! or the loading of weights.
+//! The keeper of a member's lease. It sends heartbeats on its own thread, so that device calls and the
+//! loading of weights never delay them.
 
 use std::future::Future;
 use std::io;
@@ -17,13 +17,14 @@ use crate::types::{
     RegisterRequest,
 };
 
-/// Pace of a [`LeaseKeeper`].
+/// Retry delays of a [`LeaseKeeper`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LeaseOptions {
-    /// First pause after a failed request; doubles up to [`max_backoff`](Self::max_backoff).
+    /// First delay after a failed request. It doubles up to [`max_backoff`](Self::max_backoff). Default:
+    /// 50 ms.
     pub first_backoff: Duration,
-    /// Longest pause after a failed request.
+    /// Longest delay after a failed request. Default: 1 s.
     pub max_backoff: Duration,
 }
 
@@ -33,7 +34,7 @@ impl Default for LeaseOptions {
     }
 }
 
-/// Where a [`LeaseKeeper`] stands.
+/// Status of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LeaseStatus {
@@ -42,46 +43,47 @@ pub enum LeaseStatus {
     Registering,
     /// The last renewal succeeded and its lease has not run out.
     Leased,
-    /// The control plane does not answer or has forgotten the member. Clients are served on; the
-    /// keeper goes on trying.
+    /// The lease has expired, or the control plane does not know the member. The member continues to serve
+    /// clients, and the keeper retries.
     Lost,
-    /// Over for good: the first registration was refused, or another process has taken the name.
-    /// [`LeaseState::last_error`] says why.
+    /// Final: the first registration was refused, or another process has taken over the name.
+    /// [`LeaseState::last_error`] has the reason.
     Failed,
-    /// Over for good: left.
+    /// Final: the member has left.
     Left,
 }
 
-/// Condition of a [`LeaseKeeper`].
+/// State of a [`LeaseKeeper`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LeaseState {
-    /// Where the keeper stands.
+    /// Status of the lease.
     pub status: LeaseStatus,
-    /// Identity, from the first registration on.
+    /// Identity of the member; `None` before the first registration.
     pub member_id: Option<MemberId>,
-    /// What the control plane takes the member for.
+    /// State of the member as the control plane reports it.
     pub member_state: Option<MemberState>,
-    /// What to hold, from the first registration on. Changes are rare; load, then report with
-    /// [`LeaseKeeper::set_ready`].
+    /// Experts to hold; `None` before the first registration. Changes are rare. After a change, load the
+    /// experts and report them with [`LeaseKeeper::set_ready`].
     pub assignment: Option<Arc<Assignment>>,
-    /// Newest placement epoch heard of.
+    /// Newest placement epoch that the control plane has reported.
     pub epoch: u64,
     /// Time to live of the lease.
     pub lease_ttl: Duration,
-    /// Why the last request failed; cleared by the next success.
+    /// Error of the last request; `None` after a success.
     pub last_error: Option<String>,
     /// Stable code of the last refusal, see [`code`].
     pub last_error_code: Option<String>,
-    /// Registrations so far; more than one means that the lease was lost in between.
+    /// Number of registrations. More than one means that the lease was lost in between.
     pub num_registrations: u64,
-    /// Successful renewals so far.
+    /// Number of successful renewals.
     pub num_renewals: u64,
 }
 
-/// Why a [`LeaseKeeper`] could not do what was asked.
+/// Error of a call of a [`LeaseKeeper`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum LeaseError {
     /// The thread could not be started.
     #[error("the heartbeat thread could not be started: {0}")]
@@ -89,39 +91,32 @@ pub enum LeaseError {
     /// The HTTP client could not be set up.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The keeper has ended for good before.
-    #[error("the lease is over: {reason}")]
-    Over {
-        /// The last error.
-        reason: String,
-        /// Its stable code, if the control plane gave one.
-        code: Option<String>,
-    },
-    /// Not done within the bound that the caller gave.
+    /// The lease has ended: the keeper has failed or left.
+    #[error("the lease has ended: {reason}")]
+    Ended { reason: String, code: Option<String> },
+    /// The control plane did not confirm within the caller's time limit.
     #[error("the control plane did not confirm within {bound_ms} ms (last error: {last_error})")]
-    Timeout {
-        /// The bound in milliseconds.
-        bound_ms: u64,
-        /// The last error, or `none`.
-        last_error: String,
-    },
+    Timeout { bound_ms: u64, last_error: String },
 }
 
 /// Registers a member and keeps its lease alive.
 ///
-/// Renews every third of the lease's time to live. Registers again by itself, with the same name
-/// and incarnation, when the control plane has lost the member or the lease has run out (after a
-/// freeze, a partition, a restart of the control plane). Dropping it stops the heartbeats without
-/// leaving: the lease then runs out.
+/// The keeper renews the lease three times per time to live. It registers again by itself, with the same
+/// name and incarnation, when the control plane does not know the member or the lease has expired (after a
+/// suspended process, a network partition or a restart of the control plane). Dropping the keeper stops the
+/// heartbeats without leaving, and the lease expires.
 #[derive(Debug)]
 pub struct LeaseKeeper {
-    orders: watch::Sender<Orders>,
+    intent: watch::Sender<Intent>,
     load: Arc<Mutex<Option<LoadReport>>>,
     state: watch::Receiver<LeaseState>,
 }
 
 impl LeaseKeeper {
     /// Starts the heartbeat thread, which registers at once.
+    ///
+    /// # Errors
+    /// [`LeaseError`] when the thread or the HTTP client cannot be set up.
     pub fn spawn(
         client: &ControlClient,
         registration: RegisterRequest,
@@ -132,14 +127,14 @@ impl LeaseKeeper {
             .enable_all()
             .build()
             .map_err(LeaseError::Thread)?;
-        let (orders, orders_rx) = watch::channel(Orders::default());
+        let (intent, intent_rx) = watch::channel(Intent::default());
         let (state_tx, state) = watch::channel(LeaseState::default());
         let load = Arc::new(Mutex::new(None));
         let worker = Worker {
             backoff: Backoff::new(options.first_backoff, options.max_backoff),
             client,
             registration,
-            orders: orders_rx,
+            intent: intent_rx,
             load: Arc::clone(&load),
             state: state_tx,
             reported: None,
@@ -149,32 +144,38 @@ impl LeaseKeeper {
         };
         let body = move || {
             runtime.block_on(worker.run());
-            // A name look-up that hangs must not keep the thread.
+            // Do not wait for a DNS lookup that hangs.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("switchyard-lease".to_owned());
         thread.spawn(body).map_err(LeaseError::Thread)?;
-        Ok(Self { orders, load, state })
+        Ok(Self { intent, load, state })
     }
 
-    /// A receiver of the keeper's condition.
+    /// A receiver of the keeper's state.
     pub fn state(&self) -> watch::Receiver<LeaseState> {
         self.state.clone()
     }
 
-    /// Waits for the first registration and gives what to load, at most for `bound`.
+    /// Waits up to `bound` for the first registration and returns the experts to load.
+    ///
+    /// # Errors
+    /// [`LeaseError::Timeout`], or [`LeaseError::Ended`] when the control plane refused the registration.
     pub async fn registered(&self, bound: Duration) -> Result<Arc<Assignment>, LeaseError> {
         let state = self.wait(bound, |state| state.assignment.is_some()).await?;
         Ok(state.assignment.unwrap_or_default())
     }
 
-    /// Says that these experts are loaded and answer. The keeper reports it, and reports it again
-    /// after every new registration.
+    /// Sets the loaded experts. The keeper reports them to the control plane, and again after every new
+    /// registration.
     pub fn set_ready(&self, holds: Assignment) {
-        self.orders.send_modify(|orders| orders.holds = Some(Arc::new(holds)));
+        self.intent.send_modify(|intent| intent.holds = Some(Arc::new(holds)));
     }
 
-    /// Waits until the control plane has the member in its placement, at most for `bound`.
+    /// Waits up to `bound` until the member is in the placement.
+    ///
+    /// # Errors
+    /// [`LeaseError::Timeout`] or [`LeaseError::Ended`].
     pub async fn serving(&self, bound: Duration) -> Result<(), LeaseError> {
         let serves = |state: &LeaseState| {
             state.status == LeaseStatus::Leased && state.member_state == Some(MemberState::Serving)
@@ -182,26 +183,33 @@ impl LeaseKeeper {
         self.wait(bound, serves).await.map(drop)
     }
 
-    /// Hands over load to travel with the next renewal; a report not yet sent is replaced.
+    /// Sets the load report to send with the next renewal. It replaces a report that was not sent yet.
     pub fn report_load(&self, report: LoadReport) {
         *self.load.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
     }
 
-    /// Asks to be taken out of the placement and waits for the confirmation, at most for `bound`.
-    /// The lease lives on until [`leave`](Self::leave). Also drains after the bound has passed.
+    /// Asks the control plane to remove the member from the placement, and waits up to `bound` for the
+    /// confirmation. The lease continues until [`leave`](Self::leave). After a timeout the keeper keeps
+    /// trying to drain.
+    ///
+    /// # Errors
+    /// [`LeaseError::Timeout`] or [`LeaseError::Ended`].
     pub async fn drain(&self, bound: Duration) -> Result<(), LeaseError> {
-        self.orders.send_modify(|orders| orders.goal = orders.goal.max(Goal::Drain));
+        self.intent.send_modify(|intent| intent.goal = intent.goal.max(Goal::Drain));
         let drained = |state: &LeaseState| state.member_state == Some(MemberState::Draining);
         self.wait(bound, drained).await.map(drop)
     }
 
-    /// Leaves for good and waits for the confirmation, at most for `bound`. When the control
-    /// plane cannot be reached the lease runs out by itself.
+    /// Leaves for good and waits up to `bound` for the confirmation. If the control plane is unreachable,
+    /// the lease expires by itself.
+    ///
+    /// # Errors
+    /// [`LeaseError::Timeout`] or [`LeaseError::Ended`].
     pub async fn leave(&self, bound: Duration) -> Result<(), LeaseError> {
         let deadline = Instant::now() + bound;
-        self.orders.send_modify(|orders| {
-            orders.goal = orders.goal.max(Goal::Leave);
-            orders.leave_by.get_or_insert(deadline);
+        self.intent.send_modify(|intent| {
+            intent.goal = intent.goal.max(Goal::Leave);
+            intent.leave_by.get_or_insert(deadline);
         });
         self.wait(bound, |state| state.status == LeaseStatus::Left).await.map(drop)
     }
@@ -229,11 +237,11 @@ impl LeaseKeeper {
             return Ok(settled);
         }
         let reason = settled.last_error.unwrap_or_else(|| "the member has left".to_owned());
-        Err(LeaseError::Over { reason, code: settled.last_error_code })
+        Err(LeaseError::Ended { reason, code: settled.last_error_code })
     }
 }
 
-/// What the keeper is to achieve, in rising order.
+/// Goal of the keeper, in rising order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum Goal {
     #[default]
@@ -242,8 +250,9 @@ enum Goal {
     Leave,
 }
 
+/// Goal of the member and its loaded experts.
 #[derive(Clone, Debug, Default)]
-struct Orders {
+struct Intent {
     goal: Goal,
     holds: Option<Arc<Assignment>>,
     leave_by: Option<Instant>,
@@ -252,37 +261,37 @@ struct Orders {
 struct Worker {
     client: ControlClient,
     registration: RegisterRequest,
-    orders: watch::Receiver<Orders>,
+    intent: watch::Receiver<Intent>,
     load: Arc<Mutex<Option<LoadReport>>>,
     state: watch::Sender<LeaseState>,
     backoff: Backoff,
-    /// What the control plane has been told to be loaded, since the last registration.
+    /// Experts reported to the control plane since the last registration.
     reported: Option<Arc<Assignment>>,
-    /// When the request that last renewed the lease was sent: the lease cannot end before this
-    /// plus its time to live.
+    /// Time when the request of the last renewal was sent. The lease lasts at least until this time plus
+    /// its time to live.
     renewed_at: Option<Instant>,
     /// Version of the assignment in the published state.
     assignment_version: u64,
     is_drained: bool,
 }
 
-/// What to do after one step of the worker.
+/// Action after one step of the worker.
 enum Next {
     Sleep(Duration),
-    Over,
+    Stop,
 }
 
 impl Worker {
     async fn run(mut self) {
         loop {
-            // Orders that arrive from here on interrupt the sleep below.
-            let orders = self.orders.borrow_and_update().clone();
-            match self.step(&orders).await {
-                Next::Over => return,
+            // A change of the intent from here on interrupts the sleep below.
+            let intent = self.intent.borrow_and_update().clone();
+            match self.step(&intent).await {
+                Next::Stop => return,
                 Next::Sleep(pause) => {
-                    let changed = tokio::time::timeout(pause, self.orders.changed()).await;
+                    let changed = tokio::time::timeout(pause, self.intent.changed()).await;
                     if matches!(changed, Ok(Err(_))) {
-                        debug!(name = self.registration.name, "heartbeats stop");
+                        debug!(name = self.registration.name, "heartbeats stopped");
                         return;
                     }
                 }
@@ -290,21 +299,21 @@ impl Worker {
         }
     }
 
-    async fn step(&mut self, orders: &Orders) -> Next {
+    async fn step(&mut self, intent: &Intent) -> Next {
         let member = self.state.borrow().member_id.clone();
         let is_leased = self.renewed_at.is_some();
-        if orders.goal == Goal::Leave {
-            return self.leave(orders, member).await;
+        if intent.goal == Goal::Leave {
+            return self.leave(intent, member).await;
         }
         let Some(member) = member.filter(|_| is_leased) else {
             return self.register().await;
         };
-        if orders.goal == Goal::Drain && !self.is_drained {
+        if intent.goal == Goal::Drain && !self.is_drained {
             return self.drain(&member).await;
         }
-        if let Some(holds) = &orders.holds
+        if let Some(holds) = &intent.holds
             && self.reported.as_ref() != Some(holds)
-            && orders.goal == Goal::Run
+            && intent.goal == Goal::Run
         {
             return self.ready(&member, holds).await;
         }
@@ -313,7 +322,7 @@ impl Worker {
 
     async fn register(&mut self) -> Next {
         let mut request = self.registration.clone();
-        if let Some(holds) = &self.orders.borrow().holds {
+        if let Some(holds) = &self.intent.borrow().holds {
             request.holds = Assignment::clone(holds);
         }
         let sent_at = Instant::now();
@@ -347,16 +356,16 @@ impl Worker {
             state.member_state = Some(MemberState::Loading);
             set_assignment(state, response.assignment);
             state.epoch = response.epoch;
-            state.lease_ttl = sane_ttl(response.lease_ttl_ms);
+            state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
             clear_error(state);
             state.num_registrations += 1;
         });
-        // At once: an order may be waiting to be passed on.
-        let has_order = {
-            let orders = self.orders.borrow();
-            orders.holds.is_some() || orders.goal != Goal::Run
+        // A goal or loaded experts that were set meanwhile are sent at once.
+        let has_change = {
+            let intent = self.intent.borrow();
+            intent.holds.is_some() || intent.goal != Goal::Run
         };
-        Next::Sleep(if has_order { Duration::ZERO } else { self.interval() })
+        Next::Sleep(if has_change { Duration::ZERO } else { self.interval() })
     }
 
     async fn renew(&mut self, member: &MemberId) -> Next {
@@ -367,7 +376,7 @@ impl Worker {
             load,
         };
         let sent_at = Instant::now();
-        // An answer that takes longer than a heartbeat interval is worth no more than a new try.
+        // Retry rather than wait longer than a heartbeat interval for a response.
         let client = self.client.with_timeout(self.client.options().timeout.min(self.ttl() / 3));
         match client.renew(member, &request).await {
             Ok(response) => {
@@ -385,11 +394,11 @@ impl Worker {
                         set_assignment(state, assignment);
                     }
                     state.epoch = response.epoch;
-                    state.lease_ttl = sane_ttl(response.lease_ttl_ms);
+                    state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
                     clear_error(state);
                     state.num_renewals += 1;
                 });
-                let must_report = self.reported.is_none() && self.orders.borrow().holds.is_some();
+                let must_report = self.reported.is_none() && self.intent.borrow().holds.is_some();
                 Next::Sleep(if must_report { self.interval() / 8 } else { self.interval() })
             }
             Err(err) => self.recover(&err),
@@ -431,7 +440,7 @@ impl Worker {
         }
     }
 
-    async fn leave(&mut self, orders: &Orders, member: Option<MemberId>) -> Next {
+    async fn leave(&mut self, intent: &Intent, member: Option<MemberId>) -> Next {
         let outcome = match &member {
             Some(member) => self.client.leave(member).await,
             None => Ok(()),
@@ -442,7 +451,7 @@ impl Worker {
         };
         match outcome {
             Err(err) if !is_gone => {
-                if orders.leave_by.is_none_or(|by| Instant::now() >= by) {
+                if intent.leave_by.is_none_or(|by| Instant::now() >= by) {
                     return self.fail(&err);
                 }
                 self.retry_later(&err)
@@ -454,12 +463,12 @@ impl Worker {
                     state.member_state = None;
                     clear_error(state);
                 });
-                Next::Over
+                Next::Stop
             }
         }
     }
 
-    /// After a failed request about a lease that was thought to be held.
+    /// Handles a failed request of a registered member.
     fn recover(&mut self, err: &ControlError) -> Next {
         match err.code() {
             Some(code::SUPERSEDED) => self.fail(err),
@@ -470,8 +479,8 @@ impl Worker {
                     state.status = LeaseStatus::Lost;
                     set_error(state, err);
                 });
-                // A pause although the way is clear: a control plane that forgets whom it has just
-                // registered must not be asked in a tight loop.
+                // Back off: a control plane that registers members and does not know them would otherwise
+                // be called in a tight loop.
                 Next::Sleep(self.backoff.next_delay())
             }
             _ => self.retry_later(err),
@@ -487,9 +496,9 @@ impl Worker {
         };
         let is_new = self.state.borrow().last_error.is_none();
         if is_new {
-            warn!(name = self.registration.name, error = %err, "control plane fails, trying on");
+            warn!(name = self.registration.name, error = %err, "request to the control plane failed, retrying");
         } else {
-            debug!(name = self.registration.name, error = %err, "control plane still fails");
+            debug!(name = self.registration.name, error = %err, "request to the control plane still fails");
         }
         self.state.send_modify(|state| {
             state.status = status;
@@ -499,21 +508,21 @@ impl Worker {
     }
 
     fn fail(&mut self, err: &ControlError) -> Next {
-        // Whoever waits for the registration gets the error itself, once.
-        debug!(name = self.registration.name, error = %err, "the lease is over");
+        // Callers that wait get the error itself, so the log has it at debug level only.
+        debug!(name = self.registration.name, error = %err, "the lease has ended");
         self.state.send_modify(|state| {
             state.status = LeaseStatus::Failed;
             set_error(state, err);
         });
-        Next::Over
+        Next::Stop
     }
 
-    /// Runs a request unless the keeper is told to leave or is dropped meanwhile.
+    /// Runs a request. Returns `None` when the keeper is dropped or should leave before it completes.
     async fn interruptible<F: Future>(&self, request: F) -> Option<F::Output> {
-        let mut orders = self.orders.clone();
+        let mut intent = self.intent.clone();
         let leaving = async {
             // An error means that the keeper was dropped.
-            let _ = orders.wait_for(|orders| orders.goal == Goal::Leave).await;
+            let _ = intent.wait_for(|intent| intent.goal == Goal::Leave).await;
         };
         tokio::select! {
             output = request => Some(output),
@@ -526,7 +535,8 @@ impl Worker {
         if ttl.is_zero() { FALLBACK_TTL } else { ttl }
     }
 
-    /// A third of the time to live, minus up to a tenth of that, so that a fleet spreads out.
+    /// A third of the time to live, minus a random part of up to 10 %, so that heartbeats of a fleet spread
+    /// over time.
     fn interval(&self) -> Duration {
         (self.ttl() / 3).mul_f64(rand::random_range(0.9..=1.0))
     }
@@ -553,10 +563,10 @@ fn clear_error(state: &mut LeaseState) {
     state.last_error_code = None;
 }
 
-/// Keeps a nonsensical time to live from making the keeper spin or sleep for ever.
-fn sane_ttl(ttl_ms: u64) -> Duration {
+/// Limits a time to live to 30 ms to 1 hour, so that the keeper neither spins nor sleeps for ever.
+fn clamp_ttl(ttl_ms: u64) -> Duration {
     Duration::from_millis(ttl_ms.clamp(30, 3_600_000))
 }
 
-/// Pace before the control plane has named one.
+/// Time to live before the control plane has sent one.
 const FALLBACK_TTL: Duration = Duration::from_secs(3);

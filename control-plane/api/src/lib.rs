@@ -1,13 +1,13 @@
-//! The control plane as its users see it: the JSON types of its HTTP interface, a typed client,
-//! a watch on the placement table and the keeper of a member's lease.
+//! Client side of the control plane: the JSON types of its HTTP interface, a typed client, a watch of
+//! the placement table, and the keeper of a member's lease.
 //!
-//! * [`types`]: what travels. Every type carries its OpenAPI schema.
-//! * [`placement`]: the placement table and the check that makes its indices trustworthy.
-//! * [`ControlClient`]: one request, one bounded wait, one typed error.
+//! * [`types`]: bodies of requests and responses, each with its OpenAPI schema.
+//! * [`placement`]: the placement table and its validation.
+//! * [`ControlClient`]: one call per request, with a timeout and a typed error.
 //! * [`PlacementWatch`]: the newest placement table, kept through outages of the control plane.
-//! * [`LeaseKeeper`]: heartbeats on a thread of their own, for members.
+//! * [`LeaseKeeper`]: heartbeats of a member, on their own thread.
 //!
-//! Nothing here serves HTTP, decides a placement, or touches the data path.
+//! This crate serves no HTTP, decides no placement, and is not on the data path.
 #![forbid(unsafe_code)]
 
 mod backoff;
@@ -24,9 +24,12 @@ pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use types::{
-    Assignment, ClusterStatus, DrainRequest, ExpertLoad, LayerAssignment, LeaseRequest,
-    LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList, MemberState,
-    ModelDescriptor, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
-    SuspectResponse, TransportLinks,
+    Assignment, ClusterStatus, DrainRequest, ExpertLoad, InvalidMemberId, LayerAssignment,
+    LeaseRequest, LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList,
+    MemberState, ModelDescriptor, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus,
+    SuspectRequest, SuspectResponse, TransportLinks,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
+
+// `tokio::runtime::Handle` and `tokio::sync::watch::Receiver` are in the signatures of this crate.
+pub use tokio;

@@ -1,5 +1,4 @@
-//! The placement table: which servers hold which expert, and the check that makes its indices
-//! trustworthy.
+//! The placement table, which lists the servers of each expert, and its validation.
 
 use std::collections::HashSet;
 
@@ -8,17 +7,17 @@ use utoipa::ToSchema;
 
 use crate::types::{MemberId, ModelDescriptor};
 
-/// Which servers hold which expert, as of one epoch.
+/// The servers of each expert at one epoch.
 ///
-/// A table that came over the wire must pass [`validate`](Self::validate) before any of its
-/// indices is used; [`crate::ControlClient`] and [`crate::PlacementWatch`] do so.
+/// A table from the network must pass [`validate`](Self::validate) before its indices are used.
+/// [`crate::ControlClient`] and [`crate::PlacementWatch`] validate every table.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PlacementTable {
     /// Identity of the cluster. Epochs of different clusters do not compare.
     pub cluster_id: String,
-    /// Version of the table: rises with every change of anything below, and only then.
+    /// Version of the table. It rises with every change of the fields below, and only then.
     pub epoch: u64,
-    /// The model, once a member has registered.
+    /// The model of the fleet; `None` before the first member has registered.
     pub model: Option<ModelDescriptor>,
     /// Serving members only.
     pub servers: Vec<ServerEntry>,
@@ -26,14 +25,14 @@ pub struct PlacementTable {
     pub layers: Vec<LayerPlacement>,
 }
 
-/// A server that the table may point to.
+/// A server in the table.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct ServerEntry {
     /// Identity.
     pub member_id: MemberId,
     /// Name.
     pub name: String,
-    /// Incarnation of the process: a restarted server has another one.
+    /// Random number of the process. A restarted server has another one.
     pub incarnation: u64,
     /// `host:port` of the bootstrap listener.
     pub data_addr: String,
@@ -44,7 +43,7 @@ pub struct ServerEntry {
 pub struct LayerPlacement {
     /// Layer index.
     pub layer: u32,
-    /// Per expert, indices into [`PlacementTable::servers`]: distinct, possibly none.
+    /// For each expert, distinct indices into [`PlacementTable::servers`]. The list may be empty.
     pub replicas: Vec<Vec<u32>>,
 }
 
@@ -54,7 +53,7 @@ impl PlacementTable {
     /// Most (layer, expert) pairs that a table may place.
     pub const MAX_EXPERTS: usize = 1 << 20;
 
-    /// Servers that hold an expert; empty when nobody does or the layer is unknown.
+    /// Indices of the servers that hold an expert. Empty if no server holds it or the layer is unknown.
     pub fn replicas(&self, layer: u32, expert: u32) -> &[u32] {
         let Ok(layer_idx) = self.layers.binary_search_by_key(&layer, |entry| entry.layer) else {
             return &[];
@@ -68,14 +67,16 @@ impl PlacementTable {
         experts.filter(|replicas| replicas.is_empty()).count()
     }
 
-    /// Whether every expert of every layer has a replica; false while there is no model.
+    /// Returns true if every expert of every layer has a replica. Returns false without a model.
     pub fn is_complete(&self) -> bool {
         self.model.is_some() && self.num_experts_without_replica() == 0
     }
 
-    /// Checks everything that a user of the table relies on: sizes within bounds, one entry per
-    /// MoE layer and expert, indices in range and distinct, identities distinct, addresses of
-    /// the form `host:port`.
+    /// Checks the invariants of a table: sizes within bounds, one entry per MoE layer and expert, indices in
+    /// range and distinct, identities distinct, addresses of the form `host:port`.
+    ///
+    /// # Errors
+    /// [`PlacementError`], the first violation found.
     pub fn validate(&self) -> Result<(), PlacementError> {
         if self.cluster_id.is_empty() || self.cluster_id.len() > 128 {
             return Err(PlacementError::ClusterId { length: self.cluster_id.len() });
@@ -140,8 +141,8 @@ impl PlacementTable {
                             num_servers,
                         });
                     }
-                    // Lists are a handful long; a list that repeats itself ends at its first
-                    // repetition, so this cannot become quadratic in the size of the input.
+                    // Lists are short, and the check of a list that repeats itself ends at the first
+                    // repetition. So the time cannot become quadratic in the size of the input.
                     if replicas[..i].contains(&server_idx) {
                         return Err(PlacementError::DuplicateReplica { layer, expert, server_idx });
                     }
@@ -186,7 +187,7 @@ pub fn validate_model(model: &ModelDescriptor) -> Result<(), PlacementError> {
     Ok(())
 }
 
-/// Whether a text has the form `host:port` with a port between 1 and 65535. IPv6 hosts stand in
+/// Returns true if a text has the form `host:port` with a port between 1 and 65535. IPv6 hosts are in
 /// brackets.
 pub fn is_host_port(text: &str) -> bool {
     if text.len() > 300 {
@@ -209,7 +210,7 @@ fn clip(text: &str) -> String {
     text.chars().take(80).collect()
 }
 
-/// Why a table or a model descriptor cannot be trusted.
+/// Reason why a table or a model descriptor is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name every field")]
@@ -340,7 +341,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever passes can be walked without an index out of range.
+        /// A valid table has no index out of range.
         #[test]
         fn what_passes_can_be_trusted(
             cuts in prop::collection::vec((any::<prop::sample::Index>(), "[0-9\\[\\],\"a-z]"), 1..4),

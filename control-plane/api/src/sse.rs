@@ -1,7 +1,7 @@
 //! Incremental parser of a server-sent event stream, with a limit on the size of one event.
 //!
-//! Sans-I/O: bytes in, events out. Accepts LF, CRLF and CR line ends across any split of the
-//! input. The peer may send anything; the memory used is bounded by the limit.
+//! Sans-I/O: bytes in, events out. The parser accepts LF, CRLF and CR line ends across any split of the
+//! input. The limit bounds the memory used, whatever the peer sends.
 
 /// One event.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub(crate) struct SseEvent {
     pub(crate) data: Vec<u8>,
 }
 
-/// An event or a line grew beyond the limit.
+/// An event or a line exceeds the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("an event of the stream is larger than {limit_bytes} bytes")]
 pub(crate) struct EventTooLarge {
@@ -101,7 +101,7 @@ impl SseParser {
                 }
                 self.event.data.extend_from_slice(value);
             }
-            // Comments (empty field name), `id`, `retry` and fields of the future.
+            // Comments (empty field name), `id`, `retry` and unknown fields.
             _ => {}
         }
     }

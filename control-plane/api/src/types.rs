@@ -1,16 +1,16 @@
 //! The JSON bodies of the control plane's HTTP interface.
 //!
-//! Bodies are read leniently (unknown fields are ignored, new fields have defaults), so that
-//! members and control planes of neighbouring versions understand each other.
+//! Unknown fields are ignored and new fields have defaults, so that members and control planes of
+//! different versions work together.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Identity of one member, given out by the control plane at registration.
+/// Identity of a member. The control plane chooses it at registration.
 ///
-/// At most 64 characters out of `0-9 a-z -`, so that it can stand in a URL as it is.
+/// At most 64 characters out of `0-9 a-z -`, so that a URL can contain it unescaped.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(try_from = "String", into = "String")]
 #[schema(value_type = String, example = "5f0c2b7e91d44f3a8c550f6f2f6ed1a7")]
@@ -20,7 +20,10 @@ impl MemberId {
     /// Longest identity in bytes.
     pub const MAX_LEN: usize = 64;
 
-    /// Checks the alphabet and the length.
+    /// Checks the characters and the length.
+    ///
+    /// # Errors
+    /// [`InvalidMemberId`].
     pub fn parse(text: &str) -> Result<Self, InvalidMemberId> {
         let allowed = |byte: u8| byte.is_ascii_digit() || byte.is_ascii_lowercase() || byte == b'-';
         if text.is_empty() || text.len() > Self::MAX_LEN || !text.bytes().all(allowed) {
@@ -29,7 +32,7 @@ impl MemberId {
         Ok(Self(text.to_owned()))
     }
 
-    /// A fresh identity out of 128 random bits.
+    /// A new identity of 128 random bits.
     pub fn random() -> Self {
         Self(format!("{:032x}", rand::random::<u128>()))
     }
@@ -60,7 +63,7 @@ impl TryFrom<String> for MemberId {
     }
 }
 
-/// A text that cannot be a [`MemberId`].
+/// Error of parsing a [`MemberId`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "a member id of {length} bytes is malformed: expected 1 to 64 characters out of 0-9, a-z and -"
@@ -70,14 +73,14 @@ pub struct InvalidMemberId {
     pub length: usize,
 }
 
-/// What the whole fleet serves: enough to tell two models apart and to plan a placement.
+/// The model of a fleet, in enough detail to compare models and to plan a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct ModelDescriptor {
-    /// Digest over configuration and tensor index, as a lowercase hex string of 8 to 128 digits.
+    /// Digest of configuration and tensor index: 8 to 128 lowercase hex digits.
     pub fingerprint: String,
     /// Architecture name, such as `qwen3_moe`.
     pub architecture: String,
-    /// Width of a hidden state in elements.
+    /// Values per hidden state.
     pub hidden: u32,
     /// Indices of the layers that have experts, strictly ascending.
     pub moe_layers: Vec<u32>,
@@ -87,7 +90,7 @@ pub struct ModelDescriptor {
     pub top_k: u32,
 }
 
-/// The experts of one layer that a member is to hold.
+/// Experts of one layer that are assigned to a member.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct LayerAssignment {
     /// Layer index as in [`ModelDescriptor::moe_layers`].
@@ -96,7 +99,7 @@ pub struct LayerAssignment {
     pub experts: Vec<u32>,
 }
 
-/// Everything that a member is to hold, layers strictly ascending. The default holds nothing.
+/// All experts that are assigned to a member, with layers strictly ascending. The default is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct Assignment {
     /// One entry per layer with at least one expert.
@@ -109,12 +112,12 @@ impl Assignment {
         self.layers.iter().map(|layer| layer.experts.len()).sum()
     }
 
-    /// Whether nothing is assigned.
+    /// Returns true if no expert is assigned.
     pub fn is_empty(&self) -> bool {
         self.layers.iter().all(|layer| layer.experts.is_empty())
     }
 
-    /// The experts of one layer, empty if the layer has none.
+    /// Experts of one layer. Empty if the layer has none.
     pub fn experts(&self, layer: u32) -> &[u32] {
         match self.layers.binary_search_by_key(&layer, |entry| entry.layer) {
             Ok(idx) => &self.layers[idx].experts,
@@ -122,39 +125,39 @@ impl Assignment {
         }
     }
 
-    /// Whether one expert of one layer is assigned.
+    /// Returns true if the expert of the layer is assigned.
     pub fn contains(&self, layer: u32, expert: u32) -> bool {
         self.experts(layer).binary_search(&expert).is_ok()
     }
 }
 
-/// `POST /v1/members`: joins, or joins again after the lease was lost.
+/// `POST /v1/members`: registers a member, or registers it again after its lease was lost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RegisterRequest {
-    /// Name of the member, unique in the fleet and stable over its restarts: 1 to 128 printable
-    /// ASCII characters without spaces.
+    /// Name of the member: 1 to 128 printable ASCII characters without spaces. It must be unique in the
+    /// fleet and stay the same over restarts.
     pub name: String,
     /// `host:port` of the bootstrap listener that clients connect to.
     pub data_addr: String,
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
-    /// Random number drawn once per process start. The same name with another incarnation is a
-    /// restarted process and takes the name over.
+    /// Random number of the process. The same name with another incarnation means a restarted process,
+    /// which takes over the name.
     pub incarnation: u64,
     /// The model whose experts the member can load.
     pub model: ModelDescriptor,
-    /// Most (layer, expert) pairs that fit into the member's memory; absent = no limit.
+    /// Most (layer, expert) pairs that fit into the member's memory. Absent means no limit.
     #[serde(default)]
     pub capacity_experts: Option<u32>,
-    /// What this process has loaded already. The planner leaves it as it is, so that a member
-    /// which comes back after an outage need not load again. Empty for a fresh process.
+    /// Experts that this process has already loaded. The planner assigns exactly these, so that a member
+    /// that returns after an outage does not load again. Empty for a new process.
     #[serde(default)]
     pub holds: Assignment,
 }
 
 impl RegisterRequest {
-    /// A request of a fresh process: random incarnation, nothing held, no capacity limit.
+    /// A request of a new process: random incarnation, no loaded experts, no capacity limit.
     pub fn new(
         name: impl Into<String>,
         data_addr: impl Into<String>,
@@ -172,18 +175,18 @@ impl RegisterRequest {
     }
 }
 
-/// Answer to [`RegisterRequest`].
+/// Response to [`RegisterRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RegisterResponse {
     /// Identity for every further request of this member.
     pub member_id: MemberId,
-    /// Time to live of the lease in milliseconds; it starts now.
+    /// Time to live of the lease in milliseconds, from now.
     pub lease_ttl_ms: u64,
     /// Epoch of the placement table at this moment.
     pub epoch: u64,
-    /// What the member is to load before it reports ready.
+    /// Experts to load before the member reports ready.
     pub assignment: Assignment,
-    /// Version of the assignment, to be named in renewals.
+    /// Version of the assignment. Renewals name it.
     pub assignment_version: u64,
 }
 
@@ -192,7 +195,7 @@ pub struct RegisterResponse {
 pub struct LeaseRequest {
     /// The incarnation that the member registered with.
     pub incarnation: u64,
-    /// Version of the assignment that the member knows; with 0 it is always sent.
+    /// Version of the assignment that the member knows. With 0 the response always has the assignment.
     #[serde(default)]
     pub assignment_version: u64,
     /// Load since the last report.
@@ -200,39 +203,39 @@ pub struct LeaseRequest {
     pub load: Option<LoadReport>,
 }
 
-/// Answer to [`LeaseRequest`].
+/// Response to [`LeaseRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LeaseResponse {
-    /// Time to live of the lease in milliseconds; it starts anew now.
+    /// Time to live of the lease in milliseconds, from now.
     pub lease_ttl_ms: u64,
     /// Epoch of the placement table at this moment.
     pub epoch: u64,
-    /// What the control plane takes the member for. `loading` although the member has reported
-    /// ready means that the report was lost: report again.
+    /// State of the member. If it is `loading` although the member has reported ready, the report was lost
+    /// and the member must report again.
     pub state: MemberState,
     /// Version of the assignment in force.
     pub assignment_version: u64,
-    /// What the member is to hold, if the version differs from the one that it knows.
+    /// The new assignment, if its version differs from the version in the request.
     #[serde(default)]
     pub assignment: Option<Assignment>,
 }
 
-/// Work done by a member in one window of time.
+/// Work of a member in one window of time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LoadReport {
     /// Length of the window in milliseconds.
     pub window_ms: u64,
-    /// Time spent computing in the window in milliseconds.
+    /// Compute time in the window in milliseconds.
     pub busy_ms: u64,
     /// Tokens received in the window.
     pub num_tokens: u64,
-    /// Tokens per expert; experts without tokens may be left out.
+    /// Tokens per expert. Experts without tokens may be absent.
     #[serde(default)]
     pub experts: Vec<ExpertLoad>,
-    /// Open client links by transport; transports without any are left out.
+    /// Open client links by transport. Transports without links are absent.
     #[serde(default)]
     pub links: Vec<TransportLinks>,
-    /// GPU that serves the experts, as in `cuda:0`; absent on processors.
+    /// GPU that serves the experts, such as `cuda:0`. Absent for a server on CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
 }
@@ -242,10 +245,10 @@ pub struct LoadReport {
 pub struct TransportLinks {
     /// Name of the transport.
     pub transport: String,
-    /// Links.
+    /// Open links.
     pub num_links: u32,
-    /// Which better transports the clients left out because they do not work between them and this server,
-    /// and why.
+    /// Better transports that clients excluded because they do not work between client and server, with
+    /// the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
 }
@@ -261,59 +264,58 @@ pub struct ExpertLoad {
     pub num_tokens: u64,
 }
 
-/// `POST /v1/members/{id}/ready`: the experts named are loaded and answer from now on.
+/// `POST /v1/members/{id}/ready`: reports the loaded experts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ReadyRequest {
     /// The incarnation that the member registered with.
     pub incarnation: u64,
-    /// What is loaded. Only experts that are both held and assigned are placed.
+    /// Loaded experts. The placement contains experts that are both loaded and assigned.
     pub holds: Assignment,
 }
 
-/// `POST /v1/members/{id}/drain`: takes the member out of the placement, its lease lives on.
+/// `POST /v1/members/{id}/drain`: removes the member from the placement. Its lease continues.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DrainRequest {
-    /// If given, the request is about this incarnation only.
+    /// If present, the request applies to this incarnation only.
     #[serde(default)]
     pub incarnation: Option<u64>,
 }
 
-/// `POST /v1/members/{id}/suspect`: a client has seen the member fail.
+/// `POST /v1/members/{id}/suspect`: reports that the member seems to have failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectRequest {
-    /// Who reports, for the log: at most 128 characters.
+    /// Name of the reporting client, for the log: at most 128 characters.
     pub reporter: String,
-    /// What was seen, for the log: at most 512 characters.
+    /// Observed failure, for the log: at most 512 characters.
     pub reason: String,
-    /// If given, the report is about this incarnation only and is void for a later one.
+    /// If present, the report applies to this incarnation only.
     #[serde(default)]
     pub incarnation: Option<u64>,
 }
 
-/// Answer to [`SuspectRequest`].
+/// Response to [`SuspectRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectResponse {
-    /// Time within which the member must renew or be expired, in milliseconds; 0 if it is not
-    /// leased any more.
+    /// Time left for the member to renew before it expires, in milliseconds. 0 if it has no lease.
     pub must_renew_within_ms: u64,
 }
 
-/// Where a member stands.
+/// State of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MemberState {
-    /// Leased, loading its experts; not in the placement.
+    /// Leased, loading its experts, not in the placement.
     Loading,
     /// Leased and in the placement.
     Serving,
-    /// Leased, out of the placement, about to leave.
+    /// Leased, removed from the placement, about to leave.
     Draining,
-    /// The lease ran out; remembered for a while so that the member may come back.
+    /// The lease has expired. The member is kept for a while so that it may return.
     Expired,
 }
 
 impl MemberState {
-    /// Every state, in order of life.
+    /// Every state, in the order of a member's life.
     pub const ALL: [Self; 4] = [Self::Loading, Self::Serving, Self::Draining, Self::Expired];
 
     /// The name used in JSON and metric labels.
@@ -347,16 +349,16 @@ pub struct MemberInfo {
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
-    /// Where it stands.
+    /// State.
     pub state: MemberState,
-    /// Whether a suspect report is open.
+    /// True while the member is suspected and has not renewed yet.
     #[serde(default)]
     pub suspected: bool,
-    /// What is left of the lease in milliseconds, 0 if expired.
+    /// Time left of the lease in milliseconds, 0 if it has expired.
     pub lease_remaining_ms: u64,
-    /// (layer, expert) pairs that it has reported to hold.
+    /// Number of (layer, expert) pairs reported as loaded.
     pub experts_held: u64,
-    /// (layer, expert) pairs that it is assigned.
+    /// Number of (layer, expert) pairs assigned.
     pub experts_assigned: u64,
     /// The last load report.
     #[serde(default)]
@@ -383,14 +385,14 @@ pub struct MemberCounts {
     pub expired: u32,
 }
 
-/// Condition of the control plane's store.
+/// State of the control plane's store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StoreStatus {
     /// Name of the implementation, such as `memory` or `snapshot`.
     pub kind: String,
-    /// False while writes fail: the placement is served on, new members are refused.
+    /// False while writes fail. The placement stays available, and new members are refused.
     pub writable: bool,
-    /// Why the last write failed.
+    /// Error of the last write.
     #[serde(default)]
     pub error: Option<String>,
 }
@@ -398,7 +400,7 @@ pub struct StoreStatus {
 /// `GET /v1/status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ClusterStatus {
-    /// Identity of the cluster, constant over restarts of a control plane with a durable store.
+    /// Identity of the cluster. It survives restarts of a control plane with a durable store.
     pub cluster_id: String,
     /// Version of the control plane's software.
     pub version: String,
@@ -406,9 +408,9 @@ pub struct ClusterStatus {
     pub uptime_ms: u64,
     /// Epoch of the placement table.
     pub epoch: u64,
-    /// The model, once a member has registered.
+    /// The model of the fleet; `None` before the first member has registered.
     pub model: Option<ModelDescriptor>,
-    /// Planned size of the fleet.
+    /// Planned number of servers.
     pub num_servers: u32,
     /// Planned replicas per expert.
     pub replicas: u32,

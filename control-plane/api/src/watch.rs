@@ -1,4 +1,4 @@
-//! The newest placement table, kept through outages of the control plane.
+//! Follows the placement table. The last table stays in force during outages of the control plane.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use crate::client::ControlClient;
 use crate::error::{ConfigError, ControlError};
 use crate::placement::PlacementTable;
 
-/// Pace of a [`PlacementWatch`].
+/// Delays of a [`PlacementWatch`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct WatchOptions {
-    /// First pause before reconnecting; doubles up to [`max_backoff`](Self::max_backoff).
+    /// First delay before reconnecting. It doubles up to [`max_backoff`](Self::max_backoff). Default: 50 ms.
     pub first_backoff: Duration,
-    /// Longest pause before reconnecting.
+    /// Longest delay before reconnecting. Default: 2 s.
     pub max_backoff: Duration,
-    /// How long a complete table outlives the incomplete ones of another cluster. A control
-    /// plane that has lost its state starts with an empty table; its servers are still there and
-    /// register again within a lease.
-    pub new_cluster_patience: Duration,
+    /// Time for which a complete table stays in force when the control plane sends incomplete tables of
+    /// another cluster. A control plane that has lost its state starts with an empty table, and its servers
+    /// register again within a lease. Default: 15 s.
+    pub new_cluster_grace: Duration,
 }
 
 impl Default for WatchOptions {
@@ -33,46 +33,46 @@ impl Default for WatchOptions {
         Self {
             first_backoff: Duration::from_millis(50),
             max_backoff: Duration::from_secs(2),
-            new_cluster_patience: Duration::from_secs(15),
+            new_cluster_grace: Duration::from_secs(15),
         }
     }
 }
 
-/// Whether the stream of tables is alive.
+/// State of the stream of tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WatchStatus {
-    /// No table has come yet.
+    /// The watch has not received a table yet.
     #[default]
     Connecting,
-    /// The stream is open: the table is the control plane's newest.
+    /// The stream is open, and the table is the newest.
     Connected,
-    /// The stream is broken: the last table stays in force while the watch reconnects.
+    /// The stream is broken. The last table stays in force while the watch reconnects.
     Disconnected,
 }
 
-/// Condition of a [`PlacementWatch`].
+/// State of a [`PlacementWatch`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WatchState {
-    /// Whether the stream is alive.
+    /// State of the stream.
     pub status: WatchStatus,
-    /// Why the stream broke last, or could not be opened.
+    /// Error that last broke the stream or kept it from opening.
     pub last_error: Option<String>,
-    /// Whether the control plane refuses the token.
+    /// True while the control plane refuses the token.
     pub unauthorized: bool,
-    /// Streams opened so far.
+    /// Number of streams opened.
     pub num_connects: u64,
-    /// Tables refused because their epoch was older than the one in force.
+    /// Number of tables refused because their epoch was older than that of the table in force.
     pub num_stale_tables: u64,
 }
 
 /// Follows the placement. Dropping it ends the watch; receivers keep the last table.
 ///
-/// Until the first table comes the value is the empty table: no cluster id, epoch 0. For one
-/// cluster id the epoch never goes backwards. A control plane that has lost its state has
-/// another cluster id; its tables are accepted whatever their epoch, but an incomplete one
-/// replaces a complete one only after [`WatchOptions::new_cluster_patience`].
+/// Before the first table arrives the value is the empty table: no cluster id, epoch 0. For one cluster id
+/// the epoch never goes backwards. A control plane that has lost its state has another cluster id. Its
+/// tables are accepted with any epoch, but an incomplete one replaces a complete one only after
+/// [`WatchOptions::new_cluster_grace`].
 #[derive(Debug)]
 pub struct PlacementWatch {
     tables: watch::Receiver<Arc<PlacementTable>>,
@@ -82,7 +82,10 @@ pub struct PlacementWatch {
 }
 
 impl PlacementWatch {
-    /// Starts watching on a runtime, which must have time and I/O enabled and be driven.
+    /// Starts the watch on a running tokio runtime with time and I/O enabled.
+    ///
+    /// # Errors
+    /// [`ConfigError::Setup`] when the HTTP client cannot be set up.
     pub fn spawn(
         client: &ControlClient,
         handle: &Handle,
@@ -93,7 +96,10 @@ impl PlacementWatch {
         Ok(watch)
     }
 
-    /// Starts watching on a thread with a runtime of its own, for callers without a runtime.
+    /// Starts the watch on its own thread and runtime, for callers without a runtime.
+    ///
+    /// # Errors
+    /// [`ConfigError::Setup`] when the HTTP client, the runtime or the thread cannot be set up.
     pub fn spawn_thread(
         client: &ControlClient,
         options: WatchOptions,
@@ -104,7 +110,7 @@ impl PlacementWatch {
         let runtime = runtime.map_err(setup)?;
         let body = move || {
             runtime.block_on(until(follower.run(), stop));
-            // A name look-up that hangs must not keep the thread.
+            // Do not wait for a DNS lookup that hangs.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("switchyard-watch".to_owned());
@@ -121,11 +127,11 @@ impl PlacementWatch {
         let (state_tx, state) = watch::channel(WatchState::default());
         let (stop_tx, stop) = oneshot::channel();
         let follower =
-            Follower { client, options, tables: tables_tx, state: state_tx, held_back: None };
+            Follower { client, options, tables: tables_tx, state: state_tx, pending: None };
         Ok((Self { tables, state, _stop: stop_tx }, follower, stop))
     }
 
-    /// A receiver of tables. Reading it takes no round trip.
+    /// A receiver of tables. Reading it never waits for the network.
     pub fn tables(&self) -> watch::Receiver<Arc<PlacementTable>> {
         self.tables.clone()
     }
@@ -135,13 +141,15 @@ impl PlacementWatch {
         self.tables.borrow().clone()
     }
 
-    /// A receiver of the connection's condition.
+    /// A receiver of the watch's state.
     pub fn state(&self) -> watch::Receiver<WatchState> {
         self.state.clone()
     }
 
-    /// Waits until a table satisfies `wanted`, at most for `bound`. On expiry gives the table in
-    /// force as the error.
+    /// Waits up to `bound` for a table that satisfies `wanted`.
+    ///
+    /// # Errors
+    /// The table in force, after a timeout.
     pub async fn wait_for(
         &self,
         bound: Duration,
@@ -169,8 +177,8 @@ struct Follower {
     options: WatchOptions,
     tables: watch::Sender<Arc<PlacementTable>>,
     state: watch::Sender<WatchState>,
-    /// The newest incomplete table of another cluster, and when its time comes.
-    held_back: Option<(Instant, PlacementTable)>,
+    /// The newest incomplete table of another cluster, and the time to accept it.
+    pending: Option<(Instant, PlacementTable)>,
 }
 
 impl Follower {
@@ -187,7 +195,7 @@ impl Follower {
                 state.last_error = Some(err.to_string());
             });
             if was_connected {
-                warn!(error = %err, "placement watch broken; the last table stays in force");
+                warn!(error = %err, "placement watch disconnected; the last table stays in force");
             } else {
                 debug!(error = %err, "placement watch cannot connect");
             }
@@ -195,15 +203,15 @@ impl Follower {
         }
     }
 
-    /// Reads one stream to its end, which is always an error.
+    /// Reads one stream until it breaks, and returns the error.
     async fn follow(&mut self, backoff: &mut Backoff) -> ControlError {
         let mut stream = match self.client.watch_placement().await {
             Ok(stream) => stream,
             Err(err) => return err,
         };
         loop {
-            let due = self.held_back.as_ref().map(|(due, _)| *due);
-            let patience = async {
+            let due = self.pending.as_ref().map(|(due, _)| *due);
+            let grace = async {
                 match due {
                     Some(due) => tokio::time::sleep_until(due).await,
                     None => std::future::pending().await,
@@ -214,8 +222,8 @@ impl Follower {
                     Ok(table) => table,
                     Err(err) => return err,
                 },
-                () = patience => {
-                    self.give_in();
+                () = grace => {
+                    self.accept_pending();
                     continue;
                 }
             };
@@ -240,34 +248,34 @@ impl Follower {
                 warn!(found = table.epoch, in_force = current.epoch, "older placement refused");
                 self.state.send_modify(|state| state.num_stale_tables += 1);
             } else if table.epoch > current.epoch {
-                self.put_in_force(table);
+                self.publish(table);
             }
         } else if current.is_complete() && !table.is_complete() {
-            if self.held_back.is_none() {
+            if self.pending.is_none() {
                 warn!(
                     cluster = table.cluster_id,
                     "the control plane has lost its state; the last table stays in force until \
                      the servers have registered again"
                 );
             }
-            let due = Instant::now() + self.options.new_cluster_patience;
-            let due = self.held_back.as_ref().map_or(due, |(due, _)| *due);
-            self.held_back = Some((due, table));
+            let due = Instant::now() + self.options.new_cluster_grace;
+            let due = self.pending.as_ref().map_or(due, |(due, _)| *due);
+            self.pending = Some((due, table));
         } else {
-            self.put_in_force(table);
+            self.publish(table);
         }
     }
 
-    /// Accepts an incomplete table after all.
-    fn give_in(&mut self) {
-        if let Some((_, table)) = self.held_back.take() {
-            self.put_in_force(table);
+    /// Accepts the incomplete table after the grace period.
+    fn accept_pending(&mut self) {
+        if let Some((_, table)) = self.pending.take() {
+            self.publish(table);
         }
     }
 
-    fn put_in_force(&mut self, table: PlacementTable) {
+    fn publish(&mut self, table: PlacementTable) {
         debug!(epoch = table.epoch, servers = table.servers.len(), "new placement");
-        self.held_back = None;
+        self.pending = None;
         self.tables.send_replace(Arc::new(table));
     }
 }

@@ -1,4 +1,4 @@
-//! Refusals as HTTP answers, and bodies as JSON with a clear error.
+//! Errors as HTTP responses, and JSON bodies of requests.
 
 use axum::Json;
 use axum::body::Bytes;
@@ -13,7 +13,7 @@ use super::App;
 use crate::admission::Refusal;
 use crate::coordinator::OperationError;
 
-/// A refusal.
+/// An error response.
 #[derive(Debug)]
 pub(crate) struct HttpError {
     code: &'static str,
@@ -90,8 +90,8 @@ impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
     type Rejection = HttpError;
 
     async fn from_request(request: Request, state: &App) -> Result<Self, HttpError> {
-        // Asking for the type keeps pages in a browser from posting here without the browser's
-        // consent check.
+        // Requiring the content type stops web pages from posting here without the browser's CORS
+        // preflight request.
         let content_type = request.headers().get(CONTENT_TYPE).cloned();
         let bytes = Bytes::from_request(request, state).await.map_err(|rejection| {
             let text = rejection.body_text();
@@ -113,7 +113,7 @@ impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
         match serde_json::from_slice(text) {
             Ok(value) => Ok(Self(value)),
             Err(err) => {
-                let text = format!("the body is not what this route takes: {err}");
+                let text = format!("the body is not the JSON that this route expects: {err}");
                 Err(HttpError::new(code::BAD_REQUEST, text))
             }
         }

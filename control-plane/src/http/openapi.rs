@@ -1,4 +1,4 @@
-//! The description of the interface.
+//! The OpenAPI document.
 
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
@@ -14,7 +14,7 @@ pub(super) fn document() -> utoipa::openapi::OpenApi {
 #[openapi(
     info(
         title = "Switchyard control plane",
-        description = "Membership by lease and placement by epoch of a Switchyard fleet."
+        description = "Membership (leases) and placement (epochs) of a Switchyard fleet."
     ),
     paths(
         routes::healthz,

@@ -38,14 +38,14 @@ pub(super) fn all() -> Vec<Route> {
     ]
 }
 
-/// Whether the process lives.
+/// Returns 200 while the process runs.
 #[utoipa::path(get, path = "/healthz", tag = "probes", security(()),
     responses((status = 200, description = "Alive", body = String)))]
 pub(super) async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Whether requests are welcome: no longer so once a shutdown has begun.
+/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun.
 #[utoipa::path(get, path = "/readyz", tag = "probes", security(()), responses(
     (status = 200, description = "Ready", body = String),
     (status = 503, description = "Shutting down", body = ApiError)))]
@@ -98,8 +98,8 @@ pub(super) async fn members(State(app): State<App>) -> Json<MemberList> {
     Json(MemberList { members: app.coordinator.members() })
 }
 
-/// Joins, or joins again. The same name and incarnation give the same member; another
-/// incarnation takes the name over. The answer is durable when it is given.
+/// Registers a member. The same name and incarnation return the same member; another incarnation takes
+/// over the name. The registration is durable before the response is sent.
 #[utoipa::path(post, path = "/v1/members", tag = "members",
     request_body = RegisterRequest, responses(
     (status = 200, description = "Registered; the lease starts now", body = RegisterResponse),
@@ -116,10 +116,10 @@ pub(super) async fn register(
     Ok(Json(app.coordinator.register(request).await?))
 }
 
-/// Leaves for good.
+/// Removes a member for good.
 #[utoipa::path(delete, path = "/v1/members/{id}", tag = "members",
     params(("id" = MemberId, Path, description = "Member")), responses(
-    (status = 204, description = "Gone"),
+    (status = 204, description = "Removed"),
     (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`superseded`", body = ApiError)))]
@@ -135,7 +135,7 @@ pub(super) async fn leave(
 #[utoipa::path(put, path = "/v1/members/{id}/lease", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = LeaseRequest, responses(
-    (status = 200, description = "Renewed; the lease starts anew now", body = LeaseResponse),
+    (status = 200, description = "Renewed; the lease starts again now", body = LeaseResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`: register again", body = ApiError),
@@ -149,7 +149,7 @@ pub(super) async fn renew(
     Ok(Json(app.coordinator.renew(&member_id(&id)?, request)?))
 }
 
-/// Reports what is loaded, which puts the member into the placement.
+/// Reports the loaded experts and adds the member to the placement.
 #[utoipa::path(post, path = "/v1/members/{id}/ready", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = ReadyRequest, responses(
@@ -166,11 +166,11 @@ pub(super) async fn ready(
     Ok(Json(app.coordinator.ready(&member_id(&id)?, request)?))
 }
 
-/// Takes a member out of the placement while its lease lives on.
+/// Removes a member from the placement. Its lease continues.
 #[utoipa::path(post, path = "/v1/members/{id}/drain", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = DrainRequest, responses(
-    (status = 200, description = "Out of the placement", body = MemberInfo),
+    (status = 200, description = "Removed from the placement", body = MemberInfo),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
@@ -183,7 +183,8 @@ pub(super) async fn drain(
     Ok(Json(app.coordinator.drain(&member_id(&id)?, request.incarnation)?))
 }
 
-/// Reports that a member looks dead: it must renew within one heartbeat interval or is expired.
+/// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
+/// plus the grace period.
 #[utoipa::path(post, path = "/v1/members/{id}/suspect", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = SuspectRequest, responses(
@@ -198,7 +199,7 @@ pub(super) async fn suspect(
     Body(request): Body<SuspectRequest>,
 ) -> Answer<SuspectResponse> {
     if request.reporter.chars().count() > 128 || request.reason.chars().count() > 512 {
-        let text = "reporter takes at most 128 characters, reason at most 512";
+        let text = "reporter may have at most 128 characters, reason at most 512";
         return Err(HttpError::new(code::BAD_REQUEST, text));
     }
     let left = app.coordinator.suspect(&member_id(&id)?, request)?;

@@ -15,12 +15,12 @@ use tokio::sync::broadcast::{self, error::RecvError};
 
 use super::App;
 use super::error::HttpError;
-use crate::coordinator::Published;
+use crate::coordinator::EncodedTable;
 use httpd::stopped;
 
-/// Stream of placement tables: the one in force at once, then each new one as an event
-/// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest.
-/// Comments keep the connection alive.
+/// Stream of placement tables. The table in force comes at once, then every new one. Each is an event
+/// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest table. Comments
+/// keep the connection alive.
 #[utoipa::path(get, path = "/v1/placement/watch", tag = "placement", responses(
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
@@ -32,7 +32,7 @@ pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, 
     }
     let permit = Arc::clone(&app.watch_permits).try_acquire_owned().map_err(|_| {
         let limit = app.limits.max_watchers;
-        let text = format!("{limit} placement watches are open, the most that are accepted");
+        let text = format!("{limit} placement watches are open, which is the limit");
         HttpError::new(code::TOO_MANY_WATCHERS, text)
     })?;
     let (latest, changes) = app.coordinator.subscribe();
@@ -53,7 +53,7 @@ pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, 
 struct Watcher {
     app: App,
     pending: VecDeque<Bytes>,
-    changes: broadcast::Receiver<Arc<Published>>,
+    changes: broadcast::Receiver<Arc<EncodedTable>>,
     _open: OpenWatch,
 }
 

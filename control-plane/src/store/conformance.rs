@@ -1,4 +1,4 @@
-//! What every store must do, whatever it is made of.
+//! The conformance suite of every store.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -83,7 +83,7 @@ fn a_writer_with_an_old_revision_is_refused(subject: &impl Subject) {
     assert_eq!(store.load().unwrap(), (Some(kept), new));
 }
 
-/// The whole suite, each case on a subject of its own.
+/// Runs the whole suite, each case on its own subject.
 fn conforms<S: Subject>(make: impl Fn() -> S) {
     a_fresh_store_is_empty(&make());
     what_is_saved_is_found_after_a_restart(&make());
@@ -138,14 +138,14 @@ fn every_damaged_byte_is_noticed() {
         let mut bad = good.clone();
         bad[i] ^= 0x10;
         std::fs::write(&path, &bad).unwrap();
-        // The revision stands in the header, outside the checksum: a flip there is a flip of a
-        // number, all others must be errors.
+        // The revision is in the header, outside the checksum. A flip there changes the number; all
+        // other flips must be errors.
         match store.load() {
             Ok((Some(found), revision)) => {
                 assert_ne!(revision, Revision(1), "byte {i} of {}", good.len());
                 assert_eq!(found, snapshot_like(&found, 7));
             }
-            Ok((None, _)) => panic!("byte {i}: damage passed off as a fresh store"),
+            Ok((None, _)) => panic!("byte {i}: damage reported as a fresh store"),
             Err(err) => assert!(
                 matches!(err, StoreError::Corrupt { .. } | StoreError::Format { .. }),
                 "byte {i}: {err}"

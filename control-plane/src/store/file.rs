@@ -1,9 +1,9 @@
-//! The embedded store: one file, replaced atomically, checked when read.
+//! The embedded store: one file, replaced atomically and checked when it is read.
 //!
 //! Layout of `state.snapshot`: one ASCII line `switchyard-state FORMAT REVISION LENGTH CRC32C`
 //! (the checksum in hex, over the body), then `LENGTH` bytes of JSON. A write goes to
-//! `state.snapshot.tmp`, is synced, renamed over the old file, and the directory is synced. A
-//! lock on `lock` keeps a second control plane out.
+//! `state.snapshot.tmp`, which is synced and renamed over the old file. Then the directory is synced.
+//! A lock on the file `lock` refuses a second control plane.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -15,15 +15,14 @@ use super::{Revision, Snapshot, Store, StoreError};
 #[derive(Debug)]
 pub struct FileStore {
     dir: PathBuf,
-    /// Revision of the last snapshot read or written with success. Under the lock nobody else
-    /// moves it.
+    /// Revision of the last successful read or write. The lock excludes other writers.
     revision: Option<Revision>,
     /// Held for the life of the store.
     _lock: File,
 }
 
 impl FileStore {
-    /// Opens the store in `dir`, which is made if it does not exist, and locks it.
+    /// Creates `dir` if needed, opens the store in it and locks it.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         fs::create_dir_all(dir).map_err(|err| classify("create directory", dir, err))?;
         let path = dir.join("lock");
@@ -62,7 +61,7 @@ impl FileStore {
         let tmp = self.dir.join("state.snapshot.tmp");
         let written = write_synced(&tmp, bytes);
         if written.is_err() {
-            // A partial file must not take the space that is missing.
+            // A partial file would occupy space that the next write needs.
             let _ = fs::remove_file(&tmp);
         }
         written?;

@@ -1,10 +1,10 @@
-//! A store that lives as long as the process: for tests and throw-away clusters.
+//! A store in memory, for tests and short-lived clusters.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Revision, Snapshot, Store, StoreError};
 
-/// Keeps the snapshot in memory. Clones share it, so a test can "restart" on what is left.
+/// Keeps the snapshot in memory. Clones share it, so a test can restart a control plane on the same state.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore {
     state: Arc<Mutex<(Option<Snapshot>, Revision)>>,

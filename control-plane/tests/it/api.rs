@@ -4,7 +4,7 @@ use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
     SuspectRequest, code,
 };
-use control_plane::{BindError, Server, ServerConfig};
+use switchyard_control_plane::{BindError, Server, ServerConfig};
 
 use super::*;
 
@@ -116,7 +116,7 @@ async fn refusals_carry_their_code() {
 }
 
 #[tokio::test]
-async fn without_the_token_nobody_gets_in() {
+async fn requests_without_the_token_are_refused() {
     let plane = Plane::start(config()).await;
     for token in [None, Some("wrong".to_owned()), Some(format!("{TOKEN}x"))] {
         let client = ControlClient::new(&plane.url(), token).unwrap();

@@ -1,12 +1,12 @@
-//! What survives a restart, a kill and a full disk.
+//! State after a restart, a kill and a full disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use control_api::{DrainRequest, LeaseRequest, MemberState, code};
-use control_plane::BindError;
-use control_plane::clock::MonotonicClock;
-use control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
+use switchyard_control_plane::BindError;
+use switchyard_control_plane::clock::MonotonicClock;
+use switchyard_control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
 
 use super::*;
 
@@ -35,7 +35,7 @@ async fn a_restart_keeps_cluster_members_and_order_of_epochs() {
     plane.stop().await;
 }
 
-/// A registration that was answered is on disk: a kill right after it loses nothing.
+/// A registration is on disk before its response is sent, so a kill right after it loses nothing.
 #[tokio::test]
 async fn an_answered_registration_survives_a_kill() {
     let dir = tempfile::tempdir().unwrap();
@@ -45,7 +45,7 @@ async fn an_answered_registration_survives_a_kill() {
     for i in 0..20 {
         let name = format!("m{i}");
         let member = client.register(&request(&name, i)).await.unwrap().member_id;
-        // What a kill at this moment would leave behind.
+        // The state that a kill at this moment would leave.
         std::fs::copy(dir.path().join("state.snapshot"), copy.path().join("state.snapshot"))
             .unwrap();
         let heir = Plane::start(durable_config(copy.path())).await;
@@ -67,7 +67,7 @@ async fn a_damaged_state_is_refused_not_forgotten() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&path, &bytes).unwrap();
-    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    let err = switchyard_control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
     assert!(matches!(err, BindError::Store(StoreError::Corrupt { .. })), "{err}");
     assert!(err.to_string().contains("state.snapshot is damaged"), "{err}");
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
@@ -77,7 +77,7 @@ async fn a_damaged_state_is_refused_not_forgotten() {
 async fn two_control_planes_cannot_share_a_directory() {
     let dir = tempfile::tempdir().unwrap();
     let plane = Plane::start(durable_config(dir.path())).await;
-    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    let err = switchyard_control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
     assert!(matches!(err, BindError::Store(StoreError::InUse { .. })), "{err}");
     plane.stop().await;
 }
@@ -90,7 +90,7 @@ async fn the_state_of_another_model_is_named() {
     plane.stop().await;
     let mut config = durable_config(dir.path());
     config.model_fingerprint = Some("feedfeedfeedfeed".to_owned());
-    let err = control_plane::Server::bind(config.clone()).await.unwrap_err().to_string();
+    let err = switchyard_control_plane::Server::bind(config.clone()).await.unwrap_err().to_string();
     assert!(err.contains("feedfeedfeedfeed") && err.contains("0123456789abcdef"), "{err}");
     config.model_fingerprint = Some(model().fingerprint);
     Plane::start(config).await.stop().await;
@@ -128,7 +128,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     let mut config = config();
     config.lease_ttl = Duration::from_secs(60);
     let clock = Arc::new(MonotonicClock::new());
-    let server = control_plane::Server::bind_with(config, Box::new(store), clock);
+    let server = switchyard_control_plane::Server::bind_with(config, Box::new(store), clock);
     let plane = Plane::run(server.await.unwrap());
     let client = plane.client();
     let member = serve(&client, "a", 1).await;
@@ -143,7 +143,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
     let status = client.status().await.unwrap().store;
     assert!(!status.writable && status.error.is_some());
-    // Everything else goes on: heartbeats, known processes, deaths, new epochs.
+    // Everything else works: heartbeats, known processes, expirations, new epochs.
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
     client.renew(&member, &lease).await.unwrap();
     assert_eq!(client.register(&request("a", 1)).await.unwrap().member_id, member);
@@ -163,18 +163,18 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     plane.stop().await;
 }
 
-/// A store that somebody else writes.
+/// A store that another process writes.
 #[tokio::test]
 async fn a_control_plane_that_has_been_replaced_stops() {
     let store = MemoryStore::new();
     let clock = Arc::new(MonotonicClock::new());
-    let server = control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
+    let server =
+        switchyard_control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
     let plane = Plane::run(server.await.unwrap());
     let mut rival = store.clone();
     let (snapshot, revision) = rival.load().unwrap();
     rival.save(&snapshot.unwrap(), revision).unwrap();
-    // The registration cannot become durable; whether its refusal still comes out does not
-    // matter.
+    // The registration cannot become durable. Its refusal may or may not arrive.
     let _ = plane.client().register(&request("a", 1)).await;
     let outcome = tokio::time::timeout(BOUND, plane.task).await.unwrap().unwrap();
     assert!(matches!(outcome, Err(RunError::Store(StoreError::Conflict { .. }))), "{outcome:?}");

@@ -1,4 +1,4 @@
-//! Peers that are slow, silent, greedy or talk nonsense, on both sides.
+//! Slow, silent and malicious peers, for server and client.
 
 use control_api::{ControlError, LeaseRequest, MemberId, PlacementWatch, WatchOptions};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -20,7 +20,7 @@ fn allow_files(wanted: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
+async fn a_thousand_silent_or_dripping_peers_delay_no_request_and_are_closed() {
     allow_files(4 * NUM_PEERS as u64);
     let mut config = config();
     config.lease_ttl = Duration::from_secs(60);
@@ -32,7 +32,7 @@ async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
             let mut stream = TcpStream::connect(addr).await.unwrap();
             let (mut reader, mut writer) = stream.split();
             let drip = async {
-                // A third says nothing, a third drips a head, a third drips a body.
+                // A third is silent, a third sends a head slowly, a third sends a body slowly.
                 let text = match i % 3 {
                     0 => String::new(),
                     1 => format!("GET /v1/status HTTP/1.1\r\nx: {}", "x".repeat(1000)),
@@ -63,7 +63,7 @@ async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
             }
         });
     }
-    // Healthy requests go on all the while; each is bounded by the client's own limit.
+    // Valid requests succeed meanwhile; the client's timeout bounds each.
     let client = plane.client();
     let member = serve(&client, "healthy", 1).await;
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
@@ -80,7 +80,7 @@ async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
             }
             () = tokio::time::sleep(Duration::from_millis(5)) => {
                 client.renew(&member, &lease).await.unwrap();
-                // A connection of its own, through the accept path.
+                // A new connection each, through the accept path.
                 let started = std::time::Instant::now();
                 plane.client().status().await.unwrap();
                 waits.push(started.elapsed());
@@ -99,7 +99,7 @@ async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
     plane.stop().await;
 }
 
-/// With all places taken by silent peers, newcomers still get in.
+/// With silent peers on all connections, a new connection is still accepted.
 #[tokio::test]
 async fn silent_peers_give_way_when_all_places_are_taken() {
     let mut config = config();
@@ -116,14 +116,14 @@ async fn silent_peers_give_way_when_all_places_are_taken() {
     plane.stop().await;
 }
 
-/// An answer that nobody reads does not hold its place for ever.
+/// A connection whose peer does not read the response is closed.
 #[tokio::test]
 async fn a_peer_that_reads_nothing_is_closed() {
     let mut config = config();
     config.limits.write_timeout = Duration::from_millis(300);
     let plane = Plane::start(config).await;
     let mut stream = TcpStream::connect(plane.addr).await.unwrap();
-    // Pipelined requests whose answers overflow every buffer on the way.
+    // Pipelined requests whose responses overflow all buffers.
     let request = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n".repeat(100);
     let flood = async { while stream.write_all(&request).await.is_ok() {} };
     tokio::time::timeout(BOUND, flood).await.expect("the connection was not closed");
@@ -157,7 +157,7 @@ async fn oversize_heads_and_bodies_are_refused() {
     let answer = raw(plane.addr, post(10_001, &"x".repeat(10_001)).as_bytes()).await;
     assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
     assert!(answer.contains("\"code\":\"body_too_large\""), "{answer}");
-    // Announced only: refused without waiting for it.
+    // The announced length is enough to refuse the body.
     let answer = raw(plane.addr, post(1 << 40, "").as_bytes()).await;
     assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
     plane.client().status().await.unwrap();
@@ -207,7 +207,7 @@ async fn nonsense_gets_one_clear_line() {
     plane.stop().await;
 }
 
-/// A control plane that answers anything at all. The client gives typed errors and never panics.
+/// A control plane that sends malformed responses. The client returns typed errors and never panics.
 #[tokio::test]
 async fn the_client_survives_a_garbage_server() {
     use rand::rngs::StdRng;

@@ -1,4 +1,4 @@
-//! A control plane as a process of its own, killed and frozen for real.
+//! A control plane in its own process, killed and stopped by signals.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -66,12 +66,12 @@ async fn child() {
     config.listen = std::env::var(ENV_LISTEN).unwrap();
     let plane = Plane::start(config).await;
     println!("\nLISTENING {}", plane.addr);
-    // Ends by itself should the parent be gone.
+    // Ends by itself when the parent has ended.
     tokio::time::sleep(Duration::from_secs(300)).await;
 }
 
-/// SIGKILL at random moments, a fleet that lives on: the cluster stays the same, no epoch ever
-/// stands for two tables, and the fleet is complete again after every restart.
+/// SIGKILL at random moments while members keep running. The cluster id stays the same, no epoch has two
+/// tables, and the fleet is complete again after every restart.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kills_lose_nothing_and_issue_no_epoch_twice() {
     let seed: u64 = rand::random();
@@ -95,11 +95,11 @@ async fn kills_lose_nothing_and_issue_no_epoch_twice() {
     let mut seen: HashMap<u64, Arc<PlacementTable>> = HashMap::new();
     let mut tables = watch.tables();
     for round in 0..100 {
-        // A slow disk makes few epochs before a kill.
+        // A slow disk allows few epochs before a kill.
         if round >= 10 && seen.len() > 20 {
             break;
         }
-        // Members come and go, so that the store is being written when the kill comes.
+        // Members join and leave, so that the kill hits a write of the store.
         let churn = tokio::spawn({
             let client = client.clone();
             async move {
@@ -141,9 +141,9 @@ async fn kills_lose_nothing_and_issue_no_epoch_twice() {
     assert!(seen.len() > 20, "{} epochs", seen.len());
 }
 
-/// A control plane frozen for several leases expires nobody when it thaws.
+/// A control plane that was stopped for several leases expires no member when it continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_frozen_control_plane_expires_nobody() {
+async fn a_frozen_control_plane_expires_no_member() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(dir.path(), "127.0.0.1:0");
     let client = process.client();

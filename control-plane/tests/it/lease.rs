@@ -28,7 +28,7 @@ async fn a_keeper_registers_serves_renews_drains_and_leaves() {
     keeper.serving(BOUND).await.unwrap();
     assert_eq!(client.placement().await.unwrap().servers.len(), 1);
     keeper.report_load(LoadReport { num_tokens: 5, ..LoadReport::default() });
-    // More renewals than one lease is long.
+    // Renewals over more than one lease.
     until(&keeper, |state| state.num_renewals >= 5).await;
     let members = client.members().await.unwrap();
     assert_eq!(members[0].state, MemberState::Serving);
@@ -40,7 +40,7 @@ async fn a_keeper_registers_serves_renews_drains_and_leaves() {
     keeper.leave(BOUND).await.unwrap();
     assert!(client.members().await.unwrap().is_empty());
     let err = keeper.serving(BOUND).await.unwrap_err();
-    assert!(matches!(err, LeaseError::Over { .. }), "{err}");
+    assert!(matches!(err, LeaseError::Ended { .. }), "{err}");
     plane.stop().await;
 }
 
@@ -69,7 +69,7 @@ async fn a_refused_first_registration_is_final() {
     other.model.fingerprint = "feedfeedfeedfeed".to_owned();
     let keeper = LeaseKeeper::spawn(&client, other, LeaseOptions::default()).unwrap();
     match keeper.registered(BOUND).await.unwrap_err() {
-        LeaseError::Over { reason, code } => {
+        LeaseError::Ended { reason, code } => {
             assert_eq!(code.as_deref(), Some(code::MODEL_MISMATCH));
             assert!(reason.contains("feedfeedfeedfeed"), "{reason}");
         }
@@ -78,7 +78,7 @@ async fn a_refused_first_registration_is_final() {
     let stranger = ControlClient::new(&plane.url(), Some("wrong".to_owned())).unwrap();
     let keeper = self::keeper(&stranger, "c", 3);
     match keeper.registered(BOUND).await.unwrap_err() {
-        LeaseError::Over { code, .. } => assert_eq!(code.as_deref(), Some(code::UNAUTHORIZED)),
+        LeaseError::Ended { code, .. } => assert_eq!(code.as_deref(), Some(code::UNAUTHORIZED)),
         err => panic!("{err}"),
     }
     plane.stop().await;
@@ -103,7 +103,7 @@ async fn a_keeper_waits_for_a_control_plane_that_is_not_up_yet() {
     plane.stop().await;
 }
 
-/// A control plane without a durable store forgets everything; what the members hold survives.
+/// A control plane without a durable store loses its state; members keep their experts.
 #[tokio::test]
 async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
     let plane = Plane::start(patient_config()).await;
@@ -138,7 +138,7 @@ async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
     let after = client.placement().await.unwrap();
     assert_ne!(after.cluster_id, before.cluster_id);
     assert_eq!(after.layers, before.layers);
-    // Clients went from one complete table to the next: nobody saw the empty one.
+    // Clients went from one complete table to the next and never saw the empty one.
     watch.wait_for(BOUND, |table| *table == after).await.unwrap();
     assert!(tables.has_changed().unwrap());
     assert!(!seen_incomplete.is_finished(), "an incomplete table came into force");
@@ -146,7 +146,7 @@ async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
     plane.stop().await;
 }
 
-/// As after SIGSTOP and SIGCONT: the control plane has expired the member when it comes back.
+/// As after SIGSTOP and SIGCONT of a member: the control plane has expired it in between.
 #[tokio::test]
 async fn a_keeper_comes_back_after_its_lease_ran_out() {
     let mut config = config();
@@ -200,7 +200,7 @@ async fn a_superseded_keeper_gives_up() {
     plane.stop().await;
 }
 
-/// A live member that is suspected renews in time and stays.
+/// A suspected live member renews in time and stays.
 #[tokio::test]
 async fn a_suspected_keeper_stays() {
     let plane = Plane::start(patient_config()).await;
@@ -226,7 +226,7 @@ async fn a_suspected_keeper_stays() {
     plane.stop().await;
 }
 
-/// Leaving is bounded although nobody answers.
+/// `leave` is bounded even without a response.
 #[tokio::test]
 async fn leaving_without_a_control_plane_is_bounded() {
     let plane = Plane::start(config()).await;
@@ -236,11 +236,11 @@ async fn leaving_without_a_control_plane_is_bounded() {
     plane.stop().await;
     let bound = Duration::from_millis(300);
     let err = tokio::time::timeout(BOUND, keeper.leave(bound)).await.unwrap().unwrap_err();
-    assert!(matches!(err, LeaseError::Timeout { .. } | LeaseError::Over { .. }), "{err}");
+    assert!(matches!(err, LeaseError::Timeout { .. } | LeaseError::Ended { .. }), "{err}");
     until(&keeper, |state| state.status == LeaseStatus::Failed).await;
 }
 
-/// A control plane that registers everybody and knows nobody must not be asked in a tight loop.
+/// The keeper backs off from a control plane that registers it and then does not know it.
 #[tokio::test]
 async fn a_forgetful_control_plane_is_not_hammered() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -274,12 +274,12 @@ async fn a_forgetful_control_plane_is_not_hammered() {
     until(&keeper, |state| state.num_registrations >= 4).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     let found = num_requests.load(std::sync::atomic::Ordering::Relaxed);
-    // Pauses of 50 ms doubling to 1 s leave room for a dozen rounds, a tight loop for thousands.
+    // Delays of 50 ms doubling to 1 s allow a dozen rounds; a tight loop makes thousands.
     assert!(found < 60, "{found} requests");
     server.abort();
 }
 
-/// Forwards connections until cut, as a network would.
+/// Forwards connections until it is cut, like a network.
 struct Proxy {
     url: String,
     cut: tokio::sync::watch::Sender<bool>,

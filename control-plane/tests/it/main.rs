@@ -12,11 +12,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use control_api::{Assignment, ControlClient, ModelDescriptor, ReadyRequest, RegisterRequest};
-use control_plane::{RunError, Server, ServerConfig};
+use switchyard_control_plane::{RunError, Server, ServerConfig};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// Longest wait for anything that must happen.
+/// Longest wait for an expected event.
 const BOUND: Duration = Duration::from_secs(20);
 const TOKEN: &str = "test-token";
 
@@ -49,7 +49,7 @@ impl Plane {
         ControlClient::new(&self.url(), Some(TOKEN.to_owned())).unwrap()
     }
 
-    /// Ends in good order.
+    /// Shuts the control plane down cleanly.
     async fn stop(mut self) {
         self.stop.take().unwrap().send(()).unwrap();
         tokio::time::timeout(BOUND, self.task).await.unwrap().unwrap().unwrap();
@@ -64,7 +64,7 @@ fn config() -> ServerConfig {
     config
 }
 
-/// Leases of members that have to live: long enough for a busy machine to renew them.
+/// Lease of members that must not expire: long enough for a busy machine to renew.
 const LEASE: Duration = Duration::from_secs(3);
 
 fn patient_config() -> ServerConfig {
@@ -104,11 +104,11 @@ async fn serve(client: &ControlClient, name: &str, incarnation: u64) -> control_
     response.member_id
 }
 
-/// Sends raw bytes and reads the answer until the server closes or falls silent.
+/// Sends raw bytes and reads the response until the server closes or is silent for 2 s.
 async fn raw(addr: SocketAddr, bytes: &[u8]) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
-    // The server may have heard enough and close before all is sent.
+    // The server may close before it has read everything.
     let _ = stream.write_all(bytes).await;
     let mut answer = Vec::new();
     let mut chunk = [0; 4096];

@@ -17,7 +17,7 @@ async fn a_watch_sees_every_epoch_in_order() {
     let client = plane.client();
     let mut stream = client.watch_placement().await.unwrap();
     let mut seen = vec![stream.next().await.unwrap().epoch];
-    // 30 changes as fast as they can be made: fewer than a watcher may lag behind.
+    // 30 changes as fast as possible: fewer than a watcher may lag behind.
     for i in 0..15 {
         let member = serve(&client, "a", i).await;
         client.drain(&member, &DrainRequest::default()).await.unwrap();
@@ -49,7 +49,7 @@ async fn keep_alives_hold_a_quiet_stream_open_and_silence_ends_it() {
     serve(&client, "a", 1).await;
     assert!(stream.next().await.unwrap().model.is_some());
 
-    // A server that says nothing at all.
+    // A server that is silent.
     let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mute_url = format!("http://{}", mute.local_addr().unwrap());
     let hold = tokio::spawn(async move {
@@ -101,8 +101,7 @@ async fn the_last_table_stays_while_the_control_plane_is_down() {
     plane.stop().await;
 }
 
-/// Server-sent events out of thin air: an older epoch of the same cluster is not believed, a
-/// younger cluster is.
+/// Made-up events: the watch refuses an older epoch of the same cluster and accepts a newer cluster.
 #[tokio::test]
 async fn an_older_epoch_is_refused_and_a_new_cluster_accepted() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -183,16 +182,16 @@ async fn expiry_reaches_the_watch() {
     plane.stop().await;
 }
 
-/// A new cluster that stays incomplete is believed in the end.
+/// A new cluster that stays incomplete is accepted after the grace period.
 #[tokio::test]
-async fn the_patience_with_a_new_cluster_ends() {
+async fn the_grace_period_of_a_new_cluster_ends() {
     let mut config = patient_config();
     config.num_servers = 1;
     config.replicas = 1;
     let plane = Plane::start(config.clone()).await;
     config.listen = plane.addr.to_string();
     let mut options = WatchOptions::default();
-    options.new_cluster_patience = Duration::from_millis(300);
+    options.new_cluster_grace = Duration::from_millis(300);
     let client = plane.client();
     let watch = PlacementWatch::spawn(&client, &Handle::current(), options).unwrap();
     serve(&client, "a", 1).await;
@@ -214,7 +213,7 @@ async fn an_unreachable_control_plane_is_named_with_its_cause() {
     assert!(err.contains("is it running?") && !err.contains("error sending"), "{err}");
 }
 
-/// A watcher that does not read skips tables rather than piling them up, and ends at the newest.
+/// A watcher that does not read skips tables instead of buffering them, and ends at the newest.
 #[tokio::test]
 async fn a_slow_watcher_skips_to_the_newest_table() {
     let mut config = config();
@@ -225,7 +224,7 @@ async fn a_slow_watcher_skips_to_the_newest_table() {
     big.model.moe_layers = (0..64).collect();
     big.model.num_experts = 256;
     let mut stream = client.watch_placement().await.unwrap();
-    // Tables of 100 KB each: more than the buffers on the way hold.
+    // Tables of 100 KB each: more than all buffers hold.
     for incarnation in 0..150 {
         big.incarnation = incarnation;
         let joined = client.register(&big).await.unwrap();

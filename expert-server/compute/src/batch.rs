@@ -1,8 +1,8 @@
-//! What one call computes: routed tokens of one layer, grouped by expert.
+//! The input of one call: routed tokens of one layer, grouped by expert.
 
 use super::weights::LayerExperts;
 
-/// The entries of one expert: positions `begin..end` of the entry arrays.
+/// The entries of one expert: positions `begin..end` in the entry arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroup {
     /// Expert id within the layer, as the model numbers it.
@@ -15,9 +15,9 @@ pub struct ExpertGroup {
 
 /// A merged batch of one MoE layer.
 ///
-/// An *entry* is one (token, expert) pair. Entries are sorted by expert; within a token they are
-/// summed in entry order, so the result depends on the batch alone, not on the thread count.
-/// Entries outside every group are ignored.
+/// An *entry* is one (token, expert) pair. Entries are sorted by expert. The entries of a token are summed in
+/// their order, so the result depends on the batch alone, not on the number of threads. Entries outside all
+/// groups are ignored.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerBatch<'a> {
     /// Hidden states `[num_tokens, hidden]`, row-major.
@@ -30,78 +30,43 @@ pub struct LayerBatch<'a> {
     pub entry_weight: &'a [f32],
 }
 
-/// Why a batch was not computed. The content of `out` is unspecified after an error.
+/// Why a batch was not computed. The contents of `out` are unspecified after an error.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum ComputeError {
     /// `x` is not a whole number of rows.
     #[error("x holds {found} values, which is not a multiple of the hidden size {hidden}")]
-    InputSize {
-        /// Values in `x`.
-        found: usize,
-        /// Hidden size of the layer.
-        hidden: usize,
-    },
+    InputSize { found: usize, hidden: usize },
     /// `out` differs in size from `x`.
     #[error("out holds {found} values, expected {expected} (as many as x)")]
-    OutputSize {
-        /// Values in `out`.
-        found: usize,
-        /// Values in `x`.
-        expected: usize,
-    },
+    OutputSize { found: usize, expected: usize },
     /// The entry arrays differ in length.
     #[error("{tokens} entry tokens but {weights} entry weights; expected one weight per entry")]
-    EntrySize {
-        /// Length of `entry_token`.
-        tokens: usize,
-        /// Length of `entry_weight`.
-        weights: usize,
-    },
+    EntrySize { tokens: usize, weights: usize },
     /// Groups are not in strictly increasing order of expert.
     #[error(
         "group {group} is for expert {expert}, after a group for expert {previous}; expected increasing experts"
     )]
-    GroupOrder {
-        /// Position of the offending group.
-        group: usize,
-        /// Its expert.
-        expert: u32,
-        /// Expert of the group before it.
-        previous: u32,
-    },
+    GroupOrder { group: usize, expert: u32, previous: u32 },
     /// A group's range is inverted, overlaps the one before, or leaves the entry arrays.
     #[error(
         "group {group} covers entries {begin}..{end}, expected a range within {low}..{num_entries}"
     )]
     GroupRange {
-        /// Position of the offending group.
         group: usize,
-        /// Its first entry.
         begin: u32,
-        /// One past its last entry.
         end: u32,
         /// End of the group before it.
         low: u32,
-        /// Entries in the batch.
         num_entries: usize,
     },
     /// An entry names a token that the batch does not have.
     #[error("entry {entry} names token {token}, but the batch has {num_tokens} tokens")]
-    TokenIndex {
-        /// Position of the offending entry.
-        entry: usize,
-        /// The token it names.
-        token: u32,
-        /// Tokens in the batch.
-        num_tokens: usize,
-    },
-    /// The batch needs an expert that is not loaded here.
+    TokenIndex { entry: usize, token: u32, num_tokens: usize },
+    /// The batch needs an expert that is not loaded.
     #[error("expert {expert} is not loaded on this server")]
-    NotLoaded {
-        /// The expert.
-        expert: u32,
-    },
+    NotLoaded { expert: u32 },
     /// A compute thread panicked while it worked on this batch. The pool stays usable.
     #[error(
         "compute thread {thread} panicked while it worked on this batch; see its message on stderr"
@@ -113,8 +78,7 @@ pub enum ComputeError {
 }
 
 impl LayerBatch<'_> {
-    /// Checks every field against `experts` and the length of the output, and returns the number
-    /// of tokens.
+    /// Checks all fields against `experts` and the length of the output. Returns the number of tokens.
     ///
     /// # Errors
     /// The first inconsistency found.

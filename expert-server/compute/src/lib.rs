@@ -1,9 +1,40 @@
-//! The expert compute engine: one merged batch of one MoE layer at a time, on a few threads.
+//! Experts on CPUs: computes one merged batch of one MoE layer at a time, on a few threads.
 //!
-//! For every (token, expert) entry it computes `down(silu(gate(x)) * up(x))` in f32, multiplies
-//! by the entry's weight and sums over the entries of a token. Weights stay in the dtype of the
-//! checkpoint and are widened in registers or per tile. The engine knows nothing of frames,
-//! slots or clients.
+//! For every (token, expert) entry the pool computes `down(silu(gate(x)) * up(x))` in f32. It multiplies the
+//! result by the entry's weight and sums over the entries of a token. Weights stay in the dtype of the
+//! checkpoint and are widened in registers or per tile. The crate excludes frames, slots and clients.
+//!
+//! # Examples
+//! ```
+//! use std::sync::Arc;
+//!
+//! use switchyard_expert_compute::{
+//!     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
+//!     WeightDtype,
+//! };
+//!
+//! // One expert with hidden size 2 and intermediate size 1, all weights 1.0 in bf16.
+//! let ones = |rows: usize, cols: usize| {
+//!     let bytes = WeightBytes::from([0x80, 0x3f].repeat(rows * cols));
+//!     Weight::new(WeightDtype::Bf16, rows, cols, bytes, Vec::new().into())
+//! };
+//! let mut experts = LayerExperts::new(2, 1)?;
+//! let weights = ExpertWeights { gate: ones(1, 2)?, up: ones(1, 2)?, down: ones(2, 1)? };
+//! experts.insert(7, Arc::new(weights))?;
+//!
+//! // One token, routed to expert 7 with weight 0.5.
+//! let batch = LayerBatch {
+//!     x: &[1.0, 2.0],
+//!     groups: &[ExpertGroup { expert: 7, begin: 0, end: 1 }],
+//!     entry_token: &[0],
+//!     entry_weight: &[0.5],
+//! };
+//! let mut out = [0.0; 2];
+//! ComputePool::new(1, None)?.run(&experts, &batch, &mut out, &mut || {})?;
+//! let silu = |v: f32| v / (1.0 + (-v).exp());
+//! assert!((out[0] - 0.5 * silu(3.0) * 3.0).abs() < 1e-4);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod batch;
 mod kernels;
@@ -13,6 +44,8 @@ mod pool;
 mod store;
 mod team;
 mod weights;
+
+pub use checkpoint::{Checkpoint, DType, TensorError};
 
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
 pub use kernels::Isa;

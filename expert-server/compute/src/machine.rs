@@ -1,4 +1,4 @@
-//! What this machine can do at best, measured: the yardsticks for the engine's own speed.
+//! Measured limits of this machine, for comparison with the speed of the pool.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -7,17 +7,18 @@ use memmap2::MmapMut;
 
 use super::kernels::{Isa, Kernels, gemm};
 
-/// Bytes per second that `num_threads` threads read from memory together: the best of several
-/// passes over a buffer of `bytes`, which should be many times the last cache.
+/// Measures the bytes per second that `num_threads` threads read from memory together: the best of several
+/// passes over a buffer of `bytes`. The buffer should be many times larger than the last cache. Blocks for
+/// the measurement.
 ///
 /// # Errors
-/// The system's error when the buffer cannot be had.
+/// The system's error when the buffer cannot be allocated.
 pub fn read_bandwidth(num_threads: usize, bytes: usize) -> std::io::Result<f64> {
     Ok(BandwidthProbe::new(num_threads, bytes)?.measure(NUM_PASSES))
 }
 
-/// A buffer to measure the read bandwidth with, again and again: it changes from one second to the
-/// next where other machines share the memory.
+/// A buffer for repeated measurements of the read bandwidth. The bandwidth changes from one second to the
+/// next if other machines share the memory.
 #[derive(Debug)]
 pub struct BandwidthProbe {
     memory: MmapMut,
@@ -26,10 +27,10 @@ pub struct BandwidthProbe {
 }
 
 impl BandwidthProbe {
-    /// A buffer of `bytes`, of which `num_threads` threads read equal parts.
+    /// Allocates a buffer of `bytes`. `num_threads` threads read equal parts of it.
     ///
     /// # Errors
-    /// The system's error when the buffer cannot be had.
+    /// The system's error when the buffer cannot be allocated.
     pub fn new(num_threads: usize, bytes: usize) -> std::io::Result<Self> {
         let num_threads = num_threads.max(1);
         let part = (bytes / num_threads / size_of::<f32>()).max(1);
@@ -37,13 +38,13 @@ impl BandwidthProbe {
         let mut memory = MmapMut::map_anon(part_bytes * num_threads)?;
         #[cfg(target_os = "linux")]
         let _ = memory.advise(memmap2::Advice::HugePage);
-        // Written, so that every page is there; all ones are NaN, which adds as fast as numbers do.
+        // Writes allocate every page. The pattern is NaN, which adds as fast as numbers.
         memory.fill(0xff);
         let kernels = Kernels::new(Isa::detect()).or_else(|| Kernels::new(Isa::Portable));
         Ok(Self { memory, part_bytes, kernels })
     }
 
-    /// Bytes per second, the best of `num_passes` passes after one to warm up.
+    /// Bytes per second: the best of `num_passes` passes, after one pass to warm up.
     #[must_use]
     pub fn measure(&self, num_passes: usize) -> f64 {
         let parts: Vec<&[u8]> = self.memory.chunks_exact(self.part_bytes).collect();
@@ -56,8 +57,9 @@ impl BandwidthProbe {
     }
 }
 
-/// Floating-point operations per second that `num_threads` threads reach together in f32 matrix
-/// products of the GEMM library, each with matrices of its own: the best over a few sizes.
+/// Measures the floating-point operations per second that `num_threads` threads reach together in f32 matrix
+/// products of the GEMM library, each with its own matrices: the best of a few sizes. Blocks for the
+/// measurement.
 #[must_use]
 pub fn gemm_rate(num_threads: usize) -> f64 {
     let run = |(rows, tokens, len): (usize, usize, usize)| {
@@ -78,8 +80,8 @@ pub fn gemm_rate(num_threads: usize) -> f64 {
     GEMM_SIZES.into_iter().map(run).fold(0.0, f64::max)
 }
 
-/// Runs `work` for every part at the same time, each on a thread of its own, `num_passes` times
-/// after one pass to warm up, and returns the least time from the first start to the last end.
+/// Runs `work` on all parts at the same time, each on its own thread, `num_passes` times after one pass to
+/// warm up. Returns the shortest time from the first start to the last end, in seconds.
 fn best_of<T: Sync>(num_passes: usize, parts: &[T], work: impl Fn(&T) + Sync) -> f64 {
     let barrier = Barrier::new(parts.len());
     let (work, barrier) = (&work, &barrier);
@@ -110,7 +112,7 @@ fn best_of<T: Sync>(num_passes: usize, parts: &[T], work: impl Fn(&T) + Sync) ->
 }
 
 const NUM_PASSES: usize = 10;
-/// Rows, tokens, length: from what an expert needs to what a GEMM likes.
+/// Rows, tokens, length: from the sizes of experts to sizes that suit a GEMM.
 const GEMM_SIZES: [(usize, usize, usize); 3] =
     [(768, 768, 768), (1536, 512, 512), (1024, 1024, 256)];
 

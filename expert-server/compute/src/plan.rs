@@ -1,10 +1,10 @@
-//! How a batch is cut into tiles: short pieces of work that threads take in order of a ticket.
+//! The division of a batch into tiles: short pieces of work that threads take by a ticket counter.
 //!
-//! A batch runs in rounds of at most a bounded number of entries, each in two phases: *gate/up*
-//! fills the intermediate activations `h [entries, inter]`, then *down* turns them into output.
-//! A tile of the first phase is a run of intermediate rows of one expert; a tile of the second is
-//! a run of hidden columns of the output, over all experts of the round in order, so that no two
-//! threads ever add to the same value. The cut depends on the batch and the weights alone.
+//! A batch runs in rounds with a bounded number of entries. Each round has two phases: *gate/up* fills the
+//! intermediate activations `h [entries, inter]`, then *down* computes the output from them. A tile of the
+//! first phase is a run of intermediate rows of one expert. A tile of the second phase is a run of hidden
+//! columns of the output, over all experts of the round in order. So no two threads ever add to the same
+//! value. The division depends on the batch and the weights alone.
 
 use super::batch::LayerBatch;
 use super::weights::LayerExperts;
@@ -26,7 +26,7 @@ pub(super) enum PhaseKind {
     Down,
 }
 
-/// Tiles that may run at the same time, once all tiles of earlier phases are done.
+/// Tiles that may run at the same time, after all tiles of earlier phases are done.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Phase {
     pub(super) kind: PhaseKind,
@@ -38,7 +38,7 @@ pub(super) struct Phase {
     pub(super) num_segments: usize,
 }
 
-/// The cut of one batch; its buffers are reused for the next.
+/// The division of one batch. Its buffers are reused for the next.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) segments: Vec<Segment>,
@@ -53,7 +53,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Cuts a validated batch.
+    /// Divides a validated batch.
     pub(super) fn build(&mut self, experts: &LayerExperts, batch: &LayerBatch<'_>) {
         let (hidden, inter) = (experts.hidden(), experts.inter());
         self.segments.clear();
@@ -113,12 +113,12 @@ impl Plan {
     }
 }
 
-/// Rows of `cols` values per tile, out of `rows`: a multiple of what kernels handle together.
+/// Rows of `cols` values per tile, out of `rows`: a multiple of the rows that kernels compute together.
 ///
-/// More rows use the token rows in the first level cache more often; fewer rows give every thread
-/// some tiles. The number of columns matters only for small models, where a tile is to be worth
-/// the ticket: with many tokens, kernels work on a block of columns at a time, which stays in the
-/// second level cache whatever the length of the row.
+/// More rows reuse the token rows in the first level cache more often; fewer rows give every thread some
+/// tiles. The number of columns matters only for small models, in which a tile must be worth its ticket. With
+/// many tokens the kernels compute a block of columns at a time, which stays in the second level cache for
+/// any length of the row.
 fn tile_rows(cols: usize, rows: usize) -> usize {
     let shared = rows.div_ceil(MIN_TILES).min(MAX_TILE_ROWS);
     shared.max(MIN_TILE_VALUES / cols).min(rows).next_multiple_of(ROW_STEP)
@@ -126,13 +126,13 @@ fn tile_rows(cols: usize, rows: usize) -> usize {
 
 const ROW_STEP: usize = 4;
 const MAX_TILE_ROWS: usize = 32;
-/// Tiles that a matrix is cut into where it has the rows: enough for the threads of one socket.
+/// Least tiles of a matrix with enough rows: enough for the threads of one socket.
 const MIN_TILES: usize = 24;
-/// Weights in a tile at least: 16 KiB of bf16.
+/// Least weights in a tile: 16 KiB of bf16.
 const MIN_TILE_VALUES: usize = 8 << 10;
-/// Bound on the memory for intermediate activations.
+/// Most bytes of intermediate activations.
 const MAX_H_BYTES: usize = 64 << 20;
-/// Rows in a round at least, whatever their size.
+/// Least rows in a round, for any size of rows.
 const MIN_H_ROWS: usize = 64;
 
 #[cfg(test)]

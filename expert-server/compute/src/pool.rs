@@ -1,4 +1,4 @@
-//! The pool: validates a batch, cuts it into tiles, and runs them on a team of threads.
+//! The compute pool: validates a batch, cuts it into tiles, and runs the tiles on a team of threads.
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -14,9 +14,9 @@ use super::weights::{ExpertWeights, LayerExperts, Weight};
 
 /// Threads and scratch memory that compute one batch at a time.
 ///
-/// Idle threads sleep. Scratch memory grows to the largest batch seen (intermediate activations
-/// are bounded to 64 MiB) and is then reused: a batch of a size seen before allocates nothing, but for what a GEMM
-/// library takes for itself where there are no vector kernels for the processor.
+/// Idle threads sleep. Scratch memory grows to the largest batch and is reused; intermediate activations take
+/// at most 64 MiB. A batch of a size seen before allocates nothing. The exception is a processor without
+/// vector kernels: there the GEMM library allocates its own memory.
 pub struct ComputePool {
     team: Team,
     abort: AbortFlag,
@@ -32,8 +32,8 @@ pub struct ComputePool {
 pub type Products = fn(&[f32], &[f32], usize, &mut [f32]);
 
 impl ComputePool {
-    /// A pool of `num_threads` threads (0: as many as the process has CPUs), one of which is
-    /// whoever calls [`run`](Self::run).
+    /// Starts a pool of `num_threads` threads (0: as many as the process has CPUs). The caller of
+    /// [`run`](Self::run) is one of them.
     ///
     /// # Errors
     /// [`PoolError`] when a thread cannot be started or pinned.
@@ -58,8 +58,8 @@ impl ComputePool {
         Ok(Self { team, abort, kernels, products: None, plan, h, scratch })
     }
 
-    /// The same pool with all products by `products`, a GEMM library, over weights that are widened
-    /// to f32 tile by tile: for comparisons.
+    /// Makes the pool compute all products by `products`, over weights that are widened to f32 tile by tile. For
+    /// comparisons with GEMM libraries.
     #[must_use]
     pub fn with_products(mut self, products: Products) -> Self {
         self.products = Some(products);
@@ -78,13 +78,13 @@ impl ComputePool {
         self.kernels.isa()
     }
 
-    /// Computes `batch` into `out [num_tokens, hidden]`, overwriting it; rows of tokens without
-    /// entries become zero. The calling thread works too, and calls `on_tick` between pieces of
-    /// work, many times per millisecond.
+    /// Computes `batch` and writes the result to `out [num_tokens, hidden]`. Rows of tokens without entries
+    /// become zero. The calling thread computes, too, and calls `on_tick` between pieces of work, many times
+    /// per millisecond. Blocks until the batch is done.
     ///
     /// # Errors
-    /// [`ComputeError`] when the batch is inconsistent or a worker panicked; `out` then holds
-    /// nothing of use.
+    /// [`ComputeError`] when the batch is inconsistent or a compute thread panicked. The contents of `out`
+    /// are then unspecified.
     pub fn run(
         &mut self,
         experts: &LayerExperts,
@@ -134,7 +134,7 @@ impl std::fmt::Debug for ComputePool {
     }
 }
 
-/// One batch on its way through the threads.
+/// The batch that the threads compute.
 struct Job<'a> {
     kernels: Kernels,
     products: Option<Products>,
@@ -153,12 +153,12 @@ struct Job<'a> {
     abort: &'a AbortFlag,
     /// The next ticket.
     next: CachePadded<AtomicUsize>,
-    /// Tiles done. A phase may start when all tiles before it are done.
+    /// Number of tiles done. A phase may start when all earlier tiles are done.
     done: CachePadded<AtomicUsize>,
 }
 
-// SAFETY: `tick` is used by thread 0 alone, and `scratch[i]` by thread `i` alone. `h` and `out`
-// are written in ranges that belong to one tile each, and `h` is read only in the phase after.
+// SAFETY: thread 0 alone uses `tick`, and thread `i` alone uses `scratch[i]`. Each tile writes its own ranges
+// of `h` and `out`, and `h` is read only in the phase after its writes.
 unsafe impl Sync for Job<'_> {}
 
 impl Job<'_> {
@@ -173,7 +173,7 @@ impl Job<'_> {
             while current.is_none_or(|phase| ticket >= phase.first_tile + phase.num_tiles) {
                 current = phases.next();
                 if current.is_none() {
-                    // The caller stays until everything is done, ticking.
+                    // The caller stays and ticks until all tiles are done.
                     if thread == 0 {
                         self.wait_for(self.plan.num_tiles, &mut ticker);
                     }
@@ -194,8 +194,8 @@ impl Job<'_> {
         }
     }
 
-    /// Waits until `num_tiles` tiles are done; false when a thread panicked instead. Bounded by
-    /// the time that the other threads take for one tile each.
+    /// Waits until `num_tiles` tiles are done. Returns false if a thread panicked instead. Waits at most for
+    /// the time of one tile per thread.
     fn wait_for(&self, num_tiles: usize, ticker: &mut Ticker<'_, '_>) -> bool {
         let mut backoff = Backoff::default();
         // SYNC POINT compute-phase: pairs with the end of each tile.
@@ -235,8 +235,8 @@ impl Job<'_> {
             for entry in begin..end {
                 let at = (entry - begin) * rows.len()..(entry - begin + 1) * rows.len();
                 let h_row = segment.h_row + entry - segment.begin;
-                // SAFETY: only this tile writes these columns of this row in this phase, and
-                // nobody reads them before the next.
+                // SAFETY: in this phase only this tile writes these columns of this row, and no tile reads them
+                // before the next phase.
                 unsafe {
                     let h = self.h.columns(h_row, rows.clone());
                     self.kernels.silu_mul(&gate[at.clone()], &up[at], h);
@@ -259,7 +259,7 @@ impl Job<'_> {
             }
         }
         let step = step_tokens(cols.len(), inter);
-        // SAFETY: all writes to `h` were in the phase before, which is over.
+        // SAFETY: all writes to `h` were in the previous phase, which has ended.
         let h = unsafe { self.h.as_slice() };
         for segment in &self.plan.segments[phase.first_segment..][..phase.num_segments] {
             let Some(weights) = self.weights(segment) else { return };
@@ -288,7 +288,7 @@ impl Job<'_> {
         }
     }
 
-    /// Rows of a weight as they are stored or, for a GEMM, widened into `panel`.
+    /// Rows of a weight, as they are stored or widened into `panel` for a GEMM.
     fn operand<'w>(
         &self,
         weight: &'w Weight,
@@ -328,7 +328,7 @@ impl Job<'_> {
         self.products.is_some() || self.kernels.prefers_gemm(segment.end - segment.begin)
     }
 
-    /// Weights of a segment; present, since the batch was validated against the same experts.
+    /// Weights of a segment. They are present, because the batch was validated against the same experts.
     fn weights(&self, segment: &Segment) -> Option<&ExpertWeights> {
         self.experts.get(segment.expert).map(|weights| &**weights)
     }
@@ -342,7 +342,7 @@ enum Operand<'w> {
     Panel(&'w [f32]),
 }
 
-/// How a thread's scratch memory is divided, in values.
+/// Sizes of the parts of a thread's scratch memory, in values.
 #[derive(Clone, Copy)]
 struct ScratchSizes {
     y: usize,
@@ -351,11 +351,11 @@ struct ScratchSizes {
 }
 
 struct Scratch<'s> {
-    /// Results of one step, of two matrices at most.
+    /// Results of one step for up to two matrices.
     y: &'s mut [f32],
-    /// Widened weights of one tile, of two matrices at most.
+    /// Widened weights of one tile for up to two matrices.
     panel: &'s mut [f32],
-    /// Token rows side by side, for a GEMM.
+    /// Contiguous token rows, for a GEMM.
     spare: &'s mut [f32],
 }
 
@@ -382,7 +382,7 @@ impl ScratchSizes {
     }
 }
 
-/// Calls `on_tick` on the calling thread whenever enough work has gone by.
+/// Calls `on_tick` on the calling thread after every [`TICK_WORK`] multiplications.
 struct Ticker<'a, 'job> {
     job: &'a Job<'job>,
     is_caller: bool,
@@ -418,10 +418,10 @@ impl<'a> SharedRows<'a> {
         Self { ptr, len, row_len, _borrow: std::marker::PhantomData }
     }
 
-    /// Pointer to some columns of a row, checked to lie inside.
+    /// Pointer to columns of a row. Panics if they are out of range.
     ///
     /// # Safety
-    /// The caller reads or writes no further than `columns`, and nobody else accesses them.
+    /// The caller accesses only `columns`, and no other thread accesses them meanwhile.
     unsafe fn columns(&self, row: usize, columns: Range<usize>) -> *mut f32 {
         assert!(columns.end <= self.row_len && (row + 1) * self.row_len <= self.len);
         // SAFETY: within the allocation, as just checked.
@@ -429,9 +429,9 @@ impl<'a> SharedRows<'a> {
     }
 
     /// # Safety
-    /// Nobody writes while the slice lives.
+    /// No thread writes while the slice lives.
     unsafe fn as_slice(&self) -> &[f32] {
-        // SAFETY: the memory is borrowed for `'a`; not written, as promised.
+        // SAFETY: the memory is borrowed for `'a`, and the caller promises that it is not written.
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 }
@@ -446,8 +446,8 @@ fn step_tokens(rows: usize, cols: usize) -> usize {
     fit.clamp(MAX_TOKENS, MAX_STEP_TOKENS)
 }
 
-/// Lengthens a buffer, never shortens it. New values are NaN, so that a value which is used
-/// before it is computed shows.
+/// Lengthens a buffer, but never shortens it. New values are NaN, which shows a use of a value before its
+/// computation.
 fn grow(buffer: &mut Vec<f32>, len: usize) {
     if buffer.len() < len {
         buffer.resize(len, f32::NAN);
@@ -456,7 +456,7 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
 
 /// Multiplications between two ticks: 170 µs at 200 GFLOP/s, 1 ms at 34.
 const TICK_WORK: usize = 16 << 20;
-/// Tokens between two ticks at most.
+/// Most tokens between two ticks.
 const MAX_STEP_TOKENS: usize = 16 * MAX_TOKENS;
-/// What one wait counts for.
+/// Multiplications that one wait counts as.
 const WAIT_WORK: usize = TICK_WORK / 64;

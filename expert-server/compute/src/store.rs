@@ -1,4 +1,4 @@
-//! The experts that this server holds, by layer, changeable while batches run.
+//! The experts of a server by layer. Experts are added and removed while batches run.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -11,17 +11,17 @@ use memmap2::MmapMut;
 
 use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightDtype, WeightError};
 
-/// Where weights live while they are served.
+/// The memory of weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Residency {
-    /// In the mapped files: shared with other processes, reclaimable by the system, 4 KiB pages.
+    /// The mapped files: shared with other processes, reclaimable by the system, 4 KiB pages.
     #[default]
     Mapped,
-    /// Copied into memory of this process, in huge pages where the system has them.
+    /// Memory of this process, in huge pages if the system has them.
     Copied,
 }
 
-/// How far loading has come.
+/// Progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
     /// Experts loaded so far.
@@ -32,63 +32,36 @@ pub struct LoadProgress {
     pub loaded_bytes: u64,
 }
 
-/// Why experts could not be loaded.
+/// Why experts cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum LoadError {
-    /// The checkpoint does not have the expert, or has it in another shape.
+    /// The checkpoint lacks the expert, or has it in another shape.
     #[error("cannot load expert {expert} of layer {layer}: {source}")]
-    Tensor {
-        /// The layer.
-        layer: u32,
-        /// The expert.
-        expert: u32,
-        /// The cause.
-        source: TensorError,
-    },
-    /// The weights cannot be computed with.
+    Tensor { layer: u32, expert: u32, source: TensorError },
+    /// The weights are invalid.
     #[error("cannot use expert {expert} of layer {layer}: {source}")]
-    Weight {
-        /// The layer.
-        layer: u32,
-        /// The expert.
-        expert: u32,
-        /// The cause.
-        source: WeightError,
-    },
-    /// Weights in a dtype that the engine does not compute with.
+    Weight { layer: u32, expert: u32, source: WeightError },
+    /// The kernels do not support the dtype of a tensor.
     #[error("tensor '{tensor}' is {dtype}; expected BF16, F16, F32 or F8_E4M3")]
-    Dtype {
-        /// Name of the tensor.
-        tensor: String,
-        /// Its dtype.
-        dtype: DType,
-    },
-    /// No memory for a copy.
+    Dtype { tensor: String, dtype: DType },
+    /// The system has no memory for a copy.
     #[error(
         "cannot get {bytes} bytes for expert {expert} of layer {layer}: {source}; \
          hold fewer experts or leave the weights in the mapped files"
     )]
-    Memory {
-        /// The layer.
-        layer: u32,
-        /// The expert.
-        expert: u32,
-        /// Bytes asked for.
-        bytes: usize,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The model's sizes are unusable.
+    Memory { layer: u32, expert: u32, bytes: usize, source: io::Error },
+    /// The sizes of the model are invalid.
     #[error(transparent)]
     Model(WeightError),
-    /// The experts cannot be served from another device than the processor.
+    /// Another device than the CPUs cannot hold the experts.
     #[error(transparent)]
     Device(Box<dyn Error + Send + Sync>),
 }
 
-/// The loaded experts of all layers. Readers take a layer's set as it is at that moment and keep
-/// it for a batch; adding or dropping an expert swaps in a changed set and disturbs nobody.
+/// The loaded experts of all layers. A reader takes the current set of a layer and keeps it for a batch.
+/// Adding or removing an expert swaps in a changed set; readers of the old set are not affected.
 pub struct ExpertStore {
     checkpoint: Arc<Checkpoint>,
     residency: Residency,
@@ -96,8 +69,8 @@ pub struct ExpertStore {
 }
 
 impl ExpertStore {
-    /// Loads the listed experts (layer → expert ids), reading every page once, so that the first
-    /// batch does not wait for the disk. `progress` is called after each expert.
+    /// Loads experts (layer → expert ids) and calls `progress` after each. Reads every page once, so that the
+    /// first batch does not wait for the disk. Blocks until all are loaded.
     ///
     /// # Errors
     /// [`LoadError`] that names the layer and expert.
@@ -130,23 +103,23 @@ impl ExpertStore {
         Ok(Self { checkpoint, residency, layers })
     }
 
-    /// The experts of a layer as they are now; `None` for a layer that the model does not have.
+    /// The current experts of a layer, or `None` for a layer that the model does not have.
     #[must_use]
     pub fn layer(&self, layer: u32) -> Option<Arc<LayerExperts>> {
         self.layers.get(layer as usize).map(ArcSwap::load_full)
     }
 
-    /// Loads one more expert and puts it into service. Takes as long as reading its weights; run
-    /// it on a thread that nobody waits for. Returns the bytes of weights loaded.
+    /// Loads one more expert, puts it into service and returns the bytes of its weights. Blocks while it
+    /// reads the weights, so call it on a thread that may block.
     ///
     /// # Errors
-    /// [`LoadError`] that names the layer and expert; the store is then as before.
+    /// [`LoadError`] that names the layer and expert. The store is then unchanged.
     pub fn add(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
         let weights = Arc::new(load_expert(&self.checkpoint, self.residency, layer, expert)?);
         let size_bytes = weights.size_bytes() as u64;
         let mut result = Ok(());
-        if let Some(slot) = self.layers.get(layer as usize) {
-            slot.rcu(|experts| {
+        if let Some(experts_of_layer) = self.layers.get(layer as usize) {
+            experts_of_layer.rcu(|experts| {
                 let mut changed = LayerExperts::clone(experts);
                 result = changed.insert(expert, Arc::clone(&weights));
                 changed
@@ -156,12 +129,12 @@ impl ExpertStore {
         Ok(size_bytes)
     }
 
-    /// Takes an expert out of service; false if it was not loaded. Its memory is released when
-    /// the last batch that uses it is done.
+    /// Takes an expert out of service. Returns false if it was not loaded. Its memory is freed after the last
+    /// batch that uses it.
     pub fn remove(&self, layer: u32, expert: u32) -> bool {
         let mut removed = false;
-        if let Some(slot) = self.layers.get(layer as usize) {
-            slot.rcu(|experts| {
+        if let Some(experts_of_layer) = self.layers.get(layer as usize) {
+            experts_of_layer.rcu(|experts| {
                 let mut changed = LayerExperts::clone(experts);
                 removed = changed.remove(expert).is_some();
                 changed
@@ -268,7 +241,7 @@ fn map_expert(checkpoint: &Arc<Checkpoint>, tensors: &ExpertTensors<'_>) -> [Wei
         std::hint::black_box(data.iter().step_by(PAGE_BYTES).fold(0u8, |acc, &byte| acc ^ byte));
         let name = view.tensor.name;
         WeightBytes::new(Arc::clone(checkpoint), |checkpoint| {
-            // The name comes from this very checkpoint; a miss would be caught by the size check.
+            // The name is from the same checkpoint. The size check would catch a miss.
             checkpoint.tensor(name).map_or(&[], |tensor| tensor.data)
         })
     })
@@ -278,10 +251,10 @@ fn map_expert(checkpoint: &Arc<Checkpoint>, tensors: &ExpertTensors<'_>) -> [Wei
 fn copy_expert(tensors: &ExpertTensors<'_>) -> io::Result<[WeightBytes; 3]> {
     let matrices = views(tensors).map(|view| view.tensor.data);
     let mut memory = MmapMut::map_anon(copy_bytes(matrices) + HUGE_PAGE_BYTES)?;
-    // Best effort: without huge pages the copy is as good as the mapping.
+    // Best effort: without huge pages the copy is no worse than the mapping.
     #[cfg(target_os = "linux")]
     let _ = memory.advise(memmap2::Advice::HugePage);
-    // From the first huge page boundary on; what lies before is never touched.
+    // Data starts at the first boundary of a huge page. The memory before it is never touched.
     let mut offset = memory.as_ptr().align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
     let mut ranges = matrices.map(|data| {
         let range = offset..offset + data.len();
@@ -300,9 +273,9 @@ fn copy_bytes(matrices: [&[u8]; 3]) -> usize {
     matrices.iter().map(|data| data.len().next_multiple_of(ALIGN_BYTES)).sum()
 }
 
-/// Distance at which a loader touches mapped files: the smallest page of any target.
+/// Stride at which a load touches mapped files: the smallest page of all targets.
 const PAGE_BYTES: usize = 4096;
-/// Copies start on the boundary of a huge page, of the usual size, to consist of whole ones.
+/// Usual size of huge pages. Copies start at their boundaries, so that they consist of whole pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Matrices in a copy start on cache lines.
+/// Alignment of matrices in a copy: a cache line.
 const ALIGN_BYTES: usize = 64;

@@ -1,8 +1,8 @@
 //! A team of threads that join a piece of work while it is open.
 //!
-//! The work is one `Fn(thread_idx)` that shares itself out (an atomic tile counter); a thread that
-//! wakes late joins late, and one that wakes too late finds the work closed and sleeps on, so the
-//! caller never waits for a wake-up. Nothing is allocated and no lock is taken per piece of work.
+//! The work is one `Fn(thread_idx)`, whose threads share its tiles by an atomic counter. A thread that wakes
+//! late joins late, and one that wakes after the end finds the work closed and sleeps again. So the caller
+//! never waits for a thread to wake up. A piece of work allocates nothing and takes no lock.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,46 +16,34 @@ use crossbeam_utils::CachePadded;
 
 use super::kernels::Isa;
 
-/// Where the compute threads run.
+/// CPUs of the compute threads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning {
-    /// CPU of each thread; thread `i` runs on `cpus[i % len]`. Entry 0 belongs to the calling
-    /// thread, which pins itself with [`pin_current_thread`] if it wants to be pinned.
+    /// Thread `i` runs on `cpus[i % len]`. Entry 0 is for the calling thread, which the pool does not pin: it
+    /// can call [`pin_current_thread`].
     pub cpus: Vec<usize>,
 }
 
-/// Why a pool could not be started.
+/// Why a pool cannot be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum PoolError {
     /// The operating system refused a thread.
     #[error("cannot start compute thread {thread}: {source}; lower the number of threads")]
-    Spawn {
-        /// Index of the thread.
-        thread: usize,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The processor lacks an instruction set that was asked for.
+    Spawn { thread: usize, source: io::Error },
+    /// The processor lacks the requested instruction set.
     #[error("this processor cannot run the {isa:?} kernels; leave the choice to the pool")]
-    Isa {
-        /// The instruction set.
-        isa: Isa,
-    },
-    /// A thread could not be bound to its CPU.
+    Isa { isa: Isa },
+    /// A thread cannot be pinned to its CPU.
     #[error("cannot run a compute thread on CPU {cpu}: {source}; choose CPUs this process may use")]
-    Pin {
-        /// The CPU asked for.
-        cpu: usize,
-        /// The cause.
-        source: io::Error,
-    },
+    Pin { cpu: usize, source: io::Error },
 }
 
-/// Binds the calling thread to one CPU.
+/// Pins the calling thread to one CPU.
 ///
 /// # Errors
-/// [`PoolError::Pin`] when the CPU does not exist or is not allowed to this process.
+/// [`PoolError::Pin`] when the CPU does not exist or the process may not use it.
 pub fn pin_current_thread(cpu: usize) -> Result<(), PoolError> {
     use rustix::thread::{CpuSet, sched_setaffinity};
     if cpu >= CpuSet::MAX_CPU {
@@ -68,9 +56,9 @@ pub fn pin_current_thread(cpu: usize) -> Result<(), PoolError> {
 
 type Work<'a> = dyn Fn(usize) + Sync + 'a;
 
-/// The threads; the one that calls [`Team::run`] is number 0.
+/// The threads. The caller of [`Team::run`] is number 0.
 pub(super) struct Team {
-    shared: Arc<Shared>,
+    state: Arc<TeamState>,
     workers: Vec<Worker>,
 }
 
@@ -79,10 +67,10 @@ struct Worker {
     handle: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct TeamState {
     /// Bit 63: open. Bits 32..63: number of the piece of work. Bits 0..32: workers inside it.
-    state: CachePadded<AtomicU64>,
-    /// The work; written only while closed and empty, read only by workers that joined.
+    word: CachePadded<AtomicU64>,
+    /// The work. Written only while it is closed without workers inside, read only by workers that joined it.
     work: std::cell::UnsafeCell<Option<NonNull<Work<'static>>>>,
     /// Index of the thread that panicked, or `usize::MAX`.
     panicked: AtomicUsize,
@@ -90,11 +78,11 @@ struct Shared {
     sleeping: Box<[CachePadded<AtomicBool>]>,
 }
 
-// SAFETY: `work` is written by the one owner of the team while `state` is closed with no worker
-// inside, and read by workers between joining and leaving; SYNC POINT team-open orders the two.
-unsafe impl Sync for Shared {}
+// SAFETY: the owner of the team alone writes `work`, while it is closed with no worker inside. Workers read
+// it between joining and leaving. SYNC POINT team-open orders the two.
+unsafe impl Sync for TeamState {}
 // SAFETY: the pointer in `work` is to a `Sync` closure, and is only used while it is borrowed.
-unsafe impl Send for Shared {}
+unsafe impl Send for TeamState {}
 
 impl Team {
     /// Starts `num_threads - 1` workers (0: as many threads as the process has CPUs).
@@ -103,26 +91,26 @@ impl Team {
             0 => thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
-        let shared = Arc::new(Shared {
-            state: CachePadded::new(AtomicU64::new(0)),
+        let state = Arc::new(TeamState {
+            word: CachePadded::new(AtomicU64::new(0)),
             work: std::cell::UnsafeCell::new(None),
             panicked: AtomicUsize::new(usize::MAX),
             stop: AtomicBool::new(false),
             sleeping: (1..num_threads).map(|_| CachePadded::new(AtomicBool::new(false))).collect(),
         });
-        let mut team = Self { shared, workers: Vec::with_capacity(num_threads - 1) };
+        let mut team = Self { state, workers: Vec::with_capacity(num_threads - 1) };
         for thread in 1..num_threads {
             let cpus = pinning.map_or(&[][..], |pinning| &pinning.cpus);
             let cpu = if cpus.is_empty() { None } else { Some(cpus[thread % cpus.len()]) };
             let (pinned, is_pinned) = std::sync::mpsc::sync_channel(1);
-            let shared = Arc::clone(&team.shared);
+            let state = Arc::clone(&team.state);
             let handle = thread::Builder::new()
                 .name(format!("compute-{thread}"))
                 .spawn(move || {
                     let result = cpu.map_or(Ok(()), pin_current_thread);
                     let ok = result.is_ok();
                     if pinned.send(result).is_ok() && ok {
-                        shared.worker(thread);
+                        state.work(thread);
                     }
                 })
                 .map_err(|source| PoolError::Spawn { thread, source })?;
@@ -138,47 +126,48 @@ impl Team {
         self.workers.len() + 1
     }
 
-    /// Runs `work` on the caller (index 0) and on every worker that comes in time; when it
-    /// returns, no thread is inside `work`. Panics of workers are returned as the index of a
-    /// thread that panicked; a panic of the caller unwinds, after the workers have left.
+    /// Runs `work` on the caller (index 0) and on every worker that wakes in time. When it returns, no thread
+    /// is inside `work`. If workers panic, the error is the index of one of them. A panic of the caller
+    /// unwinds after the workers have left.
     ///
-    /// `work` must return on every thread soon after the work has run out or `aborted` is true.
+    /// `work` must return on every thread soon after its tiles have run out or the [`AbortFlag`] is set.
     pub(super) fn run(&mut self, work: &Work<'_>) -> Result<(), usize> {
-        let shared = &*self.shared;
-        shared.panicked.store(usize::MAX, Ordering::Relaxed);
-        // SAFETY: `&mut self` and the closing guard of every earlier run leave no worker inside,
-        // and the guard below keeps the borrow of `work` alive until they have all left again.
+        let state = &*self.state;
+        state.panicked.store(usize::MAX, Ordering::Relaxed);
+        // SAFETY: no worker is inside: `&mut self` excludes another run, and the guard of every earlier run
+        // has waited. The guard below keeps the borrow of `work` alive until all workers have left again.
         unsafe {
             let work = NonNull::from(work);
-            *shared.work.get() =
+            *state.work.get() =
                 Some(std::mem::transmute::<NonNull<Work<'_>>, NonNull<Work<'static>>>(work));
         }
-        let number = (shared.state.load(Ordering::Relaxed) + NUMBER_ONE) & NUMBER_MASK;
-        // SYNC POINT team-open: pairs with the join of a worker; publishes `work`. Sequentially
-        // consistent so that either this thread sees `sleeping` or the worker sees the new state.
-        shared.state.store(OPEN | number, Ordering::SeqCst);
-        let closing = Closing { shared };
-        for (worker, sleeping) in self.workers.iter().zip(&shared.sleeping) {
+        let number = (state.word.load(Ordering::Relaxed) + NUMBER_ONE) & NUMBER_MASK;
+        // SYNC POINT team-open: pairs with the join of a worker; publishes `work`. Sequentially consistent,
+        // so that either this thread sees `sleeping` or the worker sees the new state.
+        state.word.store(OPEN | number, Ordering::SeqCst);
+        let guard = CloseGuard { state };
+        for (worker, sleeping) in self.workers.iter().zip(&state.sleeping) {
             if sleeping.load(Ordering::SeqCst) {
                 worker.thread.unpark();
             }
         }
         work(0);
-        drop(closing);
-        match shared.panicked.load(Ordering::Relaxed) {
+        drop(guard);
+        match state.panicked.load(Ordering::Relaxed) {
             usize::MAX => Ok(()),
             thread => Err(thread),
         }
     }
 
-    /// True once a thread has panicked in the current piece of work; the others should leave.
+    /// The flag that is set once a thread has panicked in the current piece of work. The other threads should
+    /// leave.
     pub(super) fn abort_flag(&self) -> AbortFlag {
-        AbortFlag(Arc::clone(&self.shared))
+        AbortFlag(Arc::clone(&self.state))
     }
 }
 
-/// Tells threads inside a piece of work that one of them has panicked.
-pub(super) struct AbortFlag(Arc<Shared>);
+/// Set once a thread inside the current piece of work has panicked.
+pub(super) struct AbortFlag(Arc<TeamState>);
 
 impl AbortFlag {
     pub(super) fn is_set(&self) -> bool {
@@ -188,11 +177,11 @@ impl AbortFlag {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
+        self.state.stop.store(true, Ordering::SeqCst);
         for worker in &mut self.workers {
             worker.thread.unpark();
             if let Some(handle) = worker.handle.take() {
-                // A worker catches panics of the work, so there is nothing to report here.
+                // A worker catches panics of the work, so this error cannot occur.
                 let _ = handle.join();
             }
         }
@@ -200,28 +189,29 @@ impl Drop for Team {
 }
 
 /// Closes the work and waits until the workers have left it, on return and on unwinding.
-struct Closing<'a> {
-    shared: &'a Shared,
+struct CloseGuard<'a> {
+    state: &'a TeamState,
 }
 
-impl Drop for Closing<'_> {
+impl Drop for CloseGuard<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.shared.panicked.store(0, Ordering::Relaxed);
+            self.state.panicked.store(0, Ordering::Relaxed);
         }
-        let mut state = self.shared.state.fetch_and(!OPEN, Ordering::Acquire) & !OPEN;
+        let mut word = self.state.word.fetch_and(!OPEN, Ordering::Acquire) & !OPEN;
         let mut backoff = Backoff::default();
-        // Bounded by one tile of work: workers take no new tile from exhausted or aborted work.
-        while state & INSIDE_MASK != 0 {
+        // At most the time of one tile: workers take no new tile of work that has run out or was aborted.
+        while word & INSIDE_MASK != 0 {
             backoff.wait();
             // SYNC POINT team-leave: pairs with the leave of a worker.
-            state = self.shared.state.load(Ordering::Acquire);
+            word = self.state.word.load(Ordering::Acquire);
         }
     }
 }
 
-impl Shared {
-    fn worker(&self, thread_idx: usize) {
+impl TeamState {
+    /// The loop of a worker: joins pieces of work until the team stops.
+    fn work(&self, thread_idx: usize) {
         let mut seen = 0;
         while !self.stop.load(Ordering::Relaxed) {
             let Some(number) = self.join(&mut seen) else {
@@ -237,34 +227,34 @@ impl Shared {
             {
                 self.panicked.store(thread_idx, Ordering::Relaxed);
             }
-            // SYNC POINT team-leave: pairs with the wait of `Closing`; publishes the results.
-            self.state.fetch_sub(1, Ordering::Release);
+            // SYNC POINT team-leave: pairs with the wait of `CloseGuard`; publishes the results.
+            self.word.fetch_sub(1, Ordering::Release);
         }
     }
 
-    /// Enters the open work if this thread has not been in it; returns its number.
+    /// Joins the open work if this thread has not been in it, and returns its number.
     fn join(&self, seen: &mut u64) -> Option<u64> {
-        let mut state = self.state.load(Ordering::Relaxed);
-        while state & OPEN != 0 && state & NUMBER_MASK != *seen {
+        let mut word = self.word.load(Ordering::Relaxed);
+        while word & OPEN != 0 && word & NUMBER_MASK != *seen {
             // SYNC POINT team-open: pairs with the store in `Team::run`.
-            match self.state.compare_exchange_weak(
-                state,
-                state + 1,
+            match self.word.compare_exchange_weak(
+                word,
+                word + 1,
                 Ordering::Acquire,
                 Ordering::Relaxed,
             ) {
-                Ok(_) => return Some(state & NUMBER_MASK),
-                Err(now) => state = now,
+                Ok(_) => return Some(word & NUMBER_MASK),
+                Err(now) => word = now,
             }
         }
         None
     }
 
-    /// Waits for new work: spins briefly, since batches tend to follow each other, then parks.
+    /// Waits for new work. Spins briefly first, because batches often follow each other, then parks.
     fn sleep(&self, thread_idx: usize, seen: u64) {
         let has_work = |order| {
-            let state = self.state.load(order);
-            (state & OPEN != 0 && state & NUMBER_MASK != seen) || self.stop.load(order)
+            let word = self.word.load(order);
+            (word & OPEN != 0 && word & NUMBER_MASK != seen) || self.stop.load(order)
         };
         let start = Instant::now();
         while start.elapsed() < SPIN {
@@ -284,7 +274,7 @@ impl Shared {
     }
 }
 
-/// Waits a little longer each time: pause, then give the CPU to whoever needs it.
+/// Waits longer with each call: pauses at first, then yields the CPU.
 #[derive(Default)]
 pub(super) struct Backoff {
     num_waits: u32,
@@ -307,7 +297,7 @@ const OPEN: u64 = 1 << 63;
 const NUMBER_ONE: u64 = 1 << 32;
 const NUMBER_MASK: u64 = OPEN - NUMBER_ONE;
 const INSIDE_MASK: u64 = NUMBER_ONE - 1;
-/// How long a worker looks for the next piece of work before it parks.
+/// Time for which a worker polls for the next piece of work before it parks.
 const SPIN: Duration = Duration::from_micros(30);
 
 #[cfg(test)]

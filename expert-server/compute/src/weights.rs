@@ -1,4 +1,4 @@
-//! Expert weights in the dtype of the checkpoint, mapped from its files or held in memory.
+//! Expert weights in the dtype of the checkpoint, in mapped files or in memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// Side of the square blocks that share one scale in fp8 weights.
 pub const SCALE_BLOCK: usize = 128;
 
-/// How weights are stored. Arithmetic is in f32 for all of them.
+/// Storage type of weights. Arithmetic is in f32 for all types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightDtype {
     /// bfloat16.
@@ -34,83 +34,44 @@ impl WeightDtype {
 /// Why weights cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum WeightError {
-    /// The bytes do not make a matrix of that shape.
+    /// The number of bytes does not fit the shape of the matrix.
     #[error("a {rows} x {cols} matrix of {dtype:?} takes {expected} bytes, found {found}")]
-    DataSize {
-        /// Rows asked for.
-        rows: usize,
-        /// Columns asked for.
-        cols: usize,
-        /// Dtype asked for.
-        dtype: WeightDtype,
-        /// Bytes that it takes.
-        expected: usize,
-        /// Bytes given.
-        found: usize,
-    },
-    /// The scales do not match the matrix.
+    DataSize { rows: usize, cols: usize, dtype: WeightDtype, expected: usize, found: usize },
+    /// The number of scales does not fit the matrix.
     #[error("a {rows} x {cols} matrix of {dtype:?} needs {expected} block scales, found {found}")]
-    ScaleSize {
-        /// Rows of the matrix.
-        rows: usize,
-        /// Columns of the matrix.
-        cols: usize,
-        /// Dtype of the matrix.
-        dtype: WeightDtype,
-        /// Scales that it needs.
-        expected: usize,
-        /// Scales given.
-        found: usize,
-    },
-    /// An fp8 matrix holds the encoding of NaN.
+    ScaleSize { rows: usize, cols: usize, dtype: WeightDtype, expected: usize, found: usize },
+    /// An fp8 matrix contains NaN, first at byte `offset`.
     #[error(
         "a {rows} x {cols} matrix of F8E4m3 holds NaN at byte {offset}; the weights are damaged"
     )]
-    NotFinite {
-        /// Rows of the matrix.
-        rows: usize,
-        /// Columns of the matrix.
-        cols: usize,
-        /// Position of the first NaN.
-        offset: usize,
-    },
-    /// A matrix of an expert has the wrong shape.
+    NotFinite { rows: usize, cols: usize, offset: usize },
+    /// A matrix of an expert, `gate`, `up` or `down`, has the wrong shape.
     #[error("{matrix} of expert {expert} is {found_rows} x {found_cols}, expected {rows} x {cols}")]
     Shape {
-        /// `gate`, `up` or `down`.
         matrix: &'static str,
-        /// The expert.
         expert: u32,
-        /// Rows found.
         found_rows: usize,
-        /// Columns found.
         found_cols: usize,
-        /// Rows expected.
         rows: usize,
-        /// Columns expected.
         cols: usize,
     },
-    /// A layer without hidden or intermediate size.
+    /// The hidden or intermediate size of a layer is zero.
     #[error("a layer of hidden size {hidden} and intermediate size {inter} cannot hold experts")]
-    EmptyLayer {
-        /// Hidden size given.
-        hidden: usize,
-        /// Intermediate size given.
-        inter: usize,
-    },
+    EmptyLayer { hidden: usize, inter: usize },
 }
 
-/// Read-only bytes together with whatever keeps them alive (a mapped checkpoint, a buffer).
+/// Read-only bytes with their owner, such as a mapped checkpoint or a buffer.
 #[derive(Clone)]
 pub struct WeightBytes {
     data: NonNull<[u8]>,
     _owner: Arc<dyn Send + Sync>,
 }
 
-// SAFETY: the bytes are only read, and `_owner`, which is itself `Send`, keeps them in place.
+// SAFETY: the bytes are only read, and `_owner`, which is `Send`, keeps them in place.
 unsafe impl Send for WeightBytes {}
-// SAFETY: shared access only ever reads bytes that nothing in this process writes.
+// SAFETY: shared access only reads the bytes, and no code of this process writes them.
 unsafe impl Sync for WeightBytes {}
 
 impl WeightBytes {
@@ -119,8 +80,8 @@ impl WeightBytes {
         owner: Arc<O>,
         bytes: impl for<'a> FnOnce(&'a O) -> &'a [u8],
     ) -> Self {
-        // The borrow is of the value behind the `Arc`, which neither moves nor is handed out
-        // mutably while the clone stored here exists.
+        // The borrow is of the value behind the `Arc`. While the clone stored here exists, the value does not
+        // move and cannot be borrowed mutably.
         let data = NonNull::from(bytes(&owner));
         Self { data, _owner: owner }
     }
@@ -145,7 +106,7 @@ impl std::fmt::Debug for WeightBytes {
     }
 }
 
-/// A row-major weight matrix `[rows, cols]`; the bytes need no alignment.
+/// A row-major weight matrix `[rows, cols]`. The bytes need no alignment.
 #[derive(Clone, Debug)]
 pub struct Weight {
     dtype: WeightDtype,
@@ -156,12 +117,12 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// A matrix over `data`. `scales` holds `ceil(rows / 128) * ceil(cols / 128)` factors,
-    /// row-major, for fp8, and is empty for the other dtypes. Reads all of an fp8 matrix, once: the
-    /// kernels rely on its values being finite.
+    /// Creates a matrix over `data`. For fp8 `scales` has `ceil(rows / 128) * ceil(cols / 128)` row-major
+    /// factors; for other types it is empty. Reads an fp8 matrix once as a whole, because the kernels rely on
+    /// finite values.
     ///
     /// # Errors
-    /// Sizes that do not fit the shape, or NaN in an fp8 matrix.
+    /// [`WeightError`] for sizes that do not fit the shape, and for NaN in an fp8 matrix.
     pub fn new(
         dtype: WeightDtype,
         rows: usize,
@@ -185,7 +146,7 @@ impl Weight {
         }
         if dtype == WeightDtype::F8E4m3 {
             let bytes = data.as_slice();
-            // By chunks without an early exit, which vectorise.
+            // Chunks without an early exit vectorise.
             let is_damaged = |chunk: &[u8]| {
                 chunk.iter().fold(false, |found, byte| found | (byte & 0x7f == 0x7f))
             };
@@ -227,7 +188,7 @@ impl Weight {
         &self.scales
     }
 
-    /// Bytes read to use every value once, scales included.
+    /// Bytes of all values and scales.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.data().len() + size_of_val(&*self.scales)
@@ -246,15 +207,15 @@ pub struct ExpertWeights {
 }
 
 impl ExpertWeights {
-    /// Bytes read to use every value once.
+    /// Bytes of all values and scales.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.gate.size_bytes() + self.up.size_bytes() + self.down.size_bytes()
     }
 }
 
-/// The loaded experts of one layer. Cloning shares the weights, so a changed set of experts is
-/// made from a clone and swapped in while batches still run on the old one.
+/// The loaded experts of one layer. A clone shares the weights. To change the set of experts while batches
+/// use it, change a clone and swap it in.
 #[derive(Clone, Debug)]
 pub struct LayerExperts {
     hidden: usize,
@@ -263,7 +224,7 @@ pub struct LayerExperts {
 }
 
 impl LayerExperts {
-    /// A layer without experts.
+    /// Creates a layer without experts.
     ///
     /// # Errors
     /// [`WeightError::EmptyLayer`] when a size is zero.
@@ -274,7 +235,7 @@ impl LayerExperts {
         Ok(Self { hidden, inter, experts: Vec::new() })
     }
 
-    /// Adds or replaces an expert. Ids are dense small numbers: memory grows with the highest.
+    /// Adds or replaces an expert. Memory grows with the highest id, so ids should be small and dense.
     ///
     /// # Errors
     /// [`WeightError::Shape`] when a matrix does not have the shape of the layer.
@@ -305,7 +266,7 @@ impl LayerExperts {
         Ok(())
     }
 
-    /// Drops an expert and returns its weights, which stay alive while a batch uses them.
+    /// Removes an expert and returns its weights, which stay alive while a batch uses them.
     pub fn remove(&mut self, expert: u32) -> Option<Arc<ExpertWeights>> {
         self.experts.get_mut(expert as usize)?.take()
     }
@@ -316,7 +277,7 @@ impl LayerExperts {
         self.experts.get(expert as usize)?.as_ref()
     }
 
-    /// Ids of the loaded experts, increasing.
+    /// Ids of the loaded experts, in increasing order.
     pub fn ids(&self) -> impl Iterator<Item = u32> + '_ {
         let loaded = self.experts.iter().enumerate().filter(|(_, expert)| expert.is_some());
         loaded.map(|(idx, _)| idx as u32)
@@ -328,7 +289,7 @@ impl LayerExperts {
         self.ids().count()
     }
 
-    /// True when no expert is loaded.
+    /// Returns true if no expert is loaded.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ids().next().is_none()

@@ -1,4 +1,4 @@
-//! One of the batches that may be under way: its memory and its recorded graphs.
+//! The memory and the recorded graphs of one batch at a time. There are as many contexts as batches in flight.
 
 use std::time::{Duration, Instant};
 
@@ -8,54 +8,54 @@ use kernels::abi::{
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Piece, Stream};
 
+use super::lru::LruCache;
 use super::plan::DevicePlan;
-use super::recent::Recent;
 
 /// Memory and graphs of one batch.
 #[derive(Debug)]
 pub(super) struct Context {
-    // Graphs go before what they use.
-    graphs: Recent<GraphKey, Graph>,
-    /// The batch is known, and is being computed.
+    // First, so that graphs are dropped before the memory that they use.
+    graphs: LruCache<GraphKey, Graph>,
+    /// The reception has ended, and the experts begin.
     pub(super) received: Event,
-    /// The outputs of all experts are there, of batches that are timed so far.
+    /// The last expert has ended, in batches that are timed up to there.
     computed: Event,
-    /// All answers are on their way.
+    /// All answers are sent.
     answered: Event,
     lists: ExpertLists,
     list_memory: GpuBuffer,
     rows: GpuBuffer,
     activation: GpuBuffer,
     expert_out: GpuBuffer,
-    /// Everything is done. Recorded behind the graph, not in it, so that it never shows an older run.
+    /// The batch has ended. Recorded behind the graph, not in it, so that it never shows an older run.
     ended: Event,
-    /// What the last batch was, in host memory: its head, expert positions, the server's state.
+    /// Description of the last batch, in host memory: its head, expert positions, the server's state.
     report: GpuBuffer,
-    /// [`Gather`] of the batch, in host memory: recorded graphs read it when they run.
+    /// [`Gather`] of the batch, in host memory. Recorded graphs read it when they run.
     gather: GpuBuffer,
-    /// [`ErrorWord`] of a kernel that ended the GPU's context, in host memory, which outlives it.
+    /// [`ErrorWord`] of a kernel that trapped, in host memory, which outlives the GPU's context.
     trapped: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
-    /// Batches so far, which may wrap.
+    /// Batches so far; wraps.
     pub(super) num_launched: u32,
-    /// Whether the last batch was timed as far as the end of its experts.
+    /// True if the last batch was timed up to the end of its experts.
     times_experts: bool,
 }
 
-/// What a recorded graph was made for.
+/// The properties for which a graph was recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GraphKey {
     pub(super) num_clients: u32,
-    pub(super) num_places: u32,
-    /// Rows for which the grids are made. More are computed as well, only not as fast.
+    pub(super) num_local_experts: u32,
+    /// Rows for which the grids are sized. More rows are computed, too, but not as fast.
     pub(super) bucket_rows: u32,
-    /// Whether the end of the experts is an event of its own, behind which the answers begin.
+    /// True if the end of the experts is an event of its own. The answers begin behind it.
     pub(super) times_experts: bool,
 }
 
 /// Device memory that all contexts use.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shared {
+pub(super) struct SharedTables {
     pub(super) state: DevicePtr,
     pub(super) clients: DevicePtr,
     pub(super) local_expert: DevicePtr,
@@ -71,7 +71,7 @@ impl Context {
         let (lists, _) = plan.geometry.lists_at(base, plan.num_experts, plan.max_rows);
         let [rows, activation, expert_out] = plan.scratch_bytes();
         Ok(Self {
-            graphs: Recent::new(MAX_GRAPHS),
+            graphs: LruCache::new(MAX_GRAPHS),
             received: gpu.event()?,
             computed: gpu.event()?,
             answered: gpu.event()?,
@@ -90,27 +90,27 @@ impl Context {
         })
     }
 
-    /// Queues a batch: whatever is ready when its turn comes, with those whom `gather` waits for, or what
-    /// comes within the bound. Graphs are recorded from `recorder`, which runs nothing meanwhile. How long that
-    /// took is the result, if one had to be.
+    /// Queues a batch. It takes the frames that are ready when it begins, and those of clients that `gather`
+    /// names if they arrive in time. A missing graph is recorded from `recorder`, which runs nothing
+    /// meanwhile. Returns the time that the recording took, if any.
     pub(super) fn launch(
         &mut self,
         (gpu, stream, recorder): (&Gpu, &Stream, &Stream),
         plan: &DevicePlan,
-        shared: &Shared,
+        shared: &SharedTables,
         key: GraphKey,
         gather: Gather,
     ) -> Result<Option<Duration>, GpuError> {
         if let Some(host) = self.gather.host() {
-            // SAFETY: page-locked memory of this size; the last batch that read it has ended.
+            // SAFETY: page-locked memory of this size. The last batch that read it has ended.
             unsafe { host.cast::<Gather>().write_volatile(gather) };
         }
         let start = Instant::now();
-        let recorded_in = if self.graphs.renew(&key) {
+        let record_time = if self.graphs.touch(&key) {
             None
         } else {
             let graph = self.record(gpu, recorder, plan, shared, key)?;
-            self.graphs.push(key, graph);
+            self.graphs.insert(key, graph);
             Some(start.elapsed())
         };
         if let Some(graph) = self.graphs.newest() {
@@ -120,45 +120,52 @@ impl Context {
         self.launched_at = Some(Instant::now());
         self.num_launched = self.num_launched.wrapping_add(1);
         stream.record(&self.ended)?;
-        Ok(recorded_in)
+        Ok(record_time)
     }
 
-    /// Whether a batch is under way. An error means that a kernel failed.
+    /// Returns true if a batch is in flight. An error means that a kernel failed.
     pub(super) fn is_running(&self) -> Result<bool, GpuError> {
         Ok(self.launched_at.is_some() && !self.ended.is_done()?)
     }
 
-    /// Head of the batch that has just ended.
+    /// Head of the batch that ended last.
     pub(super) fn batch(&self) -> Batch {
         self.read_report(0)
     }
 
-    /// The server's state about when the batch ended. The other batch's kernels may have been changing
-    /// it: for hints only.
+    /// The server's state at about the end of the batch. The other batch's kernels may have changed it
+    /// meanwhile, so it is a hint only.
     pub(super) fn state_hint(&self, plan: &DevicePlan) -> ServerState {
         self.read_report(state_offset(plan))
     }
 
-    /// Why a kernel of this context's trapped, if one did. The GPU is lost then.
+    /// The error word of a kernel of this context that trapped, if any. The GPU is lost then.
     pub(super) fn trapped(&self) -> Option<ErrorWord> {
-        // SAFETY: page-locked memory of this size, which a kernel writes once, before it traps.
+        // SAFETY: page-locked memory of this size. A kernel writes it once, before it traps.
         let word = unsafe { self.trapped.host()?.cast::<ErrorWord>().read_volatile() };
         (word.tag != TAG_NONE).then_some(word)
     }
 
-    /// Positions at which the experts' entries begin, with the end of the last.
-    pub(super) fn expert_begin(&self, plan: &DevicePlan, num_places: usize, out: &mut Vec<u32>) {
+    /// Positions at which the entries of each expert begin, and the end of the last.
+    pub(super) fn expert_begin(
+        &self,
+        plan: &DevicePlan,
+        num_local_experts: usize,
+        out: &mut Vec<u32>,
+    ) {
         let first = plan.expert_begin_offset();
         out.clear();
-        out.extend((0..=num_places as u64).map(|idx| self.read_report::<u32>(first + idx * 4)));
+        out.extend(
+            (0..=num_local_experts as u64).map(|idx| self.read_report::<u32>(first + idx * 4)),
+        );
     }
 
-    /// Time from the end of the reception to the last answer. The batch has ended.
+    /// Time from the end of the reception to the last answer. The batch must have ended.
     pub(super) fn compute_time(&self) -> Result<Duration, GpuError> {
         self.answered.since(&self.received)
     }
 
-    /// The part of it until the last expert's output was there, if the batch was timed so far.
+    /// Time from the end of the reception to the last expert's output, if the batch was timed up to there.
     pub(super) fn experts_time(&self) -> Result<Option<Duration>, GpuError> {
         self.times_experts.then(|| self.computed.since(&self.received)).transpose()
     }
@@ -166,8 +173,8 @@ impl Context {
     fn read_report<T: bytemuck::Pod>(&self, offset: u64) -> T {
         let bytes = size_of::<T>() as u64;
         match self.report.host() {
-            // SAFETY: within the report, as checked; the copies into it have ended, as the batch has,
-            // and no other is started before the next launch by this thread.
+            // SAFETY: within the report, as checked. The copies into it have ended with the batch, and this
+            // thread starts no other before the next launch.
             Some(host) if offset + bytes <= self.report.len() => unsafe {
                 host.as_ptr().add(offset as usize).cast::<T>().read_unaligned()
             },
@@ -180,12 +187,12 @@ impl Context {
         gpu: &Gpu,
         recorder: &Stream,
         plan: &DevicePlan,
-        shared: &Shared,
+        shared: &SharedTables,
         key: GraphKey,
     ) -> Result<Graph, GpuError> {
         let (recv, compute, send) = self.params(plan, shared, key);
-        // SAFETY: the engine owns all of this memory, sized by the same plan, and frees it only after
-        // the streams are done; clients' slots and tables change only while no batch is under way.
+        // SAFETY: the data thread owns all of this memory, which the same plan has sized, and frees it only after
+        // the streams are done. Clients' slots and tables change only while no batch is in flight.
         let (recv, compute, send) =
             unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
         recorder.capture(|stream| {
@@ -199,7 +206,7 @@ impl Context {
             stream.record(&self.answered)?;
             let report = self.report.ptr();
             let state_at = report.add(state_offset(plan));
-            // SAFETY: the report has room for both; it is read only while no batch is under way.
+            // SAFETY: the report has room for both pieces. It is read only while no batch is in flight.
             unsafe {
                 stream.tell(
                     Piece { to: report, from: self.list_memory.ptr(), bytes: plan.head_bytes() },
@@ -216,14 +223,14 @@ impl Context {
     fn params(
         &self,
         plan: &DevicePlan,
-        shared: &Shared,
+        shared: &SharedTables,
         key: GraphKey,
     ) -> (ExpertRecvParams, ExpertComputeParams, ExpertSendParams) {
         let (geometry, lists) = (plan.geometry, self.lists);
         let num_clients = key.num_clients.max(1);
         let recv = ExpertRecvParams {
             version: DEVICE_ABI_VERSION,
-            flags: plan.way_flags(),
+            flags: plan.path_flags(),
             geometry,
             state: shared.state,
             lists,
@@ -233,7 +240,7 @@ impl Context {
             timeout_ns: IDLE_WAIT_NS,
             min_ready: 1,
             num_experts: plan.num_experts,
-            num_local_experts: key.num_places,
+            num_local_experts: key.num_local_experts,
             num_layers: plan.num_layers,
             num_clients,
             gather_ns: 0,
@@ -250,7 +257,7 @@ impl Context {
             expert_out: self.expert_out.ptr(),
             layers: shared.layers,
             inter: plan.inter,
-            num_local_experts: key.num_places,
+            num_local_experts: key.num_local_experts,
             num_layers: plan.num_layers,
             num_clients,
             num_blocks: plan.options.num_blocks,
@@ -261,7 +268,7 @@ impl Context {
         };
         let send = ExpertSendParams {
             version: DEVICE_ABI_VERSION,
-            flags: FLAG_PDL | plan.way_flags(),
+            flags: FLAG_PDL | plan.path_flags(),
             geometry,
             lists,
             expert_out: self.expert_out.ptr(),
@@ -279,12 +286,12 @@ fn state_offset(plan: &DevicePlan) -> u64 {
     plan.head_bytes().next_multiple_of(64)
 }
 
-/// Longest wait of a batch for its first frame: what joining and leaving clients may have to wait for.
+/// Longest wait of a batch for its first frame. Clients that connect or leave may wait as long.
 const IDLE_WAIT_NS: u64 = 2_000_000;
-/// Longest wait of a thread block for its own copies. None that arrives at all takes a thousandth of it.
+/// Longest wait of a thread block for its own copies. A copy that arrives takes less than a thousandth of it.
 pub(super) const PRODUCT_WAIT_NS: u64 = 10_000_000_000;
-/// Graphs kept: as many as there are numbers of clients and buckets of rows, for one number of places. One more
-/// takes the place of the one that was used longest ago. In docs/operations.md.
+/// Graphs per context: as many as there are numbers of clients and buckets of rows, for one number of local
+/// experts. One more graph evicts the least recently used. In docs/operations.md.
 const MAX_GRAPHS: usize = 192;
 
 #[cfg(test)]
@@ -304,7 +311,7 @@ mod tests {
         let checkpoint = Checkpoint::open(dir).expect("the trained checkpoint");
         let gpu = Gpu::open_emulated(0).expect("a GPU in software");
         let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-        let shared = Shared {
+        let shared = SharedTables {
             state: DevicePtr::NULL,
             clients: DevicePtr::NULL,
             local_expert: DevicePtr::NULL,
@@ -312,8 +319,12 @@ mod tests {
             abort_mask: DevicePtr::NULL,
             weights_dtype: kernels::abi::DTYPE_BF16,
         };
-        let key =
-            GraphKey { num_clients: 2, num_places: 8, bucket_rows: 2048, times_experts: false };
+        let key = GraphKey {
+            num_clients: 2,
+            num_local_experts: 8,
+            bucket_rows: 2048,
+            times_experts: false,
+        };
         for (num_blocks, most) in [(0, None), (3, Some(3))] {
             let name = DeviceName::Emulated(0);
             let options = DeviceOptions { num_blocks, ..DeviceOptions::new(name) };

@@ -1,4 +1,4 @@
-//! What a server on a GPU needs, decided before anything is allocated.
+//! Sizes of a server on a GPU, computed before any memory is allocated.
 
 use std::mem::size_of;
 
@@ -9,12 +9,11 @@ use kernels::abi::{
 };
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, Gpu};
+use kernels::slots::DeviceSide;
 use p2p_core::SlotConfig;
-use p2p_core::bootstrap::DeviceSide;
 use protocol::WireDtype;
 
-use super::error::DeviceError;
-use super::options::DeviceOptions;
+use super::{DeviceError, DeviceOptions};
 use crate::config::Limits;
 
 /// Sizes of a server on a GPU.
@@ -22,26 +21,24 @@ use crate::config::Limits;
 pub(crate) struct DevicePlan {
     pub(crate) device: DeviceName,
     pub(crate) geometry: FrameGeometry,
-    /// Rows that fit a batch.
+    /// Most rows of a batch.
     pub(crate) max_rows: u32,
     /// Intermediate size of the experts.
     pub(crate) inter: u32,
     pub(crate) num_layers: u32,
-    /// Experts per layer of the model.
+    /// Experts per layer.
     pub(crate) num_experts: u32,
-    /// Batches that may be under way.
+    /// Most batches in flight.
     pub(crate) num_contexts: usize,
     /// Most clients.
     pub(crate) max_clients: usize,
     pub(crate) options: DeviceOptions,
-    /// Weights are made up instead of loaded.
-    pub(crate) random_weights: bool,
-    /// Clients may be reached over networks, and kernels have to know of ways beside direct stores.
-    pub(crate) any_way: bool,
+    /// Clients may connect over networks. Kernels then support other paths besides direct stores.
+    pub(crate) has_networks: bool,
 }
 
 impl DevicePlan {
-    /// Sizes for `model`, or why it cannot be served.
+    /// Sizes for `model`, or the reason why the kernels cannot serve it.
     pub(crate) fn new(
         options: &DeviceOptions,
         slot: SlotConfig,
@@ -63,7 +60,7 @@ impl DevicePlan {
         let hidden = u32::try_from(model.hidden).unwrap_or(u32::MAX);
         let top_k = u32::try_from(model.top_k).unwrap_or(u32::MAX);
         let inter = u32::try_from(model.moe_intermediate).unwrap_or(u32::MAX);
-        // One token in one frame: whatever is wrong then is the model's.
+        // One token in one frame: an error is then the model's, not the slot's.
         FrameGeometry::new(hidden, top_k, dtype, 1, 1).map_err(unsupported)?;
         if inter == 0 || !inter.is_multiple_of(64) {
             return Err(unsupported(CheckError::Inter));
@@ -80,7 +77,7 @@ impl DevicePlan {
         let Ok(geometry) = FrameGeometry::new(hidden, top_k, dtype, max_tokens, num_frames) else {
             return Err(too_small);
         };
-        // Ranks of entries within an expert have so many bits.
+        // The rank of an entry within its expert has `RANK_BITS` bits.
         let most_rows = ((1 << RANK_BITS) - 1) / top_k;
         if max_tokens > most_rows {
             return Err(unsupported(CheckError::Tokens));
@@ -96,32 +93,21 @@ impl DevicePlan {
             num_contexts: options.batches_in_flight.clamp(1, 2),
             max_clients: limits.max_links.clamp(1, MAX_PEERS),
             options: *options,
-            random_weights: options.random_weights,
-            any_way: false,
+            has_networks: false,
         })
     }
 
-    /// Flags of launches that answer clients.
-    pub(crate) const fn way_flags(&self) -> u32 {
-        if self.any_way { FLAG_ANY_WAY } else { 0 }
+    /// Flags of launches that use the paths to clients.
+    pub(crate) const fn path_flags(&self) -> u32 {
+        if self.has_networks { FLAG_ANY_WAY } else { 0 }
     }
 
-    /// What the handshake offers to every client.
-    pub(crate) fn side(&self, gpu: &Gpu) -> DeviceSide {
-        DeviceSide {
-            gpu: gpu.clone(),
-            own_slot_bytes: self.geometry.slot_bytes,
-            peer_slot_bytes: self.geometry.response_slot_bytes,
-            shape: self.geometry.describe().into_bytes(),
-        }
-    }
-
-    /// Bytes of the lists of one batch.
+    /// Bytes of one batch's lists.
     pub(crate) fn lists_bytes(&self) -> u64 {
         self.geometry.lists_at(DevicePtr::NULL, self.num_experts, self.max_rows).1
     }
 
-    /// Bytes of a batch's head and the expert positions that follow it.
+    /// Bytes of a batch's head with the expert positions behind it.
     pub(crate) fn head_bytes(&self) -> u64 {
         let (lists, _) =
             self.geometry.lists_at(DevicePtr(HEAD_BASE), self.num_experts, self.max_rows);
@@ -135,11 +121,11 @@ impl DevicePlan {
         lists.expert_begin.0 - lists.batch.0
     }
 
-    /// Scratch of the expert stage: rows, activations, outputs.
+    /// Bytes of the expert stage's scratch: rows, activations, outputs.
     pub(crate) fn scratch_bytes(&self) -> [u64; 3] {
         let (hidden, inter) = (self.geometry.hidden, self.inter);
         let entries = u64::from(self.max_rows) * u64::from(self.geometry.top_k);
-        // Weights may be of either type; bf16 takes the more.
+        // The weights may be bf16 or fp8, which is known later.
         let scratch = |row_values| {
             let of = |dtype| {
                 self.geometry.expert_scratch_bytes(
@@ -154,17 +140,17 @@ impl DevicePlan {
         [scratch(hidden), scratch(inter), entries * u64::from(hidden) * 2]
     }
 
-    /// GPU memory beside the weights, with the slot of one client.
+    /// Bytes of GPU memory besides the weights, with the slot of one client.
     pub(crate) fn workspace_bytes(&self) -> u64 {
         let per_batch = self.lists_bytes() + self.scratch_bytes().iter().sum::<u64>();
         let tables = u64::from(self.num_layers)
             * (u64::from(self.num_experts) * 2 + size_of::<LayerWeights>() as u64);
         let state = (size_of::<ServerState>() + size_of::<Batch>()) as u64;
-        // The empty seats' slot, and the first client's.
+        // The slot of free entries in the client table, and the first client's.
         per_batch * self.num_contexts as u64 + tables + state + 2 * self.geometry.slot_bytes
     }
 
-    /// Fails when `needed_bytes` for `what` are not there.
+    /// Returns an error if the GPU has less than `needed_bytes` free for `what`.
     pub(crate) fn check_memory(
         &self,
         gpu: &Gpu,
@@ -179,5 +165,5 @@ impl DevicePlan {
     }
 }
 
-/// Any aligned address: only differences count.
+/// Any aligned address, because only differences matter.
 const HEAD_BASE: u64 = 1 << 20;

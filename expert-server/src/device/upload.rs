@@ -1,4 +1,4 @@
-//! Weights from mapped files to the GPU, through page-locked memory.
+//! Copies of weights from mapped files to the GPU, through page-locked memory.
 
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
@@ -6,30 +6,31 @@ use std::time::{Duration, Instant};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 
-/// Copies to the GPU by turns through two buffers: one is filled while the other is under way. It has
-/// streams of its own, so nobody who computes waits for it.
+/// Copies to the GPU through two buffers in turn: the host fills one while the GPU reads the other. The
+/// copies are on streams of their own, so no batch waits for them.
 #[derive(Debug)]
 pub(super) struct Uploader {
-    lanes: ManuallyDrop<[Lane; 2]>,
+    buffers: ManuallyDrop<[StagingBuffer; 2]>,
     next: usize,
 }
 
 #[derive(Debug)]
-struct Lane {
+struct StagingBuffer {
     stream: Stream,
-    staging: GpuBuffer,
+    memory: GpuBuffer,
 }
 
 impl Uploader {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
-        let lane =
-            || Ok(Lane { stream: gpu.stream()?, staging: gpu.alloc_host(STAGING_BYTES as u64)? });
-        Ok(Self { lanes: ManuallyDrop::new([lane()?, lane()?]), next: 0 })
+        let buffer = || {
+            let memory = gpu.alloc_host(STAGING_BYTES as u64)?;
+            Ok(StagingBuffer { stream: gpu.stream()?, memory })
+        };
+        Ok(Self { buffers: ManuallyDrop::new([buffer()?, buffer()?]), next: 0 })
     }
 
-    /// Starts copying `data` to GPU memory at `to`, which is valid for as many bytes and which nobody
-    /// else uses yet.
-    pub(super) fn bytes(&mut self, to: DevicePtr, data: &[u8]) -> Result<(), GpuError> {
+    /// Starts a copy of `data` to GPU memory at `to`, which is valid for as many bytes and not in use.
+    pub(super) fn copy_bytes(&mut self, to: DevicePtr, data: &[u8]) -> Result<(), GpuError> {
         let mut at = to;
         for chunk in data.chunks(STAGING_BYTES) {
             self.chunk(at, chunk.len(), |staging| staging.copy_from_slice(chunk))?;
@@ -38,8 +39,8 @@ impl Uploader {
         Ok(())
     }
 
-    /// As [`bytes`](Self::bytes), of values that are rounded to bf16.
-    pub(super) fn as_bf16(&mut self, to: DevicePtr, values: &[f32]) -> Result<(), GpuError> {
+    /// Like [`copy_bytes`](Self::copy_bytes), with values that are rounded to bf16.
+    pub(super) fn copy_as_bf16(&mut self, to: DevicePtr, values: &[f32]) -> Result<(), GpuError> {
         let mut at = to;
         for chunk in values.chunks(STAGING_BYTES / 2) {
             self.chunk(at, chunk.len() * 2, |staging| {
@@ -56,20 +57,21 @@ impl Uploader {
     /// Starts a copy within the GPU.
     ///
     /// # Safety
-    /// Both ranges are valid; nobody writes the source or uses the target before `settle`.
-    pub(super) unsafe fn within(
+    /// Both ranges are valid. Until [`wait`](Self::wait) returns, the source is not written and the target
+    /// not used.
+    pub(super) unsafe fn copy_within_gpu(
         &mut self,
         to: DevicePtr,
         from: DevicePtr,
         bytes: u64,
     ) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        unsafe { self.lanes[self.next].stream.copy(to, from, bytes) }
+        unsafe { self.buffers[self.next].stream.copy(to, from, bytes) }
     }
 
-    /// Waits for everything that was started.
-    pub(super) fn settle(&self) -> Result<(), GpuError> {
-        self.lanes.iter().try_for_each(Lane::wait)
+    /// Waits for all copies that were started.
+    pub(super) fn wait(&self) -> Result<(), GpuError> {
+        self.buffers.iter().try_for_each(StagingBuffer::wait)
     }
 
     fn chunk(
@@ -78,21 +80,21 @@ impl Uploader {
         len: usize,
         fill: impl FnOnce(&mut [u8]),
     ) -> Result<(), GpuError> {
-        let lane = &self.lanes[self.next];
-        self.next = (self.next + 1) % self.lanes.len();
-        // What this lane had before must have left its buffer.
-        lane.wait()?;
-        if let Some(host) = lane.staging.host() {
-            // SAFETY: this process's own page-locked memory, at least `len` bytes, initialised when it
-            // was made; no copy reads it, as was waited for, and nobody else knows it.
+        let buffer = &self.buffers[self.next];
+        self.next = (self.next + 1) % self.buffers.len();
+        // The last copy out of this buffer must have ended before it is filled again.
+        buffer.wait()?;
+        if let Some(host) = buffer.memory.host() {
+            // SAFETY: page-locked memory of this process, at least `len` bytes, initialised by its
+            // allocation. The wait above has ended the copy that read it, and no other code knows it.
             fill(unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), len) });
         }
-        // SAFETY: the caller's promise about the target; the buffer stays as it is until the next wait.
-        unsafe { lane.stream.copy(to, lane.staging.ptr(), len as u64) }
+        // SAFETY: the caller's promise about the target. The buffer does not change until the next wait.
+        unsafe { buffer.stream.copy(to, buffer.memory.ptr(), len as u64) }
     }
 }
 
-impl Lane {
+impl StagingBuffer {
     fn wait(&self) -> Result<(), GpuError> {
         self.stream.wait(Instant::now() + COPY_LIMIT)
     }
@@ -100,17 +102,17 @@ impl Lane {
 
 impl Drop for Uploader {
     fn drop(&mut self) {
-        // The buffers must not go from under a copy.
-        if let Err(error) = self.settle() {
-            tracing::error!(%error, "copies of weights did not end: their buffers are kept");
+        // A copy may still read the buffers.
+        if let Err(error) = self.wait() {
+            tracing::error!(%error, "copies of weights did not end: their buffers are not freed");
             return;
         }
         // SAFETY: not used after this.
-        unsafe { ManuallyDrop::drop(&mut self.lanes) };
+        unsafe { ManuallyDrop::drop(&mut self.buffers) };
     }
 }
 
-/// Large enough that a copy's start does not show, small enough to be had.
+/// Large enough to hide the start of a copy, small enough to be page-locked.
 const STAGING_BYTES: usize = 8 << 20;
-/// One buffer takes a millisecond; more only happens on a GPU that is lost.
+/// The copy of one buffer takes a millisecond. Only a lost GPU takes longer.
 const COPY_LIMIT: Duration = Duration::from_secs(20);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::mapped::MappedEndpoint;
+#[cfg(feature = "test-transports")]
 use super::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
 use crate::endpoint::{Endpoint, TransportKind};
@@ -46,6 +47,7 @@ pub fn pair(
 ///
 /// # Errors
 /// [`LocalPairError`] when the configuration is not usable or the system is out of resources.
+#[cfg(feature = "test-transports")]
 pub fn staged_pair(
     config: SlotConfig,
     disorder: Option<Disorder>,

@@ -35,12 +35,7 @@ impl MappedEndpoint {
     }
 
     /// Checks that an access stays inside the peer's slot.
-    pub(crate) fn check(
-        &self,
-        op: &'static str,
-        offset: usize,
-        len: usize,
-    ) -> Result<(), PostError> {
+    pub fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
         self.target(op, offset, len).map(|_| ())
     }
 

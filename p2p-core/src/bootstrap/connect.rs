@@ -3,7 +3,6 @@
 use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,14 +19,15 @@ use super::wire::{
     MAX_TICKET_BYTES, WireError,
 };
 use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, DevicePair, DeviceSide,
-    MAX_PAYLOAD_BYTES, PeerHello, ReadError, Reject, RejectCode, blocking, join, read_message,
-    write_message,
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES,
+    MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
+    read_message, write_message,
 };
-use crate::backend::cuda_ipc::{DeviceError, DeviceHalf};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError, pass};
+#[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
 use crate::channel::{Channel, ChannelError};
+use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
@@ -52,12 +52,13 @@ pub struct ConnectConfig {
     /// it.
     pub fallback: Fallback,
     /// Device slots to make beside the others. The listening side must want the same.
-    pub device: Option<DeviceSide>,
+    pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of the whole handshake.
     pub timeout: Duration,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
     /// How a staged transport delays and reorders. For tests.
+    #[cfg(feature = "test-transports")]
     pub disorder: Option<Disorder>,
 }
 
@@ -72,6 +73,7 @@ impl Default for ConnectConfig {
             device: None,
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            #[cfg(feature = "test-transports")]
             disorder: None,
         }
     }
@@ -139,7 +141,7 @@ pub enum ConnectError {
     Shm(#[from] ShmError),
     /// Device slots could not be made on this side.
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Device(#[from] DeviceSlotError),
     /// A network failed on this side.
     #[error(transparent)]
     Network(#[from] NetworkError),
@@ -219,7 +221,7 @@ async fn connect_once(
     limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
     limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
     if let Some(side) = &config.device {
-        limit("shape", side.shape.len(), MAX_SHAPE_BYTES)?;
+        limit("shape", side.shape().len(), MAX_SHAPE_BYTES)?;
     }
 
     let mut stream = TcpStream::connect(addrs)
@@ -237,9 +239,9 @@ async fn connect_once(
         peer,
         left_out: fallback::text_of(&attempt.left_out),
         device: config.device.as_ref().map(|side| DeviceDescription {
-            own_bytes: side.own_slot_bytes,
-            peer_bytes: side.peer_slot_bytes,
-            shape: side.shape.clone(),
+            own_bytes: side.own_slot_bytes(),
+            peer_bytes: side.peer_slot_bytes(),
+            shape: side.shape().to_vec(),
         }),
     };
     // A listener that says no early may have closed its reading side: its answer is still to be read.
@@ -278,7 +280,7 @@ async fn connect_once(
     let network = network_of(&welcome.offer, &config.networks);
     attempt.choose(&welcome.offer, network.is_some().then_some(&stream));
     let layout = match (network, &config.device) {
-        (Some(network), Some(side)) => network.device_layout(side, layout.num_frames())?,
+        (Some(network), Some(side)) => network.device_layout(side.as_ref(), layout.num_frames())?,
         _ => layout,
     };
     if welcome.side.bytes != layout.slot_bytes() as u64 {
@@ -296,7 +298,7 @@ async fn connect_once(
         let (network, theirs) = (Arc::clone(network), welcome.side.clone());
         let device = config.device;
         let (slots, ours) = blocking(move || {
-            let side = Opened::open(network.as_ref(), &layout, route, device.as_ref())?;
+            let side = Opened::open(network.as_ref(), &layout, route, device.as_deref())?;
             let ours = side.description();
             let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
@@ -324,7 +326,12 @@ async fn connect_once(
         (slots, PageKind::Plain)
     } else {
         let kind = welcome.offer.kind;
-        let wanted = Wanted { layout, disorder: config.disorder, device: config.device };
+        let wanted = Wanted {
+            layout,
+            #[cfg(feature = "test-transports")]
+            disorder: config.disorder,
+            device: config.device,
+        };
         let shared = share(&mut stream, name, kind, &welcome, wanted).await?;
         let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
         write_message(&mut stream, &wire::encode_ready(&ready))
@@ -349,13 +356,14 @@ async fn connect_once(
 }
 
 /// What a connection is made of.
-type Slots = (Channel<AnyEndpoint>, Option<DevicePair>);
+type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>);
 
 /// What is exchanged over the Unix socket.
 struct Wanted {
     layout: SlotLayout,
+    #[cfg(feature = "test-transports")]
     disorder: Option<Disorder>,
-    device: Option<DeviceSide>,
+    device: Option<Arc<dyn DeviceMemory>>,
 }
 
 /// A channel over shared memory and maybe device slots: descriptors go over a Unix socket.
@@ -364,8 +372,9 @@ async fn share(
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
-    Wanted { layout, disorder, device }: Wanted,
+    wanted: Wanted,
 ) -> Result<(Aside<Slots>, PageKind), ConnectError> {
+    let layout = wanted.layout;
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
     let meeting = pass::reach(&welcome.rendezvous).await?;
@@ -378,17 +387,23 @@ async fn share(
     check_nonce(&passed.nonce, welcome)?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
     drop(passed.memory);
-    let channel = join(layout, kind, disorder, own, theirs)?;
-    let Some(side) = device else { return Ok((Aside::new((channel, None)), pages)) };
-    let half = Aside::new(DeviceHalf::create(side).await?);
-    pass::send(&meeting, &welcome.nonce, [half.descriptor().as_fd()]).await?;
+    let endpoint = MemoryEndpoint {
+        kind,
+        #[cfg(feature = "test-transports")]
+        disorder: wanted.disorder,
+    };
+    let channel = endpoint.join(layout, own, theirs)?;
+    let Some(side) = wanted.device else { return Ok((Aside::new((channel, None)), pages)) };
+    let own = open_device(side).await.map_err(ConnectError::Device)?;
+    let descriptor = own.descriptor();
+    pass::send(&meeting, &welcome.nonce, [descriptor]).await?;
     let (nonce, [memory]) = match pass::receive_exactly(&meeting).await {
         Ok(received) => received,
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
     check_nonce(&nonce, welcome)?;
-    let pair = half.into_inner().join(memory).await?;
-    Ok((Aside::new((channel, Some(pair))), pages))
+    let pair = join_device(own, memory).await.map_err(ConnectError::Device)?;
+    Ok((pair.map(|pair| (channel, Some(pair))), pages))
 }
 
 fn check_nonce(found: &pass::Nonce, welcome: &wire::Welcome) -> Result<(), ShmError> {

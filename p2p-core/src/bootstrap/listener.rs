@@ -25,15 +25,16 @@ use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, DevicePair, DeviceSide,
-    MAX_PAYLOAD_BYTES, PeerHello, ReadError, Reject, RejectCode, blocking, join, read_message,
-    write_message,
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES,
+    MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
+    read_message, write_message,
 };
-use crate::backend::cuda_ipc::DeviceHalf;
 use crate::backend::shm::pass::{self, Nonce, Passed};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
+#[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
 use crate::channel::Channel;
+use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
@@ -55,7 +56,7 @@ pub struct ListenerConfig {
     /// Networks of this process, for those of `transports` that are networks.
     pub networks: Vec<Arc<dyn Network>>,
     /// Device slots to make beside the others. Peers must want the same.
-    pub device: Option<DeviceSide>,
+    pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
     /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
@@ -65,6 +66,7 @@ pub struct ListenerConfig {
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
     /// How a staged transport delays and reorders. For tests.
+    #[cfg(feature = "test-transports")]
     pub disorder: Option<Disorder>,
 }
 
@@ -80,6 +82,7 @@ impl Default for ListenerConfig {
             max_handshakes: 1024,
             max_peers: 4096,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            #[cfg(feature = "test-transports")]
             disorder: None,
         }
     }
@@ -420,7 +423,7 @@ struct Agreed {
 }
 
 /// What a connection is made of. The permit comes last: a peer that is let in instead finds the memory free.
-type Slots = (Channel<AnyEndpoint>, Option<DevicePair>, OwnedSemaphorePermit);
+type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, OwnedSemaphorePermit);
 
 impl Agreed {
     fn into_connection(
@@ -538,8 +541,12 @@ where
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);
     pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
-    let channel =
-        join(layout, kind, shared.config.disorder, own, theirs).map_err(|e| no_transport(&e))?;
+    let endpoint = MemoryEndpoint {
+        kind,
+        #[cfg(feature = "test-transports")]
+        disorder: shared.config.disorder,
+    };
+    let channel = endpoint.join(layout, own, theirs).map_err(|e| no_transport(&e))?;
     let slots = match shared.config.device.clone() {
         Some(side) => {
             let pair = exchange(side, &meeting, &welcome.nonce).await?;
@@ -566,12 +573,12 @@ async fn open_first(
         };
         let (network, device) = (Arc::clone(network), shared.config.device.clone());
         let layout = match &device {
-            Some(side) => network.device_layout(side, shared.layout.num_frames()),
+            Some(side) => network.device_layout(side.as_ref(), shared.layout.num_frames()),
             None => Ok(shared.layout),
         };
         let open = |layout| {
             blocking(move || {
-                Opened::open(network.as_ref(), &layout, route, device.as_ref()).map(Aside::new)
+                Opened::open(network.as_ref(), &layout, route, device.as_deref()).map(Aside::new)
             })
         };
         let opened = match layout {
@@ -591,18 +598,18 @@ async fn open_first(
 
 /// Joins device slots over the Unix connection on which the others were exchanged.
 async fn exchange(
-    side: DeviceSide,
+    side: Arc<dyn DeviceMemory>,
     meeting: &UnixStream,
     nonce: &Nonce,
-) -> Result<Aside<DevicePair>, Reject> {
+) -> Result<Aside<DeviceSlots>, Reject> {
     let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
     let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
     if found != *nonce {
         return Err(refused(&"the descriptor of the device slot belongs to another handshake"));
     }
-    let half = Aside::new(DeviceHalf::create(side).await.map_err(|e| refused(&e))?);
-    let own = half.descriptor().try_clone().map_err(|e| refused(&e))?;
-    let pair = Aside::new(half.into_inner().join(memory).await.map_err(|e| refused(&e))?);
+    let open = open_device(side).await.map_err(|e| refused(&e))?;
+    let own = open.descriptor().try_clone_to_owned().map_err(|e| refused(&e))?;
+    let pair = join_device(open, memory).await.map_err(|e| refused(&e))?;
     pass::send(meeting, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
     Ok(pair)
 }

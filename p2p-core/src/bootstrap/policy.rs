@@ -45,14 +45,14 @@ pub(super) fn check_device(config: &ListenerConfig, hello: &Hello) -> Result<(),
             "the connecting side brings a GPU, the listener has no device slots; connect without a device, or to a listener on a GPU".to_owned(),
         ),
         (Some(side), Some(theirs)) => {
-            let sizes = (side.own_slot_bytes, side.peer_slot_bytes);
-            if sizes == (theirs.peer_bytes, theirs.own_bytes) && side.shape == theirs.shape {
+            let sizes = (side.own_slot_bytes(), side.peer_slot_bytes());
+            if sizes == (theirs.peer_bytes, theirs.own_bytes) && side.shape() == theirs.shape {
                 return Ok(());
             }
             let ours = DeviceDescription {
                 own_bytes: sizes.1,
                 peer_bytes: sizes.0,
-                shape: side.shape.clone(),
+                shape: side.shape().to_vec(),
             };
             reject(format!(
                 "the listener has device slots of {}, the connecting side wants {}; set both alike",
@@ -82,16 +82,15 @@ pub(super) fn choose_transports(
     let works = |offer: &&Offer| {
         here.contains(offer)
             && match offer.kind {
-                TransportKind::Shm | TransportKind::Staged | TransportKind::CudaIpc => {
-                    obstacle.is_none()
-                }
+                TransportKind::Shm | TransportKind::CudaIpc => obstacle.is_none(),
+                #[cfg(feature = "test-transports")]
+                TransportKind::Staged => obstacle.is_none(),
                 TransportKind::Local => host.is_same_process(&hello.host),
                 // Those of the message engine have no endpoints.
                 TransportKind::Tcp | TransportKind::Cma => false,
-                TransportKind::Verbs
-                | TransportKind::Libfabric
-                | TransportKind::SoftNic
-                | TransportKind::Ibgda => true,
+                TransportKind::Verbs | TransportKind::Libfabric | TransportKind::Ibgda => true,
+                #[cfg(feature = "test-transports")]
+                TransportKind::SoftNic => true,
             }
     };
     let choices: Vec<Offer> = hello.offers.iter().filter(works).cloned().collect();
@@ -136,7 +135,7 @@ pub(super) fn refusal_of(error: &WireError) -> Reject {
 }
 
 /// Compares without giving away by its time how much was right. The lengths are not secret.
-pub(crate) fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
+pub fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
     expected.len() == found.len()
         && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
             == 0

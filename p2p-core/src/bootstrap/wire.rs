@@ -336,7 +336,7 @@ pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
 }
 
 /// A peer's text without what would steer a terminal or break a line of a log.
-pub(crate) fn printable(bytes: &[u8]) -> String {
+pub fn printable(bytes: &[u8]) -> String {
     let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     String::from_utf8_lossy(bytes).chars().map(shown).collect()
 }
@@ -382,14 +382,16 @@ fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
     out.extend(offer.flavour.as_bytes());
 }
 
-pub(crate) const fn transport_code(kind: TransportKind) -> u8 {
+pub const fn transport_code(kind: TransportKind) -> u8 {
     match kind {
         TransportKind::Local => 0,
         TransportKind::Shm => 1,
+        #[cfg(feature = "test-transports")]
         TransportKind::Staged => 2,
         TransportKind::Verbs => 3,
         TransportKind::Libfabric => 4,
         TransportKind::CudaIpc => 5,
+        #[cfg(feature = "test-transports")]
         TransportKind::SoftNic => 6,
         TransportKind::Tcp => 7,
         TransportKind::Cma => 8,
@@ -397,14 +399,16 @@ pub(crate) const fn transport_code(kind: TransportKind) -> u8 {
     }
 }
 
-pub(crate) const fn transport_of(code: u8) -> Option<TransportKind> {
+pub const fn transport_of(code: u8) -> Option<TransportKind> {
     match code {
         0 => Some(TransportKind::Local),
         1 => Some(TransportKind::Shm),
+        #[cfg(feature = "test-transports")]
         2 => Some(TransportKind::Staged),
         3 => Some(TransportKind::Verbs),
         4 => Some(TransportKind::Libfabric),
         5 => Some(TransportKind::CudaIpc),
+        #[cfg(feature = "test-transports")]
         6 => Some(TransportKind::SoftNic),
         7 => Some(TransportKind::Tcp),
         8 => Some(TransportKind::Cma),

@@ -4,7 +4,7 @@ use super::{LocalSegment, PeerId, RemoteSegment};
 use crate::endpoint::PostError;
 
 /// A registration, as far as posting needs to know it.
-pub(crate) trait Registration {
+pub trait Registration {
     /// Address of its first byte.
     fn first(&self) -> u64;
     /// Its length.
@@ -13,7 +13,7 @@ pub(crate) trait Registration {
 
 impl LocalSegment {
     /// Checks it against the registration that it names, if there is one.
-    pub(crate) fn checked<'r, R: Registration>(
+    pub fn checked<'r, R: Registration>(
         self,
         op: &'static str,
         found: Option<&'r R>,
@@ -33,7 +33,7 @@ impl LocalSegment {
 impl RemoteSegment {
     /// Checks `bytes` of it against what the peer said of its registration. Gives the address of the
     /// first.
-    pub(crate) fn checked(self, op: &'static str, bytes: u64) -> Result<u64, PostError> {
+    pub fn checked(self, op: &'static str, bytes: u64) -> Result<u64, PostError> {
         let inside = self.offset.checked_add(bytes).is_some_and(|end| end <= self.region.bytes);
         let address = self.region.address.checked_add(self.offset);
         match address.filter(|address| inside && address.checked_add(bytes).is_some()) {
@@ -49,44 +49,44 @@ impl RemoteSegment {
 }
 
 /// Why a peer is not let into memory that is not there, or not for peers.
-pub(crate) fn not_granted() -> PostError {
+pub fn not_granted() -> PostError {
     let detail = "the buffer is not registered for writing by peers".to_owned();
     PostError::Transport { op: "grant", code: 0, detail }
 }
 
 /// Name of an operation.
-pub(crate) const fn op_name(is_write: bool) -> &'static str {
+pub const fn op_name(is_write: bool) -> &'static str {
     if is_write { "write" } else { "read" }
 }
 
 /// Whether a place among the peers is taken, and how often it was: an id of an earlier peer is not taken
 /// for one of the present peer.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Tenancy {
+pub struct Tenancy {
     generation: u32,
     is_open: bool,
 }
 
 impl Tenancy {
     /// Takes place `idx`.
-    pub(super) fn open(&mut self, idx: usize) -> PeerId {
+    pub fn open(&mut self, idx: usize) -> PeerId {
         self.is_open = true;
         self.id(idx)
     }
 
     /// Who has place `idx`, or was the last to have it.
-    pub(super) const fn id(self, idx: usize) -> PeerId {
+    pub const fn id(self, idx: usize) -> PeerId {
         PeerId(idx as u32 | self.generation << PLACE_BITS)
     }
 
-    pub(super) fn close(&mut self) {
+    pub fn close(&mut self) {
         self.is_open = false;
         self.generation = (self.generation + 1) & (u32::MAX >> PLACE_BITS);
     }
 }
 
 /// The place of a peer that is open.
-pub(super) fn find<'a>(
+pub fn find<'a>(
     op: &'static str,
     peer: PeerId,
     tenancy: impl FnOnce(usize) -> Option<&'a Tenancy>,
@@ -100,7 +100,7 @@ pub(super) fn find<'a>(
 
 const PLACE_BITS: u32 = 16;
 /// Most places for peers: what a [`PeerId`] can tell apart.
-pub(super) const MAX_PLACES: usize = (1 << PLACE_BITS) - 1;
+pub const MAX_PLACES: usize = (1 << PLACE_BITS) - 1;
 
 #[cfg(test)]
 mod tests {

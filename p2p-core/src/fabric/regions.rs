@@ -2,11 +2,10 @@
 //! next one that has the same place.
 
 use super::RegionId;
-use super::memory::{GENERATIONS, INDEX_BITS, INDEX_MASK};
 
 /// Registrations by id.
 #[derive(Debug)]
-pub(crate) struct RegionTable<T> {
+pub struct RegionTable<T> {
     places: Vec<Place<T>>,
     free: Vec<u32>,
 }
@@ -26,7 +25,7 @@ impl<T> Default for RegionTable<T> {
 
 impl<T> RegionTable<T> {
     /// `None`: as many as ids can tell apart are there, and the item is dropped.
-    pub(crate) fn insert(&mut self, item: T) -> Option<RegionId> {
+    pub fn insert(&mut self, item: T) -> Option<RegionId> {
         let idx = match self.free.pop() {
             Some(idx) => idx,
             None if self.places.len() < MAX_PLACES => {
@@ -41,18 +40,18 @@ impl<T> RegionTable<T> {
         Some(RegionId(idx | place.generation << INDEX_BITS))
     }
 
-    pub(crate) fn get(&self, id: RegionId) -> Option<&T> {
+    pub fn get(&self, id: RegionId) -> Option<&T> {
         let place = self.places.get((id.0 & INDEX_MASK) as usize)?;
         place.item.as_ref().filter(|_| place.generation == id.0 >> INDEX_BITS)
     }
 
-    pub(crate) fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
+    pub fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
         let place = self.places.get_mut((id.0 & INDEX_MASK) as usize)?;
         let is_meant = place.generation == id.0 >> INDEX_BITS;
         place.item.as_mut().filter(|_| is_meant)
     }
 
-    pub(crate) fn remove(&mut self, id: RegionId) -> Option<T> {
+    pub fn remove(&mut self, id: RegionId) -> Option<T> {
         self.get(id)?;
         let idx = id.0 & INDEX_MASK;
         self.free.push(idx);
@@ -60,7 +59,7 @@ impl<T> RegionTable<T> {
     }
 
     /// Why `id` names nothing.
-    pub(crate) fn missing(&self, id: RegionId) -> String {
+    pub fn missing(&self, id: RegionId) -> String {
         let (idx, generation) = (id.0 & INDEX_MASK, id.0 >> INDEX_BITS);
         match self.places.get(idx as usize) {
             // The first is 1.
@@ -80,6 +79,12 @@ impl<T> RegionTable<T> {
 }
 
 /// Most registrations: the last id is left out, which stands for none.
+/// Bits of a [`RegionId`] that hold the index of its place.
+pub const INDEX_BITS: u32 = 20;
+/// Mask of these bits.
+pub const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
+/// Number of registrations that follow one another in a place before an id comes again.
+pub const GENERATIONS: u32 = 1 << (32 - INDEX_BITS);
 const MAX_PLACES: usize = INDEX_MASK as usize;
 
 #[cfg(test)]

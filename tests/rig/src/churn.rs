@@ -14,7 +14,7 @@ use protocol::{ClientHello, WireDtype};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use test_support::procfs::{self, Usage};
 
 use crate::inputs::{InputPool, TOLERANCE, difference};

@@ -10,7 +10,7 @@ use checkpoint::Checkpoint;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use test_support::procfs;
 
 use crate::inputs::InputPool;

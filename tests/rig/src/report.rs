@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bench_harness::stats::of_sorted;
 use serde::Serialize;
 
 use crate::schedule::{Event, Kind};
@@ -59,10 +60,7 @@ impl Times {
     #[must_use]
     pub fn of(mut ns: Vec<u64>) -> Self {
         ns.sort_unstable();
-        let at = |share: f64| {
-            let idx = ((ns.len() as f64 - 1.0) * share).round() as usize;
-            ns.get(idx).map_or(0.0, |&ns| ns as f64 / 1e6)
-        };
+        let at = |fraction| of_sorted(&ns, fraction).map_or(0.0, |ns| ns as f64 / 1e6);
         Self { count: ns.len(), p50_ms: at(0.5), p99_ms: at(0.99), max_ms: at(1.0) }
     }
 }

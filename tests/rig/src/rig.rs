@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use attention_client::MoeClient;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, PlacementWatch, WatchOptions};
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use test_support::procfs;
 
 use crate::failpoints;

@@ -16,7 +16,8 @@ use std::time::Duration;
 
 use kernels::abi::{DevicePtr, ErrorWord, Link, WAY_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
-use p2p_core::bootstrap::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
+use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transports};
 
@@ -68,8 +69,9 @@ impl Network for DeviceNetwork {
         &self,
         layout: &SlotLayout,
         route: Route,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let device: &DeviceSide = device.downcast_for("proxy of a GPU")?;
         let half = self.0.open(layout, route, "proxy of a GPU")?;
         Ok(Box::new(Side { half, device: device.clone() }))
     }
@@ -168,7 +170,7 @@ impl OpenSide for Side {
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DevicePair), NetworkError> {
+    ) -> Result<(Joined, DeviceSlots), NetworkError> {
         let Self { half: HalfOpen { inner, with }, device } = *self;
         let Joined { endpoint, slot } = inner.join(peer)?;
         let num_lanes = with.lanes.num_lanes;
@@ -182,7 +184,8 @@ impl OpenSide for Side {
             memory,
         };
         let endpoint = AnyEndpoint::Other(Box::new(endpoint));
-        Ok((Joined { endpoint, slot }, DevicePair::remote(Box::new(slots), &device)))
+        let pair = DevicePair::remote(Box::new(slots), &device);
+        Ok((Joined { endpoint, slot }, DeviceSlots::new(pair)))
     }
 }
 
@@ -267,9 +270,9 @@ impl RemoteSlots for Slots {
         KernelWaits::new(Arc::clone(&self.memory.waits))
     }
 
-    fn show_life(&self, offset: u64) -> Result<(), PostError> {
+    fn show_life(&self, offset: u64) -> Result<(), PathError> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        check(&words, "show_life")?;
+        check(&words, "show_life").map_err(|error| PathError::new(&error))?;
         // One at a time: a quiet is over when for a moment nothing is under way, which would never be where the
         // way takes longer than the time between two signs. The one that is under way shows as much.
         if words.completed() < words.posted() {
@@ -282,7 +285,13 @@ impl RemoteSlots for Slots {
         Ok(())
     }
 
-    fn health(&self) -> Result<(), PostError> {
+    fn health(&self) -> Result<(), PathError> {
+        self.check().map_err(|error| PathError::new(&error))
+    }
+}
+
+impl Slots {
+    fn check(&self) -> Result<(), PostError> {
         if self.peer.has_failed() {
             let words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
             check(&words, "health")?;

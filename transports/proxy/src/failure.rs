@@ -7,6 +7,7 @@ use p2p_core::PostError;
 use thiserror::Error;
 
 use crate::command::{BadCommand, ERROR_CLOSED, ERROR_POST, ERROR_STALLED, Opcode};
+#[cfg(feature = "relay")]
 use crate::relay::RelayError;
 
 /// A command was not carried out. Its lane, or the whole peer, is out of service.
@@ -48,6 +49,7 @@ pub enum Cause {
         limit_ms: u64,
     },
     /// The relay at the peer answers nonsense. All lanes of the peer are out of service.
+    #[cfg(feature = "relay")]
     #[error(transparent)]
     Relay(#[from] RelayError),
 }
@@ -58,7 +60,9 @@ impl Cause {
     pub const fn code(&self) -> u8 {
         match self {
             Self::Command(bad) => bad.code(),
-            Self::Post { .. } | Self::Transport(_) | Self::Relay(_) => ERROR_POST,
+            Self::Post { .. } | Self::Transport(_) => ERROR_POST,
+            #[cfg(feature = "relay")]
+            Self::Relay(_) => ERROR_POST,
             Self::Stalled { .. } => ERROR_STALLED,
         }
     }

@@ -171,8 +171,10 @@ impl Lanes {
         Poster { cells: self.cells(lane), next: 0, seen: 0, budget: self.config.budget.into() }
     }
 
-    /// The taking end of a lane.
-    pub(crate) fn reader(&self, lane: u32) -> Reader {
+    /// Returns the taking end of a lane, for one thread of this process. A lane that a [`Proxy`](crate::Proxy)
+    /// serves must have no other taker.
+    #[must_use]
+    pub fn reader(&self, lane: u32) -> Reader {
         Reader { cells: self.cells(lane), next: 0 }
     }
 
@@ -281,7 +283,7 @@ pub fn reusable<D: Discipline>(completed: &impl Word) -> u64 {
 
 /// The taking end of a lane.
 #[derive(Debug)]
-pub(crate) struct Reader {
+pub struct Reader {
     cells: Cells,
     next: u64,
 }
@@ -292,9 +294,12 @@ impl Reader {
         self.next
     }
 
-    /// The command that is due, which stays so until [`advance`](Self::advance).
+    /// Returns the command that is due, without waiting. It stays due until [`advance`](Self::advance).
+    ///
+    /// # Errors
+    /// [`BadCommand`] if the cell holds no valid command.
     #[inline]
-    pub(crate) fn peek(&self) -> Result<Option<Command>, BadCommand> {
+    pub fn peek(&self) -> Result<Option<Command>, BadCommand> {
         let lap = lap_of(self.next, self.cells.depth_shift);
         read_cell::<Contract>(self.cells.cell(self.next), lap)
     }
@@ -305,13 +310,15 @@ impl Reader {
         (first >> crate::abi::OPCODE_SHIFT & 0xf) as u8
     }
 
+    /// Makes the next command due.
     #[inline]
-    pub(crate) const fn advance(&mut self) {
+    pub const fn advance(&mut self) {
         self.next += 1;
     }
 
+    /// Gives the cells and sources of all commands before `number` back to the poster.
     #[inline]
-    pub(crate) fn recycle(&self, number: u64) {
+    pub fn recycle(&self, number: u64) {
         recycle::<Contract>(self.cells.completed(), number);
     }
 

@@ -13,10 +13,9 @@
 //! | [`lane`] | rings of commands, both ends |
 //! | [`threads`] | the threads, and the peers they serve |
 //! | [`failure`] | what went wrong, for whoever manages the peer |
-//! | [`relay`] | memory of further GPUs behind a peer |
+//! | `relay` | memory of further GPUs behind a peer, with the feature `relay` |
 //! | [`network`] | any network of the handshake, with a proxy in between |
 //! | [`locality`] | which processors are near a GPU and a NIC |
-//! | [`mod@bench`] | what the benchmarks share |
 //! | [`host`] | peers whose posters run on this host |
 //! | [`gpu`] | peers whose posters are kernels |
 //! | [`device`] | slots of GPUs over any network of the handshake |
@@ -26,7 +25,6 @@
 
 pub mod abi;
 mod backoff;
-pub mod bench;
 pub mod command;
 #[cfg(not(loom))]
 pub mod device;
@@ -37,11 +35,15 @@ pub mod host;
 pub mod lane;
 mod line;
 pub mod locality;
-mod memory;
+pub mod memory;
 #[cfg(not(loom))]
 pub mod network;
 mod port;
+#[cfg(feature = "relay")]
 pub mod relay;
+#[cfg(not(feature = "relay"))]
+#[path = "no_relay.rs"]
+mod relay;
 pub mod threads;
 
 pub use backoff::IdlePolicy;
@@ -53,5 +55,6 @@ pub use lane::{LaneConfig, LaneError, Lanes, Poster};
 pub use locality::{Device, Placement, Sysfs};
 #[cfg(not(loom))]
 pub use network::ProxyNetwork;
+#[cfg(feature = "relay")]
 pub use relay::{RelayConfig, RelayReceiver};
 pub use threads::{PeerConfig, Proxy, ProxyConfig, ProxyError, ProxyPeer, ThreadStats};

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 use p2p_core::{OutOfRange, ReadView, Region, WriteView};
 
 /// The 64-bit word at `offset`. `None` when it leaves the region or is not aligned.
-pub(crate) fn word(region: &Region, offset: usize) -> Option<&AtomicU64> {
+pub fn word(region: &Region, offset: usize) -> Option<&AtomicU64> {
     let end = offset.checked_add(8)?;
     if end > region.len() || !(region.as_ptr().as_ptr() as usize + offset).is_multiple_of(8) {
         return None;
@@ -15,13 +15,13 @@ pub(crate) fn word(region: &Region, offset: usize) -> Option<&AtomicU64> {
 }
 
 /// Copies out of a region.
-pub(crate) fn read(region: &Region, offset: usize, out: &mut [u8]) -> Result<(), OutOfRange> {
+pub fn read(region: &Region, offset: usize, out: &mut [u8]) -> Result<(), OutOfRange> {
     // SAFETY: the region stays mapped during the call.
     unsafe { ReadView::new(region.as_ptr(), region.len()) }.copy_to(offset, out)
 }
 
 /// Copies into a region.
-pub(crate) fn write(region: &Region, offset: usize, bytes: &[u8]) -> Result<(), OutOfRange> {
+pub fn write(region: &Region, offset: usize, bytes: &[u8]) -> Result<(), OutOfRange> {
     // SAFETY: the region stays mapped during the call; callers own the bytes they write.
     unsafe { WriteView::new(region.as_ptr(), region.len()) }.put_bytes(offset, bytes)
 }

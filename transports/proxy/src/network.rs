@@ -145,7 +145,6 @@ impl Server {
             lanes,
             window_bytes: slot_bytes as u64,
             sources,
-            relay: None,
             thread: None,
         };
         let served = self.proxy.add(endpoint, config).map_err(|e| self.failed("add", &e))?;

@@ -444,9 +444,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             self.endpoint.health().map_err(Cause::Transport)
         };
         let former = self.relay.as_ref().map_or(0, RelaySender::done);
-        let result = result.and_then(|()| {
-            self.relay.as_mut().map_or(Ok(0), |relay| relay.look().map_err(Cause::from))
-        });
+        let result = result.and_then(|()| self.relay.as_mut().map_or(Ok(0), RelaySender::look));
         let done = match result {
             Ok(done) => done,
             Err(cause) => return self.fail(self.first_busy(), cause),

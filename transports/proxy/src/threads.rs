@@ -21,7 +21,9 @@ use crate::lane::{LaneError, Lanes};
 use crate::line::{ClosedAtEnd, Line, Order, lock};
 use crate::locality::{Device, Placement, Sysfs, allowed};
 use crate::port::Port;
-use crate::relay::{RelayConfig, RelayError, RelaySender};
+use crate::relay::RelaySender;
+#[cfg(feature = "relay")]
+use crate::relay::{RelayConfig, RelayError};
 
 /// How a proxy works.
 #[derive(Debug, Clone)]
@@ -69,13 +71,11 @@ pub struct PeerConfig {
     pub peer: u32,
     /// Its lanes. Nobody else takes commands from them.
     pub lanes: Lanes,
-    /// Bytes of window 0 at the peer: at most 4 GiB, and with a relay its `direct_bytes`, behind which
-    /// its staging and its counters are.
+    /// Bytes of window 0 at the peer: at most 4 GiB. With a relay at most its `direct_bytes`, behind which its
+    /// staging and its counters are.
     pub window_bytes: u64,
     /// Memory that puts and gets name as source 0, 1, …: the first is the mirror.
     pub sources: Vec<Region>,
-    /// Further GPUs behind the peer, and this side's slot, where their receiver counts.
-    pub relay: Option<(RelayConfig, Region)>,
     /// Thread that serves it, modulo their number. `None`: the one with the fewest.
     pub thread: Option<usize>,
 }
@@ -110,6 +110,7 @@ pub enum ProxyError {
     #[error(transparent)]
     Register(#[from] PostError),
     /// The relay cannot be set up.
+    #[cfg(feature = "relay")]
     #[error(transparent)]
     Relay(#[from] RelayError),
     /// The thread has ended: the proxy was dropped, or the thread panicked.
@@ -199,22 +200,37 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
     /// # Errors
     /// [`ProxyError`].
     pub fn add(&self, endpoint: E, config: PeerConfig) -> Result<ProxyPeer<E>, ProxyError> {
-        let PeerConfig { peer, lanes, window_bytes, sources, relay, thread } = config;
+        check_window(&config, MAX_WINDOW_BYTES, "where offsets of commands end")?;
+        self.serve(endpoint, config, None)
+    }
+
+    /// As [`add`](Self::add), for a peer with further GPUs behind it. `slot` is the local slot, where the
+    /// relay's receiver counts.
+    ///
+    /// # Errors
+    /// [`ProxyError`].
+    #[cfg(feature = "relay")]
+    pub fn add_with_relay(
+        &self,
+        endpoint: E,
+        config: PeerConfig,
+        relay: &RelayConfig,
+        slot: Region,
+    ) -> Result<ProxyPeer<E>, ProxyError> {
+        check_window(&config, relay.direct_bytes, "the direct_bytes of the relay")?;
+        let slot_bytes = slot.len();
+        let relay = RelaySender::new(relay, slot, slot_bytes)?;
+        self.serve(endpoint, config, Some(relay))
+    }
+
+    fn serve(
+        &self,
+        endpoint: E,
+        config: PeerConfig,
+        relay: Option<RelaySender>,
+    ) -> Result<ProxyPeer<E>, ProxyError> {
+        let PeerConfig { peer, lanes, window_bytes, sources, thread } = config;
         let shared = Arc::new(Shared::new(peer));
-        let (limit, reason) = match &relay {
-            Some((relay, _)) => (relay.direct_bytes, "the direct_bytes of the relay"),
-            None => (MAX_WINDOW_BYTES, "where offsets of commands end"),
-        };
-        if window_bytes > limit {
-            return Err(ProxyError::Window { found: window_bytes, limit, reason });
-        }
-        let relay = match relay {
-            Some((relay, slot)) => {
-                let slot_bytes = slot.len();
-                Some(RelaySender::new(&relay, slot, slot_bytes)?)
-            }
-            None => None,
-        };
         let tasks = relay.as_ref().map(|relay| relay.tasks().clone());
         let limit = self.stall_limit;
         let mut port = Port::new(endpoint, &lanes, window_bytes, relay, Arc::clone(&shared), limit);
@@ -319,6 +335,14 @@ impl<E> Drop for ProxyPeer<E> {
             tracing::error!(%error, peer = self.shared.peer, "a peer is closed late");
         }
     }
+}
+
+fn check_window(config: &PeerConfig, limit: u64, reason: &'static str) -> Result<(), ProxyError> {
+    let found = config.window_bytes;
+    if found > limit {
+        return Err(ProxyError::Window { found, limit, reason });
+    }
+    Ok(())
 }
 
 fn answer<T>(receiver: &Receiver<T>) -> Result<T, ProxyError> {

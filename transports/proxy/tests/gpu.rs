@@ -7,6 +7,8 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
+use bench_harness::proxy::{BenchEndpoint, relay};
 use kernels::abi::{ErrorWord, Link, WAY_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::link_calls::LinkCallsParams;
@@ -15,8 +17,6 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
-use proxy::bench::local::{Bench, PostKind, Row, Run};
-use proxy::bench::{BenchEndpoint, relay};
 use proxy::gpu::{GpuPoster, lanes, mirror};
 use proxy::host::PosterConfig;
 use proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};
@@ -109,7 +109,6 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
         lanes: lanes.clone(),
         window_bytes: SLOT as u64,
         sources: vec![near.clone()],
-        relay: None,
         thread: None,
     };
     let _peer = proxy.add(endpoint, config).unwrap();
@@ -268,7 +267,6 @@ fn serve(
         lanes: lanes.clone(),
         window_bytes: bytes,
         sources: vec![source],
-        relay: None,
         thread: None,
     };
     proxy.add(BenchEndpoint::null(), config).unwrap()

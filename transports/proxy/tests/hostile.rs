@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use bench_harness::proxy::remote;
 use common::{Behaviour, LIMIT, Recorder, SLOT, config, lanes, peer_config, wait_for};
 use p2p_core::Region;
 use proptest::prelude::*;
 use proxy::abi::RawCommand;
-use proxy::bench::remote;
 use proxy::command::lap_of;
 use proxy::{BadCommand, Cause, Command, Lanes, Opcode, Poster, Proxy, ProxyPeer};
 use softnic::{NicConfig, SoftNetwork};

@@ -2,12 +2,12 @@
 //! delays and reorders), and over libfabric between processes where it is installed.
 #![cfg(not(loom))]
 
-#[path = "../../../p2p-core/tests/support/bounded.rs"]
+#[path = "../../../tests/support/src/bounded.rs"]
 mod bounded;
 mod common;
-#[path = "../../../p2p-core/tests/conformance/parties.rs"]
+#[path = "../../../tests/conformance/parties.rs"]
 mod parties;
-#[path = "../../../p2p-core/tests/conformance/suite.rs"]
+#[path = "../../../tests/conformance/suite.rs"]
 mod suite;
 
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -19,6 +19,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bench_harness::proxy::BenchEndpoint;
+use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use common::{Behaviour, Recorder, config};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
@@ -26,8 +28,6 @@ use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDesc
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use parties::{Way, in_processes, in_threads, pair, var};
-use proxy::bench::BenchEndpoint;
-use proxy::bench::remote::{self, Plan, Received, RemoteFigures};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
 
@@ -61,9 +61,8 @@ fn one_side_behind_a_proxy_over_a_nic_that_delays_and_reorders() {
 }
 
 /// The network that a test between processes is about.
-#[cfg(feature = "libfabric")]
 fn libfabric() -> Option<Arc<dyn Network>> {
-    use p2p_core::backend::libfabric::FabricNetwork;
+    use libfabric_transport::FabricNetwork;
     let provider = std::env::var("SWITCHYARD_TEST_PROVIDER");
     match FabricNetwork::open(provider.as_deref().unwrap_or("tcp;ofi_rxm")) {
         Ok(network) => Some(Arc::new(network)),
@@ -74,11 +73,13 @@ fn libfabric() -> Option<Arc<dyn Network>> {
     }
 }
 
-#[cfg(feature = "verbs")]
 fn verbs() -> Option<Arc<dyn Network>> {
-    use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
-    match VerbsNetwork::open(VerbsConfig::default()) {
-        Ok(network) => Some(Arc::new(network)),
+    use p2p_core::OpenNetworks;
+    use verbs_transport::VerbsConfig;
+    let mut networks =
+        OpenNetworks::default().with(verbs_transport::opener(VerbsConfig::default()));
+    match networks.open(&"verbs".parse().unwrap()) {
+        Ok(opened) => opened.networks.into_iter().next(),
         Err(error) => {
             common::skip::skip("rdma", &error.to_string());
             None
@@ -88,9 +89,7 @@ fn verbs() -> Option<Arc<dyn Network>> {
 
 fn named(name: &str) -> Option<Arc<dyn Network>> {
     match name {
-        #[cfg(feature = "libfabric")]
         "libfabric" => libfabric(),
-        #[cfg(feature = "verbs")]
         "verbs" => verbs(),
         _ => Some(softnic(None)),
     }
@@ -102,13 +101,11 @@ fn processes_over_the_nic_model() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn processes_over_libfabric() {
     processes("libfabric");
 }
 
 #[test]
-#[cfg(feature = "verbs")]
 fn processes_over_verbs() {
     processes("verbs");
 }
@@ -230,7 +227,6 @@ fn the_benchmark_between_hosts_over_the_nic_model() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn the_benchmark_between_hosts_over_libfabric() {
     if let (Some(from), Some(to)) = (libfabric(), libfabric()) {
         benchmark_compares_every_object(&*from, &*to);

@@ -7,11 +7,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bench_harness::clock::gpu::Clocks;
+use bench_harness::proxy::gpu::{self, Order};
+use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
 use common::{Behaviour, Recorder, config, software_gpu};
 use p2p_core::wait::Driver;
-use proxy::bench::clock::Clocks;
-use proxy::bench::gpu::{self, Order};
-use proxy::bench::local::{Bench, PostKind, Row, Run};
 use proxy::gpu::GpuPoster;
 use proxy::host::PosterConfig;
 use proxy::{LaneConfig, Proxy};

@@ -80,10 +80,10 @@ fn rig_with<C: Copier>(
         lanes: lanes.clone(),
         window_bytes: DIRECT,
         sources: vec![mirror.clone()],
-        relay: Some((relay_config(), here.clone())),
         thread: None,
     };
-    let peer = proxy.add(StagedEndpoint::new(end(&there), disorder), config).unwrap();
+    let endpoint = StagedEndpoint::new(end(&there), disorder);
+    let peer = proxy.add_with_relay(endpoint, config, &relay_config(), here.clone()).unwrap();
     (Rig { proxy, peer, lanes, mirror, there, here, targets }, receiver)
 }
 
@@ -289,10 +289,15 @@ fn a_window_that_reaches_into_staging_is_refused() {
             lanes: lanes(1, 16, 8),
             window_bytes,
             sources: vec![rig.mirror.clone()],
-            relay: has_relay.then(|| (relay_config(), rig.here.clone())),
             thread: None,
         };
-        rig.proxy.add(StagedEndpoint::new(end, None), config).map(drop)
+        let endpoint = StagedEndpoint::new(end, None);
+        let added = if has_relay {
+            rig.proxy.add_with_relay(endpoint, config, &relay_config(), rig.here.clone())
+        } else {
+            rig.proxy.add(endpoint, config)
+        };
+        added.map(drop)
     };
     let cases =
         [(DIRECT + 1, true, DIRECT), (SLOT as u64, true, DIRECT), ((1 << 32) + 1, false, 1 << 32)];
@@ -360,10 +365,9 @@ fn over_network(from: &dyn Network, to: &dyn Network) {
         lanes,
         window_bytes: DIRECT,
         sources: vec![mirror.clone()],
-        relay: Some((relay_config(), here.slot)),
         thread: None,
     };
-    let peer = proxy.add(here.endpoint, config).unwrap();
+    let peer = proxy.add_with_relay(here.endpoint, config, &relay_config(), here.slot).unwrap();
     let mut rng = StdRng::seed_from_u64(fresh_seed());
     for round in 1..=60u64 {
         let gpu = (round % 3) as u8;
@@ -391,9 +395,8 @@ fn a_relay_over_the_nic_model() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn a_relay_over_libfabric() {
-    use p2p_core::backend::libfabric::FabricNetwork;
+    use libfabric_transport::FabricNetwork;
     let open = || FabricNetwork::open("tcp;ofi_rxm");
     match (open(), open()) {
         (Ok(from), Ok(to)) => over_network(&from, &to),

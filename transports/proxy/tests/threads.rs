@@ -393,12 +393,10 @@ fn a_peer_that_is_closed_with_commands_holds_up_no_other() {
     // A relay without a receiver, with room for one task: the second command waits for ever.
     let relay =
         RelayConfig { direct_bytes: 64, staging_bytes: 64, num_tasks: 1, targets: vec![64] };
-    let full_config = PeerConfig {
-        window_bytes: 64,
-        relay: Some((relay, Region::anonymous(8192).unwrap())),
-        ..peer_config(2, &full_lanes, &mirror)
-    };
-    let full = proxy.add(Actor(guest("full", None)), full_config).unwrap();
+    let full_config = PeerConfig { window_bytes: 64, ..peer_config(2, &full_lanes, &mirror) };
+    let slot = Region::anonymous(8192).unwrap();
+    let full = guest("full", None);
+    let full = proxy.add_with_relay(Actor(full), full_config, &relay, slot).unwrap();
     let mut full_poster = full_lanes.poster(0);
     for _ in 0..2 {
         full_poster.try_post(&Command { window: 1, ..add() }).unwrap();

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use p2p_core::bench::ChildProgram;
-use p2p_core::engine::bench::{EngineBenchConfig, EngineBenchRow, Mode};
+use bench_harness::engine::{EngineBenchConfig, EngineBenchRow, Mode};
+use bench_harness::p2p::ChildProgram;
 
 use crate::{Global, ui};
 
@@ -32,7 +32,7 @@ enum ModeName {
 }
 
 impl EngineArgs {
-    /// Which of them were given.
+    /// Returns the names of the given flags.
     pub fn given(&self) -> Vec<&'static str> {
         let flags = [
             ("--num-iovs", !self.num_iovs.is_empty()),
@@ -77,7 +77,7 @@ pub fn run(
         );
     }
     let spinner = ui::spinner(global.json, "measuring");
-    let report = p2p_core::engine::bench::run(&config, program, |row: &EngineBenchRow| {
+    let report = bench_harness::engine::run(&config, program, |row: &EngineBenchRow| {
         if !global.json {
             spinner.suspend(|| {
                 outln!(

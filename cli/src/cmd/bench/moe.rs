@@ -1,27 +1,22 @@
-//! `switchyard bench moe`: one layer through the service against the same experts in process.
+//! `switchyard bench moe`: one layer through the service against the same experts in process, or through
+//! servers on GPUs.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use attention_client::LayerTiming;
+use bench_harness::moe::{self, MoeBenchConfig};
+use bench_harness::moe_device::{self, MoeDeviceConfig, OpenTransports};
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint, planned_bytes};
 use clap::parser::ValueSource;
-use expert_server::compute::{
-    ComputePool, ExpertGroup, ExpertStore, LayerBatch, LayerExperts, Residency,
-};
 use kernels::gpu::DeviceName;
+use p2p_core::Transports;
 use protocol::WireDtype;
-use rand::rngs::StdRng;
-use rand::seq::index::sample;
-use rand::{RngExt, SeedableRng};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use super::moe_device;
 use crate::cluster::ClusterOptions;
+use crate::cmd::TransportArgs;
 use crate::cmd::expert_server::Device;
 use crate::{Global, ui};
 
@@ -86,8 +81,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// What is wrong with the flags that were written on the command line, beside those that take effect.
-    /// Environment variables may be meant for other commands.
+    /// Returns an error text if a flag on the command line would have no effect. Environment variables are not
+    /// checked, since they may be meant for other commands.
     pub fn useless(matches: &clap::ArgMatches) -> Option<String> {
         let is_written = |flag: &str| matches.value_source(flag) == Some(ValueSource::CommandLine);
         let named =
@@ -120,36 +115,10 @@ impl Args {
     }
 }
 
-#[derive(Debug, Serialize)]
-struct Report {
-    preset: String,
-    layer: u32,
-    hidden: usize,
-    num_experts: u32,
-    top_k: usize,
-    threads: usize,
-    servers: usize,
-    wire_dtype: String,
-    rows: Vec<Row>,
-}
-
-#[derive(Debug, Serialize)]
-struct Row {
-    tokens: usize,
-    iterations: usize,
-    in_process_us_p50: f64,
-    service_us_p50: f64,
-    service_us_p99: f64,
-    /// Median of the ratios of neighbouring pairs, so that drift of the host cancels.
-    ratio_p50: f64,
-    dispatch_us_p50: f64,
-    server_queue_us_p50: f64,
-    server_compute_us_p50: f64,
-    combine_us_p50: f64,
-    /// Weight bytes of the experts touched, per second of in-process time.
-    in_process_gb_per_s: f64,
-    /// Largest difference between the two outputs, relative to the largest output.
-    max_rel_diff: f64,
+/// Runs this process's part where it is a child of `bench moe --device`.
+pub fn child() -> Option<ExitCode> {
+    let done = moe_device::child_main(OPEN)?;
+    Some(if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
@@ -168,8 +137,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     let checkpoint =
         Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
-    let config = checkpoint.config();
-    let layer = *config.moe_layers().first().context("this model has no layer with experts")?;
+    let layer = moe::first_layer(&checkpoint)?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if args.threads == 0 { cpus } else { args.threads };
     if args.servers == 0 || args.servers > threads {
@@ -191,71 +159,34 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .build()?;
     client.wait_ready(super::super::READY_TIMEOUT)?;
 
-    let all = BTreeMap::from([(layer, (0..config.num_experts).collect())]);
-    let bar = ui::steps_bar(global.json, u64::from(config.num_experts), "loading experts");
-    let store = ExpertStore::load(Arc::clone(&checkpoint), &all, Residency::default(), &mut |p| {
-        bar.set_position(p.num_loaded as u64);
-    })?;
+    let num_experts = u64::from(checkpoint.config().num_experts);
+    let bar = ui::steps_bar(global.json, num_experts, "loading experts");
+    let experts =
+        moe::load_layer(&checkpoint, layer, |num_loaded| bar.set_position(num_loaded as u64))?;
     bar.finish_and_clear();
-    let experts = store.layer(layer).context("the layer was not loaded")?;
-    let mut pool = ComputePool::new(threads, None)?;
-
-    let mut rows = Vec::new();
-    let bar = ui::steps_bar(global.json, args.tokens.len() as u64, "measuring");
-    let mut rng = StdRng::seed_from_u64(args.seed);
-    for &tokens in &args.tokens {
-        let mut inputs: Vec<Input> = (0..4)
-            .map(|_| {
-                Input::random(&mut rng, tokens, config.hidden, config.num_experts, config.top_k)
-            })
-            .collect();
-        let (mut local, mut remote) = (vec![f32::NAN; tokens * config.hidden], Vec::new());
-        remote.resize(local.len(), f32::NAN);
-        let mut measured = Measured::default();
-        let budget = Duration::from_secs_f64(args.seconds * 2.0);
-        let (start, mut iteration) = (Instant::now(), 0usize);
-        while iteration < MIN_ITERATIONS || start.elapsed() < budget {
-            let num_inputs = inputs.len();
-            let input = &mut inputs[iteration % num_inputs];
-            local.fill(f32::NAN);
-            remote.fill(f32::NAN);
-            // Which goes first alternates, so that neither always finds the other's caches.
-            let (in_process, service, timing);
-            if iteration % 2 == 0 {
-                in_process = input.in_process(&mut pool, &experts, &mut local)?;
-                (service, timing) = input.through(&client, layer, &mut remote)?;
-            } else {
-                (service, timing) = input.through(&client, layer, &mut remote)?;
-                in_process = input.in_process(&mut pool, &experts, &mut local)?;
-            }
-            measured.max_rel_diff = measured.max_rel_diff.max(max_rel_diff(&local, &remote));
-            if iteration >= WARM_UP {
-                measured.push(in_process, service, timing, input.weight_bytes(&experts));
-            }
-            iteration += 1;
-        }
-        rows.push(measured.row(tokens));
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
-
-    let report = Report {
-        preset: args
+    let config = MoeBenchConfig {
+        model: args
             .model
+            .as_ref()
             .map_or_else(|| args.preset.name().to_owned(), |_| dir.display().to_string()),
-        layer,
-        hidden: config.hidden,
-        num_experts: config.num_experts,
-        top_k: config.top_k,
+        tokens: args.tokens.clone(),
         threads,
         servers: args.servers,
-        wire_dtype: args.client.wire_dtype.to_string(),
-        rows,
+        wire_dtype: args.client.wire_dtype,
+        seconds: args.seconds,
+        seed: args.seed,
     };
+    let bar = ui::steps_bar(global.json, args.tokens.len() as u64, "measuring");
+    let report = moe::run(&config, &checkpoint, layer, &experts, &client, || bar.inc(1))?;
+    bar.finish_and_clear();
+    print(global, &report)
+}
+
+fn print(global: &Global, report: &(impl Serialize + std::fmt::Display)) -> Result<ExitCode> {
     if global.json {
-        ui::print_json(&report)?;
+        ui::print_json(report)?;
     } else {
-        print_report(&report);
+        out!("{report}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -271,179 +202,60 @@ fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCod
     if args.model.is_some() {
         bail!("--device measures presets with random weights: leave --model out");
     }
-    // What is not set is fp8: what servers on GPUs are for.
+    // The default is fp8, the format that servers on GPUs are made for.
     let dtype = match args.client.wire_dtype {
         dtype @ (WireDtype::Bf16 | WireDtype::F8E4m3) => dtype,
         _ => WireDtype::F8E4m3,
     };
-    moe_device::run(
-        global,
-        &moe_device::Wish {
-            device,
-            preset: args.preset,
-            tokens: args.tokens.clone(),
-            clients,
-            servers,
-            seconds: args.seconds,
-            seed: args.seed,
-            dtype,
-            kills: if args.kill { args.kills as usize } else { 0 },
-            transport: args.client.transport.clone(),
-            gather_us: args.device_gather_us,
-        },
-    )
+    let transport = &args.client.transport;
+    let settings = TransportSettings {
+        #[cfg(feature = "verbs")]
+        verbs_config: transport.verbs_config.clone(),
+        #[cfg(feature = "ibgda")]
+        ibgda: transport.ibgda,
+    };
+    let report = moe_device::run(&MoeDeviceConfig {
+        device,
+        preset: args.preset,
+        tokens: args.tokens.clone(),
+        clients,
+        servers,
+        seconds: args.seconds,
+        seed: args.seed,
+        dtype,
+        kills: if args.kill { args.kills as usize } else { 0 },
+        transport: transport.transport.to_string(),
+        settings: serde_json::to_value(settings)?,
+        open: OPEN,
+        gather_us: args.device_gather_us,
+    })?;
+    print(global, &report)
 }
 
-/// One batch with its routing, and the scratch that grouping it needs.
-struct Input {
-    x: Vec<f32>,
-    topk_idx: Vec<i32>,
-    topk_weights: Vec<f32>,
-    top_k: usize,
-    order: Vec<u32>,
-    groups: Vec<ExpertGroup>,
-    entry_token: Vec<u32>,
-    entry_weight: Vec<f32>,
+/// Settings of transports beside their names, as children get them.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct TransportSettings {
+    #[cfg(feature = "verbs")]
+    verbs_config: Option<verbs_transport::VerbsConfig>,
+    #[cfg(feature = "ibgda")]
+    ibgda: crate::cmd::IbgdaArgs,
 }
 
-impl Input {
-    fn random(
-        rng: &mut StdRng,
-        tokens: usize,
-        hidden: usize,
-        num_experts: u32,
-        top_k: usize,
-    ) -> Self {
-        let x = (0..tokens * hidden).map(|_| rng.random_range(-1.0f32..1.0)).collect();
-        let (mut topk_idx, mut topk_weights) = (Vec::new(), Vec::new());
-        for _ in 0..tokens {
-            let weights: Vec<f32> = (0..top_k).map(|_| rng.random_range(0.1f32..1.0)).collect();
-            let sum: f32 = weights.iter().sum();
-            topk_weights.extend(weights.iter().map(|weight| weight / sum));
-            topk_idx.extend(sample(rng, num_experts as usize, top_k).iter().map(|idx| idx as i32));
-        }
-        Self {
-            x,
-            topk_idx,
-            topk_weights,
-            top_k,
-            order: Vec::new(),
-            groups: Vec::new(),
-            entry_token: Vec::new(),
-            entry_weight: Vec::new(),
-        }
-    }
+/// The same for the parent and its children.
+const OPEN: OpenTransports = open;
 
-    /// Sorts the pairs by expert and computes them, as an engine would that has its own experts.
-    fn in_process(
-        &mut self,
-        pool: &mut ComputePool,
-        experts: &LayerExperts,
-        out: &mut [f32],
-    ) -> Result<Duration> {
-        let start = Instant::now();
-        self.order.clear();
-        self.order.extend(0..self.topk_idx.len() as u32);
-        self.order.sort_by_key(|&pair| self.topk_idx[pair as usize]);
-        self.groups.clear();
-        self.entry_token.clear();
-        self.entry_weight.clear();
-        for (position, &pair) in self.order.iter().enumerate() {
-            let expert = self.topk_idx[pair as usize] as u32;
-            match self.groups.last_mut() {
-                Some(group) if group.expert == expert => group.end += 1,
-                _ => self.groups.push(ExpertGroup {
-                    expert,
-                    begin: position as u32,
-                    end: position as u32 + 1,
-                }),
-            }
-            self.entry_token.push(pair / self.top_k as u32);
-            self.entry_weight.push(self.topk_weights[pair as usize]);
-        }
-        let batch = LayerBatch {
-            x: &self.x,
-            groups: &self.groups,
-            entry_token: &self.entry_token,
-            entry_weight: &self.entry_weight,
-        };
-        pool.run(experts, &batch, out, &mut || {})?;
-        Ok(start.elapsed())
-    }
-
-    fn through(
-        &self,
-        client: &attention_client::MoeClient,
-        layer: u32,
-        out: &mut [f32],
-    ) -> Result<(Duration, LayerTiming)> {
-        let start = Instant::now();
-        let timing = client.forward(layer, &self.x, &self.topk_idx, &self.topk_weights, out)?;
-        Ok((start.elapsed(), timing))
-    }
-
-    fn weight_bytes(&self, experts: &LayerExperts) -> usize {
-        let weights = self.groups.iter().filter_map(|group| experts.get(group.expert));
-        weights.map(|weights| weights.size_bytes()).sum()
-    }
-}
-
-#[derive(Default)]
-struct Measured {
-    in_process_us: Vec<f64>,
-    service_us: Vec<f64>,
-    ratios: Vec<f64>,
-    gb_per_s: Vec<f64>,
-    timings: Vec<LayerTiming>,
-    max_rel_diff: f64,
-}
-
-impl Measured {
-    fn push(&mut self, in_process: Duration, service: Duration, timing: LayerTiming, bytes: usize) {
-        self.in_process_us.push(in_process.as_secs_f64() * 1e6);
-        self.service_us.push(service.as_secs_f64() * 1e6);
-        self.ratios.push(service.as_secs_f64() / in_process.as_secs_f64());
-        self.gb_per_s.push(bytes as f64 / in_process.as_secs_f64() / 1e9);
-        self.timings.push(timing);
-    }
-
-    fn row(mut self, tokens: usize) -> Row {
-        let timings = self.timings;
-        let of = |pick: fn(&LayerTiming) -> u64| {
-            let mut values: Vec<f64> = timings.iter().map(|t| pick(t) as f64 / 1e3).collect();
-            percentile(&mut values, 50)
-        };
-        Row {
-            tokens,
-            iterations: self.ratios.len(),
-            in_process_us_p50: percentile(&mut self.in_process_us, 50),
-            service_us_p50: percentile(&mut self.service_us, 50),
-            service_us_p99: percentile(&mut self.service_us, 99),
-            ratio_p50: percentile(&mut self.ratios, 50),
-            dispatch_us_p50: of(|t| t.dispatch_ns),
-            server_queue_us_p50: of(|t| t.server_queue_ns),
-            server_compute_us_p50: of(|t| t.server_compute_ns),
-            combine_us_p50: of(|t| t.combine_ns),
-            in_process_gb_per_s: percentile(&mut self.gb_per_s, 50),
-            max_rel_diff: self.max_rel_diff,
-        }
-    }
-}
-
-fn percentile(values: &mut [f64], percent: usize) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let idx = (values.len() * percent / 100).min(values.len().saturating_sub(1));
-    values.get(idx).copied().unwrap_or(0.0)
-}
-
-/// Infinite when either output holds anything that is not a number: nothing may stay poisoned.
-fn max_rel_diff(a: &[f32], b: &[f32]) -> f64 {
-    if a.iter().chain(b).any(|value| !value.is_finite()) {
-        return f64::INFINITY;
-    }
-    let scale = a.iter().fold(f32::MIN_POSITIVE, |max, value| max.max(value.abs()));
-    let diff = a.iter().zip(b).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
-    f64::from(diff / scale)
+/// Opens the transports of a client or a server.
+#[allow(unused_variables, reason = "depends on the features")]
+fn open(transport: &str, settings: &serde_json::Value) -> Result<Transports> {
+    let settings = TransportSettings::deserialize(settings)?;
+    let args = TransportArgs {
+        transport: transport.parse()?,
+        #[cfg(feature = "verbs")]
+        verbs_config: settings.verbs_config,
+        #[cfg(feature = "ibgda")]
+        ibgda: settings.ibgda,
+    };
+    args.open_for_device()
 }
 
 /// A checkpoint with one MoE layer of the preset, made once and kept in the user's cache.
@@ -465,53 +277,12 @@ fn preset_dir(global: &Global, preset: Preset) -> Result<PathBuf> {
     Ok(dir)
 }
 
-fn print_report(report: &Report) {
-    outln!(
-        "{}: hidden {}, top-{} of {} experts, {} threads, {} server(s), {} on the wire; µs, medians",
-        report.preset,
-        report.hidden,
-        report.top_k,
-        report.num_experts,
-        report.threads,
-        report.servers,
-        report.wire_dtype
-    );
-    outln!(
-        "{:>6} {:>11} {:>11} {:>7} {:>9} {:>8} {:>11} {:>9} {:>7} {:>9}",
-        "tokens",
-        "in process",
-        "service",
-        "ratio",
-        "dispatch",
-        "queue",
-        "compute",
-        "combine",
-        "GB/s",
-        "max diff"
-    );
-    for row in &report.rows {
-        outln!(
-            "{:>6} {:>11.1} {:>11.1} {:>7.4} {:>9.1} {:>8.1} {:>11.1} {:>9.1} {:>7.2} {:>9.1e}",
-            row.tokens,
-            row.in_process_us_p50,
-            row.service_us_p50,
-            row.ratio_p50,
-            row.dispatch_us_p50,
-            row.server_queue_us_p50,
-            row.server_compute_us_p50,
-            row.combine_us_p50,
-            row.in_process_gb_per_s,
-            row.max_rel_diff
-        );
-    }
-}
-
-/// Processes of a measurement on GPUs, of each kind.
+/// Most clients, and most servers, of a measurement on GPUs.
 const MAX_PEERS: usize = 8;
-/// More than any batch of one layer, and what a host of 16 GiB has room for.
+/// More than any batch of one layer, and within the memory of a host with 16 GiB.
 const MAX_TOKENS: usize = 1 << 14;
 const MAX_SECONDS: f64 = 3600.0;
-/// Identifiers of flags.
+/// Identifiers of flags that have an effect with --device only, or without it only.
 const ONLY_ON_GPUS: [&str; 4] = ["clients", "kill", "kills", "device_gather_us"];
 const NOT_ON_GPUS: [&str; 7] = [
     "threads",
@@ -522,5 +293,3 @@ const NOT_ON_GPUS: [&str; 7] = [
     "slot_frames",
     "peer_transport",
 ];
-const WARM_UP: usize = 4;
-const MIN_ITERATIONS: usize = WARM_UP + 21;

@@ -4,12 +4,12 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
-use clap::parser::ValueSource;
-use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::bench::{
+use bench_harness::engine::EngineBenchConfig;
+use bench_harness::p2p::{
     BenchConfig, BenchRow, ChildProgram, DeviceBenchConfig, DeviceReport, DeviceRow, run_device,
 };
-use p2p_core::engine::bench::EngineBenchConfig;
+use clap::parser::ValueSource;
+use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::transports::Wish;
 use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
@@ -49,7 +49,7 @@ pub struct Args {
     /// verbs.
     #[cfg(feature = "verbs")]
     #[arg(long, env = VERBS_CONFIG_VARIABLE, value_parser = crate::cmd::verbs_config)]
-    verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    verbs_config: Option<verbs_transport::VerbsConfig>,
     #[command(flatten)]
     engine: engine::EngineArgs,
     /// Lets the system move the processes between CPUs, as it always does with the message engine.
@@ -68,17 +68,17 @@ pub struct Args {
 
 #[derive(Debug, Clone)]
 enum Transport {
-    /// One that has slots, as it was written.
+    /// A transport with slots, and its text on the command line.
     Slots(Wish, String),
-    /// One of the message engine only.
+    /// A transport of the message engine only.
     Engine(String),
 }
 
 impl Args {
-    /// Which of the flags that were written on the command line would do nothing with what is measured.
-    /// Environment variables may be meant for other commands.
+    /// Returns an error text if a flag on the command line would have no effect. Environment variables are not
+    /// checked, since they may be meant for other commands.
     pub fn useless(matches: &clap::ArgMatches) -> Option<String> {
-        // Some exist in some builds only.
+        // Some flags exist in some builds only.
         let source = |flag: &str| {
             let is_known = matches.ids().any(|id| id.as_str() == flag);
             is_known.then(|| matches.value_source(flag)).flatten()
@@ -105,7 +105,7 @@ impl Args {
         Some(format!("--{} would do nothing with {how}: leave it out", flag.replace('_', "-")))
     }
 
-    /// This program as a child, with the settings that it needs there.
+    /// Returns how to start this program as a child, with the settings that the child needs.
     fn program(&self) -> Result<ChildProgram> {
         #[allow(unused_mut, reason = "depends on the features")]
         let mut program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
@@ -127,7 +127,7 @@ fn transport(text: &str) -> Result<Transport, String> {
         return Err(expected());
     };
     match (wishes.pop(), wishes.is_empty()) {
-        // One is within a process, the other for slots of GPUs.
+        // `local` works within a process only, `ibgda` with slots of GPUs only.
         (Some(wish), true) if !matches!(wish.kind, TransportKind::Local | TransportKind::Ibgda) => {
             Ok(Transport::Slots(wish, text.to_owned()))
         }
@@ -135,20 +135,19 @@ fn transport(text: &str) -> Result<Transport, String> {
     }
 }
 
-/// Runs this process's part where it is a child of the benchmark.
+/// Runs this process's part if it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
-    p2p_core::bench::child_main_with(|| {
-        #[allow(unused_mut, reason = "depends on the features")]
-        let mut networks = OpenNetworks::default();
+    bench_harness::p2p::child_main_with(|| {
+        let networks = OpenNetworks::default();
         #[cfg(feature = "verbs")]
-        {
-            networks.verbs = verbs_of_parent();
-        }
+        let networks = networks.with(verbs_transport::opener(verbs_of_parent()));
+        #[cfg(feature = "libfabric")]
+        let networks = networks.with(libfabric_transport::opener());
         networks
     })
-    .or_else(p2p_core::bench::device_child_main)
+    .or_else(bench_harness::p2p::device_child_main)
     .or_else(|| {
-        p2p_core::engine::bench::child_main_with(|| EngineBenchConfig {
+        bench_harness::engine::child_main_with(|| EngineBenchConfig {
             #[cfg(feature = "verbs")]
             verbs: verbs_of_parent(),
             ..EngineBenchConfig::default()
@@ -157,10 +156,10 @@ pub fn child() -> Option<ExitCode> {
     .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What the parent says of RDMA. What it does not say, or says wrongly, is the default: the parent has read
-/// it before.
+/// Returns the parent's RDMA settings. Missing or invalid settings become the default: the parent has checked
+/// them already.
 #[cfg(feature = "verbs")]
-fn verbs_of_parent() -> p2p_core::backend::verbs::VerbsConfig {
+fn verbs_of_parent() -> verbs_transport::VerbsConfig {
     let text = std::env::var(VERBS_CONFIG_VARIABLE).ok();
     text.and_then(|text| super::super::verbs_config(&text).ok()).unwrap_or_default()
 }
@@ -205,7 +204,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
     let spinner = ui::spinner(global.json, "measuring");
-    let report = p2p_core::bench::run(&config, &program, |row: &BenchRow| {
+    let report = bench_harness::p2p::run(&config, &program, |row: &BenchRow| {
         if !global.json {
             spinner.suspend(|| {
                 outln!(
@@ -245,7 +244,7 @@ fn run_engine(global: &Global, args: &Args, transport: String) -> Result<ExitCod
     engine::run(global, &args.engine, settings, &args.program()?)
 }
 
-/// Every split that was asked for, one after the other.
+/// Measures all requested splits of the GPUs, one after the other.
 fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCode> {
     let splits = if args.all_splits {
         let DeviceName::Cuda(ordinal) = first else {
@@ -316,9 +315,9 @@ fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCo
 
 #[cfg(feature = "verbs")]
 const VERBS_CONFIG_VARIABLE: &str = "SWITCHYARD_VERBS_CONFIG";
-/// Of a size and pattern on GPUs: what medians are of.
+/// Launches per size and pattern on GPUs. Figures are medians of them.
 const LAUNCHES: usize = 21;
-/// Identifiers of flags.
+/// Identifiers of flags that have no effect in some measurements.
 const NOT_OF_GPUS: &[&str] =
     &["slot_bytes", "slot_frames", "transport", "verbs_config", "no_pin", "seed"];
 const OF_THE_ENGINE: &[&str] = &["num_iovs", "mode", "sizes", "depth"];

@@ -90,8 +90,7 @@ unsafe impl Simd for Avx2 {
     unsafe fn load_f8(src: *const u8) -> __m256 {
         // SAFETY: the caller promises 8 values.
         unsafe {
-            // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
-            // of the sign.
+            // A sign-extended byte shifted left by 7 is the f16, except bit 14, which is a copy of the sign.
             let wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(src.cast()));
             let shifted = _mm_slli_epi16::<7>(wide);
             let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbfff_u16 as i16));

@@ -92,8 +92,7 @@ unsafe impl Simd for Avx512 {
     unsafe fn load_f8(src: *const u8) -> __m512 {
         // SAFETY: the caller promises 16 values.
         unsafe {
-            // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
-            // of the sign.
+            // A sign-extended byte shifted left by 7 is the f16, except bit 14, which is a copy of the sign.
             let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(src.cast()));
             let shifted = _mm256_slli_epi16::<7>(wide);
             let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbfff_u16 as i16));

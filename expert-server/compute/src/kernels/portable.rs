@@ -1,4 +1,4 @@
-//! Plain Rust, in a shape that compilers vectorise.
+//! Plain Rust, in a form that compilers vectorise.
 
 use super::simd::{Bf16, F8, F16, F32, Simd};
 use super::{Isa, Kernels, MAX_TOKENS, tile};
@@ -48,7 +48,7 @@ unsafe impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn mul_add(a: V, b: V, c: V) -> V {
-        // Not `f32::mul_add`, which is a library call where the processor has no FMA.
+        // Not `f32::mul_add`, which is a library call on processors without FMA.
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
 
@@ -101,8 +101,8 @@ unsafe impl Simd for Portable {
     }
 }
 
-/// Widens by moving the bits into place and letting a multiplication fix the exponent, which
-/// treats subnormals right and has no branch.
+/// Widens by a shift of the bits and a multiplication that corrects the exponent. That is exact for
+/// subnormals, too, and has no branch.
 #[inline(always)]
 fn f16_to_f32(bits: u16) -> f32 {
     let sign = u32::from(bits & 0x8000) << 16;

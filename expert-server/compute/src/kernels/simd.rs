@@ -1,31 +1,31 @@
-//! What the kernels need of an instruction set. The kernels are written once, in `tile.rs`,
-//! against this trait, and instantiated inside functions that enable the instruction set.
+//! The operations that kernels need of an instruction set. The kernels in `tile.rs` are written once over
+//! this trait and instantiated inside functions that enable the instruction set.
 
 /// A vector instruction set with f32 lanes.
 ///
 /// # Safety
-/// Every method may use the instruction set: callers make sure that the processor has it. All
-/// methods are to be inlined into a function that enables it. Pointers need no alignment.
+/// All methods may use the instruction set: the caller ensures that the processor has it. All methods must be
+/// inlined into a function that enables it. Pointers need no alignment.
 pub(super) unsafe trait Simd: Copy {
     /// `LANES` values of f32.
     type V: Copy;
     /// Values per vector: a power of two, at most 16.
     const LANES: usize;
-    /// Weight rows that one pass handles together (1, 2 or 4), by number of tokens. With few
-    /// tokens the pass waits for memory, which is fastest in one or two streams; with more it is
-    /// as many as there are registers for their sums.
+    /// Weight rows that one pass computes together (1, 2 or 4), by number of tokens. With few tokens the pass
+    /// waits for memory, which is fastest in one or two streams. With more tokens it takes as many rows as
+    /// there are registers for their sums.
     const ROWS: [usize; super::MAX_TOKENS + 1];
-    /// The same for weights with block scales: they widen slowly, which needs work that overlaps.
+    /// The same for weights with block scales. They widen slowly, so more rows help: their work overlaps.
     const SCALED_ROWS: [usize; super::MAX_TOKENS + 1];
 
     unsafe fn splat(value: f32) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`, rounded once where the instruction set can.
+    /// `a * b + c`, rounded once if the instruction set can.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Sums of the lanes of four vectors, each pairwise in the same order.
     unsafe fn sum4(v: [Self::V; 4]) -> [f32; 4];
     unsafe fn store(v: Self::V, dst: *mut f32);
-    /// Starts to bring the line at `src` into the caches; `src` need not be valid.
+    /// Prefetches the cache line at `src`, which need not be valid.
     unsafe fn prefetch(src: *const u8);
     /// `LANES` f32 values.
     unsafe fn load_f32(src: *const u8) -> Self::V;
@@ -35,12 +35,12 @@ pub(super) unsafe trait Simd: Copy {
     unsafe fn load_f16(src: *const u8) -> Self::V;
     /// `LANES` finite fp8 e4m3 values divided by [`F8_FACTOR`].
     unsafe fn load_f8(src: *const u8) -> Self::V;
-    /// Twice as many, at less than twice the cost.
+    /// Two vectors of such values, at less than twice the cost.
     unsafe fn load_f8_pair(src: *const u8) -> [Self::V; 2];
 }
 
-/// The [`Kernels`](super::Kernels) of an instruction set: each a function that enables it, into which all
-/// that it calls is inlined.
+/// Defines the [`Kernels`](super::Kernels) of an instruction set. Each is a function that enables the
+/// instruction set and inlines all that it calls.
 #[cfg(target_arch = "x86_64")]
 macro_rules! kernels_of {
     ($isa:ident, $features:literal, pass_tokens: $pass_tokens:literal) => {
@@ -108,15 +108,15 @@ macro_rules! kernels_of {
 #[cfg(target_arch = "x86_64")]
 pub(super) use kernels_of;
 
-/// Read as the upper bits of an f16, an e4m3 value comes out divided by 2^8; the kernels put the
-/// factor into the block scale, which is exact.
+/// Read as the upper bits of an f16, an e4m3 value is divided by 2^8. The kernels multiply the block scale by
+/// this factor, which is exact.
 pub(super) const F8_FACTOR: f32 = 256.0;
 
 /// A storage dtype.
 pub(super) trait Dtype {
     /// Bytes per value.
     const BYTES: usize;
-    /// Whether blocks of 128 values share a scale.
+    /// True if blocks of 128 values share a scale.
     const SCALED: bool;
     /// Loads `S::LANES` values.
     ///
@@ -184,7 +184,7 @@ impl Dtype for F8 {
     }
 }
 
-/// Loads `num <= S::LANES` values, the missing ones zero.
+/// Loads `num <= S::LANES` values; the other lanes are zero.
 ///
 /// # Safety
 /// `src` is valid for `num` values, and the processor has the instruction set.

@@ -1,4 +1,4 @@
-//! The kernels, written once over [`Simd`] and [`Dtype`].
+//! The kernels, generic over [`Simd`] and [`Dtype`].
 
 use super::MAX_TOKENS;
 use super::simd::{Dtype, F8_FACTOR, F32, Simd, load_some};
@@ -6,18 +6,18 @@ use crate::weights::SCALE_BLOCK;
 
 /// Dot products of a run of weight rows with a few token rows.
 pub(super) struct DotTile<'a> {
-    /// First value of the first row; `num_rows * num_cols` values follow.
+    /// The first of `num_rows * num_cols` values.
     pub(super) weights: *const u8,
     /// Block scales of the whole matrix (fp8 only).
     pub(super) scales: &'a [f32],
-    /// Position of the first row in the matrix, for its scales.
+    /// Number of the first row in the matrix, for its scales.
     pub(super) row_start: usize,
     pub(super) num_rows: usize,
     pub(super) num_cols: usize,
-    /// Whether to add to `y`, which holds the sums over the columns before, or to overwrite it.
+    /// Adds to `y`, which has the sums over earlier columns, instead of overwriting it.
     pub(super) accumulate: bool,
-    /// The columns to sum over: `k_start` is a multiple of [`K_BLOCK`], and `k_end` too unless it
-    /// is the last column.
+    /// The columns to sum over. `k_start` is a multiple of [`K_BLOCK`]; so is `k_end`, unless it is the end
+    /// of the row.
     pub(super) k_start: usize,
     pub(super) k_end: usize,
     /// The first `num_tokens` are valid for `num_cols` values.
@@ -29,14 +29,14 @@ pub(super) struct DotTile<'a> {
     pub(super) y_stride: usize,
 }
 
-/// Columns that are summed in vector lanes before they are added up: six token rows of this length
-/// stay in the first level cache while weights stream past.
+/// Columns that are summed in vector lanes before the lanes are added up. Six token rows of this length stay
+/// in the first level cache while weights stream through it.
 pub(super) const K_BLOCK: usize = 1024;
 
-/// `y[t, row] = sum_k w[row, k] * x[t, k]`, added to `y` if so wanted.
+/// `y[t, row] = sum_k w[row, k] * x[t, k]`, or adds it to `y` with `accumulate`.
 ///
-/// Every product is summed in the same order whatever the neighbouring rows and tokens and
-/// however the columns are split over calls: the result for a token depends on nothing else.
+/// The order of the sum does not depend on neighbouring rows and tokens, nor on the division of columns into
+/// calls. So the result of a token depends on that token alone.
 ///
 /// # Safety
 /// The fields are as [`DotTile`] says, and the processor has the instruction set.
@@ -144,8 +144,8 @@ unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
             add_products::<S, D, R, T>(tile, &weights, one, start, end, &mut acc);
             return acc;
         }
-        // Blocks of columns begin at multiples of the scale block. The scale goes to the tokens: that
-        // is one multiplication for all rows together, and worth a sixth for a single token.
+        // Blocks of columns begin at multiples of the scale block. The scale is applied to the tokens: that
+        // is one multiplication for all rows together, and a sixth faster for a single token.
         let block_row = (tile.row_start + row) / SCALE_BLOCK;
         let mut k = start;
         while k < end {
@@ -214,8 +214,8 @@ unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize>(
     }
 }
 
-/// Bytes from a weight to the one to prefetch when it is used: the same place in a later group of
-/// rows, so that the lines of several rows are asked for in time and once each.
+/// Bytes from a weight to the weight that is prefetched with it: the same position in a later group of rows.
+/// So the lines of all rows are prefetched in time, and once each.
 #[inline(always)]
 fn prefetch_distance(group_bytes: usize) -> usize {
     if group_bytes < PREFETCH_BYTES {
@@ -225,10 +225,10 @@ fn prefetch_distance(group_bytes: usize) -> usize {
     }
 }
 
-/// How far ahead to prefetch: measured best of 4 to 32 KiB, worth a tenth for a single token.
+/// Prefetch distance: the best of 4 to 32 KiB as measured, a tenth faster for a single token.
 const PREFETCH_BYTES: usize = 8 << 10;
 
-/// Widens one row to f32, and starts to bring in the one that lies `ahead` bytes further.
+/// Widens one row to f32, and prefetches the row `ahead` bytes further on.
 ///
 /// # Safety
 /// `src` is valid for `len` values, `dst` for writes of as many, `scales` for one value per block
@@ -325,7 +325,7 @@ pub(super) unsafe fn axpy<S: Simd>(alpha: f32, y: *const f32, len: usize, out: *
     }
 }
 
-/// Adds up everything in `len` bytes, but for a last part shorter than eight vectors.
+/// Adds up all values in `len` bytes, except a last part shorter than eight vectors.
 ///
 /// # Safety
 /// `src` is valid for `len` bytes, and the processor has the instruction set.
@@ -371,9 +371,9 @@ fn silu(v: f32) -> f32 {
     v / (1.0 + exp(-v))
 }
 
-/// exp with a relative error of about 2e-7, free of calls and branches so that it vectorises:
-/// `2^n * p(r)` with `n = round(x / ln 2)` and a Taylor polynomial on `|r| <= ln 2 / 2`.
-/// NaN stays NaN; beyond ±87 the result saturates, which silu does not notice.
+/// exp with a relative error of about 2e-7. It has no calls and no branches, so that it vectorises: `2^n *
+/// p(r)` with `n = round(x / ln 2)` and a Taylor polynomial on `|r| <= ln 2 / 2`. NaN stays NaN. Beyond ±87
+/// the result saturates, which does not change silu.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     // Comparisons in this form let NaN through.
@@ -383,7 +383,7 @@ fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0;
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
-    // ln 2 in two parts; the first has few enough bits for `n * LN2_HI` to be exact.
+    // ln 2 in two parts. The first has so few bits that `n * LN2_HI` is exact.
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
     let r = (x - n * LN2_HI) - n * LN2_LO;

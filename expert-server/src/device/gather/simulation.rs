@@ -1,7 +1,7 @@
-//! Clients and servers in virtual time, each server with a [`Gathering`] of its own: who meets whom.
+//! Clients and servers in virtual time: which clients share a batch under the policy of [`GatherPolicy`].
 //!
-//! A server computes one batch after the other, and what the next but one waits for is said when one ends,
-//! as in the engine. A batch of several clients takes 2 % longer for each; lengths vary by 2 %.
+//! A server computes one batch after the other. The end of a batch decides what the next but one waits for, as in
+//! the data thread. Each further client makes a batch 2 % longer; durations vary by 2 %.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -12,24 +12,24 @@ use kernels::gpu::DeviceName;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::super::options::DeviceOptions;
-use super::Gathering;
+use super::GatherPolicy;
+use crate::device::DeviceOptions;
 
 /// Times are ns.
 #[derive(Clone)]
 struct World {
-    /// Of each server's batches.
+    /// Duration of each server's batches.
     compute: Vec<u64>,
-    /// Of each client, from its answer to its next frame: shortest and longest.
+    /// Shortest and longest time of each client from an answer to its next frame.
     think: Vec<[u64; 2]>,
-    /// When a client ends, if it does.
+    /// Time at which a client leaves, if it does.
     gone_at: Vec<Option<u64>>,
     gather: Duration,
 }
 
 struct Server {
-    gathering: Gathering,
-    wishes: VecDeque<Gather>,
+    policy: GatherPolicy,
+    gathers: VecDeque<Gather>,
     queued: u32,
     last: u32,
     is_busy: bool,
@@ -45,11 +45,11 @@ enum Event {
     Answers { server: usize, clients: u32, expected: u32, compute: u64 },
 }
 
-/// What came of a run.
+/// The results of a run.
 struct Outcome {
-    /// Of each client, in the last three quarters of the time.
+    /// Durations of each client's layers in the last three quarters of the time.
     layers: Vec<Vec<u64>>,
-    /// In the last quarter.
+    /// Layers of each client in the last quarter of the time.
     num_late: Vec<usize>,
     clients_per_batch: f64,
 }
@@ -60,7 +60,7 @@ struct Run<'a> {
     servers: Vec<Server>,
     events: BinaryHeap<Reverse<(u64, usize, Event)>>,
     num_events: usize,
-    /// Servers that each client waits for, and since when.
+    /// For each client: servers that have not answered, and the time of its frames.
     open: Vec<(usize, u64)>,
     outcome: Outcome,
 }
@@ -83,11 +83,11 @@ impl World {
         let options =
             DeviceOptions { gather: self.gather, ..DeviceOptions::new(DeviceName::Emulated(0)) };
         let servers = self.compute.iter().map(|_| {
-            let gathering = Gathering::new(&options);
-            let wishes = VecDeque::from([gathering.wish(u32::MAX); 2]);
+            let policy = GatherPolicy::new(&options);
+            let gathers = VecDeque::from([policy.next(u32::MAX); 2]);
             let (queued, last, is_busy, free_at) = (0, 0, false, 0);
             let (num_batches, num_frames) = (0, 0);
-            Server { gathering, wishes, queued, last, is_busy, free_at, num_batches, num_frames }
+            Server { policy, gathers, queued, last, is_busy, free_at, num_batches, num_frames }
         });
         let num_clients = self.think.len();
         let mut run = Run {
@@ -138,8 +138,8 @@ impl Run<'_> {
             Event::Answers { server, clients, expected, compute } => {
                 let at = &mut self.servers[server];
                 (at.is_busy, at.free_at) = (false, now);
-                at.gathering.note(clients, expected, Duration::from_nanos(compute));
-                at.wishes.push_back(at.gathering.wish(u32::MAX));
+                at.policy.record(clients, expected, Duration::from_nanos(compute));
+                at.gathers.push_back(at.policy.next(u32::MAX));
                 for client in bits(clients) {
                     self.answer(now, client);
                 }
@@ -148,19 +148,19 @@ impl Run<'_> {
         }
     }
 
-    /// Begins a batch, unless there is nothing to do or somebody to wait for.
+    /// Begins a batch, unless no frame is queued or an expected client is missing.
     fn look(&mut self, now: u64, server: usize) {
         let at = &mut self.servers[server];
         if at.is_busy || at.queued == 0 {
             return;
         }
-        let wish = at.wishes[0];
-        let expected = wish.clients & at.last;
-        let until = at.free_at + u64::from(wish.within_ns);
+        let gather = at.gathers[0];
+        let expected = gather.clients & at.last;
+        let until = at.free_at + u64::from(gather.within_ns);
         if expected & !at.queued != 0 && now < until {
             return self.at(until, Event::Look { server });
         }
-        at.wishes.pop_front();
+        at.gathers.pop_front();
         let clients = std::mem::take(&mut at.queued);
         (at.is_busy, at.last) = (true, clients);
         at.num_batches += 1;
@@ -205,12 +205,12 @@ fn seeds() -> impl Iterator<Item = u64> {
     (0..20).map(move |idx| first.wrapping_add(idx))
 }
 
-/// An engine's client: back a tenth of a millisecond after its answer.
+/// Think time of a message engine's client: a tenth of a millisecond.
 const QUICK: [u64; 2] = [80, 140];
 const END: u64 = 1_000_000_000;
 
 #[test]
-fn closed_loops_meet_on_one_server_and_on_several_with_unequal_loads() {
+fn closed_loops_share_batches_on_one_server_and_on_several_with_unequal_loads() {
     let worlds = [
         World::new(&[2600], &[QUICK; 2]),
         World::new(&[2600], &[QUICK; 3]),
@@ -221,9 +221,9 @@ fn closed_loops_meet_on_one_server_and_on_several_with_unequal_loads() {
     ];
     for (world, seed) in worlds.iter().flat_map(|world| seeds().map(move |seed| (world, seed))) {
         let longest = world.compute.iter().copied().max().unwrap_or(1) as f64;
-        let (apart, met) = (world.without_waiting().run(seed), world.run(seed));
-        for (apart, met) in apart.layers.iter().zip(&met.layers) {
-            let ratios = [median(apart) / longest, median(met) / longest];
+        let (apart, together) = (world.without_waiting().run(seed), world.run(seed));
+        for (apart, together) in apart.layers.iter().zip(&together.layers) {
+            let ratios = [median(apart) / longest, median(together) / longest];
             println!(
                 "{:?} ns: {:.3} without waiting, {:.3} with it",
                 world.compute, ratios[0], ratios[1]
@@ -232,24 +232,32 @@ fn closed_loops_meet_on_one_server_and_on_several_with_unequal_loads() {
             assert!(ratios[1] < 1.15, "{ratios:?} on {:?}, seed {seed}", world.compute);
         }
         let most = world.think.len() as f64;
-        assert!(met.clients_per_batch > 0.8 * most, "{} of {most}", met.clients_per_batch);
+        assert!(
+            together.clients_per_batch > 0.8 * most,
+            "{} of {most}",
+            together.clients_per_batch
+        );
     }
 }
 
 #[test]
-fn who_thinks_for_longer_costs_the_quick_ones_next_to_nothing() {
+fn slow_clients_cost_quick_ones_next_to_nothing() {
     for slow in [[2_000, 6_000], [7_000, 13_000], [40_000, 60_000]] {
         let world = World::new(&[1300], &[QUICK, slow]);
         for seed in seeds() {
-            let (apart, met) = (world.without_waiting().run(seed), world.run(seed));
-            let [apart, met] = [&apart, &met].map(|outcome| outcome.layers[0].len() as f64);
-            assert!(met > 0.97 * apart, "{met} layers, {apart} without waiting, seed {seed}");
+            let (apart, together) = (world.without_waiting().run(seed), world.run(seed));
+            let [apart, together] =
+                [&apart, &together].map(|outcome| outcome.layers[0].len() as f64);
+            assert!(
+                together > 0.97 * apart,
+                "{together} layers, {apart} without waiting, seed {seed}"
+            );
         }
     }
 }
 
 #[test]
-fn who_is_gone_and_who_is_alone_cost_nothing() {
+fn clients_that_left_and_clients_alone_cost_nothing() {
     let mut world = World::new(&[1300], &[QUICK; 2]);
     world.gone_at[1] = Some(END / 2);
     let alone = World::new(&[1300], &[QUICK]);

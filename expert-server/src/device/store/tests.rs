@@ -1,4 +1,4 @@
-//! The store alone, on a GPU in software.
+//! Tests of the store alone, on a GPU in software.
 
 use std::time::Instant;
 
@@ -38,10 +38,10 @@ fn an_expert_is_held_from_when_it_is_in_service() {
         let loading = scope.spawn(|| store.load_one(0, 1).expect("loaded"));
         let limit = Instant::now() + Duration::from_secs(30);
         while store.tables().version < 2 {
-            assert!(Instant::now() < limit, "it is not loaded");
+            assert!(Instant::now() < limit, "the expert is not loaded");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // The data thread works with the old tables still.
+        // The data thread still uses the old tables.
         assert!(!store.has(0, 1) && store.loaded().is_empty() && store.loaded_bytes() == 0);
         store.set_in_service(&store.tables());
         assert_eq!(loading.join().expect("it ends"), store.shape.expert_bytes());

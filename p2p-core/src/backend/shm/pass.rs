@@ -17,25 +17,25 @@ use tokio::net::{UnixListener, UnixStream};
 use super::ShmError;
 
 /// Bytes that tie a message to a handshake.
-pub(crate) type Nonce = [u8; 16];
+pub type Nonce = [u8; 16];
 
 /// What one message carries: whose handshake it belongs to, the memory, the wake-up.
 #[derive(Debug)]
-pub(crate) struct Passed {
+pub struct Passed {
     pub nonce: Nonce,
     pub memory: OwnedFd,
     pub wake: OwnedFd,
 }
 
 /// Listens on the abstract name that belongs to `token`. Nothing appears in a file system.
-pub(crate) fn listen(token: &Nonce) -> io::Result<UnixListener> {
+pub fn listen(token: &Nonce) -> io::Result<UnixListener> {
     let listener = StdUnixListener::bind_addr(&address(token)?)?;
     listener.set_nonblocking(true)?;
     UnixListener::from_std(listener)
 }
 
 /// Connects to whoever listens for `token`, and checks who that is. The caller limits the time.
-pub(crate) async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
+pub async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
     let failed = |what: &str, e: io::Error| {
         ShmError::Rendezvous(format!(
             "{what}: {e}; the peer is not reachable by an abstract Unix socket although it reports the same host and network namespace"
@@ -67,7 +67,7 @@ pub(crate) async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
 }
 
 /// Refuses a peer of another user. Root may reach everybody.
-pub(crate) fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
+pub fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
     let found =
         stream.peer_cred().map_err(|e| ShmError::Rendezvous(format!("SO_PEERCRED: {e}")))?.uid();
     let expected = rustix::process::geteuid().as_raw();
@@ -80,7 +80,7 @@ pub(crate) fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
 }
 
 /// Sends `nonce` and the descriptors, at most [`MAX_DESCRIPTORS`].
-pub(crate) async fn send<const N: usize>(
+pub async fn send<const N: usize>(
     stream: &UnixStream,
     nonce: &Nonce,
     fds: [BorrowedFd<'_>; N],
@@ -107,13 +107,13 @@ pub(crate) async fn send<const N: usize>(
 }
 
 /// Receives one message with a memory and a wake-up. The caller limits the time.
-pub(crate) async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
+pub async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
     let (nonce, [memory, wake]) = receive_exactly(stream).await?;
     Ok(Passed { nonce, memory, wake })
 }
 
 /// Receives one message with `N` descriptors, at most [`MAX_DESCRIPTORS`]. The caller limits the time.
-pub(crate) async fn receive_exactly<const N: usize>(
+pub async fn receive_exactly<const N: usize>(
     stream: &UnixStream,
 ) -> Result<(Nonce, [OwnedFd; N]), ShmError> {
     let mut nonce = [0u8; 16];

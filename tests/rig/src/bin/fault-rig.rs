@@ -163,7 +163,7 @@ fn node() -> ExitCode {
         eprintln!("error: {error:#}");
         return ExitCode::FAILURE;
     }
-    switchyard::run()
+    switchyard_cli::run()
 }
 
 /// Whether no rule was broken.

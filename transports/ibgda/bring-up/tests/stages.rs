@@ -351,7 +351,7 @@ fn the_guide_shows_what_is_printed() {
     if !can_post() {
         return;
     }
-    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../docs/ibgda.md");
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../docs/how-to/ibgda-bring-up.md");
     let guide = std::fs::read_to_string(guide).unwrap();
     let after =
         guide.split_once("ibgda-bring-up connect 127.0.0.1:18515 --software-nic\n").unwrap().1;

@@ -8,7 +8,8 @@ use std::time::Duration;
 use ibgda::nic::LinkLayer;
 use ibgda::{Access, Nic, OpenPeer, PeerConfig, QueueConfig};
 use kernels::gpu::Gpu;
-use p2p_core::bootstrap::{DevicePair, DeviceSide};
+use kernels::slots::{DevicePair, DeviceSide};
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::network::{
     Joined, MAX_DETAIL_BYTES, Network, NetworkError, Offer, OpenSide, Route, SideDescription,
 };
@@ -115,7 +116,7 @@ impl Network for DeviceNetwork {
     /// Nothing of the hosts' slots is used but their ends.
     fn device_layout(
         &self,
-        _device: &DeviceSide,
+        _device: &dyn DeviceMemory,
         num_frames: usize,
     ) -> Result<SlotLayout, SlotConfigError> {
         SlotLayout::smallest(num_frames)
@@ -125,9 +126,10 @@ impl Network for DeviceNetwork {
         &self,
         layout: &SlotLayout,
         route: Route,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
         let name = self.name();
+        let device: &DeviceSide = device.downcast_for(&name)?;
         let slot_bytes = |bytes: u64| {
             let bytes = usize::try_from(bytes).ok();
             let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(LINE_BYTES));
@@ -182,7 +184,7 @@ impl OpenSide for Side {
     fn join_device(
         self: Box<Self>,
         theirs: &SideDescription,
-    ) -> Result<(Joined, DevicePair), NetworkError> {
+    ) -> Result<(Joined, DeviceSlots), NetworkError> {
         let Self { life, peer, inner, description: _, device, wait_limit, name } = *self;
         let detail = Detail::decode(&theirs.detail)
             .map_err(|error| failed(&name, "read the peer's detail", error))?;
@@ -208,7 +210,8 @@ impl OpenSide for Side {
         let slots = Slots::new(peer, life, endpoint.health_of(), (waits, wait_limit), own)
             .map_err(|error| failed(&name, "make a link for kernels", error))?;
         let endpoint = AnyEndpoint::Other(Box::new(endpoint));
-        Ok((Joined { endpoint, slot }, DevicePair::remote(Box::new(slots), &device)))
+        let pair = DevicePair::remote(Box::new(slots), &device);
+        Ok((Joined { endpoint, slot }, DeviceSlots::new(pair)))
     }
 }
 

@@ -11,23 +11,25 @@ use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
 use crate::network::{DeviceConfig, DeviceNetwork};
 
 /// Opens a port, named as `mlx5_0` or `mlx5_0:1`, or the first port of the first mlx5 device. The hosts are
-/// joined by verbs of the same port where this build has them, else by libfabric.
+/// joined by verbs on the same port if `networks` can open them, else by libfabric. `settings` are those of the port;
+/// its device and number come from the name.
 ///
 /// # Errors
 /// [`NetworkError`], which says what this host lacks, or why its NIC makes no such queues.
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
+    settings: &NicConfig,
     device: DeviceConfig,
 ) -> Result<Vec<Arc<dyn Network>>, NetworkError> {
     let network = port.map_or_else(|| "ibgda".to_owned(), |port| format!("ibgda {port}"));
     let failed = |op, detail| NetworkError { network: network.clone(), op, code: None, detail };
-    let config = nic_config(port, networks).map_err(|detail| failed("read its name", detail))?;
+    let config = nic_config(port, settings).map_err(|detail| failed("read its name", detail))?;
     let lacking = |error: String| failed("open", format!("{error}; {}", missing(&probe())));
     let libraries = Libraries::open().map_err(|error| lacking(error.to_string()))?;
     let nic = Nic::open(&libraries, &config).map_err(|error| lacking(error.to_string()))?;
     device.queue.check(&nic).map_err(|error| failed("check queues", error.to_string()))?;
-    let wish = host_wish(&format!("{}:{}", nic.name(), config.port));
+    let wish = host_wish(networks, &format!("{}:{}", nic.name(), config.port));
     let hosts = networks
         .open(&TransportSpec::List(vec![wish]))
         .map_err(|error| failed("join hosts", error.to_string()))?;
@@ -38,24 +40,16 @@ pub fn open(
     Ok(hosts.networks.into_iter().map(above).collect())
 }
 
-/// What joins the hosts.
-fn host_wish(port: &str) -> Wish {
-    if cfg!(feature = "verbs") {
+/// The transport that joins the hosts.
+fn host_wish(networks: &OpenNetworks, port: &str) -> Wish {
+    if networks.knows(TransportKind::Verbs) {
         return Wish { kind: TransportKind::Verbs, device: Some(port.to_owned()) };
     }
     Wish { kind: TransportKind::Libfabric, device: None }
 }
 
-fn nic_config(port: Option<&str>, networks: &OpenNetworks) -> Result<NicConfig, String> {
-    let mut config = NicConfig::default();
-    #[cfg(feature = "verbs")]
-    {
-        config.gid_idx = networks.verbs.gid_index;
-        config.traffic_class = networks.verbs.traffic_class;
-        config.service_level = networks.verbs.service_level;
-    }
-    #[cfg(not(feature = "verbs"))]
-    let _ = networks;
+fn nic_config(port: Option<&str>, settings: &NicConfig) -> Result<NicConfig, String> {
+    let mut config = settings.clone();
     let Some(port) = port else { return Ok(config) };
     let (device, number) = port.split_once(':').unwrap_or((port, "1"));
     let number = number.parse().ok().filter(|number| *number > 0);
@@ -90,9 +84,9 @@ mod tests {
 
     #[test]
     fn ports_are_named_as_those_of_verbs_are() {
-        let networks = OpenNetworks::default();
+        let settings = NicConfig::default();
         let found =
-            |text| nic_config(text, &networks).map(|config| (config.device, config.port)).ok();
+            |text| nic_config(text, &settings).map(|config| (config.device, config.port)).ok();
         let named = |name: &str, port| Some((Some(name.to_owned()), port));
         assert_eq!(found(None), Some((None, 1)));
         assert_eq!(found(Some("mlx5_0")), named("mlx5_0", 1));
@@ -108,7 +102,7 @@ mod tests {
     fn a_host_without_a_device_is_told_what_it_lacks() {
         let name = "no_such_nic";
         let mut networks = OpenNetworks::default();
-        let error = open(Some(name), &mut networks, DeviceConfig::default());
+        let error = open(Some(name), &mut networks, &NicConfig::default(), DeviceConfig::default());
         let error = error.expect_err("there is no such device");
         assert_eq!((error.network.as_str(), error.op), ("ibgda no_such_nic", "open"));
         for check in probe().checks.iter().filter(|check| check.state == State::Missing) {

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ibgda::{GpuMemory, Peer, Waits};
 use kernels::abi::{DevicePtr, Link};
 use kernels::gpu::GpuBuffer;
+use kernels::slots::{KernelWaits, PathError, RemoteSlots};
 use p2p_core::PostError;
-use p2p_core::bootstrap::{KernelWaits, RemoteSlots};
 
 use crate::endpoint::HostHealth;
 use crate::life::Life;
@@ -69,14 +69,17 @@ impl RemoteSlots for Slots {
         KernelWaits::new(Arc::clone(&self.waits))
     }
 
-    fn show_life(&self, offset: u64) -> Result<(), PostError> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).add(offset)
+    fn show_life(&self, offset: u64) -> Result<(), PathError> {
+        let mut life = self.life.lock().unwrap_or_else(PoisonError::into_inner);
+        life.add(offset).map_err(|error| PathError::new(&error))
     }
 
-    fn health(&self) -> Result<(), PostError> {
-        self.check_queues()?;
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).health("health")?;
-        self.host.check()
+    fn health(&self) -> Result<(), PathError> {
+        let life = || self.life.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check_queues()
+            .and_then(|()| life().health("health"))
+            .and_then(|()| self.host.check())
+            .map_err(|error| PathError::new(&error))
     }
 }
 

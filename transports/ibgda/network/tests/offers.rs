@@ -7,12 +7,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use cuda_ipc::GpuMemory;
 use ibgda::QueueConfig;
 use ibgda_network::{DeviceConfig, DeviceNetwork};
 use kernels::gpu::Gpu;
-use p2p_core::bootstrap::{
-    ConnectConfig, ConnectError, DeviceSide, Listener, ListenerConfig, connect,
-};
+use kernels::slots::{DevicePair, DeviceSide};
+use p2p_core::bootstrap::{ConnectConfig, ConnectError, Listener, ListenerConfig, connect};
+use p2p_core::device::DeviceMemory;
 use p2p_core::network::{Network, NetworkError, OpenSide, Route};
 use p2p_core::{Connection, PeerHello, Reject, RejectCode, SlotConfig, SlotLayout, TransportKind};
 use softnic::SoftNetwork;
@@ -59,10 +60,18 @@ impl Network for OnInfiniBand {
 }
 
 /// Of the client on GPU 1, or the server on GPU 0.
-fn device(is_client: bool) -> Option<DeviceSide> {
+fn device(is_client: bool) -> Option<Arc<dyn DeviceMemory>> {
     let gpu = Gpu::open_emulated(is_client.into()).expect("a GPU in software");
     let (own_slot_bytes, peer_slot_bytes) = if is_client { (4096, 8192) } else { (8192, 4096) };
-    Some(DeviceSide { gpu, own_slot_bytes, peer_slot_bytes, shape: b"alike".to_vec() })
+    let shape = b"alike".to_vec();
+    Some(GpuMemory::offer(DeviceSide { gpu, own_slot_bytes, peer_slot_bytes, shape }))
+}
+
+/// Tells whether the device slots are reached over a network.
+fn is_remote(connection: &Connection) -> bool {
+    let slots = connection.device.as_ref().expect("device slots");
+    let pair: &DevicePair = slots.downcast_ref().expect("slots of GPUs");
+    pair.as_remote().is_some()
 }
 
 type Peers = mpsc::UnboundedReceiver<Connection>;
@@ -70,7 +79,7 @@ type Peers = mpsc::UnboundedReceiver<Connection>;
 async fn listen(
     transports: &[TransportKind],
     networks: &[Arc<dyn Network>],
-    device: Option<DeviceSide>,
+    device: Option<Arc<dyn DeviceMemory>>,
 ) -> (SocketAddr, Peers) {
     let (transports, networks) = (transports.to_vec(), networks.to_vec());
     let config = ListenerConfig { slot: SLOT, transports, networks, device, ..Default::default() };
@@ -89,7 +98,7 @@ async fn meet(
     addr: SocketAddr,
     transports: &[TransportKind],
     networks: &[Arc<dyn Network>],
-    device: Option<DeviceSide>,
+    device: Option<Arc<dyn DeviceMemory>>,
 ) -> Result<Connection, ConnectError> {
     let (transports, networks) = (transports.to_vec(), networks.to_vec());
     let config = ConnectConfig { slot: SLOT, transports, networks, device, ..Default::default() };
@@ -120,7 +129,7 @@ async fn sides_that_differ_take_another_transport_or_are_told_both_values() {
         let there = timeout(PATIENCE, peers.recv()).await.expect("in time").expect("a peer");
         for connection in [&here, &there] {
             assert_eq!(connection.transport.to_string(), "shm");
-            assert!(connection.device.as_ref().is_some_and(|pair| pair.as_remote().is_none()));
+            assert!(!is_remote(connection));
             // It was no attempt that failed.
             assert_eq!(connection.left_out, "");
         }
@@ -139,7 +148,7 @@ async fn sides_that_differ_take_another_transport_or_are_told_both_values() {
         let there = timeout(PATIENCE, peers.recv()).await.expect("in time").expect("a peer");
         for connection in [&here, &there] {
             assert_eq!(connection.transport.to_string(), format!("ibgda:{}", two.flavour()));
-            assert!(connection.device.as_ref().is_some_and(|pair| pair.as_remote().is_some()));
+            assert!(is_remote(connection));
         }
     }
 }

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use ibgda::QueueConfig;
 use ibgda_network::{DeviceConfig, DeviceNetwork};
+use kernels::slots::DeviceSide;
+use libfabric_transport::FabricNetwork;
 use p2p_core::TransportKind;
-use p2p_core::backend::libfabric::FabricNetwork;
-use p2p_core::bootstrap::DeviceSide;
 use p2p_core::endpoint::Endpoint;
 use rig::{
     PATIENCE, check_drivers, host_layout, join_sides, nic, open_sides, own_word, sides_of, turn,

@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use ibgda::{Doorbell, QueueConfig, QueuePath};
 use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, PeerHandle, QueueHandle};
-use p2p_core::bootstrap::DevicePair;
+use kernels::slots::DevicePair;
 use p2p_core::network::Network;
 use rig::{
-    PATIENCE, ROUTE, check_drivers, gpu, host_layout, join_sides, nic, open_sides, own_word,
-    sides_of, turn, until,
+    PATIENCE, ROUTE, check_drivers, gpu, host_layout, join_sides, memory, nic, open_sides,
+    own_word, sides_of, turn, until,
 };
 use softnic::SoftNetwork;
 
@@ -149,7 +149,7 @@ fn a_choice_that_the_nic_cannot_make_is_refused_before_there_is_a_peer() {
     let [client, _] = sides_of(SLOT_BYTES, SLOT_BYTES);
     let free_bytes = gpu().free_bytes().expect("software");
     let layout = host_layout(&network, &client);
-    let error = network.open_device(&layout, ROUTE, &client).expect_err("no such queue");
+    let error = network.open_device(&layout, ROUTE, &*memory(&client)).expect_err("no such queue");
     assert!(error.to_string().contains("only DevX does"), "{error}");
     assert_eq!(gpu().free_bytes().expect("software"), free_bytes);
 }

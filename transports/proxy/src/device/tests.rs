@@ -77,7 +77,6 @@ fn slots_over(way: &Arc<Way>) -> (Slots, Proxy) {
         lanes: memory.lanes.clone(),
         window_bytes: BYTES,
         sources: vec![memory.mirror.clone()],
-        relay: None,
         thread: None,
     };
     let endpoint = AnyEndpoint::Other(Box::new(Slow(Arc::clone(way))));

@@ -36,7 +36,7 @@ pub fn driver() -> Option<Driver> {
 pub fn software_gpu() -> Option<kernels::gpu::Gpu> {
     let driver = driver()?;
     // SAFETY: it is the kernel.
-    unsafe { proxy::bench::gpu::set_software_kernel(driver.produce) };
+    unsafe { bench_harness::proxy::gpu::set_software_kernel(driver.produce) };
     Some(kernels::gpu::Gpu::open_emulated(0).unwrap())
 }
 
@@ -72,7 +72,6 @@ pub fn peer_config(peer: u32, lanes: &Lanes, mirror: &Region) -> PeerConfig {
         lanes: lanes.clone(),
         window_bytes: SLOT as u64,
         sources: vec![mirror.clone()],
-        relay: None,
         thread: None,
     }
 }

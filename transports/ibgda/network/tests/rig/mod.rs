@@ -5,11 +5,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use cuda_ipc::GpuMemory;
 use ibgda::{Nic, NicConfig};
 use ibgda_network::DeviceNetwork;
 use kernels::gpu::Gpu;
+use kernels::slots::{DevicePair, DeviceSide};
 use p2p_core::SlotLayout;
-use p2p_core::bootstrap::{DevicePair, DeviceSide};
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::network::{Joined, Network, OpenSide, Route};
 
 pub const ROUTE: Route =
@@ -47,9 +49,19 @@ pub fn sides_of(request_bytes: u64, response_bytes: u64) -> [DeviceSide; 2] {
     [side(response_bytes, request_bytes), side(request_bytes, response_bytes)]
 }
 
+/// A side as the handshake gives it to a network.
+pub fn memory(side: &DeviceSide) -> Arc<dyn DeviceMemory> {
+    GpuMemory::offer(side.clone())
+}
+
+/// The slots of GPUs in a joined pair.
+pub fn with_pair((joined, slots): (Joined, DeviceSlots)) -> (Joined, DevicePair) {
+    (joined, slots.downcast().expect("slots of GPUs"))
+}
+
 /// Of the hosts' slots.
 pub fn host_layout(network: &DeviceNetwork, side: &DeviceSide) -> SlotLayout {
-    network.device_layout(side, NUM_FRAMES).expect("a layout")
+    network.device_layout(&*memory(side), NUM_FRAMES).expect("a layout")
 }
 
 pub fn open_sides(
@@ -60,14 +72,14 @@ pub fn open_sides(
     let layout = host_layout(networks[0], client);
     assert_eq!(layout, host_layout(networks[1], server));
     [(networks[0], client), (networks[1], server)]
-        .map(|(network, side)| network.open_device(&layout, ROUTE, side).expect("a side"))
+        .map(|(network, side)| network.open_device(&layout, ROUTE, &*memory(side)).expect("a side"))
 }
 
 pub fn join_sides([client, server]: [Box<dyn OpenSide>; 2]) -> [(Joined, DevicePair); 2] {
     let (of_client, of_server) = (client.description(), server.description());
     [
-        client.join_device(&of_server).expect("the server's description"),
-        server.join_device(&of_client).expect("the client's description"),
+        with_pair(client.join_device(&of_server).expect("the server's description")),
+        with_pair(server.join_device(&of_client).expect("the client's description")),
     ]
 }
 

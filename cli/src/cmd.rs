@@ -1,0 +1,525 @@
+//! One module per command, and the options that commands share.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
+use checkpoint::Checkpoint;
+use control_api::ControlClient;
+#[cfg(feature = "ibgda")]
+use p2p_core::transports::NetworkOpener;
+use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
+use protocol::WireDtype;
+
+use crate::cluster::{ClusterOptions, LocalCluster};
+use crate::{Global, ui};
+
+pub mod bench;
+pub mod control_plane;
+pub mod demo;
+pub mod doctor;
+pub mod expert_server;
+pub mod generate;
+pub mod layer;
+pub mod make_checkpoint;
+pub mod status;
+#[cfg(test)]
+mod tests;
+
+/// Options for reaching a control plane.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ControlArgs {
+    /// URL of the control plane, such as http://10.0.0.5:7070.
+    #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL")]
+    pub control_plane: Option<String>,
+    /// Bearer token of the cluster. Prefer the environment variable: other users of the host can see
+    /// arguments.
+    #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
+    pub token: Option<String>,
+}
+
+impl ControlArgs {
+    /// The URL, or an error that explains how to set it.
+    pub fn required_url(&self) -> Result<&str> {
+        self.control_plane
+            .as_deref()
+            .context("no control plane given: use --control-plane URL or SWITCHYARD_CONTROL_PLANE")
+    }
+}
+
+/// Slot geometry. Client and server must use the same.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SlotArgs {
+    /// Size of a slot in bytes. A slot is the memory of a process that one peer may write. Clients and
+    /// servers need the same value.
+    #[arg(long, env = "SWITCHYARD_SLOT_BYTES", default_value_t = p2p_core::slot::DEFAULT_SLOT_BYTES)]
+    pub slot_bytes: usize,
+    /// Number of frames per slot. A client can fill the other frames while the server computes one. Clients
+    /// and servers need the same value.
+    #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = p2p_core::slot::DEFAULT_NUM_FRAMES)]
+    pub slot_frames: usize,
+}
+
+impl SlotArgs {
+    /// The validated configuration.
+    pub fn config(&self) -> Result<p2p_core::SlotConfig> {
+        let config =
+            p2p_core::SlotConfig { slot_bytes: self.slot_bytes, num_frames: self.slot_frames };
+        p2p_core::SlotLayout::new(config).context("--slot-bytes and --slot-frames")?;
+        Ok(config)
+    }
+
+    /// The same as arguments of a child process.
+    pub fn to_args(&self) -> Vec<String> {
+        [
+            "--slot-bytes",
+            &self.slot_bytes.to_string(),
+            "--slot-frames",
+            &self.slot_frames.to_string(),
+        ]
+        .map(str::to_owned)
+        .to_vec()
+    }
+}
+
+/// Transports to offer.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct TransportArgs {
+    /// Transports in order of preference: auto, or a comma-separated list of shm, staged, verbs[:PORTS],
+    /// libfabric[:PROVIDER] and, between GPUs, ibgda[:PORT]. PORTS is a list such as mlx5_0:1+mlx5_1,
+    /// near=0000:3b:00.0 (ports near a PCI device) or node=1 (ports of a NUMA node). PORT is one port, such
+    /// as mlx5_0:1.
+    #[arg(long, env = "SWITCHYARD_TRANSPORT", value_name = "LIST", default_value_t)]
+    pub transport: TransportSpec,
+    /// Settings of RDMA devices as JSON, such as {"gid_index": 3, "traffic_class": 106}.
+    #[cfg(feature = "verbs")]
+    #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_name = "JSON", value_parser = verbs_config)]
+    pub verbs_config: Option<verbs_transport::VerbsConfig>,
+    #[cfg(feature = "ibgda")]
+    #[command(flatten)]
+    pub ibgda: IbgdaArgs,
+}
+
+/// Settings of the transport ibgda.
+#[cfg(feature = "ibgda")]
+#[derive(Debug, Clone, Copy, clap::Args, serde::Serialize, serde::Deserialize)]
+pub struct IbgdaArgs {
+    /// ibgda: memory of the slots. gpu: memory of the GPU. host: page-locked memory of the host. auto: memory
+    /// of the GPU if the NIC can access it, otherwise of the host.
+    #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
+    #[serde(with = "by_name")]
+    pub ibgda_slots: ibgda_network::SlotPlace,
+    /// ibgda: method of creating queues. plain: libibverbs. devx: commands to the NIC's firmware.
+    #[arg(long, env = "SWITCHYARD_IBGDA_PATH", default_value_t = Self::default().ibgda_path, value_name = "plain|devx")]
+    #[serde(with = "by_name")]
+    pub ibgda_path: ibgda::QueuePath,
+    /// ibgda: doorbell of the queues. record: with a doorbell record in memory. register: by register only,
+    /// which needs devx and a NIC that supports it.
+    #[arg(long, env = "SWITCHYARD_IBGDA_DOORBELL", default_value_t = Self::default().ibgda_doorbell, value_name = "record|register")]
+    #[serde(with = "by_name")]
+    pub ibgda_doorbell: ibgda::Doorbell,
+    /// ibgda: queues per peer on which kernels post requests, 1 to 64. Clients and servers need the same
+    /// value.
+    #[arg(
+        long,
+        env = "SWITCHYARD_IBGDA_QUEUES",
+        default_value_t = Self::default().ibgda_queues,
+        value_parser = clap::value_parser!(u8).range(1..=64)
+    )]
+    pub ibgda_queues: u8,
+    /// ibgda: longest single wait of a kernel for a queue, in milliseconds, 1 to 9000. After it, the peer
+    /// counts as failed.
+    #[arg(
+        long,
+        env = "SWITCHYARD_IBGDA_WAIT_LIMIT_MS",
+        default_value_t = Self::default().ibgda_wait_limit_ms,
+        // A server drops all clients over networks when a batch does not end within 15 s. A shorter wait
+        // reports the failed peer before that.
+        value_parser = clap::value_parser!(u64).range(1..=9_000)
+    )]
+    pub ibgda_wait_limit_ms: u64,
+}
+
+#[cfg(feature = "ibgda")]
+impl Default for IbgdaArgs {
+    fn default() -> Self {
+        let ibgda_network::DeviceConfig { num_queues, queue, wait_limit, slots } =
+            Default::default();
+        Self {
+            ibgda_slots: slots,
+            ibgda_path: queue.path,
+            ibgda_doorbell: queue.doorbell,
+            ibgda_queues: u8::try_from(num_queues).unwrap_or(u8::MAX),
+            ibgda_wait_limit_ms: wait_limit.as_millis() as u64,
+        }
+    }
+}
+
+#[cfg(feature = "ibgda")]
+impl IbgdaArgs {
+    fn config(self) -> ibgda_network::DeviceConfig {
+        ibgda_network::DeviceConfig {
+            slots: self.ibgda_slots,
+            num_queues: self.ibgda_queues.into(),
+            queue: ibgda::QueueConfig {
+                path: self.ibgda_path,
+                doorbell: self.ibgda_doorbell,
+                ..Default::default()
+            },
+            wait_limit: std::time::Duration::from_millis(self.ibgda_wait_limit_ms),
+        }
+    }
+
+    /// The same as arguments of a child process.
+    fn to_args(self) -> Vec<String> {
+        [
+            "--ibgda-slots",
+            self.ibgda_slots.name(),
+            "--ibgda-path",
+            self.ibgda_path.name(),
+            "--ibgda-doorbell",
+            self.ibgda_doorbell.name(),
+            "--ibgda-queues",
+            &self.ibgda_queues.to_string(),
+            "--ibgda-wait-limit-ms",
+            &self.ibgda_wait_limit_ms.to_string(),
+        ]
+        .map(str::to_owned)
+        .to_vec()
+    }
+}
+
+/// Serialises a value by its name.
+#[cfg(feature = "ibgda")]
+mod by_name {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<T: Display, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'a, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'a>,
+    {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(feature = "verbs")]
+pub fn verbs_config(text: &str) -> Result<verbs_transport::VerbsConfig, String> {
+    serde_json::from_str(text).map_err(|error| error.to_string())
+}
+
+impl TransportArgs {
+    /// The networks with these settings. None is open yet.
+    pub fn networks(&self) -> OpenNetworks {
+        #[cfg(feature = "verbs")]
+        let verbs = self.verbs_config.clone().unwrap_or_default();
+        let networks = OpenNetworks::default();
+        #[cfg(feature = "verbs")]
+        let networks = networks.with(verbs_transport::opener(verbs.clone()));
+        #[cfg(feature = "libfabric")]
+        let networks = networks.with(libfabric_transport::opener());
+        #[cfg(feature = "ibgda")]
+        let networks = {
+            let config = self.ibgda.config();
+            #[cfg(feature = "verbs")]
+            let port = ibgda::NicConfig {
+                gid_idx: verbs.gid_index,
+                traffic_class: verbs.traffic_class,
+                service_level: verbs.service_level,
+                ..ibgda::NicConfig::default()
+            };
+            #[cfg(not(feature = "verbs"))]
+            let port = ibgda::NicConfig::default();
+            networks.with(NetworkOpener::new(TransportKind::Ibgda, move |name, networks| {
+                ibgda_network::open(name, networks, &port, config)
+            }))
+        };
+        networks
+    }
+
+    /// Opens the transports for slots in host memory.
+    pub fn open(&self, networks: &mut OpenNetworks) -> Result<Transports> {
+        for_hosts(&self.transport).context("--transport")?;
+        self.open_any(networks)
+    }
+
+    fn open_any(&self, networks: &mut OpenNetworks) -> Result<Transports> {
+        let transports = networks.open(&self.transport).context("--transport")?;
+        for line in &transports.missing {
+            tracing::debug!("{line}");
+        }
+        Ok(transports)
+    }
+
+    /// As [`open`](Self::open), for slots in GPU memory. `auto` is only the transports within a host: with a
+    /// network, kernels would have to check the path of each peer.
+    pub fn open_for_device(&self) -> Result<Transports> {
+        match &self.transport {
+            TransportSpec::Auto => Ok(vec![TransportKind::Local, TransportKind::Shm].into()),
+            TransportSpec::List(_) => self.open_any(&mut self.networks()),
+        }
+    }
+
+    /// The same as arguments of a child process, with `spec` for the transports.
+    fn to_args(&self, spec: &TransportSpec) -> Vec<String> {
+        #[allow(unused_mut, reason = "depends on the features")]
+        let mut args = vec!["--transport".to_owned(), spec.to_string()];
+        #[cfg(feature = "verbs")]
+        if let Some(config) = &self.verbs_config
+            && let Ok(text) = serde_json::to_string(config)
+        {
+            args.extend(["--verbs-config".to_owned(), text]);
+        }
+        #[cfg(feature = "ibgda")]
+        args.extend(self.ibgda.to_args());
+        args
+    }
+}
+
+/// Refuses transports that cannot carry slots in host memory.
+fn for_hosts(spec: &TransportSpec) -> Result<()> {
+    let TransportSpec::List(wishes) = spec else { return Ok(()) };
+    let only_gpus = wishes.iter().find(|wish| wish.kind == TransportKind::Ibgda);
+    only_gpus.map_or(Ok(()), |wish| {
+        bail!("{wish} is for slots of GPUs: give --device cuda:N, or use verbs")
+    })
+}
+
+/// Transports to one server.
+#[derive(Debug, Clone)]
+pub struct PeerTransport {
+    server: String,
+    spec: TransportSpec,
+}
+
+impl std::str::FromStr for PeerTransport {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (server, spec) = text.split_once('=').with_context(|| {
+            format!("`{text}` is not NAME=TRANSPORTS, such as server-1=libfabric")
+        })?;
+        Ok(Self { server: server.to_owned(), spec: spec.parse()? })
+    }
+}
+
+/// A local cluster for one command, for use without --control-plane.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LocalArgs {
+    /// Number of expert servers to start on this host for this command. Ignored with --control-plane.
+    #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 4)]
+    pub servers: usize,
+    /// Replicas of each expert, on distinct servers. Ignored with --control-plane.
+    #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 2)]
+    pub replicas: usize,
+}
+
+/// The given checkpoint, or else the small model of this repository.
+pub fn model_or_tiny(model: Option<PathBuf>) -> Result<PathBuf> {
+    if let Some(model) = model {
+        return Ok(model);
+    }
+    let here = PathBuf::from("data/tiny-moe");
+    // The model in the checkout that this binary was built from.
+    let built_from = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"));
+    // The model in the container image.
+    let installed = PathBuf::from("/usr/share/switchyard/tiny-moe");
+    [here, built_from, installed]
+        .into_iter()
+        .find(|dir| dir.join("config.json").is_file())
+        .context("no --model given, and there is no folder data/tiny-moe: give a checkpoint folder")
+}
+
+/// Completes on the first SIGTERM or SIGINT.
+pub fn shutdown_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}
+
+/// Options of a client.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ClientArgs {
+    /// Number format of tokens sent to servers: f32, f16, bf16 or fp8.
+    #[arg(long, env = "SWITCHYARD_WIRE_DTYPE", default_value = "f32")]
+    pub wire_dtype: WireDtype,
+    /// Number format of results sent back: f32, f16, bf16 or fp8. Default: the format of tokens, or bf16 if
+    /// that is fp8.
+    #[arg(long, env = "SWITCHYARD_RESPONSE_DTYPE")]
+    pub response_dtype: Option<WireDtype>,
+    /// Timeout in milliseconds: a server that sends neither results nor progress for this time counts as
+    /// failed, and its tokens are resent to another replica.
+    #[arg(long, env = "SWITCHYARD_DEADLINE_MS", default_value_t = 100)]
+    pub deadline_ms: u64,
+    #[command(flatten)]
+    pub slot: SlotArgs,
+    #[command(flatten)]
+    pub transport: TransportArgs,
+    /// Transports to the server NAME, instead of --transport. May be given several times.
+    #[arg(
+        long,
+        env = "SWITCHYARD_PEER_TRANSPORT",
+        value_delimiter = ' ',
+        value_name = "NAME=TRANSPORTS"
+    )]
+    pub peer_transport: Vec<PeerTransport>,
+}
+
+impl ClientArgs {
+    /// Arguments of an expert server that this client can talk to.
+    pub fn server_args(&self) -> Vec<String> {
+        let mut args = self.slot.to_args();
+        let mut spec = self.transport.transport.clone();
+        if let TransportSpec::List(wishes) = &mut spec {
+            for peer in &self.peer_transport {
+                match &peer.spec {
+                    TransportSpec::Auto => {}
+                    TransportSpec::List(more) => wishes.extend(more.iter().cloned()),
+                }
+            }
+        }
+        args.extend(self.transport.to_args(&spec));
+        args
+    }
+
+    /// A builder with these settings.
+    pub fn builder(&self, checkpoint: &Checkpoint) -> Result<MoeClientBuilder> {
+        let response = self.response_dtype.unwrap_or(match self.wire_dtype {
+            WireDtype::F8E4m3 => WireDtype::Bf16,
+            other => other,
+        });
+        let mut networks = self.transport.networks();
+        let mut builder = MoeClient::builder(ClientModel::of(checkpoint));
+        for peer in &self.peer_transport {
+            for_hosts(&peer.spec).context("--peer-transport")?;
+            let transports = networks.open(&peer.spec).context("--peer-transport")?;
+            builder = builder.peer_transports(&peer.server, transports);
+        }
+        Ok(builder
+            .transports(self.transport.open(&mut networks)?)
+            .wire_dtype(self.wire_dtype)
+            .response_dtype(response)
+            .deadline(Duration::from_millis(self.deadline_ms))
+            .slot(self.slot.config()?))
+    }
+}
+
+/// A client, and the local cluster that was started for it, if any.
+#[derive(Debug)]
+pub struct Service {
+    /// The client; dropped before the cluster.
+    pub client: MoeClient,
+    /// The local cluster; `None` with `--control-plane`.
+    _cluster: Option<LocalCluster>,
+}
+
+impl Service {
+    /// Connects to the given control plane, or starts a local cluster.
+    pub fn open(
+        global: &Global,
+        checkpoint: &Checkpoint,
+        control: &ControlArgs,
+        local: &LocalArgs,
+        client: &ClientArgs,
+    ) -> Result<Self> {
+        let builder = client.builder(checkpoint)?;
+        let (cluster, url, token) = match &control.control_plane {
+            Some(url) => {
+                check_cluster(checkpoint, url, control.token.clone())?;
+                (None, url.clone(), control.token.clone())
+            }
+            None => {
+                let mut options = ClusterOptions::new(checkpoint.dir())?;
+                options.num_servers = local.servers;
+                options.replicas = local.replicas;
+                options.server_args = client.server_args();
+                let cluster = start_cluster(global, options)?;
+                let (url, token) = (cluster.control_url(), cluster.token().to_owned());
+                (Some(cluster), url, Some(token))
+            }
+        };
+        let client = builder.control_plane(url, token.clone()).ticket(token).build()?;
+        client.wait_ready(READY_TIMEOUT)?;
+        Ok(Self { client, _cluster: cluster })
+    }
+}
+
+/// The client's counters of errors that must never happen.
+#[derive(Debug, Clone, Copy)]
+pub struct Counters {
+    /// Calls that returned without the results of some (token, expert) pairs.
+    pub lost: u64,
+    /// Calls that counted some (token, expert) pairs twice.
+    pub duplicated: u64,
+}
+
+impl Counters {
+    /// The current values.
+    pub fn read(client: &MoeClient) -> Self {
+        let families = client.registry().gather();
+        let value = |name: &str| {
+            families
+                .iter()
+                .find(|family| family.name() == name)
+                .and_then(|family| family.get_metric().first())
+                .map_or(0, |metric| metric.get_counter().get_value() as u64)
+        };
+        Self {
+            lost: value("switchyard_client_lost_requests_total"),
+            duplicated: value("switchyard_client_duplicated_requests_total"),
+        }
+    }
+}
+
+/// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
+/// the model of the checkpoint.
+fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let status = runtime.block_on(ControlClient::new(url, token)?.status())?;
+    let Some(model) = status.model else {
+        bail!("no expert server has joined the control plane at {url} yet");
+    };
+    let ours = ClientModel::of(checkpoint).descriptor();
+    if model.fingerprint != ours.fingerprint {
+        bail!(
+            "the servers at {url} hold the model with fingerprint {}, but {} has fingerprint {}",
+            model.fingerprint,
+            checkpoint.dir().display(),
+            ours.fingerprint
+        );
+    }
+    Ok(())
+}
+
+
+/// Starts a cluster with a progress bar.
+pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCluster> {
+    let total = options.num_servers;
+    let bar = ui::steps_bar(global.json, total as u64, "starting servers");
+    let cluster = LocalCluster::start(options, &mut |serving| bar.set_position(serving as u64))?;
+    bar.finish_and_clear();
+    Ok(cluster)
+}
+
+/// Running servers connect within milliseconds. The rest is for hosts under load.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,0 +1,318 @@
+//! Vector kernels: one set per instruction set. The pool chooses a set at its start.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+mod simd;
+mod tile;
+
+use std::ops::Range;
+
+use super::weights::{SCALE_BLOCK, Weight, WeightDtype};
+use tile::{DotTile, K_BLOCK};
+
+/// An instruction set that has its own kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ and VL, with FMA.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain Rust, for all other processors.
+    Portable,
+}
+
+impl Isa {
+    /// All instruction sets, fastest first.
+    pub const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Portable];
+
+    /// Returns true if this processor has the instruction set.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Self::Avx2.is_available()
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx512 | Self::Avx2 => false,
+            Self::Portable => true,
+        }
+    }
+
+    /// The fastest instruction set of this processor.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
+    }
+}
+
+/// Most tokens of one pass over weights. [`Kernels::dot`] takes any number.
+pub(super) const MAX_TOKENS: usize = 6;
+
+/// Distance from the row that is widened to the row that is prefetched, in rows.
+const WIDEN_ROWS_AHEAD: usize = 4;
+/// Tokens of one expert from which a GEMM replaces the portable kernels.
+const GEMM_MIN_TOKENS: usize = 8;
+
+type DotFn = unsafe fn(&DotTile);
+type WidenFn =
+    unsafe fn(src: *const u8, ahead: usize, scales: *const f32, len: usize, dst: *mut f32);
+type SiluMulFn = unsafe fn(gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
+type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
+type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
+
+/// The kernels of one instruction set that this processor has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kernels {
+    isa: Isa,
+    /// Most tokens per pass, up to [`MAX_TOKENS`].
+    pass_tokens: usize,
+    /// One per dtype, at its [`dtype_idx`].
+    dot: [DotFn; 4],
+    widen: [WidenFn; 4],
+    silu_mul: SiluMulFn,
+    axpy: AxpyFn,
+    read: ReadFn,
+}
+
+/// Rows of f32 that a kernel reads, at any positions.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    /// The memory of the rows.
+    pub(super) data: &'a [f32],
+    /// Values per row.
+    pub(super) len: usize,
+    /// Row numbers, in units of `len`.
+    pub(super) rows: RowIds<'a>,
+}
+
+/// Numbers of rows: a run (first, number), or a list.
+#[derive(Clone, Copy)]
+pub(super) enum RowIds<'a> {
+    Run(usize, usize),
+    List(&'a [u32]),
+}
+
+impl RowIds<'_> {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Run(_, num) => *num,
+            Self::List(list) => list.len(),
+        }
+    }
+
+    pub(super) fn get(&self, idx: usize) -> usize {
+        match self {
+            Self::Run(first, _) => first + idx,
+            Self::List(list) => list[idx] as usize,
+        }
+    }
+}
+
+impl Rows<'_> {
+    pub(super) fn row(&self, idx: usize) -> &[f32] {
+        let start = self.rows.get(idx) * self.len;
+        &self.data[start..start + self.len]
+    }
+}
+
+impl Kernels {
+    /// The kernels for `isa`, or `None` when this processor cannot run them.
+    pub(super) fn new(isa: Isa) -> Option<Self> {
+        if !isa.is_available() {
+            return None;
+        }
+        Some(match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::KERNELS,
+            _ => portable::KERNELS,
+        })
+    }
+
+    /// The instruction set.
+    pub(super) fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// `y[t, i] = sum_k w[rows.start + i, k] * x.row(t)[k]` for every row of `x`, with
+    /// `y [num_tokens, num_rows]`.
+    pub(super) fn dot(&self, w: &Weight, rows: Range<usize>, x: Rows<'_>, y: &mut [f32]) {
+        let (num_tokens, num_rows, num_cols) = (x.rows.len(), rows.len(), w.cols());
+        assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == num_cols);
+        assert_eq!(y.len(), num_tokens * num_rows);
+        if y.is_empty() {
+            return;
+        }
+        let row_bytes = num_cols * w.dtype().size_bytes();
+        let stored = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
+        let num_passes = num_tokens.div_ceil(self.pass_tokens);
+        // One pass reads whole rows, in the order of the weights in memory. Several passes read one block of
+        // columns after the other, so that tokens and weights stay in the caches.
+        let k_step = if num_passes == 1 { num_cols } else { K_BLOCK };
+        for k_start in (0..num_cols).step_by(k_step) {
+            let k_end = num_cols.min(k_start + k_step);
+            let mut tile = DotTile {
+                weights: stored.as_ptr(),
+                scales: w.scales(),
+                row_start: rows.start,
+                num_rows,
+                num_cols,
+                accumulate: k_start > 0,
+                k_start,
+                k_end,
+                x: [x.data.as_ptr(); MAX_TOKENS],
+                num_tokens: 0,
+                y: y.as_mut_ptr(),
+                y_stride: num_rows,
+            };
+            for tokens in passes(num_tokens, num_passes) {
+                tile.num_tokens = tokens.len();
+                for (ptr, token) in tile.x.iter_mut().zip(tokens.clone()) {
+                    *ptr = x.row(token).as_ptr();
+                }
+                tile.y = y[tokens.start * num_rows..].as_mut_ptr();
+                // SAFETY: `new` has checked the instruction set. The assertions and slices above ensure the
+                // sizes that `DotTile` requires.
+                unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
+            }
+        }
+    }
+
+    /// Returns true if a GEMM over weights widened to f32 is faster than [`dot`](Self::dot) for that many tokens.
+    ///
+    /// It is never faster than the vector kernels: from 4 tokens on they reach about nine tenths of the
+    /// processor's rate, without packing. On other processors the library has its own vector code (NEON,
+    /// wasm), which is faster from enough tokens on to pay for the packing.
+    pub(super) fn prefers_gemm(&self, num_tokens: usize) -> bool {
+        self.isa == Isa::Portable && num_tokens >= GEMM_MIN_TOKENS
+    }
+
+    /// Widens columns `cols` of rows `rows` of `w` to f32, row by row. `cols` starts at a multiple of the
+    /// scale block.
+    pub(super) fn widen(
+        &self,
+        w: &Weight,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        dst: &mut [f32],
+    ) {
+        assert!(cols.start.is_multiple_of(SCALE_BLOCK) && cols.end <= w.cols());
+        assert_eq!(dst.len(), rows.len() * cols.len());
+        let value_bytes = w.dtype().size_bytes();
+        let scale_cols = w.cols().div_ceil(SCALE_BLOCK);
+        for (row, dst) in rows.zip(dst.chunks_exact_mut(cols.len())) {
+            let first = row * w.cols() + cols.start;
+            let src = &w.data()[first * value_bytes..(first + cols.len()) * value_bytes];
+            let scales = match w.dtype() {
+                WeightDtype::F8E4m3 => {
+                    let first = row / SCALE_BLOCK * scale_cols + cols.start / SCALE_BLOCK;
+                    &w.scales()[first..first + cols.len().div_ceil(SCALE_BLOCK)]
+                }
+                _ => &[],
+            };
+            // SAFETY: the processor has the instruction set. `src` and `dst` have equally many values, and
+            // `scales` has one per block of them.
+            unsafe {
+                self.widen[dtype_idx(w.dtype())](
+                    src.as_ptr(),
+                    WIDEN_ROWS_AHEAD * w.cols() * value_bytes,
+                    scales.as_ptr(),
+                    dst.len(),
+                    dst.as_mut_ptr(),
+                );
+            }
+        }
+    }
+
+    /// `dst[i] = silu(gate[i]) * up[i]`.
+    ///
+    /// # Safety
+    /// `dst` is valid for writes of `gate.len()` values, and no other thread accesses them meanwhile.
+    pub(super) unsafe fn silu_mul(&self, gate: &[f32], up: &[f32], dst: *mut f32) {
+        assert_eq!(gate.len(), up.len());
+        // SAFETY: the processor has the instruction set; sizes as asserted and promised.
+        unsafe { (self.silu_mul)(gate.as_ptr(), up.as_ptr(), gate.len(), dst) };
+    }
+
+    /// `out[i] += alpha * y[i]`.
+    ///
+    /// # Safety
+    /// `out` is valid for reads and writes of `y.len()` values, and no other thread accesses them meanwhile.
+    pub(super) unsafe fn axpy(&self, alpha: f32, y: &[f32], out: *mut f32) {
+        // SAFETY: the processor has the instruction set; sizes as promised.
+        unsafe { (self.axpy)(alpha, y.as_ptr(), y.len(), out) };
+    }
+
+    /// Reads all of `data` as fast as possible, and returns a value that depends on it.
+    pub(super) fn read(&self, data: &[u8]) -> f32 {
+        // SAFETY: the processor has the instruction set.
+        unsafe { (self.read)(data.as_ptr(), data.len()) }
+    }
+}
+
+/// Tokens of each pass. Their numbers are nearly equal, because a last pass of one token would waste its loads.
+fn passes(num_tokens: usize, num_passes: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut begin = 0;
+    (0..num_passes).map(move |pass| {
+        let end = begin + (num_tokens - begin).div_ceil(num_passes - pass);
+        std::mem::replace(&mut begin, end)..end
+    })
+}
+
+/// Position of a dtype in the kernel tables.
+const fn dtype_idx(dtype: WeightDtype) -> usize {
+    match dtype {
+        WeightDtype::Bf16 => 0,
+        WeightDtype::F16 => 1,
+        WeightDtype::F32 => 2,
+        WeightDtype::F8E4m3 => 3,
+    }
+}
+
+/// `y[t, i] = sum_k panel[i, k] * x[t, k]` for row-major f32 matrices `panel [num_rows, len]`,
+/// `x [num_tokens, len]` and `y [num_tokens, num_rows]`.
+pub(super) fn gemm(panel: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
+    let (num_rows, num_tokens) = (panel.len() / len, x.len() / len);
+    assert!(panel.len() == num_rows * len && x.len() == num_tokens * len);
+    assert_eq!(y.len(), num_tokens * num_rows);
+    let (len_stride, row_stride) = (len as isize, num_rows as isize);
+    // SAFETY: the matrices have the asserted sizes. `y` is not read and aliases no other matrix.
+    unsafe {
+        gemm::gemm(
+            num_tokens,
+            num_rows,
+            len,
+            y.as_mut_ptr(),
+            1,
+            row_stride,
+            false,
+            x.as_ptr(),
+            1,
+            len_stride,
+            panel.as_ptr(),
+            len_stride,
+            1,
+            0.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}

@@ -1,0 +1,206 @@
+//! The start of a server, step by step. This file alone knows both kinds of data threads.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use checkpoint::Checkpoint;
+use control_api::RegisterRequest;
+use p2p_core::bootstrap::{Listener, ListenerConfig};
+use protocol::ModelShape;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use super::RunningServer;
+use super::supervision::Supervision;
+use crate::backend::Backend;
+use crate::clients::{Admission, serve_clients};
+use crate::compute::LoadProgress;
+use crate::config::selection::check_assignment;
+use crate::config::{Placement, ServerConfig};
+use crate::cpu::CpuBackend;
+#[cfg(feature = "device")]
+use crate::device::DeviceBackend;
+use crate::error::StartError;
+use crate::http;
+use crate::members::{self, Membership};
+use crate::metrics::ServerMetrics;
+use crate::status::Health;
+
+pub(super) async fn start(
+    config: ServerConfig,
+    registry: prometheus::Registry,
+    mut progress: impl FnMut(LoadProgress) + Send + 'static,
+) -> Result<RunningServer, StartError> {
+    let checkpoint = open_checkpoint(&config).await?;
+    let shape = shape_of(&checkpoint);
+    let mut backend = open_backend(&config, &checkpoint, &shape).await?;
+    let (device, frames) = (backend.device_name(), backend.frame_limits());
+    if let Placement::Static(selection) = &config.placement {
+        selection.resolve(checkpoint.config())?;
+    }
+    let listener_config = backend.listener_config(&config, listener_config(&config))?;
+    let listener = Listener::bind(config.data_addr, listener_config).await?;
+    let data_addr = listener.local_addr();
+    let metrics_listener = match config.metrics_addr {
+        Some(addr) => Some(bind_metrics(addr).await?),
+        None => None,
+    };
+    let metrics_addr = metrics_listener.as_ref().and_then(|tcp| tcp.local_addr().ok());
+    let metrics = ServerMetrics::new(registry)?;
+    let has_control_plane = matches!(config.placement, Placement::ControlPlane { .. });
+    let health = Arc::new(Health {
+        metrics: metrics.clone(),
+        handshakes: listener.stats(),
+        rendering: Mutex::new(()),
+        data: OnceLock::new(),
+        is_draining: AtomicBool::new(false),
+        needs_lease: has_control_plane,
+        has_lease: AtomicBool::new(false),
+    });
+    // Served before the experts are loaded, so that a monitor can tell a load from a hang.
+    let (stop, stopped) = watch::channel(false);
+    if let Some(tcp) = metrics_listener {
+        tokio::spawn(httpd::serve(
+            tcp,
+            http::router(Arc::clone(&health)),
+            httpd::Limits::default(),
+            metrics.http.clone(),
+            stopped.clone(),
+        ));
+    }
+
+    let mut registration = RegisterRequest::new(
+        config.name.clone(),
+        advertised_addr(&config, data_addr)?,
+        members::describe(&checkpoint),
+    );
+    registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
+    registration.capacity_experts = config.capacity_experts;
+    let incarnation = registration.incarnation;
+    let (keeper, assignment) = match &config.placement {
+        Placement::ControlPlane { url, token } => {
+            let joined = members::join(&config, url, token.clone(), registration).await?;
+            (Some(Arc::new(joined.0)), joined.1)
+        }
+        Placement::Static(selection) => (None, Arc::new(selection.resolve(checkpoint.config())?)),
+    };
+    if !assignment.is_empty() {
+        check_assignment(&assignment, checkpoint.config()).map_err(StartError::Assignment)?;
+    }
+
+    let load_began = Instant::now();
+    let experts = members::as_map(&assignment);
+    let loading =
+        tokio::task::spawn_blocking(move || backend.load(checkpoint, &experts, &mut progress));
+    let backend = loading.await.map_err(|_| StartError::LoadPanicked)??;
+    let store = backend.experts();
+    let held = members::holds(&*store);
+    metrics.load_seconds.set(load_began.elapsed().as_secs_f64());
+    metrics.experts_loaded.set(held.num_experts() as i64);
+    metrics.expert_bytes.set(store.loaded_bytes() as i64);
+
+    let (data, data_end) = backend.start(&config, &metrics)?;
+    // Cannot be set yet: this is the only place that sets it.
+    let _ = health.data.set(Arc::clone(data.status()));
+    health.has_lease.store(keeper.is_some(), Ordering::Relaxed);
+    if let Some(keeper) = &keeper {
+        keeper.set_ready(held.clone());
+    }
+
+    let admission = Admission {
+        name: config.name.clone(),
+        shape,
+        frames,
+        incarnation,
+        health: Arc::clone(&health),
+        keeper: keeper.clone(),
+        data: Arc::clone(&data),
+    };
+    let listening = tokio::spawn(serve_clients(listener, Arc::new(admission), stopped));
+    let member = keeper.as_ref().map(|keeper| Membership {
+        keeper: Arc::clone(keeper),
+        store: Arc::clone(&store),
+        load: Arc::clone(data.load()),
+        health: Arc::clone(&health),
+    });
+    let (ended, end) = watch::channel(None);
+    let (stop_all, data_plane) = (stop.clone(), Arc::clone(&data));
+    let supervision =
+        Supervision { data_end, member, listening, stop: stop_all, data: data_plane, end: ended };
+    tokio::spawn(supervision.run());
+    tracing::info!(
+        name = config.name,
+        %data_addr,
+        experts = held.num_experts(),
+        bytes = store.loaded_bytes(),
+        device,
+        "serving"
+    );
+    Ok(RunningServer { config, data_addr, metrics_addr, health, store, keeper, data, stop, end })
+}
+
+async fn open_checkpoint(config: &ServerConfig) -> Result<Arc<Checkpoint>, StartError> {
+    let dir = config.model_dir.clone();
+    let opening = tokio::task::spawn_blocking(move || Checkpoint::open(dir));
+    Ok(Arc::new(opening.await.map_err(|_| StartError::LoadPanicked)??))
+}
+
+/// Opens the GPU of the configuration, or takes CPUs without one.
+#[cfg_attr(not(feature = "device"), allow(clippy::unused_async, unused_variables))]
+async fn open_backend(
+    config: &ServerConfig,
+    checkpoint: &Checkpoint,
+    shape: &ModelShape,
+) -> Result<Box<dyn Backend>, StartError> {
+    #[cfg(feature = "device")]
+    if let Some(options) = config.device {
+        return Ok(Box::new(DeviceBackend::open(options, config, checkpoint).await?));
+    }
+    Ok(Box::new(CpuBackend::new(config, shape)?))
+}
+
+fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
+    let model = checkpoint.config();
+    ModelShape {
+        fingerprint: checkpoint.fingerprint().0,
+        hidden: model.hidden as u32,
+        num_layers: model.num_layers,
+        num_experts: model.num_experts,
+        top_k: model.top_k as u32,
+    }
+}
+
+fn listener_config(config: &ServerConfig) -> ListenerConfig {
+    ListenerConfig {
+        slot: config.slot,
+        ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        transports: config.transports.kinds.clone(),
+        networks: config.transports.networks.clone(),
+        handshake_timeout: config.limits.handshake_timeout,
+        max_peers: config.limits.max_links,
+        ..ListenerConfig::default()
+    }
+}
+
+async fn bind_metrics(addr: SocketAddr) -> Result<TcpListener, StartError> {
+    TcpListener::bind(addr).await.map_err(|source| match source.kind() {
+        std::io::ErrorKind::AddrInUse => StartError::MetricsInUse { addr },
+        _ => StartError::MetricsBind { addr, source },
+    })
+}
+
+/// The address that clients connect to. An unspecified address accepts connections on every interface, but no
+/// client can connect to it.
+fn advertised_addr(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, StartError> {
+    match &config.advertise_addr {
+        Some(addr) => Ok(addr.clone()),
+        None if data_addr.ip().is_unspecified()
+            && matches!(config.placement, Placement::ControlPlane { .. }) =>
+        {
+            Err(StartError::Advertise { found: data_addr.to_string() })
+        }
+        None => Ok(data_addr.to_string()),
+    }
+}

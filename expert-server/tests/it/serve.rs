@@ -1,0 +1,6 @@
+//! Servers on CPUs.
+
+mod fleet;
+mod hostile;
+mod lifecycle;
+mod merge;

@@ -1,0 +1,209 @@
+//! Settings of an engine.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use super::error::StartError;
+use super::io::hello::MAX_TICKET_BYTES;
+use super::link::{EAGER_OVERHEAD, Limits, MAX_CHUNK_BYTES};
+use super::metadata::MAX_BDF_BYTES;
+use super::wire::MAX_BODY_BYTES;
+use crate::credit::CreditConfig;
+use crate::fabric::cma::CmaFabric;
+use crate::fabric::tcp::{TcpConfig, TcpFabric};
+use crate::fabric::{Fabric, FabricOpener};
+use p2p_core::network::NetworkError;
+
+/// How an engine is to be.
+#[derive(Debug)]
+pub struct EngineConfig {
+    /// Address to listen on. Port 0 takes a free one.
+    pub bind: SocketAddr,
+    /// Address to publish. `None`: that of `bind`, or of the interface that leads outside; where none does,
+    /// that of the loopback interface, which a warning says.
+    pub advertise: Option<IpAddr>,
+    /// Transports, the best first. Empty: [`default_fabrics`].
+    pub fabrics: Vec<Box<dyn Fabric>>,
+    /// GPU to publish.
+    pub gpu_index: Option<u32>,
+    /// PCI address of that GPU to publish, as `0000:3b:00.0`: at most 32 visible characters.
+    pub pci_bdf: Option<String>,
+    /// Shared secret that peers must have as well; at most 512 bytes.
+    pub ticket: Option<String>,
+    /// Limit on the time of a handshake that a peer has begun.
+    pub handshake_timeout: Duration,
+    /// Time without an answer of the peer's host after which it counts as gone.
+    pub liveness_timeout: Duration,
+    /// Time after which a thread that does not come back from a transport's library counts as stuck; 2 s
+    /// or more. Registering memory may take as long, and with some transports takes a second for every few
+    /// GB.
+    pub stuck_timeout: Duration,
+    /// Time that the thread looks for work before it sleeps.
+    pub spin: Duration,
+    /// Most connections, handshakes included; at most 65535. There are never more than
+    /// `credit.max_senders`.
+    pub max_connections: usize,
+    /// Most handshakes at a time that others have begun. When there are more, the one goes that has said
+    /// the least for the longest time.
+    pub max_handshakes: usize,
+    /// Most bytes of notifications that wait to be taken, with 64 for each, before new connections are
+    /// refused: whoever leaves and comes back has a new window, and leaves its notifications behind.
+    pub max_untaken_bytes: u64,
+    /// Most transfers at a time.
+    pub max_transfers: u32,
+    /// Most commands waiting for the thread.
+    pub queue_len: usize,
+    /// Longest message that goes ahead of its receive; at most 64 KiB.
+    pub eager_bytes: u64,
+    /// Bytes of such messages that one peer may have waiting here, with 64 for each.
+    pub eager_window_bytes: u64,
+    /// Bytes of notifications that one peer may have waiting here, with 64 for each.
+    pub notify_window_bytes: u64,
+    /// Longest notification that is taken.
+    pub max_notification_bytes: u64,
+    /// Largest part that a transfer is split into; at most 128 MiB.
+    pub chunk_bytes: u64,
+    /// How senders share this engine's link.
+    pub credit: CreditConfig,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            bind: SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0),
+            advertise: None,
+            fabrics: Vec::new(),
+            gpu_index: None,
+            pci_bdf: None,
+            ticket: None,
+            handshake_timeout: Duration::from_secs(5),
+            liveness_timeout: Duration::from_secs(8),
+            stuck_timeout: Duration::from_secs(60),
+            spin: Duration::from_micros(20),
+            max_connections: 4096,
+            max_handshakes: 1024,
+            max_untaken_bytes: 256 << 20,
+            max_transfers: 4096,
+            queue_len: 4096,
+            eager_bytes: 8 << 10,
+            eager_window_bytes: 256 << 10,
+            notify_window_bytes: 16 << 20,
+            max_notification_bytes: 1 << 30,
+            chunk_bytes: 4 << 20,
+            credit: CreditConfig {
+                window_bytes: 32 << 20,
+                sender_window_bytes: 16 << 20,
+                grant_bytes: 2 << 20,
+                unscheduled_bytes: 1 << 20,
+                ..CreditConfig::default()
+            },
+        }
+    }
+}
+
+impl EngineConfig {
+    /// On the loopback interface, with a free port.
+    #[must_use]
+    pub fn local() -> Self {
+        Self { bind: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0), ..Self::default() }
+    }
+
+    pub(super) fn check(&self) -> Result<(), StartError> {
+        let limits = [
+            ("eager_bytes", self.eager_bytes, 0, MAX_BODY_BYTES as u64, "at most 64 KiB"),
+            (
+                "eager_window_bytes",
+                self.eager_window_bytes,
+                self.eager_bytes + EAGER_OVERHEAD,
+                u64::MAX >> 1,
+                "room for one message of `eager_bytes` and 64 bytes",
+            ),
+            ("notify_window_bytes", self.notify_window_bytes, 4096, u64::MAX >> 1, "4096 or more"),
+            (
+                "max_notification_bytes",
+                self.max_notification_bytes,
+                0,
+                u64::MAX >> 2,
+                "at most 2^62",
+            ),
+            ("chunk_bytes", self.chunk_bytes, 4096, MAX_CHUNK_BYTES, "4 KiB to 128 MiB"),
+            ("stuck_timeout", self.stuck_timeout.as_secs(), 2, u64::MAX, "2 s or more"),
+            ("max_transfers", self.max_transfers.into(), 1, 1 << 20, "1 to 2^20"),
+            ("queue_len", self.queue_len as u64, 1, 1 << 24, "1 to 2^24"),
+            ("max_handshakes", self.max_handshakes as u64, 1, 65535, "1 to 65535"),
+            ("max_connections", self.max_connections as u64, 1, 65535, "1 to 65535"),
+        ];
+        for (what, found, low, high, expected) in limits {
+            if !(low..=high).contains(&found) {
+                return Err(StartError::Config { what, found, expected });
+            }
+        }
+        let bytes = self.ticket.as_ref().map_or(0, String::len);
+        if bytes > MAX_TICKET_BYTES {
+            let (what, expected) = ("bytes of `ticket`", "at most 512");
+            return Err(StartError::Config { what, found: bytes as u64, expected });
+        }
+        if let Some(found) = &self.pci_bdf
+            && (found.len() > MAX_BDF_BYTES || !found.bytes().all(|byte| byte.is_ascii_graphic()))
+        {
+            let expected = "at most 32 visible characters, as `0000:3b:00.0`";
+            return Err(StartError::Text { what: "pci_bdf", found: found.clone(), expected });
+        }
+        Ok(())
+    }
+
+    pub(super) const fn limits(&self) -> Limits {
+        Limits {
+            eager_bytes: self.eager_bytes,
+            eager_window: self.eager_window_bytes,
+            notify_window: self.notify_window_bytes,
+            max_notification: self.max_notification_bytes,
+            unscheduled_bytes: self.credit.unscheduled_bytes,
+            max_demand_bytes: self.credit.max_demand_bytes,
+        }
+    }
+}
+
+/// Opens one fabric: `tcp`, `cma`, or a fabric of `others` by its name and argument, as in `libfabric:tcp;ofi_rxm`.
+/// `local` is the address of this side's interface, for fabrics that have to choose one.
+///
+/// # Errors
+/// [`NetworkError`], also when this build or this host does not have it.
+pub fn open_fabric(
+    text: &str,
+    local: Option<IpAddr>,
+    others: &[FabricOpener],
+) -> Result<Box<dyn Fabric>, NetworkError> {
+    let (name, argument) = match text.split_once(':') {
+        Some((name, argument)) => (name, Some(argument)),
+        None => (text, None),
+    };
+    let bind = local.unwrap_or(Ipv4Addr::UNSPECIFIED.into());
+    match (name, argument) {
+        ("tcp", None) => {
+            let config = TcpConfig { bind: SocketAddr::new(bind, 0), ..TcpConfig::default() };
+            return Ok(Box::new(TcpFabric::new(config)?));
+        }
+        ("cma", None) => return Ok(Box::new(CmaFabric::new()?)),
+        _ => {}
+    }
+    if let Some(opener) = others.iter().find(|opener| opener.name == name) {
+        return (opener.open)(argument, local);
+    }
+    let others = others.iter().map(|opener| format!("{}[:{}]", opener.name, opener.argument));
+    let here: Vec<_> = ["tcp", "cma"].map(str::to_owned).into_iter().chain(others).collect();
+    let detail = format!("no such transport in this build, which has {}", here.join(", "));
+    Err(NetworkError { network: text.to_owned(), op: "open", code: None, detail })
+}
+
+/// The transports that need nothing installed, the best first.
+///
+/// # Errors
+/// [`NetworkError`] when sockets cannot be had at `bind`.
+pub fn default_fabrics(
+    bind: IpAddr,
+    advertise: Option<IpAddr>,
+) -> Result<Vec<Box<dyn Fabric>>, NetworkError> {
+    let tcp = TcpConfig { bind: SocketAddr::new(bind, 0), advertise, ..TcpConfig::default() };
+    Ok(vec![Box::new(CmaFabric::new()?), Box::new(TcpFabric::new(tcp)?)])
+}

@@ -1,0 +1,463 @@
+//! The engine's thread: it owns the fabrics, the connections and the registrations.
+
+mod commands;
+mod door;
+pub(super) mod hello;
+mod live;
+mod meet;
+mod reach;
+mod socket;
+mod standing;
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+
+use self::live::{Live, Peer, Ports, parse_token};
+use self::meet::{Meeting, Outcome, Rank};
+use self::reach::outward;
+use super::config::{EngineConfig, default_fabrics};
+use super::error::{CloseReason, ConnectError, StartError};
+use super::link::Link;
+use super::memory::{Handle, Registry};
+use super::metadata::EndpointMetadata;
+use super::shared::{ConnKey, Shared};
+use super::wire::Frame;
+use crate::credit::{Action, CreditConfig, CreditReceiver};
+use crate::fabric::{Completion, Fabric, PeerId};
+use p2p_core::network::Offer;
+use p2p_core::outage::Outage;
+use p2p_core::wait::event_fd;
+
+/// The thread's state. Fabrics come first: they go before the registrations and their memory.
+#[derive(Debug)]
+pub(super) struct Io {
+    fabrics: Vec<Box<dyn Fabric>>,
+    registry: Registry,
+    shared: Arc<Shared>,
+    config: EngineConfig,
+    credit: CreditReceiver,
+    /// Place of the connection by place of its sender in `credit`.
+    by_sender: Vec<u32>,
+    set: Arc<OwnedFd>,
+    listener: TcpListener,
+    /// When the listener may be asked again after it failed.
+    listener_rests: Option<Instant>,
+    listening: Outage,
+    /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
+    /// handshake itself says.
+    strangers: BTreeSet<(Rank, u32)>,
+    /// When somebody was last said to be turned away.
+    complained: Option<Instant>,
+    places: Vec<Place>,
+    /// Places of the connections that stand, by fabric and peer.
+    by_peer: HashMap<(usize, PeerId), u32>,
+    free: Vec<u32>,
+    next_serial: u64,
+    /// Connections with something to do.
+    dirty: VecDeque<u32>,
+    /// Connections whose fabric had no room.
+    stalled: Vec<u32>,
+    completions: Vec<Completion>,
+    /// No connection and no handshake has a deadline before this.
+    next_deadline_ns: u64,
+    /// Why the last few connections ended, for commands that come too late.
+    ended: VecDeque<(u64, CloseReason)>,
+    is_stopping: bool,
+}
+
+#[derive(Debug)]
+enum Place {
+    Free,
+    /// Taken out while it is being looked at.
+    Busy,
+    Meeting(Box<Meeting>),
+    Live(Box<Live>),
+    /// Closed; the fabric still holds operations.
+    Closing(Box<Link<Arc<Handle>>>, Peer),
+}
+
+impl Io {
+    pub(super) fn new(mut config: EngineConfig) -> Result<(Arc<Shared>, Self), StartError> {
+        config.check()?;
+        // Whoever has a place has its credits as well.
+        config.max_connections = config.max_connections.min(config.credit.max_senders);
+        let system = |what: &str| {
+            let what = what.to_owned();
+            move |source: io::Error| StartError::System { what, source }
+        };
+        // Twice: what peers push, and what is read from them.
+        let max_senders = config.credit.max_senders.saturating_mul(2);
+        let credit_config = CreditConfig { max_senders, ..config.credit };
+        let credit = CreditReceiver::new(credit_config).map_err(|_| StartError::Config {
+            what: "credit",
+            found: config.credit.window_bytes,
+            expected: "limits that fit together; see CreditConfig",
+        })?;
+        let bind = config.bind;
+        let listener = TcpListener::bind(bind).map_err(system(&format!("listen on {bind}")))?;
+        listener.set_nonblocking(true).map_err(system("listen"))?;
+        // The standard library's backlog is too short for a storm of peers.
+        rustix::net::listen(&listener, BACKLOG).map_err(|e| system("listen")(e.into()))?;
+        let port = listener.local_addr().map_err(system("listen"))?.port();
+        let ip = config.advertise.unwrap_or_else(|| outward(bind.ip()));
+        let mut fabrics = std::mem::take(&mut config.fabrics);
+        if fabrics.is_empty() {
+            fabrics = default_fabrics(bind.ip(), config.advertise)?;
+        }
+        let wake = event_fd().map_err(system("make an event descriptor"))?;
+        let flags = epoll::CreateFlags::CLOEXEC;
+        let set = epoll::create(flags).map_err(|e| system("make an epoll set")(e.into()))?;
+        let watch = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
+            epoll::add(&set, fd, epoll::EventData::new_u64(data), flags)
+                .map_err(|error| system("watch a descriptor")(error.into()))
+        };
+        watch(listener.as_fd(), LISTENER, epoll::EventFlags::IN)?;
+        watch(wake.as_fd(), WAKE, epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        for fabric in &fabrics {
+            if let Some(fd) = fabric.wait_fd() {
+                watch(fd, FABRIC, epoll::EventFlags::IN)?;
+            }
+        }
+        let metadata = EndpointMetadata {
+            engine_id: rand::random(),
+            addr: SocketAddr::new(ip, port),
+            gpu_index: config.gpu_index,
+            pci_bdf: config.pci_bdf.clone(),
+            transports: fabrics.iter().map(|fabric| offer_of(&**fabric)).collect(),
+        };
+        let shared = Arc::new(Shared::new(metadata, wake, &config));
+        let io = Self {
+            fabrics,
+            registry: Registry::default(),
+            shared: Arc::clone(&shared),
+            credit,
+            by_sender: vec![0; max_senders],
+            config,
+            set: Arc::new(set),
+            listener,
+            listener_rests: None,
+            listening: Outage::default(),
+            strangers: BTreeSet::new(),
+            complained: None,
+            places: Vec::new(),
+            by_peer: HashMap::new(),
+            free: Vec::new(),
+            next_serial: 1,
+            dirty: VecDeque::new(),
+            stalled: Vec::new(),
+            completions: Vec::new(),
+            next_deadline_ns: u64::MAX,
+            ended: VecDeque::new(),
+            is_stopping: false,
+        };
+        Ok((shared, io))
+    }
+
+    /// Works until the engine is dropped.
+    pub(super) fn run(mut self) {
+        let mut idle_since: Option<Instant> = None;
+        while !self.is_stopping {
+            let now = Instant::now();
+            self.shared.transfers.pulse.beat();
+            let mut is_busy = self.take_commands();
+            is_busy |= self.poll_sockets(Duration::ZERO);
+            is_busy |= self.poll_fabrics();
+            is_busy |= self.work(now);
+            self.registry.try_again(&mut self.fabrics, now);
+            if is_busy {
+                idle_since = None;
+                continue;
+            }
+            let since = *idle_since.get_or_insert(now);
+            if now - since < self.config.spin {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.sleep(now);
+        }
+        self.stop();
+    }
+
+    /// Looks at the sockets, waiting at most `timeout` for one.
+    fn poll_sockets(&mut self, timeout: Duration) -> bool {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs().min(3600).cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // Interrupted: whatever is there is there the next time.
+        let num_ready = epoll::wait(&*self.set, &mut events[..], Some(&timeout)).unwrap_or(0);
+        let mut is_busy = false;
+        for event in &events[..num_ready] {
+            let (data, flags) = (event.data, event.flags);
+            match data.u64() {
+                FABRIC => {}
+                WAKE => is_busy = true,
+                LISTENER => {
+                    is_busy = true;
+                    self.accept();
+                }
+                idx => {
+                    is_busy = true;
+                    let broken = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
+                    let writable = flags.intersects(epoll::EventFlags::OUT | broken);
+                    self.look_at(idx as u32, writable);
+                }
+            }
+        }
+        is_busy
+    }
+
+    fn look_at(&mut self, idx: u32, writable: bool) {
+        match std::mem::replace(&mut self.places[idx as usize], Place::Busy) {
+            Place::Meeting(mut meeting) => {
+                self.leave_door(idx, &meeting);
+                match self.advance_meeting(&mut meeting, writable) {
+                    Outcome::Going => {
+                        self.enter_door(idx, &meeting);
+                        self.places[idx as usize] = Place::Meeting(meeting);
+                    }
+                    Outcome::Over => self.vacate(idx),
+                    Outcome::Stands { fabric, id, who } => {
+                        self.establish(idx, *meeting, fabric, id, &who);
+                    }
+                }
+            }
+            Place::Live(mut live) => {
+                let now_ns = self.shared.ns(Instant::now());
+                let fabric = &mut *self.fabrics[live.peer.fabric];
+                let received = live.receive(fabric, &mut self.credit, &self.shared, now_ns);
+                self.places[idx as usize] = Place::Live(live);
+                match received {
+                    Ok(()) => self.touch(idx),
+                    Err(reason) => self.close(idx, &reason),
+                }
+            }
+            other => self.places[idx as usize] = other,
+        }
+    }
+
+    fn poll_fabrics(&mut self) -> bool {
+        let mut completions = std::mem::take(&mut self.completions);
+        for fabric in &mut self.fabrics {
+            fabric.poll(&mut completions);
+        }
+        let is_busy = !completions.is_empty();
+        for Completion { token, result } in completions.drain(..) {
+            let (idx, tag) = parse_token(token);
+            let Some(place) = self.places.get_mut(idx as usize) else { continue };
+            let (link, peer) = match place {
+                Place::Live(live) => (&mut live.link, &live.peer),
+                Place::Closing(link, peer) => (&mut **link, &*peer),
+                _ => continue,
+            };
+            let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
+            link.on_done(&mut ports, tag, result);
+            match place {
+                Place::Closing(link, _) if link.num_in_flight() == 0 => self.vacate(idx),
+                Place::Live(_) => self.touch(idx),
+                _ => {}
+            }
+        }
+        self.completions = completions;
+        for fabric in 0..self.fabrics.len() {
+            while let Some(peer) = self.fabrics[fabric].lost() {
+                self.lose(fabric, peer);
+            }
+        }
+        is_busy
+    }
+
+    /// Lets connections go on, tells credits, ends what is late.
+    fn work(&mut self, now: Instant) -> bool {
+        let now_ns = self.shared.ns(now);
+        if self.credit.next_expiry_ns().is_some_and(|at| at <= now_ns) {
+            self.credit.expire(now_ns);
+        }
+        while let Some(action) = self.credit.next_action() {
+            match action {
+                Action::Credit { sender, credit } => {
+                    let idx = self.by_sender[sender.slot()];
+                    let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else {
+                        continue;
+                    };
+                    if live.peer.sender == sender {
+                        live.link.say(Frame::Credit(credit));
+                        self.touch(idx);
+                    } else if live.peer.reads == sender {
+                        live.link.on_pull_credit(credit);
+                        self.touch(idx);
+                    }
+                }
+                Action::Stalled { outstanding_bytes, .. } => {
+                    tracing::debug!(outstanding_bytes, "a peer does not use its grant");
+                }
+            }
+        }
+        let is_busy = !self.dirty.is_empty();
+        while let Some(idx) = self.stalled.pop() {
+            self.touch(idx);
+        }
+        for _ in 0..self.dirty.len() {
+            let Some(idx) = self.dirty.pop_front() else { break };
+            let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
+            live.is_dirty = false;
+            let mut ports =
+                Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &live.peer, now_ns);
+            live.link.progress(&mut ports);
+            if live.link.waits_for_fabric() {
+                self.stalled.push(idx);
+            }
+            self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
+            match live.flush(self.set.as_fd()) {
+                Ok(()) if live.link.has_room_again() => self.touch(idx),
+                Ok(()) => {}
+                Err(reason) => self.close(idx, &reason),
+            }
+        }
+        if now_ns >= self.next_deadline_ns {
+            self.expire(now, now_ns);
+        }
+        is_busy
+    }
+
+    fn expire(&mut self, now: Instant, now_ns: u64) {
+        self.next_deadline_ns = u64::MAX;
+        for idx in 0..self.places.len() as u32 {
+            match &mut self.places[idx as usize] {
+                Place::Meeting(meeting) if meeting.deadline <= now => self.turn_away(idx, None),
+                Place::Meeting(meeting) => {
+                    let deadline_ns = self.shared.ns(meeting.deadline);
+                    self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
+                }
+                Place::Live(live) => {
+                    let mut ports = Ports::new(
+                        &mut self.fabrics,
+                        &mut self.credit,
+                        &self.shared,
+                        &live.peer,
+                        now_ns,
+                    );
+                    let expired = live.link.expire(&mut ports, now_ns);
+                    let next_ns = live.link.next_deadline_ns().min(live.lost_ns);
+                    self.next_deadline_ns = self.next_deadline_ns.min(next_ns);
+                    match expired {
+                        Ok(()) if live.lost_ns <= now_ns => {
+                            let how = "the connection for its data has ended".into();
+                            self.close(idx, &CloseReason::Lost(how));
+                        }
+                        Ok(()) => self.touch(idx),
+                        Err(op) => self.close(idx, &CloseReason::Deadline(op)),
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.wake_listener(now);
+    }
+
+    fn sleep(&mut self, now: Instant) {
+        if !self.shared.may_sleep() {
+            return;
+        }
+        let now_ns = self.shared.ns(now);
+        let next_ns = self.next_deadline_ns.min(self.credit.next_expiry_ns().unwrap_or(u64::MAX));
+        let mut timeout = Duration::from_nanos(next_ns.saturating_sub(now_ns)).min(MAX_SLEEP);
+        if !self.stalled.is_empty() {
+            timeout = timeout.min(STALLED_SLEEP);
+        }
+        if let Some(at) = self.registry.next_try() {
+            timeout = timeout.min(at.saturating_duration_since(now));
+        }
+        for fabric in &mut self.fabrics {
+            if !fabric.may_sleep() {
+                return self.shared.woke();
+            }
+            timeout = timeout.min(fabric.max_sleep());
+            if fabric.wait_fd().is_none() {
+                timeout = timeout.min(Duration::from_millis(1));
+            }
+        }
+        self.poll_sockets(timeout);
+        self.shared.woke();
+    }
+
+    fn vacate(&mut self, idx: u32) {
+        self.places[idx as usize] = Place::Free;
+        self.free.push(idx);
+    }
+
+    fn live(&self, key: ConnKey) -> Option<&Live> {
+        match self.places.get(key.idx as usize) {
+            Some(Place::Live(live)) if live.peer.key == key => Some(live),
+            _ => None,
+        }
+    }
+
+    /// Lets `act` work on a connection; false when it has ended.
+    fn with_live(
+        &mut self,
+        key: ConnKey,
+        act: impl FnOnce(&mut Link<Arc<Handle>>, &mut Ports<'_>),
+    ) -> bool {
+        let Some(Place::Live(live)) = self.places.get_mut(key.idx as usize) else { return false };
+        if live.peer.key != key {
+            return false;
+        }
+        let Live { peer, link, .. } = &mut **live;
+        let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
+        act(link, &mut ports);
+        self.touch(key.idx);
+        true
+    }
+
+    /// Remembers to let a connection go on.
+    fn touch(&mut self, idx: u32) {
+        if let Some(Place::Live(live)) = self.places.get_mut(idx as usize)
+            && !std::mem::replace(&mut live.is_dirty, true)
+        {
+            self.dirty.push_back(idx);
+        }
+    }
+
+    fn set(&self) -> BorrowedFd<'_> {
+        self.set.as_fd()
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        // Whatever is still there ends as a loss, also when the thread panics.
+        for idx in 0..self.places.len() as u32 {
+            self.turn_away(idx, Some(ConnectError::Stopped));
+            self.close(idx, &CloseReason::Stopped);
+        }
+        self.registry.stop();
+        self.shared.is_dead.store(true, Ordering::SeqCst);
+        self.shared.fail_queued();
+        self.shared.inbox.close();
+        self.shared.accepted.close();
+    }
+}
+
+/// A fabric as it is offered to peers.
+fn offer_of(fabric: &dyn Fabric) -> Offer {
+    Offer { kind: fabric.kind(), flavour: fabric.flavour().to_owned() }
+}
+
+const LISTENER: u64 = u64::MAX;
+const WAKE: u64 = u64::MAX - 1;
+const FABRIC: u64 = u64::MAX - 2;
+const BACKLOG: i32 = 4096;
+const MAX_SLEEP: Duration = Duration::from_secs(1);
+const STALLED_SLEEP: Duration = Duration::from_micros(100);

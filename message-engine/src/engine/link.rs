@@ -1,0 +1,451 @@
+//! One connection as a state machine: no sockets, no threads, no clock.
+//!
+//! Commands of users, frames of the peer, completions of the fabric and the passing of deadlines go in;
+//! frames to be sent, operations for the fabric and the ends of transfers come out. What needs the
+//! world goes through [`Port`].
+//!
+//! ```text
+//! sender                                   receiver
+//!   short message   ── Eager ───────────────▶ matched in order, kept until a receive is posted
+//!   long message    ── Announce ────────────▶ matched in order
+//!                   ◀─ Grant: its buffer ──── when a receive is posted
+//!                   == fabric writes ======▶
+//!                   ── Finish ──────────────▶ the receive is done
+//! ```
+//!
+//! Bytes that this side pushes by fabric writes, for messages and one-sided writes alike, go by the
+//! receiver's credits ([`crate::credit`]).
+
+mod begin;
+mod end;
+#[cfg(test)]
+mod hostile;
+mod incoming;
+mod notices;
+mod push;
+#[cfg(test)]
+mod tests;
+
+pub(super) use self::notices::NOTIFY_OVERHEAD;
+
+use std::collections::{HashMap, VecDeque};
+
+use super::error::{CloseReason, TransferError};
+use super::wire::{Frame, FrameError, put_eager_header};
+use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Event};
+use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment};
+use p2p_core::endpoint::PostError;
+
+/// What one side takes from the other. Exchanged in the handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// Longest message that goes ahead without asking.
+    pub(super) eager_bytes: u64,
+    /// Cost of such messages that wait for a receive.
+    pub(super) eager_window: u64,
+    /// Cost of notifications that wait to be taken.
+    pub(super) notify_window: u64,
+    /// Longest notification.
+    pub(super) max_notification: u64,
+    /// See [`CreditConfig`].
+    pub(super) unscheduled_bytes: u64,
+    /// See [`CreditConfig`].
+    pub(super) max_demand_bytes: u64,
+}
+
+/// Names an operation, and a part of it, in completions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tag {
+    pub(super) op: u32,
+    /// Bytes of this part.
+    pub(super) bytes: u32,
+}
+
+/// Memory of a user that short messages are copied from and to.
+pub(super) trait Memory {
+    /// Whether this processor can: otherwise neither of the others is called with any bytes.
+    fn is_host(&self) -> bool;
+    /// Appends `bytes` bytes from `offset` of the registration to `out`.
+    fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>);
+    /// Copies `bytes` to `offset` of the registration.
+    fn store(&self, offset: u64, bytes: &[u8]);
+}
+
+/// A range of local memory, kept alive by `hold`. It was checked against the registration.
+#[derive(Debug)]
+pub(super) struct Local<H> {
+    pub(super) hold: H,
+    pub(super) region: RegionId,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// What a link needs of the world.
+pub(super) trait Port {
+    fn max_operation_bytes(&self) -> u64;
+    fn write(
+        &mut self,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        tag: Tag,
+    ) -> Result<Posted, PostError>;
+    fn read(
+        &mut self,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        tag: Tag,
+    ) -> Result<Posted, PostError>;
+    /// Lets the peer into local memory, until the fabric closes it.
+    fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError>;
+    /// The message for which a part was granted has ended.
+    fn end_grant(&mut self, part: LocalSegment);
+    /// Ends one part of a transfer. Its memory is free before.
+    fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>);
+    fn deliver(&mut self, notification: Vec<u8>);
+    /// Tells this side's receiver of credits what the peer has said.
+    fn credit(&mut self, event: Event) -> Result<(), CreditError>;
+    /// Tells it what this side reads, and gives what of that may be read now.
+    fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError>;
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Send,
+    Recv,
+    Write,
+    Read,
+    Notify,
+}
+
+/// Where an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// In a queue of this side; the peer knows nothing of it.
+    Queued,
+    /// A short message or a notification of which at least a part is on its way.
+    Sent,
+    /// An announced message that was not granted yet.
+    Announced,
+    /// A receive whose buffer the peer may write.
+    Granted,
+    /// Bytes go by the fabric.
+    Moving,
+}
+
+#[derive(Debug)]
+struct Op<H> {
+    kind: Kind,
+    stage: Stage,
+    /// The user's transfer; `None` when it was told the end already.
+    transfer: Option<u32>,
+    deadline_ns: u64,
+    local: Option<Local<H>>,
+    remote: Option<RemoteSegment>,
+    /// Bytes of the whole.
+    total: u64,
+    /// Bytes given to the fabric.
+    posted: u64,
+    /// Bytes that will be given to it: less than `total` after a failure.
+    end: u64,
+    /// Parts under way in the fabric.
+    num_in_flight: u32,
+    /// Whether its bytes need the receiver's grant.
+    is_scheduled: bool,
+    seq: u64,
+    notification: Vec<u8>,
+    error: Option<TransferError>,
+}
+
+/// A message that came before its receive.
+#[derive(Debug)]
+enum Unexpected {
+    Eager { payload: Vec<u8> },
+    Announced { seq: u64, bytes: u64 },
+}
+
+/// One connection. `H` keeps local memory alive.
+#[derive(Debug)]
+pub(super) struct Link<H> {
+    ours: Limits,
+    theirs: Limits,
+    chunk_bytes: u64,
+    ops: Vec<Option<Op<H>>>,
+    free: Vec<u32>,
+    /// No operation has a deadline before this.
+    next_deadline_ns: u64,
+    num_in_flight: usize,
+
+    /// Messages that the peer has not heard of.
+    to_send: VecDeque<u32>,
+    next_out_seq: u64,
+    announced: HashMap<u64, u32>,
+    eager_sent: VecDeque<u32>,
+    eager_cost_out: u64,
+    eager_freed_out: u64,
+    eager_arrived_out: u64,
+
+    /// Receives without a message, or messages without a receive: never both.
+    posted: VecDeque<u32>,
+    unexpected: VecDeque<Unexpected>,
+    num_announced_in: usize,
+    next_in_seq: u64,
+    granted: HashMap<u64, u32>,
+    eager_cost_in: u64,
+    eager_freed_in: u64,
+    eager_arrived_in: u64,
+    eager_told: (u64, u64),
+    /// Buffers of messages that came before their receive, and what they hold in all.
+    spare: Vec<Vec<u8>>,
+    spare_bytes: u64,
+
+    /// Pushes that no credit was asked for yet.
+    to_admit: VecDeque<u32>,
+    unscheduled: VecDeque<u32>,
+    scheduled: VecDeque<u32>,
+    credit: CreditSender,
+    demand_told: Demand,
+    /// Bytes that have arrived, or never will: scheduled and unscheduled.
+    arrived: (u64, u64),
+    arrived_told: (u64, u64),
+    /// Reads that no credit was asked for yet, and those that wait for it: this side's own, so that all
+    /// that arrives, whoever began it, shares one window.
+    to_pull: VecDeque<u32>,
+    pulling: VecDeque<u32>,
+    pull_credit: CreditSender,
+    pull_demand_told: Demand,
+    pulled: u64,
+    pulled_told: u64,
+
+    notices: notices::Notices,
+    out: Vec<u8>,
+    out_start: usize,
+    /// Whether payload waits for `out` to become shorter.
+    is_held_up: bool,
+    /// Whether the fabric had no room at the last attempt: a completion may never come to say that it
+    /// has again.
+    waits_for_fabric: bool,
+    closed: Option<CloseReason>,
+}
+
+impl<H: Memory> Link<H> {
+    pub(super) fn new(ours: Limits, theirs: Limits, chunk_bytes: u64) -> Self {
+        let credit_config = CreditConfig {
+            unscheduled_bytes: theirs.unscheduled_bytes,
+            max_demand_bytes: theirs.max_demand_bytes,
+            ..CreditConfig::default()
+        };
+        // Asking takes no round trip here, so nothing goes without.
+        let pull_config = CreditConfig {
+            unscheduled_bytes: 0,
+            max_demand_bytes: ours.max_demand_bytes,
+            ..CreditConfig::default()
+        };
+        Self {
+            ours,
+            theirs,
+            chunk_bytes: chunk_bytes.clamp(1, MAX_CHUNK_BYTES),
+            ops: Vec::new(),
+            free: Vec::new(),
+            next_deadline_ns: u64::MAX,
+            num_in_flight: 0,
+            to_send: VecDeque::new(),
+            next_out_seq: 0,
+            announced: HashMap::new(),
+            eager_sent: VecDeque::new(),
+            eager_cost_out: 0,
+            eager_freed_out: 0,
+            eager_arrived_out: 0,
+            posted: VecDeque::new(),
+            unexpected: VecDeque::new(),
+            num_announced_in: 0,
+            next_in_seq: 0,
+            granted: HashMap::new(),
+            eager_cost_in: 0,
+            eager_freed_in: 0,
+            eager_arrived_in: 0,
+            eager_told: (0, 0),
+            spare: Vec::new(),
+            spare_bytes: 0,
+            to_admit: VecDeque::new(),
+            unscheduled: VecDeque::new(),
+            scheduled: VecDeque::new(),
+            credit: CreditSender::new(&credit_config),
+            demand_told: Demand::default(),
+            arrived: (0, 0),
+            arrived_told: (0, 0),
+            to_pull: VecDeque::new(),
+            pulling: VecDeque::new(),
+            pull_credit: CreditSender::new(&pull_config),
+            pull_demand_told: Demand::default(),
+            pulled: 0,
+            pulled_told: 0,
+            notices: notices::Notices::new(&ours, &theirs),
+            out: Vec::new(),
+            out_start: 0,
+            is_held_up: false,
+            waits_for_fabric: false,
+            closed: None,
+        }
+    }
+
+    /// Does what can be done now. To be called after everything else.
+    pub(super) fn progress(&mut self, port: &mut impl Port) {
+        if self.closed.is_some() {
+            return;
+        }
+        self.start_sends();
+        self.start_notifications();
+        self.waits_for_fabric = false;
+        self.push(port);
+        self.pull(port);
+        self.tell_counters();
+    }
+
+    /// Frames to be sent.
+    pub(super) fn output(&self) -> &[u8] {
+        &self.out[self.out_start..]
+    }
+
+    /// Whether [`progress`](Self::progress) has more to do now that output was sent.
+    pub(super) fn has_room_again(&self) -> bool {
+        self.is_held_up && self.out.len() - self.out_start <= HIGH_WATER
+    }
+
+    /// Whether [`progress`](Self::progress) is to be tried again after the fabric was polled.
+    pub(super) const fn waits_for_fabric(&self) -> bool {
+        self.waits_for_fabric
+    }
+
+    /// Counts `bytes` of the output as sent.
+    pub(super) fn sent(&mut self, bytes: usize) {
+        self.out_start += bytes;
+        if self.out_start == self.out.len() {
+            self.out.clear();
+            self.out_start = 0;
+            // A peer that did not read for a while leaves no more behind than others need.
+            self.out.shrink_to(2 * HIGH_WATER);
+        } else if self.out_start > HIGH_WATER {
+            self.out.drain(..self.out_start);
+            self.out_start = 0;
+        }
+    }
+
+    /// Appends a frame that the engine decides on.
+    pub(super) fn say(&mut self, frame: Frame<'_>) {
+        frame.encode(&mut self.out);
+    }
+
+    /// When [`expire`](Self::expire) may have something to do.
+    pub(super) const fn next_deadline_ns(&self) -> u64 {
+        self.next_deadline_ns
+    }
+
+    /// Parts under way in the fabric.
+    pub(super) const fn num_in_flight(&self) -> usize {
+        self.num_in_flight
+    }
+
+    /// An operation that is known to be there.
+    fn op(&mut self, idx: u32) -> &mut Op<H> {
+        let op = self.ops[idx as usize].as_mut();
+        op.unwrap_or_else(|| unreachable!("a queue holds an operation that has ended"))
+    }
+
+    fn end(&mut self, port: &mut impl Port, idx: u32, result: Result<u64, TransferError>) {
+        let Some(op) = self.ops[idx as usize].take() else { return };
+        self.free.push(idx);
+        // The user may unmap the memory as soon as it knows.
+        drop(op.local);
+        if let Some(transfer) = op.transfer {
+            port.finish(transfer, result);
+        }
+    }
+
+    /// Keeps the buffer of a message for the next one, as far as the window for them reaches: many that
+    /// are short must not leave room for as many that are long.
+    fn keep_spare(&mut self, buffer: Vec<u8>) {
+        let cost = buffer.capacity() as u64 + EAGER_OVERHEAD;
+        if self.spare_bytes + cost <= 2 * self.ours.eager_window {
+            self.spare_bytes += cost;
+            self.spare.push(buffer);
+        }
+    }
+
+    /// A buffer for a message that came before its receive.
+    fn take_spare(&mut self) -> Vec<u8> {
+        let Some(mut buffer) = self.spare.pop() else { return Vec::new() };
+        self.spare_bytes -= buffer.capacity() as u64 + EAGER_OVERHEAD;
+        buffer.clear();
+        buffer
+    }
+
+    /// Lets messages begin that the peer has not heard of.
+    fn start_sends(&mut self) {
+        while let Some(&idx) = self.to_send.front() {
+            if self.is_congested() {
+                return;
+            }
+            let seq = self.next_out_seq;
+            let bytes = self.op(idx).total;
+            let cost = bytes + EAGER_OVERHEAD;
+            let in_window = self.eager_cost_out - self.eager_freed_out + cost;
+            let is_host = self.op(idx).local.as_ref().is_none_or(|local| local.hold.is_host());
+            let may_copy = is_host || bytes == 0;
+            if may_copy && bytes <= self.theirs.eager_bytes && in_window <= self.theirs.eager_window
+            {
+                put_eager_header(&mut self.out, seq, bytes as usize);
+                let op = self.ops[idx as usize].as_mut();
+                if let Some((op, local)) = op.and_then(|op| op.local.take().map(|l| (op, l))) {
+                    local.hold.load(local.offset, bytes, &mut self.out);
+                    op.stage = Stage::Sent;
+                }
+                self.eager_cost_out += cost;
+                self.eager_sent.push_back(idx);
+            } else if bytes > 0 && self.announced.len() < MAX_ANNOUNCED {
+                Frame::Announce { seq, bytes }.encode(&mut self.out);
+                let op = self.op(idx);
+                (op.stage, op.seq) = (Stage::Announced, seq);
+                self.announced.insert(seq, idx);
+            } else {
+                return;
+            }
+            self.next_out_seq += 1;
+            self.to_send.pop_front();
+        }
+    }
+
+    /// Whether so much waits to be sent that payload must wait.
+    fn is_congested(&mut self) -> bool {
+        self.is_held_up = self.out.len() - self.out_start > HIGH_WATER;
+        self.is_held_up
+    }
+}
+
+impl Kind {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Write => "write",
+            Self::Read => "read",
+            Self::Notify => "notify",
+        }
+    }
+}
+
+fn nonsense(what: &'static str, found: u64, expected: u64) -> FrameError {
+    FrameError::Value { what, found, expected }
+}
+
+/// What a short message costs beside its bytes.
+pub(super) const EAGER_OVERHEAD: u64 = 64;
+/// Most messages announced and not granted.
+const MAX_ANNOUNCED: usize = 1024;
+/// Most parts of one connection under way in the fabric.
+const MAX_IN_FLIGHT: usize = 256;
+/// Largest part: what a [`Tag`] can carry on.
+pub(super) const MAX_CHUNK_BYTES: u64 = 128 << 20;
+const HIGH_WATER: usize = 512 << 10;
+/// Most bytes that wait for a peer that does not read: far more than payload may hold up, and answers to a
+/// correct peer take.
+const MAX_UNREAD: usize = HIGH_WATER + (8 << 20);

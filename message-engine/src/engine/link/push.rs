@@ -1,0 +1,243 @@
+//! Bytes that go by the fabric.
+
+use std::collections::VecDeque;
+
+use super::{Kind, Link, MAX_IN_FLIGHT, Memory, Port, Stage, Tag, TransferError};
+use crate::credit::{Admission, Credit, Event};
+use crate::engine::wire::{Frame, Outcome};
+use crate::fabric::{LocalSegment, Posted, RemoteSegment};
+use p2p_core::endpoint::PostError;
+
+/// How far posting came.
+enum Pass {
+    /// Everything was given to the fabric.
+    Whole,
+    /// There is no room or no credit now.
+    Blocked,
+    /// The fabric refused.
+    Failed(TransferError),
+}
+
+impl<H: Memory> Link<H> {
+    /// Takes in the end of a part.
+    pub(in crate::engine) fn on_done(
+        &mut self,
+        port: &mut impl Port,
+        tag: Tag,
+        result: Result<(), PostError>,
+    ) {
+        let Some(Some(op)) = self.ops.get_mut(tag.op as usize) else { return };
+        op.num_in_flight -= 1;
+        self.num_in_flight -= 1;
+        // Whatever became of them, they are not under way any more.
+        let (bytes, kind) = (u64::from(tag.bytes), op.kind);
+        if kind == Kind::Read {
+            self.pulled += bytes;
+        } else {
+            let arrived = if op.is_scheduled { &mut self.arrived.0 } else { &mut self.arrived.1 };
+            *arrived += bytes;
+        }
+        if let Err(error) = result {
+            op.error.get_or_insert_with(|| TransferError::post(kind.name(), &error));
+            if op.posted < op.end {
+                self.abandon(tag.op);
+                self.unqueue(tag.op);
+            }
+        }
+        self.settle(port, tag.op);
+    }
+
+    /// Gives bytes to the fabric, as far as room and credit reach.
+    pub(super) fn push(&mut self, port: &mut impl Port) {
+        while let Some(&idx) = self.to_admit.front() {
+            let total = self.op(idx).total;
+            match self.credit.submit(total) {
+                Ok(Admission::Unscheduled) => self.unscheduled.push_back(idx),
+                Ok(Admission::Scheduled(_)) => {
+                    self.op(idx).is_scheduled = true;
+                    self.scheduled.push_back(idx);
+                }
+                // When more was sent.
+                Err(_) => break,
+            }
+            self.op(idx).stage = Stage::Moving;
+            self.to_admit.pop_front();
+        }
+        self.post_queue(port, |link| &mut link.unscheduled);
+        self.post_queue(port, |link| &mut link.scheduled);
+    }
+
+    /// The same for reads.
+    pub(super) fn pull(&mut self, port: &mut impl Port) {
+        while let Some(&idx) = self.to_pull.front() {
+            let total = self.op(idx).total;
+            // Waits for those before it when they are more than can be announced.
+            let Ok(Admission::Scheduled(_)) = self.pull_credit.submit(total) else { break };
+            let op = self.op(idx);
+            op.is_scheduled = true;
+            op.stage = Stage::Moving;
+            self.to_pull.pop_front();
+            self.pulling.push_back(idx);
+        }
+        self.tell_pulls(port);
+        self.post_queue(port, |link| &mut link.pulling);
+        // A failure takes back what was announced.
+        self.tell_pulls(port);
+    }
+
+    /// What may be read now.
+    pub(in crate::engine) fn on_pull_credit(&mut self, credit: Credit) {
+        let credit = Credit { unscheduled: 0, ..credit };
+        if let Err(error) = self.pull_credit.on_credit(credit) {
+            tracing::error!(%error, "reads are out of step with their credit");
+        }
+    }
+
+    /// Tells this side's own receiver of credits what is new of the reads.
+    fn tell_pulls(&mut self, port: &mut impl Port) {
+        let demand = self.pull_credit.demand();
+        if demand != self.pull_demand_told {
+            self.pull_demand_told = demand;
+            self.ask_pull(port, Event::Demand(demand));
+        }
+        if self.pulled != self.pulled_told {
+            self.pulled_told = self.pulled;
+            self.ask_pull(port, Event::Received(self.pulled));
+        }
+    }
+
+    fn ask_pull(&mut self, port: &mut impl Port, event: Event) {
+        match port.pull_credit(event) {
+            Ok(credit) => self.on_pull_credit(credit),
+            Err(error) => tracing::error!(%error, "reads are out of step with their credit"),
+        }
+    }
+
+    /// Tells the peer what is new of the counters.
+    pub(super) fn tell_counters(&mut self) {
+        let demand = self.credit.demand();
+        if demand != self.demand_told {
+            self.demand_told = demand;
+            Frame::Demand(demand).encode(&mut self.out);
+        }
+        // Unscheduled bytes are no hurry: their allowance is only used up after more of them.
+        let (scheduled, unscheduled) = self.arrived;
+        let is_due = unscheduled - self.arrived_told.1 >= self.theirs.unscheduled_bytes.div_ceil(2);
+        if scheduled != self.arrived_told.0 || is_due && unscheduled != self.arrived_told.1 {
+            self.arrived_told = self.arrived;
+            Frame::Arrived { scheduled, unscheduled }.encode(&mut self.out);
+        }
+        let eager = (self.eager_freed_in, self.eager_arrived_in);
+        if eager != self.eager_told {
+            self.eager_told = eager;
+            Frame::EagerCredit { freed: eager.0, arrived: eager.1 }.encode(&mut self.out);
+        }
+        self.tell_notify_credit();
+    }
+
+    /// What was not given to the fabric never will be.
+    pub(super) fn abandon(&mut self, idx: u32) {
+        let was_admitted = !self.to_admit.contains(&idx) && !self.to_pull.contains(&idx);
+        let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
+        let rest = op.end - op.posted;
+        op.end = op.posted;
+        if op.stage != Stage::Moving || !was_admitted {
+            return;
+        }
+        if op.is_scheduled {
+            let is_read = op.kind == Kind::Read;
+            let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
+            // Cannot exceed the backlog, of which it is a part.
+            let _ = credit.withdraw(rest);
+        } else {
+            self.arrived.1 += rest;
+        }
+    }
+
+    /// Gives the operations of a queue to the fabric, until one has to wait.
+    fn post_queue(
+        &mut self,
+        port: &mut impl Port,
+        queue: impl Fn(&mut Self) -> &mut VecDeque<u32>,
+    ) {
+        while let Some(&idx) = queue(self).front() {
+            if !self.post(port, idx) {
+                break;
+            }
+            queue(self).pop_front();
+            self.settle(port, idx);
+        }
+    }
+
+    /// Gives an operation to the fabric; false when it has to wait.
+    fn post(&mut self, port: &mut impl Port, idx: u32) -> bool {
+        match self.try_post(port, idx) {
+            Pass::Whole => true,
+            Pass::Blocked => false,
+            Pass::Failed(error) => {
+                self.abandon(idx);
+                self.op(idx).error.get_or_insert(error);
+                true
+            }
+        }
+    }
+
+    fn try_post(&mut self, port: &mut impl Port, idx: u32) -> Pass {
+        let most = self.chunk_bytes.min(port.max_operation_bytes());
+        loop {
+            let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return Pass::Whole };
+            let (Some(local), Some(remote)) = (&op.local, op.remote) else { return Pass::Whole };
+            let mut bytes = (op.end - op.posted).min(most);
+            if bytes == 0 {
+                return Pass::Whole;
+            }
+            let is_read = op.kind == Kind::Read;
+            let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
+            if op.is_scheduled {
+                bytes = bytes.min(credit.allowance());
+            }
+            if bytes == 0 || self.num_in_flight >= MAX_IN_FLIGHT {
+                return Pass::Blocked;
+            }
+            let here =
+                LocalSegment { region: local.region, offset: local.offset + op.posted, bytes };
+            let there = RemoteSegment { offset: remote.offset + op.posted, ..remote };
+            let tag = Tag { op: idx, bytes: bytes as u32 };
+            let posted = if op.kind == Kind::Read {
+                port.read(here, there, tag)
+            } else {
+                port.write(there, here, tag)
+            };
+            match posted {
+                Ok(Posted::Accepted) => {}
+                Ok(Posted::Full) => {
+                    self.waits_for_fabric = true;
+                    return Pass::Blocked;
+                }
+                Err(error) => return Pass::Failed(TransferError::post(op.kind.name(), &error)),
+            }
+            op.stage = Stage::Moving;
+            op.posted += bytes;
+            op.num_in_flight += 1;
+            self.num_in_flight += 1;
+            if op.is_scheduled {
+                // Within the allowance.
+                let _ = credit.sent(bytes);
+            }
+        }
+    }
+
+    /// Ends an operation of which nothing is under way or to be posted.
+    fn settle(&mut self, port: &mut impl Port, idx: u32) {
+        let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
+        if op.num_in_flight > 0 || op.posted < op.end {
+            return;
+        }
+        let result = op.error.take().map_or(Ok(op.total), Err);
+        if op.kind == Kind::Send && self.closed.is_none() {
+            let outcome = if result.is_ok() { Outcome::Written } else { Outcome::Failed };
+            Frame::Finish { seq: op.seq, outcome }.encode(&mut self.out);
+        }
+        self.end(port, idx, result);
+    }
+}

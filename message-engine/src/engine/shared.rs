@@ -1,0 +1,373 @@
+//! What users and the engine's thread have in common.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::ArrayQueue;
+
+use super::config::EngineConfig;
+use super::connection::Connection;
+use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
+use super::leaving::Reply;
+use super::link::Limits;
+use super::mailbox::Mailbox;
+use super::memory::{Handle, Keys, Source};
+use super::metadata::EndpointMetadata;
+use super::transfer::{TransferId, Transfers};
+use super::{Notification, PeerInfo};
+use crate::fabric::{Access, RemoteSegment};
+use p2p_core::network::Offer;
+use p2p_core::pulse::Pulse;
+use p2p_core::wait::signal_event;
+
+/// What users ask of the thread.
+#[derive(Debug)]
+pub(super) enum Command {
+    Move(Move),
+    Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
+    Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
+    Register(Register),
+    Release { idx: u32, is_full: bool, reply: Reply },
+    Stop,
+}
+
+pub(super) type ConnectReply = Result<Connection, ConnectError>;
+
+/// A part of a transfer.
+#[derive(Debug)]
+pub(super) struct Move {
+    pub(super) conn: ConnKey,
+    pub(super) what: What,
+    pub(super) transfer: u32,
+    pub(super) deadline_ns: u64,
+    pub(super) handle: Arc<Handle>,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// Which transfer.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum What {
+    Send,
+    Recv,
+    Write(RemoteSegment),
+    Read(RemoteSegment),
+}
+
+impl What {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Write(_) => "write",
+            Self::Read(_) => "read",
+        }
+    }
+}
+
+/// Memory to be registered.
+#[derive(Debug)]
+pub(super) struct Register {
+    pub(super) ptr: NonNull<u8>,
+    pub(super) bytes: usize,
+    pub(super) access: Access,
+    pub(super) source: Source,
+    pub(super) reply: Arc<Mailbox<Result<Arc<Keys>, String>>>,
+}
+
+// SAFETY: an address and its length; the memory has no thread affinity.
+unsafe impl Send for Register {}
+
+/// Names a connection on the thread: place and number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ConnKey {
+    pub(super) idx: u32,
+    pub(super) serial: u64,
+}
+
+/// A connection as users and thread share it.
+#[derive(Debug)]
+pub(super) struct ConnShared {
+    pub(super) shared: Arc<Shared>,
+    pub(super) key: ConnKey,
+    pub(super) fabric: usize,
+    pub(super) transport: Offer,
+    pub(super) peer: PeerInfo,
+    pub(super) theirs: Limits,
+    pub(super) closed: OnceLock<CloseReason>,
+    /// Cost of the notifications that users have taken.
+    taken: AtomicU64,
+    /// Whether the thread is about to look at it.
+    has_taken: AtomicBool,
+}
+
+impl ConnShared {
+    /// A connection that stands, with the transport in place `fabric`.
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        key: ConnKey,
+        (fabric, transport): (usize, Offer),
+        peer: PeerInfo,
+        theirs: Limits,
+    ) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            key,
+            fabric,
+            transport,
+            peer,
+            theirs,
+            closed: OnceLock::new(),
+            taken: AtomicU64::new(0),
+            has_taken: AtomicBool::new(false),
+        }
+    }
+
+    /// A user has taken a notification of so much cost: the peer may send as much more.
+    pub(super) fn took(&self, cost: u64) {
+        self.taken.fetch_add(cost, Ordering::Relaxed);
+        // Release: the thread that finds this set, or that has just taken it back, sees the count.
+        if !self.has_taken.swap(true, Ordering::AcqRel) {
+            self.shared.tell_taken(self.key);
+        }
+    }
+
+    /// Cost of all notifications that users have taken so far, for the thread that was told.
+    pub(super) fn all_taken(&self) -> u64 {
+        self.has_taken.swap(false, Ordering::AcqRel);
+        self.taken.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for ConnShared {
+    fn drop(&mut self) {
+        if self.closed.get().is_none() {
+            self.shared.close_later(self.key);
+        }
+    }
+}
+
+/// What an engine's users and its thread share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) metadata: EndpointMetadata,
+    pub(super) start: Instant,
+    pub(super) transfers: Arc<Transfers>,
+    /// Time for what the thread does while somebody waits, such as registering memory.
+    pub(super) command_timeout: Duration,
+    pub(super) queue: ArrayQueue<Command>,
+    wake: OwnedFd,
+    /// Whether the thread sleeps, or is about to.
+    sleeping: AtomicBool,
+    pub(super) is_dead: AtomicBool,
+    pub(super) inbox: Mailbox<(Weak<ConnShared>, Notification)>,
+    /// Cost of what is in the inbox.
+    untaken: AtomicU64,
+    pub(super) accepted: Mailbox<Connection>,
+    later: Mutex<Later>,
+    has_later: AtomicBool,
+    pub(super) live: Mutex<Vec<Weak<ConnShared>>>,
+    pub(super) endpoints: Mutex<Vec<Connection>>,
+}
+
+/// What destructors, and takers of notifications, leave to the thread: it cannot be refused, and nobody
+/// waits for it.
+#[derive(Debug, Default)]
+pub(super) struct Later {
+    /// Registrations: place and whether the handle covered all of it.
+    pub(super) released: Vec<(u32, bool)>,
+    pub(super) closed: Vec<ConnKey>,
+    /// Connections of which users have taken notifications.
+    pub(super) taken: Vec<ConnKey>,
+}
+
+impl Shared {
+    pub(super) fn new(metadata: EndpointMetadata, wake: OwnedFd, config: &EngineConfig) -> Self {
+        let pulse = Pulse::new(config.stuck_timeout);
+        Self {
+            metadata,
+            start: Instant::now(),
+            transfers: Arc::new(Transfers::new(config.max_transfers, pulse)),
+            command_timeout: config.stuck_timeout,
+            queue: ArrayQueue::new(config.queue_len),
+            wake,
+            sleeping: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
+            inbox: Mailbox::default(),
+            untaken: AtomicU64::new(0),
+            accepted: Mailbox::default(),
+            later: Mutex::default(),
+            has_later: AtomicBool::new(false),
+            live: Mutex::default(),
+            endpoints: Mutex::default(),
+        }
+    }
+
+    /// Nanoseconds of the engine's clock at `at`.
+    pub(super) fn ns(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Takes a connection that is about to end out of every list: nobody is to be given it.
+    pub(super) fn forget(&self, conn: &Weak<ConnShared>) {
+        self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
+        lock(&self.live).retain(|other| !other.ptr_eq(conn));
+    }
+
+    /// Puts a notification where users take it.
+    pub(super) fn deliver(&self, from: Weak<ConnShared>, notification: Notification) {
+        self.untaken.fetch_add(notification.cost(), Ordering::Relaxed);
+        // Closed: the engine is no more, and nobody asks what waits.
+        let _ = self.inbox.push((from, notification));
+    }
+
+    /// A user has taken a notification of so much cost.
+    pub(super) fn took(&self, cost: u64) {
+        self.untaken.fetch_sub(cost, Ordering::Relaxed);
+    }
+
+    /// Cost of the notifications that wait to be taken.
+    pub(super) fn untaken(&self) -> u64 {
+        self.untaken.load(Ordering::Relaxed)
+    }
+
+    /// Hands a command to the thread; gives it back when the queue is full.
+    pub(super) fn push(&self, command: Command) -> Result<(), Command> {
+        self.queue.push(command)?;
+        self.kick();
+        if self.is_dead.load(Ordering::SeqCst) {
+            self.fail_queued();
+        }
+        Ok(())
+    }
+
+    /// The same, waiting for room until `deadline`.
+    pub(super) fn push_until(
+        &self,
+        mut command: Command,
+        deadline: Instant,
+    ) -> Result<(), Command> {
+        let mut pause = Duration::from_micros(1);
+        loop {
+            match self.push(command) {
+                Ok(()) => return Ok(()),
+                Err(back) if Instant::now() >= deadline => return Err(back),
+                Err(back) => command = back,
+            }
+            self.kick();
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+    }
+
+    /// The same for tasks.
+    pub(super) async fn push_until_async(
+        &self,
+        mut command: Command,
+        deadline: Instant,
+    ) -> Result<(), Command> {
+        loop {
+            match self.push(command) {
+                Ok(()) => return Ok(()),
+                Err(back) if Instant::now() >= deadline => return Err(back),
+                Err(back) => command = back,
+            }
+            self.kick();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Wakes the thread if it sleeps.
+    pub(super) fn kick(&self) {
+        // SYNC POINT: engine-sleep. What was queued before is seen by a thread that went to sleep
+        // before this load; a thread that goes to sleep after it sees the queue.
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::SeqCst)
+            && self.sleeping.swap(false, Ordering::SeqCst)
+            && let Err(error) = signal_event(self.wake.as_fd())
+        {
+            tracing::error!(%error, "cannot wake the engine's thread");
+        }
+    }
+
+    /// Announces sleep. False: there is something to do, and nothing was announced.
+    pub(super) fn may_sleep(&self) -> bool {
+        self.sleeping.store(true, Ordering::SeqCst);
+        // SYNC POINT: engine-sleep.
+        fence(Ordering::SeqCst);
+        let is_idle = self.queue.is_empty() && !self.has_later.load(Ordering::SeqCst);
+        if !is_idle {
+            self.woke();
+        }
+        is_idle
+    }
+
+    pub(super) fn woke(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    pub(super) fn release_later(&self, idx: u32, is_full: bool) {
+        lock(&self.later).released.push((idx, is_full));
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    pub(super) fn close_later(&self, conn: ConnKey) {
+        lock(&self.later).closed.push(conn);
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    fn tell_taken(&self, conn: ConnKey) {
+        lock(&self.later).taken.push(conn);
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    pub(super) fn take_later(&self) -> Option<Later> {
+        if !self.has_later.load(Ordering::SeqCst) || !self.has_later.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        Some(std::mem::take(&mut *lock(&self.later)))
+    }
+
+    /// Ends what is in the queue of a thread that is no more.
+    pub(super) fn fail_queued(&self) {
+        while let Some(command) = self.queue.pop() {
+            let (transfer, op) = match &command {
+                Command::Move(part) => (part.transfer, part.what.name()),
+                Command::Notify { transfer, .. } => (*transfer, "notify"),
+                Command::Connect { reply, .. } => {
+                    reply.close();
+                    continue;
+                }
+                Command::Register(Register { reply, .. }) => {
+                    reply.close();
+                    continue;
+                }
+                Command::Release { reply, .. } => {
+                    reply.close();
+                    continue;
+                }
+                Command::Stop => continue,
+            };
+            drop(command);
+            let error = TransferError::Disconnected { op, reason: CloseReason::Stopped };
+            self.transfers.finish(transfer, Err(error));
+        }
+    }
+
+    /// Begins a transfer, or says why not.
+    pub(super) fn begin(&self, num_parts: usize) -> Result<TransferId, SubmitError> {
+        let num_parts = u32::try_from(num_parts).unwrap_or(u32::MAX).max(1);
+        self.transfers.begin(num_parts).ok_or(SubmitError::Busy)
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

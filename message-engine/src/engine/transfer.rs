@@ -1,0 +1,374 @@
+//! The state of transfers, shared between their users and the engine's thread.
+//!
+//! A transfer has one or more parts. The thread finishes the parts; the last one makes the transfer
+//! done, or failed when any part failed, and wakes whoever waits. A place is free again when the user
+//! has taken the outcome, or has lost interest and the last part is finished.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::ArrayQueue;
+use rustix::event::Timespec;
+use rustix::thread::futex;
+
+use super::error::{CloseReason, TransferError, UnknownTransfer};
+use p2p_core::pulse::Pulse;
+
+/// Names a transfer within its engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TransferId(pub u64);
+
+/// How far a transfer is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TransferStatus {
+    /// Under way: its buffers are in use.
+    Pending,
+    /// Done.
+    Done {
+        /// Bytes moved; for a receive the bytes of the message.
+        bytes: u64,
+    },
+    /// Failed. Never reported as done.
+    Failed(TransferError),
+}
+
+/// A transfer under way. It can be polled, waited for and awaited; dropping it lets it run on
+/// unobserved, its buffers in use until its end.
+#[derive(Debug)]
+#[must_use = "dropping a transfer forgets its outcome"]
+pub struct Transfer {
+    transfers: Arc<Transfers>,
+    id: TransferId,
+    is_released: bool,
+}
+
+impl Transfer {
+    pub(super) const fn new(transfers: Arc<Transfers>, id: TransferId) -> Self {
+        Self { transfers, id, is_released: false }
+    }
+
+    /// How far it is. May be asked again at any time.
+    #[must_use]
+    pub fn poll(&self) -> TransferStatus {
+        // The place is ours until the handle is dropped.
+        self.transfers.status(self.id).unwrap_or_else(|_| stopped())
+    }
+
+    /// Waits for the end, which the transfer's deadline bounds. Gives the bytes moved.
+    ///
+    /// # Errors
+    /// [`TransferError`].
+    pub fn wait(self) -> Result<u64, TransferError> {
+        // The thread ends every transfer at its deadline; a thread that is gone has ended them all.
+        let pulse = &self.transfers.pulse;
+        let mut watch = pulse.watch();
+        while !self.transfers.wait(self.id, Instant::now() + pulse.interval()) {
+            if watch.finds_stuck(pulse) {
+                return Err(TransferError::Stuck);
+            }
+        }
+        self.outcome().unwrap_or(Err(lost()))
+    }
+
+    /// Waits until `until`, which is not the transfer's deadline. `None`: still under way.
+    #[must_use]
+    pub fn wait_until(&self, until: Instant) -> Option<Result<u64, TransferError>> {
+        self.transfers.wait(self.id, until);
+        self.outcome()
+    }
+
+    /// Gives up the handle for the number, to be polled by
+    /// [`Engine::poll_async`](super::Engine::poll_async).
+    #[must_use]
+    pub fn into_id(mut self) -> TransferId {
+        self.is_released = true;
+        self.id
+    }
+
+    fn outcome(&self) -> Option<Result<u64, TransferError>> {
+        match self.poll() {
+            TransferStatus::Pending => None,
+            TransferStatus::Done { bytes } => Some(Ok(bytes)),
+            TransferStatus::Failed(error) => Some(Err(error)),
+        }
+    }
+}
+
+impl Future for Transfer {
+    type Output = Result<u64, TransferError>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Some(outcome) = self.outcome() {
+            return Poll::Ready(outcome);
+        }
+        self.transfers.set_waker(self.id, context.waker());
+        self.outcome().map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if !self.is_released {
+            self.transfers.release(self.id);
+        }
+    }
+}
+
+/// All transfers of an engine.
+#[derive(Debug)]
+pub(super) struct Transfers {
+    slots: Box<[Slot]>,
+    free: ArrayQueue<u32>,
+    /// Of the thread that ends them.
+    pub(super) pulse: Pulse,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// Phase and flags; a futex.
+    state: AtomicU32,
+    generation: AtomicU32,
+    num_parts: AtomicU32,
+    bytes: AtomicU64,
+    has_failed: AtomicBool,
+    /// The first failure.
+    error: Mutex<Option<TransferError>>,
+    waker: Mutex<Option<Waker>>,
+}
+
+impl Transfers {
+    pub(super) fn new(most: u32, pulse: Pulse) -> Self {
+        let free = ArrayQueue::new(most as usize);
+        for idx in 0..most {
+            let _ = free.push(idx);
+        }
+        Self { slots: (0..most).map(|_| Slot::default()).collect(), free, pulse }
+    }
+
+    /// A new transfer of `num_parts` parts, at least one. `None`: none is free.
+    pub(super) fn begin(&self, num_parts: u32) -> Option<TransferId> {
+        let idx = self.free.pop()?;
+        let slot = &self.slots[idx as usize];
+        slot.num_parts.store(num_parts, Ordering::Relaxed);
+        slot.bytes.store(0, Ordering::Relaxed);
+        slot.has_failed.store(false, Ordering::Relaxed);
+        // The command queue hands everything above to the thread.
+        slot.state.store(PENDING, Ordering::Relaxed);
+        let generation = slot.generation.load(Ordering::Relaxed);
+        Some(TransferId(u64::from(generation) << 32 | u64::from(idx)))
+    }
+
+    /// Ends one part of the transfer in place `idx`.
+    pub(super) fn finish(&self, idx: u32, result: Result<u64, TransferError>) {
+        self.finish_many(idx, 1, result);
+    }
+
+    /// Ends `num` parts at once.
+    pub(super) fn finish_many(&self, idx: u32, num: u32, result: Result<u64, TransferError>) {
+        let slot = &self.slots[idx as usize];
+        match result {
+            Ok(bytes) => {
+                slot.bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+            Err(error) => {
+                lock(&slot.error).get_or_insert(error);
+                slot.has_failed.store(true, Ordering::Relaxed);
+            }
+        }
+        // Release: what the parts moved and counted is seen with the phase.
+        if slot.num_parts.fetch_sub(num, Ordering::AcqRel) != num {
+            return;
+        }
+        let phase = if slot.has_failed.load(Ordering::Relaxed) { FAILED } else { DONE };
+        // SYNC POINT: transfer-end. Pairs with the loads in `status` and `wait`.
+        let flags = slot.state.swap(phase, Ordering::AcqRel);
+        if flags & DETACHED != 0 {
+            return self.free(idx);
+        }
+        if flags & WAITS != 0 {
+            let _ = futex::wake(&slot.state, futex::Flags::PRIVATE, u32::MAX >> 1);
+        }
+        if flags & WAKES != 0
+            && let Some(waker) = lock(&slot.waker).take()
+        {
+            waker.wake();
+        }
+    }
+
+    pub(super) fn status(&self, id: TransferId) -> Result<TransferStatus, UnknownTransfer> {
+        let slot = self.slot(id).ok_or(UnknownTransfer)?;
+        // SYNC POINT: transfer-end.
+        Ok(match slot.state.load(Ordering::Acquire) & PHASE {
+            PENDING => TransferStatus::Pending,
+            DONE => TransferStatus::Done { bytes: slot.bytes.load(Ordering::Relaxed) },
+            FAILED => TransferStatus::Failed(lock(&slot.error).clone().unwrap_or_else(lost)),
+            _ => return Err(UnknownTransfer),
+        })
+    }
+
+    /// Waits for the end; false when `until` passes before.
+    pub(super) fn wait(&self, id: TransferId, until: Instant) -> bool {
+        let Some(slot) = self.slot(id) else { return true };
+        let start = Instant::now();
+        loop {
+            for _ in 0..32 {
+                if slot.state.load(Ordering::Acquire) & PHASE != PENDING {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if start.elapsed() >= SPIN {
+                break;
+            }
+        }
+        loop {
+            let state = slot.state.fetch_or(WAITS, Ordering::AcqRel) | WAITS;
+            if state & PHASE != PENDING {
+                return true;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let timeout = Timespec {
+                tv_sec: left.as_secs().min(3600).cast_signed(),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            // Woken, changed before, interrupted, or late: the loop looks again.
+            let _ = futex::wait(&slot.state, futex::Flags::PRIVATE, state, Some(&timeout));
+        }
+    }
+
+    /// Lets go of a transfer. Its place is free once it has ended.
+    pub(super) fn release(&self, id: TransferId) {
+        let Some(slot) = self.slot(id) else { return };
+        let mut state = slot.state.load(Ordering::Acquire);
+        loop {
+            let next = match state & PHASE {
+                PENDING => state | DETACHED,
+                DONE | FAILED => FREE,
+                _ => return,
+            };
+            match slot.state.compare_exchange(state, next, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) if next == FREE => return self.free(id.0 as u32),
+                Ok(_) => return,
+                Err(found) => state = found,
+            }
+        }
+    }
+
+    fn set_waker(&self, id: TransferId, waker: &Waker) {
+        let Some(slot) = self.slot(id) else { return };
+        *lock(&slot.waker) = Some(waker.clone());
+        slot.state.fetch_or(WAKES, Ordering::AcqRel);
+    }
+
+    fn free(&self, idx: u32) {
+        let slot = &self.slots[idx as usize];
+        slot.state.store(FREE, Ordering::Relaxed);
+        if slot.has_failed.load(Ordering::Relaxed) {
+            *lock(&slot.error) = None;
+        }
+        slot.generation.fetch_add(1, Ordering::Release);
+        let _ = self.free.push(idx);
+    }
+
+    fn slot(&self, id: TransferId) -> Option<&Slot> {
+        let slot = self.slots.get(id.0 as u32 as usize)?;
+        (slot.generation.load(Ordering::Acquire) == (id.0 >> 32) as u32).then_some(slot)
+    }
+
+    /// Transfers whose places are taken.
+    pub(super) fn num_taken(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
+/// A lock whose holder panicked guards nothing that could be half done.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn stopped() -> TransferStatus {
+    TransferStatus::Failed(lost())
+}
+
+const fn lost() -> TransferError {
+    TransferError::Disconnected { op: "transfer", reason: CloseReason::Stopped }
+}
+
+const FREE: u32 = 0;
+const PENDING: u32 = 1;
+const DONE: u32 = 2;
+const FAILED: u32 = 3;
+const PHASE: u32 = 3;
+/// Nobody will take the outcome.
+const DETACHED: u32 = 4;
+/// Somebody sleeps on the futex.
+const WAITS: u32 = 8;
+/// There is a waker.
+const WAKES: u32 = 16;
+const SPIN: Duration = Duration::from_micros(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transfers(most: u32) -> Transfers {
+        Transfers::new(most, Pulse::new(Duration::from_secs(60)))
+    }
+
+    fn error() -> TransferError {
+        TransferError::Deadline { op: "write" }
+    }
+
+    #[test]
+    fn one_failed_part_fails_the_transfer_until_it_is_taken() {
+        let transfers = transfers(2);
+        let id = transfers.begin(3).unwrap();
+        transfers.finish(id.0 as u32, Ok(5));
+        transfers.finish(id.0 as u32, Err(error()));
+        assert_eq!(transfers.status(id), Ok(TransferStatus::Pending));
+        transfers.finish(id.0 as u32, Ok(6));
+        for _ in 0..3 {
+            assert_eq!(transfers.status(id), Ok(TransferStatus::Failed(error())));
+        }
+        transfers.release(id);
+        assert_eq!(transfers.status(id), Err(UnknownTransfer));
+        // The place is used again without a trace of the failure.
+        for _ in 0..4 {
+            let next = transfers.begin(1).unwrap();
+            assert_ne!(next, id);
+            transfers.finish(next.0 as u32, Ok(7));
+            assert_eq!(transfers.status(next), Ok(TransferStatus::Done { bytes: 7 }));
+            transfers.release(next);
+        }
+    }
+
+    #[test]
+    fn a_forgotten_transfer_frees_its_place_at_its_end() {
+        let transfers = transfers(1);
+        let id = transfers.begin(1).unwrap();
+        transfers.release(id);
+        assert!(transfers.begin(1).is_none());
+        transfers.finish(id.0 as u32, Ok(0));
+        assert!(transfers.begin(1).is_some());
+    }
+
+    #[test]
+    fn waiting_ends_with_the_transfer_or_in_time() {
+        let transfers = Arc::new(transfers(1));
+        let id = transfers.begin(1).unwrap();
+        assert!(!transfers.wait(id, Instant::now() + Duration::from_millis(2)));
+        let other = Arc::clone(&transfers);
+        let waiter = std::thread::spawn(move || Transfer::new(other, id).wait());
+        std::thread::sleep(Duration::from_millis(5));
+        transfers.finish(id.0 as u32, Ok(9));
+        assert_eq!(waiter.join().unwrap(), Ok(9));
+        assert_eq!(transfers.num_taken(), 0);
+    }
+}

@@ -1,0 +1,13 @@
+//! The fabrics that need nothing installed: [`cma`] within a host, [`tcp`] between any two hosts.
+//!
+//! The contract is [`p2p_core::fabric`], which this module re-exports. Fabrics over libfabric and verbs come with the
+//! crates of those transports.
+
+pub mod cma;
+#[cfg(fuzzing)]
+pub mod fuzzing;
+mod memory;
+mod raw;
+pub mod tcp;
+
+pub use p2p_core::fabric::*;

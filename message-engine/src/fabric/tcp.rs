@@ -1,0 +1,478 @@
+//! A fabric over plain sockets, between any two hosts.
+//!
+//! Each side connects to the other and asks for reads and writes on the connection that it made; the
+//! target's thread serves them from and into the registered memory, without a copy of its own. A write
+//! is done when the target has acknowledged it: its bytes are in place then.
+//!
+//! Whoever connects proves with a nonce, which travelled over the peers' own connection, that it is the
+//! peer. Every request is checked against key, range and rights. What peers send costs them their
+//! connection at most.
+//!
+//! A poll gives every connection that has something to do one turn, in which it moves at most a MiB in
+//! either direction: one that never runs dry holds nobody up.
+
+mod issue;
+mod listen;
+mod serve;
+mod stream;
+mod wire;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use self::issue::{Issuer, Op};
+use self::listen::{GREETING_TIMEOUT, LISTENER_REST};
+use self::serve::{Server, Step};
+use self::stream::Stream;
+use self::wire::{Detail, Request, encode_hello};
+#[cfg(fuzzing)]
+pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samples};
+use super::memory::Regions;
+use super::post::{self, MAX_PLACES, Tenancy, op_name};
+use super::{
+    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    WireRegion,
+};
+use p2p_core::endpoint::{PostError, TransportKind};
+use p2p_core::network::{NetworkError, Route};
+use p2p_core::outage::Outage;
+
+/// Where to listen for data connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TcpConfig {
+    /// Address to listen on. Port 0 takes a free one.
+    pub bind: SocketAddr,
+    /// Address that peers are told. `None`: that of the route on which a peer is met, or of `bind`.
+    pub advertise: Option<IpAddr>,
+    /// Time without an answer of the peer's host after which a connection counts as broken.
+    pub timeout: Duration,
+}
+
+impl Default for TcpConfig {
+    fn default() -> Self {
+        Self {
+            bind: SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0),
+            advertise: None,
+            timeout: Duration::from_secs(8),
+        }
+    }
+}
+
+/// The fabric. See the [module](self).
+#[derive(Debug)]
+pub struct TcpFabric {
+    config: TcpConfig,
+    listener: TcpListener,
+    /// When it may be asked again after it failed.
+    listener_rests: Option<Instant>,
+    listening: Outage,
+    /// Too many who do not say whose they are.
+    crowd: Outage,
+    port: u16,
+    set: OwnedFd,
+    regions: Regions,
+    peers: Vec<Peer>,
+    free_peers: Vec<u32>,
+    by_nonce: HashMap<[u8; 16], u32>,
+    servers: Vec<Option<Server>>,
+    free_servers: Vec<usize>,
+    num_greeting: usize,
+    checked_greetings: Instant,
+    /// Peers with operations posted since the last poll, or more to do.
+    dirty: VecDeque<u32>,
+    /// Connections of peers with more to do.
+    busy_servers: VecDeque<usize>,
+    done: Vec<Completion>,
+    /// Peers whose connection has ended, to be told.
+    lost: Vec<PeerId>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    tenancy: Tenancy,
+    nonce: [u8; 16],
+    issuer: Option<Issuer>,
+    /// Whether it waits for its next turn.
+    is_dirty: bool,
+    server: Option<usize>,
+}
+
+impl TcpFabric {
+    /// Listens.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when the address cannot be bound.
+    pub fn new(config: TcpConfig) -> Result<Self, NetworkError> {
+        let failed = |op: &'static str| {
+            move |error: io::Error| NetworkError {
+                network: "tcp".to_owned(),
+                op,
+                code: error.raw_os_error().map(i64::from),
+                detail: format!("{}: {error}", config.bind),
+            }
+        };
+        let listener = TcpListener::bind(config.bind).map_err(failed("bind"))?;
+        listener.set_nonblocking(true).map_err(failed("bind"))?;
+        // The standard library's backlog is too short for a storm of peers: who is turned away tries
+        // again after a second.
+        rustix::net::listen(&listener, BACKLOG)
+            .map_err(io::Error::from)
+            .map_err(failed("listen"))?;
+        let port = listener.local_addr().map_err(failed("bind"))?.port();
+        let flags = epoll::CreateFlags::CLOEXEC;
+        let set = epoll::create(flags).map_err(io::Error::from).map_err(failed("epoll"))?;
+        let (data, interest) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
+        epoll::add(&set, &listener, data, interest)
+            .map_err(io::Error::from)
+            .map_err(failed("epoll"))?;
+        Ok(Self {
+            config,
+            listener,
+            listener_rests: None,
+            listening: Outage::default(),
+            crowd: Outage::default(),
+            port,
+            set,
+            regions: Regions::default(),
+            peers: Vec::new(),
+            free_peers: Vec::new(),
+            by_nonce: HashMap::new(),
+            servers: Vec::new(),
+            free_servers: Vec::new(),
+            num_greeting: 0,
+            checked_greetings: Instant::now(),
+            dirty: VecDeque::new(),
+            busy_servers: VecDeque::new(),
+            done: Vec::new(),
+            lost: Vec::new(),
+        })
+    }
+
+    fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
+    }
+
+    fn post(
+        &mut self,
+        is_write: bool,
+        peer: PeerId,
+        remote: RemoteSegment,
+        local: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        let name = op_name(is_write);
+        let idx = self.find(name, peer)?;
+        let offset = remote.checked(name, local.bytes)?;
+        let ptr = self.regions.local(name, local)?;
+        if local.bytes > MAX_OPERATION_BYTES {
+            return Err(PostError::RemoteRange {
+                op: name,
+                offset: remote.offset as usize,
+                len: local.bytes as usize,
+                region_bytes: MAX_OPERATION_BYTES as usize,
+            });
+        }
+        let peer = &mut self.peers[idx];
+        let Some(issuer) = &mut peer.issuer else {
+            return Err(PostError::Disconnected { op: name });
+        };
+        if issuer.is_full() {
+            return Ok(Posted::Full);
+        }
+        let request = Request { is_write, key: remote.region.key, offset, bytes: local.bytes };
+        let (region, bytes) = (local.region, local.bytes as usize);
+        issuer.push(Op { token, is_write, request: request.encode(), region, ptr, bytes });
+        if !std::mem::replace(&mut peer.is_dirty, true) {
+            self.dirty.push_back(idx as u32);
+        }
+        Ok(Posted::Accepted)
+    }
+
+    fn advance_issuer(&mut self, idx: usize, writable: bool) {
+        let Some(peer) = self.peers.get_mut(idx) else { return };
+        let Some(issuer) = &mut peer.issuer else { return };
+        issuer.begin_turn();
+        match issuer.advance(self.set.as_fd(), writable, &mut self.done) {
+            Ok(false) => {}
+            Ok(true) => {
+                if !std::mem::replace(&mut peer.is_dirty, true) {
+                    self.dirty.push_back(idx as u32);
+                }
+            }
+            Err(error) => {
+                tracing::debug!(%error, peer = idx, "data connection ended");
+                issuer.fail(&mut self.done);
+                peer.issuer = None;
+                self.lost.push(peer.tenancy.id(idx));
+            }
+        }
+    }
+
+    fn advance_server(&mut self, idx: usize) {
+        let Some(Some(server)) = self.servers.get_mut(idx) else { return };
+        server.begin_turn();
+        loop {
+            let Some(Some(server)) = self.servers.get_mut(idx) else { return };
+            match server.advance(self.set.as_fd(), &self.regions) {
+                Ok(Step::Idle) => return,
+                Ok(Step::More) => {
+                    if !std::mem::replace(&mut server.is_busy, true) {
+                        self.busy_servers.push_back(idx);
+                    }
+                    return;
+                }
+                Ok(Step::Hello(nonce)) => {
+                    let known = self.by_nonce.get(&nonce).copied();
+                    let Some(peer) = known.filter(|p| self.peers[*p as usize].server.is_none())
+                    else {
+                        tracing::warn!("a data connection with a nonce that no open peer has");
+                        return self.drop_server(idx);
+                    };
+                    server.peer = Some(peer);
+                    self.peers[peer as usize].server = Some(idx);
+                    self.num_greeting -= 1;
+                }
+                Err(error) => {
+                    if error.kind() == io::ErrorKind::InvalidData {
+                        tracing::warn!(%error, "data connection closed");
+                    }
+                    return self.drop_server(idx);
+                }
+            }
+        }
+    }
+
+    fn drop_server(&mut self, idx: usize) {
+        let Some(server) = self.servers.get_mut(idx).and_then(Option::take) else { return };
+        self.free_servers.push(idx);
+        match server.peer {
+            Some(peer) => self.peers[peer as usize].server = None,
+            None => self.num_greeting -= 1,
+        }
+    }
+
+    fn connect(&self, idx: usize, detail: &Detail) -> io::Result<Issuer> {
+        let family =
+            if detail.address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        self.watch(&fd)?;
+        match rustix::net::connect(&fd, &detail.address) {
+            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let interest = epoll::EventFlags::IN | epoll::EventFlags::OUT;
+        let stream = Stream::new(fd, self.set.as_fd(), (idx as u64) << 1, interest)?;
+        Ok(Issuer::new(stream, encode_hello(detail.nonce)))
+    }
+}
+
+impl Fabric for TcpFabric {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn flavour(&self) -> &str {
+        ""
+    }
+
+    unsafe fn register(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+    ) -> Result<RegionId, PostError> {
+        self.regions.insert(ptr, bytes, access)
+    }
+
+    fn describe(&self, region: RegionId) -> Option<WireRegion> {
+        // Peers need no addresses of this process.
+        self.regions.describe(region, |_| 0)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
+        self.regions.remove(region)?;
+        for server in self.servers.iter_mut().flatten() {
+            server.revoke(region);
+        }
+        for (idx, peer) in self.peers.iter_mut().enumerate() {
+            // Half of a write cannot be taken back from the stream.
+            if let Some(mut issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
+                issuer.fail(&mut self.done);
+                self.lost.push(peer.tenancy.id(idx));
+            }
+        }
+        Ok(())
+    }
+
+    fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let ip = match self.config.bind.ip() {
+            ip if !ip.is_unspecified() => ip,
+            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+        };
+        self.open_peer_on(Route { local: ip, remote: ip })
+    }
+
+    fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let idx = match self.free_peers.pop() {
+            Some(idx) => idx as usize,
+            None if self.peers.len() < MAX_PLACES => {
+                self.peers.push(Peer {
+                    tenancy: Tenancy::default(),
+                    nonce: [0; 16],
+                    issuer: None,
+                    is_dirty: false,
+                    server: None,
+                });
+                self.peers.len() - 1
+            }
+            None => return Err(failed("open", "too many peers are there", None)),
+        };
+        let ip = match (self.config.advertise, self.config.bind.ip()) {
+            (Some(ip), _) => ip,
+            (None, ip) if !ip.is_unspecified() => ip,
+            _ => route.local.to_canonical(),
+        };
+        let peer = &mut self.peers[idx];
+        let id = peer.tenancy.open(idx);
+        peer.nonce = rand::random();
+        self.by_nonce.insert(peer.nonce, idx as u32);
+        let detail = Detail { address: SocketAddr::new(ip, self.port), nonce: peer.nonce };
+        Ok((id, detail.encode()))
+    }
+
+    fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
+        let detail = Detail::decode(detail).map_err(|error| failed("join", &error, None))?;
+        let idx =
+            self.find("join", peer).map_err(|error| failed("join", &error.to_string(), None))?;
+        let issuer = self.connect(idx, &detail).map_err(|error| {
+            let code = error.raw_os_error().map(i64::from);
+            failed("connect", &format!("{}: {error}", detail.address), code)
+        })?;
+        self.peers[idx].issuer = Some(issuer);
+        Ok(())
+    }
+
+    fn close_peer(&mut self, peer: PeerId) {
+        let Ok(idx) = self.find("close", peer) else { return };
+        let found = &mut self.peers[idx];
+        found.tenancy.close();
+        self.by_nonce.remove(&found.nonce);
+        if let Some(mut issuer) = found.issuer.take() {
+            issuer.fail(&mut self.done);
+        }
+        if let Some(server) = found.server {
+            self.drop_server(server);
+        }
+        self.lost.retain(|lost| *lost != peer);
+        self.free_peers.push(idx as u32);
+    }
+
+    fn lost(&mut self) -> Option<PeerId> {
+        self.lost.pop()
+    }
+
+    unsafe fn write(
+        &mut self,
+        peer: PeerId,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(true, peer, dst, src, token)
+    }
+
+    unsafe fn read(
+        &mut self,
+        peer: PeerId,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(false, peer, src, dst, token)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>) {
+        if self.listener_rests.is_some() {
+            self.wake_listener();
+        }
+        // Those that put themselves back have their next turn at the next poll.
+        for _ in 0..self.dirty.len() {
+            let Some(idx) = self.dirty.pop_front() else { break };
+            self.peers[idx as usize].is_dirty = false;
+            self.advance_issuer(idx as usize, false);
+        }
+        for _ in 0..self.busy_servers.len() {
+            let Some(idx) = self.busy_servers.pop_front() else { break };
+            if let Some(Some(server)) = self.servers.get_mut(idx) {
+                server.is_busy = false;
+                self.advance_server(idx);
+            }
+        }
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // Interrupted: whatever is there is there at the next poll.
+        let num_ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
+        for event in &events[..num_ready] {
+            let (data, flags) = (event.data.u64(), event.flags);
+            if data == LISTENER {
+                self.accept();
+            } else if data & SERVER != 0 {
+                let idx = (data >> 1) as usize;
+                // One that waits for its next turn has had one in this poll.
+                let is_due = |server: &Server| !server.is_busy;
+                if self.servers.get(idx).and_then(Option::as_ref).is_some_and(is_due) {
+                    self.advance_server(idx);
+                }
+            } else if self.peers.get((data >> 1) as usize).is_some_and(|peer| !peer.is_dirty) {
+                let broken = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
+                let writable = flags.intersects(epoll::EventFlags::OUT | broken);
+                self.advance_issuer((data >> 1) as usize, writable);
+            }
+        }
+        if self.num_greeting > 0 && self.checked_greetings.elapsed() > GREETING_TIMEOUT / 4 {
+            self.drop_greetings(GREETING_TIMEOUT);
+        }
+        out.append(&mut self.done);
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.set.as_fd())
+    }
+
+    fn max_sleep(&self) -> Duration {
+        if self.listener_rests.is_some() { LISTENER_REST } else { Duration::MAX }
+    }
+
+    fn may_sleep(&mut self) -> bool {
+        self.done.is_empty() && self.dirty.is_empty() && self.busy_servers.is_empty()
+    }
+
+    fn max_operation_bytes(&self) -> u64 {
+        MAX_OPERATION_BYTES
+    }
+}
+
+fn failed(op: &'static str, detail: &str, code: Option<i64>) -> NetworkError {
+    NetworkError { network: "tcp".to_owned(), op, code, detail: detail.to_owned() }
+}
+
+/// Largest single operation in bytes.
+const MAX_OPERATION_BYTES: u64 = 1 << 30;
+const LISTENER: u64 = u64::MAX;
+const SERVER: u64 = 1;
+const BACKLOG: i32 = 4096;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,27 @@
+//! Which of several fabrics a connection goes by.
+
+use switchyard_message_engine::engine::EngineConfig;
+use switchyard_message_engine::fabric::cma::CmaFabric;
+
+use crate::common::{By, contents, memory_of, pair_of, poisoned, soon};
+use crate::hooked::Hooked;
+
+/// Whoever of the two may not copy, the connection goes by the next fabric, and works.
+#[test]
+fn a_host_that_forbids_copies_between_processes_gets_the_next_fabric() {
+    let config = |is_forbidden: bool| {
+        let cma = Hooked { may_join: !is_forbidden, ..Hooked::new(CmaFabric::new().unwrap()) };
+        EngineConfig { fabrics: vec![Box::new(cma), By::Tcp.fabric()], ..EngineConfig::local() }
+    };
+    for (here, there) in [(false, false), (true, false), (false, true), (true, true)] {
+        let pair = pair_of(config(here), config(there));
+        let expected = if here || there { "tcp" } else { "cma" };
+        for connection in [&pair.out, &pair.back] {
+            assert_eq!(connection.transport().to_string(), expected, "{here} {there}");
+        }
+        let (source, target) = (memory_of(&pair.here, &[7; 9000]), poisoned(&pair.there, 9000));
+        let remote = pair.back.advertise(&target.span(0, 9000).unwrap()).unwrap();
+        pair.out.write(&source.span(0, 9000).unwrap(), &remote, soon()).unwrap();
+        assert_eq!(contents(&target, 0, 9000), [7; 9000]);
+    }
+}

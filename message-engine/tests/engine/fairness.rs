@@ -1,0 +1,70 @@
+//! One peer that wants everything, and one that wants little.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use switchyard_message_engine::engine::{Engine, EngineConfig};
+
+use crate::common::{By, config, memory_of, poisoned, soon};
+
+const FLOOD_BYTES: usize = 32 << 20;
+/// What one connection of the `tcp` fabric moves before the others have their turn.
+const TURN_BYTES: usize = 1 << 20;
+
+/// However fast the flood comes, the hub looks at everybody else after every turn of it: counted in rounds of
+/// its thread, of which each lets a connection move one turn's worth.
+#[test]
+fn a_flood_leaves_rounds_to_others() {
+    // Rounds of a thread that sleeps in between say nothing: this one spins.
+    let spins = EngineConfig { spin: Duration::from_secs(3600), ..config(By::Tcp) };
+    let hub = Engine::start(spins).unwrap();
+    let (much, little) =
+        (Engine::start(config(By::Tcp)).unwrap(), Engine::start(config(By::Tcp)).unwrap());
+    let flood = much.connect(hub.endpoint().addr, soon()).unwrap();
+    let flooded = hub.accept(soon()).unwrap();
+    let small = little.connect(hub.endpoint().addr, soon()).unwrap();
+    let back = hub.accept(soon()).unwrap();
+    let source = memory_of(&much, &vec![1; FLOOD_BYTES]);
+    let target = poisoned(&hub, FLOOD_BYTES);
+    let remote = flooded.advertise(&target.span(0, FLOOD_BYTES as u64).unwrap()).unwrap();
+    let whole = source.span(0, FLOOD_BYTES as u64).unwrap();
+    let (word, answer) = (memory_of(&little, &[2; 64]), poisoned(&hub, 64));
+    let cell = back.advertise(&answer.span(0, 64).unwrap()).unwrap();
+    let is_over = AtomicBool::new(false);
+    let rounds_before = hub.stats().num_rounds;
+    let num_floods = std::thread::scope(|scope| {
+        let flooding = scope.spawn(|| {
+            let mut num_floods = 0;
+            // Two at a time, so that the connection never runs dry.
+            let mut next = flood.start_write(&whole, &remote, soon()).unwrap();
+            loop {
+                let after = flood.start_write(&whole, &remote, soon()).unwrap();
+                next.wait().unwrap();
+                num_floods += 1;
+                next = after;
+                if is_over.load(Ordering::Relaxed) && num_floods >= 4 {
+                    next.wait().unwrap();
+                    return num_floods + 1;
+                }
+            }
+        });
+        // Small ones of every kind get through for as long as that lasts.
+        for nth in 0..200u8 {
+            word.copy_in(0, &[nth; 64]).unwrap();
+            small.write(&word.span(0, 64).unwrap(), &cell, soon()).unwrap();
+            let mut found = [0; 64];
+            answer.copy_out(0, &mut found).unwrap();
+            assert_eq!(found, [nth; 64]);
+            small.notify(&[nth], soon()).unwrap();
+            assert_eq!(hub.next_notification(soon()).unwrap().bytes, [nth]);
+            back.send(&answer.span(0, 64).unwrap(), soon()).unwrap();
+            small.recv(&word.span(0, 64).unwrap(), soon()).unwrap();
+        }
+        is_over.store(true, Ordering::Relaxed);
+        flooding.join().unwrap()
+    });
+    let rounds = hub.stats().num_rounds - rounds_before;
+    let turns = (num_floods * FLOOD_BYTES / TURN_BYTES) as u64;
+    println!("{num_floods} floods in {rounds} rounds, {turns} at the least");
+    assert!(rounds >= turns, "{rounds} rounds for {turns} turns");
+}

@@ -1,0 +1,178 @@
+//! Peers that are killed in the middle of whatever they do.
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::RngExt;
+use switchyard_message_engine::engine::{Access, Connection, Descriptor, Engine};
+
+use crate::bounded::{line_with, lines_of};
+use crate::common::{By, config, rng, soon};
+use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
+
+const ROLE: &str = "ENGINE_TEST_VICTIM";
+const BYTES: u64 = 3 << 20;
+/// How often memory is looked at, the first ones before everything is there that is made once.
+const NUM_SAMPLES: usize = 8;
+const NUM_EARLY: usize = 2;
+/// Bytes for each dead peer: half of what a connection has in receive buffers alone.
+const MOST_KEPT: u64 = 48 << 10;
+
+/// The process that the test below kills. Does nothing when run on its own.
+#[test]
+fn victim() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let (by, hex) = role.split_once(' ').unwrap();
+    let by = By::of_name(by);
+    let metadata: Vec<u8> = (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect();
+    let engine = Engine::start(config(by)).unwrap();
+    let connection = engine.add_remote_endpoint(&metadata, soon()).unwrap();
+    let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+    let descriptor = connection.advertise(&memory.whole()).unwrap();
+    connection.notify(&descriptor.to_bytes(), soon()).unwrap();
+    let theirs = Descriptor::from_bytes(&engine.next_notification(soon()).unwrap().bytes).unwrap();
+    println!("ready");
+    loop {
+        let whole = memory.whole();
+        let _keep = (
+            connection.start_send(&whole, soon()),
+            connection.start_recv(&whole, soon()),
+            connection.start_write(&whole, &theirs, soon()),
+            connection.start_read(&whole, &theirs, soon()),
+            connection.start_notify(&[1; 3000], soon()),
+        );
+        std::thread::sleep(Duration::from_micros(300));
+        if let (_, Ok(receive), _, Ok(read), _) = _keep {
+            let _ = (receive.wait(), read.wait());
+        }
+    }
+}
+
+struct Victim(Child);
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_killed_peer_costs_nothing_but_its_connection() {
+    let rounds = std::env::var("SWITCHYARD_KILL_ROUNDS").ok().and_then(|text| text.parse().ok());
+    let rounds: usize = rounds.unwrap_or(24);
+    let mut rng = rng();
+    for by in By::robust() {
+        let engine = Engine::start(config(by)).unwrap();
+        let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
+        let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+        let target = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+        let num_tables = num_mappings_of("memfd:switchyard-");
+        let every = (rounds / NUM_SAMPLES).max(1);
+        let (mut descriptors, mut resident) = (None, Vec::new());
+        for round in 0..rounds {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "killed::victim", "--nocapture"])
+                .env(ROLE, format!("{by:?} {hex}"))
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let stdout = child.stdout.take().unwrap();
+            let mut victim = Victim(child);
+            let connection = engine.accept(soon()).unwrap();
+            let theirs = descriptor_of(&engine);
+            let ours = connection.advertise(&target.whole()).unwrap();
+            connection.notify(&ours.to_bytes(), soon()).unwrap();
+            line_with(&lines_of(stdout), "ready");
+            let mut transfers = Vec::new();
+            for _ in 0..4 {
+                transfers.extend(begin(&connection, &memory, &theirs));
+            }
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..4000)));
+            victim.0.kill().unwrap();
+            let killed = Instant::now();
+            // Everything ends, done or failed, long before its deadline.
+            for transfer in transfers {
+                let ended = transfer.wait();
+                let waited = killed.elapsed();
+                assert!(waited < Duration::from_secs(30), "{ended:?} after {waited:?}");
+            }
+            while connection.closed().is_none() {
+                assert!(killed.elapsed() < Duration::from_secs(30), "the loss is not noticed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(connection.start_write(&memory.whole(), &theirs, soon()).is_err());
+            drop(engine.take_notifications());
+            drop(connection);
+            if (round + 1) % every == 0 {
+                settle(&engine);
+                resident.push(resident_bytes());
+            }
+            if round == rounds / 3 {
+                settle(&engine);
+                descriptors = Some(num_descriptors());
+            }
+        }
+        settle(&engine);
+        let descriptors = descriptors.unwrap();
+        let begin = Instant::now();
+        loop {
+            let (now, tables) = (num_descriptors(), num_mappings_of("memfd:switchyard-"));
+            if now <= descriptors + 4 && tables == num_tables {
+                break;
+            }
+            let (now, tables) =
+                (format!("{now} of {descriptors}"), format!("{tables} of {num_tables}"));
+            assert!(
+                begin.elapsed() < Duration::from_secs(30),
+                "{by:?}: {now} descriptors and {tables} tables after {rounds} rounds"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        println!("{by:?}: resident after each {every} of {rounds} rounds: {resident:?}");
+        let usual = usual_growth(resident.get(NUM_EARLY..).unwrap_or_default());
+        let most = (every as u64 * MOST_KEPT).cast_signed();
+        assert!(usual < most, "{by:?}: usually {usual} bytes for each {every} peers: {resident:?}");
+        assert!(engine.dereg(memory).unwrap() && engine.dereg(target).unwrap(), "in use");
+    }
+}
+
+fn begin(
+    connection: &Connection,
+    memory: &switchyard_message_engine::engine::MemoryRegion,
+    theirs: &Descriptor,
+) -> Vec<switchyard_message_engine::engine::Transfer> {
+    let whole = memory.whole();
+    let begun = [
+        connection.start_recv(&whole, soon()),
+        connection.start_send(&whole, soon()),
+        connection.start_write(&whole, theirs, soon()),
+        connection.start_read(&whole, theirs, soon()),
+        connection.start_notify(&[2; 5000], soon()),
+    ];
+    begun.into_iter().flatten().collect()
+}
+
+fn descriptor_of(engine: &Engine) -> Descriptor {
+    loop {
+        let note = engine.next_notification(soon()).unwrap();
+        if let Ok(found) = Descriptor::from_bytes(&note.bytes) {
+            return found;
+        }
+    }
+}
+
+fn settle(engine: &Engine) {
+    let begin = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.num_connections == 0 && stats.num_transfers == 0 {
+            return;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(20), "{stats:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

@@ -1,0 +1,83 @@
+//! What tasks await must leave their executor to other tasks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use switchyard_message_engine::engine::{Connection, Engine, EngineConfig};
+use switchyard_message_engine::fabric::cma::CmaFabric;
+
+use crate::common::{By, config, memory_of, pair_of, poisoned, soon};
+use crate::hooked::Hooked;
+
+const NUM_PARTS: u64 = 40;
+
+/// Holds the engine's thread up in its next round, as long as it is set; and settings with room for little.
+fn brief_queue() -> (Arc<AtomicBool>, EngineConfig) {
+    let is_held = Arc::new(AtomicBool::new(false));
+    let theirs = Arc::clone(&is_held);
+    let before_poll = Box::new(move || {
+        while theirs.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    });
+    let fabric = Hooked { before_poll, ..Hooked::new(CmaFabric::new().unwrap()) };
+    let fabrics: Vec<Box<dyn p2p_core::fabric::Fabric>> = vec![Box::new(fabric)];
+    (is_held, EngineConfig { fabrics, queue_len: 4, ..EngineConfig::local() })
+}
+
+/// Lets the engine's thread go on once this task has had its turn often enough.
+async fn let_go_after_some_turns(is_held: &AtomicBool) {
+    for _ in 0..20 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    is_held.store(false, Ordering::SeqCst);
+}
+
+/// More commands than there is room for.
+fn fill_the_queue(connection: &Connection) {
+    while let Ok(transfer) = connection.start_notify(b"", soon()) {
+        drop(transfer);
+    }
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_vector_that_waits_for_room_lets_other_tasks_go_on() {
+    let (is_held, here) = brief_queue();
+    let pair = pair_of(here, config(By::Cma));
+    let source = memory_of(&pair.here, &[7; NUM_PARTS as usize]);
+    let target = poisoned(&pair.there, NUM_PARTS as usize);
+    let parts = |memory: &switchyard_message_engine::engine::MemoryRegion| -> Vec<_> {
+        (0..NUM_PARTS).map(|at| memory.span(at, 1).unwrap()).collect()
+    };
+    let receive = pair.back.start_recvv(&parts(&target), soon()).unwrap();
+    let spans = parts(&source);
+    is_held.store(true, Ordering::SeqCst);
+    let (sent, ()) =
+        tokio::join!(pair.out.sendv_async(&spans, soon()), let_go_after_some_turns(&is_held));
+    assert_eq!(sent, Ok(NUM_PARTS));
+    assert_eq!(receive.await, Ok(NUM_PARTS));
+
+    // Given up half-way, the rest ends with an error, and nothing is left of it.
+    is_held.store(true, Ordering::SeqCst);
+    let brief =
+        tokio::time::timeout(Duration::from_millis(20), pair.out.sendv_async(&spans, soon()));
+    assert!(brief.await.is_err(), "there was room");
+    is_held.store(false, Ordering::SeqCst);
+    crate::common::until("the end of its parts", || pair.here.stats().num_transfers == 0);
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn connecting_while_there_is_no_room_lets_other_tasks_go_on() {
+    let (is_held, here) = brief_queue();
+    let pair = pair_of(here, config(By::Cma));
+    let third = Engine::start(config(By::Cma)).unwrap();
+    is_held.store(true, Ordering::SeqCst);
+    fill_the_queue(&pair.out);
+    let late = Instant::now() + Duration::from_secs(20);
+    let (found, ()) = tokio::join!(
+        pair.here.connect_async(third.endpoint().addr, late),
+        let_go_after_some_turns(&is_held)
+    );
+    assert_eq!(found.unwrap().peer().engine_id, third.endpoint().engine_id);
+}

@@ -1,0 +1,261 @@
+//! How two peers meet: a handshake over TCP, slots made and exchanged, and a connection that stays.
+//!
+//! The connecting side says what it is and what it wants ([`PeerHello`], slot size, transports, an
+//! optional ticket); the listening side checks it and answers with a transport and its slot, or with a
+//! [`Reject`] that says why not. Slots are made for this one peer and go when the connection goes. The
+//! TCP connection stays open as the sign of life ([`Liveness`]).
+//!
+//! With [`DeviceMemory`] at both ends the handshake also joins [`DeviceSlots`]: slots in the memory of both
+//! devices, such as GPUs. The host channel beside it can then be small.
+//!
+//! Of the transports that both sides offer, the first of the connecting side's list is taken that the
+//! listening side can open. What did not work with a peer is left out for a while ([`Fallback`]).
+//!
+//! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
+
+mod admission;
+mod aside;
+mod attempt;
+mod connect;
+mod fallback;
+mod listener;
+mod liveness;
+mod policy;
+mod sentry;
+pub mod wire;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+pub use aside::Aside;
+pub use connect::{ConnectConfig, ConnectError, connect};
+pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
+pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
+pub use liveness::{CloseReason, Liveness};
+pub use policy::equal_in_constant_time;
+
+use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};
+#[cfg(feature = "test-transports")]
+use crate::backend::staged::{Disorder, StagedEndpoint};
+use crate::channel::{Channel, ChannelError};
+use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots, OpenDeviceSlot};
+use crate::endpoint::TransportKind;
+use crate::network::Offer;
+use crate::region::SlotKey;
+use crate::slot::SlotLayout;
+use crate::transport::AnyEndpoint;
+use wire::{HEADER_BYTES, Header, WireError, decode_header};
+
+/// Longest payload that upper layers can add to the handshake, in bytes.
+pub const MAX_PAYLOAD_BYTES: usize = 4096;
+
+/// What the connecting side says about itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PeerHello {
+    /// Identity of the peer, as the upper layers number them.
+    pub peer_id: u64,
+    /// How often the peer connected anew: a higher one retires the lower ones.
+    pub generation: u32,
+    /// Opaque to this crate, at most [`MAX_PAYLOAD_BYTES`].
+    pub payload: Vec<u8>,
+}
+
+/// Why the listening side does not want a peer.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{code}: {message}")]
+pub struct Reject {
+    /// For programs.
+    pub code: RejectCode,
+    /// For people: what was found, what was expected. At most [`wire::MAX_REJECT_BYTES`] travel.
+    pub message: String,
+}
+
+impl Reject {
+    /// A rejection with `code` and `message`.
+    #[must_use]
+    pub fn new(code: RejectCode, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+}
+
+/// Number of a [`Reject`]. Codes from [`RejectCode::UPPER`] on belong to the upper layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RejectCode(pub u16);
+
+impl RejectCode {
+    /// The peers speak different protocol versions.
+    pub const VERSION: Self = Self(1);
+    /// The message was not understood.
+    pub const MALFORMED: Self = Self(2);
+    /// The ticket is missing or wrong.
+    pub const TICKET: Self = Self(3);
+    /// The peers want slots of different size or frames.
+    pub const SLOT_MISMATCH: Self = Self(4);
+    /// There is no transport that both sides offer and that can work between them.
+    pub const NO_TRANSPORT: Self = Self(5);
+    /// As many peers as allowed are connected.
+    pub const FULL: Self = Self(6);
+    /// The handshake took too long.
+    pub const TIMEOUT: Self = Self(7);
+    /// The handshake gave way to a newer one.
+    pub const BUSY: Self = Self(8);
+    /// The listening side could not make a slot, or the transport failed.
+    pub const TRANSPORT: Self = Self(9);
+    /// One side wants device slots and the other does not, or other ones, or they could not be made.
+    pub const DEVICE: Self = Self(10);
+    /// First code of the upper layers.
+    pub const UPPER: Self = Self(0x100);
+}
+
+impl fmt::Display for RejectCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match *self {
+            Self::VERSION => "version",
+            Self::MALFORMED => "malformed handshake",
+            Self::TICKET => "ticket",
+            Self::SLOT_MISMATCH => "slot mismatch",
+            Self::NO_TRANSPORT => "no common transport",
+            Self::FULL => "full",
+            Self::TIMEOUT => "timeout",
+            Self::BUSY => "busy",
+            Self::TRANSPORT => "transport",
+            Self::DEVICE => "device slots",
+            Self(code) => return write!(f, "reason {code:#x}"),
+        };
+        f.write_str(name)
+    }
+}
+
+/// A connected peer. Dropping it frees this side's slot and tells the peer that this side is gone.
+#[derive(Debug)]
+pub struct Connection {
+    /// Frames to and from the peer.
+    pub channel: Channel<AnyEndpoint>,
+    /// Whether the peer is still there.
+    pub liveness: Liveness,
+    /// What the connecting side said about itself; the same on both sides.
+    pub peer: PeerHello,
+    /// What the listening side's upper layers answered; the same on both sides.
+    pub reply: Vec<u8>,
+    /// Transport in use.
+    pub transport: Offer,
+    /// What the connecting side left out of its offers and why, for people; empty when nothing. The same
+    /// on both sides.
+    pub left_out: String,
+    /// Pages behind this side's slot.
+    pub pages: PageKind,
+    /// Device slots beside the channel, if both sides brought device memory.
+    pub device: Option<DeviceSlots>,
+    /// Address of the other side of the bootstrap connection.
+    pub remote_addr: SocketAddr,
+}
+
+/// Default limit on the time of a whole handshake.
+pub const DEFAULT_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Default time after which a host that does not answer counts as gone.
+pub const DEFAULT_LIVENESS_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Raises this process's soft limit on open files to the hard one, and returns the limit then in
+/// force. For binaries: a peer costs three descriptors, or five where no thread has a
+/// table of its own, and the usual soft limit is 1024.
+#[must_use]
+pub fn raise_descriptor_limit() -> u64 {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    // Refusal leaves the old limit, which is what is returned then.
+    let _ = setrlimit(Resource::Nofile, raised);
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Reading a message failed.
+#[derive(Debug, Error)]
+enum ReadError {
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error("the peer closed the connection")]
+    Closed,
+    #[error("reading failed: {0}")]
+    Io(std::io::Error),
+}
+
+/// Reads one message. The caller limits the time; the length is limited by the header.
+async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadError> {
+    let io = |e: std::io::Error| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => ReadError::Closed,
+        _ => ReadError::Io(e),
+    };
+    let mut head = [0u8; HEADER_BYTES];
+    // The magic on its own: a peer that speaks something else may never send a whole header.
+    stream.read_exact(&mut head[..8]).await.map_err(io)?;
+    if head[..8] != wire::MAGIC {
+        decode_header(&head)?;
+    }
+    stream.read_exact(&mut head[8..]).await.map_err(io)?;
+    let header = decode_header(&head)?;
+    let mut body = vec![0; header.body_bytes];
+    stream.read_exact(&mut body).await.map_err(io)?;
+    Ok((header, body))
+}
+
+async fn write_message(stream: &mut TcpStream, message: &[u8]) -> std::io::Result<()> {
+    stream.write_all(message).await
+}
+
+/// Runs what may block for milliseconds beside the tasks. The error says that it panicked.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())
+}
+
+/// Makes this side's device slot. A device's calls may block, so they run beside the tasks, and so does their end.
+async fn open_device(
+    memory: Arc<dyn DeviceMemory>,
+) -> Result<Aside<Box<dyn OpenDeviceSlot>>, DeviceSlotError> {
+    let open = blocking(move || memory.open().map(Aside::new)).await;
+    open.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
+}
+
+/// Maps the peer's device slot.
+async fn join_device(
+    open: Aside<Box<dyn OpenDeviceSlot>>,
+    peer: OwnedFd,
+) -> Result<Aside<DeviceSlots>, DeviceSlotError> {
+    let joined = blocking(move || open.into_inner().join(peer).map(Aside::new)).await;
+    joined.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
+}
+
+/// The endpoint over the peer's mapped slot.
+struct MemoryEndpoint {
+    kind: TransportKind,
+    #[cfg(feature = "test-transports")]
+    disorder: Option<Disorder>,
+}
+
+impl MemoryEndpoint {
+    /// Makes a channel over the slots of both sides.
+    fn join(
+        self,
+        layout: SlotLayout,
+        own: SharedSlot,
+        peer: PeerSlot,
+    ) -> Result<Channel<AnyEndpoint>, ChannelError> {
+        let (mapped, region) = own.join(self.kind, peer);
+        let endpoint = match self.kind {
+            #[cfg(feature = "test-transports")]
+            TransportKind::Staged => {
+                AnyEndpoint::Other(Box::new(StagedEndpoint::new(mapped, self.disorder)))
+            }
+            _ => AnyEndpoint::Mapped(mapped),
+        };
+        Channel::new(endpoint, layout, region, SlotKey)
+    }
+}

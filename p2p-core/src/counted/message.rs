@@ -1,0 +1,440 @@
+//! Messages between the drivers of two sides: small puts and the flag behind them, in one piece.
+//!
+//! ```text
+//! 0      4     8       16       24            32       40            44              48     50          56
+//! | slot | seq | token | writes | value or id | credit | flag_offset | credit_offset | kind | num_parts | mails
+//!
+//! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
+//! ```
+//!
+//! All numbers are little-endian. `slot` and `token` are what the receiving side said in the handshake:
+//! the token is a secret of the pair. `writes` is how many counted writes were issued before. `credit`
+//! is the sum of all additions that were allowed to wait, to the one flag that they were made to; it may
+//! come several times, or late, or not at all when a later one does. `mails` is how many mails of the
+//! receiving side the sender has read, modulo 2³².
+
+use thiserror::Error;
+
+/// Bytes before the parts.
+pub const HEADER_BYTES: usize = 56;
+/// Bytes of a part before its payload.
+pub const PART_BYTES: usize = 8;
+
+/// What a message asks for after its parts are in place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// Nothing.
+    Nothing,
+    /// An addition to a flag.
+    Add {
+        /// Offset of the flag.
+        offset: u32,
+        /// Summand.
+        value: u64,
+    },
+    /// An answer.
+    Answer {
+        /// To be repeated in it.
+        id: u64,
+    },
+    /// This is the answer.
+    Answered {
+        /// Of the question.
+        id: u64,
+    },
+    /// Nothing but the credit.
+    Credit,
+    /// The sender is gone; after the writes that the message counts nothing comes any more.
+    Farewell,
+}
+
+impl Then {
+    /// Whether the driver sends this by itself, outside of the numbered order.
+    pub const fn is_unnumbered(self) -> bool {
+        matches!(self, Self::Answered { .. } | Self::Credit | Self::Farewell)
+    }
+}
+
+/// The fixed part of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    pub slot: u32,
+    pub seq: u32,
+    pub token: u64,
+    pub writes: u64,
+    pub then: Then,
+    pub credit: Credit,
+    pub num_parts: u16,
+    pub mails: u32,
+}
+
+/// Additions to one flag, all together. None where `total` is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Credit {
+    pub offset: u32,
+    pub total: u64,
+}
+
+/// A message makes no sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum MessageError {
+    #[error("a message of {found} bytes, expected at least {HEADER_BYTES}")]
+    Short { found: usize },
+    #[error("a message of unknown kind {found}")]
+    Kind { found: u16 },
+    #[error("part {idx} of {num_parts} leaves the message")]
+    Parts { idx: u16, num_parts: u16 },
+    #[error("{num_bytes} bytes after the last part")]
+    Trailing { num_bytes: usize },
+    #[error("{len} bytes at offset {offset} leave the slot of {slot_bytes} bytes")]
+    Range { offset: u32, len: usize, slot_bytes: usize },
+    #[error("flag offset {offset} is not a multiple of 8")]
+    Misaligned { offset: u32 },
+}
+
+impl Header {
+    /// Writes the header to the first [`HEADER_BYTES`] of `out`.
+    #[inline]
+    pub fn encode(&self, out: &mut [u8; HEADER_BYTES]) {
+        let (kind, value, offset) = match self.then {
+            Then::Nothing => (KIND_NOTHING, 0, 0),
+            Then::Add { offset, value } => (KIND_ADD, value, offset),
+            Then::Answer { id } => (KIND_ANSWER, id, 0),
+            Then::Answered { id } => (KIND_ANSWERED, id, 0),
+            Then::Credit => (KIND_CREDIT, 0, 0),
+            Then::Farewell => (KIND_FAREWELL, 0, 0),
+        };
+        out[0..4].copy_from_slice(&self.slot.to_le_bytes());
+        out[4..8].copy_from_slice(&self.seq.to_le_bytes());
+        out[8..16].copy_from_slice(&self.token.to_le_bytes());
+        out[16..24].copy_from_slice(&self.writes.to_le_bytes());
+        out[24..32].copy_from_slice(&value.to_le_bytes());
+        out[32..40].copy_from_slice(&self.credit.total.to_le_bytes());
+        out[40..44].copy_from_slice(&offset.to_le_bytes());
+        out[44..48].copy_from_slice(&self.credit.offset.to_le_bytes());
+        out[48..50].copy_from_slice(&kind.to_le_bytes());
+        out[50..52].copy_from_slice(&self.num_parts.to_le_bytes());
+        out[52..56].copy_from_slice(&self.mails.to_le_bytes());
+    }
+
+    /// Reads the header of `message`.
+    #[inline]
+    pub fn decode(message: &[u8]) -> Result<Self, MessageError> {
+        let head = message
+            .first_chunk::<HEADER_BYTES>()
+            .ok_or(MessageError::Short { found: message.len() })?;
+        let (value, offset) = (u64_at(head, 24), u32_at(head, 40));
+        let then = match u16_at(head, 48) {
+            KIND_NOTHING => Then::Nothing,
+            KIND_ADD => Then::Add { offset, value },
+            KIND_ANSWER => Then::Answer { id: value },
+            KIND_ANSWERED => Then::Answered { id: value },
+            KIND_CREDIT => Then::Credit,
+            KIND_FAREWELL => Then::Farewell,
+            found => return Err(MessageError::Kind { found }),
+        };
+        Ok(Self {
+            slot: u32_at(head, 0),
+            seq: u32_at(head, 4),
+            token: u64_at(head, 8),
+            writes: u64_at(head, 16),
+            then,
+            credit: Credit { offset: u32_at(head, 44), total: u64_at(head, 32) },
+            num_parts: u16_at(head, 50),
+            mails: u32_at(head, 52),
+        })
+    }
+
+    /// Checks the parts and the flag of `message` against a slot of `slot_bytes`, all of them before
+    /// the first is used, and gives the parts to `place`.
+    #[inline]
+    pub fn for_each_part(
+        &self,
+        message: &[u8],
+        slot_bytes: usize,
+        mut place: impl FnMut(usize, &[u8]),
+    ) -> Result<(), MessageError> {
+        let num_parts = self.num_parts;
+        let mut rest = message.get(HEADER_BYTES..).unwrap_or_default();
+        for idx in 0..num_parts {
+            let (offset, payload, behind) =
+                split_part(rest).ok_or(MessageError::Parts { idx, num_parts })?;
+            rest = behind;
+            check_range(offset, payload.len(), slot_bytes)?;
+        }
+        if !rest.is_empty() {
+            return Err(MessageError::Trailing { num_bytes: rest.len() });
+        }
+        if let Then::Add { offset, .. } = self.then {
+            check_flag(offset, slot_bytes)?;
+        }
+        if self.credit.total > 0 {
+            check_flag(self.credit.offset, slot_bytes)?;
+        }
+        let mut rest = message.get(HEADER_BYTES..).unwrap_or_default();
+        for _ in 0..num_parts {
+            let Some((offset, payload, behind)) = split_part(rest) else { break };
+            rest = behind;
+            place(offset as usize, payload);
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that a part with a payload of `len` bytes takes in a message.
+pub const fn part_bytes(len: usize) -> usize {
+    PART_BYTES + len.next_multiple_of(8)
+}
+
+/// Appends the head of a part to `out`; the caller appends the payload and pads it.
+pub fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
+    out.extend_from_slice(&offset.to_le_bytes());
+    out.extend_from_slice(&len.to_le_bytes());
+}
+
+/// Makes `message`, which waits, stand for `newer` as well, if both only add to the same flag. False
+/// when they do not, and nothing is changed then.
+pub fn merge_add(message: &mut [u8], newer: &Header) -> bool {
+    let Ok(header) = Header::decode(message) else { return false };
+    let (Then::Add { offset, value }, Then::Add { offset: same, value: more }) =
+        (header.then, newer.then)
+    else {
+        return false;
+    };
+    if same != offset || header.writes != newer.writes || newer.num_parts > 0 {
+        return false;
+    }
+    let then = Then::Add { offset, value: value.wrapping_add(more) };
+    let merged = Header { then, credit: newer.credit, mails: newer.mails, ..header };
+    if let Some(head) = message.first_chunk_mut() {
+        merged.encode(head);
+    }
+    true
+}
+
+#[inline]
+fn split_part(rest: &[u8]) -> Option<(u32, &[u8], &[u8])> {
+    let head = rest.first_chunk::<PART_BYTES>()?;
+    let offset = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+    let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+    let rest = &rest[PART_BYTES..];
+    // At most 4 GiB and 7 bytes: no overflow.
+    let (padded, behind) = rest.split_at_checked(len.next_multiple_of(8))?;
+    Some((offset, &padded[..len], behind))
+}
+
+fn check_flag(offset: u32, slot_bytes: usize) -> Result<(), MessageError> {
+    check_range(offset, 8, slot_bytes)?;
+    if !offset.is_multiple_of(8) {
+        return Err(MessageError::Misaligned { offset });
+    }
+    Ok(())
+}
+
+fn check_range(offset: u32, len: usize, slot_bytes: usize) -> Result<(), MessageError> {
+    if offset as usize + len > slot_bytes {
+        return Err(MessageError::Range { offset, len, slot_bytes });
+    }
+    Ok(())
+}
+
+#[inline]
+fn u16_at(head: &[u8; HEADER_BYTES], at: usize) -> u16 {
+    u16::from_le_bytes([head[at], head[at + 1]])
+}
+
+#[inline]
+fn u32_at(head: &[u8; HEADER_BYTES], at: usize) -> u32 {
+    let mut bytes = [0; 4];
+    bytes.copy_from_slice(&head[at..at + 4]);
+    u32::from_le_bytes(bytes)
+}
+
+#[inline]
+fn u64_at(head: &[u8; HEADER_BYTES], at: usize) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&head[at..at + 8]);
+    u64::from_le_bytes(bytes)
+}
+
+const KIND_NOTHING: u16 = 1;
+const KIND_ADD: u16 = 2;
+const KIND_ANSWER: u16 = 3;
+const KIND_ANSWERED: u16 = 4;
+const KIND_FAREWELL: u16 = 5;
+const KIND_CREDIT: u16 = 6;
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, RngExt, SeedableRng};
+
+    use super::*;
+
+    fn random_message(rng: &mut StdRng, slot_bytes: usize) -> (Header, Vec<(usize, Vec<u8>)>) {
+        let parts: Vec<_> = (0..rng.random_range(0..4))
+            .map(|_| {
+                let mut payload = vec![0; rng.random_range(0..40)];
+                rng.fill_bytes(&mut payload);
+                (rng.random_range(0..slot_bytes - payload.len()), payload)
+            })
+            .collect();
+        let then = match rng.random_range(0..6) {
+            0 => Then::Nothing,
+            1 => {
+                let offset = rng.random_range(0..slot_bytes as u32 / 8) * 8;
+                Then::Add { offset, value: rng.random() }
+            }
+            2 => Then::Answer { id: rng.random() },
+            3 => Then::Answered { id: rng.random() },
+            4 => Then::Credit,
+            _ => Then::Farewell,
+        };
+        let header = Header {
+            slot: rng.random(),
+            seq: rng.random(),
+            token: rng.random(),
+            writes: rng.random(),
+            then,
+            credit: Credit { offset: rng.random_range(0..8) * 8, total: rng.random() },
+            num_parts: parts.len() as u16,
+            mails: rng.random(),
+        };
+        (header, parts)
+    }
+
+    fn encode(header: &Header, parts: &[(usize, Vec<u8>)]) -> Vec<u8> {
+        let mut head = [0; HEADER_BYTES];
+        header.encode(&mut head);
+        let mut out = head.to_vec();
+        for (offset, payload) in parts {
+            push_part_head(&mut out, *offset as u32, payload.len() as u32);
+            out.extend(payload);
+            out.resize(out.len().next_multiple_of(8), 0);
+        }
+        let parts_bytes: usize = parts.iter().map(|(_, p)| part_bytes(p.len())).sum();
+        assert_eq!(out.len(), HEADER_BYTES + parts_bytes);
+        out
+    }
+
+    #[test]
+    fn messages_survive_the_wire() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..500 {
+            let (header, parts) = random_message(&mut rng, 4096);
+            let bytes = encode(&header, &parts);
+            assert_eq!(Header::decode(&bytes), Ok(header));
+            let mut found = Vec::new();
+            header
+                .for_each_part(&bytes, 4096, |offset, payload| {
+                    found.push((offset, payload.to_vec()));
+                })
+                .unwrap();
+            assert_eq!(found, parts, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn a_bad_part_or_flag_places_nothing() {
+        let good = (16usize, vec![1u8; 8]);
+        let credit = Credit::default();
+        let header = |then, num_parts| Header {
+            slot: 0,
+            seq: 0,
+            token: 0,
+            writes: 0,
+            then,
+            credit,
+            num_parts,
+            mails: 0,
+        };
+        let add = |offset| Then::Add { offset, value: 1 };
+        for (then, parts, bytes_cut) in [
+            (add(4096), vec![good.clone()], 0),
+            (add(u32::MAX - 7), vec![good.clone()], 0),
+            (add(12), vec![good.clone()], 0),
+            (Then::Nothing, vec![good.clone(), (4095, vec![0; 2])], 0),
+            (Then::Nothing, vec![good.clone(), (u32::MAX as usize, vec![0; 2])], 0),
+            (Then::Nothing, vec![good.clone(), good.clone()], 8),
+            (Then::Nothing, vec![good.clone(), good], 1),
+        ] {
+            let header = header(then, parts.len() as u16);
+            let mut bytes = encode(&header, &parts);
+            bytes.truncate(bytes.len() - bytes_cut);
+            let result = header.for_each_part(&bytes, 4096, |_, _| panic!("placed"));
+            assert!(result.is_err(), "{then:?} {bytes_cut}");
+        }
+        let mut bytes = encode(&header(Then::Nothing, 0), &[]);
+        bytes.push(0);
+        let result = header(Then::Nothing, 0).for_each_part(&bytes, 4096, |_, _| {});
+        assert_eq!(result, Err(MessageError::Trailing { num_bytes: 1 }));
+    }
+
+    #[test]
+    fn mutated_messages_never_leave_the_slot() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..50_000 {
+            let (header, parts) = random_message(&mut rng, 4096);
+            let mut bytes = encode(&header, &parts);
+            for _ in 0..rng.random_range(1..4) {
+                let at = rng.random_range(0..bytes.len());
+                bytes[at] = [0, 1, 0x7f, 0x80, 0xff, rng.random()][rng.random_range(0..6)];
+            }
+            bytes.truncate(rng.random_range(bytes.len() / 2..=bytes.len()));
+            if let Ok(header) = Header::decode(&bytes) {
+                let _ = header.for_each_part(&bytes, 4096, |offset, payload| {
+                    assert!(offset + payload.len() <= 4096);
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn only_an_addition_to_the_same_flag_is_merged() {
+        let header = |then, writes, total| {
+            let credit = Credit { offset: 128, total };
+            Header { slot: 0, seq: 0, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
+        };
+        let add = |offset, value| Then::Add { offset, value };
+        let mut message = encode(&header(add(64, 5), 7, 1), &[]);
+        let unchanged = message.clone();
+        for other in [
+            header(add(72, 1), 7, 9),
+            header(add(64, 1), 8, 9),
+            header(Then::Answer { id: 1 }, 7, 9),
+            Header { num_parts: 1, ..header(add(64, 1), 7, 9) },
+        ] {
+            assert!(!merge_add(&mut message, &other) && message == unchanged, "{other:?}");
+        }
+        assert!(merge_add(&mut message, &header(add(64, 3), 7, 4)));
+        assert_eq!(Header::decode(&message).unwrap(), header(add(64, 8), 7, 4));
+    }
+
+    #[test]
+    fn a_credit_beyond_the_slot_is_bad() {
+        for (offset, is_good) in [(4088, true), (4096, false), (4, false), (u32::MAX, false)] {
+            let credit = Credit { offset, total: 1 };
+            let header = Header {
+                slot: 0,
+                seq: 0,
+                token: 0,
+                writes: 0,
+                then: Then::Credit,
+                credit,
+                num_parts: 0,
+                mails: 0,
+            };
+            let message = encode(&header, &[]);
+            assert_eq!(
+                header.for_each_part(&message, 4096, |_, _| {}).is_ok(),
+                is_good,
+                "{offset}"
+            );
+        }
+    }
+}

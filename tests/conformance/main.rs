@@ -1,0 +1,168 @@
+//! One suite, every transport: threads over local memory, threads over staged memory with and without
+//! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
+#![cfg(not(loom))]
+
+#[path = "../support/src/bounded.rs"]
+mod bounded;
+mod parties;
+#[path = "../support/src/skip.rs"]
+mod skip;
+mod suite;
+#[cfg(feature = "verbs")]
+mod verbs;
+
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::time::Duration;
+
+use p2p_core::backend::local;
+use p2p_core::backend::staged::{Disorder, StagedEndpoint};
+use p2p_core::bootstrap::CloseReason;
+use p2p_core::{Channel, Connection, SlotConfig, TransportKind};
+use parties::{
+    Way, child_command, fresh_seed, in_processes, in_threads, meet, runtime, serve, var,
+};
+
+#[test]
+fn local_threads() {
+    in_threads(|config| local::pair(config).unwrap());
+}
+
+#[test]
+fn staged_threads() {
+    in_threads(|config| local::staged_pair(config, None).unwrap());
+}
+
+#[test]
+fn staged_threads_in_disorder() {
+    let mut seed = fresh_seed();
+    in_threads(move |config| {
+        seed += 1;
+        let disorder = Disorder { seed, max_delay: Duration::from_micros(20) };
+        local::staged_pair(config, Some(disorder)).unwrap()
+    });
+}
+
+#[test]
+fn two_processes_over_shared_memory() {
+    in_processes(&Way::plain(TransportKind::Shm).with("KIND", "shm"), |_| true);
+}
+
+#[test]
+fn two_processes_over_staged_memory() {
+    in_processes(&Way::plain(TransportKind::Staged).with("KIND", "staged"), |_| true);
+}
+
+#[test]
+fn two_processes_over_libfabric_tcp() {
+    over_libfabric("tcp;ofi_rxm");
+}
+
+#[test]
+fn two_processes_over_libfabric_shm() {
+    over_libfabric("shm");
+}
+
+/// Providers that few hosts have are named by `SWITCHYARD_TEST_PROVIDER`.
+#[test]
+fn two_processes_over_another_provider() {
+    let Ok(provider) = std::env::var("SWITCHYARD_TEST_PROVIDER") else {
+        return skip::skip("provider", "SWITCHYARD_TEST_PROVIDER names none");
+    };
+    over_libfabric(&provider);
+}
+
+fn over_libfabric(provider: &str) {
+    match libfabric_transport::FabricNetwork::open(provider) {
+        Ok(network) => {
+            let way = Way::over(std::sync::Arc::new(network));
+            let way = way.with("KIND", "libfabric").with("PROVIDER", provider);
+            in_processes(&way, |connection| connection.transport.flavour == provider);
+        }
+        Err(error) => skip::skip("libfabric", &error.to_string()),
+    }
+}
+
+/// What a child was told.
+fn way_of_child() -> Way {
+    match var("KIND").expect("a kind").as_str() {
+        "shm" => Way::plain(TransportKind::Shm),
+        "staged" => Way::plain(TransportKind::Staged),
+        "libfabric" => {
+            let provider = var("PROVIDER").expect("a provider");
+            let network = libfabric_transport::FabricNetwork::open(&provider).unwrap();
+            Way::over(std::sync::Arc::new(network))
+        }
+        #[cfg(feature = "verbs")]
+        "verbs" => Way::over(verbs::network()),
+        other => panic!("no transport is called {other}"),
+    }
+}
+
+#[test]
+fn the_death_of_a_process_is_noticed_at_once() {
+    let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+    let way = Way::plain(TransportKind::Shm).with("KIND", "shm").with("HANG", 1);
+    let (connections, mut child) = parties::serve_one_child(config, &way);
+    let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
+    assert_eq!(connection.liveness.closed_now(), None);
+    let runtime = runtime();
+    let waiting = runtime.spawn(async move {
+        let closed = tokio::time::timeout(bounded::LIMIT, connection.liveness.closed());
+        let reason = closed.await.expect("nobody has noticed the death");
+        (reason, connection.liveness.closed_now())
+    });
+    let start = std::time::Instant::now();
+    child.kill().unwrap();
+    let (reason, again) = runtime.block_on(waiting).unwrap();
+    println!("noticed after {:?}", start.elapsed());
+    child.wait().unwrap();
+    assert!(matches!(reason, CloseReason::Lost | CloseReason::Reset), "{reason}");
+    assert_eq!(again, Some(reason));
+}
+
+#[test]
+fn another_user_is_refused_by_name() {
+    let this_user = std::fs::metadata("/proc/self").unwrap().uid();
+    if this_user != 0 {
+        skip::skip("root", "a process of another user is started by root only");
+        return;
+    }
+    let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+    let way = Way::plain(TransportKind::Shm).with("KIND", "shm").with("REFUSED", 1);
+    let (connections, addr) = serve(slot, &way);
+    let mut command = child_command(addr, slot, &way);
+    match command.uid(65534).gid(65534).spawn() {
+        Ok(mut child) => {
+            let status = bounded::status_of(&mut child, "the refused process", bounded::LIMIT);
+            assert!(status.success(), "see the child's message");
+        }
+        Err(error) => skip::skip("root", &format!("another user cannot execute this: {error}")),
+    }
+    assert!(connections.try_recv().is_err());
+}
+
+/// The other half of the tests with two processes. Does nothing when run on its own.
+#[test]
+fn child_process() {
+    if !parties::is_child() {
+        return;
+    }
+    let way = way_of_child();
+    if var("REFUSED").is_some() {
+        let error = meet(&runtime(), &way).unwrap_err().to_string();
+        assert!(error.contains("uid 65534") && error.contains("uid 0"), "{error}");
+    } else if var("HANG").is_some() {
+        let runtime = runtime();
+        let _connection = meet(&runtime, &way).unwrap();
+        std::thread::sleep(Duration::from_secs(60));
+    } else {
+        parties::perform_all(&way);
+    }
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<Channel<StagedEndpoint>>();
+    is_send::<Connection>();
+};

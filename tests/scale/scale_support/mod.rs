@@ -1,0 +1,84 @@
+//! What the tests and figures of many peers share: the transport by name, and what a process holds.
+
+#![allow(dead_code, reason = "every test uses a part of it")]
+
+pub mod crowd;
+#[path = "../../support/src/descriptors.rs"]
+mod descriptors;
+pub mod engines;
+#[path = "../../support/src/skip.rs"]
+pub mod skip;
+
+use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
+use verbs_transport::VerbsConfig;
+
+/// The transport under test: `SWITCHYARD_TEST_TRANSPORT`, written as for `--transport`, or shared
+/// memory. `None` says that this host or build has no such transport, and has been reported as a skip.
+pub fn transports() -> Option<Transports> {
+    let name = std::env::var(TRANSPORT).unwrap_or_else(|_| "shm".to_owned());
+    let spec: TransportSpec = name.parse().expect("a transport");
+    let networks = OpenNetworks::default()
+        .with(verbs_transport::opener(VerbsConfig::default()))
+        .with(libfabric_transport::opener());
+    match { networks }.open(&spec) {
+        Ok(transports) => Some(transports),
+        Err(error) => {
+            // `libfabric:tcp;ofi_rxm` is for want of libfabric.
+            let resource = name.split(':').next().unwrap_or_default();
+            skip::skip(resource, &error.to_string());
+            None
+        }
+    }
+}
+
+/// How many peers to try: as many as usual, or as `SWITCHYARD_TEST_PEERS` says.
+pub fn wanted_peers(usual: usize) -> usize {
+    std::env::var("SWITCHYARD_TEST_PEERS").map_or(usual, |text| text.parse().expect("a number"))
+}
+
+/// Variable that names the transport under test.
+pub const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
+
+/// Open descriptors of this process, in all its tables.
+pub fn num_descriptors() -> usize {
+    descriptors::num_descriptors("self").expect("descriptors")
+}
+
+/// Threads of this process.
+pub fn num_threads() -> usize {
+    std::fs::read_dir("/proc/self/task").expect("threads").count()
+}
+
+/// Seconds of processor time of this process so far: its own, and the kernel's on its behalf.
+pub fn cpu_seconds() -> (f64, f64) {
+    let text = std::fs::read_to_string("/proc/self/stat").expect("times");
+    // The name before may hold anything, but for the last parenthesis.
+    let (_, rest) = text.rsplit_once(')').expect("a name");
+    let mut ticks = rest.split_whitespace().skip(11).map(|word| word.parse::<f64>());
+    let mut next = || ticks.next().expect("a time").expect("a number") / TICKS_PER_SECOND;
+    (next(), next())
+}
+
+/// `USER_HZ`, the same on every system that Linux runs on today.
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// Mappings of this process.
+pub fn num_mappings() -> usize {
+    std::fs::read_to_string("/proc/self/maps").expect("mappings").lines().count()
+}
+
+/// Mappings of slots in shared memory.
+pub fn num_shared_slots() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("mappings");
+    maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count()
+}
+
+/// Memory of this process in bytes. A page that it maps twice counts once. What the allocator keeps for later
+/// is given back before: how much it is depends on which threads have run beside each other.
+pub fn resident_bytes() -> u64 {
+    // SAFETY: gives free memory of the heap back to the system.
+    unsafe { libc::malloc_trim(0) };
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("memory");
+    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).expect("Pss");
+    line.trim().trim_end_matches(" kB").trim().parse::<u64>().expect("a number") << 10
+}

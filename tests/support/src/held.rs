@@ -1,0 +1,48 @@
+//! What this process holds, for tests of what must not stay behind.
+
+#![allow(dead_code, reason = "every test uses a part of it")]
+
+#[path = "descriptors.rs"]
+mod descriptors;
+
+/// Open descriptors of this process, in all its tables.
+pub fn num_descriptors() -> usize {
+    descriptors::num_descriptors("self").expect("descriptors")
+}
+
+/// Threads.
+pub fn num_threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+/// Mappings of files whose names contain `name`, as those of slots do.
+pub fn num_mappings_of(name: &str) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains(name)).count()
+}
+
+/// Resident memory in bytes. What the allocator keeps for later is given back before: it is no leak, and how
+/// much it is depends on which threads have run beside each other.
+pub fn resident_bytes() -> u64 {
+    // SAFETY: gives free memory of the heap back to the system.
+    unsafe { libc::malloc_trim(0) };
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
+/// By how many bytes memory usually grows from one sample to the next: half of the steps are no greater.
+/// Pools grow by megabytes with some steps and not with others; what is kept every time is in all of them.
+///
+/// # Panics
+/// With fewer than [`MIN_SAMPLES`]: of one step or none nothing is usual, and the test would check nothing.
+pub fn usual_growth(samples: &[u64]) -> i64 {
+    let num_samples = samples.len();
+    assert!(num_samples >= MIN_SAMPLES, "{num_samples} samples of memory, expected {MIN_SAMPLES}");
+    let mut steps: Vec<i64> =
+        samples.windows(2).map(|pair| pair[1].cast_signed() - pair[0].cast_signed()).collect();
+    steps.sort_unstable();
+    steps[(steps.len() - 1) / 2]
+}
+
+/// Three steps: the lower middle one of fewer is the least.
+pub const MIN_SAMPLES: usize = 4;

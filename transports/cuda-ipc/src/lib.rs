@@ -1,0 +1,250 @@
+//! Slots in the memory of GPUs, mapped across the processes of one host.
+//!
+//! A pair of device slots stands *beside* a connection of another transport, usually
+//! [`shm`](p2p_core::backend::shm), which carries liveness and whatever hosts tell one another: kernels of both
+//! sides move the data and the flags in the slots by themselves, and no host is in their way.
+//!
+//! The handshake of a connection makes a [`DevicePair`] when both sides bring a [`DeviceSide`]: two
+//! slots, whose meaning is the services' and their kernels' own. Two peers that are connected already
+//! get two slots with host-driven rings, a [`DeviceChannel`], by an [`Invitation`] whose bytes one sends
+//! to the other. Either way descriptors of the memory go over a Unix socket, as shared memory's do, with
+//! the same check of the user.
+//!
+//! Flags live in the control tail of each slot, in GPU memory, where kernels poll them at the price of
+//! their own memory instead of a trip to the host. The price is that a host sees them by copies, some
+//! 10 µs each: [`DeviceChannel`] is for set-up, tests and tools, not for the data path. A host wakes its
+//! peer after each frame without asking whether it sleeps, because asking would be a copy, too.
+//!
+//! **Death.** The memory of a dead process stays allocated until everybody has unmapped it, and stays
+//! harmless to store into. So: stop launching towards the peer, let running kernels reach their bound,
+//! drop the channel, and the peer's GPU memory is free for its successor. Dropping waits for this
+//! side's own copies only.
+
+mod channel;
+mod endpoint;
+mod memory;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kernels::abi::DevicePtr;
+use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use thiserror::Error;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+
+pub use channel::DeviceChannel;
+pub use endpoint::DeviceEndpoint;
+pub use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
+pub use memory::GpuMemory;
+
+use p2p_core::backend::shm::{ShmError, pass};
+use p2p_core::channel::ChannelError;
+use p2p_core::slot::SlotLayout;
+use p2p_core::wait::event_fd;
+
+/// Device slots could not be made or exchanged.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The GPU refused.
+    #[error("device slot: {0}")]
+    Gpu(#[from] GpuError),
+    /// The exchange of descriptors failed.
+    #[error("device slot: {0}")]
+    Exchange(#[from] ShmError),
+    /// A system call failed.
+    #[error("device slot: {call} failed: {source}")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The peer did not come.
+    #[error("device slot: the peer did not exchange its descriptors within {} ms", .limit.as_millis())]
+    Timeout {
+        /// The limit.
+        limit: Duration,
+    },
+    /// The rings cannot go on; retire the channel.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+}
+
+/// Bytes of an [`Invitation`] on the wire.
+pub const INVITATION_BYTES: usize = 32;
+
+/// A place where one peer can exchange descriptors with this process, known to whoever has its bytes.
+#[derive(Debug)]
+pub struct Invitation {
+    token: pass::Nonce,
+    nonce: pass::Nonce,
+    listener: UnixListener,
+}
+
+impl Invitation {
+    /// Opens the place. Within a Tokio runtime.
+    ///
+    /// # Errors
+    /// [`DeviceError::System`].
+    pub fn open() -> Result<Self, DeviceError> {
+        let (token, nonce) = (rand::random(), rand::random());
+        let listener =
+            pass::listen(&token).map_err(|source| DeviceError::System { call: "bind", source })?;
+        Ok(Self { token, nonce, listener })
+    }
+
+    /// What the peer needs to know. Send it to nobody else.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; INVITATION_BYTES] {
+        let mut bytes = [0; INVITATION_BYTES];
+        bytes[..16].copy_from_slice(&self.token);
+        bytes[16..].copy_from_slice(&self.nonce);
+        bytes
+    }
+
+    /// Waits for the peer and joins both slots, each in its process's GPU.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub async fn meet(
+        self,
+        gpu: &Gpu,
+        layout: SlotLayout,
+        limit: Duration,
+    ) -> Result<DeviceChannel, DeviceError> {
+        let met = timeout(limit, async {
+            let own = create(gpu, layout).await?;
+            loop {
+                let accepted = self.listener.accept().await;
+                let (stream, _) =
+                    accepted.map_err(|source| DeviceError::System { call: "accept", source })?;
+                // Nobody else can keep the peer away: who does not know the nonce gets nothing.
+                if let Err(error) = pass::check_user(&stream) {
+                    tracing::warn!(%error, "refused a stranger's connection");
+                    continue;
+                }
+                let heard = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
+                let passed = match heard.unwrap_or(Err(DeviceError::Timeout { limit })) {
+                    Ok(passed) => passed,
+                    Err(error) => {
+                        tracing::warn!(%error, "refused a connection that is not the peer's");
+                        continue;
+                    }
+                };
+                send(&stream, &self.nonce, &own).await?;
+                break join(gpu, layout, own, passed).await;
+            }
+        });
+        met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
+    }
+}
+
+/// Goes where `invitation` says and joins both slots, each in its process's GPU.
+///
+/// # Errors
+/// [`DeviceError`].
+pub async fn meet(
+    invitation: &[u8; INVITATION_BYTES],
+    gpu: &Gpu,
+    layout: SlotLayout,
+    limit: Duration,
+) -> Result<DeviceChannel, DeviceError> {
+    let (mut token, mut nonce) = ([0; 16], [0; 16]);
+    token.copy_from_slice(&invitation[..16]);
+    nonce.copy_from_slice(&invitation[16..]);
+    let met = timeout(limit, async {
+        let own = create(gpu, layout).await?;
+        let stream = pass::reach(&token).await?;
+        send(&stream, &nonce, &own).await?;
+        let passed = receive(&stream, &nonce).await?;
+        join(gpu, layout, own, passed).await
+    });
+    met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
+}
+
+/// This process's slot in its GPU's memory, zeroed.
+#[derive(Debug)]
+pub struct DeviceSlot {
+    memory: GpuBuffer,
+    descriptor: OwnedFd,
+    wake: Arc<OwnedFd>,
+}
+
+impl DeviceSlot {
+    /// A fresh slot that a peer can map. GPUs give memory in pieces of 2 MiB.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn create(gpu: &Gpu, layout: &SlotLayout) -> Result<Self, DeviceError> {
+        let memory = gpu.alloc_shared(layout.slot_bytes() as u64)?;
+        let descriptor = memory.export()?;
+        let wake = event_fd().map_err(|source| DeviceError::System { call: "eventfd", source })?;
+        Ok(Self { memory, descriptor, wake: Arc::new(wake) })
+    }
+
+    /// Address, for kernels of this process.
+    #[must_use]
+    pub fn ptr(&self) -> DevicePtr {
+        self.memory.ptr()
+    }
+}
+
+async fn create(gpu: &Gpu, layout: SlotLayout) -> Result<DeviceSlot, DeviceError> {
+    let gpu = gpu.clone();
+    blocking(move || DeviceSlot::create(&gpu, &layout)).await
+}
+
+async fn send(
+    stream: &UnixStream,
+    nonce: &pass::Nonce,
+    own: &DeviceSlot,
+) -> Result<(), DeviceError> {
+    Ok(pass::send(stream, nonce, [own.descriptor.as_fd(), own.wake.as_fd()]).await?)
+}
+
+async fn receive(stream: &UnixStream, nonce: &pass::Nonce) -> Result<pass::Passed, DeviceError> {
+    let passed = pass::receive(stream).await?;
+    if passed.nonce != *nonce {
+        let text = "what came belongs to another exchange".to_owned();
+        return Err(ShmError::Rendezvous(text).into());
+    }
+    p2p_core::backend::shm::check_event(&passed.wake)?;
+    Ok(passed)
+}
+
+async fn join(
+    gpu: &Gpu,
+    layout: SlotLayout,
+    own: DeviceSlot,
+    passed: pass::Passed,
+) -> Result<DeviceChannel, DeviceError> {
+    let gpu = gpu.clone();
+    blocking(move || {
+        let peer = gpu.import_shared(passed.memory, layout.slot_bytes() as u64)?;
+        let endpoint = DeviceEndpoint::new(
+            gpu.stream()?,
+            peer,
+            layout.slot_bytes(),
+            Arc::new(passed.wake),
+            Arc::clone(&own.wake),
+        );
+        DeviceChannel::new(&gpu, layout, own, endpoint)
+    })
+    .await
+}
+
+/// Calls into the driver take milliseconds while memory is mapped.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, DeviceError> + Send + 'static,
+) -> Result<T, DeviceError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        Err(DeviceError::System { call: "spawn_blocking", source: io::Error::other(error) })
+    })
+}
+
+/// Part of the time that one connection may take until it has said something.
+const SHARE_OF_ONE: u32 = 4;

@@ -1,0 +1,423 @@
+//! One endpoint of this process and all pairs over it: the driver.
+//!
+//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no lock:
+//! whoever posts calls the library, unless it could not take something before, which waits in the pair's
+//! [`outbox`](super::outbox) until somebody drives.
+//!
+//! With a [`keeper`] its thread alone drives and calls the library, once the device is open: everything
+//! that is posted goes through the outboxes, and pairs begin and end there. The lock of the state is never
+//! contended then. Posting allocates nothing, with one exception: an addition that may wait, when those of
+//! 4,096 other pairs wait already, is handed over in memory of its own.
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::ArrayQueue;
+
+use super::keeper::{Keeper, Patience};
+use super::link::Link;
+use super::load::Library;
+use super::outbox::{Op, Queued};
+use super::owner::{CallError, Info};
+use super::port::{Polled, Port, network_error};
+use super::receives::Receives;
+use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
+use super::waits::Waits;
+use super::{keeper, service, sys};
+use p2p_core::endpoint::PostError;
+use p2p_core::network::NetworkError;
+use p2p_core::wait::Driver;
+
+mod arrivals;
+mod pairs;
+
+/// One endpoint of this process. See the [module](self).
+#[derive(Debug)]
+pub(super) struct Device {
+    // Before what its operations use.
+    port: Port,
+    state: Mutex<State>,
+    /// Longest message that this device sends.
+    max_message_bytes: usize,
+    /// Pairs with operations that wait.
+    num_backlogged: AtomicUsize,
+    /// Pairs with additions that wait for the next message, or the next turn of the driver.
+    credits: ArrayQueue<Arc<Link>>,
+    /// Times that somebody drove.
+    num_drives: AtomicU64,
+    /// Whether somebody sleeps on the descriptor and will drive when it fires.
+    is_watched: AtomicBool,
+    /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
+    last_news_ns: AtomicU64,
+    start: Instant,
+    /// Who alone calls the library, where calls may not return.
+    keeper: Option<Arc<Keeper>>,
+}
+
+impl Device {
+    /// Opens an endpoint, and starts what drives it when nobody else does. Where the library may not come
+    /// back, that is known after `patience`.
+    pub(super) fn open(
+        library: &'static Library,
+        (info, waits): (Info, Waits),
+        patience: Patience,
+    ) -> Result<Arc<Self>, NetworkError> {
+        let is_kept = keeper::is_needed(&info.first().provider());
+        let port = Port::open(library, (info, if is_kept { Waits::Poll } else { waits }))?;
+        let traits = port.traits();
+        let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
+        let provider = traits.provider.clone();
+        let failed = |error: CallError| network_error(&provider, error.op, &error);
+        if max_message_bytes < super::detail::MIN_MESSAGE_BYTES {
+            return Err(NetworkError {
+                network: format!("libfabric {provider}"),
+                op: "open",
+                code: None,
+                detail: format!(
+                    "the provider sends at most {max_message_bytes} bytes at once, expected {} or more",
+                    super::detail::MIN_MESSAGE_BYTES
+                ),
+            });
+        }
+        let mut receives = Receives::new(&port, MAX_MESSAGE_BYTES).map_err(failed)?;
+        receives.post(&port).map_err(failed)?;
+        tracing::debug!(?traits, "libfabric endpoint opened");
+        let state = State {
+            receives,
+            table: Vec::new(),
+            heads: Vec::new(),
+            hot: Vec::with_capacity(MAX_HOT),
+            next_victim: 0,
+            next_head: 0,
+            stalls: Vec::new(),
+            free: Vec::new(),
+            addresses: HashMap::new(),
+            credit_turns: 0,
+            leaving: Vec::new(),
+            closing: Vec::new(),
+            quarantine: Quarantine::default(),
+            entries: [EMPTY_ENTRY; NUM_ENTRIES],
+            sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
+        };
+        let keeper = is_kept.then(|| Keeper::new(&provider, port.lane().name(), patience));
+        let device = Arc::new(Self {
+            port,
+            state: Mutex::new(state),
+            max_message_bytes,
+            num_backlogged: AtomicUsize::new(0),
+            credits: ArrayQueue::new(MAX_CREDITS),
+            num_drives: AtomicU64::new(0),
+            is_watched: AtomicBool::new(false),
+            last_news_ns: AtomicU64::new(0),
+            start: Instant::now(),
+            keeper,
+        });
+        match &device.keeper {
+            Some(keeper) => keeper::start(&device, keeper),
+            None => service::start(&device),
+        }
+        .map_err(|error| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "start a thread",
+            code: error.raw_os_error().map(Into::into),
+            detail: error.to_string(),
+        })?;
+        Ok(device)
+    }
+
+    pub(super) const fn port(&self) -> &Port {
+        &self.port
+    }
+
+    pub(super) const fn max_message_bytes(&self) -> usize {
+        self.max_message_bytes
+    }
+
+    /// Times that somebody drove, and whether somebody will when something comes.
+    pub(super) fn attention(&self) -> (u64, bool) {
+        let is_watched = self.is_watched.load(Ordering::Acquire);
+        (self.num_drives.load(Ordering::Relaxed), is_watched)
+    }
+
+    /// Whether posts are made by whoever wants them, and not by the keeper.
+    #[inline]
+    pub(super) const fn posts_here(&self) -> bool {
+        self.keeper.is_none()
+    }
+
+    pub(super) const fn keeper(&self) -> Option<&Arc<Keeper>> {
+        self.keeper.as_ref()
+    }
+
+    /// Whether the library does not come back. Nothing of this device works any more then.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.keeper.as_ref().is_some_and(|keeper| keeper.is_stuck())
+    }
+
+    /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
+    /// much waits already. False when it was merged with what waits.
+    pub(super) fn enqueue(
+        &self,
+        link: &Link,
+        name: &'static str,
+        op: Op<'_>,
+    ) -> Result<bool, PostError> {
+        let mut deadline = None;
+        loop {
+            link.health()?;
+            let queued = link.enqueue(op).map_err(|error| PostError::Transport {
+                op: name,
+                code: sys::FI_ENOMEM,
+                detail: format!("an operation that must wait found no room: {error}"),
+            })?;
+            match queued {
+                (Queued::Merged, _) => return Ok(false),
+                (Queued::Yes, is_first) => {
+                    if is_first {
+                        self.num_backlogged.fetch_add(1, Ordering::AcqRel);
+                    }
+                    // A provider that takes nothing may have moved what came instead, of which nobody
+                    // is told if it was mail.
+                    self.push_on();
+                    return Ok(true);
+                }
+                (Queued::Full, _) => {
+                    let now = Instant::now();
+                    if now >= *deadline.get_or_insert(now + POST_PATIENCE) {
+                        let code = sys::FI_EAGAIN;
+                        let detail = format!(
+                            "the peer has taken nothing for {} ms",
+                            POST_PATIENCE.as_millis()
+                        );
+                        link.fail(name, code, detail.clone());
+                        return Err(PostError::Transport { op: name, code, detail });
+                    }
+                    self.push_on();
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+
+    /// Something is to be done soon.
+    fn push_on(&self) {
+        match &self.keeper {
+            Some(keeper) => keeper.wake(),
+            None => self.turn(),
+        }
+    }
+
+    /// Lets an addition wait for the next message to the peer, or the next turn of the driver. False when
+    /// it cannot.
+    pub(super) fn add_credit(&self, link: &Arc<Link>, offset: u32, value: u64) -> bool {
+        match link.add_credit(offset, value) {
+            None => false,
+            Some(false) => true,
+            Some(true) => {
+                if let Err(link) = self.credits.push(Arc::clone(link)) {
+                    // More pairs than there is room for: at once, then.
+                    match &self.keeper {
+                        Some(keeper) => {
+                            keeper.hand_over(move |device| {
+                                let _ = link.flush_credit(&device.port);
+                            });
+                        }
+                        None => {
+                            let _ = link.flush_credit(&self.port);
+                        }
+                    }
+                }
+                true
+            }
+        }
+    }
+
+    /// Whether additions wait.
+    pub(super) fn has_credits(&self) -> bool {
+        !self.credits.is_empty()
+    }
+
+    /// Sends the additions that no message has taken along.
+    pub(super) fn flush_credits(&self) {
+        for _ in 0..self.credits.len() {
+            let Some(link) = self.credits.pop() else { break };
+            if !link.flush_credit(&self.port)
+                && let Err(link) = self.credits.push(link)
+            {
+                link.fail("send", sys::FI_EAGAIN, "the peer takes nothing".to_owned());
+            }
+        }
+    }
+
+    /// The queue itself failed: nothing works any more.
+    fn fail_all(&self, state: &State, error: &CallError) {
+        tracing::error!(%error, provider = self.port.traits().provider, "libfabric queue failed");
+        for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
+            let _ = link.fail_call(error);
+        }
+    }
+
+    fn flush_backlogs(&self, state: &State) {
+        for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
+            if link.backlog() > 0 && link.flush(&self.port) {
+                self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+}
+
+impl Driver for Device {
+    fn drive(&self) {
+        if self.keeper.is_none() {
+            self.turn();
+        }
+    }
+
+    fn may_sleep(&self) -> bool {
+        if let Some(keeper) = &self.keeper {
+            // Whatever comes wakes whoever it is for.
+            if self.has_credits() {
+                keeper.wake();
+            }
+            return true;
+        }
+        if self.has_credits() {
+            self.flush_credits();
+        }
+        self.is_watched.store(true, Ordering::Release);
+        self.port.wait_fd().is_none() || (self.port.queue().may_sleep() && !self.has_mail())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.port.wait_fd()
+    }
+
+    fn max_sleep(&self) -> Duration {
+        if self.keeper.is_some() { WATCHED_TICK } else { self.nap() }
+    }
+}
+
+impl Device {
+    /// Does what is due, unless somebody else does.
+    pub(super) fn turn(&self) {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            // Somebody drives.
+            Err(TryLockError::WouldBlock) => return,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        };
+        let state = &mut *state;
+        // Only the holder of the lock counts.
+        let num_drives = self.num_drives.load(Ordering::Relaxed) + 1;
+        self.num_drives.store(num_drives, Ordering::Relaxed);
+        if self.is_watched.load(Ordering::Relaxed) {
+            self.is_watched.store(false, Ordering::Release);
+        }
+        let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
+        // Mail first: what else came may have been sent after it.
+        let mut is_news = self.handle_mails(state);
+        match polled {
+            Ok(Polled::Nothing) => {
+                if !state.stalls.is_empty() {
+                    Self::sweep_stalls(state);
+                }
+                if state.receives.has_spare() {
+                    self.repost(state);
+                }
+                if !state.closing.is_empty() {
+                    state.sweep_closing(&self.port);
+                }
+            }
+            Ok(Polled::Entries(num)) => {
+                for nth in 0..num.min(NUM_ENTRIES) {
+                    self.handle(state, nth);
+                }
+                if state.receives.is_low() {
+                    self.repost(state);
+                }
+                is_news = true;
+            }
+            Ok(Polled::Failed(failure)) => self.handle_failure(state, &failure),
+            Err(error) => self.fail_all(state, &error),
+        }
+        if is_news && self.port.wait_fd().is_none() {
+            let now = self.start.elapsed().as_nanos() as u64;
+            self.last_news_ns.store(now, Ordering::Relaxed);
+        }
+        if self.num_backlogged.load(Ordering::Acquire) > 0 {
+            self.flush_backlogs(state);
+        }
+        if self.has_credits() {
+            // A moment, in which most of them find a message to go along with.
+            state.credit_turns += 1;
+            if state.credit_turns >= CREDIT_TURNS {
+                state.credit_turns = 0;
+                self.flush_credits();
+            }
+        }
+    }
+
+    /// Longest time until the next turn.
+    pub(super) fn nap(&self) -> Duration {
+        if self.num_backlogged.load(Ordering::Acquire) > 0 {
+            return if self.keeper.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
+        }
+        if self.port.wait_fd().is_some() {
+            return WATCHED_TICK;
+        }
+        let quiet_ns = (self.start.elapsed().as_nanos() as u64)
+            .saturating_sub(self.last_news_ns.load(Ordering::Relaxed));
+        if quiet_ns < AWAKE_NS {
+            return Duration::ZERO;
+        }
+        // A hundredth of the time since something came: quick while there is traffic, cheap without.
+        Duration::from_nanos(quiet_ns / 100).clamp(SHORTEST_TICK, LONGEST_TICK)
+    }
+
+    /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
+    fn has_mail(&self) -> bool {
+        match self.state.try_lock() {
+            Ok(state) => {
+                state.heads.iter().flatten().any(|head| head.has_news() && head.read().is_some())
+            }
+            Err(TryLockError::WouldBlock) => true,
+            Err(TryLockError::Poisoned(_)) => false,
+        }
+    }
+
+    fn repost(&self, state: &mut State) {
+        if let Err(error) = state.receives.post(&self.port) {
+            self.fail_all(state, &error);
+        }
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // Nothing that holds the lock can leave the state half changed.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Longest message. Longer puts are writes.
+const MAX_MESSAGE_BYTES: usize = 8 << 10;
+const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
+    op_context: std::ptr::null_mut(),
+    flags: 0,
+    len: 0,
+    buf: std::ptr::null_mut(),
+    data: 0,
+};
+/// Longest time that a post waits for room.
+const POST_PATIENCE: Duration = Duration::from_secs(1);
+/// Turns of the driver for which additions wait: some 20 µs of polling.
+const CREDIT_TURNS: u32 = 32;
+/// Pairs whose additions may wait at the same time.
+const MAX_CREDITS: usize = 4096;
+const BACKLOG_TICK: Duration = Duration::from_millis(1);
+const WATCHED_TICK: Duration = Duration::from_millis(100);
+/// Without a descriptor nobody sleeps this soon after something came.
+const AWAKE_NS: u64 = 200_000;
+const SHORTEST_TICK: Duration = Duration::from_micros(20);
+const LONGEST_TICK: Duration = Duration::from_millis(2);

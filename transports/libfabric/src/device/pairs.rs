@@ -1,0 +1,176 @@
+//! How the pairs of a device begin and end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::super::endpoint::Lease;
+use super::super::inbound::Inbound;
+use super::super::link::{IDX_MASK, Link};
+use super::super::mail::{Mailbox, NUM_CELLS};
+use super::super::outbox::Outbox;
+use super::super::owner::CallError;
+use super::super::port::{Registered, Rights, network_error};
+use super::super::sys;
+use super::super::table::{Address, Closing, Entry, Leaving, Source};
+use super::{Device, lock};
+use p2p_core::network::NetworkError;
+use p2p_core::region::Region;
+use p2p_core::wait::event_fd;
+
+impl Device {
+    /// Makes a place for a pair with a fresh slot.
+    pub(in super::super) fn add(
+        self: &Arc<Self>,
+        slot_bytes: usize,
+        waiting_offset: usize,
+    ) -> Result<Lease, NetworkError> {
+        match &self.keeper {
+            Some(keeper) => keeper
+                .ask("make a slot", move |device| device.add_here(slot_bytes, waiting_offset))?,
+            None => self.add_here(slot_bytes, waiting_offset),
+        }
+    }
+
+    fn add_here(
+        self: &Arc<Self>,
+        slot_bytes: usize,
+        waiting_offset: usize,
+    ) -> Result<Lease, NetworkError> {
+        let provider = &self.port.traits().provider;
+        let failed = |op: &'static str, detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op,
+            code: None,
+            detail,
+        };
+        let slot =
+            Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
+        let outbox = Outbox::new(self.max_message_bytes);
+        if self.keeper.is_some() {
+            // Everything goes through it.
+            outbox.prepare().map_err(|e| failed("make an outbox", e.to_string()))?;
+        }
+        let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
+        let registered = self.port.register_region(&slot, Rights::ReadWrite);
+        let registered = registered.map_err(|e| network_error(provider, e.op, &e))?;
+        let mailbox = self.port.traits().takes_mail.then(|| Mailbox::new(&self.port)).transpose();
+        let mailbox = mailbox.map_err(|e| network_error(provider, e.op, &e))?;
+        let mut state = lock(&self.state);
+        let idx = match state.free.pop() {
+            Some(idx) => idx,
+            None if state.table.len() <= IDX_MASK as usize => {
+                state.table.push(Entry::default());
+                state.heads.push(None);
+                (state.table.len() - 1) as u16
+            }
+            None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
+        };
+        let entry = &mut state.table[usize::from(idx)];
+        let id = u32::from(entry.generation) << 16 | u32::from(idx);
+        let offer = mailbox.as_ref().map(Mailbox::offer);
+        let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake, outbox));
+        entry.link = Some(Arc::clone(&link));
+        // SAFETY: the head is taken away with the pair's end, before the mailbox.
+        let head = mailbox.as_ref().map(|mailbox| unsafe { mailbox.head(link.token) });
+        entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
+        entry.mailbox = mailbox;
+        state.heads[usize::from(idx)] = head;
+        if let Some(keeper) = &self.keeper {
+            keeper.add(&link);
+        }
+        Ok(Lease::new(Arc::clone(self), link, registered))
+    }
+
+    /// Learns where the peer of a pair is.
+    pub(in super::super) fn locate(
+        &self,
+        link: &Link,
+        address: &[u8],
+    ) -> Result<sys::FiAddr, NetworkError> {
+        let provider = &self.port.traits().provider;
+        let failed = |error: CallError| network_error(provider, error.op, &error);
+        let Some(keeper) = &self.keeper else {
+            return self.locate_here(link.id, address).map_err(failed);
+        };
+        let (id, address) = (link.id, address.to_vec());
+        keeper.ask("join", move |device| device.locate_here(id, &address))?.map_err(failed)
+    }
+
+    fn locate_here(&self, id: u32, address: &[u8]) -> Result<sys::FiAddr, CallError> {
+        let mut state = lock(&self.state);
+        let addr = match state.addresses.get_mut(address) {
+            Some(known) => {
+                known.num_pairs += 1;
+                known.addr
+            }
+            None => {
+                let addr = self.port.insert(address)?;
+                state.addresses.insert(address.to_vec(), Address { addr, num_pairs: 1 });
+                addr
+            }
+        };
+        if let Some(entry) = state.table.get_mut((id & IDX_MASK) as usize) {
+            entry.address = Some(address.to_vec());
+        }
+        Ok(addr)
+    }
+
+    /// The endpoint of a pair is gone. The key of its slot goes first.
+    pub(in super::super) fn close(
+        &self,
+        link: &Arc<Link>,
+        slot: Option<Registered>,
+        sources: Vec<Source>,
+    ) {
+        match &self.keeper {
+            Some(keeper) => {
+                let link = Arc::clone(link);
+                keeper.hand_over(move |device| {
+                    let leaving = Leaving { since: Instant::now(), link, slot, sources };
+                    lock(&device.state).leaving.push(leaving);
+                });
+            }
+            None => self.close_here(link, slot, sources),
+        }
+    }
+
+    /// Closes pairs whose endpoint is gone, as soon as what was posted before is taken, as it is where it is
+    /// posted at once, or after `patience`. Whether there are no more of them.
+    pub(in super::super) fn close_leaving(&self, patience: Duration) -> bool {
+        let is_due = |leaving: &mut Leaving| {
+            let link = &leaving.link;
+            link.backlog() == 0
+                || link.is_failed()
+                || link.is_deserted()
+                || leaving.since.elapsed() >= patience
+        };
+        loop {
+            let mut state = lock(&self.state);
+            let Some(due) = state.leaving.iter_mut().position(is_due) else {
+                return state.leaving.is_empty();
+            };
+            let Leaving { link, slot, sources, .. } = state.leaving.swap_remove(due);
+            drop(state);
+            self.close_here(&link, slot, sources);
+        }
+    }
+
+    fn close_here(&self, link: &Arc<Link>, slot: Option<Registered>, sources: Vec<Source>) {
+        drop(slot);
+        if link.discard() {
+            self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
+        }
+        link.fail("close", 0, "closed by this side".to_owned());
+        let mut state = lock(&self.state);
+        let idx = (link.id & IDX_MASK) as u16;
+        state.ignore_mail(idx);
+        if let Some(entry) = state.table.get_mut(usize::from(idx)) {
+            let closing =
+                Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
+            entry.closing = Some(closing);
+            state.closing.push(idx);
+        }
+        state.sweep_closing(&self.port);
+    }
+}

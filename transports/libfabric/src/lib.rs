@@ -1,0 +1,265 @@
+//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, `verbs;ofi_rxm`, `efa` and
+//! `cxi` where there is hardware.
+//!
+//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without it
+//! says so in one line and offers its other transports.
+//!
+//! | layer | files |
+//! |---|---|
+//! | sys | `sys` (structures, tables of functions), `load` (symbols) |
+//! | owner | `owner` (objects that close themselves), `lane` (one endpoint), `port` (with its queue and addresses) |
+//! | safe | `device` (the driver, shared by all pairs), `keeper` (a thread that alone calls the library, where it may not come back), `table` (its pairs), `link` (one pair), `outbox` (what waits there), `endpoint` |
+//!
+//! How the ordering contract is kept without any promise of the provider about writes and messages is
+//! described in `docs/memory-model.md`.
+//!
+//! Queues have a descriptor to sleep on, to whose epoll set every packet reports. With [`WAIT_VARIABLE`] set
+//! to `poll` they have none: round trips over `tcp;ofi_rxm` get shorter, and whoever waits looks for what
+//! came, after a hundredth of the time since something came, at most 2 ms.
+//!
+//! Not here: discovery, and any choice between providers. Whoever opens a [`FabricNetwork`] names one.
+
+mod detail;
+mod device;
+mod endpoint;
+#[cfg(fuzzing)]
+pub mod fuzzing;
+mod keeper;
+mod lane;
+mod lazy;
+mod link;
+mod load;
+mod mail;
+mod outbox;
+mod owner;
+mod port;
+mod queue;
+mod receives;
+mod rma;
+mod rxm;
+mod service;
+#[cfg(test)]
+#[path = "../../../tests/support/src/skip.rs"]
+mod skip;
+mod sys;
+mod table;
+mod touch;
+mod waits;
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use endpoint::LibfabricEndpoint;
+pub use load::{LIBRARY_VARIABLE, LoadError};
+pub use rma::LibfabricFabric;
+pub use waits::WAIT_VARIABLE;
+
+use detail::Detail;
+use device::Device;
+use endpoint::Lease;
+use keeper::{Patience, Stay};
+use lazy::LazyDefault;
+use link::FarSide;
+use load::Library;
+use p2p_core::counted::{inbound, message};
+use p2p_core::endpoint::TransportKind;
+use p2p_core::fabric::FabricOpener;
+use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::slot::{SlotLayout, WAITING};
+use p2p_core::transport::AnyEndpoint;
+use p2p_core::transports::NetworkOpener;
+
+/// Provider that works between any two hosts.
+pub const DEFAULT_PROVIDER: &str = "tcp;ofi_rxm";
+
+/// Names of the providers on this host that can carry a slot, the library's favourite first.
+///
+/// # Errors
+/// [`LoadError`] when there is no library.
+pub fn providers() -> Result<Vec<String>, LoadError> {
+    Ok(port::providers(Library::get()?))
+}
+
+/// Why `provider` would be refused in this environment although it is here, if so.
+#[must_use]
+pub fn refusal(provider: &str) -> Option<String> {
+    rxm::refusal(provider)
+}
+
+/// How a program opens libfabric for slots: `libfabric`, `libfabric:PROVIDER`. `auto` opens the default provider when
+/// the first peer needs it, because the library's search for providers can take seconds.
+#[must_use]
+pub fn opener() -> NetworkOpener {
+    NetworkOpener::new(TransportKind::Libfabric, |provider, _| {
+        let network = FabricNetwork::open(provider.unwrap_or(DEFAULT_PROVIDER))?;
+        Ok(vec![Arc::new(network) as Arc<dyn Network>])
+    })
+    .lazy_in_auto(|| Arc::new(LazyDefault::default()))
+}
+
+/// How a program opens libfabric for the message engine: `libfabric`, `libfabric:PROVIDER`.
+#[must_use]
+pub fn fabric_opener() -> FabricOpener {
+    FabricOpener {
+        name: "libfabric",
+        argument: "PROVIDER",
+        open: |provider, local| {
+            let provider = provider.unwrap_or(DEFAULT_PROVIDER);
+            Ok(Box::new(LibfabricFabric::open(provider, local)?))
+        },
+    }
+}
+
+/// One provider of this process. Endpoints are opened per local address, when the first peer needs one.
+#[derive(Debug)]
+pub struct FabricNetwork {
+    provider: String,
+    is_ip: bool,
+    /// Where calls of the library may never return.
+    patience: Patience,
+    devices: Mutex<HashMap<Option<IpAddr>, Opened>>,
+}
+
+/// A device that may get pairs.
+#[derive(Debug)]
+struct Opened {
+    // Before the stay.
+    device: Arc<Device>,
+    _stay: Stay,
+}
+
+impl FabricNetwork {
+    /// Finds `provider`, such as `tcp;ofi_rxm` (short: `tcp`), `shm` or `verbs;ofi_rxm`.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    pub fn open(provider: &str) -> Result<Self, NetworkError> {
+        let (info, _) = port::find(library()?, provider, None)?;
+        let entry = info.first();
+        let is_ip = matches!(
+            entry.address_format(),
+            sys::FI_SOCKADDR | sys::FI_SOCKADDR_IN | sys::FI_SOCKADDR_IN6
+        );
+        let patience = Patience::DEFAULT;
+        Ok(Self { provider: entry.provider(), is_ip, patience, devices: Mutex::default() })
+    }
+
+    /// Name of the provider.
+    #[must_use]
+    pub fn provider(&self) -> &str {
+        &self.provider
+    }
+
+    fn device(&self, route: Route) -> Result<Arc<Device>, NetworkError> {
+        let local = self.is_ip.then(|| route.local.to_canonical());
+        let mut devices = lock(&self.devices);
+        // Pairs of one that stands still are lost; those to come need not be.
+        if let Some(opened) = devices.get(&local).filter(|opened| !opened.device.is_stuck()) {
+            return Ok(Arc::clone(&opened.device));
+        }
+        let library = library()?;
+        let found = port::find(library, &self.provider, local)?;
+        let device = Device::open(library, found, self.patience)?;
+        let _stay = Stay::first(device.keeper());
+        devices.insert(local, Opened { device: Arc::clone(&device), _stay });
+        Ok(device)
+    }
+}
+
+impl Network for FabricNetwork {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Libfabric
+    }
+
+    fn flavour(&self) -> &str {
+        &self.provider
+    }
+
+    fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let device = self.device(route)?;
+        let lease = device.add(layout.slot_bytes(), layout.control_offset(WAITING))?;
+        Ok(Box::new(Side { lease, layout: *layout }))
+    }
+}
+
+/// This side of a pair before the peer's is known.
+#[derive(Debug)]
+struct Side {
+    lease: Lease,
+    layout: SlotLayout,
+}
+
+impl OpenSide for Side {
+    fn description(&self) -> SideDescription {
+        let Lease { device, link, slot, .. } = &self.lease;
+        let traits = device.port().traits();
+        let detail = Detail {
+            slot: link.id,
+            max_message_bytes: device.max_message_bytes() as u32,
+            counts_writes: traits.counts_writes,
+            token: link.token,
+            mail: link.mail,
+            address: device.port().lane().name().to_vec(),
+        };
+        SideDescription {
+            address: slot.as_ref().map_or(0, |slot| slot.base),
+            remote_key: slot.as_ref().map_or(0, port::Registered::key),
+            bytes: self.layout.slot_bytes() as u64,
+            detail: detail.encode(),
+        }
+    }
+
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+        let Self { lease, layout } = *self;
+        let device = Arc::clone(&lease.device);
+        let provider = &device.port().traits().provider;
+        let failed = |detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "join",
+            code: None,
+            detail,
+        };
+        if peer.bytes != layout.slot_bytes() as u64 {
+            return Err(failed(format!(
+                "the peer's slot has {} bytes, expected {}",
+                peer.bytes,
+                layout.slot_bytes()
+            )));
+        }
+        if peer.address.checked_add(peer.bytes).is_none() {
+            return Err(failed(format!("the peer's slot at {:#x} leaves memory", peer.address)));
+        }
+        let detail = Detail::decode(&peer.detail).map_err(|error| failed(error.to_string()))?;
+        let counts_writes = detail.counts_writes && device.port().traits().counts_writes;
+        let far = FarSide {
+            peer: device.locate(&lease.link, &detail.address)?,
+            id: detail.slot,
+            token: detail.token,
+            address: peer.address,
+            key: peer.remote_key,
+            slot_bytes: layout.slot_bytes(),
+            mail: detail.mail,
+            counts_writes,
+        };
+        lease.link.join(far.clone());
+        let max_message_bytes = device.max_message_bytes().min(detail.max_message_bytes as usize);
+        let slot = lease.link.slot.clone();
+        let endpoint = LibfabricEndpoint::new(lease, far, max_message_bytes);
+        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+    }
+}
+
+fn library() -> Result<&'static Library, NetworkError> {
+    Library::get().map_err(|error| NetworkError {
+        network: "libfabric".to_owned(),
+        op: "load",
+        code: None,
+        detail: error.to_string(),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that holds the lock can leave the table half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

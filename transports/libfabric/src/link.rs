@@ -1,0 +1,532 @@
+//! What the endpoint of a pair and the driver of its device share.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_void;
+use std::os::fd::{AsFd, OwnedFd};
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::lane::{Completes, ContextRoom, Far, Taken};
+use super::mail::{self, MailOffer, NUM_CELLS};
+use super::message::{self, Credit, Header, Then};
+use super::outbox::{Local, Op, Outbox, Queued};
+use super::owner::CallError;
+use super::port::Port;
+use super::sys;
+use p2p_core::endpoint::PostError;
+use p2p_core::flags::{self, Contract};
+use p2p_core::region::{MapError, Region};
+use p2p_core::wait::signal_event;
+
+/// One pair.
+#[derive(Debug)]
+pub(super) struct Link {
+    /// This side's slot, as the peer's messages must name it.
+    pub(super) id: u32,
+    /// Secret that the peer's messages must show.
+    pub(super) token: u64,
+    pub(super) slot: Region,
+    /// Where the peer may write mail.
+    pub(super) mail: Option<MailOffer>,
+    waiting_offset: usize,
+    wake: OwnedFd,
+    far: OnceLock<FarSide>,
+    /// Operations that the library would not take yet, or that another thread gives it.
+    outbox: Outbox,
+    contexts: Box<[Context]>,
+    /// Writes and reads that the library took and has not completed.
+    outstanding: AtomicUsize,
+    /// Writes that the library took.
+    num_posted: AtomicU64,
+    /// Writes that the library completed.
+    num_written: AtomicU64,
+    /// Highest question that the peer answered.
+    answered: AtomicU64,
+    /// Additions that were allowed to wait: their sum, their flag, what was sent of the sum, and whether
+    /// the driver knows that there are some.
+    credit_total: AtomicU64,
+    credit_offset: OnceLock<u32>,
+    credit_sent: AtomicU64,
+    is_credit_queued: AtomicBool,
+    /// Of the peer's such sum, what was added here. Only the driving thread uses it.
+    credit_landed: AtomicU64,
+    /// Mails of the peer that were read here, and mails of this side that the peer says it has read.
+    mails_read: AtomicU32,
+    mails_taken: AtomicU32,
+    /// Whether the peer has closed its side: what is sent to it now, nobody would ever see.
+    is_deserted: AtomicBool,
+    failed: AtomicBool,
+    failure: Mutex<Option<(&'static str, i64, String)>>,
+}
+
+/// The peer's side, known once joined.
+#[derive(Debug, Clone)]
+pub(super) struct FarSide {
+    pub(super) peer: sys::FiAddr,
+    /// The peer's slot, as messages to it must name it.
+    pub(super) id: u32,
+    pub(super) token: u64,
+    pub(super) address: u64,
+    pub(super) key: u64,
+    pub(super) slot_bytes: usize,
+    /// Where small messages may be written, if anywhere.
+    pub(super) mail: Option<MailOffer>,
+    /// Whether messages count the writes before them, and the peer puts both in order.
+    pub(super) counts_writes: bool,
+}
+
+/// What the library gets with an operation and gives back with its completion.
+#[repr(C)]
+pub(super) struct Context {
+    room: UnsafeCell<ContextRoom>,
+    /// Whether this belongs to a receive buffer, and not to an operation.
+    pub(super) is_receive: bool,
+    /// Index of the buffer, or of the pair in the device's table.
+    pub(super) owner: u32,
+    is_write: AtomicBool,
+    is_busy: AtomicBool,
+}
+
+// SAFETY: plain values; `room` is the library's alone while an operation is under way.
+unsafe impl Sync for Context {}
+// SAFETY: as above.
+unsafe impl Send for Context {}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Context").field("owner", &self.owner).finish_non_exhaustive()
+    }
+}
+
+impl Context {
+    pub(super) fn new(is_receive: bool, owner: u32) -> Self {
+        Self {
+            room: UnsafeCell::new([0; 8]),
+            is_receive,
+            owner,
+            is_write: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) const fn as_ptr(&self) -> *mut c_void {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+}
+
+impl Link {
+    pub(super) fn new(
+        id: u32,
+        slot: Region,
+        mail: Option<MailOffer>,
+        waiting_offset: usize,
+        wake: OwnedFd,
+        outbox: Outbox,
+    ) -> Self {
+        let idx = id & IDX_MASK;
+        Self {
+            id,
+            token: rand::random(),
+            slot,
+            mail,
+            waiting_offset,
+            wake,
+            far: OnceLock::new(),
+            outbox,
+            contexts: (0..NUM_CONTEXTS).map(|_| Context::new(false, idx)).collect(),
+            outstanding: AtomicUsize::new(0),
+            num_posted: AtomicU64::new(0),
+            num_written: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            credit_total: AtomicU64::new(0),
+            credit_offset: OnceLock::new(),
+            credit_sent: AtomicU64::new(0),
+            is_credit_queued: AtomicBool::new(false),
+            credit_landed: AtomicU64::new(0),
+            mails_read: AtomicU32::new(0),
+            mails_taken: AtomicU32::new(0),
+            is_deserted: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            failure: Mutex::default(),
+        }
+    }
+
+    pub(super) fn join(&self, far: FarSide) {
+        let _ = self.far.set(far);
+    }
+
+    #[inline]
+    pub(super) fn far(&self) -> Option<&FarSide> {
+        self.far.get()
+    }
+
+    pub(super) const fn wake_fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    #[inline]
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn backlog(&self) -> usize {
+        self.outbox.num()
+    }
+
+    #[inline]
+    pub(super) fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Acquire)
+    }
+
+    pub(super) fn num_posted(&self) -> u64 {
+        self.num_posted.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn is_deserted(&self) -> bool {
+        self.is_deserted.load(Ordering::Acquire)
+    }
+
+    /// The peer has closed its side.
+    pub(super) fn desert(&self) {
+        self.is_deserted.store(true, Ordering::Release);
+        self.wake_owner();
+    }
+
+    /// Why the pair is over, if it is.
+    pub(super) fn health(&self) -> Result<(), PostError> {
+        if !self.is_failed() {
+            return Ok(());
+        }
+        let failure = lock(&self.failure).clone();
+        let (op, code, detail) = failure.unwrap_or(("libfabric", 0, "failed".to_owned()));
+        Err(PostError::Transport { op, code, detail })
+    }
+
+    /// Ends the pair. The first reason stays. Whoever sleeps on it learns it.
+    pub(super) fn fail(&self, op: &'static str, code: i64, detail: String) {
+        {
+            let mut failure = lock(&self.failure);
+            if failure.is_some() {
+                return;
+            }
+            tracing::debug!(op, code, detail, slot = self.id, "a libfabric pair failed");
+            *failure = Some((op, code, detail));
+        }
+        self.failed.store(true, Ordering::Release);
+        self.wake_owner();
+    }
+
+    pub(super) fn fail_call(&self, error: &CallError) -> PostError {
+        self.fail(error.op, error.code, error.text.clone());
+        PostError::Transport { op: error.op, code: error.code, detail: error.text.clone() }
+    }
+
+    /// Puts the parts of a message in place and does what it asks for; gives the question that is to
+    /// be answered, if it is one.
+    #[inline]
+    pub(super) fn land(
+        &self,
+        header: &Header,
+        message: &[u8],
+    ) -> Result<Option<u64>, message::MessageError> {
+        header.for_each_part(message, self.slot.len(), |offset, payload| {
+            // SAFETY: the range was checked against the slot's length, which stays mapped; the source
+            // is the driver's own buffer.
+            unsafe {
+                let dst = self.slot.as_ptr().add(offset).as_ptr();
+                p2p_core::copy::copy_out(payload.as_ptr(), dst, payload.len());
+            }
+        })?;
+        if header.credit.total > 0 {
+            // Relaxed: only the driving thread uses it, under the device's lock.
+            let landed = self.credit_landed.load(Ordering::Relaxed);
+            if header.credit.total > landed {
+                self.credit_landed.store(header.credit.total, Ordering::Relaxed);
+                self.add(header.credit.offset, header.credit.total - landed);
+            }
+        }
+        match header.then {
+            Then::Nothing | Then::Credit | Then::Farewell => Ok(None),
+            Then::Answer { id } => Ok(Some(id)),
+            Then::Answered { id } => {
+                self.answered.fetch_max(id, Ordering::Release);
+                Ok(None)
+            }
+            Then::Add { offset, value } => {
+                self.add(offset, value);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Adds to a flag of the slot on the peer's behalf. `offset` was checked.
+    #[inline]
+    fn add(&self, offset: u32, value: u64) {
+        // SYNC POINT `published`, SYNC POINT `consumed`: releases what was put in place before.
+        flags::add::<Contract>(self.word(offset as usize), value);
+        // SYNC POINT `waiting`: either this sees the owner's request, or its second look sees the sum.
+        if flags::must_wake::<Contract, _>(self.word(self.waiting_offset)) {
+            self.wake_owner();
+        }
+    }
+
+    /// An addition that may wait for the next message. `None` when it is to another flag than those
+    /// before; else whether the driver must be told.
+    pub(super) fn add_credit(&self, offset: u32, value: u64) -> Option<bool> {
+        if *self.credit_offset.get_or_init(|| offset) != offset {
+            return None;
+        }
+        // Release: whoever sends the sum sends it after this thread's reads of what it gives back.
+        self.credit_total.fetch_add(value, Ordering::Release);
+        Some(!self.is_credit_queued.swap(true, Ordering::AcqRel))
+    }
+
+    /// All additions so far, for a message that takes them along.
+    #[inline]
+    pub(super) fn take_credit(&self) -> Credit {
+        let total = self.credit_total.load(Ordering::Acquire);
+        if total == 0 {
+            return Credit::default();
+        }
+        self.credit_sent.fetch_max(total, Ordering::AcqRel);
+        Credit { offset: self.credit_offset.get().copied().unwrap_or_default(), total }
+    }
+
+    /// Sends what no message has taken along. False when it must be tried again.
+    pub(super) fn flush_credit(&self, port: &Port) -> bool {
+        // Whoever adds from now on tells the driver again; what was added before is seen below.
+        self.is_credit_queued.swap(false, Ordering::AcqRel);
+        let total = self.credit_total.load(Ordering::Acquire);
+        let sent = self.credit_sent.load(Ordering::Acquire);
+        if sent >= total || self.is_failed() || self.is_deserted() {
+            return true;
+        }
+        let Some(message) = self.unnumbered(Then::Credit, 0) else { return true };
+        match self.inject(port, &message) {
+            Ok(Taken::Yes) => true,
+            Ok(Taken::Again) => {
+                self.is_credit_queued.store(true, Ordering::Release);
+                self.credit_sent.store(sent, Ordering::Release);
+                false
+            }
+            Err(error) => {
+                let _ = self.fail_call(&error);
+                true
+            }
+        }
+    }
+
+    /// A message that the driver sends by itself. `None` before the peer is known.
+    pub(super) fn unnumbered(
+        &self,
+        then: Then,
+        writes: u64,
+    ) -> Option<[u8; message::HEADER_BYTES]> {
+        let far = self.far.get()?;
+        let credit = self.take_credit();
+        let (slot, token) = (far.id, far.token);
+        let mails = self.mails_read();
+        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0, mails };
+        let mut message = [0; message::HEADER_BYTES];
+        header.encode(&mut message);
+        Some(message)
+    }
+
+    fn wake_owner(&self) {
+        if let Err(error) = signal_event(self.wake.as_fd()) {
+            tracing::error!(%error, "cannot wake the owner of a slot");
+        }
+    }
+
+    /// A 64-bit word of the slot. `offset` was checked to be aligned and within it.
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: aligned and within the slot, which stays mapped; flags are only accessed atomically.
+        unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(offset).as_ptr().cast()) }
+    }
+
+    /// Whether a message behind `after_writes` writes may go now.
+    #[inline]
+    pub(super) fn may_send(&self, after_writes: u64) -> bool {
+        self.num_written.load(Ordering::Acquire) >= after_writes
+    }
+
+    /// Puts `op` behind those that wait. True beside: it is the only one.
+    #[inline]
+    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+        self.outbox.push(op)
+    }
+
+    /// Gives the library what waits, as far as it takes it. True when the last one went.
+    pub(super) fn flush(&self, port: &Port) -> bool {
+        self.outbox.flush(|op| {
+            if self.is_failed() || self.is_deserted() {
+                return None;
+            }
+            let taken = match op {
+                Op::Message { after_writes, .. } if !self.may_send(after_writes) => {
+                    Ok(Taken::Again)
+                }
+                Op::Message { bytes, .. } => self.inject(port, bytes),
+                // SAFETY: whoever made the operation keeps its memory until it is over.
+                Op::Write { src, offset } => unsafe { self.write(port, src, offset) },
+                // SAFETY: as above.
+                Op::Read { dst, offset } => unsafe { self.read(port, dst, offset) },
+            };
+            taken.map_err(|error| self.fail_call(&error)).ok()
+        })
+    }
+
+    /// Throws away what waits. True when there was something.
+    pub(super) fn discard(&self) -> bool {
+        self.outbox.close()
+    }
+
+    #[inline]
+    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        port.lane().inject(far.peer, bytes)
+    }
+
+    /// Mails of the peer that were read, modulo 2³².
+    #[inline]
+    pub(super) fn mails_read(&self) -> u32 {
+        self.mails_read.load(Ordering::Acquire)
+    }
+
+    /// A mail was read: its cell is free as soon as the peer learns it.
+    #[inline]
+    pub(super) fn set_mails_read(&self, num_read: u32) {
+        // SYNC POINT `mail`: releases the cell after it was copied.
+        self.mails_read.store(num_read, Ordering::Release);
+    }
+
+    /// The peer says how many mails it has read.
+    #[inline]
+    pub(super) fn note_mails_taken(&self, num_taken: u32) {
+        // Only the driving thread stores. What waited on its way may be older than what is known.
+        let known = self.mails_taken.load(Ordering::Relaxed);
+        if num_taken.wrapping_sub(known).cast_signed() > 0 {
+            self.mails_taken.store(num_taken, Ordering::Release);
+        }
+    }
+
+    /// Writes `message` as mail `number` to the peer, if there is a free cell and it fits.
+    #[inline]
+    pub(super) fn post_mail(
+        &self,
+        port: &Port,
+        number: u64,
+        message: &[u8],
+    ) -> Result<Taken, CallError> {
+        let Some((far, offer)) = self.far.get().and_then(|far| Some((far, far.mail?))) else {
+            return Ok(Taken::Again);
+        };
+        let taken = self.mails_taken.load(Ordering::Acquire);
+        if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
+            return Ok(Taken::Again);
+        }
+        let Some((cell, len)) = mail::seal(number, far.token, message) else {
+            return Ok(Taken::Again);
+        };
+        let address = offer.address + mail::offset_of(number);
+        let to = Far { peer: far.peer, address, key: offer.key };
+        port.lane().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
+    }
+
+    /// Starts a copy of `src` to `offset` of the peer's slot.
+    ///
+    /// # Safety
+    /// The memory of `src` stays registered, mapped and unwritten until the operation is over.
+    pub(super) unsafe fn write(
+        &self,
+        port: &Port,
+        src: Local,
+        offset: usize,
+    ) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        let completes = if far.counts_writes {
+            Completes::Sent { note: note_of(far.id, far.token, port.traits().has_wide_notes) }
+        } else {
+            Completes::Delivered
+        };
+        let to = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        let taken = self.with_context(true, |context| {
+            // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
+            unsafe { port.lane().write(to, (src.ptr, src.len), src.descriptor, completes, context) }
+        })?;
+        if taken == Taken::Yes {
+            self.num_posted.fetch_add(1, Ordering::Release);
+        }
+        Ok(taken)
+    }
+
+    /// Starts a copy from `offset` of the peer's slot into `dst`.
+    ///
+    /// # Safety
+    /// The memory of `dst` stays registered, mapped and untouched until the operation is over.
+    pub(super) unsafe fn read(
+        &self,
+        port: &Port,
+        dst: Local,
+        offset: usize,
+    ) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        let from = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        self.with_context(false, |context| {
+            // SAFETY: as for a write.
+            unsafe { port.lane().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
+        })
+    }
+
+    fn with_context(
+        &self,
+        is_write: bool,
+        post: impl FnOnce(*mut c_void) -> Result<Taken, CallError>,
+    ) -> Result<Taken, CallError> {
+        let Some(context) =
+            self.contexts.iter().find(|context| !context.is_busy.swap(true, Ordering::AcqRel))
+        else {
+            return Ok(Taken::Again);
+        };
+        context.is_write.store(is_write, Ordering::Relaxed);
+        self.outstanding.fetch_add(1, Ordering::AcqRel);
+        let taken = post(context.as_ptr());
+        if !matches!(taken, Ok(Taken::Yes)) {
+            self.outstanding.fetch_sub(1, Ordering::AcqRel);
+            context.is_busy.store(false, Ordering::Release);
+        }
+        taken
+    }
+
+    /// An operation of this pair is over.
+    pub(super) fn complete(&self, context: &Context) {
+        if context.is_write.load(Ordering::Relaxed) {
+            self.num_written.fetch_add(1, Ordering::Release);
+        }
+        context.is_busy.store(false, Ordering::Release);
+        self.outstanding.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that holds these locks can leave the contents half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Part of a slot's name that is its index in the device's table.
+pub(super) const IDX_MASK: u32 = 0xffff;
+/// Writes and reads of one pair that may be under way.
+const NUM_CONTEXTS: usize = 64;
+/// Data that goes with a counted write: the slot, and where there is room half of the pair's secret, so
+/// that no peer can count for another.
+pub(super) fn note_of(slot: u32, token: u64, has_secret: bool) -> u64 {
+    u64::from(slot) | if has_secret { token << 32 } else { 0 }
+}

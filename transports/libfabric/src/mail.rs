@@ -1,0 +1,316 @@
+//! Small messages by a single write: a ring of cells in the receiver's memory.
+//!
+//! A write of one cell costs a provider over TCP less than a message does: no receive is matched, nothing
+//! is completed, and nobody is signalled. It promises nothing either, so every cell carries its number
+//! and a sum over all of its words, and counts once both fit:
+//!
+//! ```text
+//! 0     8                14    16
+//! | sum | number of mail | len | message: header, then parts | … | 128
+//! ```
+//!
+//! A cell that came in parts, or is still the one of the lap before, is looked at again later. Messages
+//! that do not fit a cell, or find no free one, go as messages; the sequence numbers of both put them
+//! back into one order ([`Inbound`](super::inbound::Inbound)). The receiver says in everything it sends
+//! how many cells it has read.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::owner::CallError;
+use super::port::{Port, Registered, Rights};
+use p2p_core::region::Region;
+
+/// Bytes of a cell. Providers over TCP take as much by inject without a copy of their own.
+pub(super) const CELL_BYTES: usize = 128;
+/// Longest message that fits a cell.
+pub(super) const MAX_MAIL_BYTES: usize = CELL_BYTES - CELL_HEAD_BYTES;
+/// Cells of a mailbox. One page.
+pub(super) const NUM_CELLS: u32 = 32;
+
+/// What a peer must know to send mail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MailOffer {
+    pub(super) address: u64,
+    pub(super) key: u64,
+}
+
+/// The mailbox of one pair, at its receiver.
+#[derive(Debug)]
+pub(super) struct Mailbox {
+    // Before the memory.
+    registered: Registered,
+    pub(super) memory: Region,
+}
+
+/// Where the next mail of a pair is expected.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Head {
+    first: NonNull<u8>,
+    number: u64,
+    token: u64,
+}
+
+// SAFETY: points into a mailbox that stays mapped as long as the head is in use; see `Mailbox::head`.
+unsafe impl Send for Head {}
+
+/// A message that was read out of a cell.
+#[derive(Debug)]
+pub(super) struct Mail {
+    words: [u64; NUM_WORDS],
+    len: usize,
+}
+
+impl Mailbox {
+    /// An empty one.
+    pub(super) fn new(port: &Port) -> Result<Self, CallError> {
+        let memory = Region::anonymous(MAILBOX_BYTES).map_err(|error| CallError {
+            op: "make a mailbox",
+            code: 12,
+            text: error.to_string(),
+        })?;
+        let registered = port.register_region(&memory, Rights::ReadWrite)?;
+        Ok(Self { registered, memory })
+    }
+
+    /// Revokes the peer's right to write here. The memory is left, for what is under way.
+    pub(super) fn retire(self) -> Region {
+        let Self { registered, memory } = self;
+        drop(registered);
+        memory
+    }
+
+    /// What the peer must be told.
+    pub(super) fn offer(&self) -> MailOffer {
+        MailOffer { address: self.registered.base, key: self.registered.key() }
+    }
+
+    /// The place of the first mail. Mail must show `token`.
+    ///
+    /// # Safety
+    /// Neither the head nor a copy of it is used once the mailbox is gone.
+    pub(super) unsafe fn head(&self, token: u64) -> Head {
+        Head { first: self.memory.as_ptr(), number: 1, token }
+    }
+}
+
+impl Head {
+    /// Whether something has begun to come. One load.
+    #[inline]
+    pub(super) fn has_news(&self) -> bool {
+        self.word(1).load(Ordering::Acquire) & NUMBER_MASK == self.number & NUMBER_MASK
+    }
+
+    /// The mail, if all of it is there.
+    #[inline]
+    pub(super) fn read(&self) -> Option<Mail> {
+        let mut words = [0; NUM_WORDS];
+        // SYNC POINT `mail`: whatever a peer writes meanwhile makes the sum wrong, not the reading.
+        words[1] = self.word(1).load(Ordering::Acquire);
+        let number_and_len = u64::from_le(words[1]);
+        let len = (number_and_len >> NUMBER_BITS) as usize;
+        if len > MAX_MAIL_BYTES || number_and_len & NUMBER_MASK != self.number & NUMBER_MASK {
+            return None;
+        }
+        let num_words = CELL_HEAD_WORDS + len.div_ceil(8);
+        words[0] = self.word(0).load(Ordering::Relaxed);
+        for (nth, word) in words.iter_mut().enumerate().take(num_words).skip(CELL_HEAD_WORDS) {
+            *word = self.word(nth).load(Ordering::Relaxed);
+        }
+        (u64::from_le(words[0]) == sum(self.token, &words[1..num_words]))
+            .then_some(Mail { words, len })
+    }
+
+    /// The place of the mail behind this one.
+    pub(super) const fn next(self) -> Self {
+        Self { number: self.number + 1, ..self }
+    }
+
+    /// Mails read, modulo 2³².
+    pub(super) const fn num_read(self) -> u32 {
+        (self.number - 1) as u32
+    }
+
+    fn word(&self, nth: usize) -> &AtomicU64 {
+        let cell = cell_of(self.number);
+        // SAFETY: within the mailbox, which is mapped (see `Mailbox::head`) and starts at a page;
+        // `nth < NUM_WORDS`. Words of a mailbox are only accessed atomically.
+        unsafe { AtomicU64::from_ptr(self.first.as_ptr().add(cell * CELL_BYTES + nth * 8).cast()) }
+    }
+}
+
+impl Mail {
+    /// The message.
+    pub(super) fn message(&self) -> &[u8] {
+        let bytes: &[u8] = bytemuck::cast_slice(&self.words[CELL_HEAD_WORDS..]);
+        &bytes[..self.len]
+    }
+}
+
+/// The cell for mail `number`, from 1 on, to whoever gave `token`, and the part of it to be written.
+/// `None` for a message that does not fit.
+#[inline]
+pub(super) fn seal(number: u64, token: u64, message: &[u8]) -> Option<([u64; NUM_WORDS], usize)> {
+    let len = message.len();
+    if len > MAX_MAIL_BYTES {
+        return None;
+    }
+    let mut words = [0u64; NUM_WORDS];
+    bytemuck::cast_slice_mut::<u64, u8>(&mut words[CELL_HEAD_WORDS..])[..len]
+        .copy_from_slice(message);
+    words[1] = (number & NUMBER_MASK | (len as u64) << NUMBER_BITS).to_le();
+    let num_words = CELL_HEAD_WORDS + len.div_ceil(8);
+    words[0] = sum(token, &words[1..num_words]).to_le();
+    Some((words, num_words * 8))
+}
+
+/// Bytes from the begin of the mailbox to the cell of mail `number`.
+pub(super) const fn offset_of(number: u64) -> u64 {
+    (cell_of(number) * CELL_BYTES) as u64
+}
+
+const fn cell_of(number: u64) -> usize {
+    ((number - 1) % NUM_CELLS as u64) as usize
+}
+
+/// A sum in which every bit of every word counts, and their order. It tells torn cells from whole ones,
+/// and cells of the peer from those of others; a peer can only deceive itself.
+fn sum(token: u64, words: &[u64]) -> u64 {
+    words.iter().fold(token ^ words.len() as u64, |sum, word| {
+        let mixed = (sum ^ u64::from_le(*word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        mixed ^ mixed >> 32
+    })
+}
+
+/// Reads `bytes` as a cell, as they are and with the number and the sum that are expected, and gives what
+/// it holds to `each`.
+#[cfg(fuzzing)]
+pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
+    use bytemuck::{bytes_of_mut, cast_slice};
+
+    const TOKEN: u64 = 0x0123_4567_89ab_cdef;
+    thread_local! {
+        static MEMORY: Region = Region::anonymous(MAILBOX_BYTES).expect("memory");
+    }
+    let Some((number, cell)) = bytes.split_first_chunk() else { return };
+    let number = u64::from_le_bytes(*number).max(1);
+    let mut words = [0u64; NUM_WORDS];
+    let used = cell.len().min(CELL_BYTES);
+    bytes_of_mut(&mut words)[..used].copy_from_slice(&cell[..used]);
+    MEMORY.with(|memory| {
+        let head = Head { first: memory.as_ptr(), number, token: TOKEN };
+        let mut read = |words: &[u64; NUM_WORDS]| {
+            for (nth, word) in words.iter().enumerate() {
+                head.word(nth).store(*word, Ordering::Relaxed);
+            }
+            let mail = head.read()?;
+            assert!(head.has_news() && mail.message().len() <= MAX_MAIL_BYTES);
+            each(mail.message());
+            Some(mail.len)
+        };
+        read(&words);
+        let len = (u64::from_le(words[1]) >> NUMBER_BITS) as usize;
+        let message = &cast_slice(&words)[CELL_HEAD_BYTES..];
+        let sealed = message.get(..len).and_then(|message| seal(number, TOKEN, message));
+        let Some((sealed, _)) = sealed else { return };
+        assert_eq!(read(&sealed), Some(len));
+    });
+}
+
+const CELL_HEAD_BYTES: usize = 16;
+const CELL_HEAD_WORDS: usize = CELL_HEAD_BYTES / 8;
+const NUM_WORDS: usize = CELL_BYTES / 8;
+/// Bytes of a mailbox.
+pub(super) const MAILBOX_BYTES: usize = NUM_CELLS as usize * CELL_BYTES;
+const NUMBER_BITS: u32 = 48;
+const NUMBER_MASK: u64 = (1 << NUMBER_BITS) - 1;
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, RngExt, SeedableRng};
+
+    use super::*;
+
+    const TOKEN: u64 = 0x0123_4567_89ab_cdef;
+
+    fn place(memory: &Region, number: u64, bytes: &[u8]) {
+        // SAFETY: a cell of a mailbox of the test's own.
+        unsafe {
+            let cell = memory.as_ptr().add(offset_of(number) as usize).as_ptr();
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), cell, bytes.len());
+        }
+    }
+
+    fn head(memory: &Region, number: u64) -> Head {
+        Head { first: memory.as_ptr(), number, token: TOKEN }
+    }
+
+    #[test]
+    fn mails_of_all_lengths_and_laps_arrive_whole() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let memory = Region::anonymous(MAILBOX_BYTES).unwrap();
+        let mut at = head(&memory, 1);
+        for number in 1..1000 {
+            let mut message = vec![0; rng.random_range(0..=MAX_MAIL_BYTES)];
+            rng.fill_bytes(&mut message);
+            assert!(at.read().is_none(), "seed {seed}: mail {number} before it was sent");
+            let (words, len) = seal(number, TOKEN, &message).unwrap();
+            place(&memory, number, &bytemuck::cast_slice(&words)[..len]);
+            assert!(at.has_news());
+            assert!(Head { token: !TOKEN, ..at }.read().is_none(), "mail of somebody else");
+            assert_eq!(at.read().unwrap().message(), message, "seed {seed}");
+            at = at.next();
+            assert_eq!(u64::from(at.num_read()), number);
+        }
+        assert!(seal(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
+    }
+
+    /// Any part of a cell over any part of the one of the lap before is not a mail.
+    #[test]
+    fn torn_cells_are_not_read() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let memory = Region::anonymous(MAILBOX_BYTES).unwrap();
+        for _ in 0..500 {
+            let number = rng.random_range(1..1u64 << 40);
+            let mut message = vec![0; rng.random_range(1..=MAX_MAIL_BYTES)];
+            rng.fill_bytes(&mut message);
+            let (new, len) = seal(number, TOKEN, &message).unwrap();
+            rng.fill_bytes(&mut message);
+            let (old, _) = seal(number.wrapping_sub(NUM_CELLS.into()), TOKEN, &message).unwrap();
+            let new: &[u8] = &bytemuck::cast_slice(&new)[..len];
+            let old: &[u8] = &bytemuck::cast_slice(&old)[..len];
+            let mut torn = old.to_vec();
+            for byte in 0..len {
+                if rng.random() {
+                    torn[byte] = new[byte];
+                }
+            }
+            place(&memory, number, &torn);
+            let found = head(&memory, number).read().map(|mail| mail.message().to_vec());
+            assert!(torn == new || found.is_none(), "seed {seed}");
+            place(&memory, number, new);
+            assert!(head(&memory, number).read().is_some(), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn random_bytes_are_neither_read_nor_followed() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let memory = Region::anonymous(MAILBOX_BYTES).unwrap();
+        for _ in 0..2000 {
+            let mut bytes = [0; CELL_BYTES];
+            rng.fill_bytes(&mut bytes);
+            // The right number, any length.
+            bytes[8..14].copy_from_slice(&7u64.to_le_bytes()[..6]);
+            place(&memory, 7, &bytes);
+            assert!(head(&memory, 7).read().is_none(), "seed {seed}");
+        }
+    }
+}

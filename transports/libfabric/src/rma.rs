@@ -1,0 +1,503 @@
+//! One-sided operations for the message engine.
+//!
+//! Every peer has an endpoint of its own, so that closing it ends what is under way for certain: the
+//! library cannot withdraw single operations. Where registrations belong to an endpoint (`cxi`), all
+//! peers share one, and operations towards a closed peer end when the provider gives them up.
+
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use rustix::event::{Timespec, epoll};
+
+use super::lane::{Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Taken};
+use super::link::Context;
+use super::load::Library;
+use super::owner::CallError;
+use super::port::{self, Port, Registered, Rights, network_error};
+use super::queue::Queue;
+use super::sys;
+use grants::Grants;
+use landing::Flight;
+use p2p_core::endpoint::{PostError, TransportKind};
+use p2p_core::fabric::post::{Registration, not_granted};
+use p2p_core::fabric::regions::RegionTable;
+use p2p_core::fabric::{
+    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    WireRegion,
+};
+use p2p_core::network::NetworkError;
+
+mod grants;
+mod landing;
+
+/// One provider of this process, for one thread.
+#[derive(Debug)]
+pub struct LibfabricFabric {
+    // Endpoints before the port.
+    peers: Vec<Option<Peer>>,
+    regions: RegionTable<Memory>,
+    grants: Grants<Registered>,
+    port: Port,
+    /// Whether all peers share the port's endpoint, as they must where registrations belong to it.
+    is_shared: bool,
+    contexts: Box<[Context]>,
+    flights: Vec<Option<Flight>>,
+    free: Vec<u32>,
+    /// Where the peers' queues can be slept on together, with the index of the peer as data. `None` where
+    /// the provider has no descriptors.
+    set: Option<OwnedFd>,
+    num_polls: u32,
+    /// Operations that ended outside of `poll`.
+    ended: Vec<Completion>,
+    /// Peers whose endpoint has ended, to be told.
+    lost: Vec<PeerId>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    /// `None` where all share the port's. Ends before its queue.
+    own: Option<(Lane, Queue)>,
+    /// Operations that have not ended.
+    num_flights: u32,
+    /// Whether its queue may be slept on, and nothing has come since.
+    is_armed: bool,
+    addr: Option<sys::FiAddr>,
+}
+
+#[derive(Debug)]
+struct Memory {
+    registered: Registered,
+    ptr: NonNull<u8>,
+    bytes: usize,
+    access: Access,
+}
+
+impl Registration for Memory {
+    fn first(&self) -> u64 {
+        self.ptr.as_ptr() as u64
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+}
+
+// SAFETY: an address without thread affinity; whoever registered it keeps it mapped.
+unsafe impl Send for Memory {}
+
+impl LibfabricFabric {
+    /// Opens `provider` (see [`FabricNetwork::open`](super::FabricNetwork::open)), reachable at `local`
+    /// where the provider has IP addresses; `None` leaves the choice to the library.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    pub fn open(provider: &str, local: Option<IpAddr>) -> Result<Self, NetworkError> {
+        let library: &'static Library = super::library()?;
+        let local = local.map(|local| local.to_canonical());
+        let port = Port::open(library, port::find(library, provider, local)?)?;
+        let set = port.wait_fd().map(|_| epoll::create(epoll::CreateFlags::CLOEXEC)).transpose();
+        let set = set.map_err(|errno| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "make an epoll set",
+            code: Some(errno.raw_os_error().into()),
+            detail: errno.to_string(),
+        })?;
+        let is_shared = port.binds_memory();
+        let fabric = Self {
+            peers: Vec::new(),
+            regions: RegionTable::default(),
+            grants: Grants::default(),
+            is_shared,
+            port,
+            contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
+            flights: vec![None; NUM_CONTEXTS as usize],
+            free: (0..NUM_CONTEXTS).collect(),
+            set,
+            num_polls: 0,
+            ended: Vec::new(),
+            lost: Vec::new(),
+        };
+        if fabric.is_shared {
+            fabric.watch(fabric.port.queue(), SHARED_QUEUE)?;
+        }
+        Ok(fabric)
+    }
+
+    /// Lets sleepers on the set see `queue`.
+    fn watch(&self, queue: &Queue, data: u64) -> Result<(), NetworkError> {
+        let (Some(set), Some(fd)) = (&self.set, queue.wait_fd()) else { return Ok(()) };
+        epoll::add(set, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN).map_err(
+            |errno| NetworkError {
+                network: format!("libfabric {}", self.port.traits().provider),
+                op: "watch a queue",
+                code: Some(errno.raw_os_error().into()),
+                detail: errno.to_string(),
+            },
+        )
+    }
+
+    /// The peer's endpoint and its address, if it is joined.
+    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&Lane, sys::FiAddr), PostError> {
+        let peer = self.peers.get(id.0 as usize).and_then(Option::as_ref);
+        let joined = peer.and_then(|peer| Some((peer, peer.addr?)));
+        let (peer, addr) = joined.ok_or(PostError::Disconnected { op })?;
+        Ok((peer.own.as_ref().map_or(self.port.lane(), |(lane, _)| lane), addr))
+    }
+
+    /// Local memory of an operation, checked.
+    fn local(
+        &self,
+        op: &'static str,
+        segment: LocalSegment,
+    ) -> Result<(*mut u8, usize, Descriptor), PostError> {
+        let memory = segment.checked(op, self.regions.get(segment.region))?;
+        // SAFETY: within the registration.
+        let ptr = unsafe { memory.ptr.add(segment.offset as usize) };
+        Ok((ptr.as_ptr(), segment.bytes as usize, memory.registered.descriptor()))
+    }
+
+    /// Starts an operation.
+    fn post(
+        &mut self,
+        op: &'static str,
+        peer: PeerId,
+        near: LocalSegment,
+        distant: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        let (ptr, len, descriptor) = self.local(op, near)?;
+        let (address, region) = (distant.checked(op, near.bytes)?, distant.region);
+        let (lane, addr) = self.peer(op, peer)?;
+        if len == 0 {
+            self.ended.push(Completion { token, result: Ok(()) });
+            return Ok(Posted::Accepted);
+        }
+        let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
+        let context = self.contexts[idx as usize].as_ptr();
+        let far = Far { peer: addr, address, key: region.key };
+        // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the completion;
+        // the context is free, and stays until the port is closed.
+        let taken = unsafe {
+            if op == WRITE {
+                lane.write(far, (ptr, len), descriptor, Completes::Delivered, context)
+            } else {
+                lane.read(far, (ptr, len), descriptor, context)
+            }
+        };
+        match taken {
+            Ok(Taken::Yes) => {
+                self.free.pop();
+                self.flights[idx as usize] = Some(Flight {
+                    token,
+                    peer: Some(peer),
+                    region: near.region,
+                    op,
+                    address,
+                    bytes: near.bytes,
+                    key: region.key,
+                    is_reported: false,
+                });
+                if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
+                    peer.num_flights += 1;
+                    peer.is_armed = false;
+                }
+                Ok(Posted::Accepted)
+            }
+            Ok(Taken::Again) => Ok(Posted::Full),
+            Err(CallError { op, code, text }) => {
+                Err(PostError::Transport { op, code, detail: text })
+            }
+        }
+    }
+}
+
+impl Fabric for LibfabricFabric {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Libfabric
+    }
+
+    fn flavour(&self) -> &str {
+        &self.port.traits().provider
+    }
+
+    unsafe fn register(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+    ) -> Result<RegionId, PostError> {
+        // SAFETY: the caller's promise.
+        let registered = unsafe { self.port.register(ptr, bytes, rights(access)) }
+            .map_err(|error| PostError::Register { bytes, detail: error.to_string() })?;
+        self.regions.insert(Memory { registered, ptr, bytes, access }).ok_or_else(|| {
+            let detail = "as many registrations are there as this transport can tell apart";
+            PostError::Register { bytes, detail: detail.to_owned() }
+        })
+    }
+
+    fn describe(&self, region: RegionId) -> Option<WireRegion> {
+        let memory = self.regions.get(region)?;
+        (memory.access != Access::Local).then(|| WireRegion {
+            address: memory.registered.base,
+            bytes: memory.bytes as u64,
+            key: memory.registered.key(),
+        })
+    }
+
+    /// A key of the peer's own: that of the registration would have to be taken from everybody to take it
+    /// from one.
+    fn grant(&mut self, peer: PeerId, part: LocalSegment) -> Result<RemoteSegment, PostError> {
+        let found = self.peers.get(peer.0 as usize).and_then(Option::as_ref);
+        found.ok_or(PostError::Disconnected { op: GRANT })?;
+        let memory = part.checked(GRANT, self.regions.get(part.region))?;
+        if memory.access == Access::Local {
+            return Err(not_granted());
+        }
+        let (window, key) = self.grants.open(peer, part, memory.bytes as u64, |window| {
+            // SAFETY: within the memory, which whoever registered it keeps mapped until it is
+            // deregistered; that revokes this key before.
+            let registered = unsafe {
+                let ptr = memory.ptr.add(window.start as usize);
+                self.port.register(ptr, window.bytes as usize, rights(memory.access))
+            };
+            let failed =
+                |CallError { op, code, text }| PostError::Transport { op, code, detail: text };
+            registered.map_err(failed)
+        })?;
+        let region = WireRegion { address: key.base, bytes: window.bytes, key: key.key() };
+        Ok(RemoteSegment { region, offset: part.offset - window.start })
+    }
+
+    fn end_grant(&mut self, peer: PeerId, part: LocalSegment) {
+        // Keys end with their registration.
+        let Some(memory) = self.regions.get(part.region) else { return };
+        self.grants.end(peer, part, memory.bytes as u64);
+    }
+
+    /// Where the library may still use the memory, the only way to stop it is to end the endpoint of
+    /// the peer concerned: a peer with operations under way that use `region` is lost. Where peers
+    /// share an endpoint nothing can be stopped, and it is an error while there are such operations.
+    fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
+        let failed = |bytes, detail| Err(PostError::Register { bytes, detail });
+        while let Some(flight) = self.flights.iter().flatten().find(|f| f.region == region) {
+            match flight.peer {
+                Some(peer) if !self.is_shared => {
+                    let mut ended = std::mem::take(&mut self.ended);
+                    self.end_lane(peer, &mut ended, Flight::disconnected);
+                    self.ended = ended;
+                    self.lost.push(peer);
+                }
+                _ => {
+                    let Flight { op, bytes, .. } = *flight;
+                    let detail = format!(
+                        "a {op} of {bytes} bytes is under way, which the provider cannot take back; \
+                         deregister it again when that has ended"
+                    );
+                    return failed(bytes as usize, detail);
+                }
+            }
+        }
+        let Some(memory) = self.regions.get_mut(region) else {
+            return failed(0, self.regions.missing(region));
+        };
+        let revoked = self.grants.revoke(region).and_then(|()| memory.registered.close());
+        if let Err(error) = revoked {
+            return failed(
+                memory.bytes,
+                format!("the key stays in force, and the memory must stay mapped: {error}"),
+            );
+        }
+        self.regions.remove(region);
+        Ok(())
+    }
+
+    fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let own = if self.is_shared {
+            None
+        } else {
+            let provider = &self.port.traits().provider;
+            Some(self.port.open_lane().map_err(|e| network_error(provider, e.op, &e))?)
+        };
+        let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
+        let mut detail = DETAIL_MAGIC.to_vec();
+        detail.extend(name);
+        let peer = Peer { own, num_flights: 0, is_armed: false, addr: None };
+        let peer = place(&mut self.peers, Some(peer));
+        if let Some(Some(Peer { own: Some((_, queue)), .. })) = self.peers.get(peer as usize)
+            && let Err(error) = self.watch(queue, peer.into())
+        {
+            self.peers[peer as usize] = None;
+            return Err(error);
+        }
+        Ok((PeerId(peer), detail))
+    }
+
+    fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
+        let provider = &self.port.traits().provider;
+        let failed = |detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "join",
+            code: None,
+            detail,
+        };
+        let found = self.peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
+        let Some(found) = found.filter(|peer| peer.addr.is_none()) else {
+            return Err(failed(format!("there is no open peer {}", peer.0)));
+        };
+        let name = detail
+            .strip_prefix(&DETAIL_MAGIC)
+            .filter(|name| !name.is_empty() && name.len() <= MAX_ADDRESS_BYTES)
+            .ok_or_else(|| {
+                failed(format!(
+                    "the peer's description has {} bytes and is not an address",
+                    detail.len()
+                ))
+            })?;
+        let addr = self.port.insert(name).map_err(|e| network_error(provider, e.op, &e))?;
+        found.addr = Some(addr);
+        Ok(())
+    }
+
+    fn close_peer(&mut self, peer: PeerId) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.end_lane(peer, &mut ended, Flight::disconnected);
+        self.ended = ended;
+        if self.peers.get_mut(peer.0 as usize).and_then(Option::take).is_none() {
+            return;
+        }
+        self.grants.close_peer(peer);
+        self.lost.retain(|lost| *lost != peer);
+        // On an endpoint that all share the library goes on with them, and tells when they end: nobody
+        // else's count goes down then.
+        for flight in self.flights.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
+            flight.peer = None;
+        }
+    }
+
+    fn lost(&mut self) -> Option<PeerId> {
+        self.lost.pop()
+    }
+
+    unsafe fn write(
+        &mut self,
+        peer: PeerId,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(WRITE, peer, src, dst, token)
+    }
+
+    unsafe fn read(
+        &mut self,
+        peer: PeerId,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(READ, peer, dst, src, token)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.ended);
+        if self.is_shared {
+            return self.poll_queue(None, out);
+        }
+        // Idle peers cost a look at a number. Now and then all are polled: providers also have things to
+        // do that no descriptor shows.
+        self.num_polls = self.num_polls.wrapping_add(1);
+        let is_full_round = self.set.is_none() || self.num_polls.is_multiple_of(FULL_ROUND);
+        for idx in 0..self.peers.len() {
+            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_flights > 0) {
+                self.poll_queue(Some(idx), out);
+            }
+        }
+        let Some(set) = self.set.as_ref().filter(|_| !is_full_round) else { return };
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // Interrupted: whatever is there is there the next time.
+        let num_ready = epoll::wait(set, &mut events[..], Some(&now)).unwrap_or(0);
+        for event in &events[..num_ready] {
+            let idx = event.data.u64() as usize;
+            self.disarm(Some(idx));
+            let is_idle = |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_flights == 0);
+            if self.peers.get(idx).is_some_and(is_idle) {
+                self.poll_queue(Some(idx), out);
+            }
+        }
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.set.as_ref().map(AsFd::as_fd)
+    }
+
+    fn max_sleep(&self) -> Duration {
+        // Providers without threads of their own answer peers only while they are polled, and not all
+        // that they wait for shows at the descriptor.
+        Duration::from_millis(1)
+    }
+
+    fn may_sleep(&mut self) -> bool {
+        if !self.ended.is_empty() {
+            return false;
+        }
+        if self.set.is_none() {
+            return true;
+        }
+        if self.is_shared {
+            return self.port.queue().may_sleep();
+        }
+        self.peers.iter_mut().flatten().filter(|peer| !peer.is_armed).all(|peer| {
+            peer.is_armed = peer.own.as_ref().is_none_or(|(_, queue)| queue.may_sleep());
+            peer.is_armed
+        })
+    }
+
+    fn max_operation_bytes(&self) -> u64 {
+        (self.port.traits().max_message_bytes as u64).min(MAX_OPERATION_BYTES)
+    }
+}
+
+impl Drop for LibfabricFabric {
+    fn drop(&mut self) {
+        // Endpoints end before the memory that their operations use is given up.
+        self.peers.clear();
+    }
+}
+
+const fn rights(access: Access) -> Rights {
+    match access {
+        Access::Local => Rights::Local,
+        Access::RemoteRead => Rights::Read,
+        Access::RemoteReadWrite => Rights::ReadWrite,
+    }
+}
+
+/// Puts `item` where there is room, and gives its index.
+fn place<T>(items: &mut Vec<Option<T>>, item: Option<T>) -> u32 {
+    let idx = items.iter().position(Option::is_none).unwrap_or_else(|| {
+        items.push(None);
+        items.len() - 1
+    });
+    items[idx] = item;
+    idx as u32
+}
+
+const GRANT: &str = "grant";
+const WRITE: &str = "write";
+const READ: &str = "read";
+const DETAIL_MAGIC: [u8; 4] = *b"SYL1";
+/// Operations under way. The queue of the provider holds more completions.
+const NUM_CONTEXTS: u32 = 512;
+/// Polls of which one looks at every peer.
+const FULL_ROUND: u32 = 64;
+const SHARED_QUEUE: u64 = u64::MAX;
+const MAX_OPERATION_BYTES: u64 = 1 << 30;
+
+#[cfg(test)]
+mod tests;

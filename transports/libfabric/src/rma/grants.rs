@@ -1,0 +1,301 @@
+//! Keys that one peer alone is told, for the buffers of its messages: when it goes, they go with it, and
+//! nobody else notices.
+//!
+//! A key is kept for further messages into the same window. What all keys of a fabric open at a time has
+//! a limit. Beyond it those are taken back that no message uses, the one that was used longest ago first;
+//! where messages use them all, one more is not granted.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::owner::CallError;
+use crate::port::Registered;
+use p2p_core::endpoint::PostError;
+use p2p_core::fabric::{LocalSegment, PeerId, RegionId};
+
+/// What can be taken back.
+pub(super) trait Key {
+    /// # Errors
+    /// [`CallError`]; it stays in force then, and the memory must stay mapped.
+    fn revoke(&mut self) -> Result<(), CallError>;
+}
+
+impl Key for Registered {
+    fn revoke(&mut self) -> Result<(), CallError> {
+        self.close()
+    }
+}
+
+/// The keys of all peers, at most one for every window of each.
+#[derive(Debug)]
+pub(super) struct Grants<K> {
+    held: HashMap<(PeerId, Window), Held<K>>,
+    idle: Idle,
+    /// Keys of peers that are gone, which the library did not take back: their memory must stay mapped.
+    unrevoked: Vec<(Window, K)>,
+    /// What both of them open.
+    bytes: u64,
+    /// Counts ends of use, and so orders them.
+    clock: u64,
+    pub(super) limits: Limits,
+}
+
+#[derive(Debug)]
+struct Held<K> {
+    key: K,
+    /// Messages under way.
+    num_users: u32,
+    /// When the last of them ended; 0 while there are some.
+    idle_since: u64,
+}
+
+/// The keys that no message uses, in order, so that nobody has to look through all for the oldest.
+#[derive(Debug, Default)]
+struct Idle {
+    /// Since when, and which. One that was used again is left here: its time is another now.
+    queue: VecDeque<(u64, (PeerId, Window))>,
+    num_keys: usize,
+    /// What they open.
+    bytes: u64,
+}
+
+impl Idle {
+    /// A key is used again, or goes. One that is in use already is not counted here.
+    fn leave<K>(&mut self, held: &mut Held<K>, window: Window) {
+        if std::mem::take(&mut held.idle_since) != 0 {
+            self.num_keys -= 1;
+            self.bytes -= window.bytes;
+        }
+    }
+}
+
+/// How much may be open at a time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) bytes: u64,
+    pub(super) num_keys: usize,
+}
+
+/// What a key opens: a registration, or, of a long one, a part with the buffer within. Some providers
+/// take a second for every few GB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Window {
+    pub(super) region: RegionId,
+    /// First byte within the registration.
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+}
+
+impl Window {
+    /// The one around a part of a registration of `total` bytes. Buffers close to each other share it.
+    pub(super) const fn around(part: LocalSegment, total: u64) -> Self {
+        if total <= WINDOW_BYTES {
+            return Self { region: part.region, start: 0, bytes: total };
+        }
+        let start = part.offset / WINDOW_BYTES * WINDOW_BYTES;
+        let end = (part.offset + part.bytes).div_ceil(WINDOW_BYTES) * WINDOW_BYTES;
+        let end = if end < total { end } else { total };
+        Self { region: part.region, start, bytes: end - start }
+    }
+
+    /// No more than the part.
+    const fn of(part: LocalSegment) -> Self {
+        Self { region: part.region, start: part.offset, bytes: part.bytes }
+    }
+}
+
+impl<K> Default for Grants<K> {
+    fn default() -> Self {
+        let limits = Limits { bytes: MAX_BYTES, num_keys: MAX_KEYS };
+        let (held, idle) = (HashMap::new(), Idle::default());
+        Self { held, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
+    }
+}
+
+impl<K: Key> Grants<K> {
+    /// The peer's key for a part of a registration of `total` bytes, and the window that it opens, for one
+    /// message. It is made where there is none.
+    pub(super) fn open(
+        &mut self,
+        peer: PeerId,
+        part: LocalSegment,
+        total: u64,
+        mut make: impl FnMut(Window) -> Result<K, PostError>,
+    ) -> Result<(Window, &K), PostError> {
+        let (around, exact) = (Window::around(part, total), Window::of(part));
+        let known = [exact, around].into_iter().find(|w| self.held.contains_key(&(peer, *w)));
+        let window = match known {
+            Some(known) => known,
+            None => {
+                let (window, key) = self.make(around, exact, &mut make)?;
+                self.bytes += window.bytes;
+                self.held.insert((peer, window), Held { key, num_users: 0, idle_since: 0 });
+                window
+            }
+        };
+        let Some(held) = self.held.get_mut(&(peer, window)) else {
+            unreachable!("it was found, or made")
+        };
+        self.idle.leave(held, window);
+        held.num_users += 1;
+        Ok((window, &held.key))
+    }
+
+    /// A message into this part has ended.
+    pub(super) fn end(&mut self, peer: PeerId, part: LocalSegment, total: u64) {
+        // The narrow one is only made where there is no other, and is preferred from then on: as long as
+        // messages use it, it is the one of this part.
+        for window in [Window::of(part), Window::around(part, total)] {
+            if let Some(held) = self.held.get_mut(&(peer, window))
+                && held.num_users > 0
+            {
+                held.num_users -= 1;
+                if held.num_users == 0 {
+                    self.rest((peer, window));
+                }
+                return;
+            }
+        }
+    }
+
+    /// Revokes the keys of `region`. On an error that one is still there, and in force.
+    pub(super) fn revoke(&mut self, region: RegionId) -> Result<(), CallError> {
+        let mut result = Ok(());
+        let (bytes, idle) = (&mut self.bytes, &mut self.idle);
+        self.held.retain(|(_, window), held| {
+            let is_due = window.region == region && result.is_ok();
+            if is_due {
+                result = held.key.revoke();
+            }
+            let is_gone = is_due && result.is_ok();
+            if is_gone {
+                *bytes -= window.bytes;
+                idle.leave(held, *window);
+            }
+            !is_gone
+        });
+        result?;
+        while let Some(nth) = self.unrevoked.iter().position(|(of, _)| of.region == region) {
+            self.unrevoked[nth].1.revoke()?;
+            let (window, _) = self.unrevoked.swap_remove(nth);
+            self.bytes -= window.bytes;
+        }
+        Ok(())
+    }
+
+    /// Revokes all keys of a peer, and remembers those that stay in force.
+    pub(super) fn close_peer(&mut self, peer: PeerId) {
+        for ((_, window), mut held) in self.held.extract_if(|(of, _), _| *of == peer) {
+            self.idle.leave(&mut held, window);
+            match held.key.revoke() {
+                Ok(()) => self.bytes -= window.bytes,
+                Err(error) => {
+                    tracing::error!(%error, "a closed peer can still write memory that it was granted");
+                    self.unrevoked.push((window, held.key));
+                }
+            }
+        }
+    }
+
+    /// Makes the wide key where there is room, which serves more messages, or else the narrow one.
+    fn make(
+        &mut self,
+        around: Window,
+        exact: Window,
+        make: &mut impl FnMut(Window) -> Result<K, PostError>,
+    ) -> Result<(Window, K), PostError> {
+        let window = if self.make_room(around.bytes)? {
+            around
+        } else if self.make_room(exact.bytes)? {
+            exact
+        } else {
+            return Err(self.full(exact.bytes));
+        };
+        match make(window) {
+            // The system has less room than the limits: once more with all there is.
+            Err(PostError::Transport { code: ENOMEM, .. }) if self.idle.num_keys > 0 => {
+                while self.evict_oldest()? {}
+                Ok((exact, make(exact)?))
+            }
+            made => Ok((window, made?)),
+        }
+    }
+
+    /// Takes keys back that nobody uses until there is room for one more of `bytes`. False: there is none,
+    /// and none is taken. What is wanted when no message is under way always fits, however long it is.
+    fn make_room(&mut self, bytes: u64) -> Result<bool, PostError> {
+        if self.has_room((self.bytes, self.num_keys()), bytes) {
+            return Ok(true);
+        }
+        let in_use = (self.bytes - self.idle.bytes, self.num_keys() - self.idle.num_keys);
+        if self.idle.num_keys < self.held.len() && !self.has_room(in_use, bytes) {
+            return Ok(false);
+        }
+        while !self.has_room((self.bytes, self.num_keys()), bytes) && self.evict_oldest()? {}
+        Ok(true)
+    }
+
+    const fn has_room(&self, (taken, num_keys): (u64, usize), bytes: u64) -> bool {
+        taken.saturating_add(bytes) <= self.limits.bytes && num_keys < self.limits.num_keys
+    }
+
+    fn num_keys(&self) -> usize {
+        self.held.len() + self.unrevoked.len()
+    }
+
+    /// No message uses this key from now on.
+    fn rest(&mut self, at: (PeerId, Window)) {
+        let Some(held) = self.held.get_mut(&at) else { return };
+        self.clock += 1;
+        held.idle_since = self.clock;
+        let Idle { queue, num_keys, bytes } = &mut self.idle;
+        (*num_keys, *bytes) = (*num_keys + 1, *bytes + at.1.bytes);
+        if queue.len() >= 2 * *num_keys + MAX_STALE {
+            queue.retain(|(since, at)| self.held.get(at).is_some_and(|h| h.idle_since == *since));
+        }
+        queue.push_back((self.clock, at));
+    }
+
+    /// Takes back the key that was used longest ago, of those that no message uses. False: there is none.
+    fn evict_oldest(&mut self) -> Result<bool, PostError> {
+        while let Some((since, at)) = self.idle.queue.pop_front() {
+            let Some(held) = self.held.get_mut(&at) else { continue };
+            if held.idle_since != since {
+                continue;
+            }
+            self.idle.leave(held, at.1);
+            if let Err(CallError { op, code, text }) = held.key.revoke() {
+                // Another one is tried the next time.
+                self.rest(at);
+                return Err(PostError::Transport { op, code, detail: text });
+            }
+            self.held.remove(&at);
+            self.bytes -= at.1.bytes;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    fn full(&self, bytes: u64) -> PostError {
+        let (taken, num_keys) = (self.bytes, self.num_keys());
+        let Limits { bytes: most_bytes, num_keys: most_keys } = self.limits;
+        let detail = format!(
+            "no room to open a buffer of {bytes} bytes to a peer: {num_keys} buffers of {taken} bytes \
+             with what is around them are open for messages under way, and at most {most_keys} of \
+             {most_bytes} may be; receive again when some have ended"
+        );
+        PostError::Transport { op: super::GRANT, code: ENOMEM, detail }
+    }
+}
+
+/// Parts of this size are opened together.
+const WINDOW_BYTES: u64 = 64 << 20;
+/// Most bytes that keys of a fabric open at a time: 64 MiB for each of 1,024 peers.
+const MAX_BYTES: u64 = 64 << 30;
+/// Most keys of a fabric at a time.
+const MAX_KEYS: usize = 16 << 10;
+/// Places in the queue of idle keys whose key was used again: so many, beside as many as there are keys.
+const MAX_STALE: usize = 64;
+const ENOMEM: i64 = 12;
+
+#[cfg(test)]
+mod tests;

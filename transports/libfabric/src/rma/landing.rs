@@ -1,0 +1,184 @@
+//! The end of operations.
+
+use rustix::event::epoll;
+
+use super::super::link::Context;
+use super::super::owner::CallError;
+use super::super::port::Polled;
+use super::super::sys;
+use super::LibfabricFabric;
+use p2p_core::endpoint::PostError;
+use p2p_core::fabric::{Completion, PeerId, RegionId, Token};
+
+/// An operation that the library has taken.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Flight {
+    pub(super) token: Token,
+    /// `None` once it is closed: another one may have its number.
+    pub(super) peer: Option<PeerId>,
+    pub(super) region: RegionId,
+    pub(super) op: &'static str,
+    /// What it was about, at the peer.
+    pub(super) address: u64,
+    pub(super) bytes: u64,
+    pub(super) key: u64,
+    /// Whether its queue failed, which was reported as its end.
+    pub(super) is_reported: bool,
+}
+
+impl Flight {
+    /// Its failure when the peer is gone.
+    pub(super) const fn disconnected(&self) -> PostError {
+        PostError::Disconnected { op: self.op }
+    }
+
+    /// A failure of this operation, with what to look at.
+    fn explain(&self, code: i64, text: &str) -> String {
+        let Self { op, address, bytes, key, .. } = self;
+        let what = format!("{text}; {op} of {bytes} bytes at {address:#x} with key {key:#x}");
+        if ENDINGS.contains(&code) {
+            return format!(
+                "{what}: the peer denies access and ends the connection then, or is gone; check that it \
+                 has not deregistered the memory, its rights, and that the range is inside"
+            );
+        }
+        what
+    }
+}
+
+impl LibfabricFabric {
+    /// Takes the completions of a peer's queue, or of the one that all share.
+    pub(super) fn poll_queue(&mut self, peer: Option<usize>, out: &mut Vec<Completion>) {
+        let mut entries = [sys::CqDataEntry {
+            op_context: std::ptr::null_mut(),
+            flags: 0,
+            len: 0,
+            buf: std::ptr::null_mut(),
+            data: 0,
+        }; 16];
+        let mut sources = [sys::FI_ADDR_UNSPEC; 16];
+        for _ in 0..MAX_ROUNDS {
+            let own = peer.and_then(|idx| self.peers.get(idx)?.as_ref()?.own.as_ref());
+            let queue = own.map_or(self.port.queue(), |(_, queue)| queue);
+            let polled = queue.poll(&mut entries, &mut sources);
+            if !matches!(polled, Ok(Polled::Nothing)) {
+                self.disarm(peer);
+            }
+            match polled {
+                Ok(Polled::Nothing) => return,
+                Ok(Polled::Entries(num)) => {
+                    let num = num.min(entries.len());
+                    for entry in &entries[..num] {
+                        self.land(entry.op_context, None, out);
+                    }
+                    if num < entries.len() {
+                        return;
+                    }
+                }
+                Ok(Polled::Failed(failure)) => {
+                    self.land(failure.context, Some((failure.code, failure.text)), out);
+                }
+                Err(error) => return self.fail_queue(peer, &error, out),
+            }
+        }
+    }
+
+    /// A peer's queue, or the one that all share, is gone, and with it every completion still to come. A
+    /// peer's own endpoint ends with it, so that the library lets go of memory and contexts before anybody
+    /// is told. One that all share cannot end before the fabric: what was under way there is told to have
+    /// failed while the library may still use its memory.
+    pub(super) fn fail_queue(
+        &mut self,
+        peer: Option<usize>,
+        error: &CallError,
+        out: &mut Vec<Completion>,
+    ) {
+        let failure = |flight: &Flight| {
+            let detail = format!("{}: {}", flight.op, error.text);
+            PostError::Transport { op: error.op, code: error.code, detail }
+        };
+        if let Some(idx) = peer {
+            let peer = PeerId(idx as u32);
+            self.end_lane(peer, out, failure);
+            return self.lost.push(peer);
+        }
+        for flight in self.flights.iter_mut().flatten().filter(|flight| !flight.is_reported) {
+            flight.is_reported = true;
+            out.push(Completion { token: flight.token, result: Err(failure(flight)) });
+        }
+    }
+
+    /// Ends a peer's own endpoint, if it has one: the library uses no memory and no context of the
+    /// operations on it any more, and they end with `failure`. Later ones are refused.
+    pub(super) fn end_lane(
+        &mut self,
+        id: PeerId,
+        out: &mut Vec<Completion>,
+        failure: impl Fn(&Flight) -> PostError,
+    ) {
+        let Some(Some(peer)) = self.peers.get_mut(id.0 as usize) else { return };
+        let (own, addr) = (peer.own.take(), peer.addr.take());
+        if let (Some(set), Some(fd)) =
+            (&self.set, own.as_ref().and_then(|(_, queue)| queue.wait_fd()))
+            && let Err(error) = epoll::delete(set, fd)
+        {
+            tracing::debug!(%error, "a queue was not watched");
+        }
+        let has_own = own.is_some();
+        drop(own);
+        if let Some(addr) = addr {
+            self.port.remove(addr);
+        }
+        if !has_own {
+            return;
+        }
+        peer.num_flights = 0;
+        for (idx, flight) in self.flights.iter_mut().enumerate() {
+            let Some(flight) = flight.take_if(|flight| flight.peer == Some(id)) else { continue };
+            self.free.push(idx as u32);
+            out.push(Completion { token: flight.token, result: Err(failure(&flight)) });
+        }
+    }
+
+    /// Before the next sleep the queue must be asked again.
+    pub(super) fn disarm(&mut self, peer: Option<usize>) {
+        if let Some(Some(peer)) = peer.and_then(|idx| self.peers.get_mut(idx)) {
+            peer.is_armed = false;
+        }
+    }
+
+    /// The library is done with an operation.
+    fn land(
+        &mut self,
+        context: *mut std::ffi::c_void,
+        failure: Option<(i64, String)>,
+        out: &mut Vec<Completion>,
+    ) {
+        // SAFETY: null, or the context of an operation of ours.
+        let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
+        let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
+        // Without a flight its endpoint has ended, and the operation was reported then.
+        let Some(flight) = flight.take() else { return };
+        let Flight { token, op, peer, is_reported, .. } = flight;
+        self.free.push(context.owner);
+        if let Some(Some(peer)) = peer.and_then(|peer| self.peers.get_mut(peer.0 as usize)) {
+            peer.num_flights -= 1;
+        }
+        if is_reported {
+            return;
+        }
+        let result = match failure {
+            None => Ok(()),
+            Some((code, text)) => {
+                let detail = flight.explain(code, &text);
+                Err(PostError::Transport { op, code, detail })
+            }
+        };
+        out.push(Completion { token, result });
+    }
+}
+
+const MAX_ROUNDS: usize = 8;
+/// Codes with which operations end when their connection does: `EIO`, `EACCES`, `ENOTCONN`,
+/// `ECONNABORTED`, `ECONNRESET`, `ESHUTDOWN`, `ECANCELED`, and the library's own for a bad key.
+const ENDINGS: [i64; 8] = [5, 13, 107, 103, 104, 108, 125, sys::FI_ENOKEY];

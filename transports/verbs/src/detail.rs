@@ -1,0 +1,257 @@
+//! What one side tells the other of its queue pairs, as bytes.
+//!
+//! ```text
+//! 0 version  1 link  2 lanes  3 signals
+//! then per lane, 40 bytes, little-endian:
+//! 0 queue pair u32   4 first packet u32   8 remote key u32   12 lid u16   14 mtu u8   15 responses u8
+//! 16 gid [16]   32 receives u32   36 zero [4]
+//! ```
+
+use thiserror::Error;
+
+use super::config::MAX_LANES;
+use p2p_core::network::MAX_DETAIL_BYTES;
+
+/// One queue pair as its peer must know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LaneAddress {
+    /// Queue pair number.
+    pub(super) number: u32,
+    /// Packet sequence number at which its requests begin.
+    pub(super) first_packet: u32,
+    /// Remote key of the slot on this lane's device; where slots are not used, which of the side's devices
+    /// it is: the first or the second.
+    pub(super) remote_key: u32,
+    /// InfiniBand local identifier; 0 on Ethernet.
+    pub(super) lid: u16,
+    /// Path MTU as verbs count it: 1 is 256 bytes, 5 is 4096.
+    pub(super) mtu: u8,
+    /// Reads and atomics that it answers at the same time.
+    pub(super) num_responses: u8,
+    /// Global identifier.
+    pub(super) gid: [u8; 16],
+    /// Where flags travel as messages: receives that it has posted.
+    pub(super) receives: u32,
+    /// Its place in this side's address table. Does not travel.
+    pub(super) gid_index: u8,
+}
+
+/// Link layer of a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Link {
+    InfiniBand,
+    Ethernet,
+}
+
+/// How flags travel between slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Signals {
+    Atomics,
+    Messages,
+}
+
+/// A peer's bytes make no sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(super) enum DetailError {
+    #[error("{found} bytes, expected {expected}")]
+    Length { found: usize, expected: usize },
+    #[error("version {found}, this side speaks {VERSION}; use the same release on both sides")]
+    Version { found: u8 },
+    #[error("{found} queue pairs, expected 1 to {MAX_LANES}")]
+    Lanes { found: u8 },
+    #[error("`{field}` is {found:#x}, expected {expected}")]
+    Value { field: &'static str, found: u64, expected: &'static str },
+    #[error(
+        "the peer's port is {found:?}, this one {own:?}; choose ports of one fabric on both sides"
+    )]
+    Link { found: Link, own: Link },
+    #[error(
+        "the peer's flags travel as {found:?}, this side's as {own:?}; set `signals` of the verbs settings \
+         alike on both sides"
+    )]
+    Signals { found: Signals, own: Signals },
+}
+
+pub(super) fn encode((link, signals): (Link, Signals), lanes: &[LaneAddress]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(HEAD_BYTES + lanes.len() * LANE_BYTES);
+    out.extend([VERSION, link as u8, lanes.len() as u8, signals as u8]);
+    for lane in lanes {
+        out.extend(lane.number.to_le_bytes());
+        out.extend(lane.first_packet.to_le_bytes());
+        out.extend(lane.remote_key.to_le_bytes());
+        out.extend(lane.lid.to_le_bytes());
+        out.extend([lane.mtu, lane.num_responses]);
+        out.extend(lane.gid);
+        out.extend(lane.receives.to_le_bytes());
+        out.extend([0; 4]);
+    }
+    out
+}
+
+pub(super) fn decode(
+    (own, own_signals): (Link, Signals),
+    bytes: &[u8],
+) -> Result<Vec<LaneAddress>, DetailError> {
+    let Some((head, lanes)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
+        return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES });
+    };
+    let [version, link, num_lanes, signals] = *head;
+    if version != VERSION {
+        return Err(DetailError::Version { found: version });
+    }
+    let found = match link {
+        0 => Link::InfiniBand,
+        1 => Link::Ethernet,
+        _ => return Err(value("link", link.into(), "0 or 1")),
+    };
+    if found != own {
+        return Err(DetailError::Link { found, own });
+    }
+    if !(1..=MAX_LANES).contains(&usize::from(num_lanes)) {
+        return Err(DetailError::Lanes { found: num_lanes });
+    }
+    let found = match signals {
+        0 => Signals::Atomics,
+        1 => Signals::Messages,
+        _ => return Err(value("signals", signals.into(), "0 or 1")),
+    };
+    if found != own_signals {
+        return Err(DetailError::Signals { found, own: own_signals });
+    }
+    let expected = usize::from(num_lanes) * LANE_BYTES;
+    if lanes.len() != expected {
+        return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES + expected });
+    }
+    lanes.chunks_exact(LANE_BYTES).map(|lane| decode_lane(own, found, lane)).collect()
+}
+
+fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
+    let word =
+        |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let mut gid = [0; 16];
+    gid.copy_from_slice(&bytes[16..32]);
+    let lane = LaneAddress {
+        number: word(0),
+        first_packet: word(4),
+        remote_key: word(8),
+        lid: u16::from_le_bytes([bytes[12], bytes[13]]),
+        mtu: bytes[14],
+        num_responses: bytes[15],
+        gid,
+        receives: word(32),
+        gid_index: 0,
+    };
+    // Two queue pairs are the fabric's own.
+    if !(2..1 << 24).contains(&lane.number) {
+        return Err(value("queue pair", lane.number.into(), "2 to 0xffffff"));
+    }
+    if lane.first_packet >= 1 << 24 {
+        return Err(value("first packet", lane.first_packet.into(), "at most 0xffffff"));
+    }
+    if !(1..=5).contains(&lane.mtu) {
+        return Err(value("mtu", lane.mtu.into(), "1 to 5"));
+    }
+    if lane.num_responses == 0 {
+        return Err(value("responses", 0, "at least 1"));
+    }
+    if signals == Signals::Messages && !(MIN_RECEIVES..1 << 31).contains(&lane.receives) {
+        return Err(value("receives", lane.receives.into(), "22 to 0x7fffffff"));
+    }
+    match link {
+        Link::InfiniBand if lane.lid == 0 && gid == [0; 16] => {
+            Err(value("lid", 0, "an address; is a subnet manager running?"))
+        }
+        Link::Ethernet if gid == [0; 16] => Err(value("gid", 0, "an address")),
+        _ => Ok(lane),
+    }
+}
+
+const fn value(field: &'static str, found: u64, expected: &'static str) -> DetailError {
+    DetailError::Value { field, found, expected }
+}
+
+/// Fewest receives with which messages get anywhere, also a put that is spread over all queue pairs.
+pub(super) const MIN_RECEIVES: u32 = 22;
+const _: () = assert!((MIN_RECEIVES as usize - 4) / 2 > MAX_LANES);
+const VERSION: u8 = 2;
+const HEAD_BYTES: usize = 4;
+const LANE_BYTES: usize = 40;
+const _: () = assert!(HEAD_BYTES + MAX_LANES * LANE_BYTES <= MAX_DETAIL_BYTES);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lane() -> LaneAddress {
+        LaneAddress {
+            number: 17,
+            first_packet: 0xab_cdef,
+            remote_key: 0x1234_5678,
+            lid: 9,
+            mtu: 3,
+            num_responses: 16,
+            gid: std::array::from_fn(|idx| idx as u8 + 1),
+            receives: 22,
+            gid_index: 0,
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        for link in [Link::InfiniBand, Link::Ethernet] {
+            for num_lanes in 1..=MAX_LANES {
+                for signals in [Signals::Atomics, Signals::Messages] {
+                    let way = (link, signals);
+                    let lanes: Vec<_> = (0..num_lanes)
+                        .map(|idx| LaneAddress { number: 17 + idx as u32, ..lane() })
+                        .collect();
+                    assert_eq!(decode(way, &encode(way, &lanes)), Ok(lanes));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_make_no_sense_are_named() {
+        let way = (Link::Ethernet, Signals::Atomics);
+        let good = encode(way, &[lane()]);
+        let with = |at: usize, byte: u8| {
+            let mut bytes = good.clone();
+            bytes[at] = byte;
+            decode(way, &bytes).unwrap_err().to_string()
+        };
+        assert!(with(0, 9).contains("version 9"));
+        assert!(with(1, 0).contains("InfiniBand"));
+        assert!(with(1, 7).contains("`link` is 0x7"));
+        assert!(with(2, 0).contains("0 queue pairs"));
+        assert!(with(2, 9).contains("9 queue pairs"));
+        assert!(with(2, 2).contains("expected 84"));
+        assert!(with(3, 2).contains("`signals` is 0x2"));
+        let other = with(3, 1);
+        assert!(other.contains("as Messages, this side's as Atomics"), "{other}");
+        let own = (Link::Ethernet, Signals::Messages);
+        let (found, own_signals) = (Signals::Atomics, Signals::Messages);
+        let expected = DetailError::Signals { found, own: own_signals };
+        assert_eq!(decode(own, &good), Err(expected));
+        let few = encode(own, &[LaneAddress { receives: 21, ..lane() }]);
+        assert!(decode(own, &few).unwrap_err().to_string().contains("receives"));
+        assert!(with(7, 1).contains("queue pair"));
+        assert!(with(11, 1).contains("first packet"));
+        assert!(with(18, 0).contains("mtu") && with(18, 6).contains("mtu"));
+        assert!(with(19, 0).contains("responses"));
+        let nowhere = encode(way, &[LaneAddress { gid: [0; 16], ..lane() }]);
+        assert!(decode(way, &nowhere).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = decode((Link::Ethernet, Signals::Messages), &bytes);
+            if let Ok(lanes) = decode((Link::InfiniBand, Signals::Atomics), &bytes) {
+                prop_assert!(!lanes.is_empty() && lanes.len() <= MAX_LANES);
+            }
+        }
+    }
+}

@@ -1,0 +1,461 @@
+//! A peer reached by RDMA.
+//!
+//! | operation | request |
+//! |---|---|
+//! | put | WRITE, inline when small, in pieces when longer than a message; large ones spread over all queue pairs |
+//! | get | READ, likewise |
+//! | flag | FETCH_ADD on the first queue pair; without atomics a SEND there, see below |
+//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag; nothing where the flag is a SEND |
+//! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
+//! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
+//!
+//! Of a batch (`begin_batch`, `flush`) each queue pair's requests go to the device by one call for up to 32 of them.
+//! Whoever waits for any of them meanwhile has them posted first.
+//!
+//! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
+//! after the puts ahead of it. Only what went over other queue pairs is waited for. Such waits, and
+//! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
+//!
+//! Where flags travel as messages, the peer's driver adds to them when it takes the message out. Parts of a
+//! spread put are then counted there instead of waited for here. A question behind everything else, and its
+//! answer, tell what the peer's driver has done: `quiet` asks, and `fence` does where flags went before it.
+//! A message or counted write takes a receive of the peer. No more are under way than it has receives for, and
+//! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
+//! [`stall_timeout`](super::VerbsConfig::stall_timeout) allows.
+
+mod sent;
+mod waits;
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::sent::Sent;
+use super::lane::{Failed, Lane, Message};
+use super::messages;
+use super::progress::Progress;
+use super::registration::{MemoryRegion, Rights};
+use super::request::OpKind;
+use super::state::PeerState;
+use p2p_core::counted::message::Then;
+use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
+use p2p_core::wait::Driver;
+
+/// An endpoint over one or more queue pairs.
+#[derive(Debug)]
+pub struct VerbsEndpoint {
+    lanes: Vec<Lane>,
+    peer: Arc<PeerState>,
+    progress: Arc<Progress>,
+    /// Memory that may be put from and got into, as registered on every lane.
+    sources: Vec<Region>,
+    remote: RemoteSlot,
+    stripe_bytes: usize,
+    /// Whether lanes beside the first may have requests under way.
+    is_spread: bool,
+    /// Whether a fence stands between what the first lane carries and the next spread operation.
+    fence_before_spread: bool,
+    /// Where flags travel as messages: what was sent.
+    sent: Option<Sent>,
+}
+
+/// The peer's slot.
+#[derive(Debug, Clone)]
+pub(super) struct RemoteSlot {
+    pub(super) address: u64,
+    pub(super) bytes: usize,
+    /// For messages: who the peer is.
+    pub(super) peer: String,
+}
+
+impl VerbsEndpoint {
+    pub(super) fn new(
+        lanes: Vec<Lane>,
+        peer: Arc<PeerState>,
+        progress: Arc<Progress>,
+        remote: RemoteSlot,
+        stripe_bytes: usize,
+        window: Option<u32>,
+    ) -> Self {
+        let sent = window.map(Sent::new);
+        Self {
+            lanes,
+            peer,
+            progress,
+            sources: Vec::new(),
+            remote,
+            stripe_bytes,
+            is_spread: false,
+            fence_before_spread: false,
+            sent,
+        }
+    }
+
+    /// Queue pairs in use.
+    #[must_use]
+    pub const fn num_queue_pairs(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// The failure that stopped a request.
+    #[cold]
+    fn failure(&self, op: &'static str) -> PostError {
+        match self.health() {
+            Err(error) => error,
+            Ok(()) => PostError::Disconnected { op },
+        }
+    }
+
+    fn describe_peer(&self) -> String {
+        let RemoteSlot { address, bytes, peer } = &self.remote;
+        format!("{peer}, slot of {bytes} bytes at {address:#x}")
+    }
+
+    #[inline]
+    fn remote_address(
+        &self,
+        op: &'static str,
+        offset: usize,
+        len: usize,
+    ) -> Result<u64, PostError> {
+        let region_bytes = self.remote.bytes;
+        match offset.checked_add(len) {
+            Some(end) if end <= region_bytes => Ok(self.remote.address + offset as u64),
+            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
+        }
+    }
+
+    /// Which registration holds `range`.
+    #[inline]
+    fn source_of(&self, op: &'static str, range: &LocalRange) -> Result<usize, PostError> {
+        let (start, len) = (range.as_ptr().as_ptr() as usize, range.len());
+        self.sources
+            .iter()
+            .position(|region| {
+                let first = region.as_ptr().as_ptr() as usize;
+                start >= first
+                    && start - first <= region.len() - len.min(region.len())
+                    && len <= region.len()
+            })
+            .ok_or(PostError::Unregistered { op, address: start, len })
+    }
+
+    /// # Safety
+    /// As for `put` or `get`.
+    unsafe fn transfer(
+        &mut self,
+        kind: OpKind,
+        local: &LocalRange,
+        remote: RemoteRange<SlotKey>,
+    ) -> Result<(), PostError> {
+        let op = kind.name();
+        self.health()?;
+        let len = local.len();
+        let remote_address = self.remote_address(op, remote.offset, remote.len.max(len))?;
+        let source = self.source_of(op, local)?;
+        let local_address = local.as_ptr().as_ptr() as u64;
+        if len < self.stripe_bytes || self.lanes.len() == 1 {
+            let whole = Part { source, local_address, len, remote_address, counted: None };
+            // SAFETY: the caller's promise; the range lies within the registration.
+            return unsafe { self.pieces(0, kind, whole) };
+        }
+        if self.fence_before_spread {
+            self.settle(0)?;
+            self.fence_before_spread = false;
+        }
+        self.is_spread = true;
+        let part = len.div_ceil(self.lanes.len()).next_multiple_of(PART_ALIGN);
+        let mut start = 0;
+        for lane in 0..self.lanes.len() {
+            let part = part.min(len - start);
+            if part == 0 {
+                break;
+            }
+            let piece = Part {
+                source,
+                local_address: local_address + start as u64,
+                len: part,
+                remote_address: remote_address + start as u64,
+                counted: match &self.sent {
+                    Some(sent) if lane > 0 && kind == OpKind::Put => Some(sent.next_seq),
+                    _ => None,
+                },
+            };
+            let is_counted = piece.counted.is_some();
+            if is_counted {
+                self.wait_for_room(kind)?;
+            }
+            // SAFETY: the caller's promise; the parts lie within the range.
+            unsafe { self.pieces(lane, kind, piece)? };
+            if let Some(sent) = &mut self.sent {
+                if is_counted {
+                    sent.count_write();
+                }
+                sent.has_spread_reads |= kind == OpKind::Get;
+            }
+            start += part;
+        }
+        Ok(())
+    }
+
+    /// One lane's part, in messages that the device takes.
+    ///
+    /// # Safety
+    /// As for `put` or `get`; the range lies within the registration `source`.
+    unsafe fn pieces(
+        &mut self,
+        lane: usize,
+        kind: OpKind,
+        Part { source, local_address, len, remote_address, counted }: Part,
+    ) -> Result<(), PostError> {
+        let lane = &mut self.lanes[lane];
+        let longest = lane.max_message_bytes();
+        let mut start = 0;
+        while start < len {
+            let bytes = longest.min(len - start);
+            let message = Message {
+                source,
+                local_address: local_address + start as u64,
+                bytes: bytes as u32,
+                remote_address: remote_address + start as u64,
+                is_last: start + bytes == len,
+                counted: counted.filter(|_| start + bytes == len),
+            };
+            // SAFETY: the caller's promise.
+            let posted = unsafe { lane.transfer(kind, message) };
+            if posted.is_err() {
+                return Err(self.failure(kind.name()));
+            }
+            start += bytes;
+        }
+        Ok(())
+    }
+
+    /// Whether a message went of which it is not known that the peer's driver has carried it out.
+    fn has_open_messages(&self) -> bool {
+        let answered = self.peer.arrivals.answered();
+        self.sent.as_ref().is_some_and(|sent| sent.has_open(answered))
+    }
+
+    /// Sends a message behind everything before. `None` where flags do not travel so.
+    fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
+        let sent = self.sent.as_ref()?;
+        let (seq, writes) = (sent.next_seq, sent.num_writes);
+        let settled = if sent.has_spread_reads { self.settle(1) } else { Ok(()) };
+        if let Err(error) = settled.and_then(|()| self.wait_for_room(kind)) {
+            return Some(Err(error));
+        }
+        let header = messages::header(seq, writes, then, self.peer.arrivals.tell());
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after the
+        // writes that were posted before, and the peer's driver counts those of other queue pairs.
+        if self.lanes[0].send(kind, &header).is_err() {
+            return Some(Err(self.failure(kind.name())));
+        }
+        if let Some(sent) = &mut self.sent {
+            sent.count_message();
+        }
+        Some(Ok(()))
+    }
+}
+
+/// What goes by one queue pair.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    source: usize,
+    local_address: u64,
+    len: usize,
+    remote_address: u64,
+    /// What the peer is told when it has landed: the message that comes first behind it.
+    counted: Option<u32>,
+}
+
+impl Endpoint for VerbsEndpoint {
+    type RemoteKey = SlotKey;
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn register(&mut self, region: &Region) -> Result<(), PostError> {
+        let is_known =
+            |known: &Region| known.as_ptr() == region.as_ptr() && known.len() == region.len();
+        if self.sources.iter().any(is_known) {
+            return Ok(());
+        }
+        let keys: Result<Vec<_>, _> = self
+            .lanes
+            .iter()
+            .map(|lane| MemoryRegion::of_region(lane.domain(), region, Rights::Local))
+            .collect();
+        let keys = keys.map_err(|error| PostError::Register {
+            bytes: region.len(),
+            detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
+        })?;
+        for (lane, key) in self.lanes.iter_mut().zip(keys) {
+            lane.add_source(key);
+        }
+        self.sources.push(region.clone());
+        Ok(())
+    }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.peer.health.check(|| self.describe_peer())
+    }
+
+    fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
+        None
+    }
+
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
+        // SAFETY: the caller's promise about `src`.
+        unsafe { self.transfer(OpKind::Put, &src, dst) }
+    }
+
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
+        // SAFETY: the caller's promise about `dst`.
+        unsafe { self.transfer(OpKind::Get, &dst, src) }
+    }
+
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        let address = self.remote_address("add_flag", dst.offset, 8)?;
+        if !dst.offset.is_multiple_of(8) {
+            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
+        }
+        self.health()?;
+        let then = Then::Add { offset: dst.offset as u32, value };
+        if let Some(sent) = self.send(OpKind::AddFlag, then) {
+            return sent;
+        }
+        if self.is_spread {
+            self.settle(1)?;
+        }
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device carries the addition out after the
+        // writes that were posted before it, and makes them visible in that order.
+        self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
+    }
+
+    fn begin_batch(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::begin_batch);
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        // Each of them: none is to keep back what the next batch would post.
+        let ended = self.lanes.iter_mut().map(Lane::end_batch).fold(Ok(()), Result::and);
+        ended.map_err(|Failed| self.failure("flush"))
+    }
+
+    fn has_room(&mut self) -> bool {
+        // The parts of a spread put take one each.
+        let Some(Sent { window, .. }) = self.sent else { return true };
+        let wanted = window.min(self.lanes.len() as u32);
+        if self.room() < wanted {
+            self.progress.drive();
+        }
+        self.room() >= wanted || self.peer.health.has_failed()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        let Some(Sent { window, .. }) = self.sent else { return true };
+        if self.room() <= window / 2 {
+            self.progress.drive();
+        }
+        self.room() > window / 2 || self.peer.health.has_failed()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        if !self.has_open_messages() {
+            return self.fence().map(|()| true);
+        }
+        match self.quiet(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
+        }
+    }
+
+    fn fence(&mut self) -> Result<(), PostError> {
+        self.health()?;
+        if self.has_open_messages() {
+            // The peer's driver may take a flag out later than its device writes what comes after.
+            return match self.quiet(Instant::now() + FENCE_PATIENCE) {
+                Ok(()) => Ok(()),
+                Err(QuietError::Post(error)) => Err(error),
+                Err(error @ QuietError::Deadline { .. }) => {
+                    let code = i64::from(libc::ETIMEDOUT);
+                    Err(PostError::Transport { op: "fence", code, detail: error.to_string() })
+                }
+            };
+        }
+        if self.is_spread {
+            return self.settle(0);
+        }
+        self.lanes[0].fence();
+        self.fence_before_spread = self.lanes.len() > 1;
+        Ok(())
+    }
+
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        self.health()?;
+        // The question goes first, so that its answer is under way while the rest completes.
+        let heard = self.hear(deadline);
+        match (heard, self.drain(deadline)) {
+            // What has failed comes before what is late because of it.
+            (Err(QuietError::Deadline { .. }), Err(failed @ QuietError::Post(_))) => Err(failed),
+            (heard, drained) => heard.and(drained),
+        }
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        // What the peer's driver has still to do uses no memory of this side.
+        match self.drain(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
+        }
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        self.health()?;
+        if self.is_spread || self.sent.is_some() {
+            // Requests of several queue pairs have no order among each other, and a message that has arrived
+            // at the peer's device may wait for its driver.
+            return Ok(None);
+        }
+        let lane = &mut self.lanes[0];
+        if lane.seal(self.remote.address).and_then(|()| lane.flush()).is_err() {
+            return Err(self.failure("marks"));
+        }
+        self.progress.drive();
+        let issued = lane.num_posted();
+        Ok(Some(Marks { issued, arrived: issued - lane.num_outstanding() }))
+    }
+
+    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
+        let address = self.remote_address("wake", waiting_offset, 8)?;
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look. Where it
+        // adds to flags itself, it looks then.
+        if self.sent.is_none() {
+            self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
+        }
+        // Also takes the peer's own wake-ups in, so that it never runs out of receives while this side
+        // works without waiting.
+        self.progress.drive();
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.peer.wake_self.as_fd())
+    }
+}
+
+/// A fence behind flags completes what was before it, and gives up after this.
+const FENCE_PATIENCE: Duration = Duration::from_secs(5);
+/// Parts of a spread operation begin on pages.
+const PART_ALIGN: usize = 4096;

@@ -1,0 +1,155 @@
+//! What an endpoint waits for, all within bounds: requests, room at the peer, and what the peer's driver has done.
+
+use std::time::{Duration, Instant};
+
+use super::VerbsEndpoint;
+use crate::rdma::lane::{Failed, Lane};
+use crate::rdma::request::OpKind;
+use crate::rdma::status::Cause;
+use p2p_core::counted::message::Then;
+use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::wait::Driver;
+
+impl VerbsEndpoint {
+    /// Waits until the lanes from `first` on have nothing under way.
+    pub(super) fn settle(&mut self, first: usize) -> Result<(), PostError> {
+        let address = self.remote.address;
+        if self.lanes[first..].iter_mut().try_for_each(|lane| lane.seal(address)).is_err() {
+            return Err(self.failure("put"));
+        }
+        // All of them at once, before one is waited for.
+        self.post_held(OpKind::Put)?;
+        let mut lanes = self.lanes[first..].iter_mut();
+        match lanes.try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop)) {
+            Ok(()) => {
+                self.is_spread = false;
+                if let Some(sent) = &mut self.sent {
+                    sent.has_spread_reads = false;
+                }
+                Ok(())
+            }
+            Err(Failed) => Err(self.failure("put")),
+        }
+    }
+
+    /// For how many more messages and counted writes the peer has a receive. A peer that claims to have taken
+    /// more than went to it fails.
+    pub(super) fn room(&self) -> u32 {
+        let Some(sent) = &self.sent else { return u32::MAX };
+        sent.room(self.peer.arrivals.peer_taken()).unwrap_or_else(|error| {
+            self.peer.health.fail("receive", Cause::Peer(error));
+            0
+        })
+    }
+
+    /// Waits until it has one. The peer fails when it takes nothing for longer than allowed.
+    pub(super) fn wait_for_room(&mut self, kind: OpKind) -> Result<(), PostError> {
+        if self.room() > 0 {
+            return Ok(());
+        }
+        // It may be what is kept back that the peer is to take.
+        self.post_held(kind)?;
+        let mut seen = (self.peer.arrivals.peer_taken(), None);
+        let mut num_looks = 0u32;
+        while self.room() == 0 {
+            self.progress.drive();
+            self.health()?;
+            num_looks = num_looks.wrapping_add(1);
+            // A clock costs as much as a look.
+            if !num_looks.is_multiple_of(16) {
+                continue;
+            }
+            let (now, taken) = (Instant::now(), self.peer.arrivals.peer_taken());
+            let since = if seen.0 == taken { seen.1.unwrap_or(now) } else { now };
+            seen = (taken, Some(since));
+            let limit = self.lanes[0].limit();
+            if now - since >= limit {
+                let limit_ms = limit.as_millis() as u64;
+                self.peer.health.fail(kind.name(), Cause::Still { limit_ms });
+                return Err(self.failure(kind.name()));
+            }
+            // Room comes within microseconds, unless the peer's process stands still.
+            if now - since >= YIELD {
+                std::thread::sleep(PAUSE);
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// Posts what a batch has kept back so far.
+    pub(super) fn post_held(&mut self, kind: OpKind) -> Result<(), PostError> {
+        let posted = self.lanes.iter_mut().try_for_each(Lane::flush);
+        posted.map_err(|Failed| self.failure(kind.name()))
+    }
+
+    /// Waits until all requests are complete.
+    pub(super) fn drain(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        self.health()?;
+        let address = self.remote.address;
+        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
+        for lane in &mut self.lanes[..lanes] {
+            if lane.seal(address).is_err() {
+                return Err(self.failure("quiet").into());
+            }
+        }
+        self.post_held(OpKind::Quiet)?;
+        for lane in &mut self.lanes[..lanes] {
+            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
+                    return Err(QuietError::Deadline { outstanding: outstanding as usize });
+                }
+                Err(Failed) => return Err(self.failure("quiet").into()),
+            }
+        }
+        self.is_spread = false;
+        self.fence_before_spread = false;
+        if let Some(sent) = &mut self.sent {
+            sent.has_spread_reads = false;
+        }
+        Ok(())
+    }
+
+    /// Waits until the peer's driver has done what the messages before asked for.
+    pub(super) fn hear(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        let mut num_looks = 0u32;
+        loop {
+            let Some(sent) = &self.sent else { return Ok(()) };
+            if sent.is_open && self.room() > 0 {
+                let id = sent.num_asked + 1;
+                self.send(OpKind::Quiet, Then::Answer { id }).transpose()?;
+                if let Some(sent) = &mut self.sent {
+                    sent.count_question();
+                }
+            }
+            self.post_held(OpKind::Quiet)?;
+            self.progress.drive();
+            self.health()?;
+            let Some(sent) = &self.sent else { return Ok(()) };
+            match sent.is_answered(self.peer.arrivals.answered()) {
+                Ok(is_answered) if is_answered && !sent.is_open => return Ok(()),
+                Ok(_) => {}
+                Err(error) => {
+                    self.peer.health.fail("receive", Cause::Peer(error));
+                    self.health()?;
+                }
+            }
+            num_looks = num_looks.wrapping_add(1);
+            // A clock costs as much as a look. Who only looks gives a deadline that is over.
+            let is_pause = num_looks.is_multiple_of(16);
+            if (num_looks == 1 || is_pause) && Instant::now() >= deadline {
+                return Err(QuietError::Deadline { outstanding: 1 });
+            }
+            if is_pause {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+/// How long a wait for room lets others run between looks, and how long it sleeps between them then.
+const YIELD: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_micros(100);

@@ -1,0 +1,376 @@
+//! The peers of a fabric: what is under way towards each, on which queue pair, and what became of it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::detail::LaneAddress;
+use super::progress::{Progress, Room};
+use super::request::{OpKind, Place};
+use super::state::{LaneState, PeerState};
+use super::status::Cause;
+use p2p_core::endpoint::PostError;
+use p2p_core::fabric::{Completion, PeerId, Token};
+
+/// Peers by number. A number of one that has gone is known as such: its place is used again under
+/// another generation, and given up when those run out.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    places: Vec<PeerPlace>,
+    free: VecDeque<u32>,
+    /// Places of peers that may have something to report, each at most once.
+    active: Vec<u32>,
+    /// Those that have failed, to be told.
+    lost: Vec<PeerId>,
+}
+
+#[derive(Debug, Default)]
+struct PeerPlace {
+    generation: u32,
+    peer: Option<Peer>,
+}
+
+/// A peer, joined or about to be.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// None once the peer has failed. Before the state below, which they use.
+    pub(super) lanes: Vec<FabricLane>,
+    pub(super) state: Arc<PeerState>,
+    pub(super) name: String,
+    pub(super) is_joined: bool,
+    is_active: bool,
+    /// Whether its failure was told.
+    is_told: bool,
+    /// The request that failed.
+    failed: Option<Request>,
+}
+
+/// A queue pair of a peer. Fields are dropped in this order: out of the driver's table, the queue pair,
+/// its room.
+#[derive(Debug)]
+pub(super) struct FabricLane {
+    pub(super) place: LeavingPlace,
+    pub(super) state: Arc<LaneState>,
+    pub(super) _room: Room,
+    pub(super) own: LaneAddress,
+    /// Which of the fabric's ports, and which of its devices.
+    pub(super) port_idx: usize,
+    pub(super) device_idx: usize,
+    /// Which of the peer's devices it leads to.
+    pub(super) far_device_idx: usize,
+    pub(super) flights: Flights,
+}
+
+/// What is under way on a queue pair, the oldest first.
+#[derive(Debug)]
+pub(super) struct Flights {
+    posted: u64,
+    under_way: VecDeque<Request>,
+    bytes: u64,
+    /// Requests completed when the clock was last looked at, and since when it has been that many.
+    watched: Option<(u64, Instant)>,
+}
+
+/// A place in the driver's table, given back when dropped.
+#[derive(Debug)]
+pub(super) struct LeavingPlace {
+    pub(super) place: Place,
+    pub(super) progress: Arc<Progress>,
+}
+
+impl Drop for LeavingPlace {
+    fn drop(&mut self) {
+        self.progress.leave(self.place);
+    }
+}
+
+/// An operation under way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Request {
+    pub(super) token: Token,
+    pub(super) kind: OpKind,
+    pub(super) remote_address: u64,
+    /// As the peer described it.
+    pub(super) remote_key: u64,
+    pub(super) bytes: u32,
+}
+
+impl Peers {
+    /// A number for `peer`. `None` when there are as many as can be told apart.
+    pub(super) fn insert(&mut self, peer: Peer) -> Option<PeerId> {
+        let idx = match self.free.pop_front() {
+            Some(idx) => idx,
+            None if self.places.len() < MAX_PEERS => {
+                self.places.push(PeerPlace::default());
+                self.places.len() as u32 - 1
+            }
+            None => return None,
+        };
+        let place = &mut self.places[idx as usize];
+        place.peer = Some(peer);
+        Some(PeerId(place.generation << IDX_BITS | idx))
+    }
+
+    pub(super) fn get_mut(&mut self, id: PeerId) -> Option<&mut Peer> {
+        let place = self.places.get_mut((id.0 & IDX_MASK) as usize)?;
+        if place.generation == id.0 >> IDX_BITS { place.peer.as_mut() } else { None }
+    }
+
+    /// Takes a peer out.
+    pub(super) fn remove(&mut self, id: PeerId) -> Option<Peer> {
+        let idx = id.0 & IDX_MASK;
+        self.get_mut(id)?;
+        let place = self.places.get_mut(idx as usize)?;
+        let peer = place.peer.take()?;
+        place.generation += 1;
+        if place.generation <= MAX_GENERATION {
+            self.free.push_back(idx);
+        }
+        if peer.is_active {
+            self.active.retain(|active| *active != idx);
+        }
+        self.lost.retain(|lost| *lost != id);
+        Some(peer)
+    }
+
+    /// A peer has failed, of which nobody may have heard.
+    pub(super) fn lose(&mut self, id: PeerId) {
+        if let Some(peer) = self.get_mut(id)
+            && !std::mem::replace(&mut peer.is_told, true)
+        {
+            self.lost.push(id);
+        }
+    }
+
+    /// The next of those that have failed; each once.
+    pub(super) fn next_lost(&mut self) -> Option<PeerId> {
+        self.lost.pop()
+    }
+
+    /// Notes a request that was posted on a queue pair of a peer that there is.
+    pub(super) fn posted(&mut self, id: PeerId, lane_idx: usize, request: Request) {
+        let Some(peer) = self.get_mut(id) else { return };
+        let Some(lane) = peer.lanes.get_mut(lane_idx) else { return };
+        lane.flights.push(request);
+        if !peer.is_active {
+            peer.is_active = true;
+            self.active.push(id.0 & IDX_MASK);
+        }
+    }
+
+    pub(super) const fn has_active(&self) -> bool {
+        !self.active.is_empty()
+    }
+
+    /// Whether any peer has something to report.
+    pub(super) fn has_news(&self) -> bool {
+        let news = |idx: &u32| self.places[*idx as usize].peer.as_ref().is_none_or(Peer::has_news);
+        self.active.iter().any(news)
+    }
+
+    /// Appends what completed, and after a failure everything.
+    pub(super) fn report(&mut self, out: &mut Vec<Completion>) {
+        let Self { places, active, lost, .. } = self;
+        active.retain(|idx| {
+            let PeerPlace { generation, peer } = &mut places[*idx as usize];
+            let Some(peer) = peer else { return false };
+            peer.report(out);
+            if peer.lanes.is_empty() && !std::mem::replace(&mut peer.is_told, true) {
+                lost.push(PeerId(*generation << IDX_BITS | *idx));
+            }
+            peer.is_active = peer.lanes.iter().any(|lane| !lane.flights.under_way.is_empty());
+            peer.is_active
+        });
+    }
+
+    /// Fails the peers of which a queue pair has completed nothing for `limit` although something is under
+    /// way on it: not every device notices by itself, or soon, that another one is gone.
+    pub(super) fn fail_stalled(&mut self, now: Instant, limit: Duration) {
+        let Self { places, active, .. } = self;
+        for idx in active.iter() {
+            let Some(peer) = places[*idx as usize].peer.as_mut() else { continue };
+            for lane in &mut peer.lanes {
+                let completed = lane.state.completed();
+                if let Some(oldest) = lane.flights.find_stalled(completed, now, limit) {
+                    let cause = Cause::Late { limit_ms: limit.as_millis() as u64 };
+                    lane.state.fail(oldest.kind.name(), cause);
+                }
+            }
+        }
+    }
+}
+
+impl Peer {
+    pub(super) const fn new(lanes: Vec<FabricLane>, state: Arc<PeerState>, name: String) -> Self {
+        Self {
+            lanes,
+            state,
+            name,
+            is_joined: false,
+            is_active: false,
+            is_told: false,
+            failed: None,
+        }
+    }
+
+    /// The queue pair on which the least is under way, of those that hold less than `depth` requests.
+    pub(super) fn pick(&self, depth: usize) -> Option<usize> {
+        let has_room = |(_, lane): &(usize, &FabricLane)| lane.flights.under_way.len() < depth;
+        let lanes = self.lanes.iter().enumerate().filter(has_room);
+        lanes.min_by_key(|(_, lane)| lane.flights.bytes).map(|(idx, _)| idx)
+    }
+
+    /// The peer's failure, if there was one.
+    pub(super) fn check(&self) -> Result<(), PostError> {
+        self.state.health.check(|| match self.failed {
+            None => self.name.clone(),
+            Some(Request { remote_address, remote_key, bytes, .. }) => format!(
+                "{}, {bytes} bytes at {remote_address:#x} with key {remote_key:#x}",
+                self.name
+            ),
+        })
+    }
+
+    /// Ends everything. The device lets go of the memory before anybody is told.
+    pub(super) fn close(mut self, out: &mut Vec<Completion>) {
+        self.report_completed(out);
+        for request in self.take_lanes() {
+            out.push(Completion {
+                token: request.token,
+                result: Err(PostError::Disconnected { op: request.kind.name() }),
+            });
+        }
+    }
+
+    fn has_news(&self) -> bool {
+        self.state.health.has_failed()
+            || self.lanes.iter().any(|lane| lane.flights.num_done(lane.state.completed()) > 0)
+    }
+
+    fn report(&mut self, out: &mut Vec<Completion>) {
+        // In this order: what completed before the failure was seen is done.
+        let has_failed = self.state.health.has_failed();
+        self.report_completed(out);
+        if !has_failed {
+            return;
+        }
+        // Requests of one queue pair are carried out in order: its oldest is the one that failed.
+        let culprit = match &self.lanes[..] {
+            [only] => Some(only),
+            several => several.iter().find(|lane| lane.state.has_failed()),
+        };
+        let oldest = culprit.and_then(|lane| lane.flights.under_way.front().copied());
+        self.failed = self.failed.or(oldest);
+        for request in self.take_lanes() {
+            out.push(Completion { token: request.token, result: self.check() });
+        }
+    }
+
+    /// Destroys the queue pairs, which keeps the devices off the memory of what was under way; that is
+    /// what is given.
+    fn take_lanes(&mut self) -> Vec<Request> {
+        let lanes = std::mem::take(&mut self.lanes);
+        lanes.into_iter().flat_map(|lane| lane.flights.under_way).collect()
+    }
+
+    fn report_completed(&mut self, out: &mut Vec<Completion>) {
+        for lane in &mut self.lanes {
+            let completed = lane.state.completed();
+            lane.flights.land(completed, |request| {
+                out.push(Completion { token: request.token, result: Ok(()) });
+            });
+        }
+    }
+}
+
+impl Flights {
+    /// With room for `depth` requests.
+    pub(super) fn new(depth: usize) -> Self {
+        Self { posted: 0, under_way: VecDeque::with_capacity(depth), bytes: 0, watched: None }
+    }
+
+    /// Number of the next request.
+    pub(super) const fn next_sequence(&self) -> u64 {
+        self.posted + 1
+    }
+
+    fn push(&mut self, request: Request) {
+        if self.under_way.is_empty() {
+            self.watched = None;
+        }
+        self.posted += 1;
+        self.bytes += u64::from(request.bytes);
+        self.under_way.push_back(request);
+    }
+
+    /// How many are done when as many as `completed` have been since the first.
+    fn num_done(&self, completed: u64) -> usize {
+        let oldest = self.posted + 1 - self.under_way.len() as u64;
+        ((completed + 1).saturating_sub(oldest) as usize).min(self.under_way.len())
+    }
+
+    /// Takes out those that are done.
+    fn land(&mut self, completed: u64, mut each: impl FnMut(Request)) {
+        for request in self.under_way.drain(..self.num_done(completed)) {
+            self.bytes -= u64::from(request.bytes);
+            each(request);
+        }
+    }
+
+    /// The oldest, when nothing has completed for `limit`.
+    fn find_stalled(&mut self, completed: u64, now: Instant, limit: Duration) -> Option<Request> {
+        let oldest = *self.under_way.front()?;
+        match self.watched {
+            Some((seen, since)) if seen == completed => (now - since >= limit).then_some(oldest),
+            _ => {
+                self.watched = Some((completed, now));
+                None
+            }
+        }
+    }
+}
+
+const IDX_BITS: u32 = 20;
+const IDX_MASK: u32 = (1 << IDX_BITS) - 1;
+const MAX_PEERS: usize = 1 << IDX_BITS;
+const MAX_GENERATION: u32 = u32::MAX >> IDX_BITS;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(token: u64, bytes: u32) -> Request {
+        let (kind, token) = (OpKind::Put, Token(token));
+        Request { token, kind, remote_address: 0, remote_key: 0, bytes }
+    }
+
+    #[test]
+    fn a_queue_pair_knows_what_is_under_way_on_it() {
+        let mut flights = Flights::new(4);
+        for token in 0..3 {
+            assert_eq!(flights.next_sequence(), token + 1);
+            flights.push(request(token, 100));
+        }
+        assert_eq!((flights.bytes, flights.num_done(0), flights.num_done(2)), (300, 0, 2));
+        let mut landed = Vec::new();
+        flights.land(2, |request| landed.push(request.token.0));
+        assert_eq!((landed.as_slice(), flights.bytes), ([0, 1].as_slice(), 100));
+        // More than was ever posted is a driver's mistake, not a crash.
+        flights.land(99, |request| landed.push(request.token.0));
+        assert_eq!((landed.as_slice(), flights.bytes), ([0, 1, 2].as_slice(), 0));
+    }
+
+    #[test]
+    fn a_stall_is_counted_from_what_began_after_the_last_pause() {
+        let (mut flights, begin, limit) = (Flights::new(4), Instant::now(), Duration::from_secs(3));
+        let late = begin + 2 * limit;
+        assert!(flights.find_stalled(0, late, limit).is_none());
+        flights.push(request(1, 10));
+        assert!(flights.find_stalled(0, begin, limit).is_none());
+        assert_eq!(flights.find_stalled(0, begin + limit, limit).unwrap().token, Token(1));
+        flights.land(1, |_| {});
+        flights.push(request(2, 10));
+        assert!(flights.find_stalled(1, late, limit).is_none(), "it began just now");
+        assert_eq!(flights.find_stalled(1, late + limit, limit).unwrap().token, Token(2));
+    }
+}

@@ -1,0 +1,411 @@
+//! The driver of a network: takes completions, tells endpoints, wakes sleepers.
+//!
+//! All queue pairs of a device share few completion queues, so that a sweep over thousands of idle
+//! peers costs one poll. Whoever drives takes completions for everybody, under a lock that is only
+//! tried: if somebody else holds it, that one does the work.
+//!
+//! A queue never holds more completions than fit, whatever goes wrong: each queue pair takes up room
+//! for all its requests at once, which is what a failure produces.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+
+use super::owner::{
+    AsyncEvent, CallError, CompletionBuffer, CompletionChannel, CompletionQueue, Context,
+    WorkCompletion, queue_pair_event,
+};
+use super::request::{MAX_LANES_IN_ALL, OpKind, Place, RequestId};
+use super::state::LaneState;
+use super::status::Cause;
+use super::sys::ibv_wc_status::IBV_WC_SUCCESS;
+use p2p_core::wait::{Driver, signal_event};
+
+/// Room for a queue pair in a completion queue, given back when dropped.
+#[derive(Debug)]
+pub(super) struct Room {
+    pub(super) queue: Arc<CompletionQueue>,
+    progress: Weak<Progress>,
+    queue_idx: usize,
+    num_completions: u32,
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let Some(progress) = self.progress.upgrade() else { return };
+        let mut table = progress.lock();
+        // What the queue pair left behind still takes up room: take it out first.
+        table.take_completions();
+        table.queues[self.queue_idx].num_used -= self.num_completions;
+    }
+}
+
+/// What the thread beside a driver does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It listens for asynchronous events, and drives when nobody else does.
+    In,
+    /// It listens for asynchronous events only: the one thread that drives must not miss a completion
+    /// that somebody else took.
+    EventsOnly,
+}
+
+/// The driver of a network.
+pub(super) struct Progress {
+    table: Mutex<Table>,
+    channels: Vec<Arc<CompletionChannel>>,
+    /// Readable when any of the channels is.
+    any_channel: OwnedFd,
+    stop: OwnedFd,
+}
+
+struct Table {
+    lanes: Vec<Slot>,
+    free: Vec<u32>,
+    queues: Vec<Queue>,
+    buffer: CompletionBuffer,
+}
+
+struct Slot {
+    generation: u8,
+    lane: Option<Arc<LaneState>>,
+}
+
+struct Queue {
+    queue: Arc<CompletionQueue>,
+    /// Which of the channels it reports to.
+    channel_idx: usize,
+    num_entries: u32,
+    num_used: u32,
+    /// It cannot be polled any more; its peers are lost.
+    is_broken: bool,
+}
+
+impl Progress {
+    /// A driver for queue pairs on `contexts`, and the thread that stands by.
+    pub(super) fn start(
+        name: &str,
+        contexts: &[Arc<Context>],
+        standing: Standing,
+    ) -> Result<Arc<Self>, CallError> {
+        let system = |errno: rustix::io::Errno| CallError {
+            call: "epoll of the completion channels",
+            code: errno.raw_os_error(),
+        };
+        let channels: Vec<_> =
+            contexts.iter().map(CompletionChannel::new).collect::<Result<_, _>>()?;
+        let any_channel = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system)?;
+        for channel in &channels {
+            let data = epoll::EventData::new_u64(0);
+            epoll::add(&any_channel, channel.fd(), data, epoll::EventFlags::IN).map_err(system)?;
+        }
+        let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(system)?;
+        let progress = Arc::new(Self {
+            table: Mutex::new(Table {
+                lanes: Vec::new(),
+                free: Vec::new(),
+                queues: Vec::new(),
+                buffer: CompletionBuffer::new(),
+            }),
+            channels,
+            any_channel,
+            stop,
+        });
+        let standby = Standby {
+            stop: progress
+                .stop
+                .try_clone()
+                .map_err(|e| CallError { call: "dup", code: e.raw_os_error().unwrap_or(0) })?,
+            progress: Arc::downgrade(&progress),
+            contexts: contexts.to_vec(),
+            standing,
+        };
+        std::thread::Builder::new()
+            .name(format!("verbs-{name}").chars().take(15).collect())
+            .spawn(move || standby.run())
+            .map_err(|e| CallError { call: "spawn", code: e.raw_os_error().unwrap_or(0) })?;
+        Ok(progress)
+    }
+
+    /// Room in a completion queue of the context with that index.
+    pub(super) fn reserve(
+        self: &Arc<Self>,
+        context_idx: usize,
+        max_entries: u32,
+        num_completions: u32,
+    ) -> Result<Room, CallError> {
+        let mut table = self.lock();
+        let found = table.queues.iter().position(|queue| {
+            queue.channel_idx == context_idx
+                && !queue.is_broken
+                && queue.num_entries - queue.num_used >= num_completions
+        });
+        let queue_idx = match found {
+            Some(idx) => idx,
+            None => {
+                // The first is small, since most processes know few peers.
+                let of_context = |queue: &&Queue| queue.channel_idx == context_idx;
+                let is_first = !table.queues.iter().any(|queue| of_context(&queue));
+                let wanted = if is_first { FIRST_QUEUE } else { NEXT_QUEUES };
+                let num_entries = wanted.max(num_completions).min(max_entries);
+                if num_entries < num_completions {
+                    return Err(CallError { call: "ibv_create_cq", code: libc::ENOSPC });
+                }
+                let queue = CompletionQueue::new(&self.channels[context_idx], num_entries)?;
+                // The thread that stands by may sleep already, and has not armed this one.
+                queue.arm()?;
+                table.queues.push(Queue {
+                    queue,
+                    channel_idx: context_idx,
+                    num_entries,
+                    num_used: 0,
+                    is_broken: false,
+                });
+                table.queues.len() - 1
+            }
+        };
+        let queue = &mut table.queues[queue_idx];
+        queue.num_used += num_completions;
+        let queue = Arc::clone(&queue.queue);
+        Ok(Room { queue, progress: Arc::downgrade(self), queue_idx, num_completions })
+    }
+
+    /// Has the completions of `lane` told to it.
+    pub(super) fn enter(&self, lane: Arc<LaneState>) -> Result<Place, CallError> {
+        let mut table = self.lock();
+        let idx = match table.free.pop() {
+            Some(idx) => idx,
+            None if table.lanes.len() < MAX_LANES_IN_ALL => {
+                table.lanes.push(Slot { generation: 0, lane: None });
+                table.lanes.len() as u32 - 1
+            }
+            None => return Err(CallError { call: "counting queue pairs", code: libc::ENOSPC }),
+        };
+        let slot = &mut table.lanes[idx as usize];
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.lane = Some(lane);
+        Ok(Place { idx, generation: slot.generation })
+    }
+
+    /// Takes a lane back: afterwards the driver does not touch it.
+    pub(super) fn leave(&self, place: Place) {
+        let mut table = self.lock();
+        if let Some(slot) = table.lanes.get_mut(place.idx as usize)
+            && slot.generation == place.generation
+            && slot.lane.take().is_some()
+        {
+            table.free.push(place.idx);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fails all peers that `is_hit` picks.
+    fn fail_where(&self, cause: Cause, is_hit: impl Fn(&LaneState) -> bool) {
+        for lane in self.lock().lanes.iter().filter_map(|slot| slot.lane.as_ref()) {
+            if is_hit(lane) {
+                lane.peer.health.fail("asynchronous event", cause);
+                lane.peer.signal();
+            }
+        }
+    }
+}
+
+impl Driver for Progress {
+    #[inline]
+    fn drive(&self) {
+        if let Ok(mut table) = self.table.try_lock() {
+            table.take_completions();
+        }
+    }
+
+    fn may_sleep(&self) -> bool {
+        // An event is only ever taken here, right before the queues are armed again and looked at once
+        // more. So whenever an event is gone, either a queue is armed or somebody has just looked; and
+        // as long as one is there, the descriptor is readable for every sleeper.
+        for channel in &self.channels {
+            channel.drain();
+        }
+        let mut table = self.lock();
+        for queue in table.queues.iter().filter(|queue| !queue.is_broken) {
+            if let Err(error) = queue.queue.arm() {
+                tracing::error!(%error, "cannot ask for completion events");
+                return false;
+            }
+        }
+        table.take_completions() == 0
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.any_channel.as_fd())
+    }
+}
+
+impl std::fmt::Debug for Progress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Progress").finish_non_exhaustive()
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Err(error) = signal_event(self.stop.as_fd()) {
+            tracing::error!(%error, "cannot stop a thread");
+        }
+    }
+}
+
+impl Table {
+    /// Takes all completions there are, within a bound; how many.
+    fn take_completions(&mut self) -> usize {
+        let Self { lanes, queues, buffer, .. } = self;
+        let mut num_taken = 0;
+        for queue in queues.iter_mut().filter(|queue| !queue.is_broken) {
+            // At most as many as the queue holds: a stream of new ones must not keep anybody here.
+            for _ in 0..queue.num_entries.div_ceil(32) {
+                let num_found = match queue.queue.poll(buffer) {
+                    Ok(num_found) => num_found,
+                    Err(error) => {
+                        tracing::error!(%error, "a completion queue cannot be polled; its peers count as lost");
+                        queue.is_broken = true;
+                        let hit = lanes.iter().filter_map(|slot| slot.lane.as_ref());
+                        for lane in hit.filter(|lane| lane.queue_pair.reports_to(&queue.queue)) {
+                            lane.peer.health.fail("poll", Cause::Refused { code: error.code });
+                            lane.peer.signal();
+                        }
+                        0
+                    }
+                };
+                for completion in buffer.filled(num_found) {
+                    dispatch(lanes, completion);
+                }
+                num_taken += num_found;
+                if num_found < 32 {
+                    break;
+                }
+            }
+        }
+        num_taken
+    }
+}
+
+fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
+    let id = RequestId(completion.id);
+    let place = id.place();
+    let lane = lanes
+        .get(place.idx as usize)
+        .filter(|slot| slot.generation == place.generation)
+        .and_then(|slot| slot.lane.as_deref());
+    // Left behind by a queue pair that is gone.
+    let Some(lane) = lane else { return };
+    if completion.status == IBV_WC_SUCCESS {
+        match id.kind() {
+            OpKind::Receive => lane.receive(id, completion),
+            OpKind::Answer => lane.answered(place),
+            _ => lane.complete(id.0 as u32),
+        }
+        return;
+    }
+    let cause = Cause::Completion { status: completion.status, vendor: completion.vendor };
+    if !lane.peer.health.has_failed() {
+        tracing::debug!(
+            qpn = lane.queue_pair.number(),
+            op = id.kind().name(),
+            status = completion.status,
+            vendor = completion.vendor,
+            "a request failed"
+        );
+    }
+    lane.fail(id.kind().name(), cause);
+    lane.peer.signal();
+}
+
+/// The thread beside a driver.
+struct Standby {
+    progress: Weak<Progress>,
+    contexts: Vec<Arc<Context>>,
+    stop: OwnedFd,
+    standing: Standing,
+}
+
+impl Standby {
+    fn run(self) {
+        let drives = self.standing == Standing::In;
+        loop {
+            let Some(progress) = self.progress.upgrade() else { return };
+            let is_idle = !drives || progress.may_sleep();
+            let Ok(any_channel) = progress.any_channel.try_clone() else { return };
+            // The thread must not keep the driver alive while it sleeps.
+            drop(progress);
+            let limit = if is_idle { LONGEST_SLEEP } else { Duration::ZERO };
+            let events = self.contexts.iter().map(|context| context.async_fd());
+            let mut watched = vec![PollFd::new(&self.stop, PollFlags::IN)];
+            watched.extend(events.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+            if drives {
+                watched.push(PollFd::new(&any_channel, PollFlags::IN));
+            }
+            let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: 0 };
+            // Interrupted or not, everything is looked at.
+            let _ = poll(&mut watched, Some(&limit));
+            if !watched[0].revents().is_empty() {
+                return;
+            }
+            let Some(progress) = self.progress.upgrade() else { return };
+            for context in &self.contexts {
+                while let Some(event) = context.next_event() {
+                    handle(&progress, context, event);
+                }
+            }
+            if drives {
+                progress.drive();
+            }
+            drop(progress);
+            // Under load others drive, and events come one after the other: this much is enough.
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+fn handle(progress: &Progress, context: &Context, event: AsyncEvent) {
+    let device = context.name();
+    match event {
+        AsyncEvent::QueuePair { kind, number } => {
+            let why = queue_pair_event(kind);
+            tracing::warn!(device, qpn = number, why, "a queue pair failed");
+            progress.fail_where(Cause::Event { kind, why }, |lane| {
+                lane.queue_pair.number() == number && lane.queue_pair.device() == device
+            });
+        }
+        AsyncEvent::Port { is_up: true, port } => tracing::info!(device, port, "port up"),
+        AsyncEvent::Port { is_up: false, port } => {
+            tracing::warn!(device, port, "port down; its peers count as lost");
+            let cause = Cause::Event { kind: 0, why: "the port of this side went down" };
+            progress.fail_where(cause, |lane| {
+                lane.queue_pair.device() == device && lane.queue_pair.port() == port
+            });
+        }
+        AsyncEvent::Device => {
+            tracing::error!(device, "the RDMA device failed; its peers count as lost");
+            let cause = Cause::Event { kind: 0, why: "the device of this side failed" };
+            progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
+        }
+        AsyncEvent::CompletionQueue => {
+            tracing::error!(device, "a completion queue failed; the device's peers count as lost");
+            let cause = Cause::Event { kind: 0, why: "a completion queue of this side failed" };
+            progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
+        }
+        AsyncEvent::Other(kind) => tracing::debug!(device, kind, "asynchronous event"),
+    }
+}
+
+/// Entries of the first completion queue of a device.
+const FIRST_QUEUE: u32 = 4 << 10;
+/// Entries of all further ones.
+const NEXT_QUEUES: u32 = 64 << 10;
+/// How soon the stand-in notices that the network was dropped, should the stop event fail.
+const LONGEST_SLEEP: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(5);

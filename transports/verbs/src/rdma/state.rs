@@ -1,0 +1,197 @@
+//! What endpoints share with the driver: of one peer, and of one of its queue pairs.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::messages::{Arrival, Arrivals, Messages};
+use super::owner::{CallError, WorkCompletion};
+use super::qp::{QueuePair, Work};
+use super::request::{OpKind, Place, RequestId};
+use super::status::{Cause, Health};
+use p2p_core::flags::{self, Contract};
+use p2p_core::region::Region;
+use p2p_core::wait::signal_event;
+
+/// What all queue pairs of one peer share with the driver.
+#[derive(Debug)]
+pub(super) struct PeerState {
+    pub(super) health: Health,
+    /// Whoever waits for this peer sleeps on this.
+    pub(super) wake_self: OwnedFd,
+    /// The slot that the peer writes, if it has one.
+    pub(super) sleeper: Option<Sleeper>,
+    /// What came by messages.
+    pub(super) arrivals: Arrivals,
+}
+
+/// Where a thread says that it sleeps on a slot.
+#[derive(Debug)]
+pub(super) struct Sleeper {
+    /// This side's slot.
+    pub(super) slot: Region,
+    /// Its `WAITING` word.
+    pub(super) waiting_offset: usize,
+}
+
+impl Sleeper {
+    fn waiting_word(&self) -> &AtomicU64 {
+        self.word(self.waiting_offset)
+    }
+
+    /// `offset` is a multiple of 8 within the slot.
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        debug_assert!(offset.is_multiple_of(8) && offset + 8 <= self.slot.len(), "{offset}");
+        // SAFETY: the offset is that of an aligned word inside the page-aligned slot, which `self` keeps
+        // mapped; flags and control words are only accessed atomically.
+        unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(offset).as_ptr().cast()) }
+    }
+}
+
+impl PeerState {
+    /// Wakes whoever sleeps on the slot.
+    fn wake_sleeper(&self) {
+        let Some(sleeper) = &self.sleeper else { return };
+        // SYNC POINT `waiting`: the completion came after the peer's flag, and the fence is between the
+        // completion and the look at the word.
+        if flags::must_wake::<Contract, _>(sleeper.waiting_word()) {
+            self.signal();
+        }
+    }
+
+    /// Does what came asks for. Gives the question that is to be answered, if it is one.
+    fn take(&self, arrival: Arrival<'_>) -> Option<u64> {
+        let Sleeper { slot, .. } = self.sleeper.as_ref()?;
+        let taken =
+            self.arrivals.take(arrival, slot.len(), |offset, value| self.add(offset, value));
+        taken.unwrap_or_else(|error| {
+            self.health.fail("receive", Cause::Peer(error));
+            self.signal();
+            None
+        })
+    }
+
+    /// Adds to a flag of the slot on the peer's behalf. The offset was checked.
+    fn add(&self, offset: usize, value: u64) {
+        let Some(sleeper) = &self.sleeper else { return };
+        // SYNC POINT `published`, SYNC POINT `consumed`: releases what the device wrote before it completed
+        // the receives, as seen by whoever polled.
+        flags::add::<Contract>(sleeper.word(offset), value);
+        self.wake_sleeper();
+    }
+
+    pub(super) fn signal(&self) {
+        if let Err(error) = signal_event(self.wake_self.as_fd()) {
+            tracing::error!(%error, "cannot wake a waiting thread");
+        }
+    }
+}
+
+/// What one queue pair shares with the driver.
+#[derive(Debug)]
+pub(super) struct LaneState {
+    pub(super) queue_pair: QueuePair,
+    /// Where flags travel as messages: their buffers, which the queue pair uses.
+    pub(super) messages: Option<Messages>,
+    /// Requests that are complete, counted from the first.
+    completed: AtomicU64,
+    /// Whether it is the one that failed the peer, or would have.
+    has_failed: AtomicBool,
+    pub(super) peer: Arc<PeerState>,
+}
+
+impl LaneState {
+    pub(super) const fn new(
+        queue_pair: QueuePair,
+        messages: Option<Messages>,
+        peer: Arc<PeerState>,
+    ) -> Self {
+        let (completed, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { queue_pair, messages, completed, has_failed, peer }
+    }
+
+    /// Posts receive number `idx`, which is not posted.
+    pub(super) fn post_receive(&self, place: Place, idx: u32) -> Result<(), CallError> {
+        let id = RequestId::new(place, OpKind::Receive, idx.into());
+        let into = self.messages.as_ref().map(|messages| messages.incoming(idx));
+        // SAFETY: the buffer is that receive's alone, read only while it is not posted, and its memory goes
+        // after the queue pair.
+        unsafe { self.queue_pair.post_receive(id.0, into) }
+    }
+
+    /// A receive was taken. Only ever called with the table locked.
+    pub(super) fn receive(&self, id: RequestId, completion: WorkCompletion) {
+        let (place, idx) = (id.place(), id.0 as u32);
+        let message = self.messages.as_ref().map(|messages| messages.take(idx));
+        if let Err(error) = self.post_receive(place, idx) {
+            self.fail("receive", Cause::Refused { code: error.code });
+            self.peer.signal();
+        }
+        let (Some(message), Some(messages)) = (message, &self.messages) else {
+            return self.peer.wake_sleeper();
+        };
+        let len = message.len().min(completion.bytes as usize);
+        let arrival = match completion.is_message {
+            true => Arrival::Message(&message[..len]),
+            false => Arrival::Write(completion.immediate),
+        };
+        if self.peer.health.has_failed() {
+            return;
+        }
+        if let Some(id) = self.peer.take(arrival) {
+            messages.owe(id);
+        }
+        self.answer(place);
+    }
+
+    /// Sends what the peer waits for, if anything.
+    fn answer(&self, place: Place) {
+        let Some(buffer) =
+            self.messages.as_ref().and_then(|messages| messages.answer(&self.peer.arrivals))
+        else {
+            return;
+        };
+        let id = RequestId::new(place, OpKind::Answer, 0).0;
+        let work = Work::message(id, buffer, self.queue_pair.capacity());
+        // SAFETY: the buffer is that of answers, of which one is under way; its memory goes after the queue
+        // pair.
+        if let Err(error) = unsafe { self.queue_pair.post(&work) } {
+            self.fail("answer", Cause::Refused { code: error.code });
+            self.peer.signal();
+        }
+    }
+
+    pub(super) fn answered(&self, place: Place) {
+        if let Some(messages) = &self.messages {
+            messages.sent();
+        }
+        self.answer(place);
+    }
+
+    /// Fails the peer for what happened here.
+    pub(super) fn fail(&self, op: &'static str, cause: Cause) {
+        self.has_failed.store(true, Ordering::Release);
+        self.peer.health.fail(op, cause);
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn completed(&self) -> u64 {
+        // SYNC POINT `completed`: acquires what the device wrote for a get, as seen by whoever polled.
+        self.completed.load(Ordering::Acquire)
+    }
+
+    /// Only ever called with the table locked.
+    pub(super) fn complete(&self, sequence: u32) {
+        let before = self.completed.load(Ordering::Relaxed);
+        let advance = sequence.wrapping_sub(before as u32);
+        // Completions of one queue come in order; anything else is a stale one.
+        if advance < 1 << 31 {
+            // SYNC POINT `completed`: releases to the thread that waits.
+            self.completed.store(before + u64::from(advance), Ordering::Release);
+        }
+    }
+}
