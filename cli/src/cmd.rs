@@ -511,7 +511,6 @@ fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> R
     Ok(())
 }
 
-
 /// Starts a cluster with a progress bar.
 pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCluster> {
     let total = options.num_servers;

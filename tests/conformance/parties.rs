@@ -155,11 +155,10 @@ pub fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Socket
     (receiver, addr)
 }
 
-/// This binary as a child: its test `child_process`, which finds its settings by [`var`].
+/// This binary as a child, which finds its settings by [`var`].
 pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = test_support::child::command("peer");
     command
-        .args(["--exact", "child_process", "--nocapture"])
         .env("P2P_CHILD_ADDR", addr.to_string())
         .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
         .envs(way.vars.iter().map(|(name, value)| (format!("P2P_CHILD_{name}"), value)))
@@ -167,14 +166,9 @@ pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
     command
 }
 
-/// What a child is told under this name.
+/// A setting of a child, by its name.
 pub fn var(name: &str) -> Option<String> {
     std::env::var(format!("P2P_CHILD_{name}")).ok()
-}
-
-/// Whether this process is such a child. Tests called `child_process` do nothing when run on their own.
-pub fn is_child() -> bool {
-    var("ADDR").is_some()
 }
 
 /// Connects a child to the listener of its parent.

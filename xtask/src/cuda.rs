@@ -54,10 +54,7 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
-    (
-        "rust_device_server_test",
-        Target { kind: "--test", package: "expert-server", name: "it" },
-    ),
+    ("rust_device_server_test", Target { kind: "--test", package: "expert-server", name: "it" }),
     (
         "rust_device_client_test",
         Target { kind: "--test", package: "attention-client", name: "device" },

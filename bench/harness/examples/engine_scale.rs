@@ -4,7 +4,7 @@
 //! it, all connections at the same time. The engine in the middle never sleeps; what a round of its
 //! thread takes with all peers idle, less what it took without peers, is what idle peers cost.
 
-#[path = "../../../tests/scale/scale_support/mod.rs"]
+#[path = "../../../tests/scale/support/mod.rs"]
 mod scale_support;
 
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 //! Both ends of all connections live in this process, and all peers connect at the same time. The
 //! transport is that of `SWITCHYARD_TEST_TRANSPORT`.
 
-#[path = "../../../tests/scale/scale_support/mod.rs"]
+#[path = "../../../tests/scale/support/mod.rs"]
 mod scale_support;
 
 use std::time::Instant;

@@ -3,6 +3,7 @@
 //! Rigs of whole services are in `switchyard-tests` (`tests/rig`).
 
 pub mod allocations;
+pub mod bounded;
 pub mod child;
 pub mod descriptors;
 #[cfg(feature = "endpoint")]

@@ -1,12 +1,6 @@
 //! A peer dies at any point of any operation: the other side learns it in time, keeps nothing, and goes
 //! on with the next. `SWITCHYARD_TEST_TRANSPORT` chooses the transport, `SWITCHYARD_KILL_DEATHS` how many
 //! connections die.
-#![cfg(not(loom))]
-
-#[path = "../support/src/bounded.rs"]
-mod bounded;
-mod scale_support;
-
 use std::os::fd::AsFd;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -22,9 +16,9 @@ use p2p_core::{
 };
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use scale_support::{
-    TRANSPORT, num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports,
-};
+use test_support::bounded;
+
+use crate::support::{num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 3 };
 /// Time for a death to be noticed, and for anything else that must happen.
@@ -103,10 +97,9 @@ fn whoever_dies_wherever_leaves_nothing_behind() {
     base.expect("a baseline").compare(seen * 3 / 4);
 }
 
-/// The processes that die. Does nothing when run on its own.
-#[test]
-fn victim() {
-    let Ok(job) = std::env::var(JOB) else { return };
+/// The processes that die.
+pub fn victim() {
+    let job = std::env::var(JOB).expect("a job");
     let mut words = job.split(';');
     let mut next = || words.next().expect("a complete job");
     let addr = next().to_owned();
@@ -310,12 +303,7 @@ impl Host {
 
     fn spawn(&self, generation: u32, seed: u64, at_step: u64, messages: u64) -> Child {
         let job = format!("{};{generation};{seed};{at_step};{messages}", self.addr);
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "victim", "--nocapture"]).env(JOB, job).stdout(Stdio::null());
-        if let Ok(transport) = std::env::var(TRANSPORT) {
-            command.env(TRANSPORT, transport);
-        }
-        command.spawn().unwrap()
+        test_support::child::command("victim").env(JOB, job).stdout(Stdio::null()).spawn().unwrap()
     }
 }
 

@@ -1,15 +1,11 @@
 //! A thousand peers of one message engine: all are served, and memory grows by what is used only. On its
 //! own in a process because it counts what the process holds.
-#![cfg(not(loom))]
-
-mod scale_support;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::engines::Engines;
+use crate::support::{num_descriptors, num_mappings, resident_bytes, wanted_peers};
 use message_engine::engine::{Access, Engine, MemoryRegion};
-use scale_support::engines::Engines;
-use scale_support::{num_descriptors, num_mappings, resident_bytes, wanted_peers};
 
 /// Of every peer, at the hub, so that what is not touched would be noticed: 4 GiB.
 const BUFFER_BYTES: usize = 4 << 20;
@@ -25,7 +21,7 @@ fn memory_of_an_engine_grows_by_what_is_used() {
     let num_peers = Engines::possible(wanted);
     if num_peers < wanted {
         let reason = format!("{num_peers} peers instead of {wanted}: raise `ulimit -Hn`");
-        scale_support::skip::skip("descriptors", &reason);
+        test_support::skip("descriptors", &reason);
     }
     for transport in ["tcp", "cma"] {
         let hub = Engines::engine(transport, false).expect("a transport that needs nothing");

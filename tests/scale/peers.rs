@@ -1,14 +1,12 @@
 //! A thousand peers of one process: all are served, and memory grows by the slots in use only. On its
 //! own in a process because it counts what the process holds.
-#![cfg(not(loom))]
-
-mod scale_support;
-
 use std::time::{Duration, Instant};
 
+use crate::support::crowd::Crowd;
+use crate::support::{
+    cpu_seconds, num_descriptors, num_threads, resident_bytes, transports, wanted_peers,
+};
 use p2p_core::{Connection, Endpoint, SlotConfig, TransportKind};
-use scale_support::crowd::Crowd;
-use scale_support::{cpu_seconds, num_descriptors, resident_bytes, transports, wanted_peers};
 
 /// Default size of slots, so that what is not touched would be noticed: 20 GiB.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };
@@ -39,7 +37,7 @@ async fn check() {
     let num_peers = Crowd::possible(wanted);
     if num_peers < wanted {
         let reason = format!("{num_peers} peers instead of {wanted}: raise `ulimit -Hn`");
-        scale_support::skip::skip("descriptors", &reason);
+        test_support::skip("descriptors", &reason);
     }
     let pins = transports.kinds.contains(&TransportKind::Verbs);
     let slot = if pins { PINNED_SLOT } else { SLOT };
@@ -50,7 +48,7 @@ async fn check() {
     let (empty_bytes, empty_descriptors) = (resident_bytes(), num_descriptors());
     let cpu = cpu_seconds();
     let mut crowd = Crowd::gather(num_peers, listener()).await;
-    let most_threads = scale_support::num_threads();
+    let most_threads = num_threads();
     let threads = threads_at_rest().await;
     println!("threads: {num_threads}, {most_threads} and {threads}");
     let idle_bytes = resident_bytes().saturating_sub(empty_bytes) / num_peers as u64;
@@ -128,10 +126,10 @@ async fn check() {
 /// How many threads there are once those that have nothing to do have gone.
 async fn threads_at_rest() -> usize {
     let deadline = Instant::now() + Duration::from_secs(20);
-    let mut before = scale_support::num_threads();
+    let mut before = num_threads();
     loop {
         tokio::time::sleep(2 * IDLE_THREADS_LIVE).await;
-        let now = scale_support::num_threads();
+        let now = num_threads();
         if now == before || Instant::now() > deadline {
             return now;
         }
