@@ -6,11 +6,11 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{ClientModel, LayerTiming, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 use rand::RngExt;
+use switchyard_attention_client::{ClientModel, LayerTiming, MoeClient};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);

@@ -1,8 +1,7 @@
-//! Every metric of a client.
+//! The metrics of a client.
 //!
-//! A client lives inside somebody's engine, so it binds no port: it registers into the registry that
-//! it is given. The handles that calls use are resolved here once: updating one is a few atomic
-//! additions, without a lock, a look-up or an allocation.
+//! A client runs inside an engine, so it binds no port: it registers its metrics in a registry, which the engine
+//! exports. A call updates a metric by a few atomic additions, without a lock, a look-up or an allocation.
 
 use prometheus::core::Collector;
 use prometheus::{
@@ -11,25 +10,25 @@ use prometheus::{
 };
 use protocol::ErrorCode;
 
-use crate::client::LayerTiming;
+use crate::timing::LayerTiming;
 
-/// Why a link failed: the label `reason` of `switchyard_client_failovers_total`.
+/// Reason for the failure of a link: the label `reason` of `switchyard_client_failovers_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FailReason {
-    /// The connection closed: the server's process is gone.
+    /// The connection closed: the server's process has ended.
     Closed,
     /// The server left the placement and its connection was closed with tokens unanswered.
     Left,
     /// The transport reported an error.
     Transport,
-    /// The server's flags hold impossible values.
+    /// The server's flags have impossible values.
     Desync,
     /// A response failed a check.
     Invalid,
     /// No sign of life within the deadline.
     Silent,
-    /// Signs of life, but no answer within the limit on work.
+    /// Signs of life, but no answer within the work limit.
     Stuck,
 }
 
@@ -99,10 +98,10 @@ pub struct ClientMetrics {
 }
 
 impl ClientMetrics {
-    /// Metrics in `registry`.
+    /// Registers all metrics in registry `r`.
     ///
     /// # Errors
-    /// [`prometheus::Error`] when the registry holds metrics of these names already.
+    /// [`prometheus::Error`] when the registry has metrics of these names already.
     pub fn new(r: &Registry) -> Result<Self, prometheus::Error> {
         build_info(r)?;
         let requests = labelled(
@@ -162,7 +161,7 @@ impl ClientMetrics {
             pairs: counter(
                 r,
                 "switchyard_client_pairs_total",
-                "(token, expert) pairs of finished calls. A client on a GPU, which only its kernels know the pairs of, counts masked ones, too.",
+                "(token, expert) pairs of finished calls. A client on a GPU counts masked entries too: only its kernels know the pairs.",
             )?,
             frames_out: frames.with_label_values(&["out"]),
             frames_in: frames.with_label_values(&["in"]),
@@ -178,7 +177,7 @@ impl ClientMetrics {
                 Histogram::with_opts(
                     HistogramOpts::new(
                         "switchyard_client_stall_seconds",
-                        "What failures cost a call that met one: from the failed server's last sign of life until its tokens were sent again.",
+                        "Time that failures cost a call with failures: from the failed server's last sign of life until its tokens were resent.",
                     )
                     .buckets(PHASE_BUCKETS.to_vec()),
                 )?,
@@ -187,12 +186,12 @@ impl ClientMetrics {
             resent_pairs: counter(
                 r,
                 "switchyard_client_resent_pairs_total",
-                "(token, expert) pairs sent again after a failure or a refusal.",
+                "(token, expert) pairs resent after a failure or a refusal.",
             )?,
             stale_responses: counter(
                 r,
                 "switchyard_client_stale_responses_total",
-                "Responses that answer nothing that is open; dropped.",
+                "Responses that match no open frame; dropped.",
             )?,
             invalid_responses: counter(
                 r,
@@ -222,7 +221,7 @@ impl ClientMetrics {
             abandoned: counter(
                 r,
                 "switchyard_client_abandoned_requests_total",
-                "Calls given up by the caller, or by an error, with frames outstanding.",
+                "Calls abandoned by the caller, or by an error, with frames outstanding.",
             )?,
             links_up: links.with_label_values(&["up"]),
             links_connecting: links.with_label_values(&["connecting"]),
@@ -275,7 +274,7 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
 }
 
-/// Shared with other components of the process, which may have registered it already.
+/// Registers the version of this process. Another component of the process may have done so already.
 fn build_info(r: &Registry) -> Result<(), prometheus::Error> {
     let build = IntGaugeVec::new(
         Opts::new("switchyard_build_info", "Version of this process; the value is always 1."),
@@ -310,13 +309,13 @@ fn labelled(
     add(r, IntCounterVec::new(Opts::new(name, help), &[label])?)
 }
 
-/// From a flag's flight to a hang, in seconds.
+/// From the latency of one flag to a hang, in seconds.
 const PHASE_BUCKETS: [f64; 20] = [
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
     0.2, 0.5, 1.0, 5.0,
 ];
 
-/// Codes with a counter of their own.
+/// Codes that have their own counter.
 const KNOWN_CODES: [ErrorCode; 10] = [
     ErrorCode::BadFrame,
     ErrorCode::UnknownExpert,

@@ -1,383 +1,175 @@
-//! The attention side of Qwen3-MoE in f32 on the CPU; experts come from an [`ExpertBackend`].
-//!
-//! A reference model: right first, simple second. It reads the embedding, attention, norms, gates
-//! and dense layers of a checkpoint, never an expert.
+//! The model that a client asks experts of.
 
-mod attention;
-mod layers;
-mod moe;
+use std::time::Duration;
 
-use candle_core::{Device, Tensor};
-use checkpoint::{Architecture, AttentionConfig, Checkpoint, ModelConfig, TensorError};
+use control_api::{ConfigError, ControlClient, ControlError, ModelDescriptor};
+use protocol::ModelShape;
 use thiserror::Error;
 
-use self::attention::{Attention, LayerCache};
-use self::layers::{Linear, Mlp, RmsNorm, Rope, Rotation, causal_mask, with_values};
-pub use self::moe::{MoeBlock, MoeBlockError, MoeObserver, MoeRecord};
-use crate::backend::{BackendError, ExpertBackend};
-use crate::router::RouterConfigError;
-
-/// Qwen3-MoE without its experts. Clones share weights.
-#[derive(Debug, Clone)]
-pub struct Qwen3Moe {
-    config: ModelConfig,
-    /// `[vocab, hidden]`
-    embedding: Tensor,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
-    head: Linear,
-    rope: Rope,
-}
-
-/// Keys and values of the tokens that a model has seen. Belongs to one text and one model.
+/// The model that a client asks experts of.
 ///
-/// A forward pass that fails leaves it as it was: the same tokens can be tried again.
-#[derive(Debug)]
-pub struct KvCache {
-    layers: Vec<LayerCache>,
-    len: usize,
+/// With a checkpoint at hand, take [`ClientModel::of`] (feature `checkpoint`). An engine that has none asks the
+/// control plane with [`ClientModel::fetch`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientModel {
+    /// Sizes and fingerprint. A server refuses a client whose shape differs from its own.
+    pub shape: ModelShape,
+    /// Architecture name, such as `qwen3_moe`.
+    pub architecture: String,
+    /// Layers that have experts, strictly ascending.
+    pub moe_layers: Vec<u32>,
 }
 
-/// Which positions of a forward pass get logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LogitsOf {
-    /// The last token's only: `[vocab]`.
-    Last,
-    /// Every token's: `[num_tokens, vocab]`.
-    All,
-}
-
-/// A model that cannot be loaded.
+/// The model of a cluster could not be found out.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum LoadError {
-    /// The checkpoint holds another kind of model.
-    #[error(
-        "the reference model runs {} only, but the checkpoint is {found}; its MoE layers can be served and checked one by one",
-        Architecture::Qwen3Moe
-    )]
-    Architecture {
-        /// What the checkpoint holds.
-        found: Architecture,
-    },
-    /// A setting that the reference model does not implement.
-    #[error("{setting} is {found}, but the reference model implements {expected} only")]
-    Unsupported {
-        /// Name in `config.json`.
-        setting: &'static str,
-        /// Its value.
-        found: String,
-        /// What is implemented.
-        expected: &'static str,
-    },
-    /// A tensor is missing, has another shape or another dtype.
+pub enum ModelError {
+    /// The control plane's URL or token cannot be used.
     #[error(transparent)]
-    Tensor(#[from] TensorError),
-    /// The router's settings cannot work.
-    #[error("router: {0}")]
-    Router(#[from] RouterConfigError),
-    /// The tensor library failed.
-    #[error("cannot build a tensor: {0}")]
-    Library(#[source] Box<candle_core::Error>),
-}
-
-/// Failure of a forward pass.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ForwardError {
-    /// The experts of a layer could not be computed. The error names the layer.
+    Config(#[from] ConfigError),
+    /// The control plane did not answer, or refused.
     #[error(transparent)]
-    Backend(#[from] BackendError),
-    /// The MoE block of a layer failed otherwise.
-    #[error(transparent)]
-    MoeBlock(MoeBlockError),
-    /// The tokens do not fit the context.
-    #[error(
-        "{new} tokens after {cached} cached ones make {}, but the context holds {context}",
-        cached + new
-    )]
-    ContextFull {
-        /// Tokens in the cache.
-        cached: usize,
-        /// Tokens given.
-        new: usize,
-        /// Longest context of the model.
-        context: usize,
-    },
-    /// A token id that the model does not have.
-    #[error("token {position} has id {id}, but the vocabulary has {vocab} entries")]
-    TokenOutOfRange {
-        /// Index in the tokens given.
-        position: usize,
-        /// The id.
-        id: u32,
-        /// Size of the vocabulary.
-        vocab: usize,
-    },
-    /// No token was given.
-    #[error("no tokens given, expected at least one")]
-    NoTokens,
-    /// The cache belongs to a model with another number of layers.
-    #[error("the cache has {found} layers, expected {expected}: it belongs to another model")]
-    ForeignCache {
-        /// Layers of the cache.
-        found: usize,
-        /// Layers of the model.
-        expected: usize,
-    },
-    /// The tensor library failed.
-    #[error("{part}: {source}")]
-    Library {
-        /// Where in the model.
-        part: String,
-        /// What went wrong.
-        source: Box<candle_core::Error>,
-    },
+    Control(#[from] ControlError),
+    /// The cluster has no model yet.
+    #[error("the control plane has no model yet: wait for the first expert server to register")]
+    NoModel,
+    /// The descriptor's fingerprint is not 64 hexadecimal digits.
+    #[error("the model fingerprint is {found:?}, expected {expected} hexadecimal digits")]
+    #[allow(missing_docs, reason = "the message explains the fields")]
+    Fingerprint { found: String, expected: usize },
+    /// The thread that asks the control plane could not be started.
+    #[error("cannot start a thread that asks the control plane: {0}")]
+    Thread(std::io::Error),
 }
 
-impl From<candle_core::Error> for LoadError {
-    fn from(source: candle_core::Error) -> Self {
-        Self::Library(Box::new(source))
-    }
-}
-
-impl ForwardError {
-    fn library(part: impl Into<String>, source: candle_core::Error) -> Self {
-        Self::Library { part: part.into(), source: Box::new(source) }
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Layer {
-    input_norm: RmsNorm,
-    attention: Attention,
-    post_norm: RmsNorm,
-    ffn: Ffn,
-}
-
-#[derive(Debug, Clone)]
-enum Ffn {
-    Dense(Mlp),
-    Moe(Box<MoeBlock>),
-}
-
-impl Qwen3Moe {
-    /// Loads everything but the experts, widened to f32.
-    pub fn load(checkpoint: &Checkpoint) -> Result<Self, LoadError> {
-        let config = checkpoint.config().clone();
-        let attention = supported(&config)?;
-        let layers = (0..config.num_layers)
-            .map(|layer| Layer::load(checkpoint, layer, attention))
-            .collect::<Result<_, _>>()?;
-        let vocab_by_hidden = [config.vocab, config.hidden];
-        let embedding =
-            layers::matrix(&checkpoint.weight("model.embed_tokens.weight", vocab_by_hidden)?)?;
-        let head = if config.tie_word_embeddings {
-            Linear::from_matrix(&embedding)?
-        } else {
-            Linear::load(checkpoint, "lm_head", vocab_by_hidden, false)?
-        };
-        Ok(Self {
-            embedding,
-            layers,
-            norm: RmsNorm::load(checkpoint, "model.norm.weight", config.hidden)?,
-            head,
-            rope: Rope::new(attention.rope_theta, attention.head_dim),
-            config,
-        })
-    }
-
-    /// The configuration it was loaded with.
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
-    /// An empty cache for one text.
-    pub fn new_cache(&self) -> KvCache {
-        let layers = self.layers.iter().map(|_| LayerCache::default()).collect();
-        KvCache { layers, len: 0 }
-    }
-
-    /// Runs `tokens` after those in `cache`, which then holds them too. Returns logits, `[vocab]`
-    /// or `[num_tokens, vocab]`. An `observer` sees every MoE block.
-    pub fn forward(
-        &mut self,
-        tokens: &[u32],
-        cache: &mut KvCache,
-        logits_of: LogitsOf,
-        backend: &mut dyn ExpertBackend,
-        mut observer: Option<&mut dyn MoeObserver>,
-    ) -> Result<Vec<f32>, ForwardError> {
-        self.check(tokens, cache)?;
-        let (first, num) = (cache.len, tokens.len());
-        let at = |part: &'static str| move |e| ForwardError::library(part, e);
-        let rotation = self.rope.at(first, num).map_err(at("rotary embedding"))?;
-        let mask = if num > 1 { Some(causal_mask(first, num)) } else { None };
-        let mask = mask.transpose().map_err(at("causal mask"))?;
-        let mut x = self.embed(tokens).map_err(at("embedding"))?;
-        for (idx, (layer, cache)) in self.layers.iter_mut().zip(&mut cache.layers).enumerate() {
-            let step = Step { first, rotation: &rotation, mask: mask.as_ref() };
-            // A reborrow by hand: `as_deref_mut` cannot shorten the trait object's lifetime.
-            let observer = observer.as_mut().map(|o| &mut **o as &mut dyn MoeObserver);
-            x = layer.forward(&x, step, cache, backend, observer).map_err(|e| e.at(idx))?;
-        }
-        let logits = self.logits(&x, logits_of).map_err(at("output head"))?;
-        cache.len = first + num;
-        Ok(logits)
-    }
-
-    fn check(&self, tokens: &[u32], cache: &KvCache) -> Result<(), ForwardError> {
-        let (cached, new, context) = (cache.len, tokens.len(), self.config.max_positions);
-        if cache.layers.len() != self.layers.len() {
-            let (found, expected) = (cache.layers.len(), self.layers.len());
-            return Err(ForwardError::ForeignCache { found, expected });
-        }
-        if new == 0 {
-            return Err(ForwardError::NoTokens);
-        }
-        if cached.saturating_add(new) > context {
-            return Err(ForwardError::ContextFull { cached, new, context });
-        }
-        let vocab = self.config.vocab;
-        match tokens.iter().position(|&id| id as usize >= vocab) {
-            Some(position) => {
-                Err(ForwardError::TokenOutOfRange { position, id: tokens[position], vocab })
-            }
-            None => Ok(()),
-        }
-    }
-
-    fn embed(&self, tokens: &[u32]) -> candle_core::Result<Tensor> {
-        let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
-        self.embedding.index_select(&ids, 0)
-    }
-
-    fn logits(&self, x: &Tensor, logits_of: LogitsOf) -> candle_core::Result<Vec<f32>> {
-        let x = match logits_of {
-            LogitsOf::All => x.clone(),
-            LogitsOf::Last => x.narrow(0, x.dim(0)? - 1, 1)?,
-        };
-        let logits = self.head.forward(&self.norm.forward(&x)?)?;
-        with_values(&logits, <[f32]>::to_vec)
-    }
-}
-
-impl KvCache {
-    /// Tokens held.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether no token is held.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Forgets all tokens but the first `len`.
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-}
-
-impl Layer {
-    fn load(
-        checkpoint: &Checkpoint,
-        layer: u32,
-        attention: &AttentionConfig,
-    ) -> Result<Self, LoadError> {
+impl ClientModel {
+    /// The model of a checkpoint.
+    #[cfg(feature = "checkpoint")]
+    #[must_use]
+    pub fn of(checkpoint: &checkpoint::Checkpoint) -> Self {
         let config = checkpoint.config();
-        let prefix = format!("model.layers.{layer}");
-        let norm = |name: &str| {
-            RmsNorm::load(checkpoint, &format!("{prefix}.{name}.weight"), config.hidden)
-        };
-        let ffn = match config.dense_intermediate {
-            Some(width) if !config.is_moe_layer(layer) => {
-                Ffn::Dense(Mlp::load(checkpoint, &format!("{prefix}.mlp"), width)?)
-            }
-            _ => Ffn::Moe(Box::new(MoeBlock::load(checkpoint, layer)?)),
-        };
+        Self {
+            shape: ModelShape {
+                fingerprint: checkpoint.fingerprint().0,
+                hidden: config.hidden as u32,
+                num_layers: config.num_layers,
+                num_experts: config.num_experts,
+                top_k: config.top_k as u32,
+            },
+            architecture: config.architecture.model_type().to_owned(),
+            moe_layers: config.moe_layers(),
+        }
+    }
+
+    /// The model that `descriptor` describes. `num_layers` counts all layers of the model, dense ones included;
+    /// a descriptor lists the MoE layers only.
+    ///
+    /// # Errors
+    /// [`ModelError::Fingerprint`].
+    pub fn from_descriptor(
+        descriptor: &ModelDescriptor,
+        num_layers: u32,
+    ) -> Result<Self, ModelError> {
+        let fingerprint = parse_fingerprint(&descriptor.fingerprint)?;
         Ok(Self {
-            input_norm: norm("input_layernorm")?,
-            attention: Attention::load(checkpoint, &format!("{prefix}.self_attn"), attention)?,
-            post_norm: norm("post_attention_layernorm")?,
-            ffn,
+            shape: ModelShape {
+                fingerprint,
+                hidden: descriptor.hidden,
+                num_layers,
+                num_experts: descriptor.num_experts,
+                top_k: descriptor.top_k,
+            },
+            architecture: descriptor.architecture.clone(),
+            moe_layers: descriptor.moe_layers.clone(),
         })
     }
 
-    fn forward(
-        &mut self,
-        x: &Tensor,
-        step: Step<'_>,
-        cache: &mut LayerCache,
-        backend: &mut dyn ExpertBackend,
-        observer: Option<&mut dyn MoeObserver>,
-    ) -> Result<Tensor, LayerError> {
-        let Step { first, rotation, mask } = step;
-        let attended =
-            self.attention.forward(&self.input_norm.forward(x)?, first, rotation, mask, cache)?;
-        let x = (x + attended)?;
-        let normed = self.post_norm.forward(&x)?;
-        let y = match &mut self.ffn {
-            Ffn::Dense(mlp) => mlp.forward(&normed)?,
-            Ffn::Moe(block) => {
-                let mut out = vec![0.0; normed.elem_count()];
-                with_values(&normed, |values| {
-                    block.forward_tensor(&normed, values, &mut out, backend, observer)
-                })??;
-                Tensor::from_vec(out, normed.shape(), &Device::Cpu)?
+    /// Asks the control plane at `url` (`http://HOST:PORT`) for the model of its cluster. `num_layers` as for
+    /// [`from_descriptor`](Self::from_descriptor).
+    ///
+    /// Blocks for `timeout` at most, on a thread of its own: callers inside an async runtime may use it, but
+    /// block their worker meanwhile.
+    ///
+    /// # Errors
+    /// [`ModelError`]. [`ModelError::NoModel`] before the first server has registered.
+    pub fn fetch(
+        url: &str,
+        token: Option<String>,
+        num_layers: u32,
+        timeout: Duration,
+    ) -> Result<Self, ModelError> {
+        let control = ControlClient::new(url, token)?.with_timeout(timeout);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(ModelError::Thread)?;
+        let table = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new()
+                .name("sy-client-model".to_owned())
+                .spawn_scoped(scope, || runtime.block_on(control.placement()))
+                .map_err(ModelError::Thread)?;
+            match thread.join() {
+                Ok(table) => Ok(table?),
+                Err(panic) => std::panic::resume_unwind(panic),
             }
-        };
-        Ok((x + y)?)
+        });
+        let descriptor = table.and_then(|table| table.model.ok_or(ModelError::NoModel))?;
+        Self::from_descriptor(&descriptor, num_layers)
     }
-}
 
-/// What all layers share in one forward pass.
-#[derive(Clone, Copy)]
-struct Step<'a> {
-    first: usize,
-    rotation: &'a Rotation,
-    mask: Option<&'a Tensor>,
-}
-
-/// A [`ForwardError`] that does not know its layer yet.
-#[derive(Debug, Error)]
-enum LayerError {
-    #[error(transparent)]
-    MoeBlock(#[from] MoeBlockError),
-    #[error(transparent)]
-    Library(#[from] candle_core::Error),
-}
-
-impl LayerError {
-    fn at(self, layer: usize) -> ForwardError {
-        match self {
-            Self::MoeBlock(MoeBlockError::Backend(source)) => ForwardError::Backend(source),
-            Self::MoeBlock(source) => ForwardError::MoeBlock(source),
-            Self::Library(source) => ForwardError::library(format!("layer {layer}"), source),
+    /// The descriptor of this model, as the control plane writes it.
+    #[must_use]
+    pub fn descriptor(&self) -> ModelDescriptor {
+        let hex = |byte: &u8| format!("{byte:02x}");
+        ModelDescriptor {
+            fingerprint: self.shape.fingerprint.iter().map(hex).collect(),
+            architecture: self.architecture.clone(),
+            hidden: self.shape.hidden,
+            moe_layers: self.moe_layers.clone(),
+            num_experts: self.shape.num_experts,
+            top_k: self.shape.top_k,
         }
     }
 }
 
-/// The attention settings of a model that this module can run.
-fn supported(config: &ModelConfig) -> Result<&AttentionConfig, LoadError> {
-    let found = config.architecture;
-    let attention = match &config.attention {
-        Some(attention) if found == Architecture::Qwen3Moe => attention,
-        _ => return Err(LoadError::Architecture { found }),
-    };
-    if attention.rope_type != "default" {
-        return Err(LoadError::Unsupported {
-            setting: "rope_type",
-            found: attention.rope_type.clone(),
-            expected: "\"default\"",
-        });
+fn parse_fingerprint<const N: usize>(text: &str) -> Result<[u8; N], ModelError> {
+    let refused = || ModelError::Fingerprint { found: text.to_owned(), expected: 2 * N };
+    if text.len() != 2 * N || !text.is_ascii() {
+        return Err(refused());
     }
-    if let Some(window) = attention.sliding_window {
-        return Err(LoadError::Unsupported {
-            setting: "sliding_window",
-            found: window.to_string(),
-            expected: "attention to the whole context",
-        });
+    let mut bytes = [0; N];
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+        let value = |digit: u8| char::from(digit).to_digit(16);
+        let (high, low) = (value(digits[0]), value(digits[1]));
+        let (Some(high), Some(low)) = (high, low) else { return Err(refused()) };
+        *byte = (high << 4 | low) as u8;
     }
-    Ok(attention)
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_and_its_model_are_the_same() {
+        let model = ClientModel {
+            shape: ModelShape {
+                fingerprint: std::array::from_fn(|idx| (idx * 37) as u8),
+                hidden: 64,
+                num_layers: 5,
+                num_experts: 16,
+                top_k: 4,
+            },
+            architecture: "qwen3_moe".to_owned(),
+            moe_layers: vec![1, 2, 4],
+        };
+        assert_eq!(ClientModel::from_descriptor(&model.descriptor(), 5).unwrap(), model);
+        for found in ["", "12", &"é".repeat(32), &"g".repeat(64)] {
+            let descriptor =
+                ModelDescriptor { fingerprint: found.to_owned(), ..model.descriptor() };
+            let error = ClientModel::from_descriptor(&descriptor, 5).unwrap_err();
+            assert!(matches!(error, ModelError::Fingerprint { .. }), "{error}");
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Routers: from gate logits to the experts of each token and their weights.
+//! Routers choose the experts of each token, and their weights, from gate logits.
 //!
 //! Formulas, with `l` the logits of one token, `b` the correction bias, `s` the
 //! `routed_scaling_factor`; all arithmetic is f32:
@@ -20,11 +20,12 @@
 //! releases exclude them (transformers issue 45440), and so does this module.
 //!
 //! Equal scores are resolved in favour of the lowest expert index (and the lowest group index),
-//! so that a result never depends on the machine. `torch.topk` leaves the order of equal scores
-//! open. Chosen experts are listed by descending score.
+//! so that a result never depends on the machine. `torch.topk` does not define the order of equal
+//! scores. Chosen experts are listed by descending score.
 
 mod config;
 
+#[cfg(feature = "checkpoint")]
 use checkpoint::{Architecture, ModelConfig, TopkMethod};
 use thiserror::Error;
 
@@ -34,7 +35,18 @@ pub use self::config::{
 
 /// Chooses `top_k` experts for every token.
 ///
-/// Immutable and cheap to share; the scratch memory lives in [`RouterWorkspace`].
+/// Immutable, so threads may share one. Scratch memory is in a [`RouterWorkspace`].
+///
+/// ```
+/// use switchyard_attention_client::{Router, RouterWorkspace};
+///
+/// let router = Router::softmax(4, 2, true)?; // 4 experts, top-2, weights sum up to 1
+/// let (mut topk_idx, mut topk_weights) = ([0; 2], [0.0; 2]);
+/// let logits = [0.1, 2.0, -1.0, 2.0];
+/// router.route(&logits, &mut RouterWorkspace::default(), &mut topk_idx, &mut topk_weights)?;
+/// assert_eq!((topk_idx, topk_weights), ([1, 3], [0.5, 0.5]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
@@ -45,50 +57,34 @@ pub struct Router {
 /// Scratch memory of [`Router::route`]; sized on first use, then never reallocated.
 #[derive(Debug, Default)]
 pub struct RouterWorkspace {
-    /// Scores the choice is made by, `[num_experts]`.
+    /// Scores for the choice, `[num_experts]`.
     choice: Vec<f32>,
-    /// Scores the weights are made of, `[num_experts]`.
+    /// Scores for the weights, `[num_experts]`.
     scores: Vec<f32>,
     /// Best eligible groups, best first, `[topk_groups]`.
     groups: Vec<i32>,
     /// Their scores, `[topk_groups]`.
     group_scores: Vec<f32>,
-    /// Scores the chosen experts won by, `[top_k]`.
+    /// Scores of the chosen experts, `[top_k]`.
     best: Vec<f32>,
 }
 
 /// Failure of [`Router::route`].
 #[derive(Debug, Error, Clone, PartialEq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum RouteError {
     /// A slice of the wrong length.
     #[error("{what} has {found} values, expected {expected}")]
-    Length {
-        /// Which slice.
-        what: &'static str,
-        /// Its length.
-        found: usize,
-        /// The length that the logits ask for.
-        expected: usize,
-    },
-    /// A logit that no score can be made of.
+    Length { what: &'static str, found: usize, expected: usize },
+    /// A logit that is NaN or +inf.
     #[error(
         "the gate logit of token {token}, expert {expert} is {value}: the hidden state or the gate weight is broken"
     )]
-    BadLogit {
-        /// Row of the logits.
-        token: usize,
-        /// Column of the logits.
-        expert: usize,
-        /// NaN or +inf.
-        value: f32,
-    },
+    BadLogit { token: usize, expert: usize, value: f32 },
     /// Every logit of a token is -inf, so that its softmax is undefined.
     #[error("all gate logits of token {token} are -inf: no expert is eligible")]
-    NoEligibleExpert {
-        /// Row of the logits.
-        token: usize,
-    },
+    NoEligibleExpert { token: usize },
 }
 
 impl Router {
@@ -109,6 +105,7 @@ impl Router {
     }
 
     /// The router of a model. `bias` is the layer's `e_score_correction_bias`, empty if it has none.
+    #[cfg(feature = "checkpoint")]
     pub fn from_model(model: &ModelConfig, bias: Vec<f32>) -> Result<Self, RouterConfigError> {
         let router = &model.router;
         let scoring = match router.scoring {
@@ -116,7 +113,7 @@ impl Router {
             checkpoint::Scoring::Sigmoid => Scoring::Sigmoid,
         };
         if model.architecture == Architecture::DeepseekV2 && router.renormalise {
-            let architecture = model.architecture;
+            let architecture = model.architecture.class_name();
             return Err(RouterConfigError::AmbiguousNormalisation { architecture });
         }
         let score = match router.topk_method {
@@ -218,7 +215,7 @@ impl Router {
         Self::new(config, bias)
     }
 
-    /// What this router computes.
+    /// The router's configuration.
     pub fn config(&self) -> &RouterConfig {
         &self.config
     }
@@ -362,7 +359,7 @@ fn top_k_of(scores: impl Iterator<Item = f32>, idx: &mut [i32], best: &mut [f32]
         } else {
             len += 1;
         }
-        // The candidate goes behind everything that is at least as good: k is small.
+        // Insertion behind all that are at least as good: k is small.
         let mut at = len - 1;
         while at > 0 && best[at - 1] < score {
             best[at] = best[at - 1];

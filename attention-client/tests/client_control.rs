@@ -5,11 +5,11 @@ mod client_common;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use attention_client::MoeClient;
 use client_common::fake::{Act, FakeFleet, Script, expected};
 use client_common::{Request, difference, not_ready_because, poisoned, seeded, table};
 use control_api::PlacementTable;
 use p2p_core::SlotConfig;
+use switchyard_attention_client::MoeClient;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -124,8 +124,8 @@ fn a_placement_is_followed_and_a_dead_server_reported_once() {
 #[test]
 fn a_control_plane_that_refuses_or_is_not_there_is_named() {
     let fleet = FakeFleet::start(SLOT, vec![]);
-    let everybody = table(&fleet.model, 1, &[], &vec![vec![]; 8]);
-    let stub = fleet.runtime.block_on(Stub::start(everybody));
+    let no_servers = table(&fleet.model, 1, &[], &vec![vec![]; 8]);
+    let stub = fleet.runtime.block_on(Stub::start(no_servers));
     let refuse = |url: &str, words: &[&str]| {
         let client = MoeClient::builder(fleet.model.clone())
             .control_plane(url, Some("wrong".to_owned()))

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientError, ErrorKind, LayerTiming, MoeClient, OnMissingExpert};
 use client_common::fake::{Act, FakeFleet, Greeting, Script, Seen, expected};
 use client_common::stand_in::StandIn;
 use client_common::{Request, difference, metric, poisoned, seeded, table};
@@ -14,6 +13,9 @@ use p2p_core::bootstrap::MAX_USELESS_LINKS;
 use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::ErrorCode;
 use rand::RngExt;
+use switchyard_attention_client::{
+    ClientError, ErrorKind, LayerTiming, MoeClient, OnMissingExpert,
+};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 20 << 10, num_frames: 2 };
 const HIDDEN: usize = 40;
@@ -143,7 +145,7 @@ fn half_an_answer_then_death_counts_every_pair_once() {
         request.idx.iter_mut().filter(|e| **e == -1).for_each(|e| *e = 3);
         let timing = forward(&client, &request).unwrap();
         assert_eq!(timing.failovers, 1);
-        // What was answered before is not sent again.
+        // Answered pairs are not resent.
         assert!(timing.resent_pairs < 1000, "{timing:?}");
         assert_eq!(metric(&client, "switchyard_client_lost_requests_total", None), 0.0);
     }
@@ -473,10 +475,10 @@ fn a_network_that_joins_and_carries_nothing_is_left_out() {
     assert_eq!(fleet.servers[0].transports.lock().unwrap().len(), kinds.len());
 }
 
-/// Memory that goes late is waited for neither by the call in which its server failed, nor when the client goes.
+/// Memory may be freed late. Neither the call in which its server failed nor the client's drop waits for it.
 #[test]
-fn nobody_waits_for_the_memory_of_links_that_are_over() {
-    let mut rng = seeded("nobody_waits_for_the_memory_of_links_that_are_over");
+fn no_caller_waits_for_the_memory_of_ended_links() {
+    let mut rng = seeded("no_caller_waits_for_the_memory_of_ended_links");
     let (near, far) = (stand_in(), stand_in());
     near.filter_next(0);
     far.filter_next(0);
@@ -492,7 +494,7 @@ fn nobody_waits_for_the_memory_of_links_that_are_over() {
         }
         let until = Instant::now() + LIMIT;
         while near.ends() == (0, 0) {
-            assert!(Instant::now() < until, "the link's memory is never let go of");
+            assert!(Instant::now() < until, "the link's memory is never freed");
             std::thread::sleep(Duration::from_millis(1));
         }
         drop(client);

@@ -6,13 +6,13 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientError, MoeClient};
 use client_common::{
     Fleet, Request, difference, local_reference, metric, not_ready_because, poisoned, seeded,
 };
 use p2p_core::SlotConfig;
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::{ClientError, MoeClient};
 use tokio::sync::watch;
 
 /// Small enough that a hundred tokens take many frames.

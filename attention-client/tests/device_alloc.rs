@@ -9,7 +9,7 @@ mod rig;
 #[path = "../../tests/support/src/skip.rs"]
 mod skip;
 #[path = "../../tests/support/src/stopped.rs"]
-#[allow(dead_code, reason = "nobody is stopped here")]
+#[allow(dead_code, reason = "no server is stopped here")]
 mod stopped;
 
 use client_common::{Request, seeded};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use attention_client::device::{DeviceHandle, DevicePending};
 use attention_client::{
     ClientModel, DeviceClient, DeviceError, DeviceInput, DeviceOptions, DeviceTensor, LayerTiming,
-    MoeClient, TensorType,
+    TensorType,
 };
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
@@ -245,7 +245,7 @@ impl Servers {
         let gpu = Gpu::open_named(self.client_device).expect("the clients' GPU");
         let mut options = DeviceOptions::default();
         options.dtype = self.dtype;
-        let mut client = MoeClient::builder(self.model.clone())
+        let mut client = DeviceClient::builder(self.model.clone())
             .placement_watch(self.tables.subscribe())
             .slot(SLOT)
             .transports(transports)
@@ -253,7 +253,7 @@ impl Servers {
             .connect_timeout(PATIENCE)
             .work_limit(Duration::from_secs(600))
             .replica_wait(PATIENCE)
-            .build_device(gpu.clone(), options)
+            .build(gpu.clone(), options)
             .expect("client");
         client.wait_ready(PATIENCE)?;
         Ok(Caller::new(client, gpu, carrier))

@@ -1,4 +1,4 @@
-//! One call: what was asked, what is where, what is answered, and what to do about failures.
+//! One call: its pairs and frames, the sum of the answers, and retries after failures.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -7,18 +7,20 @@ use std::time::{Duration, Instant};
 use p2p_core::wait::wait_until;
 use protocol::{CombineExpect, ErrorCode, Response, decode_response};
 
-use super::builder::OnMissingExpert;
-use super::error::ClientError;
 use super::lane::{Lane, LinkFault};
-use super::link::ABANDONED;
-use super::plan::{Pair, Plan, PlannedFrame, Reluctance};
+use super::plan::{Pair, Penalty, Plan, PlannedFrame};
+#[cfg(feature = "failpoints")]
 use super::sabotage;
-use super::shared::Shared;
-use super::timing::LayerTiming;
+use crate::error::ClientError;
+use crate::fail_point;
+use crate::fleet::link::ABANDONED;
+use crate::fleet::placement::Server;
+use crate::fleet::settings::OnMissingExpert;
+use crate::fleet::shared::Shared;
 use crate::metrics::FailReason;
-use crate::placement::Server;
+use crate::timing::{LayerTiming, elapsed_ns};
 
-/// State of the call that a lane works on. Buffers are kept from call to call.
+/// State of a lane's current call. Buffers are kept from call to call.
 #[derive(Debug, Default)]
 pub(crate) struct Call {
     pub layer: u32,
@@ -27,27 +29,27 @@ pub(crate) struct Call {
     /// All pairs of the call, ascending by token.
     pub pairs: Vec<Pair>,
     pub plan: Plan,
-    /// In the order in which answers are summed: first sending by server and part, then re-sendings.
+    /// In the order in which answers are summed: first dispatch by server and part, then retries.
     pub frames: Vec<Frame>,
     /// Pairs that wait for a live replica.
     pub orphans: Vec<Pair>,
     pub timing: LayerTiming,
-    /// Pairs to be sent again.
+    /// Pairs to resend.
     retry: Vec<Pair>,
-    /// Pairs left out.
+    /// Pairs that are left out for want of a replica.
     missing: Vec<Pair>,
     /// By [`Server::idx`].
-    trouble: Vec<Trouble>,
+    backoff: Vec<Backoff>,
     batch: Vec<Pair>,
     contacted: Vec<u64>,
-    /// The first of `frames` that is not yet summed.
+    /// Index of the first frame that is not summed yet.
     next_sum: usize,
     pairs_answered: u64,
-    /// Since when there have been orphans without an answer for anybody in between.
+    /// Start of the current wait for a replica. An answer to any frame ends it.
     orphans_since: Option<Instant>,
-    /// When pairs were last assigned to servers.
+    /// Time of the last assignment of pairs to servers.
     planned_at: Option<Instant>,
-    /// Last sign of life of the first failed server whose tokens are not all sent again.
+    /// Last sign of life of the first failed server whose tokens are not all resent.
     stall_from: Option<Instant>,
     rounds: u32,
     bad_frames: u32,
@@ -68,17 +70,17 @@ pub(crate) struct Frame {
 pub(crate) enum FrameState {
     /// Waits for credit.
     Queued,
-    /// With the server.
+    /// Published to the server.
     Sent,
-    /// Rows, waiting for their turn to be summed.
+    /// Rows that wait to be summed in order.
     Answered(Vec<f32>),
-    /// Summed, or given up in favour of a later frame.
+    /// Summed, or replaced by a later frame.
     Done,
 }
 
-/// What a server did to this call.
+/// Failures and refusals of a server in this call, and the backoff that follows from them.
 #[derive(Debug, Clone, Copy, Default)]
-struct Trouble {
+struct Backoff {
     failures: u32,
     refusals: u32,
     not_before: Option<Instant>,
@@ -96,7 +98,7 @@ impl Call {
         self.timing = LayerTiming::default();
         self.retry.clear();
         self.missing.clear();
-        self.trouble.clear();
+        self.backoff.clear();
         self.contacted.clear();
         self.next_sum = 0;
         self.pairs_answered = 0;
@@ -109,13 +111,13 @@ impl Call {
         self.watched_at = None;
     }
 
-    /// A frame that a failed server had.
+    /// Resends a frame that was published to a failed server.
     pub fn frame_failed(&mut self, frame: u32, server: &Server) {
         self.timing.resent_pairs += u64::from(self.frames[frame as usize].plan.num_entries);
         self.frame_to_retry(frame, server);
     }
 
-    /// A frame that its server has not got, or that nobody waits for.
+    /// Resends a frame that was not published, or takes back one of an abandoned call.
     pub fn frame_unsent(&mut self, frame: u32, server: &Server) {
         self.frame_to_retry(frame, server);
     }
@@ -135,58 +137,60 @@ impl Call {
                 });
             }
         }
-        if sabotage::asked(sabotage::LOSE_PAIR) && self.retry.pop().is_some() {
+        #[cfg(feature = "failpoints")]
+        if sabotage::is_on(sabotage::LOSE_PAIR) && self.retry.pop().is_some() {
             self.pairs_answered += 1;
         }
     }
 
-    /// A link failed with frames unanswered.
+    /// Counts a link that failed with frames unanswered.
     pub fn link_failed(&mut self, server_idx: usize, last_life: Instant) {
         self.timing.failovers += 1;
-        let trouble = self.trouble_of(server_idx);
-        trouble.failures += 1;
-        if let Some(excess) = trouble.failures.checked_sub(FREE_FAILURES) {
-            trouble.not_before = Some(Instant::now() + FAILURE_PAUSE * (1 << excess.min(4)));
+        let backoff = self.backoff_of(server_idx);
+        backoff.failures += 1;
+        if let Some(excess) = backoff.failures.checked_sub(FREE_FAILURES) {
+            backoff.not_before = Some(Instant::now() + FAILURE_PAUSE * (1 << excess.min(4)));
         }
         self.stall_from = Some(self.stall_from.map_or(last_life, |from| from.min(last_life)));
     }
 
     fn refused(&mut self, server_idx: usize, now: Instant) {
-        let trouble = self.trouble_of(server_idx);
-        trouble.refusals += 1;
-        trouble.not_before = Some(now + FIRST_PAUSE * (1 << trouble.refusals.min(10)));
+        let backoff = self.backoff_of(server_idx);
+        backoff.refusals += 1;
+        backoff.not_before = Some(now + FIRST_PAUSE * (1 << backoff.refusals.min(10)));
     }
 
-    fn trouble_of(&mut self, server_idx: usize) -> &mut Trouble {
-        if self.trouble.len() <= server_idx {
-            self.trouble.resize(server_idx + 1, Trouble::default());
+    fn backoff_of(&mut self, server_idx: usize) -> &mut Backoff {
+        if self.backoff.len() <= server_idx {
+            self.backoff.resize(server_idx + 1, Backoff::default());
         }
-        &mut self.trouble[server_idx]
+        &mut self.backoff[server_idx]
     }
 
-    /// Whether every pair is answered or left out.
+    /// Returns true once every pair is answered or left out.
     fn is_complete(&self) -> bool {
         self.retry.is_empty() && self.orphans.is_empty() && self.next_sum == self.frames.len()
     }
 
-    /// When a server that refused or failed may be asked again, for orphans.
+    /// Earliest end of a backoff, for orphans.
     fn next_retry(&self, now: Instant) -> Option<Instant> {
-        self.trouble.iter().filter_map(|t| t.not_before).filter(|at| *at > now).min()
+        self.backoff.iter().filter_map(|t| t.not_before).filter(|at| *at > now).min()
     }
 
-    /// Whether a pause has ended since pairs were assigned last, or there is none.
+    /// Returns true if a backoff has ended since the last assignment of pairs, or if none is running.
     fn may_retry(&self, now: Instant) -> bool {
-        let is_news = |at: Instant| at <= now && self.planned_at.is_none_or(|last| last < at);
-        self.trouble.iter().filter_map(|t| t.not_before).any(is_news)
+        let has_ended_since =
+            |at: Instant| at <= now && self.planned_at.is_none_or(|last| last < at);
+        self.backoff.iter().filter_map(|t| t.not_before).any(has_ended_since)
             || self.next_retry(now).is_none()
     }
 }
 
 impl Lane {
-    /// Plans and publishes what there is credit for.
+    /// Plans the call and publishes its frames, as far as there is credit.
     pub fn begin_call(&mut self, shared: &Shared, x: &[f32]) -> Result<(), ClientError> {
         self.sync(shared);
-        // Answers to abandoned calls make room in the rings.
+        // Answers to abandoned calls hold frames of the rings.
         self.take_answers(shared);
         self.plan_batch(shared, Batch::First)?;
         self.pump(shared, x)
@@ -224,7 +228,7 @@ impl Lane {
             if !self.call.retry.is_empty() {
                 continue;
             }
-            self.wait_for_news(shared, now)?;
+            self.wait_for_events(shared, now)?;
         }
         let renormalise_start = Instant::now();
         self.call.renormalise(shared.geometry.hidden(), out);
@@ -234,7 +238,7 @@ impl Lane {
         self.check_accounts(shared)
     }
 
-    /// Takes all answers that have arrived. Says whether there were any for this call.
+    /// Reads all answers that have arrived. Returns true if any was for this call.
     fn take_answers(&mut self, shared: &Shared) -> bool {
         let mut any = false;
         for idx in 0..self.links.len() {
@@ -249,35 +253,29 @@ impl Lane {
     pub fn take_answers_of(&mut self, idx: usize, shared: &Shared) -> Result<bool, LinkFault> {
         let Some(link) = self.links[idx].as_deref_mut() else { return Ok(false) };
         let mut any = false;
-        // A peer that publishes faster than this loop reads could keep it here for ever.
+        // Bounded: a peer that publishes faster than this loop reads must not hold the call here.
         for _ in 0..MAX_ANSWERS_AT_ONCE {
             let Some(rx) = link.channel.try_next()? else { break };
             let view = link.channel.view(&rx);
             let mut answered = None;
-            for (position, pending) in link.pending.iter().enumerate() {
-                let mut expect = CombineExpect {
+            for (position, open) in link.open.iter().enumerate() {
+                let expect = CombineExpect {
                     client_id: self.client_id,
                     generation: link.generation,
-                    sequence: pending.sequence,
-                    layer: pending.layer,
-                    frame_idx: pending.frame_idx,
-                    num_tokens: pending.num_tokens as usize,
+                    sequence: open.sequence,
+                    layer: open.layer,
+                    frame_idx: open.frame_idx,
+                    num_tokens: open.num_tokens as usize,
                     hidden: shared.geometry.hidden(),
                     dtype: shared.geometry.response_dtype(),
                 };
-                if sabotage::asked(sabotage::SKIP_STALE_CHECK)
-                    && let Ok(id) = protocol::response_id(view, &mut self.scratch)
-                {
-                    expect.sequence = id.sequence;
-                    expect.generation = id.generation;
-                    expect.layer = id.layer;
-                    expect.frame_idx = id.frame_idx;
-                }
+                #[cfg(feature = "failpoints")]
+                let expect = sabotage::expect_any(view, expect, &mut self.scratch);
                 match decode_response(view, &expect, &mut self.scratch) {
                     Err(error) if error.is_stale() => continue,
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
                     Ok(Response::Rows(mut rows)) => {
-                        if pending.frame != ABANDONED {
+                        if open.frame != ABANDONED {
                             let times = rows.server_times();
                             let timing = &mut self.call.timing;
                             timing.server_queue_ns =
@@ -291,18 +289,18 @@ impl Lane {
                                 self.buffers.push(buffer);
                                 return Err(LinkFault::new(FailReason::Invalid, error));
                             }
-                            self.call.answered(pending.frame, buffer, &link.server);
+                            self.call.answered(open.frame, buffer, &link.server);
                             any = true;
                         }
-                        let bytes = shared.geometry.response_bytes(pending.num_tokens as usize);
+                        let bytes = shared.geometry.response_bytes(open.num_tokens as usize);
                         shared.metrics.bytes_in.inc_by(bytes as u64);
                     }
                     Ok(Response::Error(error)) => {
                         shared.metrics.count_error_frame(error.code);
                         link.server.note_error(error);
-                        if pending.frame != ABANDONED {
+                        if open.frame != ABANDONED {
                             let refusal = (error.code, error.message);
-                            self.call.refused_by(pending.frame, &link.server, refusal);
+                            self.call.refused_by(open.frame, &link.server, refusal);
                             any = true;
                         }
                     }
@@ -310,26 +308,27 @@ impl Lane {
                 answered = Some(position);
                 break;
             }
-            fail::fail_point!("client::after_response_before_credit");
+            fail_point!("client::after_response_before_credit");
             shared.metrics.frames_in.inc();
             match answered {
-                Some(position) => link.remove_pending(position, Instant::now()),
+                Some(position) => link.remove_open(position, Instant::now()),
                 None => {
                     shared.metrics.stale_responses.inc();
                     tracing::debug!(
                         server = link.server.name(),
                         generation = link.generation,
-                        "dropped a response that answers nothing open"
+                        "dropped a response that matches no open frame"
                     );
                 }
             }
-            link.owe_credit()?;
+            link.return_frame()?;
         }
         Ok(any)
     }
 
-    /// Adds answered frames to `out`, in order, as far as they are there.
+    /// Adds answered frames to `out` in order, up to the first that is not answered.
     fn sum_answers(&mut self, hidden: usize, out: &mut [f32]) {
+        #[cfg(feature = "failpoints")]
         let first_sequence = self.call.frames.first().map(|frame| frame.sequence);
         while let Some(frame) = self.call.frames.get_mut(self.call.next_sum) {
             match std::mem::replace(&mut frame.state, FrameState::Done) {
@@ -342,8 +341,9 @@ impl Lane {
                         let begin = token.token as usize * hidden;
                         let sum = &mut out[begin..begin + hidden];
                         sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                        #[cfg(feature = "failpoints")]
                         if first_sequence != Some(frame.sequence)
-                            && sabotage::asked(sabotage::DOUBLE_COUNT)
+                            && sabotage::is_on(sabotage::DOUBLE_COUNT)
                         {
                             sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
                         }
@@ -359,11 +359,11 @@ impl Lane {
         }
     }
 
-    /// Fails links that show no sign of life, or do not get done.
+    /// Retires links without a sign of life, and links that exceed the work limit.
     fn check_life(&mut self, shared: &Shared, now: Instant) {
         let deadline = shared.settings.deadline;
-        // Whoever did not look cannot tell silence from an absence of his own.
-        let absent = self.call.watched_at.is_none_or(|at| now - at > deadline / 2);
+        // After a gap between two looks, an unchanged counter proves nothing: the caller may have been away.
+        let was_away = self.call.watched_at.is_none_or(|at| now - at > deadline / 2);
         self.call.watched_at = Some(now);
         for idx in 0..self.links.len() {
             let Some(link) = self.links[idx].as_deref_mut() else { continue };
@@ -371,7 +371,7 @@ impl Lane {
                 continue;
             }
             link.observe_life(now);
-            if absent && let Some(grace) = now.checked_sub(deadline / 2) {
+            if was_away && let Some(grace) = now.checked_sub(deadline / 2) {
                 link.last_life = link.last_life.max(grace);
             }
             let fault = if now.duration_since(link.last_life) > deadline {
@@ -390,7 +390,7 @@ impl Lane {
         }
     }
 
-    /// Sends pairs of failed frames, and orphans for which there may be a replica now, elsewhere.
+    /// Resends pairs of failed frames, and orphans that may have a replica now.
     fn replan(
         &mut self,
         shared: &Shared,
@@ -398,11 +398,11 @@ impl Lane {
         helps: bool,
         now: Instant,
     ) -> Result<(), ClientError> {
-        // Orphans also get their chance when the pause of a server in trouble is over.
+        // The end of a backoff may give orphans a replica too.
         let orphans_may_go = !self.call.orphans.is_empty() && (helps || self.call.may_retry(now));
         if !self.call.retry.is_empty() || orphans_may_go {
-            fail::fail_point!("client::before_resend");
-            self.plan_batch(shared, Batch::Again)?;
+            fail_point!("client::before_resend");
+            self.plan_batch(shared, Batch::Retry)?;
             self.pump(shared, x)?;
         }
         if self.call.orphans.is_empty() {
@@ -416,14 +416,14 @@ impl Lane {
         let since = *self.call.orphans_since.get_or_insert(now);
         let waited = now.duration_since(since);
         let may_drop = shared.settings.on_missing == OnMissingExpert::DropAndRenormalise;
-        let is_vain = may_drop && self.vain_wait_at == Some(self.seen_news());
-        if waited < shared.settings.replica_wait && !is_vain {
+        let is_futile = may_drop && self.futile_wait_at == Some(self.seen_events());
+        if waited < shared.settings.replica_wait && !is_futile {
             return Ok(());
         }
         match shared.settings.on_missing {
             OnMissingExpert::Fail => Err(self.no_replica(waited)),
             OnMissingExpert::DropAndRenormalise => {
-                self.vain_wait_at = Some(self.seen_news());
+                self.futile_wait_at = Some(self.seen_events());
                 let num_missing = self.call.orphans.len() as u64;
                 self.call.timing.missing_pairs += num_missing;
                 shared.metrics.missing_pairs.inc_by(num_missing);
@@ -447,7 +447,7 @@ impl Lane {
         }
     }
 
-    /// Turns pairs into frames in the queues of links.
+    /// Assigns pairs to servers and queues their frames at the links.
     fn plan_batch(&mut self, shared: &Shared, batch: Batch) -> Result<(), ClientError> {
         let now = Instant::now();
         self.call.planned_at = Some(now);
@@ -456,7 +456,7 @@ impl Lane {
         pairs.clear();
         match batch {
             Batch::First => pairs.extend_from_slice(&self.call.pairs),
-            Batch::Again => {
+            Batch::Retry => {
                 self.call.rounds += u32::from(!self.call.retry.is_empty());
                 pairs.append(&mut self.call.retry);
                 pairs.append(&mut self.call.orphans);
@@ -479,7 +479,7 @@ impl Lane {
             self.call.layer_idx,
             &pairs,
             shared.geometry.max_tokens(),
-            |rank| self.reluctance(rank, now),
+            |rank| self.penalty(rank, now),
         );
         self.call.batch = pairs;
         for planned in &plan.frames {
@@ -506,22 +506,22 @@ impl Lane {
         Ok(())
     }
 
-    /// Whether the call may use a server, and how gladly.
-    fn reluctance(&self, rank: u32, now: Instant) -> Option<Reluctance> {
+    /// Penalty of a server that the call may use; `None` if it may not.
+    fn penalty(&self, rank: u32, now: Instant) -> Option<Penalty> {
         let server = &self.routing.servers[rank as usize];
         self.live_link(server)?;
-        let trouble = self.call.trouble.get(server.idx).copied().unwrap_or_default();
-        if trouble.not_before.is_some_and(|at| at > now) {
+        let backoff = self.call.backoff.get(server.idx).copied().unwrap_or_default();
+        if backoff.not_before.is_some_and(|at| at > now) {
             return None;
         }
-        Some(Reluctance {
-            failures: trouble.failures + trouble.refusals,
-            silenced: server.silenced.load(Ordering::Relaxed),
+        Some(Penalty {
+            failures: backoff.failures + backoff.refusals,
+            is_silent: server.is_silent.load(Ordering::Relaxed),
         })
     }
 
-    /// Makes row buffers for all frames of the call beforehand, unless that would be a lot: how many
-    /// are needed depends on the order of the answers, and memory should not.
+    /// Makes row buffers for all frames of the call in advance, up to `MAX_RESERVED_VALUES`. The number of buffers
+    /// in use depends on the order of the answers; allocation then does not.
     fn reserve_buffers(&mut self, hidden: usize) {
         let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
         let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
@@ -536,16 +536,16 @@ impl Lane {
         }
     }
 
-    /// Sleeps until an answer, credit, news of the control side, or the next thing to check.
-    fn wait_for_news(&mut self, shared: &Shared, now: Instant) -> Result<(), ClientError> {
+    /// Sleeps until an answer, credit, an event of the control side, or the next check is due.
+    fn wait_for_events(&mut self, shared: &Shared, now: Instant) -> Result<(), ClientError> {
         let mut until = now + shared.settings.tick();
         if let Some(at) = self.call.next_retry(now) {
             until = until.min(at);
         }
-        let (links, news) = (&self.links, &self.news);
-        let seen = self.seen_news();
+        let (links, events) = (&self.links, &self.events);
+        let seen = self.seen_events();
         let active = || links.iter().flatten().filter(|link| link.is_active());
-        // A sleep that ends without an answer may have been ended by a connection that closed.
+        // A closed connection ends the sleep too. So connections are checked after a sleep without an answer.
         let polls_asleep = Cell::new(0);
         let may_be_closed = || {
             polls_asleep.set(polls_asleep.get() + u32::from(polls_asleep.get() > 0));
@@ -556,7 +556,7 @@ impl Lane {
             shared.settings.spin,
             until,
             || {
-                let is_due = news.count() != seen || active().any(|link| link.has_work());
+                let is_due = events.count() != seen || active().any(|link| link.has_work());
                 let is_due = is_due || (may_be_closed() && active().any(|link| link.note_closed()));
                 is_due.then_some(())
             },
@@ -572,7 +572,7 @@ impl Lane {
         found.map(|_| ()).map_err(|source| ClientError::System { op: "wait for answers", source })
     }
 
-    /// Every pair counts exactly once. Cannot fail unless this file is wrong.
+    /// Checks that every pair counts exactly once. A failure is a bug of this file.
     fn check_accounts(&mut self, shared: &Shared) -> Result<(), ClientError> {
         let found = self.call.pairs_answered + self.call.missing.len() as u64;
         let expected = self.call.pairs.len() as u64;
@@ -599,7 +599,7 @@ impl Call {
     fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
         let bad_frame = code == ErrorCode::BadFrame;
         self.bad_frames += u32::from(bad_frame);
-        // A frame may have been damaged on its way: once more cannot hurt.
+        // The frame may have been damaged in transit, so one retry is worth it.
         if code.is_retryable() || (bad_frame && self.bad_frames == 1) {
             self.timing.resent_pairs += u64::from(self.frames[frame as usize].plan.num_entries);
             self.frame_to_retry(frame, server);
@@ -615,8 +615,8 @@ impl Call {
         }
     }
 
-    /// Scales each token from which experts were left out, so that the weights that count sum up to
-    /// what all weights did. Outputs are linear in the weights, so this can be done at the end.
+    /// Scales each token that lacks experts, so that the remaining weights have the sum of all weights. Outputs are
+    /// linear in the weights, so scaling the sum at the end is enough.
     fn renormalise(&mut self, hidden: usize, out: &mut [f32]) {
         self.missing.sort_unstable_by_key(|pair| pair.token);
         for group in self.missing.chunk_by(|a, b| a.token == b.token) {
@@ -626,7 +626,7 @@ impl Call {
             let total: f64 = of_token.map(|pair| f64::from(pair.weight)).sum();
             let left = total - group.iter().map(|pair| f64::from(pair.weight)).sum::<f64>();
             let factor = total / left;
-            // Nothing is left, or nothing that could be scaled up: the sum stays as it is.
+            // The rest may be empty, or too small to scale up: then the sum stays as it is.
             if factor.is_finite() && left.abs() > 1e-6 * total.abs() {
                 let begin = token as usize * hidden;
                 let row = &mut out[begin..begin + hidden];
@@ -638,25 +638,21 @@ impl Call {
 
 enum Batch {
     First,
-    Again,
+    Retry,
 }
 
 fn release_load(server: &Server, num_entries: u32) {
     server.outstanding.fetch_sub(num_entries.into(), Ordering::Relaxed);
 }
 
-pub(crate) fn elapsed_ns(start: Instant) -> u64 {
-    start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX)
-}
-
-/// Pause before a server that refused is asked again, doubled with every refusal.
+/// Backoff after the first refusal of a server. It doubles with every refusal.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
-/// Failed links to one server until a call pauses before it asks it again.
+/// Failed links to one server in a call before a backoff starts.
 const FREE_FAILURES: u32 = 3;
-/// The first of these pauses, doubled with every failure up to 16 times.
+/// Backoff after that many failures. It doubles with every further failure, up to 16 times this.
 const FAILURE_PAUSE: Duration = Duration::from_millis(20);
-/// Times that a call sends tokens again before it gives up: a bound for what no fault explains.
+/// Retry budget of a call. No known fault comes near it.
 const MAX_ROUNDS: u32 = 1000;
 const MAX_ANSWERS_AT_ONCE: usize = 64;
-/// 64 MiB.
+/// 64 MiB of f32.
 const MAX_RESERVED_VALUES: usize = 16 << 20;

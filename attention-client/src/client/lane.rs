@@ -1,7 +1,7 @@
 //! A lane: one link to every server, used by one call at a time.
 //!
-//! Whoever holds the lane has it alone, so nothing here takes a lock. The control side hands fresh
-//! links over through mailboxes and says so by [`LaneNews`].
+//! The holder of a lane has it alone, so nothing here takes a lock. Connectors put new links into mailboxes and
+//! notify the lane by [`LaneEvents`].
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -12,33 +12,34 @@ use p2p_core::{ChannelError, WaitSet};
 use protocol::{DispatchMeta, FrameId, ResponseScratch, encode_dispatch};
 
 use super::call::{Call, FrameState};
-use super::error::ClientError;
-use super::link::{ABANDONED, LaneNews, Link, Pending};
+#[cfg(feature = "failpoints")]
 use super::sabotage;
-use super::shared::Shared;
+use crate::error::ClientError;
+use crate::fail_point;
+use crate::fleet::link::{ABANDONED, LaneEvents, Link, OpenFrame};
+use crate::fleet::placement::{Routing, Server};
+use crate::fleet::shared::Shared;
 use crate::metrics::FailReason;
-use crate::placement::{Routing, Server};
 
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub id: usize,
-    /// Identity of this lane towards servers: each has slots of its own.
+    /// Identity of this lane for servers. Each lane has slots of its own.
     pub client_id: u64,
     pub wait: WaitSet,
-    pub news: Arc<LaneNews>,
+    pub events: Arc<LaneEvents>,
     pub routing: Arc<Routing>,
     /// By [`Server::idx`].
     pub links: Vec<Option<Box<Link>>>,
     pub call: Call,
     pub scratch: ResponseScratch,
-    /// Buffers for rows that wait for their turn to be summed.
+    /// Free buffers for rows that wait to be summed in order.
     pub buffers: Vec<Vec<f32>>,
-    seen_news: u64,
+    seen_events: u64,
     next_sequence: u64,
-    /// The count of news at which a call waited for a replica in vain: until there is more, waiting
-    /// again is no use.
-    pub vain_wait_at: Option<u64>,
+    /// Number of events at the end of a futile wait for a replica. Without a new event, another wait is futile too.
+    pub futile_wait_at: Option<u64>,
 }
 
 /// A link cannot go on.
@@ -69,23 +70,23 @@ impl Lane {
         id: usize,
         client_id: u64,
         wait: WaitSet,
-        news: Arc<LaneNews>,
+        events: Arc<LaneEvents>,
         routing: Arc<Routing>,
     ) -> Self {
         Self {
             id,
             client_id,
             wait,
-            news,
+            events,
             routing,
             links: Vec::new(),
             call: Call::default(),
             scratch: ResponseScratch::default(),
             buffers: Vec::new(),
-            // Differs from the count, so that the first look takes in what is there.
-            seen_news: u64::MAX,
+            // Differs from any count, so that the first `sync` reads everything.
+            seen_events: u64::MAX,
             next_sequence: 0,
-            vain_wait_at: None,
+            futile_wait_at: None,
         }
     }
 
@@ -94,19 +95,19 @@ impl Lane {
         self.next_sequence
     }
 
-    /// How many announcements [`sync`](Self::sync) has taken in.
-    pub fn seen_news(&self) -> u64 {
-        self.seen_news
+    /// Number of events that [`sync`](Self::sync) has handled.
+    pub fn seen_events(&self) -> u64 {
+        self.seen_events
     }
 
-    /// Takes in new placements, new links and broken connections, if any were announced. Says
-    /// whether something came that may help waiting tokens.
+    /// Applies new placements, new links and closed connections, if there was an event. Returns true if a new
+    /// placement or link may help waiting tokens.
     pub fn sync(&mut self, shared: &Shared) -> bool {
-        let count = self.news.count();
-        if count == self.seen_news {
+        let count = self.events.count();
+        if count == self.seen_events {
             return false;
         }
-        self.seen_news = count;
+        self.seen_events = count;
         let newest = shared.routing.load();
         let mut helps = false;
         if !Arc::ptr_eq(&newest, &self.routing) {
@@ -125,13 +126,13 @@ impl Lane {
         helps
     }
 
-    /// Fails links whose connection is over.
+    /// Retires links whose connection is closed.
     pub fn fail_closed(&mut self, shared: &Shared) {
         for idx in 0..self.links.len() {
             let Some(down) = self.links[idx].as_ref().and_then(|link| link.state.down()) else {
                 continue;
             };
-            // What it had answered before is there to be taken.
+            // Answers that arrived before the close still count.
             let fault = match self.take_answers_of(idx, shared) {
                 Ok(_) => LinkFault::new(down.reason(), "the connection closed"),
                 Err(fault) => fault,
@@ -151,7 +152,7 @@ impl Lane {
         }
         let added = self.wait.attach(link.channel.endpoint());
         if let Err(error) = added.and_then(|()| self.wait.add(link.liveness.as_fd())) {
-            // Without wake-ups answers are still found, at the next tick.
+            // No harm: without wake-ups the next tick finds the answers.
             tracing::warn!(server = link.server.name(), %error, "no wake-ups from this server");
         }
         self.links[idx] = Some(link);
@@ -163,7 +164,7 @@ impl Lane {
         (link.server.uid == server.uid && link.state.down().is_none()).then_some(link)
     }
 
-    /// Publishes waiting frames of every link as far as there is credit.
+    /// Publishes queued frames of every link, as far as there is credit.
     pub fn pump(&mut self, shared: &Shared, x: &[f32]) -> Result<(), ClientError> {
         for idx in 0..self.links.len() {
             match self.pump_link(idx, shared, x)? {
@@ -211,20 +212,20 @@ impl Lane {
                     layer: self.call.layer,
                     detail: error.to_string(),
                 })?;
-            fail::fail_point!("client::between_payload_and_publish");
-            // The request goes first: it is what the server waits for.
+            fail_point!("client::between_payload_and_publish");
+            // The request goes before returned frames: the server waits for it.
             let published = link.channel.publish(tx, used_bytes);
-            if let Err(error) = published.and_then(|()| link.give_credit()) {
+            if let Err(error) = published.and_then(|()| link.return_frames()) {
                 return Ok(Err(error.into()));
             }
-            let pending = Pending {
+            let open = OpenFrame {
                 sequence: frame.sequence,
                 frame_idx: frame.plan.frame_idx,
                 layer: self.call.layer,
                 num_tokens: frame.plan.num_tokens,
                 frame: frame_no,
             };
-            link.push_pending(pending, Instant::now());
+            link.push_open(open, Instant::now());
             frame.state = FrameState::Sent;
             self.call.timing.num_frames += 1;
             shared.metrics.frames_out.inc();
@@ -233,20 +234,20 @@ impl Lane {
         Ok(Ok(()))
     }
 
-    /// Retires a link: its slots are never read again, and what it has not answered is to be sent
-    /// elsewhere.
+    /// Retires a link. Its slots are never read again, and its unanswered frames are sent to replicas.
     pub fn fail_link(&mut self, idx: usize, fault: LinkFault, shared: &Shared) {
-        if fault.reason == FailReason::Silent && sabotage::asked(sabotage::READ_RETIRED) {
+        #[cfg(feature = "failpoints")]
+        if fault.reason == FailReason::Silent && sabotage::is_on(sabotage::READ_RETIRED) {
             return self.fail_but_read_on(idx);
         }
         let Some(mut link) = self.links[idx].take() else { return };
-        // Closing a descriptor's last copy removes it too.
+        // An error is no harm: closing the last copy of a descriptor removes it from the set too.
         let _ = self.wait.detach(link.channel.endpoint());
         let _ = self.wait.remove(link.liveness.as_fd());
         let mut num_sent = 0;
-        for pending in link.pending.drain(..) {
-            if pending.frame != ABANDONED {
-                self.call.frame_failed(pending.frame, &link.server);
+        for open in link.open.drain(..) {
+            if open.frame != ABANDONED {
+                self.call.frame_failed(open.frame, &link.server);
                 num_sent += 1;
             }
         }
@@ -258,17 +259,17 @@ impl Lane {
             shared.metrics.count_failover(fault.reason);
             tracing::warn!(
                 server = link.server.name(),
-                slot = self.id,
+                lane = self.id,
                 generation = link.generation,
                 frames = num_sent,
                 reason = fault.reason.name(),
                 detail = fault.detail,
-                "a server failed with frames unanswered; they go to replicas"
+                "a server failed with frames unanswered: resending them to replicas"
             );
         }
         match fault.reason {
             FailReason::Silent | FailReason::Stuck => {
-                link.server.silenced.store(true, Ordering::Relaxed);
+                link.server.is_silent.store(true, Ordering::Relaxed);
             }
             FailReason::Invalid => shared.metrics.invalid_responses.inc(),
             _ => {}
@@ -277,23 +278,23 @@ impl Lane {
         link.retire(fault.reason);
     }
 
-    /// Gives the current call up. Frames that are with servers stay the links' business: their
-    /// answers are dropped when they come.
+    /// Abandons the current call. Links keep its published frames open, and drop the answers when they arrive.
     pub fn abandon_call(&mut self, shared: &Shared) {
         let mut num_outstanding = 0;
         for link in self.links.iter_mut().flatten() {
             for frame in link.queue.drain(..) {
                 self.call.frame_unsent(frame, &link.server);
             }
-            for pending in &mut link.pending {
-                if pending.frame != ABANDONED {
-                    self.call.frame_unsent(pending.frame, &link.server);
-                    pending.frame = ABANDONED;
+            for open in &mut link.open {
+                if open.frame != ABANDONED {
+                    self.call.frame_unsent(open.frame, &link.server);
+                    open.frame = ABANDONED;
                     num_outstanding += 1;
                 }
             }
-            if sabotage::asked(sabotage::SKIP_STALE_CHECK) {
-                link.pending.clear();
+            #[cfg(feature = "failpoints")]
+            if sabotage::is_on(sabotage::SKIP_STALE_CHECK) {
+                link.open.clear();
             }
         }
         if num_outstanding > 0 {
@@ -302,7 +303,7 @@ impl Lane {
         self.reclaim_buffers();
     }
 
-    /// Takes the row buffers of the call's frames back.
+    /// Returns the row buffers of the call's frames to the free ones.
     pub fn reclaim_buffers(&mut self) {
         for frame in &mut self.call.frames {
             if let FrameState::Answered(buffer) =

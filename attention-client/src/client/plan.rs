@@ -1,13 +1,13 @@
 //! From (token, expert) pairs to frames: choice of replicas, grouping by server, splitting.
 //!
-//! Free of I/O and clocks. All buffers are kept from call to call, so that planning allocates
-//! nothing once they have grown.
+//! Nothing here does I/O or reads a clock. Buffers are kept from call to call, so planning allocates nothing once
+//! they have grown.
 
 use protocol::{Entry, TokenRef};
 
-use crate::placement::Routing;
+use crate::fleet::placement::Routing;
 
-/// One expert wanted by one token.
+/// One expert of one token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Pair {
     /// Row of the caller's `x`.
@@ -25,18 +25,18 @@ pub(crate) struct PlannedFrame {
     pub first_token: u32,
     pub num_tokens: u32,
     pub num_entries: u32,
-    /// Which of the frames that this planning made for the server, and how many there are.
+    /// Number of this frame among those of one `assign` for the server, and how many there are.
     pub frame_idx: u32,
     pub num_frames: u32,
 }
 
-/// How good a candidate is; less is better.
+/// Why a replica is a worse choice than others. The least penalty wins; fields compare in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Reluctance {
+pub(crate) struct Penalty {
     /// Failures of the server in this call.
     pub failures: u32,
-    /// Whether it is silent for other callers.
-    pub silenced: bool,
+    /// Another call's link to the server went silent, and nothing came from it since.
+    pub is_silent: bool,
 }
 
 /// The tokens and entries of all frames of one call, initial and re-sent.
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     cursors: Vec<Cursor>,
 }
 
-/// Where the tokens and entries of one server go.
+/// Positions for the tokens and entries of one server.
 #[derive(Debug, Clone, Copy)]
 struct Cursor {
     num_tokens: u32,
@@ -67,7 +67,7 @@ struct Cursor {
 }
 
 impl Plan {
-    /// Forgets the last call.
+    /// Prepares for the next call.
     pub fn reset(&mut self, num_experts: usize) {
         self.tokens.clear();
         self.entries.clear();
@@ -77,19 +77,19 @@ impl Plan {
         self.expert_rank.resize(num_experts, NONE);
     }
 
-    /// Distributes `pairs`, ascending by token, over the servers of `routing`: every expert to one
-    /// of those replicas for which `usable` gives something, the least reluctant and least loaded
-    /// first. Frames hold at most `max_tokens` tokens. Appends to `tokens` and `entries`.
+    /// Distributes `pairs`, ascending by token, over the servers of `routing`. Each expert goes to one replica for
+    /// which `usable` returns a penalty: the one with the least penalty, and among these with the least load. Frames
+    /// have at most `max_tokens` tokens. Appends to `tokens` and `entries`.
     ///
-    /// The choice depends on nothing but the arguments and the servers' loads, so a caller that is
-    /// alone gets the same grouping, and thereby the same rounding, every time.
+    /// The choice depends only on the arguments and the servers' loads. So a caller that is alone gets the same
+    /// grouping, and thereby the same rounding, every time.
     pub fn assign(
         &mut self,
         routing: &Routing,
         layer_idx: usize,
         pairs: &[Pair],
         max_tokens: usize,
-        usable: impl Fn(u32) -> Option<Reluctance>,
+        usable: impl Fn(u32) -> Option<Penalty>,
     ) {
         self.frames.clear();
         self.orphans.clear();
@@ -110,7 +110,7 @@ impl Plan {
         routing: &Routing,
         layer_idx: usize,
         pairs: &[Pair],
-        usable: impl Fn(u32) -> Option<Reluctance>,
+        usable: impl Fn(u32) -> Option<Penalty>,
     ) {
         for pair in pairs {
             let count = &mut self.expert_pairs[pair.expert as usize];
@@ -124,14 +124,14 @@ impl Plan {
         self.used_experts.sort_unstable_by_key(|&e| (u32::MAX - counts[e as usize], e));
         for &expert in &self.used_experts {
             let replicas = routing.replicas(layer_idx, expert);
-            let mut best: Option<(Reluctance, u64, u32)> = None;
+            let mut best: Option<(Penalty, u64, u32)> = None;
             // Starting at another replica for every expert spreads equally loaded ones.
             for i in 0..replicas.len() {
                 let rank = replicas[(i + expert as usize) % replicas.len()];
-                let Some(reluctance) = usable(rank) else { continue };
+                let Some(penalty) = usable(rank) else { continue };
                 let load = self.loads[rank as usize];
-                if best.is_none_or(|(r, l, _)| (reluctance, load) < (r, l)) {
-                    best = Some((reluctance, load, rank));
+                if best.is_none_or(|(r, l, _)| (penalty, load) < (r, l)) {
+                    best = Some((penalty, load, rank));
                 }
             }
             self.expert_rank[expert as usize] = match best {
@@ -227,7 +227,7 @@ impl Cursor {
     };
 }
 
-/// No server, no row: neither ever counts that far.
+/// No server, or no row. Neither number gets that large.
 const NONE: u32 = u32::MAX;
 
 #[cfg(test)]
@@ -240,7 +240,7 @@ mod tests {
     use rand::{RngExt, SeedableRng};
 
     use super::*;
-    use crate::placement::Registry;
+    use crate::fleet::placement::Registry;
 
     fn routing(num_servers: u32, replicas: Vec<Vec<u32>>) -> Routing {
         let model = ModelDescriptor {
@@ -268,8 +268,8 @@ mod tests {
         Registry::new(1).apply(&table, &model).routing
     }
 
-    fn ready(_rank: u32) -> Option<Reluctance> {
-        Some(Reluctance { failures: 0, silenced: false })
+    fn ready(_rank: u32) -> Option<Penalty> {
+        Some(Penalty { failures: 0, is_silent: false })
     }
 
     type Key = (u32, u32, u32);
@@ -346,11 +346,11 @@ mod tests {
         plan.assign(&routing, 0, &pairs, 100, ready);
         assert!(plan.frames.iter().all(|frame| frame.num_entries == 2), "{:?}", plan.frames);
         assert_eq!(plan.frames.len(), 4);
-        // A busy server gets less, a reluctant one nothing.
+        // A busy server gets less, a penalised one nothing.
         routing.servers[1].outstanding.store(100, Ordering::Relaxed);
         plan.reset(8);
-        let reluctant = |rank| Some(Reluctance { failures: 0, silenced: rank == 3 });
-        plan.assign(&routing, 0, &pairs, 100, reluctant);
+        let penalised = |rank| Some(Penalty { failures: 0, is_silent: rank == 3 });
+        plan.assign(&routing, 0, &pairs, 100, penalised);
         let loads: Vec<_> = plan.frames.iter().map(|f| (f.rank, f.num_entries)).collect();
         assert_eq!(loads, [(0, 4), (2, 4)]);
     }

@@ -1,4 +1,4 @@
-//! Free lanes. Taking and giving back takes no lock unless somebody has to wait.
+//! A pool of free lanes. Taking and returning one takes no lock unless a thread waits.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -10,17 +10,17 @@ use crossbeam_queue::ArrayQueue;
 #[derive(Debug)]
 pub(crate) struct Pool<T> {
     free: ArrayQueue<T>,
-    /// Numbers of those that do not exist yet.
+    /// Numbers of items that do not exist yet.
     unmade: ArrayQueue<usize>,
     waiters: AtomicUsize,
     lock: Mutex<()>,
     returned: Condvar,
 }
 
-/// What [`Pool::take`] found.
-pub(crate) enum Taken<T> {
+/// Result of [`Pool::take`].
+pub(crate) enum PoolEntry<T> {
     Free(T),
-    /// There may be one more: the caller makes the one with this number.
+    /// The pool may grow: the caller makes the item with this number.
     MayCreate(usize),
     TimedOut,
 }
@@ -44,23 +44,23 @@ impl<T> Pool<T> {
         self.free.capacity()
     }
 
-    /// Takes a free one, or the right to make one; waits until `deadline` when there is neither.
-    pub fn take(&self, deadline: Instant) -> Taken<T> {
+    /// Takes a free item, or the right to make one. Without either it blocks until `deadline`.
+    pub fn take(&self, deadline: Instant) -> PoolEntry<T> {
         if let Some(taken) = self.try_take() {
             return taken;
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.waiters.fetch_add(1, Ordering::Relaxed);
         let taken = loop {
-            // Pairs with the fence in `put`: either this look finds what was put, or `put` sees a
-            // waiter and notifies, which it can only do while this thread sleeps.
+            // Pairs with the fence in `wake_one`: either this look finds the returned item, or `wake_one` sees a
+            // waiter and notifies. It needs the lock for that, so this thread sleeps by then.
             fence(Ordering::SeqCst);
             if let Some(taken) = self.try_take() {
                 break taken;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                break Taken::TimedOut;
+                break PoolEntry::TimedOut;
             }
             guard = self
                 .returned
@@ -71,9 +71,9 @@ impl<T> Pool<T> {
         taken
     }
 
-    /// Gives one back.
+    /// Returns an item.
     pub fn put(&self, item: T) {
-        // There are never more than `capacity`; a surplus is dropped.
+        // Cannot fail: there are never more than `capacity` items.
         let _ = self.free.push(item);
         self.wake_one();
     }
@@ -86,22 +86,22 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Gives the right to make one back.
+    /// Returns the right to make an item.
     pub fn not_created(&self, id: usize) {
         let _ = self.unmade.push(id);
         self.wake_one();
     }
 
-    /// How many exist.
+    /// Number of items that exist.
     pub fn created(&self) -> usize {
         self.capacity() - self.unmade.len()
     }
 
-    fn try_take(&self) -> Option<Taken<T>> {
+    fn try_take(&self) -> Option<PoolEntry<T>> {
         if let Some(item) = self.free.pop() {
-            return Some(Taken::Free(item));
+            return Some(PoolEntry::Free(item));
         }
-        self.unmade.pop().map(Taken::MayCreate)
+        self.unmade.pop().map(PoolEntry::MayCreate)
     }
 }
 
@@ -121,9 +121,9 @@ mod tests {
                 std::thread::spawn(move || {
                     for _ in 0..2000 {
                         let mut item = match pool.take(Instant::now() + Duration::from_secs(30)) {
-                            Taken::Free(item) => item,
-                            Taken::MayCreate(_) => Box::new(0),
-                            Taken::TimedOut => panic!("starved"),
+                            PoolEntry::Free(item) => item,
+                            PoolEntry::MayCreate(_) => Box::new(0),
+                            PoolEntry::TimedOut => panic!("starved"),
                         };
                         *item += 1;
                         pool.put(item);
@@ -134,7 +134,7 @@ mod tests {
         takers.into_iter().for_each(|taker| taker.join().unwrap());
         assert!(pool.created() <= 3);
         let mut total = 0;
-        while let Taken::Free(item) = pool.take(Instant::now()) {
+        while let PoolEntry::Free(item) = pool.take(Instant::now()) {
             total += *item;
         }
         assert_eq!(total, 8 * 2000);
@@ -143,11 +143,11 @@ mod tests {
     #[test]
     fn an_empty_pool_ends_the_wait() {
         let pool: Pool<()> = Pool::new(1);
-        assert!(matches!(pool.take(Instant::now()), Taken::MayCreate(0)));
+        assert!(matches!(pool.take(Instant::now()), PoolEntry::MayCreate(0)));
         let until = Instant::now() + Duration::from_millis(5);
-        assert!(matches!(pool.take(until), Taken::TimedOut));
+        assert!(matches!(pool.take(until), PoolEntry::TimedOut));
         assert!(Instant::now() >= until);
         pool.not_created(0);
-        assert!(matches!(pool.take(Instant::now()), Taken::MayCreate(0)));
+        assert!(matches!(pool.take(Instant::now()), PoolEntry::MayCreate(0)));
     }
 }

@@ -1,44 +1,63 @@
-//! Wrong behaviours that fault tests ask for, to see that their rig notices.
+//! Wrong behaviours that fault tests switch on, to see that they notice.
 //!
-//! Builds without the feature `failpoints` have none of them: [`asked`] is then the constant `false`.
+//! Only builds with the feature `failpoints` contain this module.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use p2p_core::ReadView;
+use protocol::{CombineExpect, ResponseScratch};
+
 use super::lane::Lane;
-use super::link::ABANDONED;
+use crate::fleet::link::ABANDONED;
 
-/// A re-sent row is added twice. The accounts do not notice.
-pub(crate) const DOUBLE_COUNT: &str = "client::sabotage_double_count";
-/// One pair of a failed frame is not sent again. The accounts do not notice.
-pub(crate) const LOSE_PAIR: &str = "client::sabotage_lose_pair";
-/// Whatever answer comes is taken for the one that is due.
-pub(crate) const SKIP_STALE_CHECK: &str = "client::sabotage_skip_stale_check";
-/// The slot of a silent server is read on after its frames went to replicas.
-pub(crate) const READ_RETIRED: &str = "client::sabotage_read_retired";
+/// Adds a resent row twice. The accounts do not notice.
+pub(super) const DOUBLE_COUNT: &str = "client::sabotage_double_count";
+/// Does not resend one pair of a failed frame. The accounts do not notice.
+pub(super) const LOSE_PAIR: &str = "client::sabotage_lose_pair";
+/// Accepts any answer in place of the expected one.
+pub(super) const SKIP_STALE_CHECK: &str = "client::sabotage_skip_stale_check";
+/// Goes on reading the slot of a silent server after its frames went to replicas.
+pub(super) const READ_RETIRED: &str = "client::sabotage_read_retired";
 
-/// Whether a test asked for the wrong behaviour `name`.
-#[inline]
-pub(crate) fn asked(name: &str) -> bool {
+/// Returns true if a test has switched the wrong behaviour `name` on.
+pub(super) fn is_on(name: &str) -> bool {
     fail::fail_point!(name, |_| true);
-    let _ = name;
     false
 }
 
+/// With [`SKIP_STALE_CHECK`], `expect` changed to match whatever answer `view` holds.
+pub(super) fn expect_any(
+    view: ReadView<'_>,
+    mut expect: CombineExpect,
+    scratch: &mut ResponseScratch,
+) -> CombineExpect {
+    if is_on(SKIP_STALE_CHECK)
+        && let Ok(id) = protocol::response_id(view, scratch)
+    {
+        expect.sequence = id.sequence;
+        expect.generation = id.generation;
+        expect.layer = id.layer;
+        expect.frame_idx = id.frame_idx;
+    }
+    expect
+}
+
 impl Lane {
-    /// Sends what the link owes elsewhere, like a failed one's, but goes on reading its slot.
+    /// Resends the link's frames like those of a failed link, but goes on reading its slot.
     pub(super) fn fail_but_read_on(&mut self, idx: usize) {
         let Some(link) = self.links[idx].as_deref_mut() else { return };
-        for pending in link.pending.iter().filter(|pending| pending.frame != ABANDONED) {
-            self.call.frame_failed(pending.frame, &link.server);
+        for open in link.open.iter().filter(|open| open.frame != ABANDONED) {
+            self.call.frame_failed(open.frame, &link.server);
         }
-        // Whatever still comes answers nothing: only the count of such answers tells that it was read.
-        link.pending.clear();
+        // Later answers match no open frame. Only the count of such answers shows that the slot is still read.
+        link.open.clear();
         for frame in link.queue.drain(..) {
             self.call.frame_unsent(frame, &link.server);
         }
         self.call.link_failed(link.server.idx, link.last_life);
-        link.server.silenced.store(true, std::sync::atomic::Ordering::Relaxed);
-        // Its silence has been dealt with.
+        link.server.is_silent.store(true, Ordering::Relaxed);
+        // Keeps the link from failing again for its silence.
         link.last_life = Instant::now() + Duration::from_secs(3600);
     }
 }

@@ -1,253 +1,412 @@
-//! A call from its begin to its end: what the public functions of the client do.
+//! Outstanding calls: as many as slots have frames, combined in the order of their dispatch.
+//!
+//! The order is that of the rings: a frame of a ring is filled again once its earlier content has been answered
+//! and summed. Records of recorded calls come after those of other calls: graphs point to their memory for good.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use kernels::abi::TAG_NONE;
-use kernels::gpu::{DeviceName, Stream};
+use kernels::abi::DevicePtr;
 
-use super::slots::{DeviceHandle, DevicePending, Phase};
-use super::{DeviceClient, DeviceError, DeviceInput, MARGIN, elapsed_ns, lane};
-use crate::client::{ClientError, LayerReport, LayerTiming};
+use super::peers::{LinkUse, Tables};
+use super::{DeviceError, DeviceInput};
+use crate::timing::LayerTiming;
 
-impl DeviceClient {
-    pub(super) unsafe fn dispatch_inner(
-        &mut self,
-        stream: &Stream,
-        layer: u32,
-        input: &DeviceInput,
-        start: Instant,
-    ) -> Result<DeviceHandle, DeviceError> {
-        self.check_device(stream)?;
-        input.check()?;
-        let layer_idx = self.shared.layer_idx_of(layer)?;
-        if input.capacity > self.geometry.max_tokens {
-            let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
-            return Err(DeviceError::Capacity { capacity, max_tokens });
+/// A dispatched layer. Pass it to [`DeviceClient::combine`](super::DeviceClient::combine). Dropping it abandons the
+/// call.
+#[derive(Debug)]
+#[must_use = "dropping a handle abandons the call"]
+pub struct DeviceHandle {
+    call: CallRef,
+}
+
+/// A combined layer whose output may still lack parts. Pass it to
+/// [`DeviceClient::finish`](super::DeviceClient::finish).
+#[derive(Debug)]
+#[must_use = "the output may lack parts until the call is finished"]
+pub struct DevicePending {
+    call: CallRef,
+    layer: u32,
+}
+
+/// A caller's reference to a call. Dropping it abandons the call while `is_armed`.
+#[derive(Debug)]
+struct CallRef {
+    idx: usize,
+    serial: u64,
+    is_recorded: bool,
+    /// Bits of abandoned calls, shared with [`Calls`].
+    abandoned: Arc<AtomicU64>,
+    is_armed: bool,
+}
+
+impl Drop for CallRef {
+    fn drop(&mut self) {
+        if self.is_armed {
+            self.abandoned.fetch_or(1 << self.idx, Ordering::Release);
         }
-        if self.replaying.is_some() {
-            return Err(DeviceError::Replaying);
-        }
-        if stream.is_capturing()? {
-            let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
-            // SAFETY: the caller's promise.
-            let launched = unsafe {
-                self.check_dispatch(slot, (layer, layer_idx), input)
-                    .and_then(|()| self.launch_dispatch(stream, slot, input))
-            };
-            return match launched {
-                Ok(()) => Ok(self.slots.handle(slot)),
-                Err(error) => {
-                    self.slots.take_back_recorded(slot);
-                    Err(error)
-                }
-            };
-        }
-        self.settle_abandoned(stream)?;
-        let slot = self.slots.free_slot()?;
-        // What is wrong with the tensors shows before anything is launched.
-        // SAFETY: the caller's promise.
-        unsafe { self.check_dispatch(slot, (layer, layer_idx), input)? };
-        self.make_room(stream)?;
-        let slot = self.slots.claim(*input, layer, layer_idx)?;
-        self.slots.call_mut(slot).stream = stream.raw();
-        self.memory.forget_missing(slot);
-        self.slots.call_mut(slot).reported_before = self.memory.reported(slot);
-        let begun = self.begin(stream, slot).and_then(|()| {
-            let input = self.without_orphans(stream, slot)?;
-            // SAFETY: the caller's promise.
-            unsafe { self.launch_dispatch(stream, slot, &input) }
-        });
-        if let Err(error) = begun {
-            // Tables may be on their way. If they do not arrive, whoever comes next waits for them.
-            match self.wait_until(stream, Instant::now() + self.bound()) {
-                Ok(()) => self.end(slot),
-                Err(_) => {
-                    self.slots.call_mut(slot).phase = Phase::Combined;
-                    self.slots.abandon(slot);
-                }
-            }
-            return Err(error);
-        }
-        let call = self.slots.call_mut(slot);
-        call.started = Some(start);
-        call.timing.dispatch_ns = elapsed_ns(start);
-        Ok(self.slots.handle(slot))
-    }
-
-    /// Takes in the news, counts the call in at the servers, and brings the tables up to date.
-    pub(super) fn begin(&mut self, stream: &Stream, slot: usize) -> Result<(), DeviceError> {
-        let mut used = std::mem::take(&mut self.slots.call_mut(slot).used);
-        loop {
-            self.sync();
-            if self.lane.enter(&mut used) {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        self.slots.call_mut(slot).used = used;
-        self.refresh(stream)?;
-        self.slots.call_mut(slot).tables = Arc::clone(&self.tables);
-        Ok(())
-    }
-
-    /// The call's kernels have ended, or were never launched.
-    pub(super) fn end(&mut self, slot: usize) {
-        self.slots.call_mut(slot).used.drain(..).for_each(lane::Used::exit);
-        self.slots.release(slot);
-    }
-
-    pub(super) fn sync(&mut self) {
-        let (finished, last) = (self.finished(), self.slots.last());
-        self.lane.sync(&self.shared, finished, last, &self.memory.abort);
-    }
-
-    /// As [`Slots::finished`](super::slots::Slots::finished), of graphs, too.
-    pub(super) fn finished(&self) -> u64 {
-        let finished = self.slots.finished();
-        // A graph may use what it began with as long as it runs.
-        self.replaying.as_ref().map_or(finished, |run| finished.min(run.serial - 1))
-    }
-
-    pub(super) fn finish_inner(
-        &mut self,
-        stream: &Stream,
-        pending: DevicePending,
-    ) -> Result<LayerTiming, DeviceError> {
-        let start = Instant::now();
-        let slot = self.slots.redeem_pending(&pending)?;
-        self.check_stream(stream, self.slots.call(slot).stream)?;
-        // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
-        self.poll(stream)?;
-        self.wait_for_call(stream, slot)?;
-        let status = self.memory.status(slot);
-        let is_good = status.error.tag == TAG_NONE
-            && status.handle.missing == 0
-            && !self.slots.call(slot).is_suspect;
-        let answered = status.handle.contacted & !status.handle.missing;
-        self.lane.note_carried(answered, &self.slots.call(slot).tables);
-        if !is_good && self.replaying.is_some() {
-            return Err(DeviceError::Replaying);
-        }
-        let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
-        let repaired = match repaired {
-            // As above: what was launched anew may still run.
-            Err(error @ DeviceError::Gpu(_)) => return Err(error),
-            Err(error) => {
-                // What the kernels complained about, a refusal perhaps, is no later call's. Tables may be on
-                // their way.
-                self.slots.suspect_unsummed();
-                self.memory.clear_error(stream)?;
-                self.wait_until(stream, Instant::now() + self.bound())?;
-                Err(error)
-            }
-            Ok(()) => Ok(()),
-        };
-        let call = self.slots.call_mut(slot);
-        let mut timing = call.timing;
-        timing.wait_ns = elapsed_ns(start);
-        timing.num_servers = status.handle.contacted.count_ones();
-        timing.num_frames += timing.num_servers;
-        self.last_failed.clone_from(&call.failed);
-        let (layer, epoch) = (call.layer, call.tables.epoch);
-        self.end(slot);
-        pending.disarm();
-        repaired?;
-        let num_tokens = status.handle.num_tokens as usize;
-        let metrics = &self.shared.metrics;
-        metrics.frames_out.inc_by(timing.num_frames.into());
-        metrics.frames_in.inc_by(timing.num_frames.into());
-        metrics.resent_pairs.inc_by(timing.resent_pairs);
-        metrics.observe(num_tokens, num_tokens as u64 * u64::from(self.geometry.top_k), &timing);
-        if let Some(observer) = &self.shared.observer {
-            observer(&LayerReport { layer, num_tokens, epoch, timing });
-        }
-        Ok(timing)
-    }
-
-    /// Takes up what callers dropped: the ring places of its frames must be answered before they are used
-    /// again.
-    pub(super) fn settle_abandoned(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        self.wait_for_sums()?;
-        while let Some((slot, phase)) = self.slots.next_abandoned() {
-            if phase == Phase::Dispatched && self.slots.call(slot).ahead.is_none() {
-                let capacity = self.slots.call(slot).input.capacity;
-                let rows = self.memory.rows[slot].ptr();
-                // SAFETY: the client's own memory, as large as any call's rows.
-                unsafe { self.launch_combine(stream, slot, rows, capacity, false)? };
-                let call = self.slots.call_mut(slot);
-                (call.phase, call.stream) = (Phase::Combined, stream.raw());
-                self.memory.report(stream, slot)?;
-            }
-            self.wait_for_call_again(stream, slot)?;
-            let status = self.memory.status(slot);
-            self.give_up_servers(slot, &status);
-            self.clear_error(stream, &status)?;
-            self.shared.metrics.abandoned.inc();
-            self.end(slot);
-        }
-        Ok(())
-    }
-
-    /// Kernels are launched where the client's memory is.
-    pub(super) fn check_device(&self, stream: &Stream) -> Result<(), DeviceError> {
-        let (found, expected) = (stream.device(), self.memory.gpu.name());
-        if found == expected { Ok(()) } else { Err(DeviceError::Device { found, expected }) }
-    }
-
-    /// When `stream` is done, so is what was launched on the stream with handle `expected`.
-    pub(super) fn check_stream(&self, stream: &Stream, expected: u64) -> Result<(), DeviceError> {
-        self.check_device(stream)?;
-        let found = stream.raw();
-        if found == expected { Ok(()) } else { Err(DeviceError::Stream { found, expected }) }
-    }
-
-    pub(super) fn first_unreachable(&self) -> Option<(usize, u32)> {
-        let model = &self.shared.model;
-        let routing = &self.lane.routing;
-        let live = |&rank: &u32| self.lane.has(&routing.servers[rank as usize]);
-        (0..model.moe_layers.len())
-            .flat_map(|layer_idx| (0..model.shape.num_experts).map(move |e| (layer_idx, e)))
-            .find(|&(layer_idx, e)| !routing.replicas(layer_idx, e).iter().any(live))
-    }
-
-    pub(super) fn no_replica(
-        &self,
-        layer_idx: usize,
-        expert: u32,
-        waited: Duration,
-    ) -> ClientError {
-        ClientError::NoReplica {
-            layer: self.shared.model.moe_layers[layer_idx],
-            expert,
-            waited,
-            detail: self.lane.routing.describe_replicas(layer_idx, expert),
-        }
-    }
-
-    pub(super) fn wait_for_news(&self, limit: Duration) -> Result<(), DeviceError> {
-        self.lane
-            .wait_for_news(limit)
-            .map_err(|source| ClientError::System { op: "wait for servers", source }.into())
-    }
-
-    /// Looks whether a stream is done for as long as a layer usually takes: a sleep would add its own length
-    /// to it. A GPU in software needs the processor itself.
-    pub(super) fn poll(&self, stream: &Stream) -> Result<(), DeviceError> {
-        if matches!(self.memory.gpu.name(), DeviceName::Emulated(_)) {
-            return Ok(());
-        }
-        let until = Instant::now() + SPIN;
-        while !stream.is_done()? && Instant::now() < until {
-            std::hint::spin_loop();
-        }
-        Ok(())
-    }
-
-    /// How long kernels may take at most: their waits have bounds, but work is no silence.
-    pub(super) fn bound(&self) -> Duration {
-        self.shared.settings.work_limit + self.shared.settings.deadline * 2 + MARGIN
     }
 }
 
-const SPIN: Duration = Duration::from_millis(10);
+impl DeviceHandle {
+    pub(super) fn into_pending(mut self, layer: u32) -> DevicePending {
+        // A recorded call ends with its combine. Callers wait for replays of the graph instead.
+        self.call.is_armed &= !self.call.is_recorded;
+        DevicePending { call: self.call, layer }
+    }
+}
+
+impl DevicePending {
+    /// The call is over.
+    pub(super) fn disarm(mut self) {
+        self.call.is_armed = false;
+    }
+
+    /// Layer of the call.
+    #[must_use]
+    pub const fn layer(&self) -> u32 {
+        self.layer
+    }
+
+    /// Returns true if the call was recorded into a graph. Finish replays of the graph, not the call.
+    #[must_use]
+    pub const fn is_recorded(&self) -> bool {
+        self.call.is_recorded
+    }
+}
+
+/// Progress of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Phase {
+    Free,
+    Dispatched,
+    Combined,
+}
+
+/// Progress of an early sum: a combine into scratch memory, before the caller asks for the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EarlySum {
+    /// The kernel may still run.
+    Running,
+    Done,
+}
+
+/// A layer of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Layer {
+    pub number: u32,
+    /// Index among the MoE layers.
+    pub idx: usize,
+}
+
+/// Record of an outstanding call.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub phase: Phase,
+    pub serial: u64,
+    /// The call's kernels that were launched before this number was drawn have ended. Later ones use no server that
+    /// was removed before.
+    pub busy_from: u64,
+    pub input: DeviceInput,
+    pub layer: Layer,
+    pub out: DevicePtr,
+    pub early_sum: Option<EarlySum>,
+    /// Number of the last dispatch that the record's memory reported before this call.
+    pub reported_before: u64,
+    /// Handle of the stream that has the call's last kernel.
+    pub stream: u64,
+    /// Tables that the dispatch used.
+    pub tables: Arc<Tables>,
+    /// Links whose slots the kernels may use.
+    pub uses: Vec<LinkUse>,
+    pub started: Option<Instant>,
+    /// True if an error of the call's dispatch may have been cleared with another call's error: all calls share one
+    /// error word.
+    pub is_suspect: bool,
+    /// End of the first wait for the kernels.
+    pub until: Option<Instant>,
+    pub timing: LayerTiming,
+    /// Links that failed before they answered: place, and number of the link there.
+    pub failed: Vec<(usize, u64)>,
+}
+
+impl Call {
+    fn is_unsummed(&self) -> bool {
+        self.phase == Phase::Dispatched && self.early_sum.is_none()
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Calls {
+    num_frames: usize,
+    /// Records of recorded calls come last.
+    calls: Vec<Call>,
+    next_serial: u64,
+    num_recorded: u64,
+    /// A bit for each record whose caller dropped its reference.
+    abandoned: Arc<AtomicU64>,
+}
+
+impl Calls {
+    pub fn new(num_frames: usize) -> Self {
+        let null = DevicePtr::NULL;
+        let input = DeviceInput::new(null, null, null, null, 0);
+        let call = || Call {
+            phase: Phase::Free,
+            serial: 0,
+            busy_from: 0,
+            input,
+            layer: Layer { number: 0, idx: 0 },
+            out: null,
+            early_sum: None,
+            reported_before: 0,
+            stream: 0,
+            tables: Arc::new(Tables::empty(0)),
+            uses: Vec::new(),
+            started: None,
+            until: None,
+            is_suspect: false,
+            timing: LayerTiming::default(),
+            failed: Vec::new(),
+        };
+        Self {
+            num_frames,
+            calls: (0..2 * num_frames).map(|_| call()).collect(),
+            next_serial: 0,
+            num_recorded: 0,
+            abandoned: Arc::default(),
+        }
+    }
+
+    pub fn get(&self, idx: usize) -> &Call {
+        &self.calls[idx]
+    }
+
+    pub fn get_mut(&mut self, idx: usize) -> &mut Call {
+        &mut self.calls[idx]
+    }
+
+    /// A free record for a call that runs now.
+    pub fn free_idx(&self) -> Result<usize, DeviceError> {
+        let free = self.calls[..self.num_frames].iter().position(|call| call.phase == Phase::Free);
+        free.ok_or(DeviceError::Outstanding { num_frames: self.num_frames as u32 })
+    }
+
+    /// All kernels that were launched before `number` was drawn have ended. So only calls that are not summed yet
+    /// need servers that were removed before.
+    pub fn note_idle(&mut self, number: u64) {
+        for call in &mut self.calls[..self.num_frames] {
+            if call.phase == Phase::Combined || call.early_sum == Some(EarlySum::Done) {
+                call.busy_from = number;
+            }
+        }
+    }
+
+    /// The oldest call that has not been summed.
+    pub fn unsummed(&self) -> Option<usize> {
+        let calls = self.calls[..self.num_frames].iter().enumerate();
+        let unsummed = calls.filter(|(_, call)| call.is_unsummed());
+        unsummed.min_by_key(|(_, call)| call.serial).map(|(idx, _)| idx)
+    }
+
+    /// A call whose early sum may still run.
+    pub fn running_early_sum(&self) -> Option<usize> {
+        let is_running = |call: &Call| {
+            call.phase == Phase::Dispatched && call.early_sum == Some(EarlySum::Running)
+        };
+        self.calls[..self.num_frames].iter().position(is_running)
+    }
+
+    /// Notes that the error word was cleared. Calls that have not been summed did not report its content.
+    pub fn suspect_unsummed(&mut self) {
+        for call in self.calls[..self.num_frames].iter_mut().filter(|call| call.is_unsummed()) {
+            call.is_suspect = true;
+        }
+    }
+
+    /// The oldest call that is not summed yet and occupies a ring frame of the next dispatch.
+    pub fn colliding(&self) -> Option<usize> {
+        let idx = self.unsummed()?;
+        let num_newer = self.next_serial + 1 - self.calls[idx].serial;
+        (num_newer >= self.num_frames as u64).then_some(idx)
+    }
+
+    /// Takes a record for a call that runs now. No other call may be [colliding](Self::colliding).
+    pub fn claim(&mut self, input: DeviceInput, layer: Layer) -> Result<usize, DeviceError> {
+        let idx = self.free_idx()?;
+        debug_assert!(self.colliding().is_none());
+        self.next_serial += 1;
+        self.init(idx, self.next_serial, input, layer);
+        Ok(idx)
+    }
+
+    /// Takes a record for a call that is recorded into a graph.
+    pub fn claim_recorded(
+        &mut self,
+        input: DeviceInput,
+        layer: Layer,
+    ) -> Result<usize, DeviceError> {
+        self.release_recorded();
+        let idx = self.num_frames + (self.num_recorded % self.num_frames as u64) as usize;
+        if self.calls[idx].phase != Phase::Free {
+            return Err(DeviceError::Outstanding { num_frames: self.num_frames as u32 });
+        }
+        self.num_recorded += 1;
+        self.init(idx, self.num_recorded, input, layer);
+        Ok(idx)
+    }
+
+    /// Releases recorded calls whose handles were dropped. No kernel of them can run.
+    fn release_recorded(&mut self) {
+        let abandoned = self.abandoned.load(Ordering::Acquire) >> self.num_frames;
+        for idx in (0..self.num_frames).filter(|idx| abandoned >> idx & 1 != 0) {
+            self.release(self.num_frames + idx);
+        }
+    }
+
+    fn init(&mut self, idx: usize, serial: u64, input: DeviceInput, layer: Layer) {
+        let call = &mut self.calls[idx];
+        call.phase = Phase::Dispatched;
+        call.early_sum = None;
+        call.is_suspect = false;
+        (call.serial, call.busy_from, call.input) = (serial, serial, input);
+        call.layer = layer;
+        (call.started, call.until) = (None, None);
+        call.timing = LayerTiming::default();
+        call.failed.clear();
+    }
+
+    pub fn handle(&self, idx: usize) -> DeviceHandle {
+        let call = CallRef {
+            idx,
+            serial: self.calls[idx].serial,
+            is_recorded: idx >= self.num_frames,
+            abandoned: Arc::clone(&self.abandoned),
+            is_armed: true,
+        };
+        DeviceHandle { call }
+    }
+
+    /// Undoes the last [`claim_recorded`](Self::claim_recorded), whose call was not recorded.
+    pub fn unclaim_recorded(&mut self, idx: usize) {
+        self.num_recorded -= 1;
+        self.release(idx);
+    }
+
+    /// The record of a handle. The call must be the oldest that is not combined, apart from abandoned ones.
+    pub fn redeem(
+        &mut self,
+        handle: &DeviceHandle,
+        is_recording: bool,
+    ) -> Result<usize, DeviceError> {
+        self.release_recorded();
+        let call_ref = &handle.call;
+        if call_ref.is_recorded != is_recording {
+            let names = ["a call that runs now", "a recorded call"];
+            let (found, expected) =
+                (names[usize::from(call_ref.is_recorded)], names[usize::from(is_recording)]);
+            return Err(DeviceError::Handle { found, expected });
+        }
+        self.check(call_ref, Phase::Dispatched)?;
+        let own = |idx: usize| (idx >= self.num_frames) == is_recording;
+        let abandoned = self.abandoned.load(Ordering::Acquire);
+        let waiting = self.calls.iter().enumerate().filter(|(idx, call)| {
+            own(*idx) && call.phase == Phase::Dispatched && abandoned >> idx & 1 == 0
+        });
+        match waiting.map(|(_, call)| call.serial).min() {
+            Some(expected) if expected < call_ref.serial => {
+                Err(DeviceError::Order { found: call_ref.serial, expected })
+            }
+            _ => Ok(call_ref.idx),
+        }
+    }
+
+    pub fn redeem_pending(&self, pending: &DevicePending) -> Result<usize, DeviceError> {
+        if pending.call.is_recorded {
+            let (found, expected) = ("a recorded call", "a call that runs now");
+            return Err(DeviceError::Handle { found, expected });
+        }
+        self.check(&pending.call, Phase::Combined)
+    }
+
+    fn check(&self, call_ref: &CallRef, phase: Phase) -> Result<usize, DeviceError> {
+        let is_mine = Arc::ptr_eq(&call_ref.abandoned, &self.abandoned)
+            && self
+                .calls
+                .get(call_ref.idx)
+                .is_some_and(|call| call.serial == call_ref.serial && call.phase == phase);
+        if is_mine {
+            return Ok(call_ref.idx);
+        }
+        Err(DeviceError::Handle { found: "another client's", expected: "this client's" })
+    }
+
+    /// Frees a record.
+    pub fn release(&mut self, idx: usize) {
+        self.calls[idx].phase = Phase::Free;
+        // A reference that is dropped later belongs to a call that is over.
+        self.abandoned.fetch_and(!(1 << idx), Ordering::Relaxed);
+    }
+
+    /// Abandons a call whose caller has no handle.
+    pub fn abandon(&self, idx: usize) {
+        self.abandoned.fetch_or(1 << idx, Ordering::Release);
+    }
+
+    /// The oldest abandoned call.
+    pub fn next_abandoned(&mut self) -> Option<(usize, Phase)> {
+        let abandoned = self.abandoned.load(Ordering::Acquire) & ((1 << self.num_frames) - 1);
+        if abandoned == 0 {
+            return None;
+        }
+        let calls = self.calls[..self.num_frames].iter().enumerate();
+        let oldest = calls
+            .filter(|(idx, call)| abandoned >> idx & 1 != 0 && call.phase != Phase::Free)
+            .min_by_key(|(_, call)| call.serial)
+            .map(|(idx, call)| (idx, call.phase));
+        if oldest.is_none() {
+            self.abandoned.fetch_and(!abandoned, Ordering::Relaxed);
+        }
+        oldest
+    }
+
+    /// Keeps the slots that outstanding calls use mapped for good.
+    pub fn leak_uses(&mut self) {
+        for call in &mut self.calls {
+            std::mem::forget(std::mem::take(&mut call.uses));
+        }
+    }
+
+    /// Number of the newest call.
+    pub const fn last(&self) -> u64 {
+        self.next_serial
+    }
+
+    /// Draws a number for a replay or a retry, which use the servers' slots like a call.
+    pub const fn draw_serial(&mut self) -> u64 {
+        self.next_serial += 1;
+        self.next_serial
+    }
+
+    /// No call uses servers any more that were removed when this number, or an earlier one, was the last.
+    pub fn finished(&self) -> u64 {
+        let open = self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free);
+        open.map(|call| call.busy_from - 1).min().unwrap_or(self.next_serial)
+    }
+
+    /// A stream other than `raw` that may still have kernels of a call.
+    pub fn other_stream(&self, raw: u64) -> Option<u64> {
+        let mut open = self.calls[..self.num_frames].iter().filter(|c| c.phase != Phase::Free);
+        open.find_map(|call| (call.stream != raw).then_some(call.stream))
+    }
+
+    pub fn num_in(&self, phase: Phase) -> usize {
+        self.calls[..self.num_frames].iter().filter(|call| call.phase == phase).count()
+    }
+
+    pub fn num_outstanding(&self) -> usize {
+        self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free).count()
+    }
+}

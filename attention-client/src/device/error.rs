@@ -1,4 +1,5 @@
-//! What can go wrong with a device client and with its calls.
+//! Errors of building a GPU client, and of its calls.
+#![allow(missing_docs, reason = "the messages explain the fields")]
 
 use std::time::Duration;
 
@@ -8,186 +9,96 @@ use protocol::ErrorCode;
 use thiserror::Error;
 
 use super::TensorType;
-use crate::client::{BuildError, ClientError, ErrorKind};
+use crate::error::{BuildError, ClientError, ErrorKind};
 
-/// A device client could not be made.
+/// Failure of [`DeviceClientBuilder::build`](super::DeviceClientBuilder::build).
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeviceBuildError {
-    /// As for a client without a device.
+    /// A failure that a CPU client has too.
     #[error(transparent)]
     Client(#[from] BuildError),
-    /// The model or a setting does not suit the kernels.
+    /// The kernels do not support the model or a setting.
     #[error("{what}: {source}")]
-    Shape {
-        /// Which setting, with its value.
-        what: String,
-        /// What the kernels can do.
-        source: CheckError,
-    },
+    Shape { what: String, source: CheckError },
     /// A setting out of range.
     #[error("{setting} is {found}, expected {expected}")]
-    Setting {
-        /// Which setting.
-        setting: &'static str,
-        /// The value given.
-        found: String,
-        /// What is allowed.
-        expected: String,
-    },
-    /// The GPU refused.
+    Setting { setting: &'static str, found: String, expected: String },
+    /// The GPU failed.
     #[error(transparent)]
     Gpu(#[from] GpuError),
     /// The threads that post for kernels could not be started.
     #[error(transparent)]
     Proxy(#[from] proxy::ProxyError),
-    /// The system refused.
+    /// The operating system failed.
     #[error("{op}: {source}")]
-    System {
-        /// Operation.
-        op: &'static str,
-        /// The system's answer.
-        source: std::io::Error,
-    },
+    System { op: &'static str, source: std::io::Error },
 }
 
-/// A call of a device client failed.
+/// Failure of a call of a [`DeviceClient`](super::DeviceClient).
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// As for a client without a device.
+    /// A failure that a CPU client has too.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The GPU refused, or arguments cannot be used; nothing was launched in the latter case.
+    /// The GPU failed, or it refused an argument. For an argument, nothing was launched.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// A tensor of another element type than kernels read or write. Nothing was launched.
+    /// A tensor with an element type that kernels do not read or write. Nothing was launched.
     #[error("{tensor} holds {found}, expected {expected}: convert it before the call")]
-    Dtype {
-        /// Which tensor of the call.
-        tensor: &'static str,
-        /// What the caller says that it holds.
-        found: TensorType,
-        /// What kernels read, or write.
-        expected: TensorType,
-    },
+    Dtype { tensor: &'static str, found: TensorType, expected: TensorType },
     /// A tensor without an address. Nothing was launched.
     #[error("{tensor} is null, expected the address of its first element")]
-    Null {
-        /// Which tensor of the call.
-        tensor: &'static str,
-    },
-    /// A tensor that begins where kernels cannot read or write it. Nothing was launched.
+    Null { tensor: &'static str },
+    /// A tensor whose address is not aligned. Nothing was launched.
     #[error("{tensor} begins at {found:#x}, expected a multiple of {align} bytes")]
-    Alignment {
-        /// Which tensor of the call.
-        tensor: &'static str,
-        /// Its address.
-        found: u64,
-        /// What kernels need.
-        align: u64,
-    },
-    /// The word with the number of tokens held more than the call's capacity.
+    Alignment { tensor: &'static str, found: u64, align: u64 },
+    /// The number of tokens in GPU memory exceeds the call's capacity.
     #[error("num_tokens holds {found}, expected at most the capacity {capacity}")]
-    Tokens {
-        /// The value.
-        found: u64,
-        /// Rows of the call's tensors.
-        capacity: u32,
-    },
-    /// A batch larger than a frame of the slots, which only `forward` sends in parts, and not into a graph.
+    Tokens { found: u64, capacity: u32 },
+    /// A batch larger than a frame. Only `forward` sends it in parts, and not while the stream captures.
     #[error(
         "a batch of up to {capacity} tokens does not fit into a frame of {max_tokens}: call `forward`, which sends it in parts, or raise slot_bytes on both sides"
     )]
-    Capacity {
-        /// Rows of the call's tensors.
-        capacity: u32,
-        /// Rows of a frame.
-        max_tokens: u32,
-    },
+    Capacity { capacity: u32, max_tokens: u32 },
     /// As many calls are outstanding as slots have frames.
     #[error("{num_frames} calls are outstanding, as many as slots have frames: finish one first")]
-    Outstanding {
-        /// Frames of a slot.
-        num_frames: u32,
-    },
-    /// A server is there, but outstanding calls use the place that it would take.
+    Outstanding { num_frames: u32 },
+    /// A live server holds the expert, but outstanding calls use the place in the peer table that it needs.
     #[error(
-        "no live server has expert {expert} of layer {layer}, and one that is there finds no place: {num_calls} outstanding calls may use what a server before it left, and there are {max_servers} places; finish the calls, or raise max_servers"
+        "no live server has expert {expert} of layer {layer}, and a new one finds no place among {max_servers}: {num_calls} outstanding calls may still use the slots of an earlier server; finish the calls, or raise max_servers"
     )]
-    Seats {
-        /// A layer of the model.
-        layer: u32,
-        /// One of its experts.
-        expert: u32,
-        /// Servers that the client has places for.
-        max_servers: usize,
-        /// Calls that are not finished.
-        num_calls: usize,
-    },
-    /// Nothing else of the client runs while a graph with its calls may run.
+    NoPlace { layer: u32, expert: u32, max_servers: usize, num_calls: usize },
+    /// A graph with the client's calls may be running, so nothing else of the client may run.
     #[error(
         "a graph is being replayed: call `finish_replay`, until it returns without an error of the GPU"
     )]
     Replaying,
-    /// A stream of another GPU. Nothing was launched.
+    /// The stream belongs to another GPU. Nothing was launched.
     #[error(
         "the stream is one of {found}, expected one of {expected}, where the client's memory is"
     )]
-    Device {
-        /// GPU of the stream.
-        found: DeviceName,
-        /// GPU of the client.
-        expected: DeviceName,
-    },
-    /// What is waited for was launched on another stream: it may not have ended when this one is done.
+    Device { found: DeviceName, expected: DeviceName },
+    /// The call was launched on another stream. It may still run when this stream is done.
     #[error("stream {found:#x} was given, expected {expected:#x}, on which the call was launched")]
-    Stream {
-        /// Handle of the stream that was given.
-        found: u64,
-        /// Handle of the other one.
-        expected: u64,
-    },
-    /// A server refused a frame of a recorded graph, which replaying would not change.
+    Stream { found: u64, expected: u64 },
+    /// A server refused a frame of a recorded call. Another replay would not change that.
     #[error("{server} refused a frame of a recorded call: {code} (its status word is {status:#x})")]
-    ReplayRefused {
-        /// The server.
-        server: String,
-        /// Why.
-        code: ErrorCode,
-        /// The word by which it refused, in which the number of the frame stands.
-        status: u64,
-    },
-    /// Calls are combined in the order in which they were dispatched.
-    #[error("call {found} was to be combined, but call {expected} was dispatched before it")]
-    Order {
-        /// The handle's call.
-        found: u64,
-        /// The oldest one.
-        expected: u64,
-    },
-    /// A handle of another client, or of the other kind of call.
+    ReplayRefused { server: String, code: ErrorCode, status: u64 },
+    /// Calls must be combined in the order of their dispatch.
+    #[error("call {found} cannot be combined yet: call {expected} was dispatched before it")]
+    Order { found: u64, expected: u64 },
+    /// The handle belongs to another client, or to the other kind of call.
     #[error("the handle is {found}, expected {expected}")]
-    Handle {
-        /// What it is.
-        found: &'static str,
-        /// What it should be.
-        expected: &'static str,
-    },
-    /// A recorded graph that was replayed again and again did not get its answers.
+    Handle { found: &'static str, expected: &'static str },
+    /// A graph has missing parts after all replays.
     #[error("a graph got no complete answers in {attempts} replays, {waited:?}: {last}")]
-    Replays {
-        /// Times replayed.
-        attempts: u32,
-        /// Time since the first replay.
-        waited: Duration,
-        /// What was wrong with the last.
-        last: String,
-    },
+    Replays { attempts: u32, waited: Duration, last: String },
 }
 
 impl DeviceError {
-    /// Whose fault it is.
+    /// Origin of the error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         match self {

@@ -1,4 +1,4 @@
-//! Device and host memory of a client, allocated once, and the parameters that point into it.
+//! Device and host memory of a client, allocated once.
 
 use std::mem::{offset_of, size_of};
 use std::sync::Arc;
@@ -20,18 +20,17 @@ pub(super) struct Memory {
     pub state: GpuBuffer,
     /// [`Placement`] of every MoE layer, then [`ServerPeer`] `[MAX_PEERS]`.
     pub tables: GpuBuffer,
-    /// Of `tables` on their way.
+    /// Page-locked copies of `tables`, for uploads.
     staging: Vec<Staging>,
-    /// Word whose bits end the waits for servers.
+    /// Word whose bits end the waits of kernels for servers.
     pub abort: Arc<GpuBuffer>,
-    /// By slot; those of recorded calls come after those of others.
-    pub slots: Vec<SlotMemory>,
-    /// By slot but for those of recorded calls, bf16 `[max_tokens, hidden]`: where the rows of a call go that
-    /// nobody has asked for.
+    /// By call index. Recorded calls come after the others.
+    pub calls: Vec<CallMemory>,
+    /// Scratch for early sums, by call index without recorded calls: bf16 `[max_tokens, hidden]`.
     pub rows: Vec<GpuBuffer>,
-    /// Tokens of a full part of a call that is larger than a frame, and of the last one.
+    /// For a batch larger than a frame: tokens of a full part, and of the last part.
     pub counts: GpuBuffer,
-    /// Page-locked: a number of tokens that was read, and `counts` on their way.
+    /// Page-locked: the number of tokens read from the device, and the source of `counts`.
     pub words: GpuBuffer,
     num_layers: usize,
 }
@@ -40,18 +39,18 @@ pub(super) struct Memory {
 #[derive(Debug)]
 struct Staging {
     buffer: GpuBuffer,
-    /// Behind the last copy of it to the device.
+    /// Recorded behind the last copy of it to the device.
     copied: Event,
 }
 
-/// What one outstanding call needs.
+/// Memory of one outstanding call.
 #[derive(Debug)]
-pub(super) struct SlotMemory {
+pub(super) struct CallMemory {
     /// [`Handle`] with routes.
     pub handle: GpuBuffer,
     /// u32 `[max_tokens]`.
     pub token_missing: GpuBuffer,
-    /// i32 `[max_tokens, top_k]`: what a call sends again, or its experts without those left out.
+    /// i32 `[max_tokens, top_k]`: experts of a retry, or the call's experts without those left out.
     pub topk_idx: GpuBuffer,
     /// f32 `[max_tokens, top_k]`.
     pub topk_weights: GpuBuffer,
@@ -59,7 +58,7 @@ pub(super) struct SlotMemory {
     pub status: GpuBuffer,
 }
 
-/// What a call reports: copied from the device behind its combine.
+/// Report of a call, copied from the device behind its combine.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 pub(super) struct Status {
@@ -72,13 +71,13 @@ impl Memory {
         gpu: &Gpu,
         geometry: &FrameGeometry,
         num_layers: usize,
-        num_slots: usize,
+        num_calls: usize,
     ) -> Result<Self, GpuError> {
         let rows = u64::from(geometry.max_tokens);
         let choices = rows * u64::from(geometry.top_k) * 4;
         let table_bytes = Self::servers_offset(num_layers) + (MAX_PEERS * SERVER_BYTES) as u64;
-        let slot = || {
-            Ok::<_, GpuError>(SlotMemory {
+        let call = || {
+            Ok::<_, GpuError>(CallMemory {
                 handle: gpu.alloc(geometry.handle_bytes())?,
                 token_missing: gpu.alloc(rows * 4)?,
                 topk_idx: gpu.alloc(choices)?,
@@ -96,10 +95,10 @@ impl Memory {
             gpu: gpu.clone(),
             state: gpu.alloc(size_of::<ClientState>() as u64)?,
             tables: gpu.alloc(table_bytes)?,
-            // Every outstanding call may have tables on their way, and so may the next one.
+            // Every outstanding call may have an upload running, and so may the next one.
             staging: (0..=geometry.num_frames).map(|_| staging()).collect::<Result<_, _>>()?,
             abort: Arc::new(gpu.alloc_host(4096)?),
-            slots: (0..num_slots).map(|_| slot()).collect::<Result<_, _>>()?,
+            calls: (0..num_calls).map(|_| call()).collect::<Result<_, _>>()?,
             rows: (0..geometry.num_frames)
                 .map(|_| gpu.alloc(rows * u64::from(geometry.hidden) * 2))
                 .collect::<Result<_, _>>()?,
@@ -117,7 +116,7 @@ impl Memory {
         self.tables.ptr().add(Self::servers_offset(self.num_layers))
     }
 
-    /// Which staging buffer no copy uses, if any.
+    /// A staging buffer that no copy uses, if any.
     pub fn free_staging(&self) -> Result<Option<usize>, GpuError> {
         for (idx, staging) in self.staging.iter().enumerate() {
             if staging.copied.is_done()? {
@@ -127,8 +126,8 @@ impl Memory {
         Ok(None)
     }
 
-    /// Copies the tables to the device in the order of `stream`, and lets new servers' counts and answers
-    /// begin. `staging` is that of a buffer that no earlier copy uses any more.
+    /// Copies the tables to the device in the order of `stream`, and resets the counts and answer rows of new servers
+    /// (mask `fresh`). No earlier copy may still use buffer `staging`.
     pub fn upload(
         &self,
         stream: &Stream,
@@ -162,32 +161,33 @@ impl Memory {
                 (offset_of!(ClientState, summed) + idx * per_server, per_server),
             ] {
                 let (at, bytes) = (at as u64, bytes as u64);
-                // SAFETY: words of the state; kernels that use them come later in the stream.
+                // SAFETY: words of the state. Kernels that use them come later in the stream.
                 unsafe { stream.fill(self.state.at(at, bytes)?, 0, bytes)? };
             }
             if servers[idx].request.way == WAY_DIRECT {
                 for (offset, bytes) in geometry.answer_rows() {
                     let rows = servers[idx].response.add(offset);
-                    // SAFETY: the new server's slot, which is mapped as long as the seat is taken; it stores
-                    // nothing there before the first request.
+                    // SAFETY: the slot for the new server's answers stays mapped while its link has the place. The
+                    // server stores nothing there before the first request.
                     unsafe { stream.fill(rows, ANSWER_HOLE as u8, bytes)? };
                 }
             }
         }
-        // SAFETY: both buffers have this size; the staging one stays as it is until the event.
+        // SAFETY: both buffers have this size, and the staging one does not change before the event.
         unsafe {
             stream.copy(self.tables.ptr(), staging.ptr(), staging.len().min(self.tables.len()))?;
         }
         stream.record(copied)
     }
 
-    /// Has a kernel tell the host what a call reports, behind what `stream` has. Its [number](Self::reported) comes last.
-    pub fn report(&self, stream: &Stream, slot: usize) -> Result<(), GpuError> {
-        let memory = &self.slots[slot];
+    /// Launches a kernel that stores the report of a call to the host, behind earlier work of `stream`. It stores the
+    /// [number](Self::reported) last.
+    pub fn report(&self, stream: &Stream, idx: usize) -> Result<(), GpuError> {
+        let memory = &self.calls[idx];
         let head = size_of::<Handle>() as u64;
         let error = self.state.at(ERROR_OFFSET, ERROR_BYTES)?;
-        // SAFETY: all ranges are within their buffers, and nobody looks at what is told before the stream was
-        // waited for, or the number has come.
+        // SAFETY: all ranges are within their buffers. The host reads the report only after a wait for the stream, or
+        // after the number has arrived.
         unsafe {
             stream.tell(
                 Piece { to: memory.status.at(head, ERROR_BYTES)?, from: error, bytes: ERROR_BYTES },
@@ -196,16 +196,16 @@ impl Memory {
         }
     }
 
-    /// What the last report of a slot says; to be asked when its copy is known to be done.
-    pub fn status(&self, slot: usize) -> Status {
-        let host = self.slots[slot].status.host();
+    /// The last report of a call. Its copy must be complete.
+    pub fn status(&self, idx: usize) -> Status {
+        let host = self.calls[idx].status.host();
         // SAFETY: page-locked memory of this size, and plain numbers.
         host.map_or_else(Status::zeroed, |host| unsafe { host.cast::<Status>().read_volatile() })
     }
 
-    /// Forgets which servers the last report of a slot names; to be called when no copy of one is under way.
-    pub fn forget_missing(&self, slot: usize) {
-        let Some(host) = self.slots[slot].status.host() else { return };
+    /// Clears the servers that the last report of a call names. No copy of a report may be running.
+    pub fn clear_missing(&self, idx: usize) {
+        let Some(host) = self.calls[idx].status.host() else { return };
         for field in [offset_of!(Handle, missing), offset_of!(Handle, refused)] {
             // SAFETY: a word of page-locked memory that holds a `Status`.
             unsafe {
@@ -214,10 +214,10 @@ impl Memory {
         }
     }
 
-    /// Number of the last dispatch of a slot whose report is there, which may be asked at any time.
-    pub fn reported(&self, slot: usize) -> u64 {
-        let host = self.slots[slot].status.host();
-        // SYNC POINT told: what the kernel stored before this word is seen behind it.
+    /// Number of the last dispatch whose report has arrived for a call. May be read at any time.
+    pub fn reported(&self, idx: usize) -> u64 {
+        let host = self.calls[idx].status.host();
+        // SYNC POINT told: everything that the kernel stored before this word is visible after this load.
         // SAFETY: aligned, page-locked memory that begins with this word, which a kernel stores as a whole.
         host.map_or(0, |host| unsafe {
             let word = host.byte_add(offset_of!(Status, handle) + offset_of!(Handle, sequence));
@@ -225,16 +225,17 @@ impl Memory {
         })
     }
 
-    /// Forgets the first error, in the order of `stream`.
+    /// Clears the error word, in the order of `stream`.
     pub fn clear_error(&self, stream: &Stream) -> Result<(), GpuError> {
-        // SAFETY: a part of the state; kernels that use it come later in the stream.
+        // SAFETY: a part of the state. Kernels that use it come later in the stream.
         unsafe { stream.fill(self.state.at(ERROR_OFFSET, ERROR_BYTES)?, 0, ERROR_BYTES) }
     }
 
-    /// Values of somebody's device memory, by way of `stream`, which is waited for.
+    /// Reads `count` values of device memory into `out`, in the order of `stream`. Blocks until the copy is done, for
+    /// `bound` at most.
     ///
     /// # Safety
-    /// `from` is as long as `out`.
+    /// `from` holds `count` values.
     pub unsafe fn fetch<T: Pod>(
         &self,
         stream: &Stream,
@@ -250,7 +251,7 @@ impl Memory {
             return Ok(());
         }
         let staging = self.gpu.alloc_host(bytes.len() as u64)?;
-        // SAFETY: the caller's promise; the staging buffer is kept when the copy was not seen to end.
+        // SAFETY: the caller's promise. The staging buffer is leaked if the copy may still run.
         let copied = unsafe { stream.copy(staging.ptr(), from, bytes.len() as u64) };
         if let Err(error) = copied.and_then(|()| stream.wait(Instant::now() + bound)) {
             std::mem::forget(staging);
@@ -263,7 +264,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Values into the client's own device memory, by way of `stream`, which is waited for.
+    /// Writes values to the client's own device memory, in the order of `stream`. Blocks until the copy is done, for
+    /// `bound` at most.
     pub fn send<T: Pod>(
         &self,
         stream: &Stream,
@@ -281,7 +283,7 @@ impl Memory {
             // SAFETY: fresh memory of this length.
             unsafe { host.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
-        // SAFETY: both ranges are valid; the staging buffer is kept when the copy was not seen to end.
+        // SAFETY: both ranges are valid. The staging buffer is leaked if the copy may still run.
         let copied = unsafe { stream.copy(target, staging.ptr(), bytes.len() as u64) };
         if let Err(error) = copied.and_then(|()| stream.wait(Instant::now() + bound)) {
             std::mem::forget(staging);
@@ -299,6 +301,6 @@ pub(super) const WORDS_BYTES: u64 = 16;
 const SERVER_BYTES: usize = size_of::<ServerPeer>();
 pub(super) const ERROR_OFFSET: u64 = offset_of!(ClientState, error) as u64;
 pub(super) const ERROR_BYTES: u64 = size_of::<ErrorWord>() as u64;
-// Kernels want both tables at multiples of 16.
+// Kernels need both tables at multiples of 16.
 const _: () = assert!(size_of::<Placement>().is_multiple_of(16));
 const _: () = assert!(size_of::<Status>() == size_of::<Handle>() + size_of::<ErrorWord>());

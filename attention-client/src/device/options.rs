@@ -1,4 +1,4 @@
-//! What a device client is made with.
+//! Options of a GPU client.
 
 use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, FrameGeometry, MAX_EXPERTS, MAX_PEERS};
 use kernels::check::CheckError;
@@ -6,24 +6,23 @@ use p2p_core::SlotConfig;
 use protocol::WireDtype;
 
 use super::DeviceBuildError;
-use crate::client::ClientModel;
+use crate::model::ClientModel;
 
-/// Settings that only a device client has.
+/// Options that only a GPU client has.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DeviceOptions {
-    /// Element type of requests, bf16 or fp8 with a scale per 128 values; servers must have the same.
-    /// Answers are bf16. Default bf16.
+    /// Element type of requests: bf16, or fp8 with a scale per 128 values. Servers must have the same. Answers are
+    /// bf16. Default bf16.
     pub dtype: WireDtype,
-    /// Most servers at a time, 32 at most. Kernels get slower with it. Default 8.
+    /// Most connected servers, up to 32. Kernels take longer with a larger number. Default 8.
     pub max_servers: usize,
-    /// Thread blocks of dispatch and combine, 0 = chosen by size. Fewer leave more of the GPU to others.
+    /// Thread blocks of dispatch and combine; 0 chooses by size. Fewer blocks leave more of the GPU to other kernels.
     pub num_blocks: u32,
-    /// Whether kernels may start while the one before them in the stream ends (programmatic dependent
-    /// launch). Default on.
+    /// Lets a kernel start while the one before it in the stream ends (programmatic dependent launch). Default on.
     pub overlap: bool,
-    /// Threads that post for kernels where servers are reached over a network. Default 0: a quarter of the
-    /// processors next to GPU and NIC, one to four.
+    /// Threads that post for kernels to servers over a network. Default 0: a quarter of the processors next to GPU
+    /// and NIC, one to four.
     pub proxy_threads: usize,
 }
 
@@ -39,7 +38,7 @@ impl Default for DeviceOptions {
     }
 }
 
-/// Frames for the model's shape and the options, as large as a slot allows.
+/// The largest frames for the model's shape and the options that a slot holds.
 pub(super) fn geometry_of(
     model: &ClientModel,
     slot: SlotConfig,
@@ -63,7 +62,7 @@ pub(super) fn geometry_of(
         return Err(DeviceBuildError::Shape { what, source: CheckError::Experts });
     }
     let num_frames = u32::try_from(slot.num_frames).unwrap_or(u32::MAX);
-    // With one token, whatever is wrong is wrong with the shape.
+    // With one token a frame always fits, so an error here is one of the shape.
     FrameGeometry::new(shape.hidden, shape.top_k, dtype, 1, num_frames).map_err(|source| {
         let what = format!(
             "hidden size {}, top-{}, {} frames per slot",

@@ -1,8 +1,8 @@
-//! Replaying graphs into which a caller recorded calls.
+//! Replays of graphs into which a caller recorded calls.
 //!
-//! A graph's kernels go by the client's tables, which are brought up to date before each replay and never
-//! change during one. What fails during a replay leaves parts missing in whatever layer it hits; the
-//! client then takes the failed servers out, and the replay is done again: experts keep no state.
+//! A graph's kernels read the client's tables. The client brings them up to date before each replay and never changes
+//! them during one. A failure during a replay leaves parts missing in whatever layer it hits. The client then removes
+//! the failed servers, and the caller replays the graph again: experts keep no state.
 
 use std::time::{Duration, Instant};
 
@@ -10,213 +10,183 @@ use kernels::abi::{
     ErrorWord, MAX_PEERS, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW,
     TAG_COMBINE_WAY, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
 };
-use kernels::gpu::{GpuError, Graph, Stream};
+use kernels::gpu::{GpuError, Stream};
 
-use super::lane::Used;
-use super::overdue::{LOOK, Watch};
-use super::slots::Phase;
-use super::{DeviceClient, DeviceError, MARGIN, elapsed_ns};
-use crate::client::ClientError;
-use crate::client::link::AbortBit;
+use super::DeviceError;
+use super::calls::Phase;
+use super::executor::{Executor, MARGIN};
+use super::link::AbortBit;
+use super::memory::ERROR_OFFSET;
+use super::peers::LinkUse;
+use super::watch::{LOOK, Watch};
+use crate::error::ClientError;
 use crate::metrics::FailReason;
 
-/// What became of a replay.
+/// Result of a replay.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReplayOutcome {
     /// Every output is complete.
     Complete,
-    /// Outputs lack parts: replay again. Servers that failed are taken out already.
+    /// Outputs lack parts: replay again. Servers that failed are removed already.
     Incomplete {
-        /// The first thing that went wrong.
+        /// The first failure, in words.
         reason: String,
     },
 }
 
-/// What [`DeviceClient::replay`] took.
+/// Cost of a [`DeviceClient::replay`](super::DeviceClient::replay).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReplayReport {
     /// Replays, 1 without failures.
     pub attempts: u32,
-    /// Time from the begin of the first replay to that of the last, 0 without failures.
+    /// Time from the start of the first replay to the start of the last, 0 without failures.
     pub stall_ns: u64,
 }
 
-/// A replay that is under way.
+/// A replay that may be running.
 #[derive(Debug)]
-pub(super) struct Running {
+pub(super) struct Replay {
     pub serial: u64,
+    pub uses: Vec<LinkUse>,
     /// Handle of the stream.
     stream: u64,
-    used: Vec<Used>,
-    /// When its kernels must have ended, once they are waited for.
+    /// End of the first wait for its kernels.
     until: Option<Instant>,
 }
 
-impl DeviceClient {
-    /// Replays a graph until its outputs are complete: [`begin_replay`](Self::begin_replay), the replay,
-    /// [`finish_replay`](Self::finish_replay), and again if parts are missing.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; the content of the outputs is then unspecified. With an expert that nobody
-    /// serves, in either mode: kernels alone cannot renormalise.
-    pub fn replay(&mut self, stream: &Stream, graph: &Graph) -> Result<ReplayReport, DeviceError> {
-        let start = Instant::now();
-        let mut report = ReplayReport::default();
-        loop {
-            self.begin_replay(stream)?;
-            report.attempts += 1;
-            report.stall_ns = if report.attempts == 1 { 0 } else { elapsed_ns(start) };
-            let replayed = stream.replay(graph);
-            // Finished in any case: the servers are counted in.
-            let outcome = self.finish_replay(stream);
-            replayed?;
-            match outcome? {
-                ReplayOutcome::Complete => return Ok(report),
-                ReplayOutcome::Incomplete { reason } if report.attempts >= MAX_ATTEMPTS => {
-                    let (attempts, waited) = (report.attempts, start.elapsed());
-                    return Err(DeviceError::Replays { attempts, waited, last: reason });
-                }
-                ReplayOutcome::Incomplete { reason } => {
-                    tracing::warn!(reason, attempts = report.attempts, "a graph is replayed again");
-                }
-            }
-        }
-    }
+/// Starts and finishes replays.
+#[derive(Debug, Default)]
+pub(super) struct Replays {
+    /// An empty list for the uses of the next replay, so that replays allocate nothing.
+    spare: Vec<LinkUse>,
+}
 
-    /// To be called before a graph with recorded calls is launched on `stream`: takes in what has changed
-    /// among the servers. While it runs, launch nothing else of this client.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; do not launch the graph then. If the stream does not come to the end of what was launched
-    /// on it, nothing else is launched until [`finish_replay`](Self::finish_replay) came to its end.
-    pub fn begin_replay(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        self.check_device(stream)?;
-        if self.replaying.is_some() {
+impl Replays {
+    /// See [`DeviceClient::begin_replay`](super::DeviceClient::begin_replay).
+    pub fn begin(&mut self, executor: &mut Executor, stream: &Stream) -> Result<(), DeviceError> {
+        executor.check_device(stream)?;
+        if executor.replay.is_some() {
             return Err(DeviceError::Replaying);
         }
-        // Tables change in the order of this stream, and what was given up is waited for on it.
-        if let Some(expected) = self.slots.other_stream(stream.raw()) {
+        // Tables change in the order of this stream, and abandoned calls are finished on it.
+        if let Some(expected) = executor.calls.other_stream(stream.raw()) {
             return Err(DeviceError::Stream { found: stream.raw(), expected });
         }
-        self.settle_abandoned(stream)?;
-        if self.slots.num_in(Phase::Dispatched) > 0 {
-            let num_frames = self.geometry.num_frames;
+        executor.finish_abandoned(stream)?;
+        if executor.calls.num_in(Phase::Dispatched) > 0 {
+            let num_frames = executor.launcher.geometry.num_frames;
             return Err(DeviceError::Outstanding { num_frames });
         }
-        let serial = self.slots.next();
-        let mut used = std::mem::take(&mut self.spare_used);
-        loop {
-            self.sync();
-            if self.lane.enter(&mut used) {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        self.reached.expect_work();
-        self.replaying = Some(Running { serial, stream: stream.raw(), used, until: None });
-        let begun = self.refresh(stream).and_then(|()| {
-            if self.slots.num_outstanding() > 0 {
-                // What the kernels complained about in calls that are not finished is in those calls' reports.
-                self.memory.clear_error(stream)?;
+        let serial = executor.calls.draw_serial();
+        let mut uses = std::mem::take(&mut self.spare);
+        executor.enter(&mut uses);
+        executor.launcher.expect_work();
+        executor.replay = Some(Replay { serial, stream: stream.raw(), uses, until: None });
+        let begun = executor.refresh_tables(stream).and_then(|()| {
+            if executor.calls.num_outstanding() > 0 {
+                // Errors of calls that are not finished are in the reports of those calls.
+                executor.launcher.memory.clear_error(stream)?;
             }
             Ok(())
         });
-        // Tables, and the first words of new slots, may be on their way. These stay until they have arrived.
-        if begun.is_err() && self.wait_until(stream, Instant::now() + self.bound()).is_ok() {
-            self.end_replay();
+        // An upload of tables, and of the first words of new slots, may still run. The replay stays until it ends.
+        if begun.is_err() {
+            let until = Instant::now() + executor.bound();
+            if executor.wait_until(stream, until).is_ok() {
+                self.end(executor);
+            }
         }
         begun
     }
 
-    /// To be called after the launch: waits for `stream`, that of [`begin_replay`](Self::begin_replay), and says
-    /// whether every output is complete.
-    ///
-    /// # Errors
-    /// [`DeviceError`] where replaying again would not help. After one of the GPU or of the stream the graph may
-    /// still run: nothing else is launched until this was called again and came to its end.
-    pub fn finish_replay(&mut self, stream: &Stream) -> Result<ReplayOutcome, DeviceError> {
-        if let Some(running) = &self.replaying {
-            self.check_stream(stream, running.stream)?;
+    /// See [`DeviceClient::finish_replay`](super::DeviceClient::finish_replay).
+    pub fn finish(
+        &mut self,
+        executor: &mut Executor,
+        stream: &Stream,
+    ) -> Result<ReplayOutcome, DeviceError> {
+        if let Some(replay) = &executor.replay {
+            executor.check_stream(stream, replay.stream)?;
         }
-        self.check_device(stream)?;
-        let slot = self.geometry.num_frames as usize;
-        self.memory.report(stream, slot)?;
-        self.poll(stream)?;
-        // After an error its kernels may still run: the servers stay counted in.
-        self.wait_watching(stream)?;
-        let last = self.slots.last();
-        if self.replaying.is_some() {
+        executor.check_device(stream)?;
+        // Replays report into the memory of the first recorded call.
+        let call = executor.launcher.geometry.num_frames as usize;
+        executor.launcher.memory.report(stream, call)?;
+        executor.poll(stream)?;
+        // After an error the kernels may still run, so the servers stay in use.
+        executor.wait_for_replay(stream)?;
+        let last = executor.calls.last();
+        if executor.replay.is_some() {
             // All calls are on this stream, or have ended.
-            self.slots.rest(last + 1);
+            executor.calls.note_idle(last + 1);
         }
-        let error = self.memory.status(slot).error;
+        let error = executor.launcher.memory.status(call).error;
         if error.tag == TAG_NONE {
-            self.end_replay();
+            self.end(executor);
             return Ok(ReplayOutcome::Complete);
         }
-        let result = self.fail_lost(last).and_then(|()| self.judge(&error, last));
-        self.memory.clear_error(stream)?;
-        // A dispatch of another stream may have something to say right after.
-        self.wait_until(stream, Instant::now() + self.bound())?;
-        self.end_replay();
-        self.sync();
+        let result = executor.fail_lost(last).and_then(|()| self.judge(executor, &error, last));
+        executor.launcher.memory.clear_error(stream)?;
+        // Must be done before a dispatch on another stream can report an error.
+        executor.wait_until(stream, Instant::now() + executor.bound())?;
+        self.end(executor);
+        executor.sync();
         result.map(|reason| ReplayOutcome::Incomplete { reason })
     }
 
-    /// Fails whom kernels gave up. The error word names one of them, and none would be heard again.
-    fn fail_lost(&mut self, last: u64) -> Result<(), DeviceError> {
-        let lost = self.state()?.lost;
-        for idx in (0..lost.len()).filter(|idx| lost[*idx] != 0) {
-            if self.lane.link_of(idx, &self.tables).is_none() {
-                continue;
-            }
-            let reason = self.lane.why_unanswered(idx, FailReason::Silent);
-            self.lane.fail(idx, reason, last, &self.shared);
+    fn end(&mut self, executor: &mut Executor) {
+        if let Some(uses) = executor.end_replay() {
+            self.spare = uses;
         }
-        Ok(())
     }
 
-    /// What an error in a replay means: a reason to replay again, or an error.
-    fn judge(&mut self, error: &ErrorWord, last: u64) -> Result<String, DeviceError> {
+    /// Decides what an error in a replay means: a reason to replay again, or an error.
+    fn judge(
+        &mut self,
+        executor: &mut Executor,
+        error: &ErrorWord,
+        last: u64,
+    ) -> Result<String, DeviceError> {
         let idx = error.peer as usize;
-        let server = self.lane.server_name(idx).unwrap_or("a server that is gone").to_owned();
+        let peers = &mut executor.peers;
+        let server = peers.server_name(idx).unwrap_or("a server that is gone").to_owned();
         match error.tag {
             TAG_COMBINE_ROW | TAG_COMBINE_EMPTY | TAG_COMBINE_WAY => {
-                let reason = self.lane.why_unanswered(idx, FailReason::Silent);
-                self.lane.fail(idx, reason, last, &self.shared);
+                let reason = peers.why_unanswered(idx, FailReason::Silent);
+                peers.fail(idx, reason, last);
                 let silence = match reason {
-                    FailReason::Stuck => self.bound(),
-                    _ => self.shared.settings.deadline,
+                    FailReason::Stuck => executor.bound(),
+                    _ => executor.shared.settings.deadline,
                 };
                 Ok(format!("{}: {error}", unanswered(&server, reason, silence)))
             }
             TAG_REFUSED => {
                 let code = protocol::ErrorCode::from_u32((error.observed & 0xffff) as u32);
-                self.shared.metrics.count_error_frame(code);
+                executor.shared.metrics.count_error_frame(code);
                 if !code.is_retryable() {
                     let status = error.observed;
                     return Err(DeviceError::ReplayRefused { server, code, status });
                 }
-                self.lane.avoid(idx, Instant::now() + PAUSE);
-                self.wait_for_news(PAUSE)?;
+                peers.avoid(idx, Instant::now() + BACKOFF);
+                peers.wait_for_events(BACKOFF)?;
                 Ok(format!("{server} refused a frame: {}", code.name()))
             }
             TAG_NO_REPLICA => {
-                // Whoever comes may need the seat of one that the graph used.
-                self.end_replay();
+                // A new server may need a place that the graph used.
+                self.end(executor);
                 let expert = error.observed as u32;
                 let start = Instant::now();
-                let limit = self.shared.settings.replica_wait;
+                let limit = executor.shared.settings.replica_wait;
                 loop {
-                    self.sync();
-                    let orphan = self.lane.first_orphan(expert);
-                    let Some(layer_idx) = orphan else { break };
+                    executor.sync();
+                    let peers = &executor.peers;
+                    let Some(layer_idx) = peers.first_orphan(expert) else { break };
                     let waited = start.elapsed();
-                    if waited >= limit || self.lane.routing.is_hopeless(layer_idx, expert) {
-                        return Err(self.no_replica(layer_idx, expert, waited).into());
+                    if waited >= limit || peers.routing.is_hopeless(layer_idx, expert) {
+                        return Err(peers.no_replica(layer_idx, expert, waited).into());
                     }
-                    self.wait_for_news(limit - waited)?;
+                    peers.wait_for_events(limit - waited)?;
                 }
                 Ok(format!("expert {expert} had no live replica"))
             }
@@ -230,25 +200,41 @@ impl DeviceClient {
                 num_experts: u32::try_from(error.expected).unwrap_or(u32::MAX),
             }
             .into()),
-            // Of the way to a server. What this build does not know is looked at again after a pause, too.
+            // An error of the path to a server, or one that this build does not know: retry after a backoff.
             _ => {
-                let reason = self.lane.why_unanswered(idx, FailReason::Silent);
-                self.lane.fail(idx, reason, last, &self.shared);
-                self.wait_for_news(PAUSE)?;
+                let reason = peers.why_unanswered(idx, FailReason::Silent);
+                peers.fail(idx, reason, last);
+                peers.wait_for_events(BACKOFF)?;
                 Ok(format!("{server} is out of reach: {error}"))
             }
         }
     }
+}
 
-    /// Waits for the graph. A server that is silent costs the deadline in the first layer that meets it;
-    /// then its bit is set, so that the layers behind do not wait again.
+/// Waits of a replay, and removal of failed servers.
+impl Executor {
+    /// Removes all servers that kernels gave up. The error word names only one of them.
+    fn fail_lost(&mut self, last: u64) -> Result<(), DeviceError> {
+        let lost = self.state()?.lost;
+        for idx in (0..lost.len()).filter(|idx| lost[*idx] != 0) {
+            if self.peers.peer_of(idx, &self.tables).is_none() {
+                continue;
+            }
+            let reason = self.peers.why_unanswered(idx, FailReason::Silent);
+            self.peers.fail(idx, reason, last);
+        }
+        Ok(())
+    }
+
+    /// Waits for the graph. A silent server costs the deadline in the first layer that waits for it. Then its bit is
+    /// set, so that later layers do not wait again.
     ///
-    /// A server that shows life but has not answered the oldest call when its time is over has failed. That
-    /// time begins anew with each call: a graph may have any number of them.
-    fn wait_watching(&mut self, stream: &Stream) -> Result<(), GpuError> {
+    /// A server that shows life but has not answered the oldest call within the limit has failed. The time starts
+    /// anew with each call: a graph may have any number of calls.
+    fn wait_for_replay(&mut self, stream: &Stream) -> Result<(), GpuError> {
         let (now, bound) = (Instant::now(), self.bound());
-        let until = match &mut self.replaying {
-            Some(running) => *running.until.get_or_insert(now + bound),
+        let until = match &mut self.replay {
+            Some(replay) => *replay.until.get_or_insert(now + bound),
             None => now + bound,
         };
         let mut watch = Watch::new(until.max(now + MARGIN));
@@ -257,37 +243,31 @@ impl DeviceClient {
         let mut last = ErrorWord::default();
         loop {
             match stream.wait(look_at.min(watch.next())) {
-                Err(GpuError::Deadline { .. }) => self.look(&mut watch)?,
+                Err(GpuError::Deadline { .. }) => watch.look(self)?,
                 ended => return ended,
             }
             look_at = Instant::now() + (deadline / 4 + Duration::from_millis(1)).min(LOOK);
             let mut error = Vec::new();
-            let from = self.memory.state.ptr().add(super::memory::ERROR_OFFSET);
-            // SAFETY: the client's own state, of which kernels write this part once.
+            let memory = &self.launcher.memory;
+            let from = memory.state.ptr().add(ERROR_OFFSET);
+            // SAFETY: the client's own state. Kernels write this part of it once.
             unsafe {
-                self.memory.fetch::<ErrorWord>(&self.side, from, &mut error, 1, self.bound())?;
+                memory.fetch::<ErrorWord>(&self.side, from, &mut error, 1, self.bound())?;
             }
             let before = std::mem::replace(&mut last, error[0]);
             if let Some(bit) = silent_peer(&before, &last)
-                && let Some(link) = self.lane.link(bit as usize)
+                && let Some(peer) = self.peers.peer(bit as usize)
             {
-                // Layers behind it still send to the server, by a way that may have no more room.
-                link.state.end_waits();
-                AbortBit { word: self.memory.abort.clone(), bit }.set();
+                // Later layers still send to the server, over a path whose queue may be full.
+                peer.slots.end_waits();
+                AbortBit { word: memory.abort.clone(), bit }.set();
             }
-        }
-    }
-
-    fn end_replay(&mut self) {
-        if let Some(mut running) = self.replaying.take() {
-            running.used.drain(..).for_each(Used::exit);
-            self.spare_used = running.used;
         }
     }
 }
 
-/// The server that an error word blames for its silence. A kernel stores the word's parts one after the
-/// other, so only one that two looks in a row agree on is whole.
+/// The server that an error word names as silent. A kernel stores the parts of the word one after the other, so the
+/// word counts only if two looks in a row agree.
 fn silent_peer(before: &ErrorWord, now: &ErrorWord) -> Option<u32> {
     let is_silence = now.reason == REASON_TIMEOUT
         && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY, TAG_COMBINE_WAY].contains(&now.tag)
@@ -295,7 +275,7 @@ fn silent_peer(before: &ErrorWord, now: &ErrorWord) -> Option<u32> {
     (is_silence && before == now).then_some(now.peer)
 }
 
-/// What is known about a server that did not answer for `silence`, and where to look.
+/// Describes a server that did not answer for `silence`, and says where to look.
 fn unanswered(server: &str, reason: FailReason, silence: Duration) -> String {
     let silence = silence.as_secs_f64();
     match reason {
@@ -316,32 +296,31 @@ fn unanswered(server: &str, reason: FailReason, silence: Duration) -> String {
     }
 }
 
-const MAX_ATTEMPTS: u32 = 100;
-const PAUSE: Duration = Duration::from_millis(5);
+const BACKOFF: Duration = Duration::from_millis(5);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn who_does_not_answer_is_told_with_how_long_and_where_to_look() {
-        let told = |reason| unanswered("beta", reason, Duration::from_millis(2300));
+    fn an_unanswered_replay_says_how_long_and_where_to_look() {
+        let describe = |reason| unanswered("beta", reason, Duration::from_millis(2300));
         for (reason, parts) in [
             (FailReason::Silent, ["without a sign of life for 2.3 s", "`switchyard status`"]),
             (FailReason::Stuck, ["in 2.3 s in which it showed life", "check its log"]),
         ] {
-            let text = told(reason);
+            let text = describe(reason);
             assert!(text.starts_with("beta does not answer"), "{text}");
             assert!(parts.iter().all(|part| text.contains(part)), "{text}");
             assert!(!text.contains("closed"), "{text}");
         }
-        assert!(told(FailReason::Closed).contains("was closed"));
-        assert_eq!(told(FailReason::Left), "beta did not answer (left)");
+        assert!(describe(FailReason::Closed).contains("was closed"));
+        assert_eq!(describe(FailReason::Left), "beta did not answer (left)");
     }
 
     #[test]
-    fn a_server_is_blamed_by_a_whole_error_word_only() {
-        // As a kernel fills it: first the tag, the rest in any order.
+    fn only_a_complete_error_word_names_a_server() {
+        // A kernel stores the tag first, then the rest in any order.
         let none = ErrorWord::default();
         let claimed = ErrorWord { tag: TAG_COMBINE_ROW, ..none };
         let torn = ErrorWord { reason: REASON_TIMEOUT, ..claimed };

@@ -1,4 +1,4 @@
-//! What a caller says about its tensors, compared with what kernels read before anything is launched.
+//! A caller's tensors, and checks of them before anything is launched.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use kernels::abi::DevicePtr;
 
 use super::DeviceError;
 
-/// Element type of a tensor: those that engines have, of which kernels read few.
+/// Element type of a tensor in an engine. Kernels read only a few of them; a call with another type is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names say it")]
@@ -61,12 +61,12 @@ impl fmt::Display for TensorType {
 /// Bytes that kernels move at a time.
 const ROW_ALIGN: u64 = 16;
 
-/// A tensor in memory that the GPU reaches, its elements behind one another without gaps.
+/// A contiguous tensor in memory that the GPU reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceTensor {
     /// Address of the first element.
     pub ptr: DevicePtr,
-    /// What the elements are.
+    /// Element type.
     pub dtype: TensorType,
 }
 
@@ -77,7 +77,7 @@ impl DeviceTensor {
         Self { ptr, dtype }
     }
 
-    /// The part that begins so many bytes further on.
+    /// The part of the tensor behind its first `bytes` bytes.
     pub(super) const fn skip(self, bytes: u64) -> Self {
         Self { ptr: self.ptr.add(bytes), ..self }
     }
@@ -101,13 +101,12 @@ impl DeviceTensor {
     }
 }
 
-/// Tensors of a call, in memory that the GPU reaches. All stay as they are until the call is finished.
+/// Tensors of a call, in memory that the GPU reaches. None may change until the call is finished.
 ///
-/// Each call asks the driver whether the GPU reaches them from their first byte to their last, and the
-/// output as well; a call that is recorded asks when it is recorded, and its replays never do. So memory that
-/// was given back to the driver is refused by an error before a launch. What a driver cannot tell: memory that
-/// was freed to an allocator which keeps it, as those of engines do, or in which another tensor lies by now.
-/// That the tensors are there is the caller's promise in any case.
+/// Each call asks the driver whether the GPU reaches these tensors and the output from first byte to last. A recorded
+/// call asks when it is recorded; its replays do not. So memory that was returned to the driver is an error before a
+/// launch. The driver cannot notice memory that was freed to an engine's caching allocator, or that holds another
+/// tensor by now. Valid tensors are the caller's promise in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceInput {
     /// bf16 `[capacity, hidden]`, aligned to 16 bytes.
@@ -116,7 +115,7 @@ pub struct DeviceInput {
     pub topk_idx: DeviceTensor,
     /// f32 `[capacity, top_k]`, aligned to 16 bytes.
     pub topk_weights: DeviceTensor,
-    /// One u32, or i32, aligned to 4 bytes: how many rows count, `capacity` at most. Read by the kernels when they run.
+    /// One u32 or i32, aligned to 4 bytes: the number of tokens, `capacity` at most. Kernels read it when they run.
     pub num_tokens: DeviceTensor,
     /// Rows of the tensors; at most [`DeviceClient::max_tokens`](super::DeviceClient::max_tokens), except in
     /// [`DeviceClient::forward`](super::DeviceClient::forward).
@@ -124,8 +123,8 @@ pub struct DeviceInput {
 }
 
 impl DeviceInput {
-    /// Tensors of the types that kernels read. Where types are an engine's, say them instead: a call
-    /// with others is refused.
+    /// Tensors of the types that kernels read. An engine with types of its own fills the fields instead, so that a
+    /// wrong type is refused.
     #[must_use]
     pub const fn new(
         hidden_states: DevicePtr,
@@ -143,17 +142,17 @@ impl DeviceInput {
         }
     }
 
-    /// Types, and pointers as far as they say so by themselves.
+    /// Checks types, null pointers and alignment.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         self.hidden_states.check("hidden_states", &[TensorType::Bf16], ROW_ALIGN)?;
         self.topk_idx.check("topk_idx", &[TensorType::I32], ROW_ALIGN)?;
         self.topk_weights.check("topk_weights", &[TensorType::F32], ROW_ALIGN)?;
-        // A negative number is one beyond any capacity.
+        // An i32 works too: a negative number exceeds any capacity.
         self.num_tokens.check("num_tokens", &[TensorType::U32, TensorType::I32], 4)
     }
 }
 
-/// Checks a tensor that rows are summed into.
+/// Checks an output tensor.
 pub(super) fn check_out(out: DeviceTensor) -> Result<(), DeviceError> {
     out.check("out", &[TensorType::Bf16], ROW_ALIGN)
 }

@@ -1,9 +1,8 @@
-//! What a router computes, and the checks that make it computable.
+//! The configuration of a router, and its checks.
 
-use checkpoint::Architecture;
 use thiserror::Error;
 
-/// What a [`Router`](super::Router) computes. See the table of the [module](super).
+/// Configuration of a [`Router`](super::Router). See the table of the [module](super).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterConfig {
     /// Number of routed experts: the length of one row of logits.
@@ -36,11 +35,11 @@ pub struct Groups {
     pub num_groups: usize,
     /// Groups that stay eligible for a token.
     pub topk_groups: usize,
-    /// What groups are compared by.
+    /// Score by which groups are compared.
     pub score: GroupScore,
 }
 
-/// What groups are compared by.
+/// Score by which groups are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupScore {
     /// The highest score of the group.
@@ -61,72 +60,38 @@ pub enum Normalisation {
     },
 }
 
-/// A [`RouterConfig`] that cannot work.
+/// An invalid [`RouterConfig`].
 #[derive(Debug, Error, Clone, PartialEq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum RouterConfigError {
     /// More experts per token than there are experts, or none.
     #[error("top_k is {top_k}, expected 1 to num_experts = {num_experts}")]
-    TopK {
-        /// Experts per token.
-        top_k: usize,
-        /// Routed experts.
-        num_experts: usize,
-    },
+    TopK { top_k: usize, num_experts: usize },
     /// The groups do not divide the experts, or too many are to be kept.
     #[error(
         "{topk_groups} of {num_groups} groups over {num_experts} experts: the number of groups must divide the number of experts, and between 1 and all groups must be kept"
     )]
-    Groups {
-        /// Groups kept per token.
-        topk_groups: usize,
-        /// Number of groups.
-        num_groups: usize,
-        /// Routed experts.
-        num_experts: usize,
-    },
+    Groups { topk_groups: usize, num_groups: usize, num_experts: usize },
     /// The two best experts of a group are to be summed, but groups have one.
     #[error(
         "groups of {experts_per_group} expert(s), expected at least 2: groups are compared by their two best experts"
     )]
-    GroupTooSmall {
-        /// Experts in a group.
-        experts_per_group: usize,
-    },
+    GroupTooSmall { experts_per_group: usize },
     /// The kept groups hold fewer experts than a token needs.
     #[error("top_k is {top_k}, but the {topk_groups} kept group(s) hold {eligible} experts only")]
-    TooFewEligible {
-        /// Experts per token.
-        top_k: usize,
-        /// Groups kept per token.
-        topk_groups: usize,
-        /// Experts in the kept groups.
-        eligible: usize,
-    },
+    TooFewEligible { top_k: usize, topk_groups: usize, eligible: usize },
     /// The correction bias does not fit.
     #[error("the correction bias has {found} values, expected num_experts = {expected}")]
-    BiasLength {
-        /// Values given.
-        found: usize,
-        /// Routed experts.
-        expected: usize,
-    },
-    /// `norm_topk_prob` with DeepSeek-V2, for which no agreed meaning exists.
+    BiasLength { found: usize, expected: usize },
+    /// `norm_topk_prob` with DeepSeek-V2. Implementations disagree on its meaning.
     #[error(
-        "norm_topk_prob is true, expected false for {architecture}: transformers ignores it there, DeepSeek's own code then drops routed_scaling_factor, so that its meaning is open"
+        "norm_topk_prob is true, expected false for {architecture}: transformers ignores it, and DeepSeek's own code then drops routed_scaling_factor, so its meaning is open"
     )]
-    AmbiguousNormalisation {
-        /// The model family.
-        architecture: Architecture,
-    },
+    AmbiguousNormalisation { architecture: &'static str },
     /// A value of the configuration is NaN or infinite.
     #[error("{what} is {value}, expected a finite number")]
-    NotFinite {
-        /// Which value.
-        what: &'static str,
-        /// The value.
-        value: f32,
-    },
+    NotFinite { what: &'static str, value: f32 },
 }
 
 impl RouterConfig {

@@ -4,17 +4,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use p2p_core::bootstrap::{Connection, Listener, ListenerConfig};
 use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::{
     ClientHello, CombineMeta, DispatchExpect, DispatchScratch, ErrorCode, FrameGeometry, FrameId,
     ModelShape, ServerHello, decode_dispatch, encode_combine, encode_error,
 };
+use switchyard_attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 
 use super::{Request, table};
 
-/// What to do with one frame.
+/// Reaction to one frame.
 #[derive(Debug, Clone)]
 pub enum Act {
     /// The right answer.
@@ -54,7 +54,7 @@ pub struct Seen {
     pub num_tokens: usize,
 }
 
-/// What becomes of a connection when it is made.
+/// Reaction to a new connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Greeting {
     /// Its frames are answered by the script.
@@ -64,7 +64,7 @@ pub enum Greeting {
     Lose,
     /// It is closed in order, by a server that is still there afterwards.
     Close,
-    /// It is closed in order, by a server of which there is another one afterwards.
+    /// Closed in order, by a server that another process replaces afterwards.
     Restart,
 }
 
@@ -407,7 +407,7 @@ pub fn fake_model() -> ClientModel {
     }
 }
 
-/// What scripted servers compute: cheap, different for every expert and layer, and not linear in x.
+/// Output of scripted servers: cheap, different for every expert and layer, and not linear in x.
 fn sum_of_experts(layer: u32, x: &[f32], entries: &[(u32, f32)]) -> Vec<f32> {
     let value = |v: f64, expert: u32| {
         let scale = f64::from(expert + 1) * 0.25 + f64::from(layer);

@@ -1,7 +1,8 @@
-//! What the tests of the client share: random requests, real servers, scripted servers.
+//! Common parts of the client's tests: random requests, real servers, scripted servers.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub mod fake;
+mod seed;
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
 pub mod stand_in;
 
@@ -9,21 +10,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientModel, ExpertBackend, LocalExperts, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig};
 use p2p_core::SlotConfig;
+use rand::RngExt;
 use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
-
-/// A generator whose seed is printed; `SWITCHYARD_SEED` replays one.
-pub fn seeded(test: &str) -> StdRng {
-    let seed = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(rand::random);
-    println!("{test}: SWITCHYARD_SEED={seed}");
-    StdRng::seed_from_u64(seed)
-}
+use reference_model::LocalExperts;
+pub use seed::seeded;
+use switchyard_attention_client::{ClientModel, ExpertBackend, MoeClient, MoeClientBuilder};
 
 /// A random request: some entries masked, some experts twice.
 #[derive(Debug, Clone)]
@@ -75,7 +70,7 @@ pub fn tiny_dir() -> PathBuf {
     elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
-/// What real servers must compute, by another program.
+/// Expected output of real servers, by another program.
 pub fn local_reference(request: &Request, local: &mut LocalExperts) -> Vec<f32> {
     let mut out = poisoned(request.x.len());
     local

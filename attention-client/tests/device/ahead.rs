@@ -3,9 +3,9 @@
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use attention_client::device::DeviceHandle;
-use attention_client::{DeviceClient, DeviceError};
 use kernels::gpu::{DeviceName, GpuError, Stream};
+use switchyard_attention_client::device::DeviceHandle;
+use switchyard_attention_client::{DeviceClient, DeviceError};
 
 use crate::client_common::seeded;
 use crate::faults::metric;

@@ -1,17 +1,17 @@
-//! What cannot be used is refused by one clear error, before anything is launched.
+//! Unusable input is refused by one clear error, before anything is launched.
 
 use std::time::Duration;
 
-use attention_client::{
-    ClientError, DeviceError, DeviceInput, DeviceTensor, MoeClient, TensorType,
-};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::{
+    ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor, MoeClient, TensorType,
+};
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Tensors, builder, check, forward, options};
+use crate::rig::{Fleet, SLOT, Tensors, check, forward, options};
 
 #[test]
 fn tensors_that_cannot_be_used() {
@@ -89,7 +89,7 @@ fn tensors_that_cannot_be_used() {
         let error = unsafe { client.forward(&stream, request.layer, &good, out) }.unwrap_err();
         assert!(error.to_string().contains(words), "{error}");
     }
-    // What only the kernels can see.
+    // Errors that only the kernels can see.
     let mut local = fleet.local();
     tensors.write(&tensors.num_tokens, &[client.max_tokens() + 7]);
     // SAFETY: the tensors have these sizes.
@@ -308,10 +308,10 @@ fn streams_that_cannot_be_used() {
 #[test]
 fn settings_that_cannot_be_used() {
     let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
-    let build = |tweak: &dyn Fn(&mut attention_client::DeviceOptions)| {
+    let build = |tweak: &dyn Fn(&mut switchyard_attention_client::DeviceOptions)| {
         let mut options = options(WireDtype::Bf16);
         tweak(&mut options);
-        let built = fleet.builder().build_device(fleet.gpu(), options);
+        let built = fleet.builder().build(fleet.gpu(), options);
         built.map(|_| ()).unwrap_err().to_string()
     };
     let text = build(&|options| options.dtype = WireDtype::F32);
@@ -320,9 +320,9 @@ fn settings_that_cannot_be_used() {
     assert!(text.contains("max_servers 33"), "{text}");
     let mut odd = fleet.model.clone();
     odd.shape.hidden = 200;
-    let built = MoeClient::builder(odd)
+    let built = DeviceClient::builder(odd)
         .placement(fleet.table(1))
-        .build_device(fleet.gpu(), options(WireDtype::Bf16));
+        .build(fleet.gpu(), options(WireDtype::Bf16));
     let text = built.map(|_| ()).unwrap_err().to_string();
     assert!(text.contains("hidden size 200") && text.contains("128"), "{text}");
 }
@@ -330,12 +330,13 @@ fn settings_that_cannot_be_used() {
 #[test]
 fn servers_that_do_not_suit_say_why() {
     let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
-    let refused = |gpu: Gpu, dtype: WireDtype, builder: attention_client::MoeClientBuilder| {
-        let built = builder.replica_wait(Duration::from_secs(5)).build_device(gpu, options(dtype));
-        let error = built.expect("client").wait_ready(Duration::from_secs(5)).unwrap_err();
-        assert!(matches!(error, DeviceError::Client(ClientError::NoReplica { .. })), "{error}");
-        error.to_string()
-    };
+    let refused =
+        |gpu: Gpu, dtype: WireDtype, builder: switchyard_attention_client::DeviceClientBuilder| {
+            let built = builder.replica_wait(Duration::from_secs(5)).build(gpu, options(dtype));
+            let error = built.expect("client").wait_ready(Duration::from_secs(5)).unwrap_err();
+            assert!(matches!(error, DeviceError::Client(ClientError::NoReplica { .. })), "{error}");
+            error.to_string()
+        };
     // Another element type.
     let text = refused(fleet.gpu(), WireDtype::F8E4m3, fleet.builder());
     assert!(text.contains("fp8") && text.contains("bf16"), "{text}");
@@ -344,7 +345,8 @@ fn servers_that_do_not_suit_say_why() {
     let text = refused(fleet.gpu(), WireDtype::Bf16, fleet.builder().slot(slot));
     assert!(text.contains("device slots"), "{text}");
     // A client on the processor.
-    let client = builder(&fleet.model).placement(fleet.table(1)).build().expect("client");
+    let client = MoeClient::builder(fleet.model.clone()).slot(SLOT).placement(fleet.table(1));
+    let client = client.replica_wait(Duration::from_secs(20)).build().expect("client");
     let text = client.wait_ready(Duration::from_secs(5)).unwrap_err().to_string();
     assert!(text.contains("GPU") || text.contains("slot"), "{text}");
     // A GPU that cannot reach the server's.

@@ -1,4 +1,4 @@
-//! Several clients of several servers, all of which come and go.
+//! Several clients and several servers come and go.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::rig::{Guest, Replicas, builder};
 
 const NUM_CLIENTS: usize = 3;
 const NUM_SERVERS: usize = 3;
-/// Far longer than anything takes, so whoever is given up for his silence is a defect.
+/// Far longer than anything takes, so a server that fails for its silence is a defect.
 const LIMIT: Duration = Duration::from_secs(30);
 
 #[test]
@@ -55,7 +55,7 @@ fn clients_and_servers_that_come_and_go_give_the_right_rows() {
     });
 }
 
-/// One client after the other, some of which go with calls outstanding.
+/// One client after the other. Some are dropped with calls outstanding.
 fn come_and_go(
     guest: &Guest,
     mut rng: StdRng,

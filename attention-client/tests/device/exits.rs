@@ -4,12 +4,14 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor};
 use kernels::abi::{DevicePtr, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::Stream;
 use protocol::ErrorCode;
 use rand::rngs::StdRng;
 use rustix::process::Signal;
+use switchyard_attention_client::{
+    ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor,
+};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
@@ -19,7 +21,7 @@ use crate::order::{Call, DTYPE};
 use crate::rig::{Fleet, Replicas, Tensors, builder, check, forward, soon};
 use crate::stuck::{response_slots, within_reach};
 
-/// Where nothing lies.
+/// An address without memory.
 const NOWHERE: DevicePtr = DevicePtr(0x1000);
 
 /// A client, and how its calls may end.
@@ -94,7 +96,7 @@ impl Exits<'_> {
         self.settle(replicas);
     }
 
-    /// The younger call does not have to wait for one that nobody can combine.
+    /// The younger call need not wait for one that can no longer be combined.
     fn the_older_one_dropped(&mut self, replicas: &Replicas) {
         let [a, b] = [self.call(), self.call()];
         let stream = &self.streams[0];
@@ -145,7 +147,7 @@ impl Exits<'_> {
         self.settle(replicas);
     }
 
-    /// What only kernels, or the host behind them, find.
+    /// Errors that only kernels, or the host behind them, find.
     fn wrong_tensors(&mut self, replicas: &Replicas) {
         for is_count in [false, true] {
             let [mut a, b] = [self.call(), self.call()];
@@ -204,7 +206,7 @@ fn calls_that_end_with_errors_use_nothing_up() {
         exits.wrong_client(&replicas);
         exits.wrong_tensors(&replicas);
         exits.settle(&replicas);
-        // The only seat is free again, too, when its server goes.
+        // The only place is free again, too, when its server goes.
         replicas.kill(0);
         tables.send(Arc::new(replicas.restart(0))).expect("watched");
         let seen = replicas.table().epoch;

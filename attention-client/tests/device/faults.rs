@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{DeviceClient, DeviceError};
 use kernels::gpu::{GpuError, Stream};
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rustix::process::Signal;
+use switchyard_attention_client::{DeviceClient, DeviceError};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
@@ -138,7 +138,7 @@ fn a_replica_that_freezes_and_comes_back() {
     assert!(timing.failovers >= 1 && timing.resent_pairs > 0, "{timing:?}");
     assert!(metric(&client, "switchyard_client_failovers_total", Some("silent")) >= 1.0);
     call(&mut client);
-    // What it still writes lands in memory that nobody reads.
+    // Its late writes land in memory that is not read any more.
     pair.server(0).signal(Signal::CONT);
     until("the server is back", || {
         call(&mut client);
@@ -149,8 +149,8 @@ fn a_replica_that_freezes_and_comes_back() {
 }
 
 #[test]
-fn memory_of_a_dead_server_goes_while_nobody_calls() {
-    let mut rng = seeded("memory_of_a_dead_server_goes_while_nobody_calls");
+fn memory_of_a_dead_server_is_freed_between_calls() {
+    let mut rng = seeded("memory_of_a_dead_server_is_freed_between_calls");
     let Some(mut pair) = Replicas::start(WireDtype::F8E4m3) else { return };
     let mut client = pair.connect(builder(&pair.model));
     let (tensors, mut local) = (Tensors::new(&client), pair.local());
@@ -234,8 +234,8 @@ fn a_call_whose_repair_the_gpu_does_not_end_stays_outstanding() {
 }
 
 #[test]
-fn a_server_that_leaves_stalls_nobody() {
-    let mut rng = seeded("a_server_that_leaves_stalls_nobody");
+fn a_server_that_leaves_stalls_no_call() {
+    let mut rng = seeded("a_server_that_leaves_stalls_no_call");
     let dtype = WireDtype::F8E4m3;
     let Some(mut fleet) = Fleet::start(3, 2, dtype) else { return };
     let (tables, watched) = watch::channel(Arc::new(fleet.table(1)));

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{DeviceClient, DeviceError, DeviceTensor, LocalExperts};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
 use rand::RngExt;
+use reference_model::LocalExperts;
 use rustix::process::Signal;
+use switchyard_attention_client::{DeviceClient, DeviceError, DeviceTensor};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
@@ -196,8 +197,8 @@ fn recorded_and_other_calls_are_not_mixed_up() {
     check(&request, &tensors.read(3), &mut fleet.local(), DTYPE);
 }
 
-/// Silent servers are found together, and used again when they go on: what they still answer then is of frames
-/// that nobody waits for.
+/// Two silent servers fail together, and are used again when they go on. Their late answers are for frames that no
+/// call waits for.
 #[test]
 fn a_graph_survives_two_servers_that_freeze_and_go_on() {
     let mut rng = seeded("a_graph_survives_two_servers_that_freeze_and_go_on");
@@ -270,7 +271,7 @@ fn a_graph_waits_for_the_successor_of_the_only_server() {
     }
 }
 
-/// Replays and other calls, of which some are not finished meanwhile, by turns, while servers die, freeze, go on and are replaced.
+/// Replays and other calls by turns, some of these unfinished, while servers die, freeze, go on and are replaced.
 #[test]
 fn random_replays_among_other_calls_give_the_right_rows() {
     let mut rng = seeded("random_replays_among_other_calls_give_the_right_rows");

@@ -20,8 +20,8 @@ mod graphs;
 mod layers;
 mod order;
 mod parts;
+mod places;
 mod rig;
-mod seats;
 mod stuck;
 mod without;
 

@@ -1,16 +1,17 @@
-//! Calls of which several are dispatched before the first is combined, while servers die and come back.
+//! Several calls are dispatched before the first is combined, while servers die and come back.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::device::{DeviceHandle, DevicePending};
-use attention_client::{DeviceClient, LayerTiming, LocalExperts};
 use kernels::gpu::{Event, Stream};
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use reference_model::LocalExperts;
 use rustix::process::Signal;
+use switchyard_attention_client::device::{DeviceHandle, DevicePending};
+use switchyard_attention_client::{DeviceClient, LayerTiming};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
@@ -59,14 +60,14 @@ impl Call {
         let timing = client.finish(stream, pending).expect("finish");
         let found = self.tensors.read(self.request.num_tokens);
         check(&self.request, &found, local, DTYPE);
-        // What lies behind is not touched.
+        // Later rows are not touched.
         let all = self.tensors.read(client.max_tokens() as usize);
         assert!(all[found.len()..].iter().all(|value| value.is_nan()));
         timing
     }
 }
 
-/// Two replicas, the first of which stands still, and calls.
+/// Two replicas, one of them stopped, and calls.
 pub fn beside_one_that_stands_still<const N: usize>(
     rng: &mut StdRng,
     replicas: &Replicas,
@@ -85,8 +86,8 @@ pub fn die(replicas: &Replicas, client: &DeviceClient) {
     until("the death is known", || metric(client, "switchyard_client_links", Some("up")) == 1.0);
 }
 
-/// What a repair sends takes the place in the rings that was meant for the next call. That one's belongs where
-/// the second call's rows still wait for their combine.
+/// A retry takes the ring frame reserved for the next call. The next call then needs the frame of the second one,
+/// whose rows still wait for their combine.
 #[test]
 fn a_repair_between_dispatches_costs_no_rows() {
     let mut rng = seeded("a_repair_between_dispatches_costs_no_rows");
@@ -123,11 +124,11 @@ fn a_server_may_be_gone_from_the_tables_before_its_rows_are_asked_for() {
     assert_eq!(b.finish(client, stream, second, &mut replicas.local()).failovers, 0);
 }
 
-/// The only server dies with two calls outstanding, one of which is not even to be combined yet, and there is no
-/// place for its successor but its own.
+/// The only server dies with two calls outstanding, one of them not combined yet. The only place for the new server
+/// is that of the dead one.
 #[test]
-fn a_successor_takes_the_only_seat_while_calls_wait_for_it() {
-    let mut rng = seeded("a_successor_takes_the_only_seat_while_calls_wait_for_it");
+fn a_new_server_takes_the_only_place_while_calls_wait_for_it() {
+    let mut rng = seeded("a_new_server_takes_the_only_place_while_calls_wait_for_it");
     let Some(mut replicas) = Replicas::of(DTYPE, 1, 2) else { return };
     replicas.max_servers = 1;
     let (tables, watched) = watch::channel(Arc::new(replicas.table()));
@@ -177,8 +178,8 @@ fn a_call_needs_no_stream_but_its_own() {
 
 /// All calls have one word for errors, which is cleared with the first.
 #[test]
-fn an_error_is_its_calls_whoever_reports_it() {
-    let mut rng = seeded("an_error_is_its_calls_whoever_reports_it");
+fn an_error_belongs_to_its_call_in_any_report() {
+    let mut rng = seeded("an_error_belongs_to_its_call_in_any_report");
     let Some(replicas) = Replicas::start(DTYPE) else { return };
     let mut client = replicas.connect(builder(&replicas.model));
     let (client, local) = (&mut client, &mut replicas.local());
@@ -219,7 +220,7 @@ fn a_dispatch_that_is_refused_leaves_nothing_behind() {
     drop(holding);
 }
 
-/// Calls on two streams, each of which waits for what the other had before.
+/// Calls on two streams. Each stream waits for the earlier work of the other.
 pub struct Play {
     rng: StdRng,
     pub client: DeviceClient,
@@ -310,7 +311,7 @@ impl Play {
             8..=13 => self.combine(),
             14..=16 => self.finish(),
             17 => self.abandon(),
-            // Whoever comes or goes is taken in between calls, too.
+            // The client notices servers that join or leave between calls, too.
             18 => drop(self.client.wait_ready(Duration::ZERO)),
             _ => return false,
         }
@@ -333,7 +334,7 @@ impl Play {
             self.finish();
         }
         println!("{} frames: {} failovers", self.num_frames, self.num_failovers);
-        // Those that were given up may still be under way.
+        // Abandoned calls may still run.
         self.leave();
     }
 }
@@ -343,7 +344,7 @@ fn random_orders_of_calls_and_deaths_give_the_right_rows() {
     let mut rng = seeded("random_orders_of_calls_and_deaths_give_the_right_rows");
     for num_frames in [2, 4] {
         let Some(mut replicas) = Replicas::of(DTYPE, 2, num_frames) else { return };
-        // A successor has to wait until nobody uses its predecessor's seat.
+        // A new server must wait until no call uses its place any more.
         replicas.max_servers = 2;
         let (tables, watched) = watch::channel(Arc::new(replicas.table()));
         let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);

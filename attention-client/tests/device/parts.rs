@@ -1,8 +1,8 @@
 //! Batches larger than a frame.
 
-use attention_client::DeviceError;
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::DeviceError;
 
 use crate::client_common::{Request, seeded};
 use crate::rig::{Fleet, Tensors, check, forward};

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient};
-use attention_client::{DeviceTensor, LocalExperts, MoeClientBuilder, TensorType};
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
 use expert_server::device::DeviceOptions as ServerDevice;
@@ -13,13 +11,16 @@ use half::bf16;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use p2p_core::SlotConfig;
 use protocol::{WireDtype, convert};
+use reference_model::LocalExperts;
+use switchyard_attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions};
+use switchyard_attention_client::{DeviceClientBuilder, DeviceTensor, TensorType};
 
 use crate::client_common::{Request, local_reference, table, tiny_dir};
 
 /// Some dozens of tokens of the tiny model.
 pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 
-/// Where servers run, and where the client does. `None` skips a test loudly.
+/// GPUs of the servers, and of the client. `None` skips a test loudly.
 pub fn devices() -> Option<(DeviceName, DeviceName)> {
     let name = std::env::var("SWITCHYARD_TEST_DEVICE").unwrap_or_else(|_| "emulated".to_owned());
     if name == "emulated" {
@@ -43,7 +44,7 @@ pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// What servers hold: expert `e` lies on `replicas` servers from `e % num_servers` on.
+/// Layout of the experts: expert `e` lies on `replicas` servers from `e % num_servers` on.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
     pub num_servers: usize,
@@ -129,7 +130,7 @@ impl Fleet {
         table_of(&self.model, self.layout, epoch, &self.addrs)
     }
 
-    pub fn builder(&self) -> MoeClientBuilder {
+    pub fn builder(&self) -> DeviceClientBuilder {
         builder(&self.model).placement(self.table(1))
     }
 
@@ -141,8 +142,8 @@ impl Fleet {
         self.connect(self.builder())
     }
 
-    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
-        let mut client = builder.build_device(self.gpu(), options(self.dtype)).expect("client");
+    pub fn connect(&self, builder: DeviceClientBuilder) -> DeviceClient {
+        let mut client = builder.build(self.gpu(), options(self.dtype)).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
@@ -231,12 +232,12 @@ impl Replicas {
     }
 
     /// A client with all servers connected.
-    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
+    pub fn connect(&self, builder: DeviceClientBuilder) -> DeviceClient {
         self.connect_by(builder.placement(self.table.clone()))
     }
 
-    /// As [`connect`](Self::connect), where the placement is somebody else's matter.
-    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
+    /// As [`connect`](Self::connect), but the caller sets the placement.
+    pub fn connect_by(&self, builder: DeviceClientBuilder) -> DeviceClient {
         self.guest().connect_by(builder)
     }
 
@@ -256,7 +257,7 @@ impl Replicas {
     }
 }
 
-/// What it takes to be a client of [`Replicas`].
+/// Settings for clients of [`Replicas`].
 #[derive(Clone)]
 pub struct Guest {
     pub model: ClientModel,
@@ -269,11 +270,11 @@ pub struct Guest {
 
 impl Guest {
     /// A client with all experts in reach.
-    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
+    pub fn connect_by(&self, builder: DeviceClientBuilder) -> DeviceClient {
         let gpu = Gpu::open_named(self.client).expect("the client's GPU");
         let mut options = options(self.dtype);
         options.max_servers = self.max_servers;
-        let mut client = builder.slot(self.slot).build_device(gpu, options).expect("client");
+        let mut client = builder.slot(self.slot).build(gpu, options).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
@@ -290,8 +291,8 @@ pub fn options(dtype: WireDtype) -> DeviceOptions {
 }
 
 /// A loaded machine must not look like a dead server, except where that is the test.
-pub fn builder(model: &ClientModel) -> MoeClientBuilder {
-    MoeClient::builder(model.clone())
+pub fn builder(model: &ClientModel) -> DeviceClientBuilder {
+    DeviceClient::builder(model.clone())
         .slot(SLOT)
         .deadline(Duration::from_secs(20))
         .replica_wait(Duration::from_secs(20))
@@ -344,7 +345,7 @@ impl Tensors {
         }
     }
 
-    /// Loads a request. What lies behind its tokens, and the output, is poison.
+    /// Loads a request. Memory behind its tokens, and the output, is poison.
     pub fn load(&self, request: &Request) -> DeviceInput {
         let k = request.idx.len().checked_div(request.num_tokens).unwrap_or(self.top_k);
         assert!(k <= self.top_k && request.num_tokens <= self.capacity as usize);
@@ -408,7 +409,7 @@ pub fn forward(
     request: &Request,
     local: &mut LocalExperts,
     dtype: WireDtype,
-) -> attention_client::LayerTiming {
+) -> switchyard_attention_client::LayerTiming {
     let input = tensors.load(request);
     // SAFETY: the tensors have these sizes and outlive the call.
     let timing = unsafe { client.forward(stream, request.layer, &input, tensors.out()) };
@@ -417,7 +418,7 @@ pub fn forward(
     timing
 }
 
-/// What arrives at a server, in f32.
+/// The values that arrive at a server, in f32.
 pub fn on_the_wire(x: &[f32], dtype: WireDtype) -> Vec<f32> {
     let rounded: Vec<f32> = x.iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
     if dtype != WireDtype::F8E4m3 {

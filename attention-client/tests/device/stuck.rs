@@ -5,12 +5,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use attention_client::device::ReplayOutcome;
 use kernels::abi::{DTYPE_F8_E4M3, FrameGeometry};
 use kernels::gpu::DeviceName;
 use p2p_core::slot::PROGRESS;
 use protocol::WireDtype;
 use rustix::process::Signal;
+use switchyard_attention_client::device::ReplayOutcome;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{MANY, metric};
@@ -25,7 +25,7 @@ const CLIENT: u32 = 5;
 /// Longer than the client's own bound, and than what it gives kernels whose waits it has ended.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// Every response slot of this process, whoever uses it, and what lies where in them.
+/// Every response slot of this process, and the layout of a slot.
 pub fn response_slots(client: DeviceName, replicas: &Replicas) -> (Vec<File>, FrameGeometry) {
     let DeviceName::Emulated(ordinal) = client else { unreachable!("asked for before") };
     let shape = replicas.model.shape;
@@ -121,7 +121,7 @@ fn a_server_that_works_but_never_answers_has_failed_at_the_limit() {
         assert_eq!(failovers, 1);
         assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 1.0);
         assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("silent")), 0.0);
-        // Who answered is asked on.
+        // Servers that answered stay in use.
         let request = Request::random(&mut rng, &pair.model, MANY, 4);
         let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
         assert_eq!((timing.failovers, timing.num_servers), (0, 1));
@@ -174,7 +174,7 @@ fn only_who_holds_up_the_oldest_of_many_calls_has_failed() {
         assert!(timing.failovers == 1 && timing.resent_pairs > 0, "{timing:?}");
         let failovers = |reason| metric(&client, "switchyard_client_failovers_total", reason);
         assert_eq!((failovers(Some("stuck")), failovers(Some("silent"))), (1.0, 0.0));
-        assert_eq!(failovers(None), 1.0, "nobody else has failed");
+        assert_eq!(failovers(None), 1.0, "no other server has failed");
         let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
         assert_eq!((timing.failovers, timing.num_servers), (0, 1));
     });

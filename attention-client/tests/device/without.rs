@@ -1,11 +1,11 @@
-//! Experts that nobody serves.
+//! Experts without a live replica.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientError, DeviceError, OnMissingExpert};
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::{ClientError, DeviceError, OnMissingExpert};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
@@ -33,7 +33,7 @@ fn an_expert_without_a_replica_is_named() {
         }
         other => panic!("{other}"),
     }
-    // Those that somebody serves are served.
+    // Experts with a replica are served.
     request.idx.iter_mut().filter(|expert| **expert >= 0).for_each(|expert| *expert &= !1);
     forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
 }
@@ -51,7 +51,7 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
     let request = Request::random(&mut rng, &fleet.model, 12, 4);
     forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
     fleet.stop(1);
-    // The first call waits in vain, the next ones know.
+    // The first call waits for a replica, the next ones do not.
     for _ in 0..4 {
         let mut request = Request::random(&mut rng, &fleet.model, 12, 4);
         request.weights.iter_mut().for_each(|weight| *weight = rng.random_range(0.1..1.0));
@@ -76,8 +76,7 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
         }
         check(&request, &tensors.read(12), &mut local, DTYPE);
     }
-    // Whoever is to be left out is looked for in the tensors, so what is wrong with them shows early; the call is
-    // over then.
+    // To leave experts out, the client reads the tensors. So errors in them show early, and the call is over then.
     for _ in 0..5 {
         let mut request = Request::random(&mut rng, &fleet.model, 12, 4);
         request.idx[3] = client.model().shape.num_experts as i32;

@@ -8,12 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use attention_client::{
-    GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
-};
+use attention_client::{LayerTiming, MoeClient};
 use bench_harness::stats::of_sorted;
 use checkpoint::Checkpoint;
 use protocol::WireDtype;
+use reference_model::{GenerateOptions, Generation, Generator, LocalExperts};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use attention_client::{GenerateOptions, Generator};
 use checkpoint::Checkpoint;
+use reference_model::{GenerateOptions, Generator};
 
 use super::Counters;
 use crate::{Global, ui};

@@ -293,7 +293,7 @@ fn layer_writes_what_the_experts_compute() {
     let file = checkpoint::TensorFile::open(&out).expect("output");
     let found = file.tensor("out").and_then(|t| t.expect_shape(&[3, 256])?.to_f32()).expect("out");
     let checkpoint = std::sync::Arc::new(checkpoint::Checkpoint::open(tiny()).expect("model"));
-    let mut oracle = attention_client::LocalExperts::new(checkpoint);
+    let mut oracle = reference_model::LocalExperts::new(checkpoint);
     let mut expected = vec![f32::NAN; 3 * 256];
     let x: Vec<f32> = (0..3 * 256).map(|i| (i % 17) as f32 / 17.0).collect();
     attention_client::ExpertBackend::forward(

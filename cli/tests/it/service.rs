@@ -4,15 +4,20 @@
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
+use std::collections::HashMap;
+use std::fmt::Debug;
 use std::path::PathBuf;
+use std::process::Command;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{
-    ClientModel, GenerateOptions, Generator, LogitsOf, MoeClient, MoeRecord, Qwen3Moe,
-};
+use attention_client::{ClientModel, MoeClient};
 use checkpoint::{Checkpoint, TensorFile};
 use protocol::WireDtype;
+use reference_model::{
+    ExpertBackend, GenerateOptions, Generator, LocalExperts, LogitsOf, MoeRecord, Qwen3Moe,
+};
 use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
 /// The golden values of one prompt.
@@ -88,8 +93,7 @@ fn other_wire_formats_drift_no_more_than_their_precision_explains() {
         let (mut worst_block, mut worst_logit, mut same, mut total) = (0f32, 0f32, 0, 0);
         for (prompt_idx, golden) in goldens.iter().enumerate().take(2) {
             for layer in checkpoint.config().moe_layers() {
-                let mut block =
-                    attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
+                let mut block = reference_model::MoeBlock::load(&checkpoint, layer).expect("block");
                 let x = tensor(&reference, &format!("p{prompt_idx}.l{layer}.mlp_in"));
                 let mut out = vec![f32::NAN; x.len()];
                 block.forward(&x, &mut out, &mut client, None).expect("block");
@@ -148,7 +152,7 @@ fn blocks_of_other_architectures_equal_transformers_through_the_service() {
         let worst = rel_diff(&routed, &tensor(&reference, "routed_out"));
         assert!(worst <= 1e-4, "{}: routed experts differ by {worst:e}", dir.display());
 
-        let mut block = attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
+        let mut block = reference_model::MoeBlock::load(&checkpoint, layer).expect("block");
         let mut out = vec![f32::NAN; x.len()];
         block.forward(&x, &mut out, &mut client, None).expect("block");
         let worst = rel_diff(&out, &tensor(&reference, "block_out"));
@@ -192,7 +196,7 @@ fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
 #[cfg(feature = "libfabric")]
 #[test]
 fn the_demo_goes_over_libfabric() {
-    use std::process::{Command, Stdio};
+    use std::process::Stdio;
     use std::time::Instant;
 
     if let Err(error) = libfabric_transport::FabricNetwork::open("tcp;ofi_rxm") {
@@ -217,6 +221,59 @@ fn the_demo_goes_over_libfabric() {
     assert_eq!((&report["lost_requests"], &report["duplicated_requests"]), (&0.into(), &0.into()));
     assert_eq!(report["killed"]["server"], "server-1", "{report}");
     assert_eq!(report["killed"]["taken_over_by"][0], "server-0", "{report}");
+}
+
+#[test]
+fn a_client_outside_of_the_workspace_gets_what_the_reference_computes() {
+    let binary = build_standalone_client();
+    let checkpoint = open("tiny-moe");
+    let cluster = start(&checkpoint, 2, 2);
+    let dir = tempfile::tempdir().expect("folder");
+    let file = dir.path().join("layer.txt");
+    let num_layers = checkpoint.config().num_layers.to_string();
+    let mut command = Command::new(binary);
+    command.args([&cluster.control_url(), cluster.token(), &num_layers]).arg(&file);
+    let output = command.output().expect("start");
+    let (stdout, stderr) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
+    assert!(stdout.contains("norm of the output"), "{stdout}");
+
+    let text = std::fs::read_to_string(file).expect("written");
+    let lines: HashMap<&str, &str> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    fn values<T: FromStr<Err: Debug>>(line: &str) -> Vec<T> {
+        line.split(' ').map(|value| value.parse().expect("number")).collect()
+    }
+    let (x, out): (Vec<f32>, Vec<f32>) = (values(lines["x"]), values(lines["out"]));
+    let (idx, weights): (Vec<i32>, Vec<f32>) =
+        (values(lines["topk_idx"]), values(lines["topk_weights"]));
+    let mut expected = vec![f32::NAN; out.len()];
+    let layer = lines["layer"].parse().expect("layer");
+    let mut local = LocalExperts::new(checkpoint);
+    local.forward(layer, &x, &idx, &weights, &mut expected).expect("reference");
+    assert!(expected.iter().any(|value| *value != 0.0));
+    let worst = rel_diff(&out, &expected);
+    assert!(worst <= 1e-4, "differs by {worst:e}");
+}
+
+/// Builds `examples/standalone-client` as a user would, but from crates that are here already.
+fn build_standalone_client() -> PathBuf {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    let example = PathBuf::from(root).join("examples/standalone-client");
+    // The same versions as in the workspace: these are there offline, and some are built.
+    std::fs::copy(format!("{root}/Cargo.lock"), example.join("Cargo.lock")).expect("lock file");
+    let mut target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    target.pop();
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["build", "--offline", "--quiet", "--manifest-path"]);
+    command.arg(example.join("Cargo.toml")).arg("--target-dir").arg(&target);
+    // Without settings that cargo gives to the tests of this package.
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("CARGO_PKG_")) {
+        command.env_remove(name);
+    }
+    let output = command.output().expect("cargo");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    target.join("debug/standalone-client")
 }
 
 fn data(path: &str) -> PathBuf {

@@ -1,8 +1,10 @@
 //! The slots of one client, as the handshake gave them. All uses of the handshake's device types are here.
 
-use cuda_ipc::GpuMemory;
+use std::sync::Arc;
+
 use kernels::abi::{DevicePtr, FrameGeometry, Link, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
+use cuda_ipc::GpuMemory;
 use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
 use p2p_core::device::DeviceMemory;
 use p2p_core::slot::PROGRESS;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use attention_client::{ClientModel, ExpertBackend, LocalExperts};
+use attention_client::{ClientModel, ExpertBackend};
 use checkpoint::Checkpoint;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use reference_model::LocalExperts;
 
 /// Largest difference from the oracle, relative to the oracle's largest magnitude.
 pub const TOLERANCE: f32 = 1e-5;

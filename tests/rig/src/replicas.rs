@@ -4,13 +4,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{ClientModel, ExpertBackend, LocalExperts, MoeClient};
+use attention_client::{ClientModel, ExpertBackend, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig};
 use p2p_core::{SlotConfig, Transports};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use reference_model::LocalExperts;
 use test_support::model::tiny_moe;
 use test_support::printed_seed;
 use tokio::runtime::Runtime;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
-use attention_client::{ClientModel, DeviceClient, DeviceOptions, LayerTiming, MoeClient};
+use attention_client::{ClientModel, DeviceClient, DeviceOptions, LayerTiming};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::device::{BatchObserver, BatchReport, DeviceOptions as ServerDevice};
@@ -239,11 +239,11 @@ impl Client {
         let mut options = DeviceOptions::default();
         options.dtype = self.part.dtype();
         options.num_blocks = self.part.num_blocks;
-        let mut client = MoeClient::builder(model.clone())
+        let mut client = DeviceClient::builder(model.clone())
             .placement(self.table(&model))
             .slot(self.part.slot())
             .transports(self.part.transports(open)?)
-            .build_device(gpu.clone(), options)?;
+            .build(gpu.clone(), options)?;
         client.wait_ready(Duration::from_secs(60))?;
         let layer = *model.moe_layers.first().context("no layer with experts")?;
         let tensors = Tensors::random(&gpu, &model, self.tokens, self.seed)?;

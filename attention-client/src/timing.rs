@@ -1,0 +1,58 @@
+//! Times and counts of one call.
+
+use std::time::Instant;
+
+/// Times and counts of one call. Times are nanoseconds of the caller's monotonic clock, except those that servers
+/// report.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LayerTiming {
+    /// Choosing replicas, grouping, writing and publishing frames, until `dispatch` returned.
+    pub dispatch_ns: u64,
+    /// In `combine`: waiting for answers, retries included.
+    pub wait_ns: u64,
+    /// In `combine`: copying answers out of the slots and summing them.
+    pub combine_ns: u64,
+    /// Longest time that an answered frame waited in its server's queue, as the servers report it.
+    pub server_queue_ns: u64,
+    /// Longest time that a server computed an answered frame, as the servers report it.
+    pub server_compute_ns: u64,
+    /// Time lost to failures: from the last sign of life of each failed server until its unanswered tokens were
+    /// resent, summed over the failures. 0 without failures.
+    pub stall_ns: u64,
+    /// Frames published.
+    pub num_frames: u32,
+    /// Servers contacted.
+    pub num_servers: u32,
+    /// Links that failed with tokens of this call unanswered.
+    pub failovers: u32,
+    /// (token, expert) pairs resent.
+    pub resent_pairs: u64,
+    /// (token, expert) pairs left out for want of a live replica.
+    pub missing_pairs: u64,
+}
+
+impl LayerTiming {
+    /// Time inside the client's calls: dispatch, wait and combine.
+    #[must_use]
+    pub const fn total_ns(&self) -> u64 {
+        self.dispatch_ns + self.wait_ns + self.combine_ns
+    }
+}
+
+/// A finished call, for an observer.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerReport {
+    /// MoE layer.
+    pub layer: u32,
+    /// Tokens of the call.
+    pub num_tokens: usize,
+    /// Epoch of the placement at the call's last dispatch or retry.
+    pub epoch: u64,
+    /// Times and counts of the call.
+    pub timing: LayerTiming,
+}
+
+/// Nanoseconds since `start`.
+pub(crate) fn elapsed_ns(start: Instant) -> u64 {
+    start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX)
+}

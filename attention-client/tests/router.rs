@@ -1,0 +1,242 @@
+//! Routers against a naive implementation in f64 and on hand-made rows.
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use seed::seeded;
+#[path = "client_common/seed.rs"]
+mod seed;
+
+use switchyard_attention_client::router::{
+    GroupScore, Groups, Normalisation, RouteError, Router, RouterConfig, RouterConfigError,
+    RouterWorkspace, Scoring,
+};
+
+/// Scores this close may be ordered either way by f32 and f64 arithmetic.
+const TIE: f64 = 1e-6;
+
+/// Expected scores of a token's row, computed by full sorts in f64.
+struct Naive {
+    /// Unbiased scores.
+    scores: Vec<f64>,
+    /// Biased scores, -inf where the group is excluded.
+    choice: Vec<f64>,
+    /// The gap between the worst kept and the best excluded group.
+    group_gap: f64,
+}
+
+fn naive(config: &RouterConfig, bias: &[f32], logits: &[f32]) -> Naive {
+    let scores: Vec<f64> = match config.scoring {
+        Scoring::Softmax => {
+            let max = logits.iter().copied().fold(f32::MIN, f32::max) as f64;
+            let exp: Vec<f64> = logits.iter().map(|&l| (l as f64 - max).exp()).collect();
+            let sum: f64 = exp.iter().sum();
+            exp.iter().map(|e| e / sum).collect()
+        }
+        Scoring::Sigmoid => logits.iter().map(|&l| 1.0 / (1.0 + (-l as f64).exp())).collect(),
+    };
+    let mut choice: Vec<f64> =
+        (0..scores.len()).map(|e| scores[e] + bias.get(e).map_or(0.0, |&b| b as f64)).collect();
+    let mut group_gap = f64::INFINITY;
+    if let Some(Groups { num_groups, topk_groups, score }) = config.groups {
+        let size = choice.len() / num_groups;
+        let mut ranked: Vec<(f64, usize)> = (0..num_groups)
+            .map(|g| {
+                let mut group = choice[g * size..(g + 1) * size].to_vec();
+                group.sort_by(|a, b| b.total_cmp(a));
+                let take = if score == GroupScore::Max { 1 } else { 2 };
+                (group[..take].iter().sum(), g)
+            })
+            .collect();
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        if topk_groups < num_groups {
+            group_gap = ranked[topk_groups - 1].0 - ranked[topk_groups].0;
+        }
+        for &(_, g) in &ranked[topk_groups..] {
+            choice[g * size..(g + 1) * size].fill(f64::NEG_INFINITY);
+        }
+    }
+    Naive { scores, choice, group_gap }
+}
+
+fn route(router: &Router, logits: &[f32]) -> Result<(Vec<i32>, Vec<f32>), RouteError> {
+    let tokens = logits.len() / router.config().num_experts;
+    let mut idx = vec![i32::MIN; tokens * router.config().top_k];
+    let mut weights = vec![f32::NAN; tokens * router.config().top_k];
+    router.route(logits, &mut RouterWorkspace::default(), &mut idx, &mut weights)?;
+    Ok((idx, weights))
+}
+
+fn check_against_naive(router: &Router, bias: &[f32], logits: &[f32], exact_ties: bool) {
+    let config = router.config();
+    let (idx, weights) = route(router, logits).unwrap();
+    let rows = logits
+        .chunks(config.num_experts)
+        .zip(idx.chunks(config.top_k))
+        .zip(weights.chunks(config.top_k));
+    for (token, ((logits, idx), weights)) in rows.enumerate() {
+        let naive = naive(config, bias, logits);
+        if !exact_ties && naive.group_gap < TIE {
+            continue;
+        }
+        let mut order: Vec<usize> = (0..config.num_experts).collect();
+        order.sort_by(|&a, &b| naive.choice[b].total_cmp(&naive.choice[a]).then(a.cmp(&b)));
+        let mut seen = std::collections::BTreeSet::new();
+        for (rank, &expert) in idx.iter().enumerate() {
+            let expert = usize::try_from(expert).unwrap();
+            assert!(expert < config.num_experts && seen.insert(expert), "{token}: {idx:?}");
+            if exact_ties {
+                assert_eq!(expert, order[rank], "token {token}: {idx:?} of {logits:?}");
+            } else {
+                let (found, best) = (naive.choice[expert], naive.choice[order[rank]]);
+                assert!((found - best).abs() < TIE, "token {token} rank {rank}: {found} {best}");
+            }
+        }
+        let sum: f64 = idx.iter().map(|&e| naive.scores[e as usize]).sum();
+        for (&expert, &weight) in idx.iter().zip(weights) {
+            let score = naive.scores[expert as usize];
+            let expected = f64::from(config.scale)
+                * match config.normalisation {
+                    Normalisation::None => score,
+                    Normalisation::Sum { epsilon } => score / (sum + f64::from(epsilon)),
+                };
+            let tolerance = 1e-5 * expected.abs().max(1e-3);
+            assert!((f64::from(weight) - expected).abs() <= tolerance, "{weight} {expected}");
+        }
+    }
+}
+
+/// Every kind of router over `num_experts = 32`, with its bias.
+fn routers(rng: &mut StdRng) -> Vec<(Router, Vec<f32>)> {
+    let bias: Vec<f32> = (0..32).map(|_| rng.random_range(-0.5..0.5)).collect();
+    // A bias that makes every biased score negative: excluded groups must stay excluded.
+    let low: Vec<f32> = (0..32).map(|_| rng.random_range(-3.0..-2.0)).collect();
+    let top_k = rng.random_range(1..=8);
+    let plain = |r: Result<Router, RouterConfigError>| (r.unwrap(), Vec::new());
+    let v3 = |norm, bias: &Vec<f32>| {
+        (Router::deepseek_v3(32, top_k, (8, 4), norm, 2.5, bias.clone()).unwrap(), bias.clone())
+    };
+    vec![
+        plain(Router::softmax(32, top_k, true)),
+        plain(Router::softmax(32, top_k, false)),
+        plain(Router::deepseek_v2(32, top_k, None, 1.0)),
+        plain(Router::deepseek_v2(32, top_k, Some((8, 3)), 16.0)),
+        v3(true, &bias),
+        v3(false, &bias),
+        v3(true, &low),
+        plain(Router::deepseek_v3(32, top_k, (1, 1), true, 1.0, Vec::new())),
+    ]
+}
+
+#[test]
+fn random_logits_agree_with_the_naive_router() {
+    let mut rng = seeded("random_logits_agree_with_the_naive_router");
+    for _ in 0..50 {
+        for (router, bias) in routers(&mut rng) {
+            let spread = [0.1, 1.0, 10.0, 80.0][rng.random_range(0..4)];
+            let logits: Vec<f32> =
+                (0..17 * 32).map(|_| rng.random_range(-spread..spread)).collect();
+            check_against_naive(&router, &bias, &logits, false);
+        }
+    }
+}
+
+#[test]
+fn equal_scores_go_to_the_lowest_index() {
+    let mut rng = seeded("equal_scores_go_to_the_lowest_index");
+    for _ in 0..200 {
+        // Three distinct logits over 32 experts: every row is full of exact ties.
+        let logits: Vec<f32> = (0..5 * 32).map(|_| rng.random_range(0..3) as f32).collect();
+        for (router, _) in routers(&mut rng) {
+            let router = Router::new(*router.config(), Vec::new()).unwrap();
+            check_against_naive(&router, &[], &logits, true);
+        }
+    }
+}
+
+#[test]
+fn an_all_equal_row_takes_the_first_experts_evenly() {
+    let router = Router::softmax(16, 4, true).unwrap();
+    let (idx, weights) = route(&router, &[0.25; 32]).unwrap();
+    assert_eq!(idx, [0, 1, 2, 3, 0, 1, 2, 3]);
+    assert_eq!(weights, [0.25; 8]);
+    let router = Router::deepseek_v3(16, 4, (4, 2), true, 2.0, vec![0.5; 16]).unwrap();
+    let (idx, weights) = route(&router, &[-1.0; 16]).unwrap();
+    assert_eq!(idx, [0, 1, 2, 3]);
+    assert!(weights.iter().all(|w| (w - 0.5).abs() < 1e-6), "{weights:?}");
+}
+
+#[test]
+fn minus_infinity_is_chosen_last_with_weight_zero() {
+    let inf = f32::NEG_INFINITY;
+    let router = Router::softmax(6, 3, true).unwrap();
+    let (idx, weights) = route(&router, &[inf, 1.0, inf, inf, 1.0, inf]).unwrap();
+    assert_eq!(idx, [1, 4, 0]);
+    assert_eq!(weights, [0.5, 0.5, 0.0]);
+    assert_eq!(
+        route(&router, &[[0.0; 6], [inf; 6]].concat()),
+        Err(RouteError::NoEligibleExpert { token: 1 })
+    );
+    // A sigmoid of -inf is an honest zero, and the epsilon keeps the weights finite.
+    let router = Router::deepseek_v3(6, 3, (3, 2), true, 2.5, Vec::new()).unwrap();
+    assert_eq!(route(&router, &[inf; 6]).unwrap(), (vec![0, 1, 2], vec![0.0; 3]));
+}
+
+#[test]
+fn broken_logits_are_an_error_that_names_them() {
+    for (router, _) in routers(&mut StdRng::seed_from_u64(1)) {
+        for value in [f32::NAN, f32::INFINITY] {
+            let mut logits = vec![0.0; 3 * 32];
+            logits[2 * 32 + 7] = value;
+            match route(&router, &logits) {
+                Err(RouteError::BadLogit { token: 2, expert: 7, value: found }) => {
+                    assert_eq!(found.to_bits(), value.to_bits());
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn extreme_finite_logits_stay_finite() {
+    for (router, _) in routers(&mut StdRng::seed_from_u64(2)) {
+        let logits: Vec<f32> =
+            (0..32).map(|i| if i % 2 == 0 { f32::MAX } else { f32::MIN }).collect();
+        let (_, weights) = route(&router, &logits).unwrap();
+        assert!(weights.iter().all(|w| w.is_finite()), "{weights:?}");
+    }
+}
+
+#[test]
+fn slices_of_the_wrong_length_are_errors() {
+    let router = Router::softmax(4, 2, true).unwrap();
+    let mut workspace = RouterWorkspace::default();
+    let mut call = |logits: usize, idx: usize, weights: usize| {
+        router.route(&vec![0.0; logits], &mut workspace, &mut vec![0; idx], &mut vec![0.0; weights])
+    };
+    assert_eq!(call(0, 0, 0), Ok(()));
+    assert_eq!(call(8, 4, 4), Ok(()));
+    let error = |what, found, expected| Err(RouteError::Length { what, found, expected });
+    assert_eq!(call(9, 4, 4), error("logits", 9, 8));
+    assert_eq!(call(8, 3, 4), error("topk_idx", 3, 4));
+    assert_eq!(call(8, 4, 5), error("topk_weights", 5, 4));
+}
+
+#[test]
+fn impossible_configurations_are_refused() {
+    use RouterConfigError as E;
+    let v3 = |experts, top_k, groups, bias| {
+        Router::deepseek_v3(experts, top_k, groups, true, 1.0, bias).unwrap_err()
+    };
+    assert!(matches!(Router::softmax(4, 5, true).unwrap_err(), E::TopK { .. }));
+    assert!(matches!(Router::softmax(4, 0, true).unwrap_err(), E::TopK { .. }));
+    assert!(matches!(v3(8, 2, (3, 1), vec![]), E::Groups { .. }));
+    assert!(matches!(v3(8, 2, (0, 0), vec![]), E::Groups { .. }));
+    assert!(matches!(v3(8, 2, (4, 5), vec![]), E::Groups { .. }));
+    assert!(matches!(v3(8, 2, (8, 4), vec![]), E::GroupTooSmall { .. }));
+    assert!(matches!(v3(8, 4, (4, 1), vec![]), E::TooFewEligible { .. }));
+    assert!(matches!(v3(8, 2, (4, 2), vec![0.0; 7]), E::BiasLength { .. }));
+    assert!(matches!(v3(8, 2, (4, 2), vec![f32::NAN; 8]), E::NotFinite { .. }));
+    let scale = Router::deepseek_v2(8, 2, None, f32::INFINITY).unwrap_err();
+    assert!(matches!(scale, E::NotFinite { .. }));
+}

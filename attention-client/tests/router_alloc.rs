@@ -1,0 +1,29 @@
+//! Routing allocates nothing once its workspace is warm. One test per binary: it owns the
+//! allocator.
+
+#[path = "../../tests/support/src/counting.rs"]
+mod counting;
+
+use counting::THREAD_ALLOCATIONS;
+use switchyard_attention_client::{Router, RouterWorkspace};
+
+#[test]
+fn routing_allocates_nothing_when_warm() {
+    let bias = (0..256).map(|e| e as f32 * 1e-3).collect();
+    let routers = [
+        Router::softmax(256, 8, true).unwrap(),
+        Router::deepseek_v2(256, 8, Some((8, 3)), 16.0).unwrap(),
+        Router::deepseek_v3(256, 8, (8, 4), true, 2.5, bias).unwrap(),
+    ];
+    let logits: Vec<f32> = (0..64 * 256).map(|i| (i as f32 * 0.7).sin()).collect();
+    let (mut idx, mut weights) = (vec![-1; 64 * 8], vec![0.0; 64 * 8]);
+    for router in &routers {
+        let mut workspace = RouterWorkspace::default();
+        let before = THREAD_ALLOCATIONS.get();
+        router.route(&logits[..256], &mut workspace, &mut idx[..8], &mut weights[..8]).unwrap();
+        assert!(THREAD_ALLOCATIONS.get() > before, "the counter counts");
+        let before = THREAD_ALLOCATIONS.get();
+        router.route(&logits, &mut workspace, &mut idx, &mut weights).unwrap();
+        assert_eq!(THREAD_ALLOCATIONS.get(), before);
+    }
+}

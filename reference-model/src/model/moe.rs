@@ -1,0 +1,225 @@
+//! The MoE block: gate, router and shared experts. A backend computes the routed experts.
+
+use std::time::{Duration, Instant};
+
+use candle_core::{Device, Tensor};
+use checkpoint::Checkpoint;
+use thiserror::Error;
+
+use super::LoadError;
+use super::layers::{Linear, Mlp, with_values};
+use attention_client::router::{RouteError, Router, RouterWorkspace};
+use attention_client::{BackendError, ExpertBackend};
+
+/// The MoE block of one layer of a Qwen3-MoE, Mixtral, DeepSeek-V2 or DeepSeek-V3 checkpoint.
+///
+/// Holds the gate, its bias and the shared experts in f32. Clones share weights.
+#[derive(Debug)]
+pub struct MoeBlock {
+    layer: u32,
+    hidden: usize,
+    gate: Linear,
+    router: Router,
+    shared: Option<Mlp>,
+    workspace: Workspace,
+}
+
+/// Input, choices and output of one pass through an MoE block.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct MoeRecord<'a> {
+    /// Decoder layer of the block.
+    pub layer: u32,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Input, `[num_tokens, hidden]`.
+    pub input: &'a [f32],
+    /// Chosen experts, `[num_tokens, top_k]`.
+    pub topk_idx: &'a [i32],
+    /// Their weights, `[num_tokens, top_k]`.
+    pub topk_weights: &'a [f32],
+    /// Output, shared experts included, `[num_tokens, hidden]`.
+    pub output: &'a [f32],
+    /// Time that the backend took for the routed experts.
+    pub backend_time: Duration,
+}
+
+/// Observes MoE blocks. Closures over a [`MoeRecord`] are observers.
+pub trait MoeObserver {
+    /// Called once for each block that succeeds, after its output is complete.
+    fn moe_block(&mut self, record: &MoeRecord<'_>);
+}
+
+impl<F: FnMut(&MoeRecord<'_>)> MoeObserver for F {
+    fn moe_block(&mut self, record: &MoeRecord<'_>) {
+        self(record);
+    }
+}
+
+/// Failure of an MoE block.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
+pub enum MoeBlockError {
+    /// The backend failed. Its error names the layer.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The router cannot use the gate's logits.
+    #[error("layer {layer}: {source}")]
+    Route { layer: u32, source: RouteError },
+    /// A slice of the wrong length.
+    #[error("layer {layer}: {what} has {found} values, expected {expected}")]
+    Length { layer: u32, what: &'static str, found: usize, expected: usize },
+    /// The tensor library failed.
+    #[error("layer {layer}: {source}")]
+    Tensor { layer: u32, source: Box<candle_core::Error> },
+}
+
+impl MoeBlockError {
+    fn tensor(layer: u32, source: candle_core::Error) -> Self {
+        Self::Tensor { layer, source: Box::new(source) }
+    }
+}
+
+impl MoeBlock {
+    /// Loads the block of `layer`: the gate, its bias and the shared experts.
+    pub fn load(checkpoint: &Checkpoint, layer: u32) -> Result<Self, LoadError> {
+        let config = checkpoint.config();
+        let tensors = checkpoint.router(layer)?;
+        let bias = tensors.bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
+        let router = Router::from_model(config, bias)?;
+        let gate = (tensors.weight.to_f32()?, (config.num_experts as usize, config.hidden));
+        let gate = Tensor::from_vec(gate.0, gate.1, &Device::Cpu)?;
+        let shared = checkpoint.shared_expert(layer)?;
+        Ok(Self {
+            layer,
+            hidden: config.hidden,
+            gate: Linear::from_matrix(&gate)?,
+            router,
+            shared: shared.as_ref().map(Mlp::from_tensors).transpose()?,
+            workspace: Workspace::default(),
+        })
+    }
+
+    /// Decoder layer of the block.
+    pub fn layer(&self) -> u32 {
+        self.layer
+    }
+
+    /// The router of the block.
+    pub fn router(&self) -> &Router {
+        &self.router
+    }
+
+    /// Chooses experts for `x` `[num_tokens, hidden]`. Returns the indices and the weights, both
+    /// `[num_tokens, top_k]`.
+    pub fn route(&mut self, x: &[f32]) -> Result<(&[i32], &[f32]), MoeBlockError> {
+        let x = self.tensor(x)?;
+        self.route_tensor(&x)?;
+        Ok((&self.workspace.topk_idx, &self.workspace.topk_weights))
+    }
+
+    /// Runs the block for `x` `[num_tokens, hidden]` and overwrites `out`, of the same shape. The caller adds the
+    /// residual. An `observer` sees input and output.
+    ///
+    /// # Errors
+    /// [`MoeBlockError`]; the content of `out` is then unspecified.
+    pub fn forward(
+        &mut self,
+        x: &[f32],
+        out: &mut [f32],
+        backend: &mut dyn ExpertBackend,
+        observer: Option<&mut dyn MoeObserver>,
+    ) -> Result<(), MoeBlockError> {
+        let tensor = self.tensor(x)?;
+        self.forward_tensor(&tensor, x, out, backend, observer)
+    }
+
+    /// As [`forward`](Self::forward), with `x` both as a tensor and as its values.
+    pub(super) fn forward_tensor(
+        &mut self,
+        tensor: &Tensor,
+        x: &[f32],
+        out: &mut [f32],
+        backend: &mut dyn ExpertBackend,
+        observer: Option<&mut dyn MoeObserver>,
+    ) -> Result<(), MoeBlockError> {
+        let layer = self.layer;
+        if out.len() != x.len() {
+            let (found, expected) = (out.len(), x.len());
+            return Err(MoeBlockError::Length { layer, what: "out", found, expected });
+        }
+        self.route_tensor(tensor)?;
+        let Workspace { topk_idx, topk_weights, .. } = &self.workspace;
+        let started = observer.is_some().then(Instant::now);
+        backend.forward(layer, x, topk_idx, topk_weights, out)?;
+        let backend_time = started.map_or(Duration::ZERO, |s| s.elapsed());
+        if let Some(shared) = &self.shared {
+            shared
+                .forward(tensor)
+                .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
+                .map_err(|e| MoeBlockError::tensor(layer, e))?;
+        }
+        if let Some(observer) = observer {
+            observer.moe_block(&MoeRecord {
+                layer,
+                top_k: self.router.config().top_k,
+                input: x,
+                topk_idx,
+                topk_weights,
+                output: out,
+                backend_time,
+            });
+        }
+        Ok(())
+    }
+
+    fn route_tensor(&mut self, x: &Tensor) -> Result<(), MoeBlockError> {
+        let layer = self.layer;
+        let Workspace { router: workspace, topk_idx, topk_weights } = &mut self.workspace;
+        let route = |logits: &[f32]| {
+            let config = self.router.config();
+            let entries = logits.len() / config.num_experts * config.top_k;
+            topk_idx.resize(entries, -1);
+            topk_weights.resize(entries, 0.0);
+            self.router.route(logits, workspace, topk_idx, topk_weights)
+        };
+        let tensor_error = |e| MoeBlockError::tensor(layer, e);
+        let logits = self.gate.forward(x).map_err(tensor_error)?;
+        with_values(&logits, route)
+            .map_err(tensor_error)?
+            .map_err(|source| MoeBlockError::Route { layer, source })
+    }
+
+    /// `[num_tokens, hidden]` from its values.
+    fn tensor(&self, x: &[f32]) -> Result<Tensor, MoeBlockError> {
+        let layer = self.layer;
+        let num_tokens = x.len() / self.hidden;
+        if num_tokens * self.hidden != x.len() {
+            let (found, expected) = (x.len(), num_tokens * self.hidden);
+            return Err(MoeBlockError::Length { layer, what: "x", found, expected });
+        }
+        Tensor::from_slice(x, (num_tokens, self.hidden), &Device::Cpu)
+            .map_err(|e| MoeBlockError::tensor(layer, e))
+    }
+}
+
+impl Clone for MoeBlock {
+    fn clone(&self) -> Self {
+        Self {
+            layer: self.layer,
+            hidden: self.hidden,
+            gate: self.gate.clone(),
+            router: self.router.clone(),
+            shared: self.shared.clone(),
+            workspace: Workspace::default(),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Workspace {
+    router: RouterWorkspace,
+    topk_idx: Vec<i32>,
+    topk_weights: Vec<f32>,
+}
