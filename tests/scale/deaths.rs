@@ -2,7 +2,7 @@
 //! on with the next. `SWITCHYARD_TEST_TRANSPORT` chooses the transport, `SWITCHYARD_KILL_DEATHS` how many
 //! connections die.
 use std::os::fd::AsFd;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,9 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use test_support::bounded;
 
-use crate::support::{num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports};
+use crate::support::{
+    TRANSPORT, num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports,
+};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 3 };
 /// Time for a death to be noticed, and for anything else that must happen.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::crowd::Crowd;
 use crate::support::{
-    cpu_seconds, num_descriptors, num_threads, resident_bytes, transports, wanted_peers,
+    self, cpu_seconds, num_descriptors, resident_bytes, transports, wanted_peers,
 };
 use p2p_core::{Connection, Endpoint, SlotConfig, TransportKind};
 
@@ -48,7 +48,7 @@ async fn check() {
     let (empty_bytes, empty_descriptors) = (resident_bytes(), num_descriptors());
     let cpu = cpu_seconds();
     let mut crowd = Crowd::gather(num_peers, listener()).await;
-    let most_threads = num_threads();
+    let most_threads = support::num_threads();
     let threads = threads_at_rest().await;
     println!("threads: {num_threads}, {most_threads} and {threads}");
     let idle_bytes = resident_bytes().saturating_sub(empty_bytes) / num_peers as u64;
@@ -126,10 +126,10 @@ async fn check() {
 /// How many threads there are once those that have nothing to do have gone.
 async fn threads_at_rest() -> usize {
     let deadline = Instant::now() + Duration::from_secs(20);
-    let mut before = num_threads();
+    let mut before = support::num_threads();
     loop {
         tokio::time::sleep(2 * IDLE_THREADS_LIVE).await;
-        let now = num_threads();
+        let now = support::num_threads();
         if now == before || Instant::now() > deadline {
             return now;
         }
