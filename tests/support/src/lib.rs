@@ -12,6 +12,7 @@ pub mod eventually;
 pub mod long;
 pub mod model;
 pub mod namespaces;
+pub mod own_process;
 pub mod procfs;
 pub mod seed;
 pub mod skip;
