@@ -1,6 +1,6 @@
-//! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and PTX for what comes later,
-//! which the library embeds. nvcc comes from `CUDA_HOME`, else from the wheels that
-//! `cargo xtask cuda-toolkit` keeps in the user's cache.
+//! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and to PTX for later GPUs. The library
+//! embeds both. nvcc comes from `CUDA_HOME`, else from the wheels that `cargo xtask cuda-toolkit` keeps in the
+//! user's cache.
 //!
 //! With the feature `emulated`: compiles the same kernels for the host, see `src/gpu/emulated.rs`.
 
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     match build() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // As it is: what nvcc reports has lines.
+            // Printed unchanged: nvcc's report has lines.
             eprintln!("{error}");
             ExitCode::FAILURE
         }
@@ -120,7 +120,7 @@ fn compile_all(nvcc: &Path, out: &Path) -> Result<(), String> {
     })
 }
 
-/// Writes the machine code beside what ptxas reports of it.
+/// Writes the machine code, and beside it the report of ptxas.
 fn compile(nvcc: &Path, name: &str, out: &Path) -> Result<(), String> {
     let output = Command::new(nvcc)
         .args(["-O3", "-std=c++17", "-fatbin", "--no-compress", "-Iinclude", "-Icuda"])
@@ -137,8 +137,8 @@ fn compile(nvcc: &Path, name: &str, out: &Path) -> Result<(), String> {
     fs::write(&report, output.stderr).map_err(|e| format!("cannot write {}: {e}", report.display()))
 }
 
-/// One static library that shows nothing but `sy_emulated_*`: whatever else is linked may have compiled
-/// the same headers with other settings.
+/// One static library that exports only `sy_emulated_*`: other linked code may have compiled the same headers with
+/// other settings.
 fn compile_emulated() -> Result<(), Box<dyn Error>> {
     for path in ["host", "include", "cuda/check.hpp", "cuda/p2p_check.hpp"] {
         println!("cargo::rerun-if-changed={path}");
@@ -150,7 +150,7 @@ fn compile_emulated() -> Result<(), Box<dyn Error>> {
     let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
     run(Command::new(compiler)
         .args(["-std=c++17", "-O2", "-fPIC", "-pthread", "-ffp-contract=off"])
-        // Kernels look at frames as words of several sizes.
+        // Kernels access frames as words of several sizes.
         .args(["-fno-strict-aliasing", "-fno-gnu-unique"])
         .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas"])
         .args(["-DSIMT_REAL_CLOCK", "-DSY_RECV_BLOCKS=1"])

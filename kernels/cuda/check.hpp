@@ -1,6 +1,6 @@
-// What launchers decide before they launch anything: whether parameters can be used, and the size of the
-// launch. Plain C++ without CUDA, so that hosts without a toolkit compile it too; kernels/src/check.rs
-// and plan.rs say the same in Rust, and a test compares them.
+// Checks and sizes of launchers: whether parameters can be used, and the size of the launch. Plain
+// C++ without CUDA, so that hosts without a toolkit compile it too. kernels/src/check.rs and
+// plan.rs are the same in Rust, and a test compares them.
 #pragma once
 
 #include <cstdint>
@@ -40,11 +40,11 @@ namespace switchyard {
 }
 
 [[nodiscard]] inline int check_link(const sy_link& link) {
-    if (link.way != SY_WAY_DIRECT && link.way != SY_WAY_IBGDA && link.way != SY_WAY_PROXY)
-        return SY_LAUNCH_WAY;
-    if (link.window == 0 || (link.way != SY_WAY_DIRECT && link.context == 0))
+    if (link.path != SY_PATH_DIRECT && link.path != SY_PATH_IBGDA && link.path != SY_PATH_PROXY)
+        return SY_LAUNCH_PATH;
+    if (link.window == 0 || (link.path != SY_PATH_DIRECT && link.context == 0))
         return SY_LAUNCH_NULL;
-    if (link.way != SY_WAY_DIRECT && link.context % 8 != 0)
+    if (link.path != SY_PATH_DIRECT && link.context % 8 != 0)
         return SY_LAUNCH_ALIGNMENT;
     return link.window % 16 == 0 ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
@@ -71,7 +71,7 @@ namespace switchyard {
     return lists.max_rows != 0 ? SY_OK : SY_LAUNCH_TOKENS;
 }
 
-// Version, geometry and table: what the parameters of all fused kernels have.
+// Version, geometry and table: the parameters that all fused kernels have.
 template <class Params>
 [[nodiscard]] int check_common(const Params& params, const void* table, uint32_t num_peers) {
     if (params.version != SY_DEVICE_ABI_VERSION)
@@ -180,8 +180,8 @@ template <class Params>
     return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
 }
 
-[[nodiscard]] inline bool takes_any_way(uint32_t flags) {
-    return (flags & SY_LAUNCH_FLAG_ANY_WAY) != 0;
+[[nodiscard]] inline bool takes_any_path(uint32_t flags) {
+    return (flags & SY_LAUNCH_FLAG_ANY_PATH) != 0;
 }
 
 [[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
@@ -231,7 +231,7 @@ constexpr uint32_t kGenericThreads = 256;
 constexpr uint32_t kMultiprocessors = 132;
 constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
-// From so many tokens on a block of dispatch takes two or more.
+// From this number of tokens on, a block of dispatch takes two or more.
 constexpr uint32_t kTokensInPairs = 96;
 
 // Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
@@ -265,7 +265,7 @@ constexpr uint32_t kMostFewBlocks = 64;
     const uint32_t num_blocks = choose_blocks(params.num_blocks, params.capacity, 512);
     LaunchPlan plan = plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
     // Where links are direct and each block has two tokens at least.
-    plan.is_few = plan.is_tuned && (params.flags & SY_LAUNCH_FLAG_ANY_WAY) == 0 &&
+    plan.is_few = plan.is_tuned && (params.flags & SY_LAUNCH_FLAG_ANY_PATH) == 0 &&
                   num_blocks <= kMostFewBlocks && params.capacity >= uint64_t{2} * num_blocks;
     return plan;
 }
@@ -279,13 +279,14 @@ constexpr uint32_t kMostFewBlocks = 64;
     return plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
 }
 
-// Of the kernels that multiply, which fill a multiprocessor's shared memory.
+// Size for the kernels that multiply, which fill a multiprocessor's shared memory.
 [[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
     return {params.num_blocks != 0 ? params.num_blocks : kMultiprocessors, SY_PRODUCT_THREADS,
             false};
 }
 
-// Of the stage's first kernel. Requests of another type than the weights' are converted before.
+// Size for the stage's first kernel. Requests of another type than the weights' are converted
+// before.
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
     if (params.geometry.dtype == params.weights_dtype)
         return plan_products(params);

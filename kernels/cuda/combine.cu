@@ -7,19 +7,19 @@ using namespace switchyard;
 
 namespace {
 
-template <uint32_t kWays> int launch_for(const sy_combine_params& params, sy_stream stream) {
+template <uint32_t kPaths> int launch_for(const sy_combine_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
-    if constexpr (kWays == comm::kDirectOnly)
+    if constexpr (kPaths == comm::kDirectOnly)
         if (size.is_few)
             return launch(
                 impls::combine_kernel<
-                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>>,
+                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kPaths>>>,
                 params, size, stream);
     if (size.is_tuned)
         return launch(
-            impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>, params,
-            size, stream);
-    return launch(impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kWays>>, params,
+            impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kPaths>>,
+            params, size, stream);
+    return launch(impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kPaths>>, params,
                   size, stream);
 }
 
@@ -30,6 +30,6 @@ extern "C" int sy_launch_combine(const sy_combine_params* params, sy_stream stre
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return takes_any_way(params->flags) ? launch_for<comm::kAnyWay>(*params, stream)
-                                        : launch_for<comm::kDirectOnly>(*params, stream);
+    return takes_any_path(params->flags) ? launch_for<comm::kAnyWay>(*params, stream)
+                                         : launch_for<comm::kDirectOnly>(*params, stream);
 }

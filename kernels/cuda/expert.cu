@@ -9,25 +9,25 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 int launch_echo(const sy_echo_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
         return launch(
-            impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
+            impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kPaths>>,
             params, size, stream);
-    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>, params,
+    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kPaths>>, params,
                   size, stream);
 }
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 int launch_send(const sy_expert_send_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
         return launch(impls::expert_send_kernel<
-                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
+                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kPaths>>,
                       params, size, stream);
-    return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>,
+    return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kPaths>>,
                   params, size, stream);
 }
 
@@ -38,8 +38,8 @@ extern "C" int sy_launch_expert_recv(const sy_expert_recv_params* params, sy_str
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return launch(takes_any_way(params->flags) ? impls::expert_recv_kernel<comm::kAnyWay>
-                                               : impls::expert_recv_kernel<comm::kDirectOnly>,
+    return launch(takes_any_path(params->flags) ? impls::expert_recv_kernel<comm::kAnyWay>
+                                                : impls::expert_recv_kernel<comm::kDirectOnly>,
                   *params, plan(*params), stream);
 }
 
@@ -49,7 +49,7 @@ extern "C" int sy_launch_expert_send(const sy_expert_send_params* params, sy_str
     if (const int code = check(*params); code != SY_OK)
         return code;
     const bool is_fp8 = params->geometry.dtype == SY_DTYPE_F8_E4M3;
-    if (takes_any_way(params->flags))
+    if (takes_any_path(params->flags))
         return is_fp8 ? launch_send<true, comm::kAnyWay>(*params, stream)
                       : launch_send<false, comm::kAnyWay>(*params, stream);
     return is_fp8 ? launch_send<true, comm::kDirectOnly>(*params, stream)
@@ -62,7 +62,7 @@ extern "C" int sy_launch_echo(const sy_echo_params* params, sy_stream stream) {
     if (const int code = check(*params); code != SY_OK)
         return code;
     const bool is_fp8 = params->geometry.dtype == SY_DTYPE_F8_E4M3;
-    if (takes_any_way(params->flags))
+    if (takes_any_path(params->flags))
         return is_fp8 ? launch_echo<true, comm::kAnyWay>(*params, stream)
                       : launch_echo<false, comm::kAnyWay>(*params, stream);
     return is_fp8 ? launch_echo<true, comm::kDirectOnly>(*params, stream)
@@ -98,11 +98,11 @@ extern "C" const char* sy_launch_error(int code) {
     case SY_LAUNCH_EXPERTS:
         return "number of experts: expected 1 to 1024";
     case SY_LAUNCH_TOKENS:
-        return "token capacity: expected at least 1 and at most what frames and lists hold";
+        return "token capacity: expected at least 1 and at most the capacity of frames and lists";
     case SY_LAUNCH_GEOMETRY:
         return "frame geometry: expected what sy_make_geometry computes";
-    case SY_LAUNCH_WAY:
-        return "link: a way to a peer that this build does not know";
+    case SY_LAUNCH_PATH:
+        return "link: an unknown path to a peer";
     case SY_LAUNCH_BOUND:
         return "timeout_ns is 0: every wait has a bound";
     case SY_LAUNCH_INTER:

@@ -1,4 +1,5 @@
-// What a host has a GPU do for it in stream order: move flags of slots in GPU memory, and tell it small things.
+// Small tasks of the host that a GPU does in stream order: moving flags of slots in GPU memory, and
+// small messages to the host.
 #include "switchyard/ptx/memory.cuh"
 
 // SYNC POINT publish: adds after everything that the stream did before.
@@ -8,7 +9,7 @@ extern "C" __global__ void sy_flag_add(uint64_t* flag, uint64_t value) {
 
 // Two pieces of memory to the host, in words of four bytes, by one block: less for the next kernel in the stream to
 // wait for than two copies by the copy engine.
-// SYNC POINT told: the first eight bytes of the second piece come last and by one store.
+// SYNC POINT told: one store writes the first eight bytes of the second piece, after all else.
 extern "C" __global__ void sy_tell_host(uint32_t* first_to, const uint32_t* first,
                                         uint64_t first_words, uint32_t* last_to,
                                         const uint32_t* last, uint64_t last_words) {

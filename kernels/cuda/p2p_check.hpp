@@ -1,5 +1,4 @@
-// What the launchers of the transport measurements decide before they launch anything. kernels/src/p2p.rs
-// says the same in Rust.
+// Checks of the launchers of the transport measurements. kernels/src/p2p.rs is the same in Rust.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +23,8 @@ namespace switchyard {
         const sy_link& link = params.links[i];
         if (params.counters[i] == 0 || link.window == 0)
             return SY_LAUNCH_NULL;
-        if (link.way != SY_WAY_DIRECT)
-            return SY_LAUNCH_WAY;
+        if (link.path != SY_PATH_DIRECT)
+            return SY_LAUNCH_PATH;
         if (link.window % 16 != 0)
             return SY_LAUNCH_ALIGNMENT;
     }

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(SY_PEER_COPY_THREADS)
     switchyard::impls::peer_copy(params);
 }
 
-// The calls of a link, whose way may be a proxy: what tests launch.
+// The calls of a link, for tests; its path may be a proxy.
 extern "C" __global__ void __launch_bounds__(32)
     sy_link_calls(const __grid_constant__ switchyard::impls::LinkCallsParams params) {
     switchyard::impls::link_calls<switchyard::comm::kAnyWay>(params);

@@ -1,8 +1,8 @@
-//! Prints what this host's GPUs look like from here: `cargo run -p switchyard-kernels --example
-//! probe [--features cuda]`.
+//! Prints this host's GPUs as this build sees them: `cargo run -p switchyard-kernels --example probe [--features
+//! cuda]`.
 
 fn main() {
-    let report = kernels::probe();
+    let report = switchyard_kernels::probe();
     for line in report.lines() {
         let remedy = line.remedy.map(|remedy| format!(" ({remedy})")).unwrap_or_default();
         println!("{} {}: {}{remedy}", if line.usable { "+" } else { "-" }, line.name, line.found);

@@ -1,4 +1,4 @@
-// Checks that end the program with a line that says what was expected.
+// Checks that end the program with a line that names the expected value.
 #pragma once
 
 #include <cstdio>

@@ -277,7 +277,7 @@ struct Activations {
     }
 };
 
-// How far results are from what was expected, as a part of it.
+// Largest permitted difference between results and expected values, relative to the latter.
 struct Error {
     double off = 0, norm = 0;
     void add(double found, double want) {
@@ -337,8 +337,8 @@ void check(const Case& c, uint64_t seed) {
         read_matrices(stage.down, stage.down_scale, num_experts, c.hidden, c.inter);
     const auto out = download<uint16_t>(stage.params.expert_out, num_out);
     const Activations activations(stage, c);
-    // Each product by itself: the second is compared with what follows from the first's results as
-    // they are.
+    // Each product separately: the second is compared with the product of the first's actual
+    // results.
     std::vector<Error> first(stage.num_entries), second(stage.num_entries);
     std::vector<uint64_t> first_row = {0};
     for (const uint32_t count : c.counts)
@@ -516,7 +516,7 @@ void refusals(uint64_t seed) {
     CHECK(sy_launch_expert_compute(&params, nullptr) == SY_LAUNCH_BOUND, "no bound");
 }
 
-// Boxes of half of what a stage waits for, so that no stage is ever full.
+// Boxes of half the bytes that a stage waits for, so that no stage is ever full.
 void halve_boxes(Stage& stage, const Case& c) {
     const auto encode =
         driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);

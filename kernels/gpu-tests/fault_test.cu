@@ -1,5 +1,5 @@
-// What a client sees when a server dies or freezes under load. One client, two servers that replicate each
-// other, each its own process.
+// A client's view of a server that dies or freezes under load. One client, two servers that
+// replicate each other, each its own process.
 //
 //   fault_test [--limit SECONDS] [--seed N]
 //

@@ -1,11 +1,12 @@
-// What posting costs: work requests per second by queues, warps and the place of the queues, and beside
-// it the same rows by direct stores. Prints one JSON line per case.
+// The cost of posting: work requests per second by queues, warps and the place of the queues, and
+// beside it the same rows by direct stores. Prints one JSON line per case.
 //
 //   ibgda_bench [--quick]
 //
-// Queues are filled once per run and nobody reads them, so that only the posters are measured. With
-// "nic":"sink" a kernel of one block takes the doorbells and completes everything at once; with
-// "nic":"host" a thread of the host does, which like a NIC reads queues in host memory without the GPU.
+// Queues are filled once per run without a reader, so that only the posters are measured. With
+// "nic":"sink" a kernel of one block takes the doorbells and completes all requests immediately.
+// With "nic":"host" a thread of the host does, which like a NIC reads queues in host memory without
+// the GPU.
 #include <algorithm>
 #include <atomic>
 #include <cinttypes>
@@ -56,7 +57,7 @@ struct PostParams {
     uint32_t* status;
 };
 
-// Who posts on a queue at the same time, and whether a record stands beside its doorbell.
+// Concurrent posters on a queue, and whether a record stands beside its doorbell.
 enum class Posters { kAnyBlocks, kOneBlock, kOwner };
 
 const char* name_of(Posters posters) {
@@ -119,7 +120,8 @@ __global__ void __launch_bounds__(32) own_kernel(const __grid_constant__ PostPar
     }
 }
 
-// Two requests and their doorbell, without reservation and turn: what no protocol between posters can save.
+// Two requests and their doorbell, without reservation and turn: the lower bound of any protocol
+// between posters.
 template <Scope kScope>
 __global__ void __launch_bounds__(32) bell_kernel(const __grid_constant__ PostParams params) {
     const sy_mlx5_qp qp = params.qps[0];
@@ -145,7 +147,8 @@ __global__ void __launch_bounds__(32) bell_kernel(const __grid_constant__ PostPa
     }
 }
 
-// A NIC that carries nothing out: a lane per queue takes doorbells and completes what they announce.
+// A NIC that executes nothing: a lane per queue takes doorbells and completes the announced
+// requests.
 struct SinkParams {
     const sy_mlx5_qp* qps;
     uint32_t num_qps;
@@ -264,7 +267,7 @@ template <Scope kScope> void run_bell(const Bench& bench, Where where, bool has_
     fflush(stdout);
 }
 
-// The warps of a queue are of as many blocks, of one block, or one that has the queue to itself.
+// The warps of a queue are of as many blocks, of one block, or a single one that owns the queue.
 template <Scope kScope, Kind kKind>
 void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sink sink,
          Posters posters = Posters::kAnyBlocks, bool has_record = true) {

@@ -43,9 +43,9 @@ struct World {
                 uint8_t* request = servers[s]->add_request_slot(100 + c);
                 uint8_t* response = clients[c]->add_response_slot();
                 clients[c]->servers[s].request = {reinterpret_cast<uint64_t>(request), 0,
-                                                  SY_WAY_DIRECT, 0};
+                                                  SY_PATH_DIRECT, 0};
                 servers[s]->clients[c].response = {reinterpret_cast<uint64_t>(response), 0,
-                                                   SY_WAY_DIRECT, 0};
+                                                   SY_PATH_DIRECT, 0};
             }
         for (auto& client : clients)
             client->connect();
@@ -333,7 +333,7 @@ void expert_outputs_are_weighted_and_summed() {
     }
 }
 
-// Two frames of a pair are under way at once, and the ring turns many times.
+// Two frames of a pair are under way together, and the ring wraps many times.
 void two_frames_in_flight_keep_apart() {
     World world(512, 4, SY_DTYPE_F8_E4M3, 16, 2, 2, 24);
     for (auto& client : world.clients)
@@ -391,13 +391,13 @@ void a_captured_graph_replays_with_new_inputs() {
     }
 }
 
-// Layers of a client and a server in one stream, whose kernels work beside the one before them.
+// Layers of a client and a server in one stream. Each kernel works beside the one before it.
 void kernels_that_go_ahead_keep_the_order() {
     constexpr uint32_t kEarly = SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
     struct Size {
         uint32_t capacity, combine_blocks;
     };
-    // Combine lets the next dispatch start at once with up to 64 blocks.
+    // Combine lets the next dispatch start immediately with up to 64 blocks.
     for (const Size size : {Size{1, 0}, {64, 0}, {128, 0}, {128, 24}, {600, 0}})
         for (const bool echo : {false, true}) {
             const uint32_t capacity = size.capacity;
@@ -630,7 +630,8 @@ void a_silent_server_is_named_within_the_bound() {
               "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
         CHECK(handle.missing == 1 && handle.refused == 0, "missing %x", handle.missing);
         to_device(&client.state->error, sy_error_word{});
-        // The late answer still lands, and the sum is whole. What was summed before has to come again.
+        // The late answer still lands, and the sum is whole. Parts summed before must be sent
+        // again.
         *abort_mask = 0;
         client.timeout_ns = 2'000'000'000;
         world.servers[0]->recv(world.stream);
@@ -650,7 +651,7 @@ void a_missing_replica_is_an_error_and_not_a_wait() {
     World world(256, 2, SY_DTYPE_BF16, 8, 1, 2, 16);
     const auto inputs = world.load(16, false);
     sy_placement placement = world.placement;
-    uint32_t expert = 0; // one that is chosen
+    uint32_t expert = 0; // the chosen one
     for (const int32_t chosen : inputs[0].topk_idx)
         expert = chosen >= 0 ? static_cast<uint32_t>(chosen) : expert;
     placement.experts[expert].num_replicas = 0;
@@ -688,8 +689,8 @@ void bad_parameters_are_refused_before_a_launch() {
     expect(SY_LAUNCH_EXPERTS, [](auto& params) { params.num_experts = 1025; });
     expect(SY_LAUNCH_NULL, [](auto& params) { params.servers = nullptr; });
     sy_server_peer server = client.servers[0];
-    server.request.way = 99;
-    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_WAY, "a way that is not built in");
+    server.request.path = 99;
+    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_PATH, "a way that is not built in");
     server = client.servers[0];
     server.request.window = 0;
     CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_NULL, "null window");

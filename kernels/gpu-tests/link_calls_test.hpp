@@ -1,5 +1,5 @@
-// put_nbi_warp and get_nbi_warp over direct stores: random bytes to a poisoned slot on this GPU and back, at
-// every alignment, by the kernel for direct stores alone and the one for any way.
+// put_nbi_warp and get_nbi_warp over direct stores: random bytes to a poisoned slot on this GPU and
+// back, at every alignment, by the kernel for direct stores alone and by the one for any path.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ inline void bytes_go_to_a_slot_and_back(uint64_t seed) {
             const uint64_t value = random() >> 1;
             sum += value;
             impls::LinkCallsParams params = {};
-            params.link = {reinterpret_cast<uint64_t>(slot), 0, SY_WAY_DIRECT, 0};
+            params.link = {reinterpret_cast<uint64_t>(slot), 0, SY_PATH_DIRECT, 0};
             params.source = source + from;
             params.back = back + from;
             params.offset = to;

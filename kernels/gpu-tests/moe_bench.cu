@@ -5,10 +5,11 @@
 //   moe_bench [--ranks N] [--set check|table|lists|short|sms|few|partition|tune] [--shape 4r|2to2|...]
 //             [--limit SECONDS] [--seed N]
 //
-// A layer's time is the distance between the starts of two consecutive dispatches in one graph; a case's
-// is the median over all of them, 200 at least, of the slowest client. What is asked of a case is -1 and 0
-// blocks where it is chosen by shape and size; "started" is what was chosen, 0 blocks where the launcher
-// chooses. "sms" is the number of multiprocessors that all kernels share, 0 where they have the whole GPU.
+// A layer's time is the distance between the starts of two consecutive dispatches in one graph. A
+// case's time is the median over all of them, 200 at least, of the slowest client. The requested
+// choice of a case is -1 and 0 blocks where shape and size choose; "started" is the actual choice,
+// 0 blocks where the launcher chooses. "sms" is the number of multiprocessors that all kernels
+// share, 0 where they have the whole GPU.
 #include <map>
 #include <string>
 
@@ -43,7 +44,7 @@ __global__ void count_wrong(const uint4* out, const uint4* expected, size_t coun
         atomicAdd(reinterpret_cast<unsigned long long*>(num_wrong), wrong);
 }
 
-// The host's work, of which most of a run's time would be: kept for the cases that follow.
+// Work of the host that would take most of a run's time: kept for the cases that follow.
 struct InputCache {
     std::vector<reference::Input> inputs;
     uint32_t num_tokens = 0;
@@ -98,7 +99,8 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         }
         to_device(buffers.num_tokens, test.num_tokens);
         const auto rows = reference::rows_per_server(cache.inputs[0], placement, num_servers);
-        // A request's row has a flag; an answer's words tell for themselves that they are there.
+        // A request's row has a flag; the words of an answer show by themselves that they have
+        // arrived.
         result.request_row_bytes = geometry.row_stride_bytes + geometry.scales_per_row * 4 +
                                    kTopK * sizeof(sy_entry) + sizeof(uint64_t);
         result.response_row_bytes = geometry.response_stride_bytes;

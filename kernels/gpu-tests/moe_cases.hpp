@@ -1,4 +1,4 @@
-// What moe_bench measures: the cases of each set, and how a case's kernels are started.
+// The cases of each set that moe_bench measures, and the start of a case's kernels.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ struct Case {
     bool fp8, zipf;
     // "echo": one kernel at the server; "lists": expert_recv, then expert_send.
     const char* server;
-    // 0, 1 = PDL, 2 = PDL with early start, 3 = also combine beside the server's kernel before it, 4 = also the
-    // server's first kernel beside dispatch, -1 = by size
+    // 0, 1 = PDL, 2 = PDL with early start, 3 = also combine beside the server's kernel before it,
+    // 4 = also the server's first kernel beside dispatch, -1 = by size
     int pdl;
     uint32_t dispatch_blocks, answer_blocks, combine_blocks;
     uint32_t num_replays;
@@ -27,8 +27,8 @@ struct Case {
 
 bool has_lists(const Case& test) { return std::string(test.server) == "lists"; }
 
-// Choices where a case asks for nothing (blocks also where it asks only for a start), by what was fastest on four
-// H200s.
+// Choices where a case requests nothing (blocks also where it requests only a start): the fastest
+// on four H200s.
 
 int pdl_of(const Case& test) {
     if (test.pdl >= 0)
@@ -183,7 +183,8 @@ std::vector<Case> cases_of(const std::string& set, const std::string& shape, uin
         } else if (set == "partition") {
             for (const uint32_t tokens : {128u, 1024u, 4096u}) {
                 add(topology, tokens, true, false, "echo", -1);
-                // dispatch has one block more. Of the kernel for few blocks, at most 64, one fits a multiprocessor.
+                // dispatch has one block more. Of the kernel for few blocks, at most 64, one fits a
+                // multiprocessor.
                 for (const uint32_t num_sms : {16u, 24u, 32u, 48u, 64u, 96u, 128u})
                     for (const int pdl : {2, 3, 4})
                         for (const uint32_t blocks : {num_sms - 1, num_sms, 2 * num_sms})

@@ -1,5 +1,6 @@
-// put + flag between processes: one-way time by size, bandwidth for every split of the GPUs into senders and
-// receivers, and both by number of blocks with stores and with bulk copies. Prints one JSON line per case.
+// put + flag between processes: one-way time by size, bandwidth for every split of the GPUs into
+// senders and receivers, and both by number of blocks with stores and with bulk copies. Prints one
+// JSON line per case.
 //
 //   p2p_bench [--ranks N] [--limit SECONDS]
 #include <string>
@@ -49,7 +50,7 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
             params.counters[i] = reinterpret_cast<uint64_t>(slots.control) + i * SY_CONTROL_STRIDE;
             // Payload goes to my request slot there; the counter's address relative to it wraps round.
             params.links[i] = {reinterpret_cast<uint64_t>(slots.peer_request[peers[i]]), 0,
-                               SY_WAY_DIRECT, 0};
+                               SY_PATH_DIRECT, 0};
             const uint64_t peer_counters =
                 reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) +
                 my_line * SY_CONTROL_STRIDE;
@@ -82,7 +83,7 @@ bool holds(const void* slot, uint64_t num_bytes, uint32_t value) {
     return std::all_of(words.begin(), words.end(), [&](uint32_t word) { return word == value; });
 }
 
-// Times of launches, sorted. One that goes wrong is the last: each such costs the bound of a wait.
+// Times of launches, sorted. One that fails is the last: each failure costs the bound of a wait.
 struct Launches {
     std::vector<double> us;
     uint32_t error_tag = 0;
@@ -98,7 +99,8 @@ struct Launches {
     double median_us() const { return us[us.size() / 2]; }
 };
 
-// From GPU 0 to GPU 1: stores and bulk copies in turns. The last message of each launch is looked at where it went.
+// From GPU 0 to GPU 1: stores and bulk copies alternate. The last message of each launch is checked
+// at its destination.
 int compare_bulk(Comrade& comrade, Slots& slots, cudaStream_t stream, uint64_t* elapsed_ns,
                  sy_error_word* error) {
     struct Case {
@@ -183,7 +185,7 @@ int run_rank(Comrade& comrade) {
             if (launches.median_us() < best_us)
                 best_us = launches.median_us(), best_blocks = num_blocks;
         }
-        // Launches of their own: the least of several medians is rather one that came out too small.
+        // Separate launches: the least of several medians tends to be one that came out too small.
         const Launches launches = launch(error_tag == 0 ? kLaunches : 1, best_blocks);
         error_tag = std::max(error_tag, launches.error_tag);
         const double one_way_us = launches.median_us() / (2.0 * num_turns);

@@ -1,5 +1,5 @@
-// Processes of a multi-GPU test: forked before CUDA starts, joined by Unix sockets to the parent, which
-// hands messages round, keeps barriers and ends everybody when the time is up.
+// Processes of a multi-GPU test: forked before CUDA starts, joined by Unix sockets to the parent.
+// The parent passes messages on, keeps barriers, and ends all processes when the time is up.
 #pragma once
 
 #include <cerrno>
@@ -33,7 +33,7 @@ class Comrade {
         : rank(rank), num_ranks(num_ranks), fd_(fd) {}
     const uint32_t rank, num_ranks;
 
-    // Everybody's bytes, in order of rank. All must call it with the same size.
+    // The bytes of all ranks, in order of rank. All must call it with the same size.
     std::vector<std::vector<uint8_t>> gather(const void* bytes, size_t size) {
         send_all(bytes, size);
         std::vector<std::vector<uint8_t>> all(num_ranks, std::vector<uint8_t>(size));
@@ -66,9 +66,9 @@ class Comrade {
     int fd_;
 };
 
-// Runs `body` in `num_ranks` processes. Returns 0 when all ended well, else the first bad exit code; 124
-// when `limit_s` passed. `may_die` is a rank whose death is part of the test, or -1. While they run,
-// `on_gather(count)` is called after every exchange.
+// Runs `body` in `num_ranks` processes. Returns 0 when all succeeded, else the first bad exit code;
+// 124 when `limit_s` passed. `may_die` is a rank whose death is part of the test, or -1. While they
+// run, `on_gather(count)` is called after every exchange.
 inline int
 run_ranks(uint32_t num_ranks, double limit_s, int may_die, const std::function<int(Comrade&)>& body,
           const std::function<void(uint32_t, const std::vector<pid_t>&)>& on_gather = {}) {

@@ -98,7 +98,7 @@ class Slots {
     const uint32_t num_ranks_;
 };
 
-// Poisons a slot but for what must start as zero.
+// Poisons a slot except for words that must start as zero.
 inline void reset_request_slot(const sy_frame_geometry& geometry, uint8_t* slot) {
     CHECK_CUDA(cudaMemset(slot, 0xff, geometry.control_offset));
     for (uint32_t i = 0; i < geometry.num_frames; ++i)
@@ -115,7 +115,7 @@ inline void reset_response_slot(const sy_frame_geometry& geometry, uint8_t* slot
     CHECK_CUDA(cudaMemset(slot + geometry.response_control_offset, 0, SY_CONTROL_BYTES));
 }
 
-// Buffers of a rank, for the largest run; runs take what they need.
+// Buffers of a rank, for the largest run; each run uses a part.
 struct Buffers {
     uint16_t *hidden_states[kNumInputs], *outs, *expected[kNumInputs];
     int32_t* topk_idx[kNumInputs];
@@ -191,7 +191,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
             const uint32_t rank = topology.servers[s];
             reset_response_slot(geometry, slots.response[rank]);
             client.servers[s] = {
-                {reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0, SY_WAY_DIRECT, 0},
+                {reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0, SY_PATH_DIRECT, 0},
                 reinterpret_cast<uint64_t>(slots.response[rank]),
                 1,
                 0};
@@ -227,7 +227,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
             reset_request_slot(geometry, slots.request[rank]);
             server.clients[c] = {
                 reinterpret_cast<uint64_t>(slots.request[rank]),
-                {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0, SY_WAY_DIRECT, 0},
+                {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0, SY_PATH_DIRECT, 0},
                 100 + c,
                 1,
                 0};
@@ -237,7 +237,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
         CHECK_CUDA(cudaMemset(buffers.server_state, 0, sizeof(sy_server_state)));
     }
     CHECK_CUDA(cudaDeviceSynchronize());
-    comrade.barrier(); // nobody stores before all have reset
+    comrade.barrier(); // no rank stores before all have reset
     return roles;
 }
 

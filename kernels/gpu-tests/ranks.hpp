@@ -66,7 +66,7 @@ struct Client {
                 geometry.response_frame_bytes - geometry.response_payload_offset));
     }
 
-    // Fills inputs; what lies behind the tokens is poison.
+    // Fills inputs; memory behind the tokens is poison.
     void load(const reference::Input& input) {
         const size_t row = size_t{geometry.hidden} * 2;
         CHECK_CUDA(cudaMemset(hidden_states, 0xff, capacity * row));

@@ -209,7 +209,7 @@ inline std::vector<float> on_the_wire(const Input& input, uint32_t token, bool f
     return row;
 }
 
-// What combine returns when every expert is the identity: bf16 [num_tokens, hidden].
+// Result of combine when every expert is the identity: bf16 [num_tokens, hidden].
 inline std::vector<uint16_t> identity_layer(const Input& input, const sy_placement& placement,
                                             uint32_t num_servers, bool fp8) {
     const Shape& shape = input.shape;

@@ -5,8 +5,8 @@
 #
 #   run-tests.sh [SEED]
 #
-# What cannot run is SKIPPED. SWITCHYARD_REQUIRE=all, or a list of sanitizer, libfabric and gpus, makes that a failure.
-# SWITCHYARD_KEEP=FILE keeps what every step printed, as the steps end.
+# Steps that cannot run are SKIPPED. SWITCHYARD_REQUIRE=all, or a list of sanitizer, libfabric and
+# gpus, makes that a failure. SWITCHYARD_KEEP=FILE keeps the output of every step, as the steps end.
 set -u
 keep=${SWITCHYARD_KEEP:+$(realpath -m "$SWITCHYARD_KEEP")}
 cd "$(dirname "$0")"
@@ -69,10 +69,12 @@ export SWITCHYARD_REQUIRE=gpu${required:+,$required} SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 step 60 "products whose copies never complete" ./expert_test --expire --seed "$seed"
-# One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
+# One after the other: freeing memory waits for all kernels of a process, also for those that wait
+# for each other.
 step 120 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
-# PTX is what GPUs of other architectures get; without matrix units of this one it is right, and slow. Each test opens
-# the GPU anew and takes some thirteen seconds, mostly of the driver's compiler: hence a few.
+# GPUs of other architectures use the PTX; without this one's matrix units it is correct but slow.
+# Each test opens the GPU anew and takes some thirteen seconds, mostly of the driver's compiler:
+# hence only a few tests.
 step 120 "layers from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$PWD/.ptx-cache" \
     ./rust_kernels_test on_the_gpu::layers_with_fp8 on_the_gpu::expert_outputs on_the_gpu::echo --test-threads 1
 step 60 "device slots between processes" \
@@ -86,7 +88,8 @@ step 150 "layers of two processes with a NIC each" ./softnic_test --only process
 export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
 step 90 "layers through a proxy and a NIC in software" \
     env SWITCHYARD_TEST_TRANSPORT=softnic ./rust_device_proxy_test --test-threads 1
-# Servers and clients whose kernels post requests, with slots in the host's memory: the NIC reaches no other here.
+# Servers and clients whose kernels post requests, with slots in the host's memory: the NIC reaches
+# no other memory here.
 for queues in plain devx; do
     step 120 "layers over requests that kernels post, queues: $queues" \
         env SWITCHYARD_TEST_QUEUES=$queues ./rust_device_ibgda_test --test-threads 1 \
@@ -120,8 +123,9 @@ if [ "$num_gpus" -ge 2 ]; then
         ./switchyard bench p2p --device cuda --senders 1 --receivers $((ranks - 1)) --json
 else
     step 60 "layers of a process with itself" ./moe_bench --ranks 1 --set check --seed "$seed" --limit 50
-    # The clients of `random` need a GPU that their server, which is the same process, is not on. Kernels that share
-    # one wait for each other's multiprocessors: what is else a matter of seconds may take long.
+    # The clients of `random` need another GPU than their server, which is the same process. Kernels
+    # that share one wait for each other's multiprocessors: steps that otherwise take seconds may
+    # take long.
     step 180 "servers on a GPU, clients beside them" \
         ./rust_device_server_test device:: --test-threads 1 --skip timing --skip random::
     step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1

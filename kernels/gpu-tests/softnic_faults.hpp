@@ -1,5 +1,5 @@
-// What goes wrong beside requests themselves: a NIC that stands still, doorbells that are lost, peers that
-// do not answer, a NIC that delays and reorders all it may, and processes with a NIC each.
+// Faults other than wrong requests: a NIC that stops, lost doorbells, peers that do not answer, a
+// NIC that delays and reorders within the rules, and processes with a NIC each.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,8 @@ void back_pressure(int num_gpus) {
         const sy_error_word error = from_device(rig.error);
         for (const uint32_t found : statuses)
             CHECK(found == SY_MLX5_TIMEOUT, "status %u, expected a time-out", found);
-        // Whoever expires first is recorded, and may have waited for room, its turn or the end.
+        // The first wait to expire is recorded. It may be one for room, for the turn or for the
+        // end.
         CHECK(error.tag >= SY_TAG_MLX5_SLOT && error.tag <= SY_TAG_MLX5_QUIET && error.peer == 5 &&
                   error.reason == SY_REASON_TIMEOUT,
               "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
@@ -57,7 +58,8 @@ void back_pressure(int num_gpus) {
     }
 }
 
-// The poster notices within its bound that nobody was told; a later doorbell tells of both.
+// The poster notices within its bound that its announcement was lost; a later doorbell announces
+// both.
 void lost_doorbells(int num_gpus) {
     for (const Backend& backend : kBackends) {
         Rig rig(backend, QueueSizes{}, num_gpus);
@@ -74,8 +76,8 @@ void lost_doorbells(int num_gpus) {
         uint32_t* status = device_alloc<uint32_t>(1);
         cudaStream_t early;
         CHECK_CUDA(cudaStreamCreateWithFlags(&early, cudaStreamNonBlocking));
-        // The NIC looks at where the last doorbell was left, so the one that it drops must be old by the time
-        // that another is left there.
+        // The NIC checks the place of the last doorbell, so the one that it drops must be old by
+        // the time of the next one.
         rig.clear();
         rig.begin();
         rig.launch(Job::kAdds, 1, 1, 64, 3'000'000'000, status, early);
@@ -97,7 +99,7 @@ void lost_doorbells(int num_gpus) {
     }
 }
 
-// A peer that stops to answer in the middle: retries are exceeded, everybody who posts is told, and once it
+// A peer that stops answering midway: retries are exceeded, all posters get the error, and once it
 // is back a reset queue works.
 void dead_peer(int num_gpus) {
     for (const Backend& backend : kBackends) {
@@ -136,8 +138,8 @@ void dead_peer(int num_gpus) {
     }
 }
 
-// Flags stay behind their payload, adds are made once each and gets bring back what was put, whatever the
-// NIC draws; and it does draw.
+// Flags stay behind their payload, adds are made once each and gets return the put bytes, for all
+// random numbers of the NIC; and the NIC does draw some.
 void adversary(int num_gpus) {
     for (const Backend& backend : kBackends)
         for (const uint32_t num_bytes : {64u, 4104u, 1u << 18}) {
@@ -194,7 +196,8 @@ void adversary(int num_gpus) {
 // Payload and a page of words that another process maps.
 constexpr uint64_t kSharedBytes = 4 << 20;
 
-// Two processes put into each other's memory, with a NIC each; then one dies, and the other's NIC is told.
+// Two processes put into each other's memory, with a NIC each; then one dies, and the other's NIC
+// gets a notice.
 int one_process(Comrade& comrade, const Backend& backend) {
     int num_gpus = 0;
     CHECK_CUDA(cudaGetDeviceCount(&num_gpus));

@@ -8,15 +8,17 @@
 
 namespace {
 
-// On one GPU the two processes take slices of its time, so that whatever one waits for may need many of them.
+// On one GPU the two processes share its time in slices, so a wait for the other may need many
+// slices.
 constexpr uint64_t kSharedGpuBoundNs = 6'000'000'000;
 
-// What is this side's of a layer: a client (rank 0) or a server, its slot, and the way to the other's.
+// This side's part of a layer: a client (rank 0) or a server, its slot, and the path to the
+// other's.
 struct Party {
     std::unique_ptr<Client> client;
     std::unique_ptr<Server> server;
     std::unique_ptr<Nic> nic;
-    Way way;
+    Path path;
     uint8_t* theirs = nullptr; // slot of the other side, as this GPU reaches it
     cudaStream_t stream;
     bool is_fresh = true;
@@ -53,29 +55,29 @@ struct Party {
         sizes.queue.is_collapsed = false;
         sizes.queue.max_message_bytes = 8192;
         sizes.bound_ns = kSharedGpuBoundNs;
-        way = make_way(*nic, sizes, 0, theirs,
-                       client != nullptr ? geometry.slot_bytes : geometry.response_slot_bytes, 0,
-                       error());
+        path = make_path(*nic, sizes, 0, theirs,
+                         client != nullptr ? geometry.slot_bytes : geometry.response_slot_bytes, 0,
+                         error());
     }
 
     sy_error_word* error() const {
         return client != nullptr ? &client->state->error : &server->state->error;
     }
 
-    // While nobody of the two is at work.
+    // While both are idle.
     void connect(bool by_nic) {
         const sy_link link =
-            by_nic ? way.link : sy_link{reinterpret_cast<uint64_t>(theirs), 0, SY_WAY_DIRECT, 0};
+            by_nic ? path.link : sy_link{reinterpret_cast<uint64_t>(theirs), 0, SY_PATH_DIRECT, 0};
         if (client != nullptr) {
             client->servers[0].request = link;
-            client->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
-            // What a NIC brought stays there, and would tell of an answer that is not there yet.
+            client->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
+            // Data from a NIC stays there, and would announce an answer that is not there yet.
             if (!by_nic)
                 client->poison(0);
             client->connect();
         } else {
             server->clients[0].response = link;
-            server->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+            server->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
             server->connect();
         }
     }
@@ -144,7 +146,7 @@ void layers_of_a_party(Comrade& comrade, Party& party, const sy_frame_geometry& 
                 party.layer(echoes);
                 us[by_nic] = (now_s() - start_s) * 1e6;
             }
-            // Nothing of the other side is under way towards this one any more.
+            // No data of the other side is under way to this one any more.
             comrade.barrier();
             if (by_nic)
                 num_requests += party.stop_nic(comrade.rank);
@@ -184,7 +186,7 @@ int one_party(Comrade& comrade, const Backend& backend) {
         Party party(comrade, gpu, geometry, placement, backend.where);
         for (const bool echoes : {false, true})
             layers_of_a_party(comrade, party, geometry, placement, backend, echoes);
-        // Whose memory it is must stay until here.
+        // The owner of the memory must stay until here.
         CHECK_CUDA(cudaIpcCloseMemHandle(party.theirs));
         comrade.barrier();
     }

@@ -1,5 +1,6 @@
-// The calls of a link (put_get.cuh) over queues that a NIC carries out: random bytes from the mirror and from
-// elsewhere to a poisoned slot on the last GPU and back, at every alignment, and what a link refuses.
+// The calls of a link (put_get.cuh) over queues that a NIC executes: random bytes from the mirror
+// and from elsewhere to a poisoned slot on the last GPU and back, at every alignment, and the calls
+// that a link refuses.
 #pragma once
 
 #include <cinttypes>
@@ -23,7 +24,7 @@ struct LinkRig {
     uint32_t* good;
     sy_error_word* error;
     cudaStream_t stream;
-    Way way;
+    Path path;
     bool is_fresh = true;
 
     LinkRig(const Backend& backend, bool is_collapsed, int num_gpus)
@@ -43,10 +44,10 @@ struct LinkRig {
         sizes.queue.sq_depth = 128;
         sizes.queue.max_message_bytes = kMaxMessage;
         sizes.queue.is_collapsed = is_collapsed;
-        way = make_way(nic, sizes, 0, slot, kSlotBytes, 5, error);
+        path = make_path(nic, sizes, 0, slot, kSlotBytes, 5, error);
         // Over stores: the kernel must run once before the NIC does.
         clear();
-        const sy_link direct = {reinterpret_cast<uint64_t>(slot), 0, SY_WAY_DIRECT, 0};
+        const sy_link direct = {reinterpret_cast<uint64_t>(slot), 0, SY_PATH_DIRECT, 0};
         launch(params(direct, elsewhere, elsewhere, 0, 64, 1, false));
         CHECK_CUDA(cudaSetDevice(target_gpu));
         CHECK_CUDA(cudaMemset(slot + kSlotBytes - kTail, 0, kTail));
@@ -55,17 +56,17 @@ struct LinkRig {
     }
     ~LinkRig() {
         CHECK_CUDA(cudaStreamDestroy(stream));
-        for (uint8_t* pointer : {slot, elsewhere, way.mirror})
+        for (uint8_t* pointer : {slot, elsewhere, path.mirror})
             CHECK_CUDA(cudaFree(pointer));
     }
 
-    // Poisons all but what is behind the parts. Not while the NIC runs.
+    // Poisons all but the words behind the parts. Not while the NIC runs.
     void clear() {
         CHECK_CUDA(cudaSetDevice(target_gpu));
         CHECK_CUDA(cudaMemset(slot, kSlotPoison, kSlotBytes - kTail));
         CHECK_CUDA(cudaDeviceSynchronize());
         CHECK_CUDA(cudaSetDevice(0));
-        CHECK_CUDA(cudaMemset(way.mirror, kMirrorPoison, kSlotBytes));
+        CHECK_CUDA(cudaMemset(path.mirror, kMirrorPoison, kSlotBytes));
         CHECK_CUDA(cudaMemset(good, 0xff, 3 * sizeof(uint32_t)));
         CHECK_CUDA(cudaDeviceSynchronize());
     }
@@ -94,7 +95,7 @@ struct LinkRig {
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaStreamSynchronize(stream));
     }
-    // Makes the calls beside the NIC, whose requests are counted, and compares what they say.
+    // Makes the calls beside the NIC, counts its requests, and compares the results.
     uint64_t call(const switchyard::impls::LinkCallsParams& params, const uint32_t (&expected)[3]) {
         // Indices go on from call to call.
         nic.prepare(is_fresh);
@@ -130,7 +131,7 @@ struct LinkRig {
 
 void bytes_go_through_a_nic_and_back(LinkRig& rig, std::mt19937_64& random) {
     constexpr uint64_t kPart = LinkRig::kPart, kMost = kPart - 16, kMax = LinkRig::kMaxMessage;
-    uint8_t* const mirror = rig.way.mirror;
+    uint8_t* const mirror = rig.path.mirror;
     uint64_t sum = 0;
     std::vector<uint64_t> lengths = {0, 1, 15, 16, 17, 511, 512, 529, kMax, kMax + 1, kMost};
     for (int i = 0; i < 8; ++i)
@@ -148,7 +149,7 @@ void bytes_go_through_a_nic_and_back(LinkRig& rig, std::mt19937_64& random) {
             upload(source, bytes.data(), num_bytes);
             const uint64_t value = random() >> 1;
             sum += value;
-            const auto params = rig.params(rig.way.link, source, mirror + 2 * kPart + back, to,
+            const auto params = rig.params(rig.path.link, source, mirror + 2 * kPart + back, to,
                                            num_bytes, value, true);
             const uint64_t num_requests = rig.call(params, {1, 1, 1});
             // Puts, an add and a signal; gets, and the read behind them.
@@ -166,13 +167,13 @@ void bytes_go_through_a_nic_and_back(LinkRig& rig, std::mt19937_64& random) {
         }
 }
 
-// Nothing comes of what leaves the slot or would land in what is no mirror, and the link says that it is out of
-// service.
+// A copy that leaves the slot, or that would land outside of the mirror, moves nothing, and the
+// link reports that it is out of service.
 void links_refuse(const Backend& backend, bool is_collapsed, int num_gpus) {
     LinkRig beyond(backend, is_collapsed, num_gpus);
     const uint64_t last = LinkRig::kSlotBytes - 32;
     const uint64_t num_requests = beyond.call(
-        beyond.params(beyond.way.link, beyond.elsewhere, beyond.way.mirror, last, 64, 7, false),
+        beyond.params(beyond.path.link, beyond.elsewhere, beyond.path.mirror, last, 64, 7, false),
         {0, 1, 0});
     CHECK(num_requests == 0, "%" PRIu64 " requests", num_requests);
     beyond.expect_refused(last, 64);
@@ -180,13 +181,13 @@ void links_refuse(const Backend& backend, bool is_collapsed, int num_gpus) {
     LinkRig into_other(backend, is_collapsed, num_gpus);
     CHECK_CUDA(cudaMemset(into_other.elsewhere, 1, 64));
     CHECK_CUDA(cudaDeviceSynchronize());
-    into_other.call(into_other.params(into_other.way.link, into_other.elsewhere,
+    into_other.call(into_other.params(into_other.path.link, into_other.elsewhere,
                                       into_other.elsewhere + 1024, 0, 64, 7, false),
                     {1, 1, 0});
     into_other.expect_refused(0, 64);
     const auto bytes = into_other.bytes_of(into_other.elsewhere + 1024, 64);
     expect_bytes(bytes, 0, {}, 64, 0, "memory that is no mirror");
-    // What was put before is there.
+    // The bytes put before are there.
     const std::vector<uint8_t> ones(64, 1);
     expect_bytes(into_other.bytes_of(into_other.slot, 128), 0, ones, 128, LinkRig::kSlotPoison,
                  "slot");

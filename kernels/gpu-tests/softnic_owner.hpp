@@ -1,5 +1,5 @@
-// Queues that one warp has to itself, with a doorbell record and without: wraps of the 16-bit counters, puts
-// with flags under a watching kernel, and what is shared before and behind.
+// Queues that one warp owns, with a doorbell record and without: wraps of the 16-bit counters, puts
+// with flags under a polling kernel, and the queue's state before and after as a shared one.
 #pragma once
 
 #include "softnic_rig.hpp"
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32) owner_kernel(const __grid_constant__ Owner
         *p.status = status;
 }
 
-// What the posters' counts must be once everything is complete.
+// Expected counts of the posters once everything is complete.
 void expect_counts(const Rig& rig, uint64_t expected) {
     const sy_mlx5_queue_state state = rig.queue.state();
     CHECK(state.reserved == expected && state.published == expected && state.posted == expected,
@@ -53,7 +53,7 @@ void own(const Backend& backend, const QueueSizes& sizes, int num_gpus) {
     CHECK_CUDA(cudaStreamCreateWithFlags(&watcher, cudaStreamNonBlocking));
     CHECK_CUDA(cudaSetDevice(0));
     rig.begin();
-    // By everybody, by its owner, by everybody.
+    // By all, by its owner, by all.
     const auto before = rig.post(Job::kFields, 4, 25);
     CHECK_CUDA(cudaSetDevice(rig.target_gpu));
     watch_kernel<<<1, 256, 0, watcher>>>(reinterpret_cast<uint64_t*>(rig.target + kFlagAt),

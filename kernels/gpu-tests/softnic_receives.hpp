@@ -1,5 +1,6 @@
-// Immediate data taken on a GPU: a kernel posts writes with immediate data, a NIC carries them out, and warps on
-// the last GPU take what comes in turn, look at the bytes before it, and give the receives back.
+// Immediate data taken on a GPU. A kernel posts writes with immediate data, and a NIC executes
+// them. Warps on the last GPU alternate at taking the data, check the bytes before it, and return
+// the receives.
 #pragma once
 
 #include <cinttypes>
@@ -24,12 +25,12 @@ struct ImmParams {
     LocalBuffer local;
     uint64_t remote; // as requests name it
     const uint64_t* target; // as the receiver reaches it
-    uint64_t* taken; // mapped host memory: numbers that were looked at, in order
+    uint64_t* taken; // mapped host memory: numbers that were checked, in order
     uint64_t first, end; // numbers
     uint64_t pattern;
     uint64_t* next; // of the receiver: the next warp's share
     uint32_t* num_wrong; // of the receiver: words, lengths and numbers
-    uint32_t* status; // 0 or what ended the kernel first
+    uint32_t* status; // 0, or the error that ended the kernel first
 };
 
 // Waits until a word has a value, or until the bound.
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(32) take_kernel(const __grid_constant__ ImmPar
             ld_relaxed<Scope::kSys>(place + lane_idx) != p.pattern * (number % 1024 + lane_idx + 1))
             atomicAdd(p.num_wrong, 1);
         __syncwarp();
-        // In the order of numbers, so that no place is written again before it was looked at. A number that comes
-        // twice or never ends here.
+        // In the order of numbers, so that no place is written again before it was checked. A
+        // number that comes twice or never ends here.
         if (lane_idx == 0) {
             if (reaches(p.taken, number, p.bound.timeout_ns) &&
                 ld_relaxed<Scope::kSys>(p.taken) == number)
@@ -119,7 +120,7 @@ struct Receiver {
     Rig& rig;
     SendQueue peer;
     sy_mlx5_rq rq = {};
-    // Of the first who take and of those who come after them.
+    // Results of the first readers and of later ones.
     uint64_t* next;
     uint32_t *num_wrong, *status;
     sy_error_word* error;
@@ -272,8 +273,9 @@ void receive(const Backend& backend, int num_gpus) {
            backend.name(), name_of(backend.where), num_puts, us / static_cast<double>(num_puts));
 }
 
-// A request that the receiver's side refuses takes its queue pair out of service: what came before is taken, all
-// who take are told that their receives came back flushed, again and again, and after a reset it goes on.
+// A request that the receiver's side refuses takes its queue pair out of service. Earlier data is
+// taken. All readers are told repeatedly that their receives returned flushed. After a reset it
+// continues.
 void receive_flushed(const Backend& backend, int num_gpus) {
     const QueueSizes sizes = receive_sizes();
     Rig rig(backend, sizes, num_gpus);
@@ -287,7 +289,7 @@ void receive_flushed(const Backend& backend, int num_gpus) {
         rig.expect_all({from_device(rig.status)}, SY_MLX5_OK);
         rig.expect_all(rig.post(Job::kBadRkey, 1, 1), SY_MLX5_COMPLETION);
         CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
-        // Who comes later is told the same.
+        // Later callers get the same result.
         receiver.take(1, 5'000'000'000, 1);
         CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
         rig.expect_clean(rig.nic.stop());

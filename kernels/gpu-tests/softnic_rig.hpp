@@ -1,4 +1,5 @@
-// A queue from one GPU to memory on another, a NIC, and kernels that post on it and watch what arrives.
+// A queue from one GPU to memory on another, a NIC, and kernels that post on it and poll for
+// arrivals.
 #pragma once
 
 #include <cinttypes>
@@ -20,7 +21,7 @@ constexpr uint64_t kDataBytes = 4 << 20;
 constexpr uint64_t kWordAt = 2 << 20; // words behind the payload, in the target
 
 constexpr uint64_t kFieldsAt = kWordAt + 65536;
-// Four fields of 16 bits, and what is added to them at once.
+// Four fields of 16 bits, and the values added to them in one operation.
 constexpr uint64_t kFieldEnds = 0x0000800080008000;
 constexpr uint64_t kFieldAdds = 0x0003ffff80010001;
 
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(256) job_kernel(const __grid_constant__ JobPar
     }
 }
 
-// Waits for flags beside the posters and looks at what lies before each: count of wrong words.
+// Waits for flags beside the posters and checks the bytes before each: count of wrong words.
 __global__ void __launch_bounds__(256)
     watch_kernel(const uint64_t* flag, const uint64_t* payload, uint32_t num_words,
                  uint64_t num_flags, uint64_t pattern, uint64_t limit_ns, uint32_t* num_wrong) {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// Who carries requests out, and where the queues are.
+// The executor of requests, and the place of the queues.
 struct Backend {
     Where where;
     bool has_copy_engines;

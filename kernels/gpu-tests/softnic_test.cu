@@ -1,7 +1,7 @@
-// Work requests that kernels post, carried out by the NIC kernel and by copy engines: every request once and
-// in order, wraps, back-pressure, errors and what follows them, lost doorbells, dead peers, disorder, NICs of
-// two processes, and whole layers, bit for bit as over stores.
-// Queues of one owner, too, with a doorbell record and without, and the calls of links.
+// Work requests that kernels post, executed by the NIC kernel and by copy engines: every request
+// once and in order, wraps, back-pressure, errors and their consequences, lost doorbells, dead
+// peers, disorder, NICs of two processes, and whole layers, bit for bit as over stores. Also queues
+// of one owner, with a doorbell record and without, and the calls of links.
 //
 //   softnic_test [--seed N] [--only NAME]
 //
@@ -63,8 +63,8 @@ void wraps(int num_gpus) {
                 }
 }
 
-// Immediate data reaches the peer's ring in order, behind what was written, and a peer without a receive
-// is an error.
+// Immediate data reaches the peer's ring in order, behind the written bytes, and a peer without a
+// receive is an error.
 void immediate(int num_gpus) {
     for (const Backend& backend : kBackends) {
         constexpr uint32_t kNumReceives = 20;
@@ -156,8 +156,8 @@ void puts_flags_and_gets(int num_gpus) {
         }
 }
 
-// Ways to fail and every syndrome are reported as such, with ordinary and with collapsed completions, and after
-// a reset the queue works.
+// Kinds of failures and every syndrome are reported as such, with ordinary and with collapsed
+// completions, and after a reset the queue works.
 void errors(int num_gpus) {
     struct Case {
         Job job;
@@ -218,8 +218,8 @@ struct Cast {
     std::string name;
 };
 
-// Who is where. A GPU's kernels run in order, all dispatches before the first that waits for them, so that
-// none waits for one that stands behind it.
+// Placement of ranks on GPUs. A GPU's kernels run in order, all dispatches before the first that
+// waits for them, so that none waits for one that stands behind it.
 std::vector<Cast> casts(int num_gpus) {
     if (num_gpus >= 4)
         return {{{0, 1}, {2, 3}, "2to2"}, {{0}, {1, 2, 3}, "1to3"}};
@@ -261,12 +261,13 @@ void layers(int num_gpus) {
                     for (uint32_t round = 0; round < num_rounds; ++round) {
                         const uint32_t num_tokens = round == 1 ? 1 : round == 2 ? 37 : 128;
                         const auto inputs = load(world, num_tokens, g_seed * 100 + round);
-                        // Stores by the kernels for any way too: they must run once before the NIC does.
+                        // Stores by the kernels for any path, too: they must run once before the
+                        // NIC does.
                         world.connect(false);
                         for (auto& client : world.clients)
-                            client->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+                            client->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_PATH : 0;
                         for (auto& server : world.servers)
-                            server->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+                            server->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_PATH : 0;
                         for (int i = 0; i < 2; ++i) {
                             const double start_s = now_s();
                             world.layer(echoes);
@@ -312,8 +313,8 @@ void layers(int num_gpus) {
             }
 }
 
-// A queue fails in the middle of a layer, or its NIC stands still: the client is out of the wait at once or
-// within the bound, the error word says why, and a replica takes the tokens.
+// A queue fails in the middle of a layer, or its NIC stops. The client ends its wait immediately or
+// within the bound, the error word has the cause, and a replica takes the tokens.
 void failover(int num_gpus) {
     const std::vector<int> servers = num_gpus >= 4   ? std::vector<int>{2, 3}
                                      : num_gpus >= 2 ? std::vector<int>{0, 1}
@@ -334,9 +335,9 @@ void failover(int num_gpus) {
         const reference::Input input = load(world, 128, g_seed * 7 + stalls)[0];
         // Once over stores by the same kernels, so that all code is there.
         world.connect(false);
-        client.launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+        client.launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
         for (auto& server : world.servers)
-            server->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+            server->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
         world.layer(false);
         world.wait();
         world.expect_no_errors();
@@ -436,7 +437,7 @@ void failover(int num_gpus) {
 int main(int argc, char** argv) {
     // A NIC that runs leaves no moment for loading code.
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-    // Nor may what it does stand behind a kernel that waits for it.
+    // Its work must not stand behind a kernel that waits for it either.
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
     std::string only;
     for (int i = 1; i + 1 < argc; i += 2) {

@@ -14,8 +14,8 @@ using softnic::QueueSizes;
 using softnic::SendQueue;
 using softnic::Where;
 
-// One way from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
-struct Way {
+// One path from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
+struct Path {
     std::vector<SendQueue> queues;
     std::vector<uint32_t> numbers; // in the sender's NIC
     uint8_t* mirror;
@@ -28,7 +28,7 @@ struct WorldSizes {
     Where where = Where::kHost;
     bool has_copy_engines = false; // instead of the NIC kernel; queues in host memory
     uint64_t bound_ns = 2'000'000'000;
-    // What peers may do to a slot: fused kernels read nothing of it.
+    // Rights of peers to a slot: fused kernels read nothing of it.
     uint32_t access = softnic::kRemoteWrite | softnic::kRemoteAtomic;
 };
 
@@ -38,27 +38,27 @@ inline std::unique_ptr<Nic> make_nic(int gpu, bool has_copy_engines) {
     return std::make_unique<NicKernel>(gpu);
 }
 
-// A way of the current GPU, which is the NIC's, to `slot` as that GPU reaches it. Keys, addresses and queue
-// pairs are those of the way's number `way_idx`, which no other way of this NIC has.
-inline Way make_way(Nic& nic, const WorldSizes& sizes, uint32_t way_idx, uint8_t* slot,
-                    uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
-    Way way = {};
-    way.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
+// A path of the current GPU, which is the NIC's, to `slot` as that GPU reaches it. Keys, addresses
+// and queue pairs are those of the path's number `path_idx`, which no other path of this NIC has.
+inline Path make_path(Nic& nic, const WorldSizes& sizes, uint32_t path_idx, uint8_t* slot,
+                      uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
+    Path path = {};
+    path.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
     // Nothing of the mirror may arrive that was not stored there.
-    CHECK_CUDA(cudaMemset(way.mirror, 0xee, slot_bytes));
-    const uint32_t lkey = 0x100 + 2 * way_idx, rkey = lkey + 1;
+    CHECK_CUDA(cudaMemset(path.mirror, 0xee, slot_bytes));
+    const uint32_t lkey = 0x100 + 2 * path_idx, rkey = lkey + 1;
     // Addresses at the peer are the peer's: nothing here may take them for its own.
-    const uint64_t remote = 0x500000000000 + (uint64_t{way_idx} << 36);
-    nic.add_key(lkey, reinterpret_cast<uint64_t>(way.mirror), slot_bytes, way.mirror);
+    const uint64_t remote = 0x500000000000 + (uint64_t{path_idx} << 36);
+    nic.add_key(lkey, reinterpret_cast<uint64_t>(path.mirror), slot_bytes, path.mirror);
     nic.add_key(rkey, remote, slot_bytes, slot, sizes.access);
     for (uint32_t i = 0; i < sizes.num_qps; ++i) {
-        way.queues.emplace_back(sizes.where, sizes.queue, 0x40 + way_idx * sizes.num_qps + i,
-                                peer_idx);
-        way.numbers.push_back(nic.add_queue(way.queues.back()));
+        path.queues.emplace_back(sizes.where, sizes.queue, 0x40 + path_idx * sizes.num_qps + i,
+                                 peer_idx);
+        path.numbers.push_back(nic.add_queue(path.queues.back()));
     }
     sy_ibgda_peer peer = {};
-    peer.qps = softnic::upload_handles(way.queues);
-    peer.mirror = reinterpret_cast<uint64_t>(way.mirror);
+    peer.qps = softnic::upload_handles(path.queues);
+    peer.mirror = reinterpret_cast<uint64_t>(path.mirror);
     peer.remote = remote;
     peer.slot_bytes = slot_bytes;
     peer.lkey = lkey;
@@ -67,8 +67,8 @@ inline Way make_way(Nic& nic, const WorldSizes& sizes, uint32_t way_idx, uint8_t
     peer.bound = {error, nullptr, sizes.bound_ns};
     sy_ibgda_peer* handle = device_alloc<sy_ibgda_peer>(1);
     to_device(handle, peer);
-    way.link = {peer.mirror, reinterpret_cast<uint64_t>(handle), SY_WAY_IBGDA, 0};
-    return way;
+    path.link = {peer.mirror, reinterpret_cast<uint64_t>(handle), SY_PATH_IBGDA, 0};
+    return path;
 }
 
 class NicWorld {
@@ -114,28 +114,28 @@ class NicWorld {
                 uint8_t* request = servers[s]->add_request_slot(100 + c);
                 CHECK_CUDA(cudaSetDevice(client_gpus[c]));
                 uint8_t* response = clients[c]->add_response_slot();
-                requests[c].push_back(make_way(client_gpus[c], request, geometry.slot_bytes, s,
-                                               &clients[c]->state->error));
-                responses[s].push_back(make_way(server_gpus[s], response,
-                                                geometry.response_slot_bytes, c,
-                                                &servers[s]->state->error));
+                requests[c].push_back(make_path(client_gpus[c], request, geometry.slot_bytes, s,
+                                                &clients[c]->state->error));
+                responses[s].push_back(make_path(server_gpus[s], response,
+                                                 geometry.response_slot_bytes, c,
+                                                 &servers[s]->state->error));
             }
         for (auto& client : clients)
             client->flags = SY_DISPATCH_FLAG_CONTACT_ALL;
     }
 
-    // Joins everybody by stores, or by the NICs.
+    // Joins all ranks by stores, or by the NICs.
     void connect(bool by_nic) {
         for (uint32_t c = 0; c < clients.size(); ++c) {
             CHECK_CUDA(cudaSetDevice(client_gpus[c]));
             for (uint32_t s = 0; s < servers.size(); ++s) {
                 clients[c]->servers[s].request =
                     by_nic ? requests[c][s].link : direct(servers[s]->clients[c].request);
-                // What a NIC brought stays there, and would tell of an answer that is not there yet.
+                // Data from a NIC stays there, and would announce an answer that is not there yet.
                 if (!by_nic)
                     clients[c]->poison(s);
             }
-            clients[c]->launch_flags = by_nic ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+            clients[c]->launch_flags = by_nic ? SY_LAUNCH_FLAG_ANY_PATH : 0;
             clients[c]->connect();
         }
         for (uint32_t s = 0; s < servers.size(); ++s) {
@@ -143,7 +143,7 @@ class NicWorld {
             for (uint32_t c = 0; c < clients.size(); ++c)
                 servers[s]->clients[c].response =
                     by_nic ? responses[s][c].link : direct(clients[c]->servers[s].response);
-            servers[s]->launch_flags = by_nic ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+            servers[s]->launch_flags = by_nic ? SY_LAUNCH_FLAG_ANY_PATH : 0;
             servers[s]->connect();
         }
     }
@@ -159,11 +159,11 @@ class NicWorld {
 
     // As after an error: the host resets every queue pair.
     void reset_queues() {
-        for (auto* ways : {&requests, &responses})
-            for (size_t i = 0; i < ways->size(); ++i) {
-                CHECK_CUDA(cudaSetDevice(ways == &requests ? client_gpus[i] : server_gpus[i]));
-                for (Way& way : (*ways)[i])
-                    for (SendQueue& queue : way.queues)
+        for (auto* paths : {&requests, &responses})
+            for (size_t i = 0; i < paths->size(); ++i) {
+                CHECK_CUDA(cudaSetDevice(paths == &requests ? client_gpus[i] : server_gpus[i]));
+                for (Path& path : (*paths)[i])
+                    for (SendQueue& queue : path.queues)
                         queue.reset();
             }
     }
@@ -232,12 +232,12 @@ class NicWorld {
     sy_placement placement;
     std::vector<std::unique_ptr<Client>> clients;
     std::vector<std::unique_ptr<Server>> servers;
-    std::vector<std::unique_ptr<Nic>> nics; // by GPU, null where nobody is
-    std::vector<std::vector<Way>> requests; // [client][server]
-    std::vector<std::vector<Way>> responses; // [server][client]
+    std::vector<std::unique_ptr<Nic>> nics; // by GPU, null where there is none
+    std::vector<std::vector<Path>> requests; // [client][server]
+    std::vector<std::vector<Path>> responses; // [server][client]
 
   private:
-    static sy_link direct(uint64_t slot) { return {slot, 0, SY_WAY_DIRECT, 0}; }
+    static sy_link direct(uint64_t slot) { return {slot, 0, SY_PATH_DIRECT, 0}; }
     static void expect_none(const sy_error_word& error, const char* who) {
         CHECK(error.tag == SY_TAG_NONE,
               "%s: tag %u peer %u reason %u observed %" PRIx64 " expected %" PRIx64, who, error.tag,
@@ -249,11 +249,11 @@ class NicWorld {
             nics[gpu] = make_nic(gpu, sizes_.has_copy_engines);
         return *nics[gpu];
     }
-    Way make_way(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx,
-                 sy_error_word* error) {
-        return ::make_way(nic_of(gpu), sizes_, num_ways_++, slot, slot_bytes, peer_idx, error);
+    Path make_path(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx,
+                   sy_error_word* error) {
+        return ::make_path(nic_of(gpu), sizes_, num_paths_++, slot, slot_bytes, peer_idx, error);
     }
     const WorldSizes sizes_;
     std::vector<cudaStream_t> streams_;
-    uint32_t num_ways_ = 0;
+    uint32_t num_paths_ = 0;
 };

@@ -1,4 +1,4 @@
-// Which processors, and so which memory, a program stays on.
+// The processors that a program stays on, and with them its memory.
 #pragma once
 
 #include <cctype>

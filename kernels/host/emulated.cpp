@@ -1,6 +1,6 @@
-// What a GPU in software launches: the kernels of kernels.cpp, and the expert stage as plain loops,
-// because the matrix units have no stand-in. Compiled by build.rs with the feature `emulated`; outside
-// this file only names that begin with sy_emulated_ are seen.
+// Launches of a GPU in software: the kernels of kernels.cpp, and the expert stage as plain loops,
+// because the matrix units have no stand-in. build.rs compiles it with the feature `emulated`. Only
+// names that begin with sy_emulated_ are visible outside this file.
 #include "kernels.cpp"
 #include "p2p_check.hpp"
 
@@ -10,8 +10,8 @@
 
 namespace {
 
-// Threads are fibres, so what a block costs is its start: few blocks, but enough that tokens are shared
-// out and that blocks must agree.
+// Threads are fibres, so a block's main cost is its start. Hence few blocks, but enough to divide
+// tokens among them and to require agreement between blocks.
 constexpr uint32_t kMostBlocks = 4;
 
 template <class Params> int launch_small(const void* bytes) {

@@ -13,54 +13,54 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 void run(const sy_dispatch_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::dispatch_kernel<
-                  impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads, kWays>>
-            : impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads, kWays>>;
+                  impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads, kPaths>>
+            : impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads, kPaths>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 void run(const sy_combine_params& params, const LaunchPlan& size) {
-    if constexpr (kWays == comm::kDirectOnly)
+    if constexpr (kPaths == comm::kDirectOnly)
         if (size.is_few) {
             simt::run(
                 impls::combine_kernel<
-                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>>,
+                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kPaths>>>,
                 params, size.num_blocks, size.num_threads, false);
             return;
         }
     const auto kernel =
         size.is_tuned
-            ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>
-            : impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kWays>>;
+            ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kPaths>>
+            : impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kPaths>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
-    simt::run(impls::expert_recv_kernel<kWays>, params, size.num_blocks, size.num_threads, true);
+    simt::run(impls::expert_recv_kernel<kPaths>, params, size.num_blocks, size.num_threads, true);
 }
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 void run(const sy_expert_send_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::expert_send_kernel<
-                  impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
-            : impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>;
+                  impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kPaths>>
+            : impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kPaths>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays>
+template <bool kFp8, uint32_t kPaths>
 void run(const sy_echo_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
-            ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
-            : impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>;
+            ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kPaths>>
+            : impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kPaths>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
@@ -68,7 +68,7 @@ template <class Params> int launch(const Params& params) {
     if (const int code = check(params); code != SY_OK)
         return code;
     const bool is_fp8 = params.geometry.dtype == SY_DTYPE_F8_E4M3;
-    if (takes_any_way(params.flags))
+    if (takes_any_path(params.flags))
         is_fp8 ? run<true, comm::kAnyWay>(params, plan(params))
                : run<false, comm::kAnyWay>(params, plan(params));
     else
@@ -103,10 +103,10 @@ SY_HOST(expert_recv)
 SY_HOST(expert_send)
 SY_HOST(echo)
 
-// The calls of a link, by a kernel for direct stores alone or for any way.
-extern "C" void sy_host_link_calls(const impls::LinkCallsParams* params, uint32_t any_way) {
-    const auto kernel = any_way != 0 ? impls::link_calls_kernel<comm::kAnyWay>
-                                     : impls::link_calls_kernel<comm::kDirectOnly>;
+// The calls of a link, by a kernel for direct stores alone or for any path.
+extern "C" void sy_host_link_calls(const impls::LinkCallsParams* params, uint32_t any_path) {
+    const auto kernel = any_path != 0 ? impls::link_calls_kernel<comm::kAnyWay>
+                                      : impls::link_calls_kernel<comm::kDirectOnly>;
     simt::run(kernel, *params, 1, 32, false);
 }
 

@@ -1,4 +1,4 @@
-//! What a host hands to the GPU data path. `include/switchyard/device_abi.h` says the same in C; both
+//! Structures that a host passes to the GPU data path. `include/switchyard/device_abi.h` is the same in C; both
 //! sides assert sizes, and a test compiles the header and compares every field.
 
 use std::mem::{offset_of, size_of};
@@ -51,35 +51,35 @@ pub const DTYPE_BF16: u32 = 3;
 /// Element type of requests: fp8-e4m3 with a scale per [`SCALE_BLOCK`] values.
 pub const DTYPE_F8_E4M3: u32 = 4;
 
-/// [`Link::way`]: the peer's slot is mapped here.
-pub const WAY_DIRECT: u32 = 1;
-/// `SY_WAY_IBGDA`: kernels post work requests; `context` is the address of a
+/// [`Link::path`]: the peer's slot is mapped here.
+pub const PATH_DIRECT: u32 = 1;
+/// `SY_PATH_IBGDA`: kernels post work requests; `context` is the address of a
 /// [`PeerHandle`](crate::mlx5::PeerHandle).
-pub const WAY_IBGDA: u32 = 2;
-/// `SY_WAY_PROXY`: kernels post commands to a thread of the host; `context` is the address of a
+pub const PATH_IBGDA: u32 = 2;
+/// `SY_PATH_PROXY`: kernels post commands to a thread of the host; `context` is the address of a
 /// `sy_proxy_peer`.
-pub const WAY_PROXY: u32 = 3;
+pub const PATH_PROXY: u32 = 3;
 
 /// `flags`: the kernel may start while the one before it in the stream ends.
 pub const FLAG_PDL: u32 = 1;
-/// `flags`, with [`FLAG_PDL`]: dependents may start at once.
+/// `flags`, with [`FLAG_PDL`]: dependent kernels may start immediately.
 pub const FLAG_EARLY: u32 = 2;
 /// [`DispatchParams::flags`]: send empty frames, too. Servers in lockstep need them.
 pub const FLAG_CONTACT_ALL: u32 = 4;
 /// `flags`, with [`FLAG_PDL`], of combine, echo and expert_recv: work beside the kernel before it in the
 /// stream. See `SY_LAUNCH_FLAG_AHEAD` for when that is right.
 pub const FLAG_AHEAD: u32 = 32;
-/// `SY_LAUNCH_FLAG_ANY_WAY`: some link of the table is not direct.
-pub const FLAG_ANY_WAY: u32 = 8;
+/// `SY_LAUNCH_FLAG_ANY_PATH`: some link of the table is not direct.
+pub const FLAG_ANY_PATH: u32 = 8;
 
 /// Bytes of a slot's control tail.
 pub const CONTROL_BYTES: u64 = 4096;
-/// Of a slot's control tail, by frame: the word by which a server refuses a frame,
-/// `number << 16 | SY_ERROR_*`. The first one's offset.
+/// Offset of the first of a slot's words, one per frame, in its control tail. A server refuses a frame by its
+/// word: `number << 16 | SY_ERROR_*`.
 pub const WORD_STATUS_OFFSET: u64 = 3072;
 /// Distance between words of the control tail, bytes.
 pub const WORD_STRIDE: u64 = 128;
-/// [`CombineParams::flags`]: a token's sum begins with what `out` holds.
+/// [`CombineParams::flags`]: a token's sum begins with the value in `out`.
 pub const FLAG_ADD: u32 = 16;
 /// [`ErrorWord::tag`] without an error.
 pub const TAG_NONE: u32 = 0;
@@ -95,13 +95,13 @@ pub const TAG_BAD_EXPERT: u32 = 5;
 pub const TAG_NUM_TOKENS: u32 = 6;
 /// [`ErrorWord::tag`]: a server refused a frame.
 pub const TAG_REFUSED: u32 = 9;
-/// `SY_TAG_COMBINE_WAY`
-pub const TAG_COMBINE_WAY: u32 = 12;
+/// `SY_TAG_COMBINE_PATH`
+pub const TAG_COMBINE_PATH: u32 = 12;
 /// [`ErrorWord::tag`]: a product's own copies and products.
 pub const TAG_PRODUCT: u32 = 13;
 /// [`ErrorWord::reason`]: the bound expired.
 pub const REASON_TIMEOUT: u32 = 1;
-/// [`ErrorWord::reason`]: the host ended the wait, or the way to the peer failed.
+/// [`ErrorWord::reason`]: the host ended the wait, or the path to the peer failed.
 pub const REASON_ABORT: u32 = 2;
 
 /// An address in memory that the GPU reaches: 0 stands for null.
@@ -130,21 +130,21 @@ impl DevicePtr {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct ErrorWord {
-    /// What was waited for or found wrong: `SY_TAG_*` of the header.
+    /// The wait, or the check, that failed: `SY_TAG_*` of the header.
     pub tag: u32,
-    /// Which peer, by index.
+    /// Index of the peer.
     pub peer: u32,
     /// `SY_REASON_*` of the header.
     pub reason: u32,
     /// Zero.
     pub reserved: u32,
-    /// What was found.
+    /// Value found.
     pub observed: u64,
-    /// What was expected.
+    /// Value expected.
     pub expected: u64,
 }
 
-/// Where the sections of frames lie. Made by [`FrameGeometry::new`], never by hand.
+/// Layout of the sections of frames. Made by [`FrameGeometry::new`], never by hand.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct FrameGeometry {
@@ -178,8 +178,7 @@ pub struct FrameGeometry {
     pub slot_bytes: u64,
     /// Offset of the control tail.
     pub control_offset: u64,
-    /// Offset in an answer of `[max_tokens]` u64 frame numbers, of which direct links use the first, for empty
-    /// frames.
+    /// Offset in an answer of `[max_tokens]` u64 frame numbers. Direct links use the first one, for empty frames.
     pub response_flags_offset: u64,
     /// Offset in an answer of its rows, of a direct link [`ANSWER_HOLE`] between frames.
     pub response_payload_offset: u64,
@@ -191,16 +190,16 @@ pub struct FrameGeometry {
     pub response_control_offset: u64,
 }
 
-/// A way to a peer's slot.
+/// A path to a peer's slot.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct Link {
-    /// Where kernels store.
+    /// Address that kernels store to.
     pub window: DevicePtr,
-    /// Of the way; 0 for direct stores.
+    /// Address of the path's state; 0 for direct stores.
     pub context: u64,
-    /// [`WAY_DIRECT`], [`WAY_IBGDA`] or [`WAY_PROXY`].
-    pub way: u32,
+    /// [`PATH_DIRECT`], [`PATH_IBGDA`] or [`PATH_PROXY`].
+    pub path: u32,
     /// Zero.
     pub reserved: u32,
 }
@@ -233,7 +232,7 @@ pub struct Placement {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct ServerPeer {
-    /// Way to this client's request slot at the server.
+    /// Path to this client's request slot at the server.
     pub request: Link,
     /// This server's response slot in the client's memory.
     pub response: DevicePtr,
@@ -249,11 +248,11 @@ pub struct ServerPeer {
 pub struct ClientPeer {
     /// This client's request slot in the server's memory.
     pub request: DevicePtr,
-    /// Way to this server's response slot at the client.
+    /// Path to this server's response slot at the client.
     pub response: Link,
-    /// What the client's headers must say.
+    /// Required value in the client's headers.
     pub client_id: u64,
-    /// What the client's headers must say.
+    /// Required value in the client's headers.
     pub generation: u32,
     /// Zero.
     pub reserved: u32,
@@ -273,31 +272,31 @@ pub struct ClientState {
     pub posted: [[u64; MAX_PEERS]; 2],
     /// Warps that wait long for a row that each server stores by itself.
     pub awaited: [u32; MAX_PEERS],
-    /// Not 0 for a server that was given up without a refusal: the sequence of the dispatch. What lies in its
-    /// slot, or comes late, is not taken for answers to later ones until the host begins anew with another
-    /// slot and zeros here, in `posted` and in `summed`.
+    /// Not 0 for a server that was given up without a refusal: the sequence of the dispatch. Data in its slot, and
+    /// data that comes late, is not taken for answers to later dispatches until the host sets another slot, and
+    /// zeros here, in `posted` and in `summed`.
     pub lost: [u64; MAX_PEERS],
     /// Last frame that combine took, by server and place of the ring.
     pub summed: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
-    /// What combines know of their abort mask.
-    pub look: MaskLook,
+    /// Cached abort mask of combines.
+    pub mask_cache: MaskCache,
     /// First error.
     pub error: ErrorWord,
 }
 
-/// What all that wait know of a mask in the host's memory, for which one of them asks now and then.
+/// Shared cache of a mask in the host's memory. One of the waiting warps refreshes it from time to time.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct MaskLook {
-    /// When one last did, by the GPU's clock in steps of 2048 ns.
-    pub asked: u32,
+pub struct MaskCache {
+    /// Time of the last refresh, by the GPU's clock in steps of 2048 ns.
+    pub read_at: u32,
     /// Zero.
     pub reserved: u32,
-    /// Sequence of its dispatch in the upper half, the mask in the lower.
-    pub found: u64,
+    /// Sequence of the dispatch in the upper half, the mask in the lower.
+    pub mask: u64,
 }
 
-/// Head of a handle: what one dispatch tells its combine. `[max_tokens][top_k]` u32 routes follow.
+/// Head of a handle: the message from a dispatch to its combine. `[max_tokens][top_k]` u32 routes follow.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct Handle {
@@ -323,7 +322,7 @@ pub struct Handle {
 pub struct ServerState {
     /// Blocks that have read the state.
     pub arrivals: u32,
-    /// Clients in the last batch, as a mask; none after a wait in which nobody came.
+    /// Clients in the last batch, as a mask; none after a wait in which no client came.
     pub last_clients: u32,
     /// Frames taken from each client.
     pub taken: [u64; MAX_PEERS],
@@ -331,17 +330,17 @@ pub struct ServerState {
     pub num_refused: u64,
     /// Batches made so far.
     pub num_batches: u64,
-    /// Where the search for a layer starts.
+    /// Start of the search for a layer.
     pub next_client: u32,
     /// Zero.
     pub reserved2: u32,
     /// First error.
     pub error: ErrorWord,
     /// Status words of refused frames, by client and place in its ring; the host clears them with `taken`.
-    pub told: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
+    pub refusals: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
 }
 
-/// Head of a batch: what `expert_recv` tells the expert stage and `expert_send`.
+/// Head of a batch: the message from `expert_recv` to the expert stage and `expert_send`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
@@ -363,14 +362,14 @@ pub struct Batch {
     pub waited_ns: [u32; MAX_PEERS],
 }
 
-/// For whom a batch waits: those of `clients` that were in the last batch, because who was answered just
-/// now may be back at once.
+/// Clients that a batch waits for: those of `clients` that were in the last batch, because a client that was just
+/// answered may soon return.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Gather {
     /// Clients, as a mask.
     pub clients: u32,
-    /// Bound of the wait from the kernel's begin on, if anybody has a frame then.
+    /// Bound of the wait from the kernel's begin on, if any client has a frame then.
     pub within_ns: u32,
 }
 
@@ -433,13 +432,14 @@ pub struct CombineParams {
     pub flags: u32,
     /// Geometry of the servers' slots.
     pub geometry: FrameGeometry,
-    /// What dispatch left.
+    /// Output of dispatch.
     pub handle: DevicePtr,
     /// [`ClientState`].
     pub state: DevicePtr,
     /// bf16 `[capacity, hidden]`.
     pub out: DevicePtr,
-    /// Null, or u32 `[capacity]`: servers whose part is missing, as a mask; all of a token that is left as zeros.
+    /// Null, or u32 `[capacity]`: servers whose part is missing, as a mask; all servers of a token that is left as
+    /// zeros.
     pub token_missing: DevicePtr,
     /// Null, or u32 in mapped host memory: bit `s` = server `s` is dead.
     pub abort_mask: DevicePtr,
@@ -457,7 +457,7 @@ pub struct CombineParams {
     pub servers: DevicePtr,
 }
 
-/// Where `expert_recv` leaves a batch. Made by [`FrameGeometry::lists_at`].
+/// Output of `expert_recv` for a batch. Made by [`FrameGeometry::lists_at`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct ExpertLists {
@@ -491,7 +491,7 @@ pub struct ExpertRecvParams {
     pub geometry: FrameGeometry,
     /// [`ServerState`].
     pub state: DevicePtr,
-    /// Where the batch goes.
+    /// Output for the batch.
     pub lists: ExpertLists,
     /// i16 `[num_layers][num_experts]`: index among this server's experts of the layer, -1 = not here.
     pub local_expert: DevicePtr,
@@ -501,7 +501,7 @@ pub struct ExpertRecvParams {
     pub min_epoch: DevicePtr,
     /// Bound of the wait.
     pub timeout_ns: u64,
-    /// Leave the wait when so many clients have a frame.
+    /// Ends the wait when this number of clients have a frame.
     pub min_ready: u32,
     /// Experts of the layer.
     pub num_experts: u32,
@@ -521,7 +521,7 @@ pub struct ExpertRecvParams {
 }
 
 /// Matrices of a layer's experts on this server. Rows are contiguous. Made by
-/// [`Gpu::layer_weights`](crate::gpu::Gpu::layer_weights), which knows what goes into the maps.
+/// [`Gpu::layer_weights`](crate::gpu::Gpu::layer_weights), which fills the maps.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct LayerWeights {
@@ -553,7 +553,7 @@ pub struct ExpertComputeParams {
     pub flags: u32,
     /// Geometry of the clients' slots.
     pub geometry: FrameGeometry,
-    /// What `expert_recv` left.
+    /// Output of `expert_recv`.
     pub lists: ExpertLists,
     /// Scratch of [`FrameGeometry::expert_scratch_bytes`] for rows of `hidden` values.
     pub rows: DevicePtr,
@@ -575,8 +575,8 @@ pub struct ExpertComputeParams {
     pub num_blocks: u32,
     /// [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`]: of every layer.
     pub weights_dtype: u32,
-    /// Of a thread block's waits for its own copies and products, in nanoseconds. One that expires means that the GPU,
-    /// or what it was given, is out of order: the kernel traps, so that nothing behind it in the stream runs.
+    /// Bound of a thread block's waits for its own copies and products, in nanoseconds. It expires only if the GPU
+    /// or its parameters are broken: the kernel then traps, so that nothing behind it in the stream runs.
     pub timeout_ns: u64,
     /// Null, or [`ErrorWord`] in mapped host memory, which outlives a context that is lost: why a kernel trapped.
     pub trapped: DevicePtr,
@@ -594,7 +594,7 @@ pub struct ExpertSendParams {
     pub flags: u32,
     /// Geometry of the clients' slots.
     pub geometry: FrameGeometry,
-    /// What `expert_recv` left.
+    /// Output of `expert_recv`.
     pub lists: ExpertLists,
     /// bf16 `[num_entries, hidden]` in list order; null = identity experts.
     pub expert_out: DevicePtr,
@@ -641,7 +641,7 @@ pub struct EchoParams {
 const _: () = assert!(size_of::<ErrorWord>() == 32 && offset_of!(ErrorWord, observed) == 16);
 const _: () = assert!(size_of::<FrameGeometry>() == 128);
 const _: () = assert!(offset_of!(FrameGeometry, response_control_offset) == 120);
-const _: () = assert!(size_of::<Link>() == 24 && offset_of!(Link, way) == 16);
+const _: () = assert!(size_of::<Link>() == 24 && offset_of!(Link, path) == 16);
 const _: () = assert!(size_of::<ReplicaSet>() == 8);
 const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
 const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);

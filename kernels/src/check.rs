@@ -5,8 +5,8 @@ use thiserror::Error;
 use crate::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
     DispatchParams, EchoParams, ExpertComputeParams, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS,
-    ServerPeer, WAY_DIRECT, WAY_IBGDA, WAY_PROXY,
+    ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, PATH_DIRECT,
+    PATH_IBGDA, PATH_PROXY, RANK_BITS, ServerPeer,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -20,7 +20,7 @@ pub enum CheckError {
     /// A pointer that must be set is null.
     #[error("a required pointer is null")]
     Null = 2,
-    /// A pointer is not aligned, or a size is not a multiple of what is copied at a time.
+    /// A pointer is not aligned, or a size is not a multiple of the copy unit.
     #[error("a pointer is not aligned to 16 bytes, or a size is no multiple of them")]
     Alignment = 3,
     /// The hidden size cannot be used.
@@ -39,14 +39,14 @@ pub enum CheckError {
     #[error("number of experts: expected 1 to 1024, with at most 7 replicas each")]
     Experts = 8,
     /// The number of tokens cannot be used.
-    #[error("token capacity: expected at least 1 and at most what frames and lists hold")]
+    #[error("token capacity: expected at least 1 and at most the capacity of frames and lists")]
     Tokens = 9,
     /// The geometry was not made by [`FrameGeometry::new`].
-    #[error("frame geometry: expected what `FrameGeometry::new` computes")]
+    #[error("frame geometry: expected the result of `FrameGeometry::new`")]
     Geometry = 10,
-    /// The way to a peer is not compiled in.
-    #[error("link: a way to a peer that this build does not know")]
-    Way = 11,
+    /// The path to a peer is not compiled in.
+    #[error("link: an unknown path to a peer")]
+    Path = 11,
     /// A wait would have no bound.
     #[error("timeout_ns is 0: every wait has a bound")]
     Bound = 12,
@@ -247,11 +247,11 @@ fn lists(lists: &ExpertLists) -> Result<(), CheckError> {
 }
 
 fn link(link: &Link) -> Result<(), CheckError> {
-    if ![WAY_DIRECT, WAY_IBGDA, WAY_PROXY].contains(&link.way) {
-        return Err(CheckError::Way);
+    if ![PATH_DIRECT, PATH_IBGDA, PATH_PROXY].contains(&link.path) {
+        return Err(CheckError::Path);
     }
     set(&[link.window])?;
-    if link.way != WAY_DIRECT {
+    if link.path != PATH_DIRECT {
         if link.context == 0 {
             return Err(CheckError::Null);
         }

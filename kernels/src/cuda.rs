@@ -6,10 +6,10 @@ use cudarc::driver::sys::{self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribut
 
 use crate::probe::{CudaState, Gpu, GpuReport, NicAccess};
 
-/// Replaces what the kernel driver told by what the CUDA driver knows, where it works.
+/// Replaces the kernel driver's report by the CUDA driver's, where that works.
 pub(crate) fn complete(mut report: GpuReport) -> GpuReport {
-    // Asked first, because every other call panics when the library is missing.
-    // SAFETY: opens and closes the library, whose constructors have no preconditions.
+    // Checked first, because every other call panics when the library is missing. SAFETY: opens and closes the
+    // library, whose constructors have no preconditions.
     if !unsafe { sys::is_culib_present() } {
         report.cuda = CudaState::NoLibrary;
         return report;
@@ -60,7 +60,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, Failure> {
     let by_dma_buf = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
     let order = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING;
     let owner = CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
-    // A driver that is older than a question has not what is asked about.
+    // A driver that is older than a query lacks the queried feature.
     let nic_access = NicAccess {
         by_address: attribute(by_address).unwrap_or(0) != 0,
         by_dma_buf: attribute(by_dma_buf).unwrap_or(0) != 0,

@@ -53,13 +53,13 @@ pub const ENTRIES: [&str; 46] = [
     ECHO_BF16_ANY,
 ];
 
-/// Those of the expert stage that multiply, and need more shared memory than others.
+/// Kernels of the expert stage that multiply, and need more shared memory than others.
 pub const PRODUCTS: [&str; 6] =
     [GATE_UP_DIRECT_FP8, GATE_UP_DIRECT_BF16, GATE_UP_FP8, GATE_UP_BF16, DOWN_FP8, DOWN_BF16];
 
 /// The kernel that adds to a flag in stream order.
 pub const FLAG_ADD: &str = "sy_flag_add";
-/// The kernel that tells the host small things in stream order.
+/// The kernel that sends small messages to the host in stream order.
 pub const TELL_HOST: &str = "sy_tell_host";
 /// The producer of commands for measurements of the proxy.
 pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
@@ -108,13 +108,13 @@ pub const DOWN_BF16: &str =
 /// [`COMBINE_TUNED`] for few blocks, which have many tokens each.
 pub const COMBINE_TUNED_FEW: &str = "_ZN10switchyard5impls14combine_kernelINS0_9FewBlocksINS0_13CombineConfigILj7168ELj448ELj2EEEEEEEv17sy_combine_params";
 
-/// The kernel that does the same over links of any way that is compiled in.
+/// The kernel that does the same over links of every path that is compiled in.
 #[must_use]
-pub fn any_way(entry: &'static str) -> &'static str {
-    ANY_WAY.iter().find(|(direct, _)| *direct == entry).map_or(entry, |(_, any)| any)
+pub fn any_path(entry: &'static str) -> &'static str {
+    ANY_PATH.iter().find(|(direct, _)| *direct == entry).map_or(entry, |(_, any)| any)
 }
 
-const ANY_WAY: [(&str, &str); 15] = [
+const ANY_PATH: [(&str, &str); 15] = [
     (DISPATCH_TUNED_FP8, DISPATCH_TUNED_FP8_ANY),
     (DISPATCH_TUNED_BF16, DISPATCH_TUNED_BF16_ANY),
     (DISPATCH_FP8, DISPATCH_FP8_ANY),

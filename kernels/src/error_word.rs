@@ -1,10 +1,10 @@
-//! What kernels leave in an error word, for people.
+//! Text for error words of kernels.
 
 use std::fmt;
 
 use crate::abi::{
-    ErrorWord, REASON_ABORT, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW,
-    TAG_COMBINE_WAY, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_PRODUCT, TAG_REFUSED,
+    ErrorWord, REASON_ABORT, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_PATH,
+    TAG_COMBINE_ROW, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_PRODUCT, TAG_REFUSED,
 };
 
 /// Tag, peer, reason, observed and expected, in one line.
@@ -38,9 +38,9 @@ const fn what(tag: u32) -> &'static str {
         7 => "the check of a frame",
         8 => "the wait for a peer's flag",
         TAG_REFUSED => "the look at a server's status",
-        10 => "the look at the way to a peer",
-        11 => "the wait for the way back to a client",
-        TAG_COMBINE_WAY => "the wait for the way to a server",
+        10 => "the check of the path to a peer",
+        11 => "the wait for the path to a client",
+        TAG_COMBINE_PATH => "the wait for the path to a server",
         TAG_PRODUCT => "the wait of an expert product's thread block for its own copies",
         32..=47 => "the work with a NIC's queue",
         48..=63 => "the work with a proxy's lane",

@@ -1,4 +1,4 @@
-//! Where the sections of device frames lie, and what else follows from shapes. Mirrors
+//! Layout of device frames, and other values that follow from shapes. Mirrors
 //! `include/switchyard/layout/geometry.h`.
 
 use std::mem::size_of;
@@ -22,7 +22,7 @@ impl FrameGeometry {
     /// with `top_k` experts; `dtype` is [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`].
     ///
     /// # Errors
-    /// [`CheckError`], naming what is out of range.
+    /// [`CheckError`], naming the value that is out of range.
     pub fn new(
         hidden: u32,
         top_k: u32,
@@ -121,8 +121,8 @@ impl FrameGeometry {
         fits
     }
 
-    /// Where the rows of each answer lie in a response slot, as offset and length in bytes. Of a server whose
-    /// link is direct they must be full of [`ANSWER_HOLE`](crate::abi::ANSWER_HOLE) before the first request.
+    /// Rows of each answer in a response slot, as offset and length in bytes. If the server's link is direct, they
+    /// must be full of [`ANSWER_HOLE`](crate::abi::ANSWER_HOLE) before the first request.
     pub fn answer_rows(&self) -> impl Iterator<Item = (u64, u64)> {
         let (frame, begin) = (self.response_frame_bytes, self.response_payload_offset);
         (0..u64::from(self.num_frames)).map(move |place| (place * frame + begin, frame - begin))
@@ -163,9 +163,9 @@ impl FrameGeometry {
         (lists, at - base.0)
     }
 
-    /// Bytes of one of the expert stage's scratch buffers, whose rows have `row_values` values of the
-    /// weights' type: `hidden` for [`ExpertComputeParams::rows`](crate::abi::ExpertComputeParams), the
-    /// intermediate size for `activation`.
+    /// Bytes of one of the expert stage's scratch buffers. Its rows have `row_values` values of the weights' type:
+    /// `hidden` for [`ExpertComputeParams::rows`](crate::abi::ExpertComputeParams), the intermediate size for
+    /// `activation`.
     #[must_use]
     pub fn expert_scratch_bytes(
         &self,

@@ -3,19 +3,19 @@
 //! `include/switchyard/` and `cuda/` have the kernels of the data path, `gpu-tests/` their tests and
 //! benchmarks in C++. The Rust side launches them:
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
 //! | [`abi`] | parameters, states and tables, field by field as in `device_abi.h` |
 //! | [`geometry`] | where the sections of device frames lie |
 //! | [`check`] | whether parameters can be used, decided before anything is launched |
-//! | [`link_calls`] | the calls of a link one after the other, for tests of ways to a peer |
+//! | [`link_calls`] | the calls of a link one after the other, for tests of paths to a peer |
 //! | [`p2p`] | measurements of puts between GPUs |
 //! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
 //! | [`mlx5`] | send queues that kernels post RDMA requests on |
 //! | [`proxy`] | measurements of commands to a proxy, and the copy that a relay forwards with |
 //! | [`slots`] | the device slots of a connection |
-//! | [`mod@probe`] | what GPUs this host has |
+//! | [`mod@probe`] | report of this host's GPUs |
 //!
 //! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
 //! [`gpu::Gpu::open`] says that this build has no GPU support, and everything else is there.

@@ -1,11 +1,11 @@
-//! The calls of a link one after the other: a put with an add and a signal behind it, a wait, and a get of what was
-//! put. What tests of a way to a peer launch; `include/switchyard/impls/link_calls.cuh` says the same in C++.
+//! The calls of a link one after the other: a put with an add and a signal behind it, a wait, and a get of the put
+//! bytes. Tests of a path to a peer launch it; `include/switchyard/impls/link_calls.cuh` is the same in C++.
 
 use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::abi::{DevicePtr, Link, WAY_DIRECT};
+use crate::abi::{DevicePtr, Link, PATH_DIRECT};
 use crate::check::{Check, CheckError};
 use crate::entries::LINK_CALLS;
 use crate::plan::{KernelParams, LaunchPlan};
@@ -16,17 +16,17 @@ use crate::plan::{KernelParams, LaunchPlan};
 pub struct LinkCallsParams {
     /// To the peer.
     pub link: Link,
-    /// What is put. Not looked at when `num_bytes` is 0, like `back`.
+    /// Source of the put. Not read when `num_bytes` is 0, like `back`.
     pub source: DevicePtr,
-    /// Where the same bytes are got to: the mirror, over a way that posts.
+    /// Target of the get of the same bytes: the mirror, over a path that posts.
     pub back: DevicePtr,
-    /// Of the put and of the get, in the peer's slot.
+    /// Offset of the put and of the get in the peer's slot.
     pub offset: u64,
     /// Bytes of the put and of the get.
     pub num_bytes: u64,
-    /// Of the word in the slot that is set to `value`.
+    /// Offset of the word in the slot that is set to `value`.
     pub word_offset: u64,
-    /// Of the word in the slot that `value` is added to.
+    /// Offset of the word in the slot that `value` is added to.
     pub counter_offset: u64,
     /// The number.
     pub value: u64,
@@ -50,7 +50,7 @@ impl Check for LinkCallsParams {
         let has_null = |pointers: &[DevicePtr]| pointers.iter().any(|pointer| pointer.is_null());
         if has_null(&needed)
             || (self.num_bytes != 0 && has_null(&moved))
-            || (self.link.way != WAY_DIRECT && self.link.context == 0)
+            || (self.link.path != PATH_DIRECT && self.link.context == 0)
         {
             return Err(CheckError::Null);
         }
@@ -91,11 +91,11 @@ const _: () = assert!(offset_of!(LinkCallsParams, good) == 104);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::abi::WAY_PROXY;
+    use crate::abi::PATH_PROXY;
 
     #[test]
     fn what_is_needed_is_asked_for() {
-        let link = Link { window: DevicePtr(64), context: 64, way: WAY_PROXY, reserved: 0 };
+        let link = Link { window: DevicePtr(64), context: 64, path: PATH_PROXY, reserved: 0 };
         let good = LinkCallsParams {
             link,
             source: DevicePtr(64),
@@ -122,7 +122,7 @@ mod tests {
         let unbounded = LinkCallsParams { timeout_ns: 0, ..good };
         assert_eq!(unbounded.check(), Err(CheckError::Bound));
         // Nothing is moved from nowhere to nowhere, and direct stores need no context.
-        let direct = Link { context: 0, way: WAY_DIRECT, ..link };
+        let direct = Link { context: 0, path: PATH_DIRECT, ..link };
         let idle = LinkCallsParams { link: direct, source: null, back: null, num_bytes: 0, ..good };
         assert_eq!(idle.check(), Ok(()));
     }

@@ -7,12 +7,12 @@ pub use crate::abi::ErrorWord;
 
 /// `SY_MLX5_CQ_COLLAPSED`
 pub const CQ_COLLAPSED: u32 = 1;
-/// `SY_MLX5_ONE_BLOCK`: whoever posts at the same time is of one thread block.
+/// `SY_MLX5_ONE_BLOCK`: concurrent posters are of one thread block.
 pub const ONE_BLOCK: u32 = 2;
 /// `SY_MLX5_NO_RECORD`: the NIC goes by the doorbell register alone.
 pub const NO_RECORD: u32 = 4;
 
-/// `sy_mlx5_qp`: a send queue as those who post on it see it.
+/// `sy_mlx5_qp`: a send queue as its posters see it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct QueueHandle {
@@ -31,7 +31,7 @@ pub struct QueueHandle {
     /// Address of 8 bytes where the old values of adds land unread.
     pub scratch: u64,
     /// 0, or address of a word of host memory that gets [`QueueState::error`], too.
-    pub told: u64,
+    pub host_error: u64,
     /// Local key of `scratch`.
     pub scratch_lkey: u32,
     /// Queue pair.
@@ -59,7 +59,7 @@ pub struct QueueState {
     pad0: [u8; 120],
     /// Blocks written.
     pub published: u64,
-    /// Blocks that the NIC was told of.
+    /// Blocks announced to the NIC.
     pub posted: u64,
     pad1: [u8; 112],
     /// Blocks known to be complete.
@@ -70,14 +70,14 @@ pub struct QueueState {
     /// Held by the one who consumes.
     pub poll_lock: u32,
     pad3: [u8; 116],
-    /// What took the queue out of service.
+    /// The error that took the queue out of service.
     pub error: u64,
-    /// When somebody who waits for something else last looked at completions.
-    pub looked: u64,
+    /// Time of the last poll of completions by a thread that waits for something else.
+    pub polled_at: u64,
     pad4: [u8; 112],
 }
 
-/// `sy_mlx5_rq`: the receives of a queue pair as those who take immediate data see them.
+/// `sy_mlx5_rq`: the receives of a queue pair as readers of immediate data see them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct ReceiveHandle {
@@ -99,7 +99,7 @@ pub struct ReceiveHandle {
     pub peer: u32,
 }
 
-/// `sy_mlx5_rq_state`: what those who take share.
+/// `sy_mlx5_rq_state`: the shared state of readers.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct ReceiveState {
@@ -110,7 +110,7 @@ pub struct ReceiveState {
     /// Held by the one who takes.
     pub lock: u32,
     reserved: u32,
-    /// What took the receives out of service.
+    /// The error that took the receives out of service.
     pub error: u64,
     pad: [u8; 96],
 }
@@ -123,7 +123,7 @@ pub struct Bound {
     pub error: *mut ErrorWord,
     /// Null, or bit `peer` ends every wait.
     pub abort_mask: *const u32,
-    /// Of a single wait.
+    /// Bound of a single wait.
     pub timeout_ns: u64,
 }
 
@@ -133,7 +133,7 @@ pub struct Bound {
 pub struct PeerHandle {
     /// Address of the queues, `num_qps` of [`QueueHandle`].
     pub qps: u64,
-    /// Address of the local copy of the slot, where kernels store what they then put.
+    /// Address of the local copy of the slot, where kernels store data before they put it.
     pub mirror: u64,
     /// Address of the slot at the peer.
     pub remote: u64,
@@ -158,9 +158,9 @@ const _: () =
 const _: () = assert!(size_of::<QueueState>() == 640 && offset_of!(QueueState, published) == 128);
 const _: () =
     assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
-const _: () = assert!(offset_of!(QueueHandle, told) == 56);
+const _: () = assert!(offset_of!(QueueHandle, host_error) == 56);
 const _: () =
-    assert!(offset_of!(QueueState, cq_index) == 384 && offset_of!(QueueState, looked) == 520);
+    assert!(offset_of!(QueueState, cq_index) == 384 && offset_of!(QueueState, polled_at) == 520);
 const _: () = assert!(size_of::<Bound>() == 24);
 const _: () = assert!(size_of::<ReceiveHandle>() == 48 && offset_of!(ReceiveHandle, qpn) == 32);
 const _: () = assert!(size_of::<ReceiveState>() == 128 && offset_of!(ReceiveState, taken) == 8);

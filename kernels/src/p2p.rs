@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::abi::{DEVICE_ABI_VERSION, DevicePtr, Link, MAX_PEERS, WAY_DIRECT};
+use crate::abi::{DEVICE_ABI_VERSION, DevicePtr, Link, MAX_PEERS, PATH_DIRECT};
 use crate::check::{Check, CheckError};
 use crate::entries::{P2P_PINGPONG, P2P_STREAM};
 use crate::plan::{KernelParams, LaunchPlan};
@@ -39,9 +39,9 @@ pub struct P2pParams {
     pub error: DevicePtr,
     /// This side's counter for each peer, 0 at the start.
     pub counters: [DevicePtr; MAX_PEERS],
-    /// Where the peer's counter for this side is in the peer's window.
+    /// Offset of the peer's counter for this side in the peer's window.
     pub counter_offset: [u64; MAX_PEERS],
-    /// Where messages to each peer go.
+    /// Destination of messages to each peer.
     pub links: [Link; MAX_PEERS],
 }
 
@@ -78,8 +78,8 @@ impl Check for P2pParams {
             if counter.is_null() || link.window.is_null() {
                 return Err(CheckError::Null);
             }
-            if link.way != WAY_DIRECT {
-                return Err(CheckError::Way);
+            if link.path != PATH_DIRECT {
+                return Err(CheckError::Path);
             }
             if !link.window.0.is_multiple_of(16) {
                 return Err(CheckError::Alignment);

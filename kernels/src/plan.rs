@@ -1,9 +1,9 @@
-//! Which compiled kernel serves a launch, and with how many threads. Mirrors the second half of
+//! Chooses the compiled kernel of a launch, and its number of threads. Mirrors the second half of
 //! `cuda/check.hpp`.
 
 use crate::abi::{
     COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams, EchoParams,
-    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_WAY, FLAG_PDL,
+    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_PATH, FLAG_PDL,
     PRODUCT_SHARED_BYTES, PRODUCT_THREADS, RECV_BLOCKS, RECV_THREADS,
 };
 use crate::check::Check;
@@ -12,7 +12,7 @@ use crate::entries::{
     DISPATCH_TUNED_FP8, DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8,
     EXPERT_RECV, GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8,
     GATHER_BF16_TO_FP8, GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8,
-    any_way,
+    any_path,
 };
 
 /// A launch, decided but for the stream.
@@ -97,7 +97,7 @@ impl KernelParams for CombineParams {
         let mut plan = plan(is_tuned, num_blocks, entry, self.flags);
         // Where links are direct and each block has two tokens at least.
         plan.is_few = is_tuned
-            && self.flags & FLAG_ANY_WAY == 0
+            && self.flags & FLAG_ANY_PATH == 0
             && num_blocks <= MOST_FEW_BLOCKS
             && self.capacity >= 2 * num_blocks;
         if plan.is_few {
@@ -258,7 +258,7 @@ impl KernelParams for EchoParams {
 }
 
 fn entry_for(flags: u32, entry: &'static str) -> &'static str {
-    if flags & FLAG_ANY_WAY != 0 { any_way(entry) } else { entry }
+    if flags & FLAG_ANY_PATH != 0 { any_path(entry) } else { entry }
 }
 
 fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> LaunchPlan {
@@ -291,7 +291,7 @@ const fn is_fp8(dtype: u32) -> bool {
     dtype == DTYPE_F8_E4M3
 }
 
-/// From so many tokens on a block of dispatch takes two or more.
+/// From this number of tokens on, a block of dispatch takes two or more.
 const TOKENS_IN_PAIRS: u32 = 96;
 /// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 const MOST_FEW_BLOCKS: u32 = 64;

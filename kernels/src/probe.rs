@@ -1,17 +1,17 @@
-//! What GPUs this host has, and whether this build could talk to them.
+//! Report of this host's GPUs, and whether this build can use them.
 
 use std::fs;
 use std::path::Path;
 
 use serde::Serialize;
 
-/// What was found. Nothing here is an error: a host without a GPU is as good a host as any.
+/// The findings. Nothing here is an error: a host without a GPU is a valid host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GpuReport {
     /// Version of the NVIDIA kernel driver, if it is loaded.
     pub kernel_driver: Option<String>,
-    /// GPUs. From the CUDA driver where this build can ask it, so only those that this process may
-    /// use; from the kernel driver otherwise.
+    /// GPUs. From the CUDA driver where this build can query it, so only those that this process may use; from the
+    /// kernel driver otherwise.
     pub gpus: Vec<Gpu>,
     /// Whether CUDA can be used.
     pub cuda: CudaState,
@@ -22,15 +22,15 @@ pub struct GpuReport {
 pub struct Gpu {
     /// Product name.
     pub name: String,
-    /// Memory, bytes; only the CUDA driver tells.
+    /// Memory, bytes; only the CUDA driver reports it.
     pub memory_bytes: Option<u64>,
-    /// Compute capability, major and minor; only the CUDA driver tells.
+    /// Compute capability, major and minor; only the CUDA driver reports it.
     pub compute_capability: Option<(u32, u32)>,
-    /// What a NIC may do with its memory; only the CUDA driver tells.
+    /// Permitted access of a NIC to its memory; only the CUDA driver reports it.
     pub nic_access: Option<NicAccess>,
 }
 
-/// What the CUDA driver says of NICs that access a GPU's memory.
+/// The CUDA driver's report on access by NICs to a GPU's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct NicAccess {
     /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED`: memory can be registered by its address, with
@@ -66,20 +66,20 @@ pub enum CudaState {
     },
 }
 
-/// One line for people: a fact, and what to do where something is missing.
+/// One line of text: a fact, and a remedy where something is missing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ReportLine {
-    /// What the line is about.
+    /// Subject of the line.
     pub name: &'static str,
     /// Whether it is there and works.
     pub usable: bool,
-    /// What was found.
+    /// State found.
     pub found: String,
-    /// What would help, if anything is missing.
+    /// Remedy, if something is missing.
     pub remedy: Option<String>,
 }
 
-/// Looks for GPUs. Takes well under a second and changes nothing.
+/// Lists GPUs. Takes well under a second and changes nothing.
 #[must_use]
 pub fn probe() -> GpuReport {
     let report = from_kernel_driver(Path::new(KERNEL_DRIVER));
@@ -183,7 +183,7 @@ fn line(name: &'static str, usable: bool, found: String, remedy: Option<&str>) -
     ReportLine { name, usable, found, remedy: remedy.map(str::to_owned) }
 }
 
-/// What the NVIDIA kernel driver shows in its folder.
+/// Reads the folder of the NVIDIA kernel driver.
 fn from_kernel_driver(folder: &Path) -> GpuReport {
     let kernel_driver = fs::read_to_string(folder.join("version"))
         .ok()
@@ -291,7 +291,7 @@ mod tests {
         for line in report.lines() {
             assert!(!line.usable && line.remedy.is_some(), "{line:?}");
         }
-        // Whatever this host is, probing it neither fails nor panics.
+        // Probing neither fails nor panics, on any host.
         let lines = probe().lines();
         assert!(lines.iter().all(|line| line.usable == line.remedy.is_none()), "{lines:?}");
     }

@@ -16,7 +16,7 @@ pub const PROXY_VERSION: u32 = 3;
 pub const PRODUCE_FILLS: u32 = 1;
 /// Each batch is over before the next.
 pub const PRODUCE_ROUND_TRIP: u32 = 2;
-/// Samples are of looks at the lane's words, nothing is posted.
+/// Samples are reads of the lane's words; nothing is posted.
 pub const PRODUCE_READS: u32 = 4;
 /// Samples are of when batches began to be pushed, by the GPU's clock.
 pub const PRODUCE_STAMPS: u32 = 8;

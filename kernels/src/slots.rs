@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use thiserror::Error;
 
-use crate::abi::{DevicePtr, Link, WAY_DIRECT};
+use crate::abi::{DevicePtr, Link, PATH_DIRECT};
 use crate::gpu::{Gpu, GpuBuffer};
 
 /// One side's part of a connection with device slots. Both sides state both sizes, each from its own point of
@@ -159,7 +159,7 @@ impl DevicePair {
     pub fn link(&self) -> Link {
         match &self.slots {
             Slots::Mapped { peer, .. } => {
-                Link { window: peer.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+                Link { window: peer.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
             }
             Slots::Remote(slots) => slots.link(),
         }

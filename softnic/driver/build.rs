@@ -79,7 +79,7 @@ fn main() {
     std::fs::write(out.join("variants.rs"), table).expect("OUT_DIR");
 }
 
-/// What is compiled, and which symbol it has.
+/// A compiled C++ file and the symbol that it exports.
 #[derive(Clone, Copy, PartialEq)]
 enum Source {
     /// Posting by plain threads.
@@ -112,7 +112,7 @@ impl Source {
         }
     }
 
-    /// A function from the name of a variant to what it exports.
+    /// Maps the name of a variant to the symbol that it exports.
     fn lookup(self, names: &[&str]) -> String {
         let (function, result) = match self {
             Self::Calls => ("table", "*const *const c_void"),
@@ -220,7 +220,7 @@ fn compile(here: &Path, include: &Path, source: Source, name: &str) {
         .define(symbol, format!("{prefix}_{name}").as_str())
         .file(here.join(source.file()));
     match source {
-        // Nothing of the C++ library is used. Of what is wrong, most of the time is its compiling.
+        // Leaves out the C++ library: compiling it would take most of the time of building a mutant.
         Source::Calls => {
             build.cpp_link_stdlib(None).opt_level(if name == "product" { 2 } else { 1 })
         }

@@ -62,7 +62,7 @@ __global__ void all_operations_sys_scope(const __grid_constant__ Params params) 
     run<Scope::kSys>(params);
 }
 
-// What the fused kernels do for each row: the price of one put with its flag.
+// The work of the fused kernels for each row: one put with its flag.
 __global__ void put_with_flag(const __grid_constant__ Params params) {
     *params.status = put_add_nbi_warp(params.qp, params.local, params.remote, params.num_bytes,
                                       params.counter, 1, params.bound);

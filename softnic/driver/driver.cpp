@@ -143,9 +143,9 @@ uint32_t signal_words(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint6
         });
 }
 
-// `num_groups` groups of `num_lanes` signals by who has the queue to itself, to a ring of `num_words` words:
-// one after the other is set to `value` and what follows it. Waits with each group until it is allowed, and
-// counts those that were posted.
+// Posts `num_groups` groups of `num_lanes` signals from the only owner of the queue, to a ring of
+// `num_words` words. The words are set to consecutive values that begin with `value`. Waits with
+// each group until it is allowed, and counts the signals that were posted.
 uint32_t own_signals(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint64_t value,
                      uint64_t num_groups, uint32_t num_lanes, uint64_t num_words,
                      const uint64_t* num_allowed, uint64_t* num_posted,
@@ -214,7 +214,7 @@ void decode_cqe(const uint8_t* cqe, uint64_t* out) {
     out[3] = mlx5::error_of<Scope::kSys>(words, tail);
 }
 
-uint32_t look(uint64_t* looked) { return takes_look(looked) ? 1 : 0; }
+uint32_t poll_turn(uint64_t* polled_at) { return takes_poll_turn(polled_at) ? 1 : 0; }
 
 const char* check(const sy_mlx5_qp* qp) { return sy_mlx5_check_qp(qp); }
 const char* check_receives(const sy_mlx5_rq* rq) { return sy_mlx5_check_rq(rq); }
@@ -232,7 +232,7 @@ const void* const kTable[] = {
     reinterpret_cast<const void*>(nop),          reinterpret_cast<const void*>(take_imm),
     reinterpret_cast<const void*>(wait_imm),     reinterpret_cast<const void*>(check_receives),
     reinterpret_cast<const void*>(own_signals),  reinterpret_cast<const void*>(own_move),
-    reinterpret_cast<const void*>(put_signal),   reinterpret_cast<const void*>(look),
+    reinterpret_cast<const void*>(put_signal),   reinterpret_cast<const void*>(poll_turn),
 };
 
 } // namespace

@@ -24,7 +24,8 @@ Nic* make(uint32_t backend) {
 
 } // namespace
 
-// Everything is freed with the process but what stands for GPU memory, which is not freed at all.
+// The process frees everything when it ends, except memory that stands for GPU memory, which is
+// never freed.
 extern "C" {
 
 Nic* sy_gpu_nic_open(uint32_t backend, uint64_t seed) {

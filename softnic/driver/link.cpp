@@ -1,5 +1,5 @@
-// The calls of links whose way is IBGDA, and copies over them and over stores, made by a warp of 32 fibres,
-// callable from Rust. Compiled with `simt.hpp` before it, as kernels that run on the host are.
+// Calls of links over IBGDA, and copies over them and over stores, made by a warp of 32 fibres and
+// callable from Rust. Compiled with `simt.hpp` in front, like kernels that run on the host.
 #include "switchyard/comm/ibgda_link.h"
 #include "switchyard/comm/put_get.cuh"
 
@@ -30,7 +30,7 @@ bool has_come(const uint8_t* to, const uint8_t* from, uint64_t num_bytes) {
 }
 
 void make(const Job job) {
-    const sy_link link = {job.peer->mirror, reinterpret_cast<uint64_t>(job.peer), SY_WAY_IBGDA, 0};
+    const sy_link link = {job.peer->mirror, reinterpret_cast<uint64_t>(job.peer), SY_PATH_IBGDA, 0};
     const uint32_t lane_idx = threadIdx.x & 31;
     switch (job.call) {
     case 0:
@@ -80,14 +80,14 @@ void make(const Job job) {
             *job.answer = quiet_gets<kAnyWay>(link, job.local);
         break;
     case 11: {
-        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_WAY_DIRECT, 0};
+        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_PATH_DIRECT, 0};
         put_nbi_warp<kAnyWay>(direct, job.offset, job.local, job.num_bytes);
         if (lane_idx == 0)
             *job.answer = has_come(job.stores + job.offset, job.local, job.num_bytes);
         break;
     }
     case 12: {
-        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_WAY_DIRECT, 0};
+        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_PATH_DIRECT, 0};
         get_nbi_warp<kAnyWay>(direct, job.offset, job.local, job.num_bytes);
         if (lane_idx == 0)
             *job.answer = has_come(job.local, job.stores + job.offset, job.num_bytes);

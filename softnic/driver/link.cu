@@ -1,5 +1,5 @@
-// Every call of a link whose way is IBGDA in one kernel: the check that they compile for a GPU, and that
-// what they order is ordered for NICs outside of it.
+// Every call of a link over IBGDA in one kernel. It checks that the calls compile for a GPU and
+// that their order holds for NICs outside of it.
 #include "switchyard/comm/ibgda_link.h"
 
 namespace {

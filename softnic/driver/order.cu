@@ -1,6 +1,7 @@
-// One kernel for each thing that posters agree on by memory alone, and for each scope that a NIC may look
-// from; and for what copies by stores leave to order. What a GPU runs of them must have these fences, acquires, releases and accesses in this order and
-// no others, which the step `mlx5` of `cargo xtask test` compares.
+// One kernel for each agreement that posters reach by memory alone, and for each scope that a NIC
+// may read from; and one for the order that copies by stores must establish. The step `mlx5` of
+// `cargo xtask test` compares their machine code: it must have these fences, acquires, releases and
+// accesses in this order and no others.
 #include "switchyard/comm/ibgda.h"
 #include "switchyard/comm/mlx5/receive.h"
 #include "switchyard/comm/proxy.h"

@@ -1,4 +1,4 @@
-/* What the vendor's header makes of work requests and completions, for tests/oracle.rs.
+/* What the vendor's header makes of work requests and completions, for tests/it/oracle.rs.
  *
  * Reads one question per line from stdin and answers each with one line:
  *
@@ -150,7 +150,7 @@ static void answer_cqe(uint8_t* bytes) {
            error->vendor_err_synd);
 }
 
-/* One segment, which ends the list at once. */
+/* One segment that ends the list immediately. */
 static void answer_receive(void) {
     struct mlx5_wqe_data_seg last;
     mlx5dv_set_data_seg(&last, 0, MLX5_INVALID_LKEY, 0);

@@ -8,7 +8,7 @@ use crate::format::{CQE_BYTES, Cqe};
 use crate::memory::Part;
 use crate::nic::{ControlError, check_depth, place};
 
-/// Where a completion queue lies. Offsets are within `region`.
+/// Memory layout of a completion queue. Offsets are within `region`.
 #[derive(Debug, Clone)]
 pub struct CqConfig {
     /// Memory.
@@ -21,7 +21,7 @@ pub struct CqConfig {
     pub dbrec_offset: usize,
     /// Every completion goes to entry 0, over the one before.
     pub is_collapsed: bool,
-    /// Completions may overwrite others that nobody has consumed.
+    /// Completions may overwrite others that the host has not consumed.
     pub ignores_overrun: bool,
 }
 
@@ -71,14 +71,14 @@ impl Cq {
                 return false;
             }
         }
-        let slot = (self.index & u64::from(self.depth - 1)) as usize * CQE_BYTES;
+        let entry = (self.index & u64::from(self.depth - 1)) as usize * CQE_BYTES;
         let bytes = cqe.encode(self.index & u64::from(self.depth) != 0);
         self.index += 1;
         for at in (0..CQE_BYTES).step_by(8) {
             let value = u64::from_ne_bytes(std::array::from_fn(|i| bytes[at + i]));
             // Counter and owner come last, in one store that releases the rest and all payload.
             let order = if at == CQE_BYTES - 8 { Ordering::Release } else { Ordering::Relaxed };
-            if let Some(word) = self.entries.word64(slot + at) {
+            if let Some(word) = self.entries.word64(entry + at) {
                 word.store(value, order);
             }
         }

@@ -1,5 +1,5 @@
-//! mlx5 work requests, completions and doorbells: what [`kernels/include/switchyard/comm/mlx5`] builds
-//! and reads in C++, said again in Rust. Everything wider than a byte is big-endian in memory.
+//! mlx5 work requests, completions and doorbells, in the format that [`kernels/include/switchyard/comm/mlx5`]
+//! builds and reads in C++. Everything wider than a byte is big-endian in memory.
 //!
 //! [`kernels/include/switchyard/comm/mlx5`]: https://github.com/switchyard-moe/switchyard/tree/main/kernels/include/switchyard/comm/mlx5
 
@@ -21,7 +21,7 @@ pub const CQE_BYTES: usize = 64;
 pub const DEPTHS: std::ops::RangeInclusive<u32> = 128..=32768;
 /// Most bytes of one message.
 pub const MAX_MESSAGE_BYTES: u32 = 1 << 30;
-/// What completion queues are filled with before use.
+/// Byte that completion queues are filled with before use.
 pub const CQE_FILL: u8 = 0xff;
 /// Most inline bytes of a request of one block.
 pub const MAX_INLINE_BYTES: usize = 28;

@@ -1,29 +1,28 @@
-//! A model of an mlx5 NIC: it executes genuine work queue entries, in software, between processes of
-//! one host.
+//! A model of an mlx5 NIC: it executes genuine work queue entries, in software, between processes of one host.
 //!
-//! It reads the bytes that the device functions of `kernels/include/switchyard/comm/mlx5` write (send
-//! queue, doorbell record, doorbell register), checks keys, bounds and rights, moves the data, and
-//! writes completions as the hardware does. It knows nothing of slots, rings or models; the glue to
-//! the transports of `p2p-core` is in [`network`] alone.
+//! It reads the bytes that the device functions of `kernels/include/switchyard/comm/mlx5` write: send queue,
+//! doorbell record and doorbell register. It checks keys, bounds and rights, moves the data, and writes
+//! completions as the hardware does. It does not depend on slots, rings or models. Only [`network`] connects it to
+//! the transports of `p2p-core`.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
 //! | [`mod@format`] | bytes of requests, completions and doorbells |
 //! | [`nic`] | the NIC as its host controls it: memory, queues, connections, faults |
-//! | `engine` | what it does when it makes progress |
+//! | `executor` | progress: doorbells, execution, completions |
 //! | [`queue`] | a queue pair with all its memory, and posting on it from Rust |
-//! | [`abi`] | what posters on a GPU are given |
+//! | [`abi`] | handles for posters on a GPU |
 //! | [`memory`] | memory that NICs of several processes reach |
 //! | [`thread`] | a NIC on a thread of its own |
 //! | [`network`] | the transport over it |
 //!
 //! The folder `gpu/` has the same NIC in C++, as a kernel and as a thread that drives copy engines;
-//! `tests/gpu_nic` compares it with this one.
+//! `tests/it/gpu_nic` compares it with this one.
 //!
-//! What the model shows and cannot show is in `docs/ibgda.md`.
+//! `docs/ibgda.md` lists the properties that the model can and cannot show.
 
 mod cq;
-mod engine;
+mod executor;
 pub mod format;
 pub mod memory;
 pub mod network;
@@ -38,8 +37,8 @@ pub use cq::CqConfig;
 pub use memory::{Segment, SegmentError};
 pub use network::SoftNetwork;
 pub use nic::{
-    Adversary, ControlError, Domain, DoorbellMode, Executed, Fault, Keys, Nic, NicConfig, QpConfig,
-    QpState, RecvQueueConfig, Violation,
+    Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, QpConfig, QpState,
+    RecvQueueConfig, TraceEntry, Violation,
 };
 pub use port::{Access, PortAddress};
 pub use queue::{HostQueue, Poster, QueueError, QueueSizes};

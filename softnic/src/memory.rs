@@ -16,13 +16,13 @@ use thiserror::Error;
 /// Shared memory could not be made or opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum SegmentError {
     /// A system call failed.
     #[error("{call} for {what} failed: {source}")]
     System {
-        /// The call.
         call: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         what: String,
         /// The system's answer.
         source: std::io::Error,
@@ -30,19 +30,16 @@ pub enum SegmentError {
     /// A peer could change the size of its memory under us.
     #[error("{what} is not sealed against resizing (seals {found:#x}), so mapping it is not safe")]
     Seals {
-        /// Whose memory.
+        /// Owner of the memory.
         what: String,
-        /// Seals found.
         found: u32,
     },
     /// Another size than promised.
     #[error("{what} has {found} bytes, expected {expected}")]
     Size {
-        /// Whose memory.
+        /// Owner of the memory.
         what: String,
-        /// Bytes found.
         found: u64,
-        /// Bytes expected.
         expected: u64,
     },
 }
@@ -97,7 +94,7 @@ pub(crate) fn open(pid: u32, fd: u32, expected: u64) -> Result<Region, SegmentEr
     let what = || format!("the peer's memory {path}");
     let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
         .map_err(|e| system("open", what(), e))?;
-    // Seals first: only a sealed size stays what it is.
+    // Check the seals first: only a sealed size is constant.
     let seals = rustix::fs::fcntl_get_seals(&file).unwrap_or(SealFlags::empty());
     if !seals.contains(SEALS) {
         return Err(SegmentError::Seals { what: what(), found: seals.bits() });
@@ -118,7 +115,7 @@ fn map(fd: &OwnedFd, bytes: usize, what: impl Fn() -> String) -> Result<Region, 
     let ptr =
         unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, prot, MapFlags::SHARED, fd, 0) }
             .map_err(|e| system("mmap", what(), e))?;
-    // SAFETY: `ptr..ptr+bytes` was just mapped, whole, and is owned by nobody else.
+    // SAFETY: `ptr..ptr+bytes` was just mapped, whole, and has no other owner.
     unsafe { Region::from_raw(ptr.cast(), bytes) }
         .ok_or_else(|| system("mmap", what(), rustix::io::Errno::INVAL))
 }
@@ -127,7 +124,7 @@ fn system(call: &'static str, what: String, errno: rustix::io::Errno) -> Segment
     SegmentError::System { call, what, source: errno.into() }
 }
 
-/// A part of a region that stays mapped: what the NIC was told of a queue or of registered memory.
+/// A part of a region that stays mapped: a queue or registered memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     region: Region,
@@ -161,7 +158,7 @@ impl Part {
     /// The 32-bit word at `offset`. `None` when it is outside or misaligned.
     pub(crate) fn word32(&self, offset: usize) -> Option<&AtomicU32> {
         let ptr = self.at(offset, 4)?;
-        // SAFETY: in range and aligned; mapped while `self` lives; everybody uses atomics on it.
+        // SAFETY: in range and aligned; mapped while `self` lives; every access to it is atomic.
         ptr.cast::<AtomicU32>().is_aligned().then(|| unsafe { AtomicU32::from_ptr(ptr.cast()) })
     }
 

@@ -1,9 +1,9 @@
 //! The transport over a software NIC: one NIC per process, one queue pair and one protection domain
 //! per peer.
 //!
-//! Whoever posts also makes the NIC progress, so that an operation is usually complete when its call
-//! returns, as with hardware that is fast. With an adversary in its configuration the NIC takes its
-//! time, and a caretaker thread sees to it that it never takes forever.
+//! The posting thread also makes the NIC progress, so that an operation is usually complete when its call returns,
+//! as with fast hardware. A NIC with an adversary in its configuration delays operations. A caretaker thread then
+//! guarantees that every delay ends.
 
 mod endpoint;
 mod wake;
@@ -51,7 +51,8 @@ impl SoftNetwork {
         Ok(Self { device, flavour: flavour().map_err(|e| failed("look at /proc", e))? })
     }
 
-    /// The NIC, between two steps: for faults and for what it has seen.
+    /// Locks the NIC between two steps, to inject faults and to read what it recorded. Blocks while another thread
+    /// drives the NIC.
     pub fn nic(&self) -> MutexGuard<'_, Nic> {
         self.device.lock()
     }
@@ -122,8 +123,8 @@ impl Device {
 
 impl Driver for Device {
     fn drive(&self) {
-        // What this side posted was executed when it was posted, and what peers post is executed by
-        // their NICs: only a NIC that takes its time has anything left.
+        // Requests of this side were executed when they were posted, and the peers' NICs execute those of peers.
+        // Only a NIC that delays operations has work left.
         if !self.is_idle.load(Ordering::Relaxed) {
             self.progress();
         }
@@ -138,7 +139,7 @@ impl Driver for Device {
     }
 }
 
-/// Drives a NIC that nobody else drives, as long as somebody has it.
+/// Drives a NIC that has no other driver, until its last owner drops it.
 fn take_care(device: &Weak<Device>) {
     while let Some(device) = device.upgrade() {
         device.progress();
@@ -147,7 +148,7 @@ fn take_care(device: &Weak<Device>) {
     }
 }
 
-/// What the peer must know beside the slot.
+/// Information for the peer beside the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Detail {
     port: PortAddress,
@@ -223,7 +224,7 @@ impl OpenSide for OpenSoft {
     }
 }
 
-/// Tells hosts and PID namespaces apart: peers find each other's memory by process and descriptor.
+/// Identifies the host and PID namespace: peers find each other's memory by process and descriptor.
 fn flavour() -> io::Result<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let namespace = std::fs::read_link("/proc/self/ns/pid")?;

@@ -23,30 +23,30 @@ use crate::cq::Cq;
 use crate::memory::{Part, SegmentError};
 use crate::port::{Peer, Port, PortAddress};
 
-/// How a NIC behaves.
+/// Behaviour of a NIC.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NicConfig {
-    /// Whether what no correct driver does takes the queue pair out of service. It is noted in
-    /// [`Nic::violations`] in any case, a doorbell record that is behind the register only if this is set or
+    /// Whether a violation takes the queue pair out of service. [`Nic::violations`] records violations in any
+    /// case. A doorbell record behind the register is recorded only if this is set or the mode is
     /// [`DoorbellMode::Checked`].
     pub is_strict: bool,
-    /// What it goes by.
+    /// Source of announcements.
     pub doorbell: DoorbellMode,
     /// Delays and reorders as much as the ordering rules of a reliable connection allow.
     pub adversary: Option<Adversary>,
     /// Whether [`Nic::executed`] is kept.
     pub keeps_trace: bool,
-    /// How long a write with immediate data waits for a receive. 0 fails at once.
+    /// Time limit for a receive that a write with immediate data needs. 0 fails immediately.
     pub rnr_timeout: Duration,
 }
 
-/// What tells the NIC of new requests.
+/// Source from which the NIC learns of new requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DoorbellMode {
     /// The doorbell register.
     #[default]
     Register,
-    /// The register; and a doorbell record that is behind it is a violation, for queue pairs that have one.
+    /// The register. For queue pairs with a record, a record behind the register is a violation.
     Checked,
     /// The record alone, as a NIC that lost a doorbell does; the register for queue pairs without one.
     Record,
@@ -61,7 +61,7 @@ pub struct Adversary {
 
 /// A request that was executed, for tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Executed {
+pub struct TraceEntry {
     /// Queue pair.
     pub qpn: u32,
     /// First block, since reset.
@@ -72,7 +72,7 @@ pub struct Executed {
     pub address: u64,
 }
 
-/// A modelled NIC. Nothing happens but in [`progress`](Self::progress).
+/// A modelled NIC. It acts only in [`progress`](Self::progress).
 #[derive(Debug)]
 pub struct Nic {
     pub(crate) config: NicConfig,
@@ -83,7 +83,7 @@ pub struct Nic {
     pub(crate) peers: Vec<Option<Peer>>,
     pub(crate) rng: Option<SmallRng>,
     pub(crate) violations: Vec<Violation>,
-    pub(crate) executed: Vec<Executed>,
+    pub(crate) executed: Vec<TraceEntry>,
     pub(crate) num_failures: u64,
     pub(crate) num_requests: u64,
     segments: Vec<ShownSegment>,
@@ -115,42 +115,42 @@ impl Nic {
         })
     }
 
-    /// Where NICs of peers find this one.
+    /// Address by which NICs of peers find this one.
     #[must_use]
     pub fn address(&self) -> PortAddress {
         self.port.address()
     }
 
-    /// What drivers did wrong so far.
+    /// Violations by drivers so far.
     ///
-    /// Completions tell of it where they can: a request that is wrong fails, and what a wrong doorbell should
-    /// have announced comes back flushed if the doorbell record announces it. Nobody else hears of a wrong
-    /// doorbell without such a record, or of a completion queue without room: their posters wait until their
-    /// bound.
+    /// Completions report violations where they can. A wrong request fails. Requests that a wrong doorbell should
+    /// have announced return flushed if the doorbell record announces them. Two violations have no completion: a
+    /// wrong doorbell without such a record, and a completion queue without room. Their posters wait until their
+    /// time limit.
     #[must_use]
     pub fn violations(&self) -> &[Violation] {
         &self.violations
     }
 
-    /// How often a queue pair went out of service.
+    /// Number of times that a queue pair went out of service.
     #[must_use]
     pub const fn num_failures(&self) -> u64 {
         self.num_failures
     }
 
-    /// Requests that were executed without an error, of all queue pairs there ever were.
+    /// Requests executed without an error, of all queue pairs since the start.
     #[must_use]
     pub const fn num_requests(&self) -> u64 {
         self.num_requests
     }
 
-    /// Registrations that are in force.
+    /// Registrations in force.
     #[must_use]
     pub fn num_registrations(&self) -> usize {
         self.memory.iter().flatten().count()
     }
 
-    /// Numbers of the queue pairs that there are, in rising order.
+    /// Numbers of the existing queue pairs, ascending.
     #[must_use]
     pub fn queue_pairs(&self) -> Vec<u32> {
         self.qps.iter().flatten().map(|qp| qp.qpn).collect()
@@ -158,7 +158,7 @@ impl Nic {
 
     /// Requests in the order of their execution, if the configuration asks for that.
     #[must_use]
-    pub fn executed(&self) -> &[Executed] {
+    pub fn executed(&self) -> &[TraceEntry] {
         &self.executed
     }
 }

@@ -1,9 +1,9 @@
-//! What a NIC shows to the NICs of its peers: who it is, what is registered, which queue pairs exist.
-//! It lies in shared memory, and a peer may write anything into it; whoever reads it checks.
+//! Tables that a NIC publishes to the NICs of its peers: its identity, registered memory and queue pairs. They lie
+//! in shared memory. A peer may write anything into them, so every reader checks them.
 
 mod peer;
 
-pub(crate) use self::peer::{Peer, Pinned};
+pub(crate) use self::peer::{MemoryPin, Peer};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ impl Access {
     pub const REMOTE_READ: Self = Self(4);
     /// Peers may do atomics.
     pub const REMOTE_ATOMIC: Self = Self(8);
-    /// Writes may pass each other on their way into memory; atomics never do.
+    /// Writes may overtake each other on their path into memory; atomics never do.
     pub const RELAXED_ORDERING: Self = Self(16);
     /// Everything but relaxed ordering.
     pub const ALL: Self = Self(15);
@@ -43,7 +43,7 @@ impl Access {
     }
 }
 
-/// Where a NIC's port is found: process, descriptor, and a number that tells it from later ones.
+/// Address of a NIC's port: process, descriptor, and a number that distinguishes it from later ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PortAddress {
     /// Process.
@@ -164,7 +164,7 @@ struct SegmentEntry {
     generation: AtomicU32,
 }
 
-/// What a [`MemoryEntry`] is made of.
+/// Content of a [`MemoryEntry`].
 pub(crate) struct Grant {
     pub(crate) key: u32,
     pub(crate) access: Access,
@@ -172,7 +172,7 @@ pub(crate) struct Grant {
     pub(crate) segment: u32,
     pub(crate) address: u64,
     pub(crate) num_bytes: u64,
-    /// Of the first byte within the segment.
+    /// Offset of the first byte within the segment.
     pub(crate) offset: usize,
 }
 
@@ -201,8 +201,8 @@ impl MemoryEntry {
         self.key.store(grant.key, Ordering::Release);
     }
 
-    /// Takes the key back and waits until nobody is in the middle of an access. `false` when a peer
-    /// does not come to an end within `limit`, as one that died in it.
+    /// Revokes the key and waits for accesses under way. Returns `false` when a peer does not end its access
+    /// within `limit`, for example because it died.
     pub(crate) fn revoke(&self, limit: Duration) -> bool {
         self.key.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -253,8 +253,8 @@ pub(crate) struct InboxEntry {
 
 fn tables_of(region: &Region) -> &Tables {
     debug_assert!(region.len() >= size_of::<Tables>());
-    // SAFETY: the region is at least that large (checked when made or opened), page-aligned, mapped as
-    // long as the reference lives, and consists of atomics, for which every bit pattern is valid.
+    // SAFETY: the region is at least that large (checked when made or opened) and page-aligned. It stays mapped as
+    // long as the reference lives. It consists of atomics, for which every bit pattern is valid.
     unsafe { region.as_ptr().cast::<Tables>().as_ref() }
 }
 

@@ -28,7 +28,7 @@ pub struct QueueSizes {
     pub has_record: bool,
     /// Receives for immediate data, a power of two, or 0.
     pub recv_depth: u32,
-    /// Most bytes of one request.
+    /// Largest number of bytes of one request.
     pub max_message_bytes: u32,
 }
 
@@ -44,7 +44,7 @@ impl Default for QueueSizes {
     }
 }
 
-/// A queue pair in host memory. The NIC must be told when it goes: [`destroy`](Self::destroy).
+/// A queue pair in host memory. Call [`destroy`](Self::destroy) to remove it from the NIC.
 #[derive(Debug)]
 pub struct HostQueue {
     memory: Segment,
@@ -87,7 +87,7 @@ impl HostQueue {
             match Self::make_pair(nic, domain, sizes, region, &layout, &mut cqs) {
                 Ok(made) => made,
                 Err(error) => {
-                    // What was made a moment ago and was never used goes without an error.
+                    // Objects that were just made and never used are destroyed without an error.
                     for cq in cqs {
                         let _ = nic.destroy_cq(cq);
                     }
@@ -104,7 +104,7 @@ impl HostQueue {
             cq_dbrec: at(layout.cq_dbrec),
             state: at(layout.state),
             scratch: at(layout.scratch),
-            told: 0,
+            host_error: 0,
             scratch_lkey: scratch.lkey,
             qpn,
             sq_depth: sizes.sq_depth,
@@ -120,8 +120,8 @@ impl HostQueue {
         Ok(queue)
     }
 
-    /// Makes the completion queues, which are also put into `cqs` one by one, and the queue pair. Gives the
-    /// numbers of the pair and of its queues for sends and receives.
+    /// Makes the completion queues and the queue pair. Adds each completion queue to `cqs` as soon as it exists.
+    /// Returns the numbers of the pair and of its queues for sends and receives.
     fn make_pair(
         nic: &mut Nic,
         domain: Domain,
@@ -171,14 +171,14 @@ impl HostQueue {
         self.handle.qpn
     }
 
-    /// What posters are given, valid as long as this value lives.
+    /// Handle for posters, valid as long as this value lives.
     #[must_use]
     pub const fn handle(&self) -> &QueueHandle {
         &self.handle
     }
 
-    /// What those who take immediate data are given, if there are receives. `num_receives` of them are kept
-    /// posted, which [`post_receives`](Self::post_receives) begins with.
+    /// Handle for readers of immediate data, if there are receives. `num_receives` of them are kept posted;
+    /// [`post_receives`](Self::post_receives) posts them first.
     #[must_use]
     pub fn receive_handle(&self, num_receives: u32) -> Option<ReceiveHandle> {
         let at = |offset| self.memory.address(offset);
@@ -202,7 +202,7 @@ impl HostQueue {
         }
     }
 
-    /// Writes a receive that takes bytes, which a NIC notes: for tests.
+    /// Writes a receive that takes bytes, which a NIC records as a violation: for tests.
     pub fn spoil_receive(&self) {
         let part = Part::new(self.memory.region(), self.layout.rq, RECEIVE_BYTES);
         if let Some(word) = part.as_ref().and_then(|part| part.word32(0)) {
@@ -210,7 +210,7 @@ impl HostQueue {
         }
     }
 
-    /// Joins with a queue pair in reset or ready of another NIC, or of this one.
+    /// Connects it to a queue pair in reset or ready, of another NIC or of this one.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -223,8 +223,7 @@ impl HostQueue {
         nic.connect(self.qpn(), peer, remote_qpn)
     }
 
-    /// Takes the queue pair back to reset, with all its memory, so that it can be connected again.
-    /// Nobody may post meanwhile.
+    /// Resets the queue pair with all its memory, so that it can be connected again. No thread may post meanwhile.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -234,7 +233,7 @@ impl HostQueue {
         Ok(())
     }
 
-    /// Takes everything away, also what is left when a part of it fails.
+    /// Destroys all parts, even when destroying one of them fails.
     ///
     /// # Errors
     /// The first [`ControlError`].
@@ -265,7 +264,7 @@ impl HostQueue {
         self.state_word(std::mem::offset_of!(QueueState, completed))
     }
 
-    /// What took the queue out of service, 0 if nothing did.
+    /// The error that took the queue out of service, 0 if none did.
     #[must_use]
     pub fn error(&self) -> u64 {
         self.state_word(std::mem::offset_of!(QueueState, error))

@@ -54,7 +54,7 @@ fn run(nic: &Mutex<Nic>, stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         let work = nic.lock().unwrap_or_else(PoisonError::into_inner).progress();
         num_idle = if work == 0 { num_idle.saturating_add(1) } else { 0 };
-        // Whoever wants to lock it gets the chance, and an idle NIC costs next to nothing.
+        // Lets another thread take the lock. An idle NIC costs next to nothing.
         if num_idle < SPINS {
             std::thread::yield_now();
         } else {

@@ -101,12 +101,12 @@ short)
 transport)
     check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
     check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
-    check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
+    check "conformance behind a proxy" 200 ./proxy_network --exact network::processes_over_verbs
     (
         # As for a device without atomics: the peer's driver adds to flags.
         export SWITCHYARD_VERBS_SIGNALS=messages
         check "conformance, flags as messages" 200 ./conformance --exact verbs::two_processes_over_verbs
-        check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
+        check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact network::processes_over_verbs
         proxied "objects through a proxy, flags as messages"
     )
     proxied "objects through a proxy"

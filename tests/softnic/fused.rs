@@ -5,8 +5,8 @@ use std::mem::offset_of;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry,
-    Link, ServerPeer, ServerState, WAY_IBGDA,
+    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry,
+    Link, PATH_IBGDA, ServerPeer, ServerState,
 };
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
 use rand::RngExt;
@@ -55,7 +55,8 @@ fn layers_are_the_same_as_over_stores() {
                     .collect();
                 let echoes = round == 3;
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &posted, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found =
+                    layer(&runner, &posted, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, dtype {dtype}, round {round}");
             }
             net.assert_clean();
@@ -84,7 +85,7 @@ fn layers_by_stores_and_by_nics_at_once_are_the_same() {
                 });
                 let echoes = round == 3;
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &mixed, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found = layer(&runner, &mixed, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, dtype {dtype}, round {round}");
             }
             net.assert_clean();
@@ -339,7 +340,7 @@ fn direction(
     let link = Link {
         window: address(&mirror),
         context: std::ptr::from_ref(&*handle) as u64,
-        way: WAY_IBGDA,
+        path: PATH_IBGDA,
         reserved: 0,
     };
     let slot_at = address(&slot);

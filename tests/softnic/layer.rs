@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use kernels::abi::{
-    ClientState, DTYPE_F8_E4M3, DevicePtr, ErrorWord, FLAG_ANY_WAY, FLAG_CONTACT_ALL,
+    ClientState, DTYPE_F8_E4M3, DevicePtr, ErrorWord, FLAG_ANY_PATH, FLAG_CONTACT_ALL,
     FrameGeometry, Handle, Placement, ServerState, TAG_NONE,
 };
 use rand::rngs::StdRng;
@@ -48,11 +48,11 @@ pub fn fail_over_and_back<W: Ways>(
     // Each queue has at least the entries, rows and flags of some tokens, or the header.
     ways.fail(VICTIM, rng.random_range(0..2), rng.random_range(0..3), syndrome);
     posted.load(0, &input);
-    dispatch(runner, &posted, 0, FLAG_ANY_WAY);
+    dispatch(runner, &posted, 0, FLAG_ANY_PATH);
     ways.settle();
-    serve(runner, &posted, 0, 1, FLAG_ANY_WAY, false);
+    serve(runner, &posted, 0, 1, FLAG_ANY_PATH, false);
     ways.settle();
-    combine(runner, &posted, 0, FLAG_ANY_WAY);
+    combine(runner, &posted, 0, FLAG_ANY_PATH);
     let handle: Handle = posted.clients[0].handle.one(0);
     assert_eq!((handle.missing, handle.refused), (1 << VICTIM, 0), "{syndrome:?}");
     let error = client_error(&posted);
@@ -79,7 +79,7 @@ pub fn fail_over_and_back<W: Ways>(
             .write(offset_of!(ClientState, error) as u64, &[ErrorWord::default()]);
     }
     let alone = one_server_layer(runner, &direct, &again, 0, || {});
-    let second = one_server_layer(runner, &posted, &again, FLAG_ANY_WAY, || ways.settle());
+    let second = one_server_layer(runner, &posted, &again, FLAG_ANY_PATH, || ways.settle());
     assert_eq!(client_error(&posted).tag, TAG_NONE);
     for (token, &missing) in missing.iter().enumerate() {
         let row = token * 256..(token + 1) * 256;
@@ -98,7 +98,7 @@ pub fn fail_over_and_back<W: Ways>(
     for round in 0..3 {
         let inputs = [Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS)];
         let expected = layer(runner, &direct, &inputs, 0, false, || {});
-        let found = layer(runner, &posted, &inputs, FLAG_ANY_WAY, false, || ways.settle());
+        let found = layer(runner, &posted, &inputs, FLAG_ANY_PATH, false, || ways.settle());
         assert!(found == expected, "round {round} after recovery from {syndrome:?}");
     }
     ways.check();
@@ -113,15 +113,15 @@ pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl Fn
     let (direct, posted) = worlds(runner, rng, geometry, NUM_EXPERTS, 1, 2);
     let mut ways = join(&posted);
     posted.load(0, &Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS));
-    dispatch(runner, &posted, 0, FLAG_ANY_WAY | FLAG_CONTACT_ALL);
+    dispatch(runner, &posted, 0, FLAG_ANY_PATH | FLAG_CONTACT_ALL);
     ways.settle();
     for server in 0..2 {
-        serve(runner, &posted, server, 1, FLAG_ANY_WAY, false);
+        serve(runner, &posted, server, 1, FLAG_ANY_PATH, false);
         let state: ServerState = posted.servers[server].state.one(0);
         assert_eq!((state.taken[0], state.last_clients), (0, 0), "server {server}");
     }
     posted.poison();
-    combine(runner, &posted, 0, FLAG_ANY_WAY);
+    combine(runner, &posted, 0, FLAG_ANY_PATH);
     let handle: Handle = posted.clients[0].handle.one(0);
     assert_eq!((handle.contacted, handle.missing), (0b11, 0b11));
     for server in 0..2 {
@@ -131,7 +131,7 @@ pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl Fn
     for round in 0..3 {
         let inputs = [Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS)];
         let expected = layer(runner, &direct, &inputs, 0, false, || {});
-        let found = layer(runner, &posted, &inputs, FLAG_ANY_WAY, false, || ways.settle());
+        let found = layer(runner, &posted, &inputs, FLAG_ANY_PATH, false, || ways.settle());
         assert!(found == expected, "round {round} after the NIC stood still");
     }
     ways.check();

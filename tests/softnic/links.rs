@@ -9,8 +9,8 @@ use ibgda::{
     Access, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath, Waits,
 };
 use kernels::abi::{
-    CONTROL_BYTES, ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY,
-    FrameGeometry, Link, ServerPeer, ServerState, WAY_IBGDA,
+    CONTROL_BYTES, ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH,
+    FrameGeometry, Link, PATH_IBGDA, ServerPeer, ServerState,
 };
 use rand::RngExt;
 use softnic::Fault;
@@ -59,7 +59,8 @@ fn layers_over_queues_of_the_control_path_are_the_same_as_over_stores() {
                 let echoes = round == 3;
                 net.poison();
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &posted, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found =
+                    layer(&runner, &posted, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, {path:?}, round {round}");
             }
             net.check();
@@ -273,7 +274,7 @@ impl Net {
         let line: ServerPeer = at_client
             .server(geometry, GENERATION, waits(state, offset_of!(ClientState, error)))
             .expect("a link");
-        assert_eq!((line.request.way, at_client.number()), (WAY_IBGDA, server as u32));
+        assert_eq!((line.request.path, at_client.number()), (PATH_IBGDA, server as u32));
         world.clients[client].table.write((server * size_of::<ServerPeer>()) as u64, &[line]);
         let (id, state) = (world.clients[client].id, world.servers[server].state.address());
         let line: ClientPeer = at_server

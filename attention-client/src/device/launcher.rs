@@ -5,10 +5,10 @@ use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use kernels::abi::{
-    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ADD, FLAG_ANY_WAY, FLAG_PDL,
+    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ADD, FLAG_ANY_PATH, FLAG_PDL,
     FrameGeometry,
 };
-use kernels::gpu::{Gpu, Prepared, Stream};
+use kernels::gpu::{Gpu, PreparedKernel, Stream};
 use proxy::DeviceTransports;
 
 use super::calls::Layer;
@@ -27,8 +27,8 @@ pub(super) struct Launcher {
     pub geometry: FrameGeometry,
     pub options: DeviceOptions,
     transports: DeviceTransports,
-    dispatches: HashMap<DispatchKey, Prepared<DispatchParams>>,
-    combines: HashMap<CombineKey, Prepared<CombineParams>>,
+    dispatches: HashMap<DispatchKey, PreparedKernel<DispatchParams>>,
+    combines: HashMap<CombineKey, PreparedKernel<CombineParams>>,
     client_id: u64,
     num_experts: u32,
     /// Longest silence of a server that a combine accepts.
@@ -219,7 +219,7 @@ impl Launcher {
 
     const fn flags(&self) -> u32 {
         let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
-        let paths = if self.transports.has_networks() { FLAG_ANY_WAY } else { 0 };
+        let paths = if self.transports.has_networks() { FLAG_ANY_PATH } else { 0 };
         overlap | paths
     }
 }

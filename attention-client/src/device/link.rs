@@ -148,7 +148,7 @@ mod tests {
     use std::thread::{self, ThreadId};
     use std::time::Duration;
 
-    use kernels::abi::WAY_DIRECT;
+    use kernels::abi::PATH_DIRECT;
     use kernels::gpu::Gpu;
     use kernels::slots::{DeviceSide, PathError, RemoteSlots};
 
@@ -172,7 +172,7 @@ mod tests {
         }
 
         fn link(&self) -> abi::Link {
-            abi::Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            abi::Link { window: self.own.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
         }
 
         fn waits(&self) -> KernelWaits {

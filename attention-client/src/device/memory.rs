@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytemuck::{Pod, Zeroable};
 use kernels::abi::{
     ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES, MAX_PEERS,
-    Placement, ServerPeer, WAY_DIRECT,
+    PATH_DIRECT, Placement, ServerPeer,
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Piece, Stream};
 
@@ -164,7 +164,7 @@ impl Memory {
                 // SAFETY: words of the state. Kernels that use them come later in the stream.
                 unsafe { stream.fill(self.state.at(at, bytes)?, 0, bytes)? };
             }
-            if servers[idx].request.way == WAY_DIRECT {
+            if servers[idx].request.path == PATH_DIRECT {
                 for (offset, bytes) in geometry.answer_rows() {
                     let rows = servers[idx].response.add(offset);
                     // SAFETY: the slot for the new server's answers stays mapped while its link has the place. The

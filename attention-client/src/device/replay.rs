@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    ErrorWord, MAX_PEERS, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW,
-    TAG_COMBINE_WAY, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
+    ErrorWord, MAX_PEERS, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_PATH,
+    TAG_COMBINE_ROW, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
 };
 use kernels::gpu::{GpuError, Stream};
 
@@ -152,7 +152,7 @@ impl Replays {
         let peers = &mut executor.peers;
         let server = peers.server_name(idx).unwrap_or("a server that is gone").to_owned();
         match error.tag {
-            TAG_COMBINE_ROW | TAG_COMBINE_EMPTY | TAG_COMBINE_WAY => {
+            TAG_COMBINE_ROW | TAG_COMBINE_EMPTY | TAG_COMBINE_PATH => {
                 let reason = peers.why_unanswered(idx, FailReason::Silent);
                 peers.fail(idx, reason, last);
                 let silence = match reason {
@@ -270,7 +270,7 @@ impl Executor {
 /// word counts only if two looks in a row agree.
 fn silent_peer(before: &ErrorWord, now: &ErrorWord) -> Option<u32> {
     let is_silence = now.reason == REASON_TIMEOUT
-        && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY, TAG_COMBINE_WAY].contains(&now.tag)
+        && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY, TAG_COMBINE_PATH].contains(&now.tag)
         && (now.peer as usize) < MAX_PEERS;
     (is_silence && before == now).then_some(now.peer)
 }
@@ -328,7 +328,7 @@ mod tests {
         for (before, now) in [(none, claimed), (claimed, torn), (torn, whole), (none, whole)] {
             assert_eq!(silent_peer(&before, &now), None, "{before:?} {now:?}");
         }
-        for tag in [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY, TAG_COMBINE_WAY] {
+        for tag in [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY, TAG_COMBINE_PATH] {
             let whole = ErrorWord { tag, ..whole };
             assert_eq!(silent_peer(&whole, &whole), Some(5), "tag {tag}");
         }

@@ -13,7 +13,7 @@
 use std::mem::{offset_of, size_of};
 use std::time::{Duration, Instant};
 
-use kernels::abi::{ClientState, Handle, WAY_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
+use kernels::abi::{ClientState, Handle, PATH_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::GpuError;
 
 use super::calls::Phase;
@@ -145,7 +145,7 @@ impl Executor {
             });
         }
         let waits = |idx: usize| {
-            (self.tables.servers[idx].request.way == WAY_DIRECT).then_some(awaited[idx] != 0)
+            (self.tables.servers[idx].request.path == PATH_DIRECT).then_some(awaited[idx] != 0)
         };
         for (handle, _) in running {
             let mut servers = Vec::new();

@@ -1,5 +1,5 @@
-//! The benchmark programs as people start them: what they are told is checked before anything begins, and
-//! they print tables, or lines of JSON.
+//! The benchmark programs as users start them: they check options before anything begins, and they print tables,
+//! or lines of JSON.
 
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
@@ -91,7 +91,7 @@ fn a_table_has_a_head_and_a_line_for_each_measurement() {
     let output = benchmark(&["--idle-seconds", "0.01", "--threads", "1,2"]);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
-    // What people see on a terminal only is not there.
+    // Output for terminals only is not there.
     assert!(!said.contains('\r') && said.lines().count() == 2, "{said}");
     let text = String::from_utf8(output.stdout).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -215,7 +215,8 @@ fn both_sides_between_hosts_print_tables_or_json() {
         assert!(lines[1].starts_with("bench") && lines[1].ends_with("checked"), "{text}");
         let cells: Vec<&str> = lines[2].split_whitespace().collect();
         assert_eq!((cells.len(), cells[0]), (num_cells, name), "{text}");
-        // Two rounds of both threads; what is left of timed objects of both, and of one's that go one by one.
+        // Two rounds of both threads; the remainder of timed objects of both, and of one that sends them one by
+        // one.
         assert_eq!(cells[num_cells - 2..], ["32", "24"], "{text}");
     }
     let [sent, received] = between_processes(&["--json"]).map(|text| {
@@ -247,7 +248,7 @@ fn a_side_that_cannot_begin_is_an_error_of_one_line() {
     }
 }
 
-/// What sender and receiver print.
+/// Output of sender and receiver.
 fn between_processes(flags: &[&str]) -> [String; 2] {
     use std::io::{BufRead as _, BufReader};
     use std::process::Stdio;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytemuck::Zeroable;
-use kernels::abi::{ClientPeer, FrameGeometry, Link, MAX_PEERS, WAY_DIRECT};
+use kernels::abi::{ClientPeer, FrameGeometry, Link, MAX_PEERS, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
 use super::client::Client;
@@ -98,7 +98,7 @@ impl ClientTable {
         let slot = self.empty_slot.ptr();
         let empty = ClientPeer {
             request: slot,
-            response: Link { window: slot, context: 0, way: WAY_DIRECT, reserved: 0 },
+            response: Link { window: slot, context: 0, path: PATH_DIRECT, reserved: 0 },
             ..ClientPeer::zeroed()
         };
         std::array::from_fn(|idx| self.entries[idx].as_ref().map_or(empty, Client::peer))

@@ -4,7 +4,7 @@ use std::mem::size_of;
 
 use checkpoint::ModelConfig;
 use kernels::abi::{
-    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry, LayerWeights,
+    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry, LayerWeights,
     MAX_EXPERTS, MAX_PEERS, RANK_BITS, ServerState,
 };
 use kernels::check::CheckError;
@@ -99,7 +99,7 @@ impl DevicePlan {
 
     /// Flags of launches that use the paths to clients.
     pub(crate) const fn path_flags(&self) -> u32 {
-        if self.has_networks { FLAG_ANY_WAY } else { 0 }
+        if self.has_networks { FLAG_ANY_PATH } else { 0 }
     }
 
     /// Bytes of one batch's lists.

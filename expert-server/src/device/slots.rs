@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kernels::abi::{DevicePtr, FrameGeometry, Link, WAY_DIRECT};
+use kernels::abi::{DevicePtr, FrameGeometry, Link, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
 use cuda_ipc::GpuMemory;
 use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
@@ -47,7 +47,7 @@ impl ClientSlots {
 
     /// Returns true if kernels store answers into the client's memory themselves. Rows have no flags then.
     pub(super) fn is_stored_to(&self) -> bool {
-        self.pair.link().way == WAY_DIRECT
+        self.pair.link().path == PATH_DIRECT
     }
 
     /// Returns true if this GPU cannot reach the client's memory itself.
@@ -118,7 +118,7 @@ pub(super) mod fake {
         }
 
         fn link(&self) -> Link {
-            Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            Link { window: self.own.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
         }
 
         fn waits(&self) -> KernelWaits {

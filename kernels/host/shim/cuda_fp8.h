@@ -1,4 +1,5 @@
-// The part of CUDA's header that the kernels use. Values go by way of float, which holds them exactly.
+// The part of CUDA's header that the kernels use. Values are converted through float, which holds
+// them exactly.
 #pragma once
 
 using __nv_fp8x2_storage_t = uint16_t;

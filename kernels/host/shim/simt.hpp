@@ -1,8 +1,9 @@
-// Kernels on a host without a GPU: every CUDA thread is a fibre, every block an operating system thread,
-// and what the device functions need of CUDA is here or in the files beside this one, which stand before
-// the real ones on the include path. Compiled by g++ with `-include simt.hpp`.
+// Kernels on a host without a GPU: every CUDA thread is a fibre, and every block an operating
+// system thread. This file has the parts of CUDA that the device functions need. The others are in
+// the files beside it, which stand before the real ones on the include path. Compiled by g++ with
+// `-include simt.hpp`.
 //
-// What it shows is that arithmetic, indices, layouts and waits are right; not memory order, and not speed.
+// It tests arithmetic, indices, layouts and waits; it does not test memory order or speed.
 #pragma once
 
 // Says to headers that also serve plain host code that there are warps here.
@@ -19,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-// Which elements of a table a thread carries is decided at run time, which g++ does not follow.
+// A thread's elements of a table are chosen at run time, which g++ does not analyse.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #include <sys/mman.h>
@@ -56,32 +57,33 @@ template <class T> T max(T a, T b) { return a < b ? b : a; }
 namespace simt {
 
 constexpr size_t kStackBytes = 64 << 10;
-// Rounds in which threads only looked at words that somebody else moves, before the processor is left
-// to that somebody, and for how long.
+// Rounds in which threads only polled words that another thread changes, before the processor is
+// yielded to that thread, and the length of that pause.
 constexpr uint32_t kQuietRounds = 256;
 constexpr uint32_t kQuietPauseUs = 20;
-// Where looking at the clock moves it, a pause would only be slow.
+// Where a read of the clock advances it, a pause would only cost time.
 #if defined(SIMT_REAL_CLOCK)
 constexpr bool kPauses = true;
 #else
 constexpr bool kPauses = false;
 #endif
-// Rounds of the scheduler in which nobody can go on before the program counts as stuck.
+// Rounds of the scheduler without a runnable thread before the program counts as stuck.
 constexpr uint64_t kStuckRounds = 200'000'000;
 
-// A meeting point: whoever waits for `turn` to move on is not scheduled before.
+// A barrier: a fibre that waits for `turn` to advance is not scheduled before.
 struct Barrier {
     std::atomic<uint32_t> arrived{0}, turn{0};
 };
 
-// Where a fibre goes on.
+// Saved position of a fibre.
 #if defined(__x86_64__)
 struct Context {
     void* stack = nullptr;
 };
 
-// What a call keeps goes onto the stack of the one that leaves and comes from that of the one that goes
-// on: a tenth of what swapcontext takes, which also asks the kernel for signal masks.
+// Callee-saved registers go onto the stack of the fibre that leaves and come from that of the one
+// that continues. That takes a tenth of the time of swapcontext, which also asks the kernel for
+// signal masks.
 extern "C" void simt_switch(void** from, void* to);
 asm(R"(
 .text
@@ -185,10 +187,10 @@ struct Block {
     std::vector<Fibre> fibres;
     std::vector<Warp> warps;
     Barrier barrier;
-    Barrier named_barriers[16]; // of some of the warps; nobody leaves while others wait at one
+    Barrier named_barriers[16]; // of some of the warps; none leaves while others wait at one
     uint32_t num_live = 0;
-    // Since the scheduler last looked: whether a thread met the whole block or left, and whether one
-    // looked at a word that others move.
+    // Since the scheduler last checked: whether a thread reached a block barrier or left, and
+    // whether one polled a word that others change.
     bool has_moved = false, has_polled = false;
     Context scheduler;
     Fibre* current = nullptr;
@@ -229,7 +231,7 @@ inline uint32_t lane_idx() { return block->current->thread.x & 31; }
 inline Warp& warp() { return block->warps[block->current->thread.x / 32]; }
 inline void meet_warp() { meet(warp().barrier, warp().num_live); }
 
-// What every lane gives, handed to all.
+// Passes every lane's value to all.
 template <class T, class Take> auto exchange(T mine, Take take) {
     Warp& all = warp();
     all.values[lane_idx()] = 0;

@@ -1,12 +1,10 @@
-/* What a host hands to the GPU data path: parameters, states and device frames, for C11, C++17 and
- * CUDA.
- *
- * A device frame is filled by many thread blocks at once, none of which knows what the others write,
- * so unlike the frames of abi.h its sections stand at fixed offsets that depend on the geometry only,
- * and it carries no checksum over them (NVLink and RDMA links check their own). The header is the
- * same sy_frame_header. Change nothing here without raising SY_DEVICE_ABI_VERSION; kernels/src/abi.rs
- * says the same in Rust.
- */
+/* Structures that a host passes to the GPU data path: parameters, states and device frames, for
+ * C11, C++17 and CUDA.
+ * Many thread blocks fill a device frame together, and none sees the data of the others. So
+ * unlike the frames of abi.h its sections stand at fixed offsets that depend on the geometry
+ * only, and it carries no checksum over them (NVLink and RDMA links check their own). The header
+ * is the same sy_frame_header. Every change here must raise SY_DEVICE_ABI_VERSION;
+ * kernels/src/abi.rs is the same in Rust. */
 #ifndef SWITCHYARD_DEVICE_ABI_H
 #define SWITCHYARD_DEVICE_ABI_H
 
@@ -17,7 +15,7 @@
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
 #define SY_MAX_PEERS 32    /* one bit per peer in a 32-bit mask */
-#define SY_MAX_FRAMES 8    /* per slot: what the control tail has words for */
+#define SY_MAX_FRAMES 8    /* per slot: limit of the words in the control tail */
 #define SY_MAX_EXPERTS 1024
 #define SY_MAX_DEVICE_TOP_K 16
 #define SY_MAX_REPLICAS 7
@@ -41,8 +39,8 @@
 #define SY_ROUTE_SHIFT 24
 
 /* Words of the control tail that the device path adds to those of abi.h, one line per frame. */
-/* The header word of a frame is number << SY_ANNOUNCE_SHIFT | rows, set after the header and every
- * entry: a server makes its lists while the rows are on their way. */
+/* The header word of a frame is number << SY_ANNOUNCE_SHIFT | rows, set after the header and
+ * every entry: a server makes its lists while the rows are under way. */
 #define SY_WORD_HEADER(frame) (2048 + (frame) * SY_CONTROL_STRIDE)
 #define SY_WORD_STATUS(frame) (3072 + (frame) * SY_CONTROL_STRIDE)
 #define SY_ANNOUNCE_SHIFT 24
@@ -61,17 +59,18 @@
 #define SY_LAUNCH_EXPERTS 8 /* more experts than SY_MAX_EXPERTS, or none */
 #define SY_LAUNCH_TOKENS 9 /* capacity is 0 or beyond the geometry's max_tokens */
 #define SY_LAUNCH_GEOMETRY 10 /* the geometry is not the one sy_make_geometry gives */
-#define SY_LAUNCH_WAY 11 /* a link's way is not compiled in */
+#define SY_LAUNCH_PATH 11 /* a link's path is not compiled in */
 #define SY_LAUNCH_BOUND 12 /* timeout_ns is 0: every wait has a bound */
 #define SY_LAUNCH_INTER 14 /* inter is 0, not a multiple of 64, or too large */
 #define SY_LAUNCH_CUDA 13 /* the driver refused the launch: ask cudaGetLastError */
 
 /* How stores reach a peer. Fixed when the peer connects. */
-#define SY_WAY_DIRECT 1 /* the peer's slot is mapped here: NVLink or the same GPU */
-#define SY_WAY_IBGDA 2 /* stores go to a local mirror of the slot, the kernel posts work requests */
-#define SY_WAY_PROXY 3 /* stores go to a local mirror, the kernel posts commands to a CPU thread */
+#define SY_PATH_DIRECT 1 /* the peer's slot is mapped here: NVLink or the same GPU */
+#define SY_PATH_IBGDA                                                                              \
+    2 /* stores go to a local mirror of the slot, the kernel posts work requests */
+#define SY_PATH_PROXY 3 /* stores go to a local mirror, the kernel posts commands to a CPU thread */
 
-/* sy_error_word.tag: what was waited for or found wrong */
+/* sy_error_word.tag: the wait, or the check, that failed */
 #define SY_TAG_NONE 0
 #define SY_TAG_RECV_FRAME                                                                          \
     1 /* a client's frame; observed: number in its header word or a row's flag */
@@ -83,11 +82,11 @@
 #define SY_TAG_BAD_FRAME 7 /* observed: SY_ERROR_* | field << 16; expected: frame number */
 #define SY_TAG_P2P 8 /* a peer's flag in a transport measurement */
 #define SY_TAG_REFUSED 9 /* a server answered with an error status; observed: its status word */
-#define SY_TAG_WAY 10 /* observed: way of a link that the launch was not told of */
-#define SY_TAG_RECV_WAY                                                                            \
-    11 /* a client's frame, for the way back; observed: clients whose way is quiet, as a mask */
-#define SY_TAG_COMBINE_WAY                                                                         \
-    12 /* the way to a server, until it has read a frame; observed: a lane or queue that has not */
+#define SY_TAG_PATH 10 /* observed: path of a link that the launch did not declare */
+#define SY_TAG_RECV_PATH                                                                           \
+    11 /* a client's frame, for the path back; observed: clients whose path is quiet, as a mask */
+#define SY_TAG_COMBINE_PATH                                                                        \
+    12 /* the path to a server, until it has read a frame; observed: a lane or queue that has not */
 #define SY_TAG_PRODUCT                                                                             \
     13 /* an expert product's own copies and products; peer: its thread block; observed: the stage
         * that was not emptied; expected: the parity of its phase */
@@ -95,25 +94,26 @@
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1
 #define SY_REASON_ABORT                                                                            \
-    2 /* the host set the peer's bit in the abort mask, or the way to it failed */
+    2 /* the host set the peer's bit in the abort mask, or the path to it failed */
 #define SY_REASON_VALUE 3
 
 /* sy_dispatch_params.flags and others */
-/* With PDL a kernel may start while the one before it in the stream ends. It waits for it before it
- * touches anything that kernels write; the tables that the host writes (placement, peers, local_expert) it may read
- * at once. */
+/* With PDL a kernel may start while the one before it in the stream ends. It waits for that one
+ * before it accesses anything that kernels write. It may immediately read the tables that the
+ * host writes (placement, peers, local_expert). */
 #define SY_LAUNCH_FLAG_PDL UINT32_C(1) /* programmatic dependent launch */
-#define SY_LAUNCH_FLAG_EARLY UINT32_C(2) /* with PDL: let dependents start at once */
-/* With PDL, for combine, echo and expert_recv: work beside the kernel before this one in the stream,
- * and join it later. Right when that kernel writes nothing that this one reads and, with EARLY, lets
- * others start only once what was before it is over: combine behind echo or expert_send, and echo or
- * expert_recv behind dispatch, in one graph. */
+#define SY_LAUNCH_FLAG_EARLY UINT32_C(2) /* with PDL: let dependent kernels start immediately */
+/* With PDL, for combine, echo and expert_recv: work beside the kernel before this one in the
+ * stream, and join it later. Two conditions must hold: that kernel writes nothing that this one
+ * reads, and, with EARLY, it lets others start only once the kernels before it are over. In one
+ * graph that is so for combine behind echo or expert_send, and for echo or expert_recv behind
+ * dispatch. */
 #define SY_LAUNCH_FLAG_AHEAD UINT32_C(32)
-#define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8) /* some link of the table is not direct */
+#define SY_LAUNCH_FLAG_ANY_PATH UINT32_C(8) /* some link of the table is not direct */
 #define SY_DISPATCH_FLAG_CONTACT_ALL                                                               \
     UINT32_C(4) /* send empty frames too: lockstep servers need them */
 #define SY_COMBINE_FLAG_ADD                                                                        \
-    UINT32_C(16) /* a sum begins with what `out` holds: what was sent again */
+    UINT32_C(16) /* a sum begins with the value in `out`: tokens that were sent again */
 #define SY_P2P_FLAG_BULK                                                                           \
     UINT32_C(64) /* messages of 16 bytes and more leave shared memory by bulk copies */
 
@@ -153,11 +153,11 @@ typedef struct sy_frame_geometry {
     uint64_t response_control_offset;
 } sy_frame_geometry;
 
-/* A way to a peer's slot. Kernels store through `window`, then name what they stored. */
+/* A path to a peer's slot. Kernels store through `window`, then name the stored range. */
 typedef struct sy_link {
     uint64_t window;
-    uint64_t context; /* of the way; 0 for direct stores */
-    uint32_t way;
+    uint64_t context; /* of the path; 0 for direct stores */
+    uint32_t path;
     uint32_t reserved;
 } sy_link;
 
@@ -192,12 +192,13 @@ typedef struct sy_client_peer {
     uint32_t reserved;
 } sy_client_peer;
 
-/* What all that wait know of a mask in the host's memory, for which one of them asks now and then. */
-typedef struct sy_mask_look {
-    uint32_t asked; /* when one last did, by the GPU's clock in steps of 2048 ns */
+/* Shared cache of a mask in the host's memory. One of the waiting warps refreshes it from time
+ * to time. */
+typedef struct sy_mask_cache {
+    uint32_t read_at; /* time of the last refresh, by the GPU's clock in steps of 2048 ns */
     uint32_t reserved;
-    uint64_t found; /* sequence of its dispatch << 32 | mask */
-} sy_mask_look;
+    uint64_t mask; /* sequence of the dispatch << 32 | mask */
+} sy_mask_cache;
 
 /* Device memory of a client, zeroed once. Only kernels write it. */
 typedef struct sy_client_state {
@@ -206,17 +207,17 @@ typedef struct sy_client_state {
     uint32_t reserved;
     uint64_t posted[2][SY_MAX_PEERS]; /* frames sent to each server, by parity of the sequence */
     uint32_t awaited[SY_MAX_PEERS]; /* warps that wait long for a row that each server stores */
-    /* Not 0 for a server that was given up without a refusal: the sequence of the dispatch. What lies in its
-     * slot, or comes late, is not taken for answers to later ones until the host begins anew with another slot
-     * and zeros here, in `posted` and in `summed`. */
+    /* Not 0 for a server that was given up without a refusal: the sequence of the dispatch. Data
+     * in its slot, and data that comes late, is not taken for answers to later dispatches until
+     * the host sets another slot, and zeros here, in `posted` and in `summed`. */
     uint64_t lost[SY_MAX_PEERS];
     uint64_t summed[SY_MAX_PEERS]
                    [SY_MAX_FRAMES]; /* last frame that combine took, by server and place */
-    sy_mask_look look; /* of combines, at their abort mask */
+    sy_mask_cache mask_cache; /* of combines, at their abort mask */
     sy_error_word error;
 } sy_client_state;
 
-/* Head of a handle: what one dispatch tells its combine. Routes follow it:
+/* Head of a handle: the message from a dispatch to its combine. Routes follow it:
  * [max_tokens][top_k] uint32_t, ascending by server, SY_NO_ROUTE at the end. */
 typedef struct sy_handle {
     uint64_t sequence;
@@ -232,18 +233,18 @@ typedef struct sy_handle {
 typedef struct sy_server_state {
     uint32_t arrivals;
     uint32_t
-        last_clients; /* mask of clients in the last batch, 0 after a wait in which nobody came */
+        last_clients; /* mask of clients in the last batch, 0 after a wait in which none came */
     uint64_t taken[SY_MAX_PEERS]; /* frames taken from each client */
     uint64_t num_refused;
     uint64_t num_batches;
-    uint32_t next_client; /* where the search for a layer starts: nobody starves */
+    uint32_t next_client; /* start of the search for a layer: no layer starves */
     uint32_t reserved2;
     sy_error_word error;
     /* Status words of refused frames, by client and place; the host clears them with `taken`. */
-    uint64_t told[SY_MAX_PEERS][SY_MAX_FRAMES];
+    uint64_t refusals[SY_MAX_PEERS][SY_MAX_FRAMES];
 } sy_server_state;
 
-/* Head of a batch: what expert_recv tells the expert stage and expert_send. */
+/* Head of a batch: the message from expert_recv to the expert stage and expert_send. */
 typedef struct sy_batch {
     uint32_t num_rows;
     uint32_t num_entries;
@@ -255,10 +256,10 @@ typedef struct sy_batch {
     uint32_t waited_ns[SY_MAX_PEERS]; /* from the first sight of a client's frame to the choice */
 } sy_batch;
 
-/* For whom a batch waits, in memory that the host writes between two runs of a recorded launch: those of
- * `clients` that were in the last batch, because who was answered just now may be back at once. The wait
- * ends `within_ns` after the kernel's begin, which is about the end of that batch, if anybody has a frame
- * then. */
+/* Clients that a batch waits for, in memory that the host writes between two runs of a recorded
+ * launch: those of `clients` that were in the last batch, because a client that was just
+ * answered may soon return. The wait ends `within_ns` after the kernel's begin, which is about
+ * the end of that batch, if any client has a frame then. */
 typedef struct sy_gather {
     uint32_t clients; /* mask */
     uint32_t within_ns;
@@ -294,7 +295,8 @@ typedef struct sy_combine_params {
     sy_handle* handle;
     sy_client_state* state;
     void* out; /* bf16 [capacity, hidden] */
-    /* null, or [capacity]: mask of servers whose part is missing, which are all of a token that is left as zeros */
+    /* null, or [capacity]: mask of servers whose part is missing; all servers of a token that is
+     * left as zeros */
     uint32_t* token_missing;
     const uint32_t* abort_mask; /* null, or mapped host memory: bit s = server s is dead */
     uint64_t timeout_ns; /* of silence */
@@ -305,7 +307,7 @@ typedef struct sy_combine_params {
     const sy_server_peer* servers; /* device memory, [num_servers], written by the host */
 } sy_combine_params;
 
-/* Where expert_recv leaves the batch: device memory, sized by sy_expert_lists_bytes. */
+/* Output of expert_recv for the batch: device memory, sized by sy_expert_lists_bytes. */
 typedef struct sy_expert_lists {
     sy_batch* batch;
     uint32_t* expert_begin; /* [num_local_experts + 1] positions in the expert-major lists */
@@ -329,7 +331,7 @@ typedef struct sy_expert_recv_params {
     const uint32_t* abort_mask;
     const uint64_t* min_epoch; /* null, or device memory: frames of older epochs are refused */
     uint64_t timeout_ns;
-    uint32_t min_ready; /* leave the wait when so many clients have a frame; 1 = any */
+    uint32_t min_ready; /* ends the wait when this number of clients have a frame; 1 = any */
     uint32_t num_experts;
     uint32_t num_local_experts;
     uint32_t num_layers;
@@ -353,8 +355,8 @@ typedef struct sy_expert_send_params {
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_send_params;
 
-/* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. The maps are
- * what the copy engine reads them by: sy_describe_layer fills them in. */
+/* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. The copy
+ * engine reads them by the maps: sy_describe_layer fills them in. */
 typedef struct sy_layer_weights {
     uint64_t gate_up; /* [num_local_experts, 2, inter, hidden]: gate, then up */
     uint64_t down; /* [num_local_experts, hidden, inter] */
@@ -382,8 +384,9 @@ typedef struct sy_expert_compute_params {
     uint32_t num_clients;
     uint32_t num_blocks; /* of each kernel; 0: two per multiprocessor */
     uint32_t weights_dtype; /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3: of every layer */
-    /* Of a thread block's waits for its own copies and products. One that expires means that the GPU, or what it was
-     * given, is out of order: the kernel traps, so that nothing behind it in the stream runs. */
+    /* Bound of a thread block's waits for its own copies and products. It expires only if the
+     * GPU or its parameters are broken: the kernel then traps, so that nothing behind it in the
+     * stream runs. */
     uint64_t timeout_ns;
     /* null, or mapped host memory, which outlives a context that is lost: why a kernel trapped */
     sy_error_word* trapped;
@@ -391,7 +394,7 @@ typedef struct sy_expert_compute_params {
 } sy_expert_compute_params;
 
 /* expert_recv, identity experts and expert_send in one kernel without lists or validation, for
- * clients in lockstep: what the transport alone costs. */
+ * clients in lockstep: the cost of the transport alone. */
 typedef struct sy_echo_params {
     uint32_t version;
     uint32_t flags;
@@ -438,7 +441,7 @@ SY_STATIC_ASSERT(sizeof(sy_gather) == 8, "size of sy_gather");
 SY_STATIC_ASSERT(SY_WORD_HEADER(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
-/* Parameters stay small, whatever the number of peers: their tables are in memory. */
+/* Parameters stay small for any number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
 SY_STATIC_ASSERT(sizeof(sy_client_state) == 3008, "size of sy_client_state");
 SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");

@@ -33,8 +33,8 @@ int sy_launch_stream(const sy_p2p_params* params, sy_stream stream);
 int sy_check_servers(const sy_server_peer* servers, uint32_t num_servers);
 int sy_check_clients(const sy_client_peer* clients, uint32_t num_clients);
 
-/* Fills in the maps of a layer whose addresses and dtype are set. The layer's matrices lie in memory of the
- * current device. The result goes to device memory, at a multiple of 64. */
+/* Fills in the maps of a layer whose addresses and dtype are set. The layer's matrices lie in
+ * memory of the current device. The result goes to device memory, at a multiple of 64. */
 int sy_describe_layer(sy_layer_weights* layer, uint32_t hidden, uint32_t inter,
                       uint32_t num_local_experts);
 

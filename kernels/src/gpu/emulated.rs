@@ -1,8 +1,8 @@
 //! A GPU in software, for tests on hosts without one: its memory is this host's, its streams are threads,
 //! and its kernels are those of `include/switchyard/impls`, compiled for the host (`host/emulated.cpp`).
 //!
-//! What it shows is that host and kernels agree: parameters, tables, waits, what happens when a peer
-//! dies. Memory order and speed are a GPU's own. Unlike a GPU it stops with the process that is stopped.
+//! It tests that host and kernels agree: parameters, tables, waits, and the death of a peer. Memory order and
+//! speed are a GPU's own. Unlike a GPU it stops with a stopped process.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -34,9 +34,9 @@ pub(super) struct Memory {
 
 /// A range of memory that GPUs know.
 #[derive(Debug, Clone, Copy)]
-struct Known {
+struct MemoryRange {
     len: u64,
-    /// The GPU whose memory it is, or for which a peer's is mapped; none for memory of the host.
+    /// The GPU that owns the memory, or for which a peer's is mapped; none for memory of the host.
     owner: Option<u32>,
 }
 
@@ -46,7 +46,7 @@ enum MemoryKind {
     /// With its descriptor, if it is this process's own.
     Shared(Option<OwnedFd>),
     Host,
-    /// Pages of somebody else.
+    /// Pages with another owner.
     Registered,
 }
 
@@ -70,9 +70,9 @@ pub(super) struct Event {
     marks: Arc<Marks>,
 }
 
-/// How often an event was recorded by the host, and how often a stream came to it. Those who wait want
-/// as many arrivals as there were recordings when they began. As with the driver, a recording that is a
-/// step of a graph counts when the replay comes to it: until then the event shows what was before.
+/// The number of recordings of an event by the host, and the number of times that a stream reached it. A waiter
+/// waits for as many arrivals as there were recordings when it began. As with the driver, a recording that is a
+/// step of a graph counts when the replay reaches it: until then the event shows its earlier state.
 #[derive(Debug, Default)]
 struct Marks {
     counts: Mutex<MarkCounts>,
@@ -90,7 +90,7 @@ struct MarkCounts {
 #[derive(Debug)]
 struct Worker {
     id: u64,
-    /// Of the GPU.
+    /// State of the GPU.
     ordinal: u32,
     shared: Arc<Shared>,
 }
@@ -103,8 +103,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct Queue {
-    /// With room for what a stream that lags is given, so that launching costs callers no allocation now
-    /// and then.
+    /// Has room for the steps of a stream that lags, so that launches do not allocate from time to time.
     tasks: VecDeque<Task>,
     /// Tasks that a capture keeps instead of running them.
     recording: Option<Vec<Task>>,
@@ -170,7 +169,7 @@ impl Gpu {
         None
     }
 
-    /// As the processor does, whose memory it is.
+    /// Like the processor, which owns the memory.
     #[allow(clippy::unused_self, clippy::unnecessary_wraps, reason = "as the driver's")]
     pub(super) const fn orders_writes_of_nics(&self) -> Result<bool, GpuError> {
         Ok(true)
@@ -203,16 +202,16 @@ impl Gpu {
         let base = pages.as_ptr() as u64;
         let mut ranges = lock(&RANGES);
         if ranges.contains_key(&base) {
-            // As the driver says of memory that is known already.
+            // The driver's error for memory that is registered already.
             return Err(failed("a second registration of host memory", rustix::io::Errno::EXIST));
         }
-        ranges.insert(base, Known { len: bytes, owner: None });
+        ranges.insert(base, MemoryRange { len: bytes, owner: None });
         Ok(Memory { base: pages, len: bytes, kind: MemoryKind::Registered })
     }
 
     pub(super) fn alloc_shared(&self, bytes: u64) -> Result<Memory, GpuError> {
         let len = bytes.max(1).next_multiple_of(GRANULARITY);
-        // The name tells an importer whose memory it is.
+        // The name tells an importer the owner of the memory.
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create(format!("{NAME}{}", self.ordinal), flags)
             .map_err(|error| failed("memfd_create", error))?;
@@ -246,7 +245,7 @@ impl Gpu {
         }
         let len = bytes.next_multiple_of(GRANULARITY);
         let base = map_shared(memory.as_fd(), len)?;
-        // Mapped for this GPU, whose the addresses then are.
+        // Mapped for this GPU; the addresses are its own then.
         let memory = Memory::new(base, len, MemoryKind::Shared(None), Some(self.ordinal));
         Ok(memory.shortened(bytes))
     }
@@ -321,7 +320,7 @@ impl Memory {
     fn new(base: *mut c_void, len: u64, kind: MemoryKind, owner: Option<u32>) -> Self {
         // mmap never gives null, which the dangling pointer stands for.
         let base = NonNull::new(base.cast::<u8>()).unwrap_or(NonNull::dangling());
-        lock(&RANGES).insert(base.as_ptr() as u64, Known { len, owner });
+        lock(&RANGES).insert(base.as_ptr() as u64, MemoryRange { len, owner });
         Self { base, len, kind }
     }
 
@@ -424,14 +423,14 @@ impl Stream {
         self.push(Task::Call(Mutex::new(Some(action))))
     }
 
-    /// All kernels of a launch are one here, whose name decides.
+    /// All kernels of a launch are one here; its name decides.
     pub(super) unsafe fn launch_all(
         &self,
         kernel: &'static str,
         _plans: &[LaunchPlan],
         params: &[u8],
     ) -> Result<(), GpuError> {
-        // Whole words, so that they are aligned as the structures are.
+        // Whole words, so that they are aligned like the structures.
         let words = params.chunks(8).map(|chunk| {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
@@ -648,19 +647,19 @@ unsafe extern "C" {
     fn sy_emulated_launch(name: *const c_char, params: *const c_void) -> c_int;
 }
 
-/// What is mapped in this process, by address, with its length: what a driver would know.
-static RANGES: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
+/// Mappings in this process, by address, with their length: the table that a driver would have.
+static RANGES: Mutex<BTreeMap<u64, MemoryRange>> = Mutex::new(BTreeMap::new());
 static STREAMS: Mutex<BTreeMap<u64, Weak<Worker>>> = Mutex::new(BTreeMap::new());
-/// Handles look like no small integer that somebody might make up.
+/// Handles differ from small integers that a caller might invent.
 static NEXT_STREAM: AtomicU64 = AtomicU64::new(0x5359_0001);
 const NAME: &str = "switchyard-emulated-gpu-";
 const NUM_GPUS: u32 = 16;
-/// GPUs reach one another within groups of so many.
+/// GPUs reach one another within groups of this size.
 const ISLAND: u32 = 8;
 const GPU_BYTES: u64 = 16 << 30;
 const GRANULARITY: u64 = 64 << 10;
 const PAGE: u64 = 4096;
-/// A stream that failed never comes to its marks.
+/// A stream that failed never reaches its events.
 const AWAIT_LIMIT: Duration = Duration::from_secs(60);
 const QUEUE_ROOM: usize = 256;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

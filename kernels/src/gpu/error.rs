@@ -7,6 +7,7 @@ use crate::check::CheckError;
 /// A GPU refused, or could not be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum GpuError {
     /// This build has no GPU support.
     #[error("this build has no GPU support: build with `--features cuda`")]
@@ -32,22 +33,11 @@ pub enum GpuError {
     },
     /// The GPU cannot run the kernels.
     #[error("GPU {ordinal} ({name}) has compute capability {major}.{minor}, expected 9.0 or later")]
-    TooOld {
-        /// Index.
-        ordinal: u32,
-        /// Product name.
-        name: String,
-        /// Compute capability.
-        major: u32,
-        /// Compute capability.
-        minor: u32,
-    },
+    TooOld { ordinal: u32, name: String, major: u32, minor: u32 },
     /// A call to the driver failed.
     #[error("{call} failed: {name} ({code})")]
     Driver {
-        /// The call.
         call: &'static str,
-        /// Raw code.
         code: u32,
         /// Name of the code.
         name: String,
@@ -57,17 +47,16 @@ pub enum GpuError {
         "GPU {ordinal} has no access to memory of GPU {peer}: they need NVLink or PCIe peer access between them"
     )]
     NoPeerAccess {
-        /// This GPU.
         ordinal: u32,
-        /// The one whose memory it is.
+        /// The owner of the memory.
         peer: u32,
     },
     /// Parameters that cannot be used. Nothing was launched.
     #[error("{kernel}: {source}")]
     Check {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// What is wrong.
+        /// Description of the error.
         source: CheckError,
     },
     /// A pointer that the GPU does not know. Nothing was launched.
@@ -75,39 +64,36 @@ pub enum GpuError {
         "{kernel}: {pointer} is {address:#x}, which is no memory that the driver knows: expected device memory or registered host memory"
     )]
     Unregistered {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
     },
     /// A pointer to memory of another GPU. Nothing was launched.
     #[error(
-        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}, whose kernels would fault"
+        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}: its kernels would fault"
     )]
     OtherGpu {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
-        /// Whose memory it is.
+        /// The owner of the memory.
         owner: u32,
-        /// Where the kernel was to run.
+        /// The GPU to run the kernel.
         ordinal: u32,
     },
-    /// Memory that is shorter than what a kernel uses of it. Nothing was launched.
+    /// Memory that is shorter than the part a kernel uses. Nothing was launched.
     #[error(
         "{kernel}: the memory of {pointer} at {address:#x} ends before the {num_bytes} bytes that are used"
     )]
     Short {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
         /// Bytes that the kernel uses.
         num_bytes: u64,
@@ -115,15 +101,13 @@ pub enum GpuError {
     /// The GPU had not finished in time.
     #[error("{what}: the GPU had not finished at the deadline")]
     Deadline {
-        /// What was waited for.
+        /// Object of the wait.
         what: &'static str,
     },
     /// A range beyond the end of a buffer. A local bug.
     #[error("{len} bytes at offset {offset} leave the buffer of {buffer_bytes} bytes")]
     Range {
-        /// First byte.
         offset: u64,
-        /// Bytes.
         len: u64,
         /// Bytes of the buffer.
         buffer_bytes: u64,

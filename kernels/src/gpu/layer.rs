@@ -1,4 +1,4 @@
-//! What the copy engine must be told about a layer's matrices.
+//! Descriptors of a layer's matrices for the copy engine.
 
 use crate::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, MAX_EXPERTS, MAX_HIDDEN};
 use crate::check::CheckError;
@@ -16,7 +16,7 @@ pub struct LayerShape {
     pub dtype: u32,
 }
 
-/// Where a layer's matrices lie, laid out as [`LayerWeights`](crate::abi::LayerWeights) says.
+/// Addresses of a layer's matrices, laid out as [`LayerWeights`](crate::abi::LayerWeights) says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerMatrices {
     /// Gate and up.

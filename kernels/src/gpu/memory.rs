@@ -1,4 +1,4 @@
-//! Memory that a GPU reaches, and copies to and from it that are waited for.
+//! Memory that a GPU reaches, and copies to and from it that wait for their end.
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
@@ -124,7 +124,7 @@ impl GpuBuffer {
     }
 }
 
-/// A copy that was not seen to end may still use its staging memory, which then must stay.
+/// A copy that may not have ended could still use its staging memory, which must then stay.
 fn settle(staging: GpuBuffer, copied: Result<(), GpuError>) -> Result<GpuBuffer, GpuError> {
     match copied {
         Ok(()) => Ok(staging),

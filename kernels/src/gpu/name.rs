@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Which GPU: `cuda:N`, or `cuda` for the first. `emulated:N` is one in software, for tests.
+/// Name of a GPU: `cuda:N`, or `cuda` for the first. `emulated:N` is one in software, for tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DeviceName {
     /// GPU of this index among those of this process.

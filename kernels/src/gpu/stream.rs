@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::kind::Kind;
-use super::{DeviceName, Event, GpuError, Graph, Prepared, Stream};
+use super::{DeviceName, Event, GpuError, Graph, PreparedKernel, Stream};
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
 
-/// Memory of a GPU and where it goes: `bytes` from `from` on to `to`.
+/// A piece of a GPU's memory and its destination: `bytes` from `from` on to `to`.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     /// In memory of the host, as the GPU reaches it.
@@ -19,10 +19,10 @@ pub struct Piece {
 }
 
 impl Stream {
-    /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
+    /// Copies `bytes` between any two of device memory, peers' memory and host memory.
     ///
     /// # Safety
-    /// Both ranges are valid, and nobody writes the source or touches the destination before a
+    /// Both ranges are valid. No other code writes the source or accesses the destination before a
     /// [`wait`](Self::wait) that covers this call.
     ///
     /// # Errors
@@ -63,13 +63,14 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
     }
 
-    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches, by a kernel, so that
-    /// what comes next in the stream does not wait for the copy engine. The first eight bytes of `last` are stored
-    /// behind everything else, and at once.
+    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches. A kernel does it, so
+    /// that later work in the stream does not wait for the copy engine. The first eight bytes of `last` are stored
+    /// behind everything else, in one store.
     ///
     /// # Safety
-    /// All ranges are valid, and aligned to 8 bytes; nobody writes the sources before a [`wait`](Self::wait) that
-    /// covers this call, nor reads the destinations other than as words of four bytes, or the eight that come last.
+    /// All ranges are valid, and aligned to 8 bytes. No code writes the sources before a [`wait`](Self::wait) that
+    /// covers this call. No code reads the destinations other than as words of four bytes, or the eight that come
+    /// last.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -83,8 +84,7 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.tell(&first, &last)) }
     }
 
-    /// Calls `action` on a thread of the driver's when everything before is done. It must be short and
-    /// use no CUDA.
+    /// Calls `action` on a thread of the driver when all earlier work is done. It must be short and use no CUDA.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -96,12 +96,12 @@ impl Stream {
     ///
     /// # Errors
     /// [`GpuError::Driver`].
-    pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
+    pub fn launch<P: KernelParams>(&self, kernel: &PreparedKernel<P>) -> Result<(), GpuError> {
         let params = bytemuck::bytes_of(&kernel.params);
         match &self.0 {
             Kind::Driver(stream) => kernel.plans.iter().try_for_each(|plan| {
-                // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
-                // plan's entry takes exactly a `P`.
+                // SAFETY: `prepare` checked the parameters, and its caller guarantees the memory; the plan's entry
+                // takes exactly a `P`.
                 unsafe { stream.launch(P::NAME, plan, params) }
             }),
             // SAFETY: as above; the kernel of this name takes exactly a `P`.
@@ -109,8 +109,8 @@ impl Stream {
         }
     }
 
-    /// Marks what the stream has done so far. Recorded within [`capture`](Self::capture) it marks that
-    /// place of each replay, when the replay comes to it: before, the event shows an older run.
+    /// Records the stream's progress so far. Recorded within [`capture`](Self::capture), the event marks that
+    /// place of each replay, when the replay reaches it: before, the event shows an older run.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -122,7 +122,7 @@ impl Stream {
         }
     }
 
-    /// What follows in this stream begins when `event`, as last recorded, is done. Not within
+    /// Later work in this stream begins when `event`, as last recorded, is done. Not within
     /// [`capture`](Self::capture), and not for an event of a graph.
     ///
     /// # Errors
@@ -151,7 +151,7 @@ impl Stream {
         either!(&self.0, stream => stream.is_done())
     }
 
-    /// The GPU whose stream this is.
+    /// The GPU of this stream.
     #[must_use]
     pub fn device(&self) -> DeviceName {
         match &self.0 {
@@ -166,7 +166,7 @@ impl Stream {
         either!(&self.0, stream => stream.raw())
     }
 
-    /// Whether work given to this stream is recorded instead of run, by whomever.
+    /// Whether work given to this stream is recorded instead of run, by any thread.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -174,17 +174,17 @@ impl Stream {
         either!(&self.0, stream => stream.is_capturing())
     }
 
-    /// Records what `record` launches on this stream instead of running it.
+    /// Records the launches of `record` on this stream instead of running them.
     ///
     /// # Errors
-    /// What `record` returns, or [`GpuError::Driver`].
+    /// The error of `record`, or [`GpuError::Driver`].
     pub fn capture(
         &self,
         record: impl FnOnce(&Self) -> Result<(), GpuError>,
     ) -> Result<Graph, GpuError> {
         either!(&self.0, stream => stream.begin_capture())?;
         let recorded = record(self);
-        // Ended in any case: a stream that goes on capturing is of no use.
+        // Ended in any case: a stream that keeps capturing is unusable.
         let graph = wrapped!(&self.0, stream => stream.end_capture(), Graph);
         recorded?;
         graph
@@ -204,8 +204,8 @@ impl Stream {
 }
 
 impl Event {
-    /// Whether the event, as last recorded, is done. One of a graph may be, too, while a replay has not come
-    /// to it yet: a driver counts it as recorded by the launch or by the replay.
+    /// Whether the event, as last recorded, is done. An event of a graph may count as done while a replay has not
+    /// reached it yet: a driver counts it as recorded by the launch or by the replay.
     ///
     /// # Errors
     /// [`GpuError::Driver`] when a kernel before it failed.

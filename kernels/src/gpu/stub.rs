@@ -1,5 +1,4 @@
-//! What stands in for the CUDA driver, or for GPUs in software, in a build without: types that have no
-//! values.
+//! Stand-in for the CUDA driver, or for GPUs in software, in a build without: types that have no values.
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;

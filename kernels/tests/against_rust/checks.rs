@@ -71,8 +71,8 @@ fn tables_of_peers_are_judged_alike() {
         let mut servers = vec![ServerPeer::zeroed(); num_peers];
         let mut clients = vec![ClientPeer::zeroed(); num_peers];
         for at in 0..num_peers {
-            let way = rng.random_range(1..=3);
-            let link = Link { window: DevicePtr(4096), context: 64, way, reserved: 0 };
+            let path = rng.random_range(1..=3);
+            let link = Link { window: DevicePtr(4096), context: 64, path, reserved: 0 };
             servers[at] = ServerPeer { request: link, response: DevicePtr(64), ..servers[at] };
             clients[at] = ClientPeer { request: DevicePtr(64), response: link, ..clients[at] };
         }

@@ -1,4 +1,4 @@
-//! What servers leave behind when what they wait for does not come.
+//! Output of servers when an expected arrival does not come.
 
 use kernels::abi::{
     Batch, CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, EchoParams, ErrorWord, ExpertRecvParams,
@@ -18,7 +18,7 @@ const WORD_HEADER: u64 = 2048;
 const CONTROL_STRIDE: u64 = 128;
 const ANNOUNCE_SHIFT: u32 = 24;
 const NUM_FRAMES: u64 = 2;
-/// What does not come is waited for by thousands of warps, one after the other where there is no GPU.
+/// Thousands of warps wait for a missing arrival, one after the other where there is no GPU.
 const TIMEOUT_NS: u64 = 1_000_000;
 
 pub fn an_expired_wait_leaves_what_it_saw_in_the_error_word(runner: &Runner) {
@@ -78,15 +78,15 @@ pub fn every_client_that_withholds_rows_of_a_batch_is_noted(runner: &Runner) {
                 let code = u64::from(protocol::ErrorCode::Internal.to_u32());
                 told[(number % NUM_FRAMES) as usize] = number << 16 | code;
             }
-            assert_eq!(state.told[client], told, "client {client}, frame {number}");
+            assert_eq!(state.refusals[client], told, "client {client}, frame {number}");
         }
         let batch: Batch = world.servers[0].list_memory.one(0);
         let served = all.iter().filter(|client| !late.contains(client));
         assert_eq!(batch.clients, served.fold(0, |mask, client| mask | 1 << client));
-        // What was told before stays otherwise.
+        // Otherwise the earlier record stays.
         world.servers[0]
             .state
-            .write(std::mem::offset_of!(ServerState, told) as u64, &[0u64; 8 * 32]);
+            .write(std::mem::offset_of!(ServerState, refusals) as u64, &[0u64; 8 * 32]);
     }
 }
 

@@ -1,6 +1,6 @@
-//! Kernels for few blocks: what they do differently from those for many must not show.
+//! Kernels for few blocks: their results must equal those of the kernels for many.
 
-use kernels::abi::{DTYPE_BF16, DevicePtr, FLAG_ADD, FLAG_ANY_WAY, FrameGeometry};
+use kernels::abi::{DTYPE_BF16, DevicePtr, FLAG_ADD, FLAG_ANY_PATH, FrameGeometry};
 use kernels::plan::KernelParams;
 use rand::RngExt;
 
@@ -8,8 +8,8 @@ use crate::fresh;
 use crate::runner::Runner;
 use crate::world::{Input, World};
 
-/// The last server does not answer. Of two and of four all parts of a token are loaded ahead, of six there are parts
-/// behind them. And sums that begin with what is there.
+/// The last server does not answer. Of two and of four all parts of a token are loaded ahead, of six there are
+/// parts behind them. Also sums that begin with existing values.
 pub fn few_blocks_sum_what_many_do(runner: &Runner) {
     for num_servers in [2, 4, 6] {
         few_blocks_of_servers(runner, num_servers);
@@ -44,8 +44,8 @@ fn few_blocks_of_servers(runner: &Runner, num_servers: usize) {
         let mut found = Vec::new();
         for flags in [flags, flags | FLAG_ADD] {
             let params = kernels::abi::CombineParams { flags, ..world.combine_params(0) };
-            assert_eq!(params.plan().is_few, flags & FLAG_ANY_WAY == 0);
-            // What was summed is no longer in the slot.
+            assert_eq!(params.plan().is_few, flags & FLAG_ANY_PATH == 0);
+            // Summed rows are no longer in the slot.
             for server in 0..num_answering {
                 let params = world.send_params(server, DevicePtr::NULL);
                 // SAFETY: as above.
@@ -57,8 +57,8 @@ fn few_blocks_of_servers(runner: &Runner, num_servers: usize) {
         }
         (found, world.clients[0].token_missing.read::<u32>(0, tokens.into()))
     };
-    // The kernels for links of any way are not for few blocks.
-    let (few, many) = (sums(0), sums(FLAG_ANY_WAY));
+    // The kernels for links of any path are not for few blocks.
+    let (few, many) = (sums(0), sums(FLAG_ANY_PATH));
     assert!(few == many);
     assert_ne!(few.0[0], few.0[1], "nothing was added");
     assert!(few.1.contains(&(1 << num_answering)));

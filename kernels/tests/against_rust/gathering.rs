@@ -25,20 +25,20 @@ pub fn who_was_in_the_last_batch_is_waited_for_within_the_bound(runner: &Runner)
     };
     let within_ns = 3_000_000;
     let gather = |clients| Gather { clients, within_ns };
-    // Nobody was there before.
+    // No client was there before.
     assert_eq!(expected_of(gather(0b111), &[0, 2], &mut rng).expected, 0);
-    // One of two comes back: the other is waited for as long as that is allowed.
+    // One of two comes back: the other is waited for up to the limit.
     let batch = expected_of(gather(0b111), &[2], &mut rng);
     assert_eq!(batch.expected, 0b101);
     assert!(batch.waited_ns[2] >= within_ns - MARGIN_NS, "{} ns", batch.waited_ns[2]);
-    // It is not waited for again; the one that came is, and nobody else may be.
+    // It is not waited for again. The one that came is, and no other may be.
     assert_eq!(expected_of(gather(0b011), &[1, 2], &mut rng).expected, 0);
     assert_eq!(expected_of(gather(0b110), &[2, 1], &mut rng).expected, 0b110);
-    // In whatever order they come, all that are waited for are there at once here.
+    // All expected clients are there together here, in whatever order they come.
     let endless = Gather { clients: 0b110, within_ns: u32::MAX };
     assert_eq!(expected_of(endless, &[1, 2], &mut rng).expected, 0b110);
     assert_eq!(expected_of(endless, &[0, 1, 2], &mut rng).expected, 0b110);
-    // A kernel that nobody comes to forgets who was there.
+    // A kernel without clients clears the set of those that were there.
     let batch = receive(runner, &world, endless);
     assert_eq!((batch.clients, batch.expected), (0, 0b110));
     assert_eq!(expected_of(endless, &[0], &mut rng).expected, 0);
@@ -60,5 +60,5 @@ fn receive(runner: &Runner, world: &World, gather: Gather) -> Batch {
     world.servers[0].list_memory.one(0)
 }
 
-/// The kernel's begin, from which the bound counts, is a little before its first look.
+/// The kernel's begin, from which the bound counts, is a little before its first poll.
 const MARGIN_NS: u32 = 1_000_000;

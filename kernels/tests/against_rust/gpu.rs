@@ -1,13 +1,13 @@
-//! What needs a GPU, be it in software: graphs, real experts, and that pointers are known before anything
-//! is launched.
+//! Tests that need a GPU, also one in software: graphs, real experts, and that pointers are checked before
+//! anything is launched.
 
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{
     ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
-    ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, REASON_TIMEOUT,
-    TAG_COMBINE_ROW, WAY_DIRECT,
+    ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, PATH_DIRECT,
+    REASON_TIMEOUT, TAG_COMBINE_ROW,
 };
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape, Piece};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
@@ -54,8 +54,7 @@ pub fn a_layer_replays_from_a_graph(runner: &Runner) {
     }
 }
 
-/// What says that it is at work, again and again, and answers nothing. In software, where that is believed fewer
-/// times.
+/// A server that signals progress repeatedly, and never answers. In software it is believed fewer times.
 #[cfg(feature = "emulated")]
 pub fn a_server_that_only_moves_its_progress_word_is_given_up(runner: &Runner) {
     /// `SY_WORD_PROGRESS` of the kernels' header, and `kMaxMoves` of `comm/wait.cuh`.
@@ -285,7 +284,7 @@ pub fn work_keeps_its_order_and_waits_have_a_bound(runner: &Runner) {
     let (device, host) = (gpu.alloc(4096).expect("memory"), gpu.alloc_host(4096).expect("memory"));
     let stream = gpu.stream().expect("stream");
     let (release, held) = std::sync::mpsc::channel::<()>();
-    // Whoever waits meanwhile gets an error at its deadline, and nothing has moved.
+    // A concurrent waiter gets an error at its deadline, and nothing has moved.
     let hold = move || {
         let _ = held.recv_timeout(Duration::from_secs(20));
     };
@@ -344,7 +343,7 @@ pub fn what_the_host_is_told_is_what_lay_there_in_stream_order(runner: &Runner) 
         // SAFETY: all ranges are within the two buffers, which outlive the wait.
         unsafe {
             stream.fill(host.ptr(), POISON, BYTES).expect("poison");
-            // Comes before, and what comes behind does so later.
+            // Comes before; later steps come behind.
             stream.fill(device.ptr().add(first), 3, first_bytes).expect("fill");
             let (a, b) = (piece(to_first, first, first_bytes), piece(to_last, last, last_bytes));
             stream.tell(a, b).expect("told");
@@ -387,7 +386,7 @@ pub fn an_event_of_a_graph_is_done_with_the_replay(runner: &Runner) {
     }
 }
 
-/// Threads that move frames let go of such memory, and kernels wait for these threads.
+/// Threads that move frames drop such memory, and kernels wait for these threads.
 pub fn memory_of_the_host_goes_without_waiting_for_work(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };
     let memory = gpu.alloc_host(4096).expect("memory");
@@ -411,7 +410,7 @@ pub fn shared_memory_is_one_memory_and_knows_its_size(runner: &Runner) {
     assert!(gpu.is_registered(theirs.ptr()) && mine.len() >= 100_000);
     gpu.write(&theirs, 99_999, &[5], soon()).expect("write");
     let mut byte = [0];
-    // The memory lives as long as anybody has it.
+    // The memory lives as long as it has an owner.
     let at = theirs.ptr();
     drop(theirs);
     assert!(!gpu.is_registered(at));
@@ -465,7 +464,7 @@ impl Stream {
                 // Each sender has a part of the receiver's payload.
                 let window = memory[peer].address().add(Self::MESSAGE_BYTES * my_line);
                 params.counter_offset[at] = line(peer, my_line).0 - window.0;
-                params.links[at] = Link { window, context: 0, way: WAY_DIRECT, reserved: 0 };
+                params.links[at] = Link { window, context: 0, path: PATH_DIRECT, reserved: 0 };
             }
             StreamParams(params)
         };
@@ -473,7 +472,7 @@ impl Stream {
         Self { memory, results, params }
     }
 
-    /// Launches these parties side by side and waits. What is wrong, by party.
+    /// Launches these parties side by side and waits. Returns the errors, by party.
     fn run(&self, gpu: &Gpu, parties: &[usize]) -> Vec<ErrorWord> {
         let streams: Vec<_> = parties.iter().map(|_| gpu.stream().expect("stream")).collect();
         for (stream, &party) in streams.iter().zip(parties) {
@@ -492,7 +491,7 @@ impl Stream {
     }
 }
 
-/// The bandwidth of several senders is that of all bytes only if nobody begins alone.
+/// The bandwidth of several senders is that of all bytes only if none begins alone.
 pub fn a_sender_waits_for_the_others(runner: &Runner) {
     for flags in [0, FLAG_BULK] {
         senders_begin_together(runner, flags);
@@ -548,7 +547,7 @@ pub fn calls_leave_the_context_of_the_thread_alone(runner: &Runner) {
     std::thread::scope(|scope| scope.spawn(test).join()).expect("a thread of its own");
 }
 
-/// Kernels reach what is mapped for their GPU, and not what merely has an address there.
+/// Kernels reach memory that is mapped for their GPU, and not memory that merely has an address there.
 #[cfg(feature = "cuda")]
 pub fn memory_of_another_gpu_is_told_apart(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };

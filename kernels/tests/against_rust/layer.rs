@@ -28,10 +28,10 @@ pub fn layers_with_bf16_requests(runner: &Runner) {
 
 fn run(runner: &Runner, dtype: u32) {
     let mut rng = fresh();
-    // Hidden size, top-k, tokens, experts, clients, servers; the last two run the tuned kernels, and the last
-    // one those for few blocks; the first has more tokens than one block sends entries for. Before them are, with
-    // one server, two and four entries of a row for each thread that makes lists, four of several rows, and more rows
-    // than are looked for ahead.
+    // Hidden size, top-k, tokens, experts, clients, servers; the last two run the tuned kernels, and the last one
+    // those for few blocks; the first has more tokens than one block sends entries for. Before them are, with one
+    // server, two and four entries of a row for each thread that makes lists, four of several rows, and more rows
+    // than are polled for ahead.
     let shapes = [
         (128, 4, 290, 16, 2, 2),
         (256, 4, 40, 24, 3, 2),
@@ -211,7 +211,7 @@ fn one_of_two_answers(runner: &Runner, hidden: u32, top_k: u32, tokens: u32) {
         let waits = world.servers_of(&input, token).iter().any(|(server, _)| *server == 1);
         assert_eq!(missing[token as usize], if waits { 0b10 } else { 0 }, "token {token}");
     }
-    // What the other has not written is poison, and no part of a sum.
+    // Parts that the other server has not written are poison, and no part of a sum.
     let sums: Vec<u16> = world.clients[0].out.read(0, u64::from(tokens * hidden));
     assert!(sums.iter().all(|bits| !half::bf16::from_bits(*bits).is_nan()));
     let state: ClientState = world.clients[0].state.one(0);
@@ -430,7 +430,7 @@ pub fn check_output(world: &World, client_idx: usize, input: &Input) {
     check_holes(world, client_idx, &handle);
 }
 
-/// What identity experts make of the input, and nothing behind it.
+/// The output of identity experts for the input, and nothing behind it.
 pub fn check_sums(world: &World, client_idx: usize, input: &Input) {
     let (g, client) = (&world.geometry, &world.clients[client_idx]);
     let (hidden, top_k) = (g.hidden as usize, g.top_k as usize);

@@ -61,19 +61,19 @@ impl Library {
     ///
     /// # Safety
     /// The link is usable, and the other pointers are to memory of this process as large as the header says.
-    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_way: bool) {
+    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_path: bool) {
         let symbol = self.symbol("sy_host_link_calls");
         // SAFETY: the function takes these parameters and a flag.
         let run: extern "C" fn(*const LinkCallsParams, u32) =
             unsafe { std::mem::transmute(symbol) };
-        run(params, u32::from(any_way));
+        run(params, u32::from(any_path));
     }
 
     /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.
     pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 4]) {
         let symbol = self.symbol(&format!("sy_host_plan_{}", P::NAME));
-        // SAFETY: the function takes these parameters, of which it looks at no pointer's target, and
-        // writes four numbers.
+        // SAFETY: the function takes these parameters, dereferences none of their pointers, and writes four
+        // numbers.
         let plan: extern "C" fn(*const P, *mut u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         let mut out = [0; 4];
@@ -121,7 +121,7 @@ impl Library {
     /// The launchers' check of a table of servers.
     pub fn check_servers(&self, servers: &[ServerPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_servers");
-        // SAFETY: the function reads so many servers.
+        // SAFETY: the function reads this number of servers.
         let check: extern "C" fn(*const ServerPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(servers.as_ptr(), servers.len() as u32)
@@ -130,7 +130,7 @@ impl Library {
     /// The launchers' check of a table of clients.
     pub fn check_clients(&self, clients: &[ClientPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_clients");
-        // SAFETY: the function reads so many clients.
+        // SAFETY: the function reads this number of clients.
         let check: extern "C" fn(*const ClientPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(clients.as_ptr(), clients.len() as u32)

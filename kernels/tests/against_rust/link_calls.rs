@@ -1,5 +1,5 @@
-//! The calls of a link, by whichever way: a put of random bytes with an add and a signal behind it, and a get
-//! of what was put. Slots and mirrors are poisoned, so that what comes, comes from the call.
+//! The calls of a link, over any path: a put of random bytes with an add and a signal behind it, and a get of the
+//! put bytes. Slots and mirrors are poisoned, so that all arrived bytes come from the call.
 
 use kernels::abi::{DevicePtr, ErrorWord, Link};
 use kernels::link_calls::LinkCallsParams;
@@ -17,12 +17,12 @@ pub trait Ends {
     fn slot(&self) -> *mut u8;
 }
 
-/// Of the mirror and of memory that is no slot; a slot has the complement.
+/// Poison of the mirror and of memory that is no slot; a slot has the complement.
 const POISON: u8 = 0xa5;
 /// Two words at the end of a slot, which are zeros at first.
 const TAIL: usize = 64;
 
-/// Offsets of what is put, of a source in the mirror and of what is got: they do not meet.
+/// Offsets of the put, of a source in the mirror and of the get: they do not overlap.
 fn places(slot_bytes: usize) -> ([usize; 3], usize) {
     let part = (slot_bytes - TAIL) / 3 / 16 * 16;
     ([0, part, 2 * part], part)
@@ -52,7 +52,7 @@ pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn E
             let mut got = vec![POISON; part + 32];
             let source = if in_mirror {
                 let source = window.wrapping_add(source_at + shift);
-                // SAFETY: within the mirror's middle part, which nobody uses between calls.
+                // SAFETY: within the mirror's middle part, which no other code uses between calls.
                 unsafe { source.copy_from_nonoverlapping(bytes.as_ptr(), len) };
                 source
             } else {
@@ -89,7 +89,7 @@ pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn E
     no_bytes_are_moved_from_and_to_anywhere(library, rng, ends, sum);
 }
 
-/// The way stays in service, and words that follow arrive. `sum` is that of the counter before.
+/// The path stays in service, and later words arrive. `sum` is the counter's value before.
 fn no_bytes_are_moved_from_and_to_anywhere(
     library: &Library,
     rng: &mut StdRng,
@@ -118,7 +118,7 @@ fn no_bytes_are_moved_from_and_to_anywhere(
     assert_eq!(bytes_at(elsewhere_at, 16), [POISON; 16], "something came back");
 }
 
-/// Over a way that posts: nothing comes of a put that leaves the slot, and the way is out of service.
+/// Over a path that posts: a put that leaves the slot moves nothing, and takes the path out of service.
 pub fn a_put_out_of_the_slot_is_refused(library: &Library, ends: &dyn Ends) {
     let slot_bytes = ends.slot_bytes();
     let mut source = vec![1u8; 64];
@@ -131,7 +131,7 @@ pub fn a_put_out_of_the_slot_is_refused(library: &Library, ends: &dyn Ends) {
     assert!(found.iter().all(|byte| *byte == !POISON), "something came");
 }
 
-/// Over a way that posts: what is no mirror cannot be got into. What was put before it is there.
+/// Over a path that posts: memory outside of the mirror cannot be the target of a get. Earlier puts have arrived.
 pub fn a_get_into_other_memory_is_refused(library: &Library, ends: &dyn Ends) {
     let mut source = vec![1u8; 64];
     let mut back = vec![POISON; 64];
@@ -148,16 +148,16 @@ fn words_of(slot: &[u8]) -> [u64; 2] {
     })
 }
 
-/// A copy of what is there. Others write slots and mirrors, so that no reference to them may be formed.
+/// A copy of the bytes. Others write slots and mirrors, so that no reference to them may be formed.
 fn bytes_at(at: *const u8, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
-    // SAFETY: callers name memory of that size, and after a quiet nobody writes it.
+    // SAFETY: callers name memory of that size, and after a quiet it has no writer.
     unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), len) };
     bytes
 }
 
 fn fill(at: *mut u8, value: u8, len: usize) {
-    // SAFETY: callers name memory of that size, which nobody uses between calls.
+    // SAFETY: callers name memory of that size, which no other code uses between calls.
     unsafe { at.write_bytes(value, len) };
 }
 
@@ -190,6 +190,6 @@ fn call(
         good: DevicePtr((&raw mut good) as u64),
     };
     // SAFETY: all of it is memory of this process that lives until the call returns, and of its size.
-    unsafe { library.link_calls(&params, link.way != kernels::abi::WAY_DIRECT) };
+    unsafe { library.link_calls(&params, link.path != kernels::abi::PATH_DIRECT) };
     good
 }

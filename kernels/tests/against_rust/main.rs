@@ -1,11 +1,11 @@
-//! The kernels against Rust, on random input: every byte of the frames, lists and sums, and what is
-//! refused.
+//! The kernels against Rust, on random input: every byte of the frames, lists and sums, and all refusals.
 //!
-//! On every machine they run on the processor: the library under test is made of the kernels' own
-//! headers, only single instructions and CUDA's intrinsics are replaced (`host/shim`), and every CUDA
-//! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
+//! On every machine they run on the processor. The library under test is made of the kernels' own headers. Only
+//! single instructions and CUDA's intrinsics are replaced (`host/shim`), and every CUDA thread is a fibre. With
+//! the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
+mod device_abi;
 mod expiry;
 mod few;
 mod gathering;
@@ -13,15 +13,18 @@ mod gathering;
 mod gpu;
 mod layer;
 mod library;
-#[allow(dead_code, reason = "only ways that post refuse anything")]
+#[allow(dead_code, reason = "only paths that post refuse anything")]
 mod link_calls;
+mod paths;
 mod refusals;
 mod runner;
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 mod torn;
-mod ways;
 mod world;
+
+// Other packages' tests include `library.rs`, `link_calls.rs` and `world.rs`, and know the crate by this name.
+extern crate switchyard_kernels as kernels;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -31,7 +34,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, expiry, few, gathering, layer, refusals, torn, ways};
+            use super::{Runner, expiry, few, gathering, layer, refusals, torn, paths};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -94,15 +97,15 @@ macro_rules! on {
             }
 
             #[test]
-            fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come() {
-                let test = ways::a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come;
+            fn a_path_that_is_not_quiet_is_told_from_a_frame_that_did_not_come() {
+                let test = paths::a_path_that_is_not_quiet_is_told_from_a_frame_that_did_not_come;
                 $runner.iter().for_each(test);
             }
 
             #[test]
             fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline() {
                 let test =
-                    ways::a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline;
+                    paths::a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline;
                 $runner.iter().for_each(test);
             }
 
@@ -220,8 +223,8 @@ fn bytes_go_to_a_slot_and_back_over_direct_stores() {
     impl link_calls::Ends for Direct {
         fn link(&self) -> kernels::abi::Link {
             let window = kernels::abi::DevicePtr(self.slot() as u64);
-            let way = kernels::abi::WAY_DIRECT;
-            kernels::abi::Link { window, context: 0, way, reserved: 0 }
+            let path = kernels::abi::PATH_DIRECT;
+            kernels::abi::Link { window, context: 0, path, reserved: 0 }
         }
 
         fn slot_bytes(&self) -> usize {

@@ -1,4 +1,4 @@
-//! What a server refuses: every field of a header, entries and scales, against a judgement in Rust.
+//! Refusals of a server: every field of a header, entries and scales, against a judgement in Rust.
 
 use bytemuck::bytes_of_mut;
 use kernels::abi::{
@@ -45,8 +45,8 @@ pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
 
 pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
     let mut rng = fresh();
-    // One entry of each thread that makes lists, two and four of a row, four of several rows, and lists by all blocks.
-    // A lane looks at one part of a row's scales, at two, and at more than two in several rounds.
+    // One entry of each thread that makes lists, two and four of a row, four of several rows, and lists by all
+    // blocks. A lane checks one part of a row's scales, two, or more than two in several rounds.
     let shapes = [
         (256, 3, 6),
         (2688, 8, 100),
@@ -162,7 +162,7 @@ fn mine(world: &World) -> u32 {
     local.iter().position(|local| *local >= 0).expect("an expert of its own") as u32
 }
 
-/// One client, two servers, of which the second is never run.
+/// One client, two servers; the second is never run.
 fn world_of(runner: &Runner, rng: &mut StdRng, hidden: u32, top_k: u32, tokens: u32) -> World {
     loop {
         let geometry =
@@ -176,7 +176,7 @@ fn world_of(runner: &Runner, rng: &mut StdRng, hidden: u32, top_k: u32, tokens: 
     }
 }
 
-/// Dispatches tokens of which some go to the first server.
+/// Dispatches tokens. Some go to the first server.
 fn send(runner: &Runner, rng: &mut StdRng, world: &World) {
     let input = loop {
         let input = Input::random(rng, &world.geometry, 12, world.capacity);
@@ -211,7 +211,7 @@ fn expect(runner: &Runner, world: &World, number: u64, code: Option<ErrorCode>) 
     }
 }
 
-/// What the wire format says about a header.
+/// The wire format's judgement of a header.
 fn judge(g: &FrameGeometry, h: &FrameHeader, client_id: u64, rows: u32) -> Option<ErrorCode> {
     if h.magic != DEVICE_FRAME_MAGIC || h.kind != KIND_DISPATCH {
         return Some(ErrorCode::BadFrame);
@@ -228,7 +228,7 @@ fn judge(g: &FrameGeometry, h: &FrameHeader, client_id: u64, rows: u32) -> Optio
     if h.layer >= NUM_LAYERS {
         return Some(ErrorCode::WrongLayer);
     }
-    // What remains has one right value each; sequence, epoch and layer say nothing about the layout.
+    // Each remaining field has one right value. Sequence, epoch and layer do not affect the layout.
     let right = FrameHeader {
         epoch: h.epoch,
         client_id,

@@ -1,4 +1,4 @@
-//! Where kernels run: on this machine's processor, or on its GPU.
+//! Place of the kernels: this machine's processor, or its GPU.
 
 use std::time::{Duration, Instant};
 

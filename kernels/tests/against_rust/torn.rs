@@ -1,5 +1,5 @@
-//! Rows that come in part, late, or for nobody. Warps wait for themselves, so some have summed a row that others
-//! give up; and a row that nobody took looks like one of a later frame. Neither must show.
+//! Rows that arrive in part, late, or without a reader. Warps wait independently, so some have summed a row that
+//! others give up. A row that was not taken looks like one of a later frame. Neither may affect results.
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
@@ -139,7 +139,7 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, num_servers: usize, is_f
         assert_eq!((state.error.peer, state.error.expected), (1, handle.frame_number[1]));
         assert_ne!(state.error.tag, TAG_NONE);
         assert_eq!(state.awaited, [0; 32], "nobody waits any more");
-        // As the host does when a seat is taken anew.
+        // As the host does when a peer's place is used again.
         slot.fill(rows, u64::from(handle.num_rows[1]) * stride, u8::MAX);
         client.handle.write(offset_of!(Handle, missing) as u64, &[0u32]);
     }
@@ -155,7 +155,7 @@ fn add(sums: &mut [f32], values: &[u16], weight: f32) {
     }
 }
 
-/// What a server answers after it was given up, and what nobody summed, are no answers to later frames.
+/// Answers of a server after it was given up, and answers that were never summed, are no answers to later frames.
 pub fn answers_of_other_frames_do_not_count(runner: &Runner) {
     for (hidden, tokens) in [(7168, 24), (7168, 70), (1024, 12)] {
         for is_late in [true, false] {
@@ -205,7 +205,7 @@ fn takes_nothing_of_other_frames(runner: &Runner, hidden: u32, tokens: u32, is_l
                 answer(1);
                 continue;
             }
-            // Answered, and nobody sums it.
+            // Answered, but not summed.
             (1, false) => {
                 answer(1);
                 client.handle.write(offset_of!(Handle, missing) as u64, &[0u32]);
@@ -224,7 +224,7 @@ fn takes_nothing_of_other_frames(runner: &Runner, hidden: u32, tokens: u32, is_l
             }
             // In the other place of the ring, or after the new beginning, in time.
             (2 | 4, _) => answer(1),
-            // Not at all: what is there is of the first frame.
+            // Not at all: the existing answer is of the first frame.
             _ => {}
         }
         combine();

@@ -9,7 +9,7 @@ use half::bf16;
 use kernels::abi::{
     ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DevicePtr,
     DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams, ExpertSendParams,
-    FrameGeometry, Link, Placement, ServerPeer, ServerState, WAY_DIRECT,
+    FrameGeometry, Link, PATH_DIRECT, Placement, ServerPeer, ServerState,
 };
 use kernels::gpu::{Gpu, GpuBuffer};
 use rand::RngExt;
@@ -287,7 +287,7 @@ impl World {
         let direct = |memory: &Memory| Link {
             window: memory.address(),
             context: 0,
-            way: WAY_DIRECT,
+            path: PATH_DIRECT,
             reserved: 0,
         };
         for (at, client) in clients.iter_mut().enumerate() {
@@ -321,7 +321,7 @@ impl World {
         Self { geometry, placement, placement_memory, capacity, clients, servers }
     }
 
-    /// Poisons everything but what must keep its value: row flags and control tails.
+    /// Poisons everything except words that must keep their value: row flags and control tails.
     pub fn poison(&self) {
         let g = &self.geometry;
         for request in self.servers.iter().flat_map(|server| &server.requests) {
@@ -343,8 +343,8 @@ impl World {
         }
     }
 
-    /// What a host does before a client asks a server again that it gave up, but with the same slot: all
-    /// frames of before count as taken and summed, and nothing of them is left.
+    /// The host's steps before a client uses a server again that it gave up, but with the same slot: all earlier
+    /// frames count as taken and summed, and nothing of them is left.
     pub fn begin_anew(&self, client: usize, server: usize) {
         let (at_client, at_server) = (&self.clients[client], &self.servers[server]);
         for (offset, bytes) in self.geometry.answer_rows() {

@@ -1,5 +1,5 @@
-// As much of the CUDA runtime as the NICs of GPUs use, for a processor: memory is the host's, and copies on a
-// stream are made one by one, when somebody asks how far it is or waits for it.
+// The part of the CUDA runtime that the NICs of GPUs use, for a processor. Memory is the host's.
+// Copies on a stream are made one by one, when a caller queries the stream or waits for it.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct sy_host_stream {
     std::deque<sy_host_copy> copies;
     uint64_t num_done = 0;
 
-    // Makes up to `num` copies, each of which is to be seen before the next.
+    // Makes up to `num` copies; each must be visible before the next.
     void run(uint64_t num) {
         for (; num != 0 && !copies.empty(); --num, copies.pop_front(), ++num_done) {
             sy_host_copy& copy = copies.front();

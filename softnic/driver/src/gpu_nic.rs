@@ -2,11 +2,11 @@
 
 use std::ffi::c_void;
 
-/// Which of them.
+/// Kind of memory or queue that the key stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Backend {
-    /// The kernel, whose threads are fibres here.
+    /// The kernel. Its threads are fibres here.
     Kernel = 0,
     /// The thread that drives copy engines, which are queues of copies here.
     CopyEngines = 1,
@@ -29,34 +29,34 @@ pub mod access {
     pub const REMOTE_ATOMIC: u32 = 8;
     /// Requests may name it as their own.
     pub const LOCAL: u32 = 16;
-    /// What peers may do.
+    /// Rights of peers.
     pub const ALL_REMOTE: u32 = 14;
 }
 
 /// Memory that requests may name.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// By which requests name it.
+    /// Key by which requests name it.
     pub key: u32,
-    /// Of its first byte, as requests say.
+    /// Address of its first byte in requests.
     pub address: u64,
     /// Bytes.
     pub num_bytes: u64,
-    /// Where this process has it.
+    /// Address in this process.
     pub mapped: u64,
-    /// Of [`access`].
+    /// Rights: flags of [`access`].
     pub access: u32,
 }
 
-/// What a NIC did since its start.
+/// Counts of the NIC's work since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Counts {
-    /// Executed, failed and flushed ones.
+    /// Requests: executed, failed and flushed ones.
     pub num_requests: u64,
-    /// Moved.
+    /// Bytes moved.
     pub num_bytes: u64,
-    /// Things that no correct driver does.
+    /// Violations by drivers.
     pub num_violations: u64,
     /// Times that completions were held back.
     pub num_held: u64,
@@ -64,15 +64,15 @@ pub struct Counts {
     pub num_late: u64,
     /// Writes in pieces.
     pub num_cut: u64,
-    /// Doorbells that did not arrive.
+    /// Doorbells dropped by a fault.
     pub num_dropped: u64,
-    /// Of the first violation, as `Violation` of `softnic/model.hpp`.
+    /// Kind of the first violation, as `Violation` of `softnic/model.hpp`.
     pub what: u32,
     /// Its queue pair.
     pub qpn: u32,
     /// Its block.
     pub position: u64,
-    /// What was found.
+    /// Value found.
     pub found: u64,
 }
 
@@ -82,12 +82,12 @@ pub struct GpuNic(*mut c_void);
 
 // SAFETY: it is a heap object with no tie to the thread that made it; its own thread is inside of it.
 unsafe impl Send for GpuNic {}
-// SAFETY: what takes `&self` stores to atomics alone.
+// SAFETY: functions that take `&self` store to atomics only.
 unsafe impl Sync for GpuNic {}
 
 impl GpuNic {
-    /// A NIC that delays, splits and reorders what it may, unless `seed` is 0. `None` where there is no
-    /// C++ compiler.
+    /// Opens a NIC. Unless `seed` is 0, it delays, splits and reorders operations as far as the rules permit.
+    /// Returns `None` where there is no C++ compiler.
     #[must_use]
     pub fn open(backend: Backend, seed: u64) -> Option<Self> {
         sys::open(backend as u32, seed).map(Self)
@@ -96,7 +96,7 @@ impl GpuNic {
     /// Registers memory.
     ///
     /// # Safety
-    /// It stays mapped and is reached by atomics and raw copies alone while the NIC lives.
+    /// The memory stays mapped while the NIC lives. All other accesses to it are atomics and raw copies.
     pub unsafe fn add_key(&mut self, key: &Key) {
         // SAFETY: the NIC is alive; numbers in.
         unsafe {
@@ -104,7 +104,7 @@ impl GpuNic {
         }
     }
 
-    /// Adds a queue pair; its number here.
+    /// Adds a queue pair. Returns its number in this NIC.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_qp` whose memory stays mapped while the NIC lives.
@@ -113,34 +113,34 @@ impl GpuNic {
         unsafe { sys::add_queue(self.0, handle) }
     }
 
-    /// Where immediate data of a queue goes: receives of `dbrec`, completions to `cq` of `peer`.
+    /// Sets the destination of a queue's immediate data: receives of `dbrec`, completions to `cq` of `peer`.
     ///
     /// # Safety
-    /// As for [`add_queue`](Self::add_queue), which has given out `queue`.
+    /// As for [`add_queue`](Self::add_queue). `queue` is a number that it returned.
     pub unsafe fn set_receiver(&mut self, queue: u32, peer: *const c_void) {
         // SAFETY: the caller's promise.
         unsafe { sys::set_receiver(self.0, queue, peer) }
     }
 
-    /// From the next start on the request with this number fails. A syndrome of 0 ends it.
+    /// From the next start on, the request with this number fails. A syndrome of 0 cancels that.
     pub fn fail(&mut self, queue: u32, nth: u64, syndrome: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::fail(self.0, queue, nth, syndrome) }
     }
 
-    /// From the next start on so many doorbells do not arrive.
+    /// Drops the next `num` doorbells from the next start on.
     pub fn drop_doorbells(&mut self, queue: u32, num: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::drop_doorbells(self.0, queue, num) }
     }
 
-    /// Queues that do nothing, by bits.
+    /// Bit mask of stalled queues.
     pub fn stall(&self, mask: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::stall(self.0, mask) }
     }
 
-    /// Queues whose peers do not answer, by bits.
+    /// Bit mask of queues whose peers do not answer.
     pub fn set_dead(&self, mask: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::set_dead(self.0, mask) }
@@ -152,7 +152,7 @@ impl GpuNic {
         unsafe { sys::start(self.0, is_fresh.into()) }
     }
 
-    /// Waits until it has done what was announced, and for queues that are stalled not at all.
+    /// Waits until all announced requests are done. It does not wait for stalled queues.
     pub fn stop(&mut self) -> Counts {
         let mut counts = Counts::default();
         // SAFETY: the NIC is alive; the counts have the layout of `Counts` in `softnic/model.hpp`.
@@ -211,7 +211,7 @@ mod sys {
     }
 }
 
-/// Without a compiler there is no NIC to call these for.
+/// Without a compiler these functions are never called: no NIC exists.
 #[cfg(not(has_cxx))]
 mod sys {
     use std::ffi::c_void;

@@ -1,5 +1,5 @@
-//! The device functions of the IBGDA path, compiled for the host, for tests: as they are, and as
-//! mutants of them. Handles and bounds are passed as pointers to the structures of `queue.h`.
+//! The device functions of the IBGDA path, compiled for the host, for tests: unchanged, and as mutants. Handles
+//! and bounds are passed as pointers to the structures of `queue.h`.
 //!
 //! And the NICs of GPUs, run by a processor: [`GpuNic`].
 
@@ -9,7 +9,7 @@ pub mod gpu_nic;
 
 pub use gpu_nic::GpuNic;
 
-/// Requests that [`Driver::build`] knows.
+/// Kinds of requests for [`Driver::build`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are those of the builders")]
@@ -44,7 +44,7 @@ impl Kind {
     ];
 }
 
-/// Fields of a request; which are used depends on its kind.
+/// Fields of a request; its kind decides which are used.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the format")]
@@ -103,7 +103,7 @@ pub struct Driver {
     /// The same, waiting for it.
     pub receive_imm: unsafe extern "C" fn(*const c_void, *mut Immediate, *const c_void) -> u32,
     check_receives: unsafe extern "C" fn(*const c_void) -> *const c_char,
-    /// Groups of signals to a ring of words, by who has the queue to itself; then quiet.
+    /// Groups of signals to a ring of words by the queue's exclusive owner; then quiet.
     pub own_signals: unsafe extern "C" fn(
         *const c_void,
         u64,
@@ -130,11 +130,11 @@ pub struct Driver {
         *const c_void,
     ) -> u32,
     pub put_signal: MoveAnd,
-    /// 1 if it is the caller who looks now. The word begins as 0.
-    pub look: unsafe extern "C" fn(*mut u64) -> u32,
+    /// Returns 1 if the caller is the one to poll at this time. The word starts as 0.
+    pub poll_turn: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
-/// Calls by who has the queue to itself.
+/// Calls by the queue's exclusive owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are those of the calls")]
@@ -147,13 +147,13 @@ pub enum OwnMove {
     Signal,
 }
 
-/// What a write with immediate data brought.
+/// Content of a completion that a write with immediate data caused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Immediate {
-    /// Of the queue pair that it came to.
+    /// Number of the receiving queue pair.
     pub qpn: u32,
-    /// The number that the peer gave.
+    /// Immediate data of the peer.
     pub imm: u32,
     /// Bytes written before.
     pub num_bytes: u32,
@@ -167,7 +167,7 @@ impl Driver {
         find(name)
     }
 
-    /// The device functions as they are. `None` where there is no C++ compiler.
+    /// The unchanged device functions. `None` where there is no C++ compiler.
     #[must_use]
     pub fn product() -> Option<Self> {
         Self::variant("product")
@@ -179,7 +179,7 @@ impl Driver {
         variants::CALLS
     }
 
-    /// What is wrong with a handle.
+    /// Describes the error in a handle.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_qp`.
@@ -189,7 +189,7 @@ impl Driver {
         unsafe { text_of((self.check)(handle)) }
     }
 
-    /// What is wrong with receives.
+    /// Describes the error in a receive queue.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_rq`.
@@ -200,13 +200,13 @@ impl Driver {
     }
 }
 
-/// A variant with one thing wrong.
+/// A variant with one error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mutant {
-    /// Of the variant.
+    /// Name of the variant.
     pub name: &'static str,
-    /// What must occur in what is found wrong with it; one of these, where ` or ` stands between them. `none`: it
-    /// cannot show.
+    /// Text that must occur in the reported symptom. ` or ` separates alternatives. `none`: this variant can show
+    /// no symptom.
     pub symptom: &'static str,
 }
 
@@ -215,7 +215,7 @@ fn is_known(mutants: &[Mutant], name: &str) -> bool {
 }
 
 /// # Safety
-/// Null, or a string that stays.
+/// Null, or a static string.
 unsafe fn text_of(text: *const c_char) -> Option<String> {
     // SAFETY: the caller's promise.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
@@ -241,23 +241,23 @@ pub enum Call {
     GetByStores,
 }
 
-/// A call of a link by a warp. What it leaves unused may be anything.
+/// A call of a link by a warp. Fields that the call does not use may have any value.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Job {
     /// `sy_ibgda_peer`
     pub peer: *const c_void,
-    /// Which.
+    /// Kind of the call.
     pub call: Call,
     /// Index of the block.
     pub lane: u32,
-    /// What was stored in the mirror, or the first row.
+    /// Value stored in the mirror, or the first row.
     pub offset: u64,
     /// Bytes of it, or of every row.
     pub num_bytes: u64,
     /// The word, or the first of them.
     pub word_offset: u64,
-    /// Of the words.
+    /// Bound of the words.
     pub value: u64,
     /// From row to row.
     pub stride: u64,
@@ -265,16 +265,16 @@ pub struct Job {
     pub num_words: u32,
     /// Lanes that have a row.
     pub rows: u32,
-    /// Of [`Call::HasFailed`] and of waits for copies; of copies by stores, whether the first lane sees the last
-    /// byte behind the call.
+    /// Result of [`Call::HasFailed`] and of waits for copies. For copies by stores: whether the first lane sees
+    /// the last byte behind the call.
     pub answer: *mut u32,
-    /// Of copies: where they are put from or got to.
+    /// Local address of copies.
     pub local: *mut u8,
-    /// Of copies by stores: the peer's slot.
+    /// The peer's slot, for copies by stores.
     pub stores: *mut u8,
 }
 
-/// The calls of links, as they are or as a mutant of them.
+/// The calls of links, unchanged or as a mutant.
 #[derive(Debug, Clone, Copy)]
 pub struct LinkDriver(unsafe extern "C" fn(*const c_void));
 
@@ -292,11 +292,11 @@ impl LinkDriver {
         variants::LINKS
     }
 
-    /// Makes the call by a warp, whose lanes are fibres of this thread.
+    /// Makes the call by a warp. Its lanes are fibres of this thread.
     ///
     /// # Safety
-    /// Peer, queues and, for calls that have one, the answer are valid; so is what copies name, but for what a NIC
-    /// checks.
+    /// The peer, the queues and, for calls that have one, the answer are valid. Memory that copies name is valid,
+    /// except where the NIC checks it.
     pub unsafe fn run(&self, job: &Job) {
         // SAFETY: the caller's promise; the structures are the same on both sides.
         unsafe { (self.0)(std::ptr::from_ref(job).cast()) };

@@ -1,9 +1,11 @@
-// A seeded source of disorder for the NICs of GPUs: what a reliable connection leaves open, and no more.
+// A seeded source of disorder for the NICs of GPUs. It uses exactly the freedom that a reliable
+// connection leaves.
 //
-// Kept on one queue pair, whatever is drawn: requests are executed one after the other; a write's bytes are
-// in place before its completion and before anything of a later request; the answers to reads and atomics
-// are in place before their completion and before a later fenced request; completions come in the order of
-// their requests; aligned words of 8 bytes are never torn. Nothing is ordered across queue pairs.
+// Every NIC keeps this order on one queue pair, whatever the random numbers are. Requests are
+// executed one after the other. A write's bytes are in place before its completion and before any
+// effect of a later request. The answers to reads and atomics are in place before their completion
+// and before a later fenced request. Completions come in the order of their requests. Aligned words
+// of 8 bytes are never torn. Nothing is ordered across queue pairs.
 #pragma once
 
 #include "softnic/model.hpp"
@@ -14,7 +16,7 @@ namespace softnic {
 SOFTNIC_BOTH uint64_t start_random(uint64_t seed, uint32_t queue) {
     if (seed == 0)
         return 0;
-    // splitmix64, whose output is 0 for one input in 2^64.
+    // splitmix64. Its output is 0 for one input in 2^64.
     uint64_t mixed = seed + (uint64_t{queue} + 1) * 0x9e3779b97f4a7c15u;
     mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
     mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;

@@ -1,6 +1,6 @@
-// A NIC as a thread of the host: it reads requests out of queues in mapped host memory and has copy engines
-// carry them out, in order on a stream that a few queue pairs share. Completions are stores of the host, made once the
-// copies before them are done.
+// A NIC as a thread of the host. It reads requests out of queues in mapped host memory. Copy
+// engines execute them in order, on a stream that a few queue pairs share. The host stores
+// completions once the copies before them are done.
 //
 // Adds are read-modify-writes of the thread, so they are atomic among the requests of one NIC only.
 #pragma once
@@ -98,7 +98,8 @@ class CopyNic : public Nic {
         SOFTNIC_CUDA(cudaSetDevice(device));
         const double start_s = now_s();
         while (now_s() - start_s < kNicLifeNs * 1e-9) {
-            // Before the doorbells: what was rung before the order to stop is seen by the round behind it.
+            // Read before the doorbells: the round that follows sees every doorbell rung before the
+            // stop order.
             const bool must_stop = __atomic_load_n(&control_->stop, __ATOMIC_ACQUIRE) != 0;
             bool is_idle = true;
             for (size_t i = 0; i < queues_.size(); ++i)
@@ -126,7 +127,7 @@ class CopyNic : public Nic {
             counts_.first = violation;
     }
 
-    // Whether anything was done or is under way.
+    // Whether any work was done or is under way.
     bool serve(const Queue& queue, Lane& lane) {
         if (seed_ != 0 && draw(&lane.state.random, 4) == 0)
             return true;
@@ -220,7 +221,7 @@ class CopyNic : public Nic {
             flush_receives(queue, lane, posted);
     }
 
-    // Completes as flushed what receives the peer has posted, behind what is delivered already.
+    // Completes the peer's posted receives as flushed, behind data that is delivered already.
     static void flush_receives(const Queue& queue, Lane& lane, uint32_t posted) {
         // More than there is room for is a matter of the record.
         for (uint32_t i = 0; i < queue.recv_cq_depth && has_receive(lane.state, posted); ++i)
@@ -234,7 +235,7 @@ class CopyNic : public Nic {
                                          cudaMemcpyDefault, lane.stream));
     }
 
-    // An answer: at once, or when the adversary likes.
+    // Lands an answer: immediately, or later if the adversary defers it.
     void copy_answer(Lane& lane, uint64_t to, uint64_t from, uint32_t num_bytes) {
         if (seed_ == 0 || num_bytes == 0 || draw(&lane.state.random, 3) == 0)
             return copy(lane, to, from, num_bytes);
@@ -298,7 +299,7 @@ class CopyNic : public Nic {
         copy_answer(lane, verdict.local, reinterpret_cast<uint64_t>(stage + 8), request.num_bytes);
     }
 
-    // Hands immediate data to the peer, behind what was written, or a receive back to it.
+    // Hands immediate data to the peer, behind the written bytes, or returns a receive to it.
     static void deliver(const Queue& queue, const Completion& completion) {
         const uint64_t slot = completion.receive & (queue.recv_cq_depth - 1);
         uint32_t* cqe = reinterpret_cast<uint32_t*>(queue.recv_cq + slot * SY_MLX5_CQE_BYTES);

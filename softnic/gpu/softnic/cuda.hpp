@@ -1,5 +1,5 @@
-// What the NICs of GPUs need of the CUDA runtime. A call that fails ends the program: nothing of this serves
-// requests of others.
+// The part of the CUDA runtime that the NICs of GPUs need. A call that fails ends the program: no
+// request of a user depends on this code.
 #pragma once
 
 #include <cstddef>

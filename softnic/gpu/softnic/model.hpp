@@ -1,6 +1,6 @@
-// What a NIC makes of doorbells, requests and keys: the part that the NIC kernel (nic_kernel.cuh) and the
-// backend that drives copy engines (copy_nic.hpp) share, for GPUs and processors. The bytes are those that a
-// ConnectX would read; what no correct driver does is noted and takes the queue pair out of service.
+// Decoding of doorbells, requests and keys, shared by the NIC kernel (nic_kernel.cuh) and by the
+// backend that drives copy engines (copy_nic.hpp), for GPUs and processors. The bytes are those
+// that a ConnectX would read. A violation is recorded and takes the queue pair out of service.
 //
 // Syndromes and memory are those of the model in Rust (softnic/src); tests/gpu_nic
 // compares the two over random requests. Gathers of several pieces, requests of more than one block and
@@ -59,10 +59,10 @@ struct Queue {
     uint64_t fail_at;
     uint32_t fail_syndrome;
     uint32_t control_bit; // its bit of the masks in Control
-    // So many doorbells since the start do not arrive.
+    // Number of doorbells since the start that are dropped.
     uint32_t num_dropped;
     uint32_t has_record; // 0: no doorbell record is read for requests
-    // Where immediate data goes: the peer's doorbell record and ring of completions, or 0.
+    // Destination of immediate data: the peer's doorbell record and ring of completions, or 0.
     uint64_t recv_dbrec, recv_cq;
     uint32_t recv_cq_depth, recv_qpn;
 };
@@ -73,7 +73,8 @@ struct Held {
     uint32_t opcode, syndrome, num_bytes, reserved;
 };
 
-// What of an executed request lands later: the bytes of a read, or the answer to an atomic.
+// The part of an executed request that lands later: the bytes of a read, or the answer to an
+// atomic.
 struct Late {
     uint64_t position, local;
     uint64_t remote; // of a read; 0 for answers
@@ -83,7 +84,7 @@ struct Late {
 
 constexpr uint32_t kMostHeld = 16, kMostLate = 8;
 
-// What the NIC keeps of a queue pair; zeroed when it is reset.
+// State of a queue pair in the NIC; zeroed when the pair is reset.
 struct QueueState {
     uint64_t produced, executed, reported, num_requests, cq_index, num_received;
     uint64_t ignored; // the doorbell that was dropped last
@@ -97,7 +98,7 @@ struct QueueState {
 
 // Mapped host memory: bits of queue pairs, set and cleared at any time.
 struct Control {
-    uint64_t stop; // everybody: ends once it has done what was announced before
+    uint64_t stop; // all: ends once it has done the work announced before
     uint32_t stalled; // does nothing
     uint32_t dead; // its peer does not answer
 };
@@ -224,7 +225,7 @@ SOFTNIC_BOTH bool decode(const uint32_t (&words)[16], Request* out) {
     return request.num_segments == num_segments;
 }
 
-// Where `num_bytes` at `address` under `key` are, 0 when the key does not allow it.
+// Address of `num_bytes` at `address` under `key`, 0 when the key does not allow the access.
 SOFTNIC_BOTH uint64_t find(const Key* keys, uint32_t num_keys, uint32_t key, uint64_t address,
                            uint64_t num_bytes, uint32_t access) {
     for (uint32_t i = 0; i < num_keys; ++i) {
@@ -243,8 +244,8 @@ SOFTNIC_BOTH bool has_receive(const QueueState& state, uint32_t posted) {
     return ((swap(posted) - static_cast<uint32_t>(state.num_received)) & 0xffff) != 0;
 }
 
-// Looks the addresses of a request up: own memory first, then whether the peer answers, then its memory. A
-// syndrome, or 0.
+// Translates the addresses of a request. Checks own memory first, then whether the peer answers,
+// then its memory. Returns a syndrome, or 0.
 SOFTNIC_BOTH uint32_t resolve(const Request& request, const Key* keys, uint32_t num_keys,
                               bool is_dead, uint64_t* local, uint64_t* remote) {
     *local = *remote = 0;
@@ -278,16 +279,16 @@ SOFTNIC_BOTH uint32_t resolve(const Request& request, const Key* keys, uint32_t 
     return *remote == 0 ? SY_MLX5_SYNDROME_REMOTE_ACCESS : 0;
 }
 
-// What becomes of a request.
+// Result of a request.
 struct Verdict {
     uint32_t syndrome; // 0: carried out
-    bool is_refused; // by the peer, whose queue pair is out of service then, too
+    bool is_refused; // by the peer; its queue pair is out of service then, too
     Violation violation;
     uint64_t local, remote;
 };
 
-// Looks at the request at `position` as hardware would. `can_read` is what decode said, `posted` the first
-// word of the peer's doorbell record, 0 where there is none.
+// Checks the request at `position` as hardware would. `can_read` is the result of decode. `posted`
+// is the first word of the peer's doorbell record, 0 where there is none.
 SOFTNIC_BOTH Verdict judge(const Queue& queue, const QueueState& state, const Request& request,
                            bool can_read, uint64_t position, const Key* keys, uint32_t num_keys,
                            bool is_strict, bool is_dead, uint32_t posted) {
@@ -320,14 +321,14 @@ SOFTNIC_BOTH Verdict judge(const Queue& queue, const QueueState& state, const Re
     return verdict;
 }
 
-// Blocks that the record announces beyond what is known, if that can be.
+// Blocks that the record announces beyond those known, where that number is possible.
 SOFTNIC_BOTH uint32_t announced(const Queue& queue, const QueueState& state, uint32_t record) {
     const uint32_t advance = (swap(record) - static_cast<uint32_t>(state.produced)) & 0xffff;
     return state.produced + advance - state.reported <= queue.sq_depth ? advance : 0;
 }
 
-// Takes what the register says, `record` being the send word of the doorbell record, read after it: as
-// hardware does that recovers from a lost doorbell. What is wrong with it, if anything.
+// Takes the register's announcement. `record` is the send word of the doorbell record, read after
+// the register, as hardware does that recovers from a lost doorbell. Returns the violation, if any.
 SOFTNIC_BOTH Violation take_doorbell(const Queue& queue, QueueState& state, uint64_t word,
                                      uint32_t record, bool is_strict) {
     const uint32_t end = swap(static_cast<uint32_t>(word)) >> 8 & 0xffff;
@@ -347,7 +348,8 @@ SOFTNIC_BOTH Violation take_doorbell(const Queue& queue, QueueState& state, uint
             violation = {qpn != queue.qpn ? kQueuePair : kBackwards, queue.qpn, state.produced,
                          qpn != queue.qpn ? qpn : end};
         state.is_error = 1;
-        // What such a doorbell should have told of is in the record, if anywhere, so that it comes back flushed.
+        // Requests that such a doorbell should have announced are in the record, if anywhere.
+        // Taking them from there returns them flushed.
         if (queue.has_record)
             state.produced += announced(queue, state, record);
         return violation;

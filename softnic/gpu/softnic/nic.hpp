@@ -1,4 +1,5 @@
-// A NIC as its host holds it: keys, queue pairs, faults, start and stop; and the one that is a kernel.
+// A NIC as its host uses it: keys, queue pairs, faults, start and stop; and the NIC that is a
+// kernel.
 //
 // A NIC carries out the queues of its own process. Peers' memory is wherever `add_key` says it is mapped:
 // at the same address within a process, and where CUDA IPC mapped it between processes.
@@ -15,8 +16,8 @@ namespace softnic {
 // NOTES: while a NIC runs nothing may wait for the whole GPU (`store` does) or load code: the NIC would have
 // to end first. Programs load all code eagerly and run every kernel once before.
 //
-// Every wait on a queue is over by then, and a NIC that nobody stops ends by itself. A processor has other
-// things to do, too.
+// Every wait on a queue is over by then. A NIC that is not stopped ends by itself after this time.
+// A processor is shared with other work, so its limit is longer.
 #if defined(__CUDACC__)
 constexpr uint64_t kNicLifeNs = 20'000'000'000;
 #else
@@ -31,7 +32,8 @@ class Nic {
     }
     virtual ~Nic() = default;
 
-    // Registers memory. `address` is what requests say, `mapped` where this GPU reaches it.
+    // Registers memory. `address` is the address in requests, `mapped` the address at which this
+    // GPU reaches the memory.
     void add_key(uint32_t key, uint64_t address, uint64_t num_bytes, const void* mapped,
                  uint32_t access = kAll) {
         keys_.push_back({address, num_bytes, reinterpret_cast<uint64_t>(mapped), key, access});
@@ -61,7 +63,7 @@ class Nic {
         return queues_.size() - 1;
     }
 
-    // Where immediate data of a queue goes: to a ring that nobody else completes to.
+    // Sets the destination of a queue's immediate data: a ring with no other writer of completions.
     void set_receiver(uint32_t queue, const SendQueue& peer) {
         SOFTNIC_CHECK(!peer.sizes.is_collapsed, "receives need a ring of completions");
         set_receiver(queue, peer.handle);
@@ -80,17 +82,19 @@ class Nic {
         queues_[queue].fail_at = nth;
         queues_[queue].fail_syndrome = syndrome;
     }
-    // So many doorbells since the start do not arrive. What they announced is seen with the next one.
+    // Drops this number of doorbells from the start. The next doorbell announces their requests,
+    // too.
     void drop_doorbells(uint32_t queue, uint32_t num) { queues_[queue].num_dropped = num; }
 
     // Faults at any time, by masks of queue pairs.
     //
     // They do nothing.
     void stall(uint32_t mask) { __atomic_store_n(&control_->stalled, mask, __ATOMIC_RELEASE); }
-    // Their peers do not answer: whatever goes there fails as when retries are exceeded.
+    // Makes these peers silent: requests to them fail as when retries are exceeded.
     void set_dead(uint32_t mask) { __atomic_store_n(&control_->dead, mask, __ATOMIC_RELEASE); }
 
-    // Delays, splits and reorders what it may from the next fresh start on; 0 for not at all.
+    // Delays, splits and reorders operations within the rules, from the next fresh start on; 0
+    // turns that off.
     void set_adversary(uint64_t seed) { seed_ = seed; }
 
     // Everything that needs memory or waits for the GPU: before any NIC runs. With `is_fresh` all queue
@@ -125,7 +129,7 @@ class KernelRun {
     cudaStream_t stream_;
 };
 #else
-// A thread of the processor, whose block serves all queue pairs.
+// A thread of the processor. Its block serves all queue pairs.
 class KernelRun {
   public:
     ~KernelRun() { wait(); }

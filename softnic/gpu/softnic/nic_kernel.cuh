@@ -1,6 +1,6 @@
-// A NIC as a kernel: blocks that poll the doorbells of send queues and carry out what stands in them, with
-// loads and stores of the GPU, over NVLink where the peer's memory is on another one. Compiled by a host
-// compiler behind simt.hpp its threads are fibres, which is how CI runs it.
+// A NIC as a kernel. Its blocks poll the doorbells of send queues and execute the requests with
+// loads and stores of the GPU, over NVLink where the peer's memory is on another GPU. Compiled by a
+// host compiler behind simt.hpp, its threads are fibres, which is how CI runs it.
 #pragma once
 
 #include "softnic/adversary.hpp"
@@ -33,7 +33,7 @@ constexpr uint32_t kNicThreads = 256;
 #endif
 // Requests that share a completion in a collapsed queue.
 constexpr uint32_t kMostPerCompletion = 16;
-// The adversary serves at most so many requests of a queue before it looks at another.
+// The adversary serves at most this number of requests of a queue before it turns to another.
 constexpr uint32_t kMostAtOnce = 8;
 
 struct NicShared {
@@ -121,7 +121,7 @@ __device__ inline void complete(const NicParams& params, const Queue& queue, Que
     state.reported = held.position + 1;
 }
 
-// Hands immediate data to the peer, behind what was written. One thread, after a block barrier.
+// Hands immediate data to the peer, behind the written bytes. One thread, after a block barrier.
 __device__ inline void deliver(const Queue& queue, QueueState& state, const Request& request) {
     const uint64_t cqe =
         queue.recv_cq + (state.num_received & (queue.recv_cq_depth - 1)) * SY_MLX5_CQE_BYTES;
@@ -133,7 +133,7 @@ __device__ inline void deliver(const Queue& queue, QueueState& state, const Requ
     ++state.num_received;
 }
 
-// Completes as flushed what receives the peer has posted. One thread.
+// Completes the peer's posted receives as flushed. One thread.
 __device__ inline void flush_receives(const Queue& queue, QueueState& state) {
     if (queue.recv_cq == 0)
         return;
@@ -258,7 +258,7 @@ __device__ inline void store_inline(const Request& request, uint64_t remote) {
     }
 }
 
-// The adversary's way to write: piece by piece, each to be seen before the next, with a pause between some.
+// Write of the adversary: piece by piece, each visible before the next, with a pause between some.
 __device__ inline void copy_in_pieces(const NicShared& shared) {
     for (uint32_t i = 0; i <= shared.pieces.mask; ++i) {
         uint32_t at;
@@ -276,7 +276,8 @@ __device__ inline void copy_in_pieces(const NicShared& shared) {
     }
 }
 
-// Carries out a request. All threads; what earlier requests stored is seen before anything of this one.
+// Executes a request. All threads. Stores of earlier requests are visible before any effect of this
+// one.
 __device__ inline void execute(const NicParams& params, const NicShared& shared,
                                QueueState& state) {
     const Request& request = shared.request;
@@ -285,7 +286,8 @@ __device__ inline void execute(const NicParams& params, const NicShared& shared,
     case SY_MLX5_OPCODE_WRITE_IMM:
         if (request.num_bytes == 0)
             break;
-        // NOTES: each thread that stores must itself order what the others stored before the barrier.
+        // NOTES: each thread that stores must itself order the other threads' stores from before
+        // the barrier.
         fence_acq_rel<Scope::kSys>();
         if (request.is_inline)
             store_inline(request, shared.remote);
@@ -319,7 +321,7 @@ __device__ inline void execute(const NicParams& params, const NicShared& shared,
     }
 }
 
-// Lands what requests before `end` put off, the last first. All threads.
+// Lands the deferred effects of requests before `end`, the last first. All threads.
 __device__ inline void land(QueueState& state, uint64_t end) {
     const uint32_t num_late = state.num_late;
     for (uint32_t i = num_late; i-- > 0;) {
@@ -358,7 +360,7 @@ __device__ inline void report(const NicParams& params, const Queue& queue, Queue
     __syncthreads();
 }
 
-// What follows the execution of a request. One thread.
+// Finishes an executed request. One thread.
 __device__ inline void finish(const NicParams& params, NicShared& shared, const Queue& queue,
                               QueueState& state) {
     const Request& request = shared.request;
@@ -399,7 +401,7 @@ __device__ inline void finish(const NicParams& params, NicShared& shared, const 
     shared.has_work = !is_last && --shared.budget != 0;
 }
 
-// Gives a queue its turn. All threads. Whether something is under way or left to do.
+// Serves a queue once. All threads. Returns whether work is under way or left.
 __device__ inline bool serve(const NicParams& params, NicShared& shared, const Queue& queue,
                              QueueState& state, uint32_t index) {
     if (threadIdx.x == 0) {
@@ -442,7 +444,7 @@ __device__ inline bool serve(const NicParams& params, NicShared& shared, const Q
         if (threadIdx.x == 0) {
             shared.num_reports = draw(&state.random, state.num_held + 1);
             count(&params.counts->num_held, shared.num_reports < state.num_held);
-            // What no completion waits for lands some day, too.
+            // Effects that no completion waits for must land eventually, too.
             shared.landed_before = draw(&state.random, 2) == 0 ? state.executed : 0;
         }
         __syncthreads();
@@ -467,7 +469,8 @@ __global__ void __launch_bounds__(kNicThreads, 5)
     SOFTNIC_SHARED NicShared shared;
     const uint64_t start_ns = now_ns();
     for (uint32_t round = 1;; ++round) {
-        // Before the doorbells: what was rung before the order to stop is seen by the round that follows it.
+        // Read before the doorbells: the round that follows sees every doorbell rung before the
+        // stop order.
         if (threadIdx.x == 0)
             shared.must_stop =
                 static_cast<uint32_t>(ld_acquire<Scope::kSys>(&params.control->stop) != 0);

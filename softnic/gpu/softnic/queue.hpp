@@ -65,7 +65,7 @@ class SendQueue {
         reset();
     }
 
-    // What the host does before the queue is used, and after an error. Nobody may post meanwhile.
+    // Prepares the queue for its first use, and again after an error. No thread may post meanwhile.
     void reset() {
         fill(0, 0, cq_offset_);
         fill(cq_offset_, SY_MLX5_CQE_FILL, dbrec_offset_ - cq_offset_);
@@ -75,7 +75,7 @@ class SendQueue {
         SOFTNIC_CUDA(cudaDeviceSynchronize());
     }
 
-    // A word of the queue's memory, while nobody else stores there.
+    // A word of the queue's memory, while no other thread stores there.
     void store_word(uint64_t address, uint32_t value) {
         if (where == Where::kHost)
             __atomic_store_n(reinterpret_cast<uint32_t*>(address), value, __ATOMIC_RELEASE);

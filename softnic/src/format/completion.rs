@@ -22,9 +22,9 @@ pub struct Cqe {
 /// Kinds of successful completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CqeKind {
-    /// Of a posted request.
+    /// Completion of a posted request.
     Request,
-    /// Of a write that a peer sent with this immediate data.
+    /// Completion of a receive that a peer's write with this immediate data used.
     WriteImm(u32),
 }
 
@@ -81,7 +81,7 @@ impl Cqe {
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Syndrome {
-    /// A length beyond what the queue or the peer takes.
+    /// A length beyond the limit of the queue or the peer.
     LocalLength = 0x01,
     /// The request makes no sense to the NIC.
     LocalQpOp = 0x02,
@@ -101,7 +101,7 @@ pub enum Syndrome {
     RemoteAccess = 0x13,
     /// The peer's NIC could not do it.
     RemoteOp = 0x14,
-    /// Nobody answers.
+    /// The peer does not answer.
     RetryExceeded = 0x15,
     /// The peer has posted no receive.
     RnrExceeded = 0x16,

@@ -1,4 +1,4 @@
-//! What a request asks for.
+//! Operations of requests.
 
 /// Local memory of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct Remote {
     pub rkey: u32,
 }
 
-/// Where a write's bytes come from.
+/// Source of a write's bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// Out of memory, one piece after the other.
@@ -40,7 +40,7 @@ impl Source {
     }
 }
 
-/// What an atomic does with a word.
+/// Change of a word by an atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Atomic {
     /// Adds to 8 bytes.
@@ -107,7 +107,7 @@ impl Atomic {
     }
 }
 
-/// What a request asks for.
+/// Operation of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
     /// Nothing.

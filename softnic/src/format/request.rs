@@ -1,4 +1,4 @@
-//! Work requests: a control segment, and what their operation has behind it.
+//! Work requests: a control segment, and the segments that their operation needs.
 
 use thiserror::Error;
 
@@ -16,7 +16,7 @@ pub struct Wqe {
     pub index: u16,
     /// Fence mode, completion mode, solicited.
     pub flags: u8,
-    /// What it asks for.
+    /// The operation.
     pub operation: Operation,
 }
 
@@ -215,25 +215,18 @@ impl Head {
 /// A request that the NIC cannot execute.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum BadWqe {
     /// Unknown code.
     #[error("opcode {opcode:#04x} with modifier {opmod:#04x} is unknown")]
-    Opcode {
-        /// Code.
-        opcode: u8,
-        /// Modifier.
-        opmod: u8,
-    },
+    Opcode { opcode: u8, opmod: u8 },
     /// A number of segments that the code cannot have.
-    #[error("{found} segments are not what its opcode has")]
-    Segments {
-        /// Found.
-        found: u32,
-    },
+    #[error("{found} segments do not fit its opcode")]
+    Segments { found: u32 },
     /// Reserved bits are set.
     #[error("reserved bits are set in {field}")]
     Reserved {
-        /// Where.
+        /// Segment or field that holds the bits.
         field: &'static str,
     },
     /// A READ cannot be inline.
@@ -241,12 +234,7 @@ pub enum BadWqe {
     InlineRead,
     /// Inline data longer than its segments.
     #[error("{found} inline bytes do not fit the request's {room}")]
-    InlineLength {
-        /// Found.
-        found: u32,
-        /// Bytes there.
-        room: usize,
-    },
+    InlineLength { found: u32, room: usize },
 }
 
 fn put_remote(body: &mut Vec<u8>, remote: &Remote) {
@@ -320,7 +308,7 @@ fn get_data(segment: &[u8]) -> Result<Local, BadWqe> {
     Ok(Local { num_bytes, lkey: be32(&segment[4..8]), address: be64(&segment[8..16]) })
 }
 
-/// What follows the address segment of a read or write.
+/// Reads the segments that follow the address segment of a read or write.
 fn get_source(body: &[u8]) -> Result<Source, BadWqe> {
     let rest = body.get(16..).ok_or(BadWqe::Segments { found: 1 })?;
     if rest.len() >= 16 && be32(&rest[..4]) & INLINE != 0 {

@@ -19,7 +19,7 @@ use crate::nic::{ControlError, Domain, Keys};
 use crate::port::{Access, PortAddress};
 use crate::queue::{Poster, QueueError};
 
-/// What this side of a pair has of the NIC, given back when dropped: the key of the slot first.
+/// This side's objects on the NIC. Dropping it frees them, the key of the slot first.
 #[derive(Debug)]
 pub(super) struct Side {
     device: Arc<Device>,
@@ -307,5 +307,5 @@ fn post_error(op: &'static str, error: QueueError) -> PostError {
     }
 }
 
-/// This side's own NIC makes room, whatever the peer does.
+/// This side's own NIC makes room, independent of the peer.
 const POST_LIMIT: Duration = Duration::from_secs(1);

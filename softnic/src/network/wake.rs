@@ -7,8 +7,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// A pipe to sleep on, and its number for the peer. One descriptor is both ends of it, so that it never
-/// looks closed, whatever the peer does.
+/// Makes a pipe to sleep on, and its number for the peer. One descriptor is both ends of the pipe, so that it
+/// never appears closed, whatever the peer does.
 pub(super) fn make() -> io::Result<(OwnedFd, u32)> {
     let (reader, _writer) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
     let both = open(std::process::id(), reader.as_raw_fd().cast_unsigned())?;
@@ -29,13 +29,13 @@ pub(super) fn open(pid: u32, number: u32) -> io::Result<OwnedFd> {
     pipe.map_err(|errno| io::Error::new(errno.kind(), format!("{path}: {errno}")))
 }
 
-/// Wakes whoever sleeps on the pipe. Every call is a new event, because the one who wakes takes the
-/// last one away before; nobody else reads.
+/// Wakes the thread that sleeps on the pipe. Every call is a new event, because a woken thread first takes the
+/// last event away; no other thread reads.
 pub(super) fn wake(pipe: &OwnedFd) -> io::Result<()> {
     let mut old = [0; 64];
     while rustix::io::read(pipe, &mut old).is_ok_and(|num_bytes| num_bytes == old.len()) {}
     match rustix::io::write(pipe, &[1]) {
-        // Full: somebody else wrote, and the owner has an event already.
+        // The pipe is full: another writer came first, and the owner has an event already.
         Ok(_) | Err(Errno::AGAIN) => Ok(()),
         Err(errno) => Err(errno.into()),
     }

@@ -1,11 +1,11 @@
-//! Faults that are made on purpose.
+//! Injected faults.
 
 use std::ops::Range;
 
 use super::{ControlError, Nic};
 use crate::format::Syndrome;
 
-/// Something to go wrong.
+/// A fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
@@ -15,7 +15,7 @@ pub enum Fault {
         qpn: u32,
         /// Requests before it.
         nth: u64,
-        /// How.
+        /// Syndrome of the failure.
         syndrome: Syndrome,
     },
     /// Requests to these addresses of the peer fail.
@@ -24,14 +24,14 @@ pub enum Fault {
         qpn: u32,
         /// Addresses.
         addresses: Range<u64>,
-        /// How.
+        /// Syndrome of the failure.
         syndrome: Syndrome,
     },
     /// Doorbells do not reach the NIC.
     DropDoorbells {
         /// Queue pair.
         qpn: u32,
-        /// How many.
+        /// Number of doorbells.
         num: u32,
     },
     /// The queue pair does nothing until resumed.
@@ -44,7 +44,7 @@ pub enum Fault {
         /// Queue pair.
         qpn: u32,
     },
-    /// Nobody answers any more.
+    /// The peer does not answer.
     Disconnect {
         /// Queue pair.
         qpn: u32,
@@ -52,7 +52,7 @@ pub enum Fault {
 }
 
 impl Nic {
-    /// Makes something go wrong.
+    /// Injects a fault.
     ///
     /// # Errors
     /// [`ControlError::Unknown`].

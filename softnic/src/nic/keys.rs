@@ -73,8 +73,8 @@ impl Nic {
         }
     }
 
-    /// Registers memory that peers may reach, under the addresses of `view`: another mapping of the whole
-    /// segment, which is what this side's programs use.
+    /// Registers memory that peers may reach, under the addresses of `view`. The view is another mapping of the
+    /// whole segment, which programs of this side use.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -105,14 +105,14 @@ impl Nic {
         self.add_memory(domain, part, 0, access, None)
     }
 
-    /// Revokes both keys. When this returns, no access is under way and none can come.
+    /// Revokes both keys. Waits until no access is under way; later accesses are refused.
     ///
     /// # Errors
     /// [`ControlError`]; after `InUse` the memory must stay mapped and unused.
     pub fn deregister(&mut self, lkey: u32) -> Result<(), ControlError> {
         let index = port::key_index(lkey);
-        let slot = self.memory.get_mut(index);
-        let found = slot.filter(|memory| memory.as_ref().is_some_and(|m| m.lkey == lkey));
+        let entry = self.memory.get_mut(index);
+        let found = entry.filter(|memory| memory.as_ref().is_some_and(|m| m.lkey == lkey));
         let Some(memory) = found.and_then(Option::take) else {
             return Err(ControlError::Unknown { what: "local key", number: lkey });
         };
@@ -188,7 +188,7 @@ impl Nic {
     }
 }
 
-/// Keys are told apart by bits above their index.
+/// Local and remote keys differ by bits above their index.
 const RKEY_BIT: u32 = 1 << 24;
 const LKEY_BIT: u32 = 1 << 25;
 const REVOKE_TIMEOUT: Duration = Duration::from_millis(200);

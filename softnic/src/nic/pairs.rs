@@ -1,4 +1,4 @@
-//! Queue pairs and completion queues, and how they are joined and reset.
+//! Queue pairs and completion queues: creation, connection and reset.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use p2p_core::Region;
 
 use super::{ControlError, Domain, Nic, check_depth, place};
 use crate::cq::{Cq, CqConfig};
-use crate::engine::{Held, Later};
+use crate::executor::{DeferredEffect, UnreportedRequest};
 use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};
 
-/// Where the queue of a queue pair lies. Offsets are within `region`.
+/// Memory layout of a queue pair. Offsets are within `region`.
 #[derive(Debug, Clone)]
 pub struct QpConfig {
     /// Domain.
@@ -23,7 +23,7 @@ pub struct QpConfig {
     pub region: Region,
     /// Basic blocks.
     pub sq_offset: usize,
-    /// How many, a power of two from 128 to 32768.
+    /// Depth, a power of two from 128 to 32768.
     pub sq_depth: u32,
     /// Doorbell record, 8 bytes.
     pub dbrec_offset: usize,
@@ -37,18 +37,18 @@ pub struct QpConfig {
     pub send_cq: u32,
     /// Completions of received immediate data.
     pub recv_cq: Option<u32>,
-    /// Where receives lie. `None`: the doorbell record alone counts.
+    /// Memory of receives. `None`: the doorbell record alone counts.
     pub recv_queue: Option<RecvQueueConfig>,
 }
 
-/// Where the receive queue of a queue pair lies, in the region of its send queue.
+/// Memory of a queue pair's receive queue, in the region of its send queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecvQueueConfig {
     /// First receive.
     pub offset: usize,
-    /// How many, a power of two from 1 to 32768.
+    /// Depth, a power of two from 1 to 32768.
     pub depth: u32,
-    /// Bytes from one to the next.
+    /// Stride in bytes.
     pub stride: usize,
 }
 
@@ -85,16 +85,16 @@ pub(crate) struct Qp {
     pub(crate) recv_queue: Option<RecvQueue>,
     pub(crate) state: QpState,
     pub(crate) remote: Option<(usize, u32)>,
-    /// Blocks that the host said are written, that are executed, and that a completion reported.
+    /// Blocks that the host announced, that are executed, and that a completion reported.
     pub(crate) produced: u64,
     pub(crate) executed: u64,
     pub(crate) reported: u64,
     pub(crate) num_requests: u64,
-    pub(crate) later: Vec<Later>,
-    pub(crate) held: VecDeque<Held>,
+    pub(crate) deferred: Vec<DeferredEffect>,
+    pub(crate) unreported: VecDeque<UnreportedRequest>,
     pub(crate) rnr_since: Option<Instant>,
     pub(crate) num_received: u64,
-    /// Receives that were completed because the queue pair failed, behind those that were used.
+    /// Receives flushed after the queue pair failed, behind those that were used.
     pub(crate) num_flushed: u32,
     pub(crate) is_stalled: bool,
     pub(crate) num_dropped: u32,
@@ -149,8 +149,8 @@ impl Nic {
             executed: 0,
             reported: 0,
             num_requests: 0,
-            later: Vec::new(),
-            held: VecDeque::new(),
+            deferred: Vec::new(),
+            unreported: VecDeque::new(),
             rnr_since: None,
             num_received: 0,
             num_flushed: 0,
@@ -178,9 +178,9 @@ impl Nic {
         Ok(qpn)
     }
 
-    /// Joins a queue pair in reset with one of another NIC, or of this one. Whether the peer has one with this
-    /// number, and has joined it with this one, is not looked at, as hardware cannot either: otherwise requests
-    /// exceed their retries, syndrome `15`.
+    /// Connects a queue pair in reset to one of another NIC or of this one. Like hardware, it cannot check whether
+    /// the peer has a queue pair with this number that is connected to this one. If not, requests exceed their
+    /// retries (syndrome `15`).
     ///
     /// # Errors
     /// [`ControlError`], [`ControlError::Unknown`] for a number that no queue pair can have.
@@ -208,8 +208,8 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a queue pair back to reset: what was posted is forgotten. The host must reset its own
-    /// counts, the doorbell record and the completion queue as well.
+    /// Resets a queue pair and discards its posted requests. The host must also reset its own counts, the doorbell
+    /// record and the completion queue.
     ///
     /// # Errors
     /// [`ControlError::Unknown`].
@@ -224,8 +224,8 @@ impl Nic {
         Ok(())
     }
 
-    /// The same by the verbs alone, which leave completion queues as they are: the next completion comes
-    /// behind the last one.
+    /// The same by the verbs alone, which do not reset completion queues: the next completion comes behind the
+    /// last one.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -235,8 +235,8 @@ impl Nic {
         qp.remote = None;
         (qp.produced, qp.executed, qp.reported, qp.num_requests) = (0, 0, 0, 0);
         (qp.num_received, qp.num_dropped, qp.is_stalled) = (0, 0, false);
-        qp.later.clear();
-        qp.held.clear();
+        qp.deferred.clear();
+        qp.unreported.clear();
         qp.failures.clear();
         qp.failing_ranges.clear();
         qp.rnr_since = None;
@@ -254,7 +254,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a queue pair away.
+    /// Destroys a queue pair.
     ///
     /// # Errors
     /// [`ControlError::Unknown`].
@@ -277,7 +277,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a completion queue away that no queue pair uses any more.
+    /// Destroys a completion queue without queue pairs.
     ///
     /// # Errors
     /// [`ControlError::Unknown`], [`ControlError::CompletionsInUse`].
@@ -287,8 +287,8 @@ impl Nic {
         if let Some(qp) = qps.find(|qp| qp.send_cq == number || qp.recv_cq == Some(number)) {
             return Err(ControlError::CompletionsInUse { cq, qpn: qp.qpn });
         }
-        let slot = self.cqs.get_mut(cq as usize);
-        match slot.and_then(Option::take) {
+        let entry = self.cqs.get_mut(cq as usize);
+        match entry.and_then(Option::take) {
             Some(_) => Ok(()),
             None => Err(ControlError::Unknown { what: "completion queue", number: cq }),
         }

@@ -33,9 +33,9 @@ impl Peer {
             && found.nonce.load(Ordering::Relaxed) == address.nonce;
         if !is_ours {
             return Err(SegmentError::System {
-                call: "look",
+                call: "identification",
                 what: format!(
-                    "descriptor {} of process {} is not the NIC that the peer described",
+                    "the NIC that the peer described, as descriptor {} of process {}",
                     address.fd, address.pid
                 ),
                 source: std::io::ErrorKind::NotFound.into(),
@@ -57,7 +57,7 @@ impl Peer {
         tables_of(&self.tables)
     }
 
-    /// Whether anybody answers. The process is looked at once per millisecond at most.
+    /// Whether the peer answers. Checks the process at most once per millisecond.
     pub(crate) fn is_alive(&mut self) -> bool {
         if self.is_dead || self.tables().is_up.load(Ordering::Acquire) != 1 {
             self.is_dead = true;
@@ -98,8 +98,8 @@ impl Peer {
                 self.segments[index] = Some((generation, region));
             }
             Err(error) => {
-                if let Some(num_untold) = self.refusals.note(Instant::now()) {
-                    tracing::warn!(%error, num_untold, "cannot map a peer's registered memory");
+                if let Some(num_suppressed) = self.refusals.note(Instant::now()) {
+                    tracing::warn!(%error, num_suppressed, "cannot map a peer's registered memory");
                 }
             }
         }
@@ -113,17 +113,17 @@ impl Peer {
         address: u64,
         num_bytes: u64,
         access: Access,
-    ) -> Result<Pinned<'_>, Syndrome> {
+    ) -> Result<MemoryPin<'_>, Syndrome> {
         const DENIED: Syndrome = Syndrome::RemoteAccess;
         let entry = self.tables().memory.get(key_index(rkey)).ok_or(DENIED)?;
         if rkey == 0 || entry.key.load(Ordering::Acquire) != rkey {
             return Err(DENIED);
         }
-        // Pairs with `MemoryEntry::revoke`: either it sees this user, or the second look at the key
-        // sees that it is revoked.
+        // Pairs with `MemoryEntry::revoke`: either it sees this user, or the second read of the key sees that it
+        // is revoked.
         entry.num_users.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        let mut pinned = Pinned { ptr: std::ptr::null_mut(), is_relaxed: false, entry };
+        let mut pinned = MemoryPin { ptr: std::ptr::null_mut(), is_relaxed: false, entry };
         if entry.key.load(Ordering::SeqCst) != rkey
             || entry.domain.load(Ordering::Relaxed) != domain
         {
@@ -135,7 +135,7 @@ impl Peer {
         if !granted.contains(access) || end > entry.bytes.load(Ordering::Relaxed) {
             return Err(DENIED);
         }
-        // The table is the peer's to write, so what it leads to is checked against our mapping.
+        // The peer can write the table, so its values are checked against our mapping.
         let index = entry.segment.load(Ordering::Relaxed) as usize;
         let (_, region) =
             self.segments.get(index).and_then(Option::as_ref).ok_or(Syndrome::RemoteOp)?;
@@ -153,43 +153,44 @@ impl Peer {
 }
 
 /// A peer's memory, pinned while it is accessed: deregistration waits for that.
-pub(crate) struct Pinned<'a> {
+pub(crate) struct MemoryPin<'a> {
     pub(crate) ptr: *mut u8,
     pub(crate) is_relaxed: bool,
     entry: &'a MemoryEntry,
 }
 
-impl Drop for Pinned<'_> {
+impl Drop for MemoryPin<'_> {
     fn drop(&mut self) {
         self.entry.num_users.fetch_sub(1, Ordering::Release);
     }
 }
 
-/// Failures to map memory of a peer, which any request may meet again.
+/// Failures to map memory of a peer. Any later request may cause one again.
 #[derive(Debug, Default)]
 struct Refusals {
-    told_at: Option<Instant>,
-    num_untold: u64,
+    logged_at: Option<Instant>,
+    num_suppressed: u64,
 }
 
 impl Refusals {
-    /// Whether a failure at `now` is to be told, and then how many were not since the last one.
+    /// Decides whether to log a failure at `now`. If so, returns the number of failures not logged since the last
+    /// one.
     fn note(&mut self, now: Instant) -> Option<u64> {
         if self
-            .told_at
-            .is_some_and(|told_at| now.saturating_duration_since(told_at) < TELL_INTERVAL)
+            .logged_at
+            .is_some_and(|logged_at| now.saturating_duration_since(logged_at) < LOG_INTERVAL)
         {
-            self.num_untold += 1;
+            self.num_suppressed += 1;
             return None;
         }
-        self.told_at = Some(now);
-        Some(std::mem::take(&mut self.num_untold))
+        self.logged_at = Some(now);
+        Some(std::mem::take(&mut self.num_suppressed))
     }
 }
 
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Between two reports about one peer's memory.
-const TELL_INTERVAL: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -202,13 +203,13 @@ mod tests {
     use super::*;
     use crate::port::Port;
 
-    /// Counts what is told.
+    /// Counts logged failures.
     #[derive(Default, Clone)]
-    struct Told(Arc<AtomicUsize>);
+    struct LogCounter(Arc<AtomicUsize>);
 
-    impl Subscriber for Told {
+    impl Subscriber for LogCounter {
         fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-            metadata.target().starts_with("softnic")
+            metadata.target().starts_with("switchyard_softnic")
         }
         fn new_span(&self, _: &Attributes<'_>) -> Id {
             Id::from_u64(1)
@@ -223,31 +224,31 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_mapped_is_told_once_for_many_requests() {
+    fn unmappable_memory_is_logged_once_for_many_requests() {
         let port = Port::create().unwrap();
-        // A segment under a descriptor that nobody has.
+        // A segment whose descriptor does not exist.
         let segment = &port.tables().segments[0];
         segment.fd.store(u32::MAX, Ordering::Relaxed);
         segment.bytes.store(4096, Ordering::Release);
         let mut peer = Peer::open(port.address()).unwrap();
-        let told = Told::default();
-        tracing::subscriber::with_default(told.clone(), || {
+        let counter = LogCounter::default();
+        tracing::subscriber::with_default(counter.clone(), || {
             for _ in 0..1000 {
                 peer.prepare(1 << 8);
             }
         });
-        assert_eq!(told.0.load(Ordering::Relaxed), 1);
+        assert_eq!(counter.0.load(Ordering::Relaxed), 1);
     }
 
     #[test]
-    fn failures_that_were_not_told_are_counted_in_the_next_report() {
+    fn suppressed_failures_are_counted_in_the_next_report() {
         let (mut refusals, start) = (Refusals::default(), Instant::now());
         assert_eq!(refusals.note(start), Some(0));
         for _ in 0..7 {
-            assert_eq!(refusals.note(start + TELL_INTERVAL / 2), None);
+            assert_eq!(refusals.note(start + LOG_INTERVAL / 2), None);
         }
-        assert_eq!(refusals.note(start + TELL_INTERVAL), Some(7));
-        assert_eq!(refusals.note(start + TELL_INTERVAL), None);
-        assert_eq!(refusals.note(start + 2 * TELL_INTERVAL), Some(1));
+        assert_eq!(refusals.note(start + LOG_INTERVAL), Some(7));
+        assert_eq!(refusals.note(start + LOG_INTERVAL), None);
+        assert_eq!(refusals.note(start + 2 * LOG_INTERVAL), Some(1));
     }
 }

@@ -15,44 +15,28 @@ use crate::nic::{ControlError, place};
 /// A request could not be posted, or completed with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum QueueError {
-    /// No room, and none came before the deadline.
+    /// No room became free before the deadline.
     #[error("queue pair {qpn:#x}: {outstanding} blocks are outstanding at the deadline")]
-    Deadline {
-        /// Queue pair.
-        qpn: u32,
-        /// Blocks.
-        outstanding: u64,
-    },
+    Deadline { qpn: u32, outstanding: u64 },
     /// The NIC completed a request with an error; the queue pair must be reset.
     #[error("queue pair {qpn:#x}: the request at index {counter:#06x} failed: {syndrome:?} ({code:#04x})", code = *syndrome as u8)]
     Completion {
-        /// Queue pair.
         qpn: u32,
         /// Index of the request.
         counter: u16,
-        /// Why.
         syndrome: Syndrome,
     },
-    /// A completion that makes no sense.
+    /// An invalid completion.
     #[error("queue pair {qpn:#x}: a completion cannot be read")]
-    Garbled {
-        /// Queue pair.
-        qpn: u32,
-    },
-    /// The request has more blocks than may be posted at once.
+    Garbled { qpn: u32 },
+    /// The request has more blocks than the limit for one request.
     #[error("queue pair {qpn:#x}: a request of {num_blocks} blocks, at most {max} are allowed")]
-    TooLarge {
-        /// Queue pair.
-        qpn: u32,
-        /// Blocks.
-        num_blocks: u64,
-        /// Most.
-        max: u64,
-    },
+    TooLarge { qpn: u32, num_blocks: u64, max: u64 },
 }
 
-/// Posts on a queue from one thread. It needs a queue with ordinary completions that nobody else uses.
+/// Posts on a queue from one thread. The queue must have ordinary completions and no other user.
 #[derive(Debug)]
 pub struct Poster {
     queue: HostQueue,
@@ -69,7 +53,7 @@ pub struct Poster {
 }
 
 impl Poster {
-    /// Takes over a queue.
+    /// Takes ownership of a queue.
     ///
     /// # Errors
     /// [`ControlError::Depth`] when its completions are collapsed.
@@ -104,13 +88,13 @@ impl Poster {
         &self.queue
     }
 
-    /// Gives the queue back.
+    /// Returns the queue.
     #[must_use]
     pub fn into_queue(self) -> HostQueue {
         self.queue
     }
 
-    /// Forgets what was posted, after the queue was reset.
+    /// Discards all posted requests, after the queue was reset.
     pub fn forget(&mut self) {
         (self.posted, self.completed, self.cq_index) = (0, 0, 0);
         (self.recv_index, self.num_receives) = (0, 0);
@@ -123,10 +107,10 @@ impl Poster {
         self.posted
     }
 
-    /// Blocks complete so far, after a look at the completion queue.
+    /// Polls the completion queue. Returns the number of blocks complete so far.
     ///
     /// # Errors
-    /// [`QueueError`], from the first failed completion on.
+    /// [`QueueError`]; after the first failed completion every call fails.
     pub fn poll(&mut self) -> Result<u64, QueueError> {
         if let Some(error) = self.error {
             return Err(error);

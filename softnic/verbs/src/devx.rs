@@ -1,4 +1,4 @@
-//! The commands of the DevX path, as far as they say where a queue lies and whom it talks to.
+//! The commands of the DevX path, as far as they describe a queue's memory and its peer.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -33,14 +33,14 @@ pub(super) fn find(name: &str) -> Option<NonNull<c_void>> {
     ))
 }
 
-/// What a command made.
+/// Object that a command made.
 #[derive(Clone, Copy)]
-enum Made {
+enum ObjectKind {
     Ring(u32),
     Pair(u32),
 }
 
-/// Capabilities, as much of them as is asked for.
+/// Capabilities, as far as the control path queries them.
 unsafe extern "C" fn mlx5dv_devx_general_cmd(
     _context: Object,
     command: *const c_void,
@@ -96,7 +96,7 @@ unsafe extern "C" fn mlx5dv_devx_obj_create(
     };
     match made {
         Ok(made) => {
-            let (Made::Ring(number) | Made::Pair(number)) = made;
+            let (ObjectKind::Ring(number) | ObjectKind::Pair(number)) = made;
             put(answer, 0x48, 24, number);
             give(made).cast()
         }
@@ -108,7 +108,7 @@ unsafe extern "C" fn mlx5dv_devx_obj_create(
     }
 }
 
-fn create_ring(command: &[u8]) -> Result<Made, c_int> {
+fn create_ring(command: &[u8]) -> Result<ObjectKind, c_int> {
     const CQC: usize = 0x80;
     let is_collapsed = get(command, CQC + 0x0b, 1) == 1;
     let config = CqConfig {
@@ -120,10 +120,10 @@ fn create_ring(command: &[u8]) -> Result<Made, c_int> {
         ignores_overrun: get(command, CQC + 0x0e, 1) == 1,
     };
     // Numbers from 1, since 0 means none.
-    with_nic(|nic| nic.create_cq(&config)).map(|number| Made::Ring(number + 1))
+    with_nic(|nic| nic.create_cq(&config)).map(|number| ObjectKind::Ring(number + 1))
 }
 
-fn create_pair(command: &[u8]) -> Result<Made, c_int> {
+fn create_pair(command: &[u8]) -> Result<ObjectKind, c_int> {
     let memory = umem(get(command, 0x840, 32))?;
     // The record lies in the queue's own memory, as `queue/devx.rs` of `switchyard-ibgda` has it.
     if get(command, QPC + 0x720, 32) != get(command, 0x840, 32) {
@@ -162,7 +162,7 @@ fn create_pair(command: &[u8]) -> Result<Made, c_int> {
         recv_cq: recv_queue.map(|_| recv_cq),
         recv_queue,
     };
-    with_nic(|nic| nic.create_qp(&config)).map(Made::Pair)
+    with_nic(|nic| nic.create_qp(&config)).map(ObjectKind::Pair)
 }
 
 unsafe extern "C" fn mlx5dv_devx_obj_modify(
@@ -175,15 +175,15 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
     // SAFETY: both buffers have these lengths; the object was made by `mlx5dv_devx_obj_create`.
     let (command, answer, made) = unsafe {
         let answer: &mut [u8] = std::slice::from_raw_parts_mut(answer.cast(), answer_bytes);
-        (bytes(command, command_bytes), answer, *object.cast::<Made>())
+        (bytes(command, command_bytes), answer, *object.cast::<ObjectKind>())
     };
     answer.fill(0);
-    let Made::Pair(qpn) = made else { return refuse_command(answer) };
+    let ObjectKind::Pair(qpn) = made else { return refuse_command(answer) };
     if command_bytes < 16 || get(command, 0x48, 24) != qpn {
         return refuse_command(answer);
     }
     let done = match get(command, 0, 16) {
-        // Completion queues stay as they are.
+        // Completion queues are not reset.
         TO_RESET => with_nic(|nic| nic.reset_pair(qpn)),
         TO_READY_TO_RECEIVE if command_bytes >= COMMAND_BYTES => {
             const PATH: usize = QPC + 0xc0;
@@ -202,9 +202,9 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
 
 unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: Object) -> c_int {
     // SAFETY: made by `mlx5dv_devx_obj_create`.
-    let done = match unsafe { take::<Made>(object) } {
-        Made::Ring(number) => with_nic(|nic| nic.destroy_cq(number - 1)),
-        Made::Pair(number) => with_nic(|nic| nic.destroy_qp(number)),
+    let done = match unsafe { take::<ObjectKind>(object) } {
+        ObjectKind::Ring(number) => with_nic(|nic| nic.destroy_cq(number - 1)),
+        ObjectKind::Pair(number) => with_nic(|nic| nic.destroy_qp(number)),
     };
     code_of(done)
 }
@@ -217,7 +217,7 @@ unsafe extern "C" fn mlx5dv_devx_umem_reg(
 ) -> *mut Umem {
     let register = || -> Result<*mut Umem, c_int> {
         let device = device().ok_or(libc::ENODEV)?;
-        // SAFETY: whoever registers keeps the memory.
+        // SAFETY: the caller that registers memory keeps it mapped.
         let region = unsafe { borrow(address, num_bytes) }.ok_or(libc::EINVAL)?;
         let mut made = device.made();
         let umem_id = made.fresh_id();
@@ -287,7 +287,7 @@ fn offset(command: &[u8], bit: usize) -> Result<usize, c_int> {
 }
 
 /// # Safety
-/// So many bytes are there for as long as the result is used.
+/// This number of bytes stays valid for as long as the result is used.
 unsafe fn bytes<'a>(start: *const c_void, len: usize) -> &'a [u8] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts(start.cast(), len) }
@@ -316,7 +316,7 @@ fn put(bytes: &mut [u8], bit: usize, width: usize, value: u32) {
     }
 }
 
-// Codes and places are those of `prm.rs` of `switchyard-ibgda`, which `tests/control.rs` there compares
+// Codes and places are those of `prm.rs` of `switchyard-ibgda`, which `tests/it/control.rs` there compares
 // with a second transcription.
 const QUERY_CAPABILITIES: u32 = 0x100;
 const CREATE_CQ: u32 = 0x400;
@@ -333,7 +333,7 @@ const BAD_PARAMETER: u8 = 3;
 /// `send_dbr_mode`
 const DBR_VALID: u32 = 0;
 const NO_DBR_EXT: u32 = 1;
-/// Of the register within its page.
+/// Offset of the register within its page.
 const UAR_OFFSET: usize = 0x800;
 /// The same for queue pairs without a record for requests.
 const UAR_ALONE_OFFSET: usize = 0x600;

@@ -1,11 +1,11 @@
-//! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware: what
-//! is posted is executed by `softnic`, between processes of one host.
+//! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware. `softnic`
+//! executes posted requests between processes of one host.
 //!
-//! `SWITCHYARD_SOFTNIC_SEED`, a number, makes the NIC delay and reorder whatever a reliable connection leaves open,
-//! which everything that runs over it must bear.
+//! `SWITCHYARD_SOFTNIC_SEED`, a number, makes the NIC delay and reorder operations as far as a reliable connection
+//! permits. All users must tolerate that.
 //!
-//! Memory that peers may reach must begin at a page. Its pages are replaced by ones of a shared segment,
-//! which hold the same bytes; the last page wholly. Those of [`SharedPages`] are such from the beginning.
+//! Memory that peers may reach must begin at a page. The NIC replaces its pages by pages of a shared segment with
+//! the same bytes, the last page wholly. Pages of [`SharedPages`] are shared from the beginning.
 
 mod devx;
 mod pages;
@@ -25,14 +25,14 @@ use softnic::{
     Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
 
-use self::pages::Found;
+use self::pages::MemoryRange;
 pub use self::pages::SharedPages;
 
 /// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
 /// all that open a device; it connects queue pairs with those of other processes' NICs and with its own.
 ///
 /// # Errors
-/// None: every function that is looked up is there.
+/// None: every function that is looked up exists.
 pub fn libraries() -> Result<Libraries, LibraryError> {
     // SAFETY: every function is that of the name, with the signature of `ffi`.
     unsafe {
@@ -40,16 +40,16 @@ pub fn libraries() -> Result<Libraries, LibraryError> {
     }
 }
 
-/// The NIC of this process, once a function of the libraries was called: to inject faults, to let it
-/// progress, and to see what it did.
+/// The NIC of this process, once a function of the libraries was called: to inject faults, to let it progress, and
+/// to read what it did.
 ///
 /// # Errors
-/// There can be no NIC.
+/// The NIC cannot be opened.
 pub fn nic() -> io::Result<&'static NicThread> {
     device().map(|device| &device.nic).ok_or_else(io::Error::last_os_error)
 }
 
-/// What posters did that no correct driver does.
+/// Violations by posters.
 #[must_use]
 pub fn violations() -> Vec<String> {
     match DEVICE_STATE.get() {
@@ -60,10 +60,10 @@ pub fn violations() -> Vec<String> {
     }
 }
 
-/// Serves a queue pair no more, until its reset.
+/// Stops serving a queue pair until its reset.
 ///
 /// # Errors
-/// There is no such queue pair.
+/// No queue pair has this number.
 pub fn stall(qpn: u32) -> io::Result<()> {
     inject(Fault::Stall { qpn })
 }
@@ -71,13 +71,13 @@ pub fn stall(qpn: u32) -> io::Result<()> {
 /// Fails a queue pair's `nth` request from now on, from 0.
 ///
 /// # Errors
-/// There is no such queue pair.
+/// No queue pair has this number.
 pub fn fail(qpn: u32, nth: u64, syndrome: Syndrome) -> io::Result<()> {
     inject(Fault::Fail { qpn, nth, syndrome })
 }
 
-/// Registers no memory at addresses of which `is_refused` says so, as a system that cannot have a GPU's
-/// pages. `None` registers all again.
+/// Refuses to register memory at addresses for which `is_refused` returns true, as a system that cannot pin a
+/// GPU's pages. `None` accepts all memory again.
 pub fn refuse_memory(is_refused: Option<IsRefused>) {
     *REFUSED.lock().unwrap_or_else(PoisonError::into_inner) = is_refused;
 }
@@ -87,14 +87,14 @@ fn inject(fault: Fault) -> io::Result<()> {
     device.nic.lock().inject(fault).map_err(io::Error::other)
 }
 
-/// The NIC and what was made from it.
+/// The NIC and the objects made from it.
 struct Device {
     nic: NicThread,
-    made: Mutex<Made>,
+    made: Mutex<Objects>,
 }
 
 #[derive(Default)]
-struct Made {
+struct Objects {
     /// Protection domains by number, from 1.
     domains: Vec<Domain>,
     umems: HashMap<u32, Region>,
@@ -102,7 +102,7 @@ struct Made {
     next_id: u32,
 }
 
-impl Made {
+impl Objects {
     fn fresh_id(&mut self) -> u32 {
         self.next_id += 1;
         self.next_id
@@ -116,7 +116,7 @@ static REFUSED: Mutex<Option<IsRefused>> = Mutex::new(None);
 
 static DEVICE_STATE: OnceLock<io::Result<Device>> = OnceLock::new();
 
-/// `None`, with `errno` set, where there can be no NIC.
+/// `None`, with `errno` set, if the NIC cannot be opened.
 fn device() -> Option<&'static Device> {
     let state = DEVICE_STATE.get_or_init(|| {
         let config = NicConfig {
@@ -139,7 +139,7 @@ fn device() -> Option<&'static Device> {
     }
 }
 
-/// The disorder that a variable asks for, which says the seed; none without it.
+/// The disorder with the seed of an environment variable; none without it.
 fn adversary(seed: Option<&OsStr>) -> io::Result<Option<Adversary>> {
     let Some(text) = seed else { return Ok(None) };
     match text.to_str().and_then(|text| text.parse().ok()) {
@@ -152,14 +152,14 @@ fn adversary(seed: Option<&OsStr>) -> io::Result<Option<Adversary>> {
 }
 
 impl Device {
-    fn made(&self) -> MutexGuard<'_, Made> {
+    fn made(&self) -> MutexGuard<'_, Objects> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Registers memory of this process.
     ///
     /// # Safety
-    /// The memory is mapped, readable and writable, until it is deregistered; nobody writes it meanwhile.
+    /// The memory is mapped, readable and writable, until it is deregistered; no thread writes it meanwhile.
     unsafe fn register(
         &self,
         domain: Domain,
@@ -178,12 +178,12 @@ impl Device {
             return self.nic.lock().register_local(domain, &view, access).map_err(refuse);
         }
         match pages::find(address.addr(), bytes) {
-            Found::Within(segment, offset) => {
+            MemoryRange::Within(segment, offset) => {
                 let (mut nic, access) = (self.nic.lock(), softnic::Access::ALL);
                 return nic.register(domain, &segment, offset, bytes, access).map_err(refuse);
             }
-            Found::Beyond => return Err(libc::EINVAL),
-            Found::Elsewhere => {}
+            MemoryRange::Beyond => return Err(libc::EINVAL),
+            MemoryRange::Elsewhere => {}
         }
         // SAFETY: as above.
         let segment = unsafe { share(address, bytes) }?;
@@ -191,7 +191,7 @@ impl Device {
     }
 }
 
-/// A region of memory that somebody else frees. `None` for no address or no bytes.
+/// A region of memory that another owner frees. `None` for a null address or no bytes.
 ///
 /// # Safety
 /// The memory stays mapped as long as the NIC uses the region.
@@ -200,7 +200,7 @@ unsafe fn borrow(address: *mut c_void, bytes: usize) -> Option<Region> {
     unsafe { Region::of_owner(address.cast(), bytes, Arc::new(())) }
 }
 
-/// Puts a segment with the same bytes in the place of pages of this process.
+/// Replaces pages of this process by a segment with the same bytes.
 ///
 /// # Safety
 /// As for [`Device::register`].
@@ -215,8 +215,8 @@ unsafe fn share(address: *mut c_void, bytes: usize) -> Result<Segment, c_int> {
     })?;
     let descriptor = c_int::try_from(segment.descriptor()).map_err(|_| libc::EMFILE)?;
     let whole = segment.region().len();
-    // SAFETY: so many bytes are mapped at both; the new pages take the place of the old ones whole, which
-    // belong to the caller's memory.
+    // SAFETY: this number of bytes is mapped at both addresses. The new pages replace whole old ones, which belong
+    // to the caller's memory.
     let placed = unsafe {
         ptr::copy_nonoverlapping(address.cast::<u8>(), segment.region().as_ptr().as_ptr(), bytes);
         let (rights, flags) =
@@ -226,7 +226,7 @@ unsafe fn share(address: *mut c_void, bytes: usize) -> Result<Segment, c_int> {
     if placed == libc::MAP_FAILED { Err(errno()) } else { Ok(segment) }
 }
 
-/// The system's code for a refusal of the NIC, which is logged.
+/// The system's code for a refusal by the NIC, which is logged.
 fn refuse(error: ControlError) -> c_int {
     tracing::error!(%error, "the software NIC refuses");
     match error {
@@ -253,16 +253,16 @@ fn give<T>(value: T) -> *mut T {
     Box::into_raw(Box::new(value))
 }
 
-/// Frees what [`give`] gave.
+/// Frees an object of [`give`].
 ///
 /// # Safety
-/// `object` comes from [`give`], and nobody uses it any more.
+/// `object` comes from [`give`] and is not used afterwards.
 unsafe fn take<T>(object: *mut c_void) -> T {
     // SAFETY: the caller's promise.
     *unsafe { Box::from_raw(object.cast::<T>()) }
 }
 
-/// A function as [`Libraries`] looks it up.
+/// Address of a function, as [`Libraries`] looks it up.
 fn function(address: *const ()) -> Option<NonNull<c_void>> {
     NonNull::new(address.cast_mut().cast())
 }
@@ -276,14 +276,14 @@ fn set_errno(code: c_int) {
     unsafe { *libc::__errno_location() = code };
 }
 
-/// How long a write with immediate data waits for a receive. Six retries of 0.64 ms would be 4 ms; but the
-/// peer's NIC is a thread, which a busy machine may keep waiting longer.
+/// Time limit of a write with immediate data for a receive. Six retries of 0.64 ms would be 4 ms; but the peer's
+/// NIC is a thread, which a busy machine may delay longer.
 const RNR_TIMEOUT: Duration = Duration::from_millis(250);
 const SEED_VARIABLE: &str = "SWITCHYARD_SOFTNIC_SEED";
 const PAGE_BYTES: usize = 4096;
 /// The only address index.
 const GID_IDX: c_int = 0;
-/// Rights of peers, of which a registration has all or none.
+/// Rights of peers. A registration has all of them or none.
 const PEER_RIGHTS: c_int =
     ffi::ACCESS_REMOTE_WRITE | ffi::ACCESS_REMOTE_READ | ffi::ACCESS_REMOTE_ATOMIC;
 

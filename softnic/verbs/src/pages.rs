@@ -1,15 +1,15 @@
-//! Pages that peers reach as they are, for whoever keeps to the pages that it has once seen.
+//! Pages that peers reach without replacement, for users that must keep the pages that they have already used.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
+use ibgda::access::{AccessError, HostRange, Mapping, NoDescriptor, SharedMemory, Space};
 use ibgda::{Access, HostAccess};
 use softnic::Segment;
 
-/// Memory of the process on pages of shared segments from its beginning. Registration puts no others in their place,
-/// which a GPU's driver that has locked them would not notice.
+/// Memory of the process on pages of shared segments from its beginning. Registration does not replace these
+/// pages, which a GPU's driver that has locked them would not notice.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedPages;
 
@@ -38,32 +38,36 @@ impl Access for SharedPages {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller's promise.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }
 }
 
-/// Where bytes of the process are.
+/// Memory range of the process.
 #[derive(Debug)]
-pub(crate) enum Found {
+pub(crate) enum MemoryRange {
     /// In this segment, from this offset on.
     Within(Segment, usize),
-    /// They begin in memory of [`SharedPages`] and go on behind its end.
+    /// The range begins in memory of [`SharedPages`] and continues behind its end.
     Beyond,
     Elsewhere,
 }
 
-pub(crate) fn find(address: usize, bytes: usize) -> Found {
+pub(crate) fn find(address: usize, bytes: usize) -> MemoryRange {
     for segment in known().iter() {
         let region = segment.region();
         let offset = address.wrapping_sub(region.as_ptr().addr().get());
         if offset < region.len() {
             let is_within = bytes <= region.len() - offset;
-            return if is_within { Found::Within(segment.clone(), offset) } else { Found::Beyond };
+            return if is_within {
+                MemoryRange::Within(segment.clone(), offset)
+            } else {
+                MemoryRange::Beyond
+            };
         }
     }
-    Found::Elsewhere
+    MemoryRange::Elsewhere
 }
 
 /// A piece of a segment.
@@ -149,7 +153,7 @@ mod tests {
 
     use super::*;
 
-    /// What is known is the process's, so tests go one at a time.
+    /// The list belongs to the process, so tests run one at a time.
     static TURN: Mutex<()> = Mutex::new(());
 
     fn turn() -> MutexGuard<'static, ()> {
@@ -169,7 +173,7 @@ mod tests {
         let peer = OpenPeer::open(&nic, &access, config).unwrap();
         let segments = known().clone();
         assert!(!segments.is_empty());
-        // What is stored by an address of this process is what a peer finds by the descriptor.
+        // A peer finds, by the descriptor, the values stored at an address of this process.
         for segment in &segments {
             let file = File::open(format!("/proc/self/fd/{}", segment.descriptor())).unwrap();
             for offset in (0..segment.region().len()).step_by(4096) {
@@ -196,15 +200,15 @@ mod tests {
         let len = known()[0].region().len();
         let first = known()[0].region().as_ptr().addr().get();
         assert!(
-            matches!(find(start + 4096, 4096), Found::Within(_, at) if at == start - first + 4096)
+            matches!(find(start + 4096, 4096), MemoryRange::Within(_, at) if at == start - first + 4096)
         );
-        assert!(matches!(find(first, len), Found::Within(_, 0)));
-        assert!(matches!(find(first, len + 1), Found::Beyond));
-        assert!(matches!(find(first + len - 1, 2), Found::Beyond));
-        assert!(matches!(find(first - 1, 1), Found::Elsewhere));
-        assert!(matches!(find(first + len, 1), Found::Elsewhere));
+        assert!(matches!(find(first, len), MemoryRange::Within(_, 0)));
+        assert!(matches!(find(first, len + 1), MemoryRange::Beyond));
+        assert!(matches!(find(first + len - 1, 2), MemoryRange::Beyond));
+        assert!(matches!(find(first - 1, 1), MemoryRange::Elsewhere));
+        assert!(matches!(find(first + len, 1), MemoryRange::Elsewhere));
         drop(pages);
-        assert!(matches!(find(start, 1), Found::Elsewhere));
+        assert!(matches!(find(start, 1), MemoryRange::Elsewhere));
     }
 
     #[test]

@@ -58,7 +58,7 @@ struct Pd {
 }
 
 #[repr(C)]
-struct Registered {
+struct Registration {
     mr: Mr,
 }
 
@@ -76,7 +76,7 @@ struct Pair {
     region: Region,
 }
 
-struct Way {
+struct Route {
     vector: AddressVector,
 }
 
@@ -157,7 +157,7 @@ unsafe extern "C" fn ibv_query_port(
     0
 }
 
-/// A port's address is where other processes find its NIC.
+/// A port's address identifies its NIC for other processes.
 unsafe extern "C" fn ibv_query_gid(
     _context: Object,
     port: u8,
@@ -193,7 +193,7 @@ unsafe extern "C" fn ibv_reg_mr(
 ) -> *mut Mr {
     let registered = || -> Result<*mut Mr, c_int> {
         let device = device().ok_or(libc::ENODEV)?;
-        // SAFETY: a domain of `ibv_alloc_pd`; whoever registers keeps the memory.
+        // SAFETY: a domain of `ibv_alloc_pd`; the caller that registers memory keeps it mapped.
         let keys = unsafe {
             let domain = (*pd.cast::<Pd>()).domain;
             device.register(domain, address, bytes, rights & PEER_RIGHTS != 0)?
@@ -208,7 +208,7 @@ unsafe extern "C" fn ibv_reg_mr(
             lkey,
             rkey,
         };
-        Ok(give(Registered { mr }).cast())
+        Ok(give(Registration { mr }).cast())
     };
     or_null(registered())
 }
@@ -229,7 +229,7 @@ unsafe extern "C" fn ibv_reg_dmabuf_mr(
 unsafe extern "C" fn ibv_dereg_mr(mr: *mut Mr) -> c_int {
     let Some(device) = device() else { return libc::ENODEV };
     // SAFETY: made by `ibv_reg_mr`.
-    let registered = unsafe { take::<Registered>(mr.cast()) };
+    let registered = unsafe { take::<Registration>(mr.cast()) };
     code_of(device.nic.lock().deregister(registered.mr.lkey).map_err(refuse))
 }
 
@@ -286,7 +286,7 @@ unsafe extern "C" fn ibv_create_qp(pd: Object, init: *mut QpInit) -> *mut Qp {
         let recv_depth = recv_depth.checked_next_power_of_two().ok_or(libc::EINVAL)?;
         let places = Places::new(recv_depth, depth);
         let region = Region::anonymous(places.bytes).map_err(|_| libc::ENOMEM)?;
-        // A completion queue for both directions is one that nobody reads receives from.
+        // A completion queue for both directions is one without a reader of receives.
         let has_receives = recv_cq != send_cq;
         let config = QpConfig {
             domain,
@@ -348,12 +348,12 @@ unsafe extern "C" fn ibv_create_ah(_pd: Object, attributes: *mut AhAttributes) -
     let rgid = unsafe { (*attributes).grh.dgid };
     // SAFETY: all-zero is a value of this structure of integers.
     let zero = unsafe { std::mem::zeroed::<AddressVector>() };
-    give(Way { vector: AddressVector { rmac: [2, 0, 0, 0, 0, 1], rgid, ..zero } }).cast()
+    give(Route { vector: AddressVector { rmac: [2, 0, 0, 0, 0, 1], rgid, ..zero } }).cast()
 }
 
 unsafe extern "C" fn ibv_destroy_ah(ah: Object) -> c_int {
     // SAFETY: made by `ibv_create_ah`.
-    unsafe { take::<Way>(ah) };
+    unsafe { take::<Route>(ah) };
     0
 }
 
@@ -366,8 +366,8 @@ unsafe extern "C" fn mlx5dv_init_obj(object: *mut DvObject, kinds: u64) -> c_int
             (*object.pd.output.cast::<DvPd>()).pdn = pd.number;
         }
         if kinds & ffi::OBJ_AH != 0 {
-            let way = object.ah.input.cast::<Way>();
-            (*object.ah.output.cast::<DvAh>()).av = &raw mut (*way).vector;
+            let route = object.ah.input.cast::<Route>();
+            (*object.ah.output.cast::<DvAh>()).av = &raw mut (*route).vector;
         }
         if kinds & ffi::OBJ_QP != 0 {
             let pair = &*object.qp.input.cast::<Pair>();
@@ -396,7 +396,7 @@ unsafe extern "C" fn mlx5dv_init_obj(object: *mut DvObject, kinds: u64) -> c_int
     0
 }
 
-/// What lies where in the memory of a queue pair, behind its receives.
+/// Layout of a queue pair's memory behind its receives.
 struct Places {
     sq: usize,
     dbrec: usize,
@@ -413,7 +413,7 @@ impl Places {
     }
 }
 
-/// Joins a queue pair with one of the NIC at `gid`.
+/// Connects a queue pair to one of the NIC at `gid`.
 pub(super) fn connect(qpn: u32, gid: &[u8; 16], remote_qpn: u32) -> Result<(), c_int> {
     let peer = PortAddress::decode(gid).ok_or(libc::EINVAL)?;
     with_nic(|nic| nic.connect(qpn, peer, remote_qpn))
@@ -428,7 +428,7 @@ pub(super) fn with_nic<T>(
 
 /// Stands for the device in libibverbs' list.
 const THE_DEVICE: *mut c_void = ptr::without_provenance_mut(1);
-/// Reads and atomics under way of a queue pair; the modelled NIC has no limit.
+/// Limit of a queue pair's reads and atomics under way; the modelled NIC has no limit.
 const MAX_READS: c_int = 16;
 /// `IBV_MTU_4096`
 const MTU_4096: u32 = 5;

@@ -1,4 +1,4 @@
-//! Memory that both a NIC and the one who posts reach: a GPU's, or the host's.
+//! Memory that both a NIC and the posters reach: a GPU's, or the host's.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -11,30 +11,29 @@ use kernels::gpu::GpuError;
 use thiserror::Error;
 
 use crate::gpu::GpuMemory;
-use crate::probe::{Missing, list};
+use crate::probe::{MissingPart, list};
 
-/// Whoever posts cannot reach memory, or there is none.
+/// The poster cannot reach the memory, or there is none.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum AccessError {
-    /// The GPU's driver does not let the GPU reach a NIC's doorbell register, for want of options.
+    /// The GPU's driver does not let the GPU reach a NIC's doorbell register, because options are missing.
     #[error("the NIC's doorbell register for the GPU ({bytes} bytes): {source}; {}", list(missing))]
     DriverOption {
         /// Bytes of the pages.
         bytes: usize,
-        /// What the probe finds missing.
-        missing: Vec<Missing>,
+        /// Missing part of the host, as the probe reports it.
+        missing: Vec<MissingPart>,
         /// The call and its code.
         source: GpuError,
     },
-    /// CUDA knows the pages already, by a registration that is not this crate's.
+    /// Another part of the process has registered the pages with CUDA.
     #[error(
         "{what} ({bytes} bytes): {source}; something else in this process has registered the same pages with CUDA, which takes them once"
     )]
     Registered {
-        /// Which pages.
         what: &'static str,
-        /// Bytes.
         bytes: usize,
         /// The call and its code.
         source: GpuError,
@@ -42,55 +41,46 @@ pub enum AccessError {
     /// A call to the GPU's driver failed for another reason.
     #[error("{what} ({bytes} bytes): {source}")]
     Gpu {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
-        /// Bytes.
         bytes: usize,
         /// The call and its code.
         source: GpuError,
     },
-    /// The system gives no memory.
+    /// The system has no memory left.
     #[error("host memory ({bytes} bytes): {call} failed: {source}")]
     Host {
-        /// Bytes.
         bytes: usize,
-        /// Function.
         call: &'static str,
         /// The system's answer.
         source: io::Error,
     },
-    /// More than there are addresses for.
-    #[error("{what} ({bytes} bytes): with what it needs besides it would have over {most}")]
+    /// The size exceeds the address space.
+    #[error("{what} ({bytes} bytes): with its own additions it would exceed {most}")]
     TooLarge {
-        /// What was to be made.
+        /// Object to allocate.
         what: &'static str,
-        /// Bytes.
         bytes: usize,
-        /// The most that there can be.
+        /// Limit of the size.
         most: usize,
     },
     /// A range beyond the end. A local bug.
     #[error("{what} ({len} bytes): at offset {offset} it leaves the {bytes} bytes")]
     Range {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
-        /// First byte.
         offset: usize,
-        /// Bytes.
         len: usize,
-        /// Bytes that there are.
+        /// Size of the memory in bytes.
         bytes: usize,
     },
-    /// Memory where the NIC and those who post cannot both use it.
+    /// The NIC and the posters cannot both use the memory at this place.
     #[error("{what} ({bytes} bytes) begins at {found:#x}, expected {expected}")]
     Address {
-        /// Which memory.
+        /// Purpose of the memory.
         what: String,
-        /// Bytes.
         bytes: usize,
-        /// Where it begins.
         found: u64,
-        /// Where it should.
         expected: String,
     },
     /// Pages that are mapped already, but not as the same range.
@@ -98,30 +88,27 @@ pub enum AccessError {
         "pages from {begin:#x} on ({bytes} bytes): expected pages that are not mapped, or the same again: {known_bytes} bytes from {known:#x} on are mapped as {kind:?}"
     )]
     Overlap {
-        /// First byte.
         begin: usize,
-        /// Bytes.
         bytes: usize,
         /// First byte of the mapped pages.
         known: usize,
         /// Bytes of them.
         known_bytes: usize,
-        /// What they are mapped as.
+        /// Kind of the existing mapping.
         kind: HostRange,
     },
-    /// Another reason of an [`Access`] that is not of this crate.
+    /// Another error of an [`Access`] outside of this crate.
     #[error("{what} ({bytes} bytes): {detail}")]
     Other {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
-        /// Bytes.
         bytes: usize,
-        /// Why it failed, and what to do.
+        /// Reason, and remedy.
         detail: String,
     },
 }
 
-/// Why there is no descriptor of the pages of memory.
+/// The reason why memory's pages have no descriptor.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum NoDescriptor {
@@ -142,14 +129,14 @@ pub enum HostRange {
     Register,
 }
 
-/// By whom pages are known, by name. A space knows a page once, and everybody whose space it is reaches the
+/// Name of the address space in which pages are mapped. A space maps a page once: all users of the space reach the
 /// page by the address that the first one got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Space(pub &'static str);
 
-/// Whoever posts on the queues: a GPU, or a thread of this process.
+/// Memory for the posters on the queues: a GPU, or a thread of this process.
 pub trait Access: Send + Sync + Debug {
-    /// Where [`map`](Self::map) makes pages known.
+    /// Name of the space in which [`map`](Self::map) maps pages.
     fn space(&self) -> Space;
 
     /// Zeroed memory, aligned to 64 KiB, that posters and the NIC reach.
@@ -158,15 +145,15 @@ pub trait Access: Send + Sync + Debug {
     /// [`AccessError`].
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError>;
 
-    /// Who gives the memory of slots where it is not that of queues, such as a GPU whose slots a thread of
-    /// this process posts to. `None`: both come from here, in one piece.
+    /// Allocator of the slots' memory where it differs from that of queues, for example a GPU whose slots a thread
+    /// of this process posts to. `None`: this value allocates both, in one piece.
     fn slots(&self) -> Option<&dyn Access> {
         None
     }
 
-    /// Who gives the memory that posters alone use, counts and handles, where that of queues is far from them: a
-    /// GPU that posts on queues in the host's memory would ask across PCIe for every count. May be what
-    /// [`slots`](Self::slots) gives. `None`: it comes from here, with the queues.
+    /// Allocator of memory that posters alone use (counts and handles), where the memory of queues is far from
+    /// them. A GPU that posts on queues in the host's memory would otherwise read every count across PCIe. May be
+    /// the same as [`slots`](Self::slots). `None`: this value allocates it, with the queues.
     fn counts(&self) -> Option<&dyn Access> {
         None
     }
@@ -183,7 +170,7 @@ pub trait Access: Send + Sync + Debug {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError>;
+    ) -> Result<Mapping, AccessError>;
 }
 
 /// Memory of [`Access::alloc`], freed by drop.
@@ -194,7 +181,7 @@ pub trait SharedMemory: Send + Sync + Debug {
     /// Bytes.
     fn bytes(&self) -> usize;
 
-    /// Whether it is a GPU's.
+    /// Whether a GPU owns it.
     fn is_on_gpu(&self) -> bool;
 
     /// Address for this process, where its loads reach the memory.
@@ -202,7 +189,7 @@ pub trait SharedMemory: Send + Sync + Debug {
         None
     }
 
-    /// As a GPU's buffer that begins with this memory, if a [`GpuAccess`](crate::GpuAccess) gave it.
+    /// The GPU's buffer that begins with this memory, if it came from a [`GpuAccess`](crate::GpuAccess).
     fn gpu(&self) -> Option<&GpuMemory> {
         None
     }
@@ -210,7 +197,7 @@ pub trait SharedMemory: Send + Sync + Debug {
     /// Descriptor of the pages and where this memory begins in them.
     ///
     /// # Errors
-    /// [`NoDescriptor`] where it is not a GPU's, or the GPU's driver gives none.
+    /// [`NoDescriptor`] where no GPU owns it, or the GPU's driver gives none.
     fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor>;
 
     /// Copies bytes to `offset`.
@@ -226,9 +213,9 @@ pub trait SharedMemory: Send + Sync + Debug {
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError>;
 }
 
-/// Pieces of memory that lie behind one another in one [`Access::alloc`], and so take 2 MiB together where a
-/// GPU's driver gives no less, even for what one queue counts. Each is registered by itself: a key
-/// leads to its own piece and not to the neighbours.
+/// Pieces of memory that lie behind one another in one [`Access::alloc`]. Together they take one 2 MiB unit where
+/// a GPU's driver allocates no less. Each piece is registered separately: a key leads to its own piece and not to
+/// the neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     bytes: usize,
@@ -249,7 +236,7 @@ impl Plan {
     /// Adds `bytes` at a multiple of `align`: a power of two, at most the 64 KiB of [`Access::alloc`].
     ///
     /// # Errors
-    /// [`AccessError`] beyond what there are addresses for.
+    /// [`AccessError`] if the total exceeds the address space.
     pub(crate) fn add(&mut self, bytes: usize, align: usize) -> Result<Place, AccessError> {
         let offset = self.bytes.checked_next_multiple_of(align);
         let end = offset.and_then(|offset| offset.checked_add(bytes));
@@ -271,7 +258,7 @@ impl Plan {
 }
 
 impl Pieces {
-    /// What lies at a place of the plan that this was allocated by.
+    /// The piece at a place of the plan that this was allocated by.
     pub(crate) fn part(&self, place: Place) -> Part {
         Part { whole: Arc::clone(&self.0), offset: place.offset, bytes: place.bytes }
     }
@@ -286,7 +273,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// The neighbours' memory goes on behind this part, so the whole would not notice.
+    /// The neighbours' memory continues behind this part, so the whole would not detect it.
     fn check_range(&self, what: &str, offset: usize, len: usize) -> Result<(), AccessError> {
         if offset <= self.bytes && len <= self.bytes - offset {
             return Ok(());
@@ -336,18 +323,18 @@ impl SharedMemory for Part {
 
 /// Pages of this process as posters see them.
 #[derive(Debug)]
-pub struct Mapped {
+pub struct Mapping {
     /// Address of the first page for posters.
     pub address: u64,
     /// Ends the mapping by drop.
     pub guard: Option<Box<dyn Guard>>,
 }
 
-/// Whatever must be dropped to end a mapping.
+/// An object whose drop ends a mapping.
 pub trait Guard: Send + Sync + Debug {}
 
-/// Pages that posters reach, each mapped once: libmlx5 keeps the doorbell records of all queues of a context
-/// in common pages, and registers too, and CUDA refuses pages that it knows.
+/// Pages that posters reach, each mapped once: libmlx5 keeps the doorbell records of all queues of a context in
+/// common pages, and registers too, and CUDA refuses pages that are registered already.
 #[derive(Debug, Default)]
 pub(crate) struct PageTable {
     /// By their first byte. No two ranges of a space overlap.
@@ -360,12 +347,12 @@ struct Range {
     bytes: usize,
     kind: HostRange,
     num_parts: usize,
-    mapped: Mapped,
+    mapped: Mapping,
 }
 
 /// Part of mapped pages.
 #[derive(Debug)]
-pub(crate) struct MappedPart {
+pub(crate) struct MappingPart {
     /// Address for posters.
     pub(crate) address: u64,
     key: (Space, usize),
@@ -383,7 +370,7 @@ impl PageTable {
         start: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<MappedPart, AccessError> {
+    ) -> Result<MappingPart, AccessError> {
         let within = start.addr().get() % PAGE_BYTES;
         let len = (within + bytes).next_multiple_of(PAGE_BYTES);
         // SAFETY: the page's first byte lies before `start` in the same pages.
@@ -392,7 +379,7 @@ impl PageTable {
         let end = begin.saturating_add(len);
         let key = (space, begin);
         let mut ranges = self.ranges();
-        // Ranges are disjoint: whichever overlaps, the last one that begins before the end does.
+        // Ranges are disjoint. If one overlaps, it is the last one that begins before the end.
         let last = ranges.range_mut((space, 0)..(space, end)).next_back();
         if let Some((found, range)) = last.filter(|(found, range)| found.1 + range.bytes > begin) {
             if *found != key || range.bytes != len || range.kind != kind {
@@ -406,13 +393,13 @@ impl PageTable {
             }
             range.num_parts += 1;
             let address = range.mapped.address + within as u64;
-            return Ok(MappedPart { address, key, table: Arc::clone(self) });
+            return Ok(MappingPart { address, key, table: Arc::clone(self) });
         }
         // SAFETY: the caller keeps the pages mapped.
         let mapped = unsafe { access.map(first, len, kind) }?;
         let address = mapped.address + within as u64;
         ranges.insert(key, Range { bytes: len, kind, num_parts: 1, mapped });
-        Ok(MappedPart { address, key, table: Arc::clone(self) })
+        Ok(MappingPart { address, key, table: Arc::clone(self) })
     }
 
     fn ranges(&self) -> MutexGuard<'_, BTreeMap<(Space, usize), Range>> {
@@ -420,13 +407,13 @@ impl PageTable {
     }
 }
 
-impl Drop for MappedPart {
+impl Drop for MappingPart {
     fn drop(&mut self) {
         let mut ranges = self.table.ranges();
         let Some(range) = ranges.get_mut(&self.key) else { return };
         range.num_parts -= 1;
         if range.num_parts == 0 {
-            // While the table is locked: nobody maps the pages anew before the mapping has ended.
+            // The table stays locked, so that no thread maps the pages anew before the mapping has ended.
             ranges.remove(&self.key);
         }
     }
@@ -450,8 +437,8 @@ impl Access for HostAccess {
         pages: NonNull<u8>,
         _bytes: usize,
         _kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
-        Ok(Mapped { address: pages.as_ptr().expose_provenance() as u64, guard: None })
+    ) -> Result<Mapping, AccessError> {
+        Ok(Mapping { address: pages.as_ptr().expose_provenance() as u64, guard: None })
     }
 }
 
@@ -464,7 +451,7 @@ struct HostMemory {
     bytes: usize,
 }
 
-// SAFETY: plain pages; accesses go through `write`, whose caller has the range to itself.
+// SAFETY: plain pages; accesses go through `write`, whose caller owns the range exclusively.
 unsafe impl Send for HostMemory {}
 // SAFETY: the same.
 unsafe impl Sync for HostMemory {}
@@ -493,7 +480,7 @@ impl HostMemory {
         let reserved = NonNull::new(reserved.cast::<u8>())
             .ok_or_else(|| failed(io::Error::other("mapped at address 0")))?;
         let skip = reserved.as_ptr().align_offset(ALIGN_BYTES);
-        // SAFETY: there are so many bytes more than asked for.
+        // SAFETY: the allocation has this number of bytes beyond those asked for.
         let start = unsafe { reserved.add(skip) };
         Ok(Self { reserved, reserved_bytes, start, bytes })
     }
@@ -551,9 +538,9 @@ impl Drop for HostMemory {
     }
 }
 
-/// Of the processor.
+/// Page size of the processor.
 pub(crate) const PAGE_BYTES: usize = 4096;
-/// Of a peer, with room above for rounding.
+/// Largest alignment of a peer's memory, with room above for rounding.
 const MAX_BYTES: usize = usize::MAX >> 1;
-/// Of memory as [`Access::alloc`] gives it.
+/// Alignment of memory of [`Access::alloc`].
 pub(crate) const ALIGN_BYTES: usize = 64 << 10;

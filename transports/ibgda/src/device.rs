@@ -26,7 +26,7 @@ pub enum DeviceError {
     /// A library is missing.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// The kernel has no RDMA subsystem, or nobody may use it.
+    /// The kernel has no RDMA subsystem, or denies access to it.
     #[error("ibv_get_device_list failed: {0}; is the module ib_uverbs loaded?")]
     List(io::Error),
 }
@@ -45,8 +45,8 @@ pub fn devices(libraries: &Libraries) -> Result<Vec<Device>, DeviceError> {
     }
     let mut devices = Vec::new();
     for idx in 0..usize::try_from(num_devices).unwrap_or(0) {
-        // SAFETY: the list has so many devices, each valid until the list is freed; a context that was
-        // opened is closed before.
+        // SAFETY: the list has this number of devices, each valid until the list is freed; every opened context is
+        // closed before.
         unsafe {
             let device = *list.add(idx);
             let text = (verbs.ibv_get_device_name)(device);

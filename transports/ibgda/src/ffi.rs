@@ -1,6 +1,5 @@
-//! What is called of libibverbs and libmlx5: structures and functions of `infiniband/verbs.h` and
-//! `infiniband/mlx5dv.h` (rdma-core 44), nothing more. `tests/probe.rs` compares the layouts with the
-//! headers.
+//! The structures and functions of libibverbs and libmlx5 that this crate uses, from `infiniband/verbs.h` and
+//! `infiniband/mlx5dv.h` (rdma-core 44). `tests/it/probe.rs` compares the layouts with the headers.
 
 #![allow(missing_docs, reason = "fields and functions have the names and meaning of the C headers")]
 
@@ -19,7 +18,7 @@ pub struct ContextAttributes {
 /// `MLX5DV_CONTEXT_FLAGS_DEVX`
 pub const CONTEXT_FLAGS_DEVX: u32 = 1;
 
-/// `struct ibv_port_attr`, with room for what later versions add.
+/// `struct ibv_port_attr`, with room for fields that later versions add.
 #[repr(C)]
 #[derive(Default)]
 pub struct PortAttributes {
@@ -393,7 +392,7 @@ macro_rules! functions {
         pub const $names: &[&str] = &[$(stringify!($name)),*];
 
         impl $table {
-            /// Looks all of them up.
+            /// Looks up all functions.
             ///
             /// # Safety
             /// `find` gives the addresses of functions with these names' signatures.

@@ -1,11 +1,11 @@
 //! A GPU posts: [`Access`] over CUDA. *Not yet run with a ConnectX.*
 //!
 //! NOTES: `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS` is not set on memory that a NIC reaches. It makes CUDA's
-//! *synchronous* copies and fills, some of which return before they are done, wait for their end. There are
-//! none here: memory is zeroed, written and read by asynchronous operations on a stream of their own, and
-//! [`Access::alloc`], [`SharedMemory::write`] and [`SharedMemory::read`] return once that stream is
-//! empty. So what the NIC is told of afterwards is in place. Whoever copies to or from a slot by
-//! `cudaMemcpy` sets the attribute, or waits.
+//! *synchronous* copies and fills wait for their end; without it, some return before they are done. This crate
+//! uses none of these. It zeroes, writes and reads memory by asynchronous operations on a stream of its own, and
+//! [`Access::alloc`], [`SharedMemory::write`] and [`SharedMemory::read`] return once that stream is empty. So the
+//! data is in place before the NIC learns of it. A user that copies to or from a slot by `cudaMemcpy` must set the
+//! attribute, or wait.
 
 mod memory;
 
@@ -17,11 +17,11 @@ use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
 pub use self::memory::GpuMemory;
 use crate::access::{
-    Access, AccessError, Guard, HostAccess, HostRange, Mapped, SharedMemory, Space,
+    Access, AccessError, Guard, HostAccess, HostRange, Mapping, SharedMemory, Space,
 };
 use crate::probe::missing_for_doorbells;
 
-/// Where queues and slots lie.
+/// Place of queues and slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// The GPU's memory. Queues there need the DevX path.
@@ -35,13 +35,13 @@ pub enum Place {
 pub struct GpuAccess {
     gpu: Gpu,
     place: Place,
-    /// Where slots lie, if not with the queues.
+    /// Place of slots, if not with the queues.
     slots: Option<Box<Self>>,
-    /// The GPU's own memory, for what its kernels alone use, if queues lie elsewhere.
+    /// The GPU's own memory, for data of its kernels alone, if queues lie elsewhere.
     counts: Option<Box<Self>>,
-    /// What a NIC's doorbell register is to the GPU.
+    /// Access of the GPU to a NIC's doorbell register.
     register: HostRange,
-    /// Where page-locked memory comes from, if it is not fresh memory of the process.
+    /// Source of page-locked memory, if it is not fresh memory of the process.
     pages: Option<Arc<dyn Access>>,
     /// Below which `proc` is, if not `/`.
     root: Option<PathBuf>,
@@ -73,14 +73,13 @@ impl GpuAccess {
         Self { slots, pages: Some(pages), ..self }
     }
 
-    /// The same beside a NIC in software, whose registers are memory.
+    /// The same beside a NIC in software. Its registers are memory.
     #[must_use]
     pub fn with_software_nic(self) -> Self {
         Self { register: HostRange::Memory, ..self }
     }
 
-    /// The same on a host whose `proc` is below `root`: where errors look for options of the driver. Tests need
-    /// it.
+    /// The same on a host whose `proc` is below `root`, for tests. Errors read options of the driver there.
     #[must_use]
     pub fn with_root(self, root: PathBuf) -> Self {
         Self { root: Some(root), ..self }
@@ -88,7 +87,7 @@ impl GpuAccess {
 }
 
 impl Access for GpuAccess {
-    /// Pages are registered for all GPUs of the process at once, which reach them at the same address.
+    /// Registers pages for all GPUs of the process together. All reach them at the same address.
     fn space(&self) -> Space {
         Space(match self.gpu.name() {
             DeviceName::Cuda(_) => "CUDA",
@@ -117,24 +116,24 @@ impl Access for GpuAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         let is_register = (kind, self.register) == (HostRange::Register, HostRange::Register);
         // SAFETY: the caller keeps the pages mapped.
         let mapped = unsafe { self.gpu.register_host(pages, bytes as u64, is_register) };
         let root = self.root.as_deref().unwrap_or(Path::new("/"));
         let buffer =
             mapped.map_err(|source| unreachable_pages(source, is_register, bytes, root))?;
-        Ok(Mapped { address: buffer.ptr().0, guard: Some(Box::new(RegisteredPages(buffer))) })
+        Ok(Mapping { address: buffer.ptr().0, guard: Some(Box::new(PageRegistration(buffer))) })
     }
 }
 
 #[derive(Debug)]
-struct RegisteredPages(#[allow(dead_code, reason = "held until drop")] GpuBuffer);
+struct PageRegistration(#[allow(dead_code, reason = "held until drop")] GpuBuffer);
 
-impl Guard for RegisteredPages {}
+impl Guard for PageRegistration {}
 
-/// Why the GPU does not reach pages of this process. Options of the driver are looked for where the call's code is
-/// one that their absence leads to.
+/// Explains why the GPU does not reach pages of this process. Reads options of the driver where their absence can
+/// cause the call's error code.
 fn unreachable_pages(
     source: GpuError,
     is_register: bool,
@@ -171,7 +170,7 @@ const NOT_MAPPABLE: [u32; 4] = [1, 800, 801, 95];
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::Missing;
+    use crate::probe::MissingPart;
 
     fn driver(code: u32) -> GpuError {
         GpuError::Driver { call: "cuMemHostRegister", code, name: format!("error {code}") }
@@ -187,8 +186,8 @@ mod tests {
 
     #[test]
     fn exactly_the_options_that_are_missing_are_named() {
-        let (stream, peer) = (Missing::StreamMemOps, Missing::PeerMapping);
-        let cases: [(&str, &[Missing]); 4] = [
+        let (stream, peer) = (MissingPart::StreamMemOps, MissingPart::PeerMapping);
+        let cases: [(&str, &[MissingPart]); 4] = [
             ("EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n", &[stream, peer]),
             ("EnableStreamMemOPs: 1\nRegistryDwords: \"\"\n", &[peer]),
             ("EnableStreamMemOPs: 0\nRegistryDwords: \"PeerMappingOverride=1;\"\n", &[stream]),

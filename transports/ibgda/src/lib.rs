@@ -1,16 +1,16 @@
-//! GPU-initiated RDMA on mlx5: whether this host can do it, and exactly what is missing.
+//! GPU-initiated RDMA on mlx5: the control path, and a report of everything that this host lacks for it.
 //!
 //! **Not yet run on a ConnectX.** Nothing is linked: the vendor's libraries are opened at run time, and a
 //! host without them gets a line in the report. The steps from here to a queue that a kernel posts on are
 //! in `docs/ibgda.md`.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`mod@probe`] | drivers, modules, driver options, libraries, and what each device says of itself: one check each |
+//! | [`mod@probe`] | checks of drivers, modules, driver options, libraries, and of the properties that each device reports |
 //! | [`peer`] | a peer's slot and the queues to it: open, describe, join; as a link of fused kernels |
 //! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
 //! | [`nic`] | a port of a NIC, registration of host and GPU memory |
-//! | [`access`] | memory that both the NIC and whoever posts reach |
+//! | [`access`] | memory that both the NIC and the posters reach |
 //! | [`gpu`] | the same for a GPU, by CUDA |
 //! | [`prm`] | commands to the firmware, as bytes |
 //! | [`device`] | devices as libibverbs lists them, and which are mlx5 |

@@ -11,23 +11,21 @@ use crate::ffi::{Mlx5, Verbs};
 /// A library or one of its functions is missing.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum LibraryError {
     /// It cannot be opened.
     #[error("{name} cannot be opened: {detail}; install {package}")]
     Open {
-        /// File.
         name: String,
         /// The loader's answer.
         detail: String,
         /// Debian package that has it.
         package: &'static str,
     },
-    /// It is older than what is needed.
+    /// The library is too old.
     #[error("{name} has no {symbol}: it is older than rdma-core 44; install a newer {package}")]
     Symbol {
-        /// File.
         name: String,
-        /// Function.
         symbol: &'static str,
         /// Debian package that has it.
         package: &'static str,
@@ -44,7 +42,7 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// Opens both and looks up every function.
+    /// Opens both libraries and looks up every function.
     ///
     /// # Errors
     /// [`LibraryError`], naming the first that is missing.

@@ -1,12 +1,12 @@
-//! A peer's slot and the queues to it, from nothing to what kernels are given.
+//! A peer's slot and the queues to it, from their creation to the handles for kernels.
 //!
 //! Both sides [`open`](OpenPeer::open), send each other their [`description`](OpenPeer::description)
 //! over a connection they trust, and [`join`](OpenPeer::join). After a failure both
 //! [`reset`](Peer::reset), send each other their new [`description`](ResetPeer::description), and
 //! [`rejoin`](ResetPeer::rejoin). Nothing here waits for the peer.
 //!
-//! Every life of the queues begins with another packet number, which nobody can foresee: what the network
-//! still has of an earlier one is not taken for something new.
+//! Every time the queues are connected, they begin with another packet number, which is not predictable. So a late
+//! packet of an earlier connection is not accepted as a new one.
 
 mod description;
 mod link;
@@ -53,15 +53,14 @@ pub struct PeerConfig {
 /// A peer could not be opened or joined.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum PeerError {
     /// A value that cannot be.
     #[error("`{field}` is {found}, expected {expected}")]
     Config {
-        /// Which.
+        /// Name of the setting.
         field: &'static str,
-        /// Value.
         found: usize,
-        /// What is possible.
         expected: &'static str,
     },
     /// The NIC refused.
@@ -70,9 +69,8 @@ pub enum PeerError {
     /// A queue failed.
     #[error("queue {queue_idx}: {source}")]
     Queue {
-        /// Which.
+        /// Name of the field.
         queue_idx: usize,
-        /// Why.
         source: QueueError,
     },
     /// There is no memory, or posters cannot reach it.
@@ -83,20 +81,18 @@ pub enum PeerError {
     Description {
         /// Part of it.
         field: &'static str,
-        /// What was found.
         found: u64,
-        /// What was expected.
         expected: String,
     },
-    /// What kernels would be given is of no use to them.
+    /// Kernels could not use the handle.
     #[error("the peer cannot be given to kernels: {0}")]
     Handle(&'static str),
     /// The system gives no random number.
-    #[error("getrandom failed: {0}; queues need a first packet number that nobody can foresee")]
+    #[error("getrandom failed: {0}; queues need an unpredictable first packet number")]
     Random(#[source] io::Error),
 }
 
-/// Where everything of a peer lies.
+/// Layout of a peer's memory.
 struct Memory {
     queues: Pieces,
     /// The same, where these are not apart.
@@ -118,7 +114,7 @@ impl Memory {
         let slots = access.slots();
         let are_one = slots.zip(counts).is_some_and(|(slots, counts)| ptr::addr_eq(slots, counts));
         let apart = counts.filter(|_| !are_one);
-        // What gives memory, queues' first, and which of these is whose.
+        // The allocators, that of queues first, and the index of each kind of memory's allocator.
         let givers: Vec<_> = [Some(access), slots, apart].into_iter().flatten().collect();
         let of_slots = usize::from(slots.is_some());
         let of_counts = if counts.is_some() { of_slots + usize::from(apart.is_some()) } else { 0 };
@@ -217,7 +213,7 @@ impl OpenPeer {
         Ok(Self { config, psn, queues, nic, slot_key, mirror_key, slot, mirror, table })
     }
 
-    /// What the peer must know, and nobody else: it has the key of this side's slot.
+    /// Description for the peer alone: it contains the key of this side's slot.
     #[must_use]
     pub fn description(&self) -> Vec<u8> {
         let port = self.nic.port();
@@ -277,7 +273,7 @@ impl OpenPeer {
 #[derive(Debug)]
 pub struct Peer {
     queues: Vec<Queue>,
-    /// At which [`receive`](Self::receive) looks first.
+    /// Index of the queue that [`receive`](Self::receive) polls first.
     next_queue: AtomicUsize,
     /// This side's description.
     own: Vec<u8>,
@@ -293,7 +289,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// What kernels are given. `error` and `abort_mask` are addresses that they reach, or null.
+    /// Handle for kernels. `error` and `abort_mask` are addresses that they reach, or null.
     #[must_use]
     pub fn handle(
         &self,
@@ -314,10 +310,9 @@ impl Peer {
         }
     }
 
-    /// Takes all queues out of service and back to where they were before they were connected, after
-    /// one of them failed. What kernels were given stays valid and is of use again after
-    /// [`rejoin`](ResetPeer::rejoin); until then none may post. What was under way may have arrived or
-    /// not; whatever the network still has of it is not taken for something new after the next join.
+    /// Resets all queues after one of them failed. Handles of kernels stay valid and can be used again after
+    /// [`rejoin`](ResetPeer::rejoin); until then no kernel may post. Operations under way may have arrived or not.
+    /// After the next join, their late packets are not accepted as new ones.
     ///
     /// # Errors
     /// [`PeerError`]; everything is then freed, and the peer must be opened again.
@@ -336,15 +331,15 @@ impl Peer {
         &self.queues
     }
 
-    /// Waits for immediate data on any queue for at most `timeout`, which may be 0, and posts its receive
-    /// again. Whatever the peer wrote before on that queue is then here.
+    /// Waits for immediate data on any queue for at most `timeout`, which may be 0, and posts its receive again.
+    /// Everything that the peer wrote before on that queue is then visible here.
     ///
     /// # Errors
     /// [`ReceiveError`] of a queue that takes nothing more until it is reset, once no other queue has
     /// anything.
     pub fn receive(&self, timeout: Duration) -> Result<Option<Immediate>, ReceiveError> {
         wait_for(timeout, || {
-            // Each look begins behind the queue that had something last: none waits for ever.
+            // Each poll begins behind the queue that had data last, so that every queue is served.
             let first = self.next_queue.load(Ordering::Relaxed);
             let num_queues = self.queues.len();
             let mut nothing = Ok(None);
@@ -376,14 +371,14 @@ impl Peer {
 
     /// How slot and mirror were registered.
     #[must_use]
-    pub const fn registered_by(&self) -> [crate::nic::RegisteredBy; 2] {
+    pub const fn registered_by(&self) -> [crate::nic::RegistrationMethod; 2] {
         [self.slot_key.by(), self.mirror_key.by()]
     }
 }
 
-/// A joined peer whose queues are in reset. A queue of the other side that is not would take what comes
-/// next for something old: so both sides send each other what they are now, which says that they have come
-/// here, before either goes on.
+/// A joined peer whose queues are in reset. If the other side's queue were not in reset, it would take the next
+/// packet for an old one. So both sides exchange their new descriptions, which prove that they have reset, before
+/// either continues.
 #[derive(Debug)]
 pub struct ResetPeer(Peer);
 
@@ -394,8 +389,8 @@ impl ResetPeer {
         self.0.own.clone()
     }
 
-    /// Connects the queues with the same ones of the peer as before, whose description since its own reset
-    /// this is.
+    /// Connects the queues with the same ones of the peer as before. The description must be the peer's since its
+    /// own reset.
     ///
     /// # Errors
     /// [`PeerError`], also when the peer is not where it was or has not been reset; everything is then
@@ -433,7 +428,7 @@ fn connect(
 /// A random packet number other than `former`.
 fn fresh_psn(former: Option<u32>) -> Result<u32, PeerError> {
     let mut bytes = [0_u8; 4];
-    // SAFETY: room for so many bytes.
+    // SAFETY: room for this number of bytes.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if usize::try_from(got) != Ok(bytes.len()) {
         return Err(PeerError::Random(io::Error::last_os_error()));

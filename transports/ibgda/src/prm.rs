@@ -2,7 +2,7 @@
 //!
 //! Names and places of the fields are those of `mlx5_ifc.h` (Linux, rdma-core's mlx5 provider). A place
 //! is a bit's distance from the first bit of the first byte; a field's most significant bit comes
-//! first. Whether a firmware takes these commands is *not yet run on a ConnectX*; `tests/control.rs`
+//! first. Whether a firmware takes these commands is *not yet run on a ConnectX*; `tests/it/control.rs`
 //! decodes them with a second transcription of the same tables.
 
 use thiserror::Error;
@@ -20,7 +20,7 @@ pub const TRANSITION_BYTES: usize = 272;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{command} was refused with status {status:#04x} ({}), syndrome {syndrome:#010x}", status_name(*.status))]
 pub struct Refused {
-    /// Which.
+    /// Name of the command.
     pub command: &'static str,
     /// Class of the error.
     pub status: u8,
@@ -41,10 +41,10 @@ pub enum CapabilityKind {
     Roce,
 }
 
-/// What of `cmd_hca_cap` is used.
+/// The fields of `cmd_hca_cap` that this crate uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GeneralCapabilities {
-    /// Must be 1: completions carry what our poller reads.
+    /// Must be 1: completions then have the fields that our poller reads.
     pub cqe_version: u8,
     /// Logarithm of the bytes of a BlueFlame register.
     pub log_bf_reg_bytes: u8,
@@ -54,7 +54,7 @@ pub struct GeneralCapabilities {
     pub has_general_2: bool,
 }
 
-/// What of `atomic_caps` is used.
+/// The fields of `atomic_caps` that this crate uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AtomicCapabilities {
     /// Bit 0 compare-and-swap, 1 fetch-add, 2 masked compare-and-swap, 3 masked fetch-add.
@@ -63,7 +63,7 @@ pub struct AtomicCapabilities {
     pub sizes_bytes: u16,
 }
 
-/// Where a completion queue lies.
+/// Memory of a completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompletionQueueSpec {
     /// Logarithm of its entries.
@@ -84,7 +84,7 @@ pub struct CompletionQueueSpec {
     pub eqn: u32,
 }
 
-/// Where a queue pair lies.
+/// Memory of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuePairSpec {
     /// Protection domain.
@@ -107,7 +107,7 @@ pub struct QueuePairSpec {
     pub has_send_record: bool,
     /// Page of doorbell registers.
     pub uar_page: u32,
-    /// Comes back in completions.
+    /// User index, returned in completions.
     pub user_index: u32,
 }
 
@@ -120,7 +120,7 @@ pub struct ReceiveSpec {
     pub cqn: u32,
 }
 
-/// The way to the peer's queue pair.
+/// The route to the peer's queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PathSpec {
     /// `IBV_MTU_*`
@@ -143,7 +143,7 @@ pub struct PathSpec {
     pub service_level: u8,
 }
 
-/// The part of the way that differs by link.
+/// The part of the route that differs by link layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkSpec {
     /// Within a subnet.
@@ -167,7 +167,7 @@ pub enum LinkSpec {
 pub struct RetrySpec {
     /// Local acknowledgement timeout, 4.096 µs × 2^n.
     pub ack_timeout: u8,
-    /// Retries of a packet that nobody acknowledges, at most 7.
+    /// Retries of an unacknowledged packet, at most 7.
     pub retries: u8,
     /// Retries after receiver-not-ready; 7 is for ever.
     pub rnr_retries: u8,
@@ -414,7 +414,7 @@ const fn status_name(status: u8) -> &'static str {
     }
 }
 
-/// Where the doorbell of queue pairs without a record for requests lies in its page of registers.
+/// Offset of the doorbell in its page of registers, for queue pairs without a record for requests.
 pub const REGISTER_ALONE_OFFSET: usize = 0x600;
 /// First bit of the capabilities in their answer.
 const CAPABILITY_BITS: usize = 0x80;

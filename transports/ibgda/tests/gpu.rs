@@ -1,5 +1,5 @@
-//! Memory of GPUs, as NICs and posters are given it. What only a driver can do (a descriptor of its pages, a
-//! NIC's register mapped into the GPU) GPUs in software refuse, which is what errors are tested by.
+//! Memory of GPUs, as NICs and posters get it. GPUs in software refuse operations that only a driver can do: a
+//! descriptor of its pages, a NIC's register mapped into the GPU. The tests of errors use that.
 
 #[path = "gpu/memory.rs"]
 mod memory;
@@ -10,13 +10,15 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
-use ibgda::nic::{RegisteredBy, Rights};
-use ibgda::{GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState};
+use switchyard_ibgda::access::{Access, AccessError, HostRange, Mapping, SharedMemory, Space};
+use switchyard_ibgda::nic::{RegistrationMethod, Rights};
+use switchyard_ibgda::{
+    GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath,
+};
 
 /// Alignment of queues, and the pieces that descriptors need.
 const ALIGN_BYTES: u64 = 64 << 10;
@@ -43,7 +45,7 @@ fn a_gpus_memory_without_a_descriptor_goes_by_its_address_or_says_why_not() {
         // SAFETY: the registration is dropped before the memory.
         unsafe { nic.register_gpu(memory.address(), 4096, memory.dma_buf(), Rights::Peer) }
     };
-    assert_eq!(register().unwrap().by(), RegisteredBy::PeerMemory);
+    assert_eq!(register().unwrap().by(), RegistrationMethod::PeerMemory);
     mock.change(|state| *state = MockState { num_failures: 0, ..*state });
     let text = register().unwrap_err().to_string();
     for part in [
@@ -91,7 +93,7 @@ fn a_peer_whose_doorbell_is_refused_leaves_nothing_behind() {
     }
 }
 
-/// Kernels count in their GPU's memory, and leave an error where the host looks, too.
+/// Kernels count in their GPU's memory, and report an error in the host's memory, too.
 #[test]
 fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
     const ERROR: u64 = 0x0000_1234_0000_0503;
@@ -114,7 +116,9 @@ fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
         let handle = one.queues()[1].handle();
         let is_on_gpu = |address| gpu.is_registered(DevicePtr(address));
         let is_elsewhere = |address| self::gpu(5).is_registered(DevicePtr(address));
-        for (address, is_near) in [(handle.state, true), (handle.told, false), (handle.sq, false)] {
+        for (address, is_near) in
+            [(handle.state, true), (handle.host_error, false), (handle.sq, false)]
+        {
             assert!(is_on_gpu(address) && is_elsewhere(address) != is_near, "{handle:x?}");
         }
         let word = |address: u64| {
@@ -131,10 +135,10 @@ fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
         word(reserved).store(70_000, Ordering::Relaxed);
         word(counted).store(ERROR, Ordering::Relaxed);
         assert_eq!(errors(), [0, 0], "the host asks no GPU");
-        word(handle.told).store(ERROR, Ordering::Release);
+        word(handle.host_error).store(ERROR, Ordering::Release);
         assert_eq!(errors(), [0, ERROR]);
         let reset = one.reset().unwrap();
-        for address in [reserved, counted, handle.told] {
+        for address in [reserved, counted, handle.host_error] {
             assert_eq!(word(address).load(Ordering::Relaxed), 0, "{path:?} {address:x}");
         }
         drop((reset, other, nic));
@@ -159,14 +163,14 @@ fn a_gpu_without_room_for_counts_has_them_with_the_queues() {
     let [one, other] = [open(), open()];
     let one = one.join(&other.description()).unwrap();
     let handle = one.queues()[0].handle();
-    assert_eq!(handle.told, 0);
+    assert_eq!(handle.host_error, 0);
     assert!(handle.state != 0 && handle.state + 1024 == handle.scratch, "one piece: {handle:x?}");
     assert_eq!(one.queues()[0].error().unwrap(), 0);
     drop((one, other, nic));
     mock.settle();
 }
 
-/// Memory of the host, and counts of whoever has none left.
+/// Memory of the host, with counts from an allocator that has none left.
 #[derive(Debug)]
 struct Crowded {
     beside: Option<Box<Self>>,
@@ -194,7 +198,7 @@ impl Access for Crowded {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }
@@ -218,13 +222,13 @@ impl Access for MixedAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }
 }
 
-/// Slots, mirror, states, queues and their table share what the driver gives at least.
+/// Slots, mirror, states, queues and their table share the driver's smallest allocation.
 #[test]
 fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
     const PIECE_BYTES: u64 = 2 << 20;
@@ -257,7 +261,7 @@ fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
         let peers = [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()];
         assert_eq!(free_bytes - gpu.free_bytes().unwrap(), taken);
 
-        // Nobody has a byte of somebody else's.
+        // No piece overlaps another.
         let peer = &peers[0];
         let mut parts = vec![
             (peer.slot().address(), slot_bytes as u64),
@@ -267,7 +271,7 @@ fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
                 (num_queues * size_of::<QueueHandle>()) as u64,
             ),
         ];
-        for handle in peer.queues().iter().map(ibgda::queue::Queue::handle) {
+        for handle in peer.queues().iter().map(switchyard_ibgda::queue::Queue::handle) {
             parts.push((handle.state, handle.scratch + 8 - handle.state));
             assert!(handle.state.is_multiple_of(4096));
             if path == QueuePath::Devx {

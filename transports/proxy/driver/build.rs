@@ -1,5 +1,5 @@
-//! Compiles `driver.cpp` against the device headers, and `produce.cpp`, whose warps are fibres. Without a
-//! C++ compiler nothing is compiled, and the tests say that they were skipped.
+//! Compiles `driver.cpp` against the device headers, and `produce.cpp` with fibres as warps. Without a C++
+//! compiler nothing is compiled, and the tests report that they were skipped.
 
 use std::path::PathBuf;
 

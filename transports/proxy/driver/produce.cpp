@@ -1,4 +1,5 @@
-// The producers' kernel with fibres for threads: what a GPU in software runs. Compiled with simt.hpp in front.
+// The producers' kernel with fibres for threads, for a GPU in software. Compiled with simt.hpp in
+// front.
 #include "switchyard/impls/proxy.cuh"
 
 extern "C" void sy_proxy_test_produce(const sy_proxy_produce_params* params) {

@@ -42,18 +42,18 @@ pub struct RawCommand {
     pub second: u64,
 }
 
-/// `sy_proxy_lane_words`: what the thread tells those who post.
+/// `sy_proxy_lane_words`: the thread's report to the posters.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct LaneWords {
     /// Commands that are over.
     pub completed: u64,
-    /// 0, or why the lane is out of service.
+    /// 0, or the reason why the lane is out of service.
     pub error: u64,
     pad: [u64; 14],
 }
 
-/// `sy_proxy_lane_state`: what those who post share.
+/// `sy_proxy_lane_state`: the shared state of posters.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct LaneState {
@@ -62,13 +62,13 @@ pub struct LaneState {
     /// Number behind the last quiet that was posted without waiting for it.
     pub asked: u64,
     pad0: [u64; 14],
-    /// `completed` as somebody read it last.
+    /// `completed` as the last poster read it.
     pub seen: u64,
     pad1: [u64; 15],
     /// 0, or the status that took the lane out of service at this end.
     pub error: u64,
-    /// When somebody who waits for something else last looked at the words.
-    pub looked: u64,
+    /// Time of the last read of the words by a poster that waits for something else.
+    pub polled_at: u64,
     pad2: [u64; 14],
 }
 
@@ -84,7 +84,7 @@ pub struct LaneHandle {
     pub state: u64,
     /// The ring has `1 << depth_shift` cells.
     pub depth_shift: u32,
-    /// Commands in flight at most.
+    /// Limit of commands in flight.
     pub budget: u32,
 }
 
@@ -94,7 +94,7 @@ pub struct LaneHandle {
 pub struct PeerHandle {
     /// Address of [`LaneHandle`]s.
     pub lanes: u64,
-    /// Local copy of the slot, where kernels store what they then put.
+    /// Local copy of the slot, where kernels store data before they put it.
     pub mirror: u64,
     /// Bytes of the slot and of the mirror.
     pub slot_bytes: u64,
@@ -102,21 +102,21 @@ pub struct PeerHandle {
     pub error: u64,
     /// 0, or address of a word in mapped memory: bit `peer` ends every wait.
     pub abort_mask: u64,
-    /// Of a single wait.
+    /// Bound of a single wait.
     pub timeout_ns: u64,
     /// Lanes.
     pub num_lanes: u32,
     /// Window that the commands name.
     pub window: u32,
-    /// For error words and the abort mask.
+    /// Identifies the peer in error words and the abort mask.
     pub peer: u32,
     /// [`VERSION`]
     pub version: u32,
 }
 
 impl PeerHandle {
-    /// What is wrong with a peer, in the words of `sy_proxy_check_peer`, which `tests/lanes.rs` compares
-    /// with this: kernels divide by its number of lanes, and commands have 32 bits for an offset.
+    /// Finds an error in a peer, in the words of `sy_proxy_check_peer`; `tests/it/lanes.rs` compares both. Kernels
+    /// divide by its number of lanes, and commands have 32 bits for an offset.
     #[must_use]
     pub fn check(&self) -> Option<&'static str> {
         let is_at = |address: u64, multiple: u64| address != 0 && address.is_multiple_of(multiple);
@@ -136,7 +136,7 @@ impl PeerHandle {
     }
 }
 
-/// `SY_PROXY_*`: what a call of a device function returns.
+/// `SY_PROXY_*`: results of device functions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "described in the header, under these names")]
@@ -151,7 +151,7 @@ pub enum Status {
 
 const _: () = assert!(size_of::<RawCommand>() == 16 && align_of::<RawCommand>() == 16);
 const _: () = assert!(size_of::<LaneWords>() == 128 && offset_of!(LaneWords, error) == 8);
-const _: () = assert!(size_of::<LaneState>() == 384 && offset_of!(LaneState, looked) == 264);
+const _: () = assert!(size_of::<LaneState>() == 384 && offset_of!(LaneState, polled_at) == 264);
 const _: () = assert!(offset_of!(LaneState, seen) == 128 && offset_of!(LaneState, error) == 256);
 const _: () = assert!(size_of::<LaneHandle>() == 32 && offset_of!(LaneHandle, budget) == 28);
 const _: () = assert!(size_of::<PeerHandle>() == 64 && offset_of!(PeerHandle, num_lanes) == 48);

@@ -1,16 +1,16 @@
-//! What a thread does while it finds nothing: it looks again at once for a while, then sleeps longer and
-//! longer. A GPU can ring no bell, so even the longest sleep has to be short.
+//! Backoff of an idle thread: it polls without a pause for a while, then sleeps for longer and longer times. A GPU
+//! has no doorbell to wake it, so even the longest sleep has to be short.
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// How an idle thread looks for commands.
+/// Polling policy of an idle thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdlePolicy {
-    /// How long it looks without a pause.
+    /// Time of polling without a pause.
     pub spin: Duration,
-    /// Longest pause, after a second of silence: what the first command then may wait.
+    /// Longest pause, after a second of silence: the longest delay of the next command.
     pub max_sleep: Duration,
 }
 
@@ -20,7 +20,7 @@ impl Default for IdlePolicy {
     }
 }
 
-/// The state of one thread's patience.
+/// Backoff state of one thread.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     policy: IdlePolicy,
@@ -28,7 +28,7 @@ pub(crate) struct Backoff {
     num_looks: u32,
 }
 
-/// How others end a thread's sleep.
+/// Wakes a sleeping thread.
 #[derive(Debug)]
 pub(crate) struct Bell {
     sleeps: AtomicBool,
@@ -40,21 +40,22 @@ impl Backoff {
         Self { policy, idle_since: None, num_looks: 0 }
     }
 
-    /// There was something to do.
+    /// Called when there was work.
     pub(crate) const fn reset(&mut self) {
         self.idle_since = None;
         self.num_looks = 0;
     }
 
-    /// Whether it may soon have something to do again, and pauses for a millisecond at most.
+    /// Whether work is expected soon, so that pauses are at most a millisecond.
     pub(crate) fn is_attentive(&self) -> bool {
         self.idle_since.is_none_or(|since| since.elapsed() < ATTENTIVE)
     }
 
-    /// Pauses as fits. `sleep` is called when the thread may sleep so long; it looks once more first.
+    /// Pauses according to the policy. Calls `sleep` when the thread may sleep for that time; `sleep` polls once
+    /// more first.
     pub(crate) fn pause(&mut self, longest: Duration, sleep: impl FnOnce(Duration)) {
         self.num_looks = self.num_looks.wrapping_add(1);
-        // A look at the clock costs as much as a look at a few lanes.
+        // A read of the clock costs as much as polling a few lanes.
         if self.idle_since.is_some() && !self.num_looks.is_multiple_of(LOOKS_PER_CLOCK) {
             std::hint::spin_loop();
             return;
@@ -62,7 +63,7 @@ impl Backoff {
         let now = Instant::now();
         let idle = now - *self.idle_since.get_or_insert(now);
         if idle < self.policy.spin {
-            // On hosts with few cores somebody else may have to run before there is anything to do.
+            // On hosts with few cores another thread may have to run before there is work.
             std::thread::yield_now();
             return;
         }
@@ -78,11 +79,11 @@ impl Bell {
         Self { sleeps: AtomicBool::new(false), rung: AtomicBool::new(false) }
     }
 
-    /// Wakes the thread if it sleeps. Called after whatever it is to find.
+    /// Wakes the thread if it sleeps. Called after the work for it is visible.
     #[inline]
     pub(crate) fn ring_with(&self, thread: impl FnOnce() -> Option<Thread>) {
-        // The pattern of SYNC POINT `waiting`: either this sees the sleeper, or the sleeper's last look
-        // sees what was done before.
+        // The pattern of SYNC POINT `waiting`: either this sees the sleeper, or the sleeper's last poll sees the
+        // work.
         fence(Ordering::SeqCst);
         if self.sleeps.load(Ordering::Relaxed) {
             self.rung.store(true, Ordering::Release);
@@ -92,7 +93,7 @@ impl Bell {
         }
     }
 
-    /// Sleeps for `pause`, unless `has_work` after the bell can be heard.
+    /// Sleeps for `pause`, unless `has_work` returns true after the bell was armed.
     pub(crate) fn sleep(&self, pause: Duration, has_work: impl FnOnce() -> bool) {
         self.sleeps.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -104,7 +105,7 @@ impl Bell {
     }
 }
 
-/// How long nothing has been over, as this thread saw it.
+/// Time without a finished command, as this thread saw it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience {
     looked_at: Instant,
@@ -116,8 +117,8 @@ impl Patience {
         Self { looked_at: Instant::now(), waited: Duration::ZERO }
     }
 
-    /// Counts the time since the last look, `most` of it: a host that stood still, or a thread that was
-    /// kept from running, has seen nothing meanwhile.
+    /// Counts the time since the last poll, at most `most` of it: a stopped host, or a thread without a processor,
+    /// has seen nothing meanwhile.
     pub(crate) fn count(&mut self, most: Duration) -> Duration {
         let now = Instant::now();
         self.waited += (now - self.looked_at).min(most);

@@ -1,8 +1,8 @@
-//! Commands: their bits, and what may be wrong with them.
+//! Commands: their bits, and their possible errors.
 //!
-//! What stands in a lane was written by a kernel, or by whatever else reaches that memory. It is copied
-//! once, decoded from the copy, and every field is checked here or against the peer's limits before
-//! anything is done.
+//! A kernel writes the cells of a lane, but other code that reaches the memory may write them, too. A cell is
+//! copied once and decoded from the copy. Every field is checked here or against the peer's limits before the
+//! command is executed.
 
 use thiserror::Error;
 
@@ -10,7 +10,7 @@ use crate::abi::{
     MAX_BYTES, OFFSET_SHIFT, OPCODE_SHIFT, RawCommand, SOURCE_SHIFT, VALUE_SHIFT, WINDOW_SHIFT,
 };
 
-/// What a command asks for.
+/// Operation of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Opcode {
@@ -22,13 +22,13 @@ pub enum Opcode {
     Add = 3,
     /// Sets a 64-bit word of the peer that only this side writes, likewise.
     Signal = 4,
-    /// Is over when everything before it has reached the peer's memory.
+    /// Is over when all earlier operations have reached the peer's memory.
     Quiet = 5,
-    /// Orders everything before ahead of everything after.
+    /// Orders all earlier operations before all later ones.
     Fence = 6,
-    /// Wakes whoever sleeps on the word.
+    /// Wakes the thread that sleeps on the word.
     Wake = 7,
-    /// Nothing, in its turn.
+    /// Does nothing, in its turn.
     Nop = 8,
 }
 
@@ -51,9 +51,9 @@ impl Opcode {
 /// A command, decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Command {
-    /// What to do.
+    /// The operation.
     pub opcode: Opcode,
-    /// Where at the peer: 0 is its slot.
+    /// Target at the peer: 0 is its slot.
     pub window: u8,
     /// Region of this side that is read or written.
     pub source: u16,
@@ -63,42 +63,32 @@ pub struct Command {
     pub num_bytes: u32,
     /// Offset in the source, bytes.
     pub source_offset: u32,
-    /// Of an add or signal.
+    /// Value of an add or signal.
     pub value: u64,
 }
 
-/// What is wrong with a command. The codes are `SY_PROXY_ERROR_*`.
+/// Error of a command. The codes are `SY_PROXY_ERROR_*`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum BadCommand {
     /// No such opcode.
     #[error("opcode {opcode} is unknown: expected 1 to 8")]
-    Opcode {
-        /// Found.
-        opcode: u8,
-    },
+    Opcode { opcode: u8 },
     /// No such window.
     #[error("window {window} is unknown: the peer has {num_windows}")]
     Window {
-        /// Found.
         window: u8,
         /// Windows of the peer.
         num_windows: usize,
     },
     /// No such source.
     #[error("source {source_idx} is unknown: {num_sources} are registered")]
-    Source {
-        /// Found.
-        source_idx: u16,
-        /// Registered ones.
-        num_sources: usize,
-    },
+    Source { source_idx: u16, num_sources: usize },
     /// Beyond the peer's memory.
     #[error("{num_bytes} bytes at offset {offset} leave the peer's window of {window_bytes} bytes")]
     RemoteRange {
-        /// First byte.
         offset: u32,
-        /// Bytes.
         num_bytes: u32,
         /// Bytes of the window.
         window_bytes: u64,
@@ -108,45 +98,29 @@ pub enum BadCommand {
         "{num_bytes} bytes at offset {offset} leave source {source_idx} of {source_bytes} bytes"
     )]
     SourceRange {
-        /// Which.
+        /// Name of the field.
         source_idx: u16,
-        /// First byte.
         offset: u32,
-        /// Bytes.
         num_bytes: u32,
         /// Bytes of the source.
         source_bytes: u64,
     },
     /// A word that is not aligned.
     #[error("the word at offset {offset} is not aligned to 8 bytes")]
-    Misaligned {
-        /// Found.
-        offset: u32,
-    },
+    Misaligned { offset: u32 },
     /// A command of another lap.
     #[error(
         "the cell holds lap {found}, expected {expected} or the one before: written out of turn, or over an unread command"
     )]
-    Lap {
-        /// Found.
-        found: u8,
-        /// Expected.
-        expected: u8,
-    },
+    Lap { found: u8, expected: u8 },
     /// Bits that must be zero.
     #[error("bits that must be 0 are set: {first:#018x}, {second:#018x}")]
-    Reserved {
-        /// First word.
-        first: u64,
-        /// Second word.
-        second: u64,
-    },
-    /// The window cannot do that.
+    Reserved { first: u64, second: u64 },
+    /// The window does not support the operation.
     #[error("window {window} does not take {opcode:?}")]
     Unsupported {
-        /// Which.
+        /// Name of the field.
         window: u8,
-        /// Asked for.
         opcode: Opcode,
     },
 }
@@ -189,12 +163,12 @@ pub const fn lap_of(index: u64, depth_shift: u32) -> u8 {
     ((index >> depth_shift) + 1) as u8
 }
 
-/// What stands in a cell when the command of lap `lap` is due there.
+/// Content of a cell when the command of lap `lap` is due there.
 #[inline]
-pub fn look(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
+pub fn decode_cell(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
     let found = raw.first as u8;
     if found != lap {
-        // The lap before is what was here last.
+        // The last content is of the lap before.
         return if found == lap.wrapping_sub(1) {
             Ok(None)
         } else {
@@ -202,14 +176,14 @@ pub fn look(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
         };
     }
     if (raw.second ^ u64::from(lap)) & 1 != 0 {
-        // The other half is still on its way.
+        // The other half is still under way.
         return Ok(None);
     }
     Command::decode(raw).map(Some)
 }
 
 impl Command {
-    /// A command with everything else 0.
+    /// A command with all other fields 0.
     #[must_use]
     pub const fn new(opcode: Opcode) -> Self {
         Self { opcode, window: 0, source: 0, offset: 0, num_bytes: 0, source_offset: 0, value: 0 }
@@ -314,8 +288,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(command in commands(), lap: u8) {
-            prop_assert_eq!(look(command.encode(lap), lap), Ok(Some(command)));
-            // Half of it over half of the lap before is no command, whichever half.
+            prop_assert_eq!(decode_cell(command.encode(lap), lap), Ok(Some(command)));
+            // Half of a command beside half of the lap before is no command, whichever half it is.
             let before = Command::word(Opcode::Add, 8, u64::MAX).encode(lap.wrapping_sub(1));
             let new = command.encode(lap);
             let halves = [
@@ -323,14 +297,14 @@ mod tests {
                 RawCommand { second: new.second, ..before },
             ];
             for half in halves {
-                prop_assert_eq!(look(half, lap), Ok(None));
+                prop_assert_eq!(decode_cell(half, lap), Ok(None));
             }
         }
 
         #[test]
         fn any_bits_are_a_command_or_named(first: u64, second: u64, lap: u8) {
             let raw = RawCommand { first: first & !0xff | u64::from(lap), second };
-            match look(raw, lap) {
+            match decode_cell(raw, lap) {
                 Ok(Some(command)) => prop_assert_eq!(command.encode(lap), raw),
                 Ok(None) => prop_assert_ne!((second ^ u64::from(lap)) & 1, 0),
                 Err(error) => {
@@ -343,11 +317,11 @@ mod tests {
 
     #[test]
     fn zeroed_memory_holds_no_command() {
-        assert_eq!(look(RawCommand::default(), lap_of(0, 4)), Ok(None));
+        assert_eq!(decode_cell(RawCommand::default(), lap_of(0, 4)), Ok(None));
         assert_eq!(lap_of(15, 4), 1);
         assert_eq!(lap_of(16, 4), 2);
         assert_eq!(lap_of(255 * 16, 4), 0);
-        let error = look(RawCommand { first: 5, second: 1 }, 3);
+        let error = decode_cell(RawCommand { first: 5, second: 1 }, 3);
         assert_eq!(error, Err(BadCommand::Lap { found: 5, expected: 3 }));
     }
 }

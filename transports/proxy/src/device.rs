@@ -1,20 +1,20 @@
-//! Slots of GPUs over any network of the handshake: kernels reach the peer through lanes of a proxy, so
-//! that a client and a server need neither one host nor a NIC that a GPU can drive.
+//! Slots of GPUs over any network of the handshake. Kernels reach the peer through lanes of a proxy, so a client
+//! and a server need neither a common host nor a NIC that a GPU can drive.
 //!
 //! ```text
 //!   kernels ── store ──▶ mirror ── put ─▶ ┐                      ┌ ─▶ slot ◀── read ── kernels
 //!           ── commands ─▶ lanes ─ thread ┴─ network ───────────▶┘
 //! ```
 //!
-//! Mirror, lanes and slot lie in page-locked memory of the host, which the network reads and writes, and
-//! which kernels reach over the bus. The first lanes are the kernels', of the two behind them one is for
-//! signs of life and one for whoever drives the connection from the host.
+//! Mirror, lanes and slot lie in page-locked memory of the host, which the network reads and writes, and which
+//! kernels reach over the bus. The first lanes are the kernels'. Two lanes follow: one for signs of life, and one
+//! for the thread that drives the connection from the host.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kernels::abi::{DevicePtr, ErrorWord, Link, WAY_PROXY};
+use kernels::abi::{DevicePtr, ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
 use p2p_core::device::{DeviceMemory, DeviceSlots};
@@ -27,18 +27,18 @@ use crate::gpu::{self, GpuPoster, GpuPosterError};
 use crate::host::PosterConfig;
 use crate::lane::{LaneConfig, Poster};
 use crate::locality::Device;
-use crate::network::{Behind, HalfOpen};
+use crate::network::{HalfOpen, ProxyBackend};
 use crate::threads::{Proxy, ProxyConfig, ProxyError, ProxyPeer, STALL_LIMIT};
 
-/// A network whose slots kernels reach through a proxy. Host slots it opens as they are.
+/// A network whose slots kernels reach through a proxy. Host slots are opened unchanged.
 #[derive(Debug)]
-pub struct DeviceNetwork(Behind);
+pub struct DeviceNetwork(ProxyBackend);
 
 impl DeviceNetwork {
-    /// Puts `proxy` between kernels and `inner`. `lanes` is what kernels get per peer, 254 lanes at most.
+    /// Puts `proxy` between kernels and `inner`. `lanes` is the kernels' share per peer, 254 lanes at most.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
-        Self(Behind::new(inner, proxy, lanes))
+        Self(ProxyBackend::new(inner, proxy, lanes))
     }
 
     /// The proxy.
@@ -77,8 +77,8 @@ impl Network for DeviceNetwork {
     }
 }
 
-/// What a process with a GPU offers to its peers: transports within the host as they are, and networks
-/// through the threads of one proxy, which is started for the first of them, next to it and to the GPU.
+/// Transports that a process with a GPU offers to its peers: those within the host unchanged, and networks through
+/// the threads of one proxy. The proxy is started for the first network, next to it and to the GPU.
 #[derive(Debug, Default)]
 pub struct DeviceTransports {
     gpu: Option<Device>,
@@ -88,7 +88,7 @@ pub struct DeviceTransports {
 }
 
 impl DeviceTransports {
-    /// For the kernels of `gpu`, with so many threads where there is a network: see [`Placement::shared`].
+    /// For the kernels of `gpu`, with this number of threads where there is a network: see [`Placement::shared`].
     ///
     /// [`Placement::shared`]: crate::Placement::shared
     #[must_use]
@@ -97,7 +97,8 @@ impl DeviceTransports {
         Self { gpu, num_threads, ..Self::default() }
     }
 
-    /// `transports` for device slots. Without a network these are all that there are within a host.
+    /// Returns `transports` with networks that carry device slots, through the proxy where they do not by themselves.
+    /// Without a network these are the transports within a host.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -131,7 +132,7 @@ impl DeviceTransports {
         Proxy::start(&config)
     }
 
-    /// Whether kernels have to know of ways beside direct stores.
+    /// Whether kernels need other paths besides direct stores.
     #[must_use]
     pub const fn has_networks(&self) -> bool {
         self.has_networks
@@ -143,7 +144,7 @@ impl DeviceTransports {
         self.proxy.as_ref()
     }
 
-    /// To be called where kernels are launched: see [`Proxy::expect_work`].
+    /// Called where kernels are launched: see [`Proxy::expect_work`].
     #[inline]
     pub fn expect_work(&self) {
         if let Some(proxy) = &self.proxy {
@@ -189,16 +190,16 @@ impl OpenSide for Side {
     }
 }
 
-/// What kernels and the proxy's thread share for one peer.
+/// Shared state of kernels and the proxy's thread for one peer.
 #[derive(Debug)]
 struct Memory {
     lanes: crate::lane::Lanes,
     poster: GpuPoster,
     mirror_at: DevicePtr,
     mirror: Region,
-    /// What ends waits of kernels, and their [`ErrorWord`].
+    /// The word that ends waits of kernels, and their [`ErrorWord`].
     waits: Arc<GpuBuffer>,
-    /// The slot as the GPU reaches it. Goes before the slot.
+    /// The slot as the GPU reaches it. Dropped before the slot.
     own: GpuBuffer,
     _slot: Region,
 }
@@ -217,7 +218,8 @@ impl Memory {
             // The bit of the word that ends waits: every peer has a word of its own.
             peer: 0,
             timeout_ns: WAIT_LIMIT.as_nanos() as u64,
-            // What the thread finds wrong is told by the lane itself; what kernels find, by this alone.
+            // The lane itself reports errors that the thread finds; this word alone reports those that kernels
+            // find.
             error: waits.ptr().0 + ERROR_OFFSET as u64,
             abort_mask: waits.ptr().0,
         };
@@ -228,7 +230,7 @@ impl Memory {
 }
 
 impl Memory {
-    /// What took a lane out of service at the kernels' end.
+    /// The error that took a lane out of service at the kernels' end.
     fn fault(&self) -> Option<ErrorWord> {
         let host = self.waits.host()?;
         // SAFETY: aligned memory of a page, alive as long as `self`; only kernels write it.
@@ -243,14 +245,14 @@ impl Memory {
 
 /// Lets a GPU reach a slot.
 fn register(gpu: &Gpu, slot: &Region) -> Result<GpuBuffer, GpuError> {
-    // SAFETY: whoever gets the result keeps the slot as long.
+    // SAFETY: the owner of the result keeps the slot as long.
     unsafe { gpu.register_host(slot.as_ptr(), slot.len() as u64, false) }
 }
 
 #[derive(Debug)]
 struct Slots {
-    /// The endpoint of the channel has it, too. Until the last of them has gone, the thread carries what was
-    /// posted: its port keeps mirror and lanes for itself, and the endpoint the slot.
+    /// Shared with the endpoint of the channel. Until the last owner is gone, the thread executes posted commands:
+    /// its port keeps mirror and lanes, and the endpoint keeps the slot.
     peer: Arc<ProxyPeer>,
     words: Mutex<Poster>,
     memory: Memory,
@@ -263,7 +265,7 @@ impl RemoteSlots for Slots {
 
     fn link(&self) -> Link {
         let (window, context) = (self.memory.mirror_at, self.memory.poster.address().0);
-        Link { window, context, way: WAY_PROXY, reserved: 0 }
+        Link { window, context, path: PATH_PROXY, reserved: 0 }
     }
 
     fn waits(&self) -> KernelWaits {
@@ -273,8 +275,8 @@ impl RemoteSlots for Slots {
     fn show_life(&self, offset: u64) -> Result<(), PathError> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         check(&words, "show_life").map_err(|error| PathError::new(&error))?;
-        // One at a time: a quiet is over when for a moment nothing is under way, which would never be where the
-        // way takes longer than the time between two signs. The one that is under way shows as much.
+        // One at a time: a quiet is over when for a moment nothing is under way. That would never happen where the
+        // path takes longer than the time between two signs. The one that is under way suffices as a sign.
         if words.completed() < words.posted() {
             return Ok(());
         }
@@ -318,17 +320,17 @@ fn check(lane: &Poster, op: &'static str) -> Result<(), PostError> {
     }
 }
 
-/// Of a peer. All commands in flight are fewer than what libfabric keeps back for a peer that takes nothing,
-/// so that a frozen one does not hold up the thread that serves others, too.
+/// Commands in flight of a peer. All together are fewer than libfabric queues for a peer that takes nothing, so
+/// that a frozen peer does not block the thread, which serves others, too.
 const LANES: LaneConfig = LaneConfig { num_lanes: 8, depth: 128, budget: 96 };
 /// Lanes behind those of the kernels: for signs of life, and for the host's endpoint.
 const HOST_LANES: u32 = 2;
 const PAGE: u64 = 4096;
-/// Of the [`ErrorWord`] in the page whose first word ends waits.
+/// Offset of the [`ErrorWord`] in the page whose first word ends waits.
 const ERROR_OFFSET: usize = 64;
 
-/// Longest wait of a kernel for room, or for the peer to have everything: longer than the thread lets a peer
-/// stall, so that it ends by itself only where the peer moves too slowly. Behind it the peer counts as failed.
+/// Longest wait of a kernel for room, or for the peer to have everything. It exceeds the time that the thread lets a
+/// peer stall, so it expires only where the peer moves too slowly. The peer then counts as failed.
 pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
 
 const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);

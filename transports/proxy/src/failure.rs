@@ -1,4 +1,4 @@
-//! What went wrong with a peer's commands, for whoever manages the peer.
+//! Failures of a peer's commands, for the peer's manager.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,7 +10,7 @@ use crate::command::{BadCommand, ERROR_CLOSED, ERROR_POST, ERROR_STALLED, Opcode
 #[cfg(feature = "relay")]
 use crate::relay::RelayError;
 
-/// A command was not carried out. Its lane, or the whole peer, is out of service.
+/// A command was not executed. Its lane, or the whole peer, is out of service.
 #[derive(Debug, Error)]
 #[error("peer {peer}, lane {lane}, command {index}: {cause}")]
 pub struct Failure {
@@ -24,17 +24,17 @@ pub struct Failure {
     pub cause: Cause,
 }
 
-/// Why a command was not carried out.
+/// Cause of a failed command.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum Cause {
-    /// The command makes no sense. Its lane is out of service.
+    /// The command is invalid. Its lane is out of service.
     #[error(transparent)]
     Command(#[from] BadCommand),
     /// The transport refused it. All lanes of the peer are out of service.
     #[error("{opcode:?}: {source}")]
     Post {
-        /// What was asked for.
         opcode: Opcode,
         /// The transport's answer.
         source: PostError,
@@ -42,13 +42,10 @@ pub enum Cause {
     /// The transport failed with commands under way. All lanes of the peer are out of service.
     #[error("with commands under way: {0}")]
     Transport(PostError),
-    /// Nothing was over for too long. All lanes of the peer are out of service.
+    /// No command finished for too long. All lanes of the peer are out of service.
     #[error("not over {limit_ms} ms after it was taken, and nothing else was meanwhile")]
-    Stalled {
-        /// The limit.
-        limit_ms: u64,
-    },
-    /// The relay at the peer answers nonsense. All lanes of the peer are out of service.
+    Stalled { limit_ms: u64 },
+    /// The relay at the peer sent an invalid answer. All lanes of the peer are out of service.
     #[cfg(feature = "relay")]
     #[error(transparent)]
     Relay(#[from] RelayError),
@@ -67,15 +64,14 @@ impl Cause {
         }
     }
 
-    /// Whether only the lane is concerned.
+    /// Whether only the lane is affected.
     #[must_use]
     pub const fn is_of_lane(&self) -> bool {
         matches!(self, Self::Command(_))
     }
 }
 
-/// What `sy_proxy_lane_words.error` says in words. Where no command is to blame, it names the first that was
-/// not over.
+/// Decodes `sy_proxy_lane_words.error`. Where no command is to blame, it names the first that was not over.
 #[must_use]
 pub fn describe_error(word: u64) -> String {
     let (code, opcode, index) = (word as u8, (word >> 8) as u8, word >> 16);
@@ -101,23 +97,23 @@ pub fn describe_error(word: u64) -> String {
     format!("out of service at command {index} (opcode {opcode}): {what}")
 }
 
-/// What a peer's thread and its owner share.
+/// Shared state of a peer's thread and its owner.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// For reports.
+    /// Identifies the peer in reports.
     pub(crate) peer: u32,
     failures: Mutex<Vec<Failure>>,
-    /// Why each lane is out of service, by its number; the first reason stays. `None`: all of them are.
+    /// Reason why each lane is out of service, by its number; the first reason stays. `None`: all of them are.
     reasons: Mutex<Vec<(Option<u32>, Reason)>>,
     has_failed: AtomicBool,
 }
 
-/// A [`Cause`] that stays when its report is taken.
+/// A [`Cause`] that remains after its report was taken.
 #[derive(Debug)]
 enum Reason {
     Disconnected(&'static str),
     Transport(&'static str, i64, String),
-    /// What has no operation of its own: code and text.
+    /// A failure without an operation: code and text.
     Other(u8, String),
 }
 
@@ -158,7 +154,7 @@ impl Shared {
         }
     }
 
-    /// Why lane `lane` is out of service, as the answer to `op`, as often as it is asked.
+    /// Reason why lane `lane` is out of service, as the error of `op`. Repeated calls return it again.
     pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
         let reasons = self.reasons.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |(whose, _): &&(Option<u32>, Reason)| whose.is_none_or(|idx| idx == lane);
@@ -191,7 +187,7 @@ impl Shared {
     }
 }
 
-/// Reports that are kept.
+/// Limit of kept reports.
 const MAX_FAILURES: usize = 256;
 
 #[cfg(test)]

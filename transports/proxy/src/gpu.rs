@@ -1,5 +1,4 @@
-//! Peers whose posters are kernels: lanes in page-locked memory, what posters share in memory of the
-//! GPU.
+//! Peers whose posters are kernels: lanes in page-locked memory, shared state of posters in memory of the GPU.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use crate::lane::{LaneConfig, LaneError, Lanes, SharedMemory};
 /// Lanes or handles for kernels could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum GpuPosterError {
     /// The GPU refused.
     #[error(transparent)]
@@ -26,26 +26,23 @@ pub enum GpuPosterError {
     Lane(#[from] LaneError),
     /// Page-locked memory that this process cannot address.
     #[error("page-locked memory of {bytes} bytes has no address in this process")]
-    NoAddress {
-        /// Bytes.
-        bytes: u64,
-    },
+    NoAddress { bytes: u64 },
 }
 
 /// Page-locked memory that is freed with its last user.
 #[derive(Debug)]
-struct Pinned {
+struct PageLockedMemory {
     buffer: GpuBuffer,
     ptr: NonNull<u8>,
 }
 
 // SAFETY: an address; the buffer behind it has no thread affinity.
-unsafe impl Send for Pinned {}
+unsafe impl Send for PageLockedMemory {}
 // SAFETY: as above; nothing is changed.
-unsafe impl Sync for Pinned {}
+unsafe impl Sync for PageLockedMemory {}
 
 // SAFETY: the buffer is page-locked memory of this length as long as it lives, on pages of its own.
-unsafe impl SharedMemory for Pinned {
+unsafe impl SharedMemory for PageLockedMemory {
     fn ptr(&self) -> NonNull<u8> {
         self.ptr
     }
@@ -59,7 +56,7 @@ unsafe impl SharedMemory for Pinned {
     }
 }
 
-impl Pinned {
+impl PageLockedMemory {
     fn new(gpu: &Gpu, bytes: u64) -> Result<Arc<Self>, GpuPosterError> {
         let buffer = gpu.alloc_host(bytes)?;
         let ptr = buffer.host().ok_or(GpuPosterError::NoAddress { bytes })?;
@@ -72,7 +69,7 @@ impl Pinned {
 /// # Errors
 /// [`GpuPosterError`].
 pub fn lanes(gpu: &Gpu, config: LaneConfig) -> Result<Lanes, GpuPosterError> {
-    let memory = Pinned::new(gpu, config.bytes()? as u64)?;
+    let memory = PageLockedMemory::new(gpu, config.bytes()? as u64)?;
     Ok(Lanes::new(memory, config)?)
 }
 
@@ -82,14 +79,14 @@ pub fn lanes(gpu: &Gpu, config: LaneConfig) -> Result<Lanes, GpuPosterError> {
 /// # Errors
 /// [`GpuPosterError`].
 pub fn mirror(gpu: &Gpu, bytes: u64) -> Result<(Region, DevicePtr), GpuPosterError> {
-    let memory = Pinned::new(gpu, bytes)?;
+    let memory = PageLockedMemory::new(gpu, bytes)?;
     let (ptr, address) = (memory.ptr.as_ptr(), memory.buffer.ptr());
     // SAFETY: the memory stays as long as its owner.
     let region = unsafe { Region::of_owner(ptr, bytes as usize, memory) };
     Ok((region.ok_or(GpuPosterError::NoAddress { bytes })?, address))
 }
 
-/// What the posters of a peer share on a GPU, and the handle that they are given.
+/// The shared state of a peer's posters on a GPU, and their handle.
 #[derive(Debug)]
 pub struct GpuPoster {
     memory: GpuBuffer,
@@ -130,7 +127,7 @@ impl GpuPoster {
         &self.handle
     }
 
-    /// Where kernels find the handle: `sy_link.context`.
+    /// Address of the handle for kernels: `sy_link.context`.
     #[must_use]
     pub fn address(&self) -> DevicePtr {
         self.memory.ptr().add(self.handle_offset)

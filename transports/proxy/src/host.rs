@@ -6,7 +6,7 @@ use crate::abi::{LaneHandle, LaneState, PeerHandle, VERSION};
 use crate::lane::{LaneError, Lanes};
 use crate::memory;
 
-/// What posters of a peer share, and the handle that they are given.
+/// The shared state of a peer's posters, and their handle.
 #[derive(Debug)]
 pub struct HostPoster {
     handle: PeerHandle,
@@ -15,7 +15,7 @@ pub struct HostPoster {
     _lanes: Lanes,
 }
 
-/// What a peer's posters must know beside its lanes.
+/// Settings of a peer's posters besides its lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PosterConfig {
     /// Address of the mirror, as posters reach it.
@@ -24,9 +24,9 @@ pub struct PosterConfig {
     pub slot_bytes: u64,
     /// Window that commands name.
     pub window: u32,
-    /// For error words and the abort mask.
+    /// Identifies the peer in error words and the abort mask.
     pub peer: u32,
-    /// Of a single wait.
+    /// Bound of a single wait.
     pub timeout_ns: u64,
     /// 0, or address of an error word.
     pub error: u64,
@@ -38,7 +38,7 @@ impl HostPoster {
     /// Posters on `lanes`.
     ///
     /// # Errors
-    /// [`LaneError`]: no memory, or a configuration with which the device functions cannot work.
+    /// [`LaneError`]: no memory, or a configuration that the device functions do not support.
     pub fn new(lanes: &Lanes, config: PosterConfig) -> Result<Self, LaneError> {
         let num_lanes = lanes.config().num_lanes;
         let (handles, states) = sizes(num_lanes);
@@ -52,13 +52,13 @@ impl HostPoster {
         Ok(Self { handle, memory, _lanes: lanes.clone() })
     }
 
-    /// What the device functions take, valid as long as `self`.
+    /// Argument of the device functions, valid as long as `self`.
     #[must_use]
     pub const fn handle(&self) -> &PeerHandle {
         &self.handle
     }
 
-    /// Where handles and states of the lanes are.
+    /// Addresses of the lanes' handles and states.
     #[must_use]
     pub const fn memory(&self) -> &Region {
         &self.memory

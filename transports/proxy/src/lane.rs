@@ -1,11 +1,11 @@
-//! Lanes: rings of commands in memory that a poster and a thread share, both of their ends.
+//! Lanes: rings of commands in memory that a poster and a thread share, with both of their ends.
 //!
 //! ```text
 //! per lane: | words: completed, error | cell 0 | cell 1 | … | cell 2^depth_shift - 1 |
 //! ```
 //!
-//! A cell says itself whether it holds the command that is due: by its lap, in both halves. So there is
-//! no head to publish, nothing to reset, and a torn command is not taken.
+//! A cell shows by its lap, in both halves, whether it holds the due command. So there is no head to publish,
+//! nothing to reset, and a torn command is not taken.
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
@@ -18,7 +18,7 @@ use p2p_core::region::MapError;
 use thiserror::Error;
 
 use crate::abi::{LaneHandle, LaneWords, MAX_DEPTH, MAX_LANES, MIN_DEPTH, RawCommand};
-use crate::command::{BadCommand, Command, lap_of, look};
+use crate::command::{BadCommand, Command, decode_cell, lap_of};
 
 /// Size of the lanes of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,18 +40,17 @@ impl Default for LaneConfig {
 /// Lanes could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum LaneError {
     /// The configuration cannot be used.
     #[error("{what} is {found}: expected {expected}")]
     Config {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
-        /// Its value.
         found: u64,
-        /// What it may be.
         expected: &'static str,
     },
-    /// What posters would be given is of no use to them.
+    /// Posters could not use the handle.
     #[error("the peer cannot be given to posters: {0}")]
     Handle(&'static str),
     /// No memory.
@@ -62,8 +61,7 @@ pub enum LaneError {
 /// Memory of this host that both ends reach, page-locked where one of them is a GPU.
 ///
 /// # Safety
-/// `ptr..ptr+len` stays readable and writable as long as the value lives, begins on a page, and is used
-/// for nothing else.
+/// `ptr..ptr+len` stays readable and writable as long as the value lives, begins on a page, and has no other use.
 pub unsafe trait SharedMemory: Debug + Send + Sync {
     /// First byte.
     fn ptr(&self) -> NonNull<u8>;
@@ -151,7 +149,7 @@ impl Lanes {
         self.config
     }
 
-    /// A lane as posters in C++ are given it; `state` is the address of a zeroed
+    /// Handle of a lane for posters in C++; `state` is the address of a zeroed
     /// [`LaneState`](crate::abi::LaneState).
     #[must_use]
     pub fn handle(&self, lane: u32, state: u64) -> LaneHandle {
@@ -165,7 +163,7 @@ impl Lanes {
         }
     }
 
-    /// The posting end of a lane, for one thread of this process. Nobody else posts on it.
+    /// The posting end of a lane, for one thread of this process. It must be the lane's only poster.
     #[must_use]
     pub fn poster(&self, lane: u32) -> Poster {
         Poster { cells: self.cells(lane), next: 0, seen: 0, budget: self.config.budget.into() }
@@ -206,7 +204,7 @@ unsafe impl Send for Cells {}
 
 impl Cells {
     fn word(&self, idx: usize) -> &AtomicU64 {
-        // SAFETY: callers stay below the words of one lane, which `Lanes::new` checked to be there;
+        // SAFETY: callers stay below the words of one lane; `Lanes::new` checked that they exist. They are
         // aligned, since lanes begin on multiples of 16 bytes.
         unsafe { self.words.add(idx).as_ref() }
     }
@@ -228,17 +226,17 @@ impl Cells {
 
 /// The orderings of a lane. Only tests have another implementation than [`Contract`].
 pub trait Discipline {
-    /// Of the stores of a command's halves.
+    /// Order of the stores of a command's halves.
     const POST: Ordering;
-    /// Of the loads of a command's halves.
+    /// Order of the loads of a command's halves.
     const TAKE: Ordering;
-    /// Of the store of `completed`.
+    /// Order of the store of `completed`.
     const RECYCLE: Ordering;
-    /// Of the load of `completed`.
+    /// Order of the load of `completed`.
     const REUSE: Ordering;
 }
 
-/// What the memory model demands.
+/// The orders that the memory model demands.
 #[derive(Debug, Clone, Copy)]
 pub struct Contract;
 
@@ -249,7 +247,7 @@ impl Discipline for Contract {
     const REUSE: Ordering = Ordering::Acquire;
 }
 
-/// SYNC POINT `command`, posting end: releases what this thread did before to whoever takes the command.
+/// SYNC POINT `command`, posting end: releases this thread's earlier stores to the thread that takes the command.
 #[inline]
 pub fn write_cell<D: Discipline>((first, second): (&impl Word, &impl Word), raw: RawCommand) {
     first.store(raw.first, D::POST);
@@ -266,10 +264,10 @@ pub fn read_cell<D: Discipline>(
     lap: u8,
 ) -> Result<Option<Command>, BadCommand> {
     let first = first.load(D::TAKE);
-    look(RawCommand { first, second: second.load(D::TAKE) }, lap)
+    decode_cell(RawCommand { first, second: second.load(D::TAKE) }, lap)
 }
 
-/// SYNC POINT `recycled`, taking end: gives back the cells and sources of all commands before `number`.
+/// SYNC POINT `recycled`, taking end: returns the cells and sources of all commands before `number`.
 #[inline]
 pub fn recycle<D: Discipline>(completed: &impl Word, number: u64) {
     completed.store(number, D::RECYCLE);
@@ -289,12 +287,12 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Number of the command that is due.
+    /// Number of the due command.
     pub(crate) const fn next(&self) -> u64 {
         self.next
     }
 
-    /// Returns the command that is due, without waiting. It stays due until [`advance`](Self::advance).
+    /// Returns the due command, without waiting. It stays due until [`advance`](Self::advance).
     ///
     /// # Errors
     /// [`BadCommand`] if the cell holds no valid command.
@@ -304,7 +302,7 @@ impl Reader {
         read_cell::<Contract>(self.cells.cell(self.next), lap)
     }
 
-    /// Opcode bits of the cell that is due, for reports.
+    /// Opcode bits of the due cell, for reports.
     pub(crate) fn opcode_bits(&self) -> u8 {
         let first = self.cells.cell(self.next).0.load(Ordering::Relaxed);
         (first >> crate::abi::OPCODE_SHIFT & 0xf) as u8
@@ -322,7 +320,7 @@ impl Reader {
         recycle::<Contract>(self.cells.completed(), number);
     }
 
-    /// Takes the lane out of service, for good. The first reason stays.
+    /// Takes the lane out of service permanently. The first reason stays.
     pub(crate) fn fail(&self, word: u64) {
         let error = self.cells.error();
         let _ = error.compare_exchange(0, word, Ordering::Release, Ordering::Relaxed);
@@ -339,8 +337,8 @@ pub struct Poster {
 }
 
 impl Poster {
-    /// Posts a command if the budget allows. Gives the number that [`completed`](Self::completed)
-    /// reaches when it is over.
+    /// Posts a command if the budget allows. Returns the number that [`completed`](Self::completed) reaches when
+    /// it is over. Does not block.
     #[inline]
     pub fn try_post(&mut self, command: &Command) -> Option<u64> {
         if self.next - self.seen >= self.budget && self.next - self.completed() >= self.budget {
@@ -352,12 +350,12 @@ impl Poster {
         Some(self.next)
     }
 
-    /// How many may be under way at a time.
+    /// Limit of commands under way.
     pub(crate) const fn budget(&self) -> u64 {
         self.budget
     }
 
-    /// How many more can be posted now.
+    /// Number of commands that can be posted at this time.
     pub(crate) fn num_free(&mut self) -> u64 {
         self.budget.saturating_sub(self.next - self.completed())
     }
@@ -365,7 +363,7 @@ impl Poster {
     /// Commands that are over.
     #[inline]
     pub fn completed(&mut self) -> u64 {
-        // Never beyond what was posted, whatever stands there.
+        // Never beyond the posted commands, whatever the word says.
         self.seen = reusable::<Contract>(self.cells.completed()).clamp(self.seen, self.next);
         self.seen
     }
@@ -376,13 +374,13 @@ impl Poster {
         self.next
     }
 
-    /// Why the lane is out of service: `sy_proxy_lane_words.error`, 0 while it is not.
+    /// Reason why the lane is out of service: `sy_proxy_lane_words.error`, 0 while it is in service.
     #[must_use]
     pub fn error(&self) -> u64 {
         self.cells.error().load(Ordering::Acquire)
     }
 
-    /// Writes a cell as it is, past all rules: for tests of the other end.
+    /// Writes a cell without any check: for tests of the other end.
     #[doc(hidden)]
     pub fn post_raw(&mut self, raw: RawCommand) {
         write_cell::<Contract>(self.cells.cell(self.next), raw);

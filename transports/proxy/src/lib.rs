@@ -1,27 +1,26 @@
 //! Threads that post for kernels.
 //!
 //! A GPU that cannot drive a NIC by itself writes 16-byte commands into rings in page-locked memory
-//! (`kernels/include/switchyard/comm/proxy.h`); threads of the host, next to GPU and NIC, carry them
-//! out on any [`Endpoint`](p2p_core::Endpoint): verbs, libfabric, shared memory. Whether a flag then is
-//! an atomic, a write with immediate data or a message that counts the writes before it, and what puts
-//! it in order at the peer, is the endpoint's business.
+//! (`kernels/include/switchyard/comm/proxy.h`). Threads of the host, next to GPU and NIC, execute them on any
+//! [`Endpoint`](p2p_core::Endpoint): verbs, libfabric, shared memory. The endpoint decides whether a flag is an
+//! atomic, a write with immediate data or a message that counts the writes before it, and how the peer orders it.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`abi`] | what is shared with posters in C++ |
-//! | [`command`] | a command's bits, and what may be wrong with them |
+//! | [`abi`] | structures shared with posters in C++ |
+//! | [`command`] | a command's bits, and its possible errors |
 //! | [`lane`] | rings of commands, both ends |
 //! | [`threads`] | the threads, and the peers they serve |
-//! | [`failure`] | what went wrong, for whoever manages the peer |
+//! | [`failure`] | failures, for the peer's manager |
 //! | `relay` | memory of further GPUs behind a peer, with the feature `relay` |
 //! | [`network`] | any network of the handshake, with a proxy in between |
-//! | [`locality`] | which processors are near a GPU and a NIC |
+//! | [`locality`] | processors near a GPU and a NIC |
 //! | [`host`] | peers whose posters run on this host |
 //! | [`gpu`] | peers whose posters are kernels |
 //! | [`device`] | slots of GPUs over any network of the handshake |
 //!
-//! Not here: connections, which the handshake of `p2p-core` makes, and what is sent, which nobody here
-//! looks at.
+//! Not here: connections, which the handshake of `p2p-core` makes, and the content of messages, which this crate
+//! does not read.
 
 pub mod abi;
 mod backoff;

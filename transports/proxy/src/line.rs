@@ -1,4 +1,4 @@
-//! How others reach a thread: orders, and a bell.
+//! Communication with a thread: orders, and a bell.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -12,12 +12,12 @@ use crate::failure::Shared;
 use crate::port::Port;
 use crate::threads::ThreadStats;
 
-/// How others reach a thread.
+/// Communication with a thread.
 #[derive(Debug)]
 pub(crate) struct Line<E> {
     pub(crate) orders: Mutex<Orders<E>>,
     pub(crate) has_orders: AtomicBool,
-    /// Commands are to come: the thread looks for them as if it had just found one.
+    /// Commands are expected: the thread polls as if it had just found one.
     is_expecting: AtomicBool,
     pub(crate) bell: Bell,
     pub(crate) thread: Mutex<Option<Thread>>,
@@ -25,11 +25,11 @@ pub(crate) struct Line<E> {
     pub(crate) counters: Counters,
 }
 
-/// What a thread was asked to do and has not done.
+/// Pending orders to a thread.
 #[derive(Debug)]
 pub(crate) struct Orders<E> {
     pub(crate) list: Vec<Order<E>>,
-    /// Nobody follows orders any more: the thread has ended, or is about to.
+    /// No thread follows orders any more: it has ended, or is about to.
     pub(crate) is_closed: bool,
 }
 
@@ -62,8 +62,8 @@ impl<E> Line<E> {
         }
     }
 
-    /// Asks the thread for something. `false`: it has ended, and whoever waits for an answer sees the
-    /// sender go.
+    /// Sends the thread an order. `false`: it has ended, and a caller that waits for an answer sees the sender
+    /// dropped.
     pub(crate) fn order(&self, order: Order<E>) -> bool {
         {
             let mut orders = lock(&self.orders);
@@ -82,7 +82,7 @@ impl<E> Line<E> {
         lock(&self.orders).is_closed
     }
 
-    /// Ends the thread once it has done what it was asked for before.
+    /// Ends the thread once it has executed earlier orders.
     pub(crate) fn close(&self) {
         {
             lock(&self.orders).is_closed = true;
@@ -91,15 +91,15 @@ impl<E> Line<E> {
         self.ring();
     }
 
-    /// Has the thread look for commands that are to come.
+    /// Makes the thread poll for expected commands.
     pub(crate) fn expect(&self) {
         self.is_expecting.store(true, Ordering::Relaxed);
         self.ring();
     }
 
-    /// Whether commands are to come, which is forgotten with the answer.
+    /// Whether commands are expected. The call clears the expectation.
     pub(crate) fn was_expecting(&self) -> bool {
-        // One load where nothing is expected, which idle threads do again and again.
+        // One load where nothing is expected, since idle threads call it repeatedly.
         self.is_expecting.load(Ordering::Relaxed)
             && self.is_expecting.swap(false, Ordering::Relaxed)
     }
@@ -128,7 +128,7 @@ impl Counters {
     }
 }
 
-/// Closes a thread's line when the thread ends, however it does, so that nobody waits for it.
+/// Closes a thread's line when the thread ends for any reason, so that no caller waits for it.
 pub(crate) struct ClosedAtEnd<'a, E>(pub(crate) &'a Line<E>);
 
 impl<E> Drop for ClosedAtEnd<'_, E> {

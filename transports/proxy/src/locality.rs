@@ -1,21 +1,21 @@
-//! Which processors are near a GPU and a NIC, from sysfs, and where the threads of a proxy run.
+//! Processors near a GPU and a NIC, from sysfs, and the placement of a proxy's threads.
 //!
-//! A thread that posts for a GPU reads commands that came over the GPU's bus and writes doorbells over
-//! the NIC's: it belongs to the processors that both are attached to, and on a core of its own. Where the
-//! system says nothing, threads run anywhere.
+//! A thread that posts for a GPU reads commands that came over the GPU's bus and writes doorbells over the NIC's.
+//! It belongs on a core of its own, of the processors that both are attached to. Where the system reports nothing,
+//! threads run anywhere.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use rustix::thread::CpuSet;
 
-/// Where devices are looked up.
+/// Folder of devices.
 #[derive(Debug, Clone)]
 pub struct Sysfs {
     root: PathBuf,
 }
 
-/// A device, as the system names it.
+/// A device, by its name in the system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Device {
     /// By its address on the PCI bus, such as `0000:17:00.0`, as CUDA gives it.
@@ -30,7 +30,7 @@ pub enum Device {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Placement {
     threads: Vec<Vec<usize>>,
-    /// Why they are where they are, for logs.
+    /// Reason of the placement, for logs.
     reason: String,
 }
 
@@ -47,7 +47,7 @@ impl Sysfs {
         Self { root: root.to_owned() }
     }
 
-    /// Processors next to a device. `None` where the system does not say.
+    /// Processors next to a device. `None` where the system does not report them.
     #[must_use]
     pub fn cpus_of(&self, device: &Device) -> Option<BTreeSet<usize>> {
         let folder = match device {
@@ -77,7 +77,7 @@ impl Sysfs {
 }
 
 impl Placement {
-    /// Wherever the system puts them.
+    /// Any processor that the system chooses.
     #[must_use]
     pub fn anywhere() -> Self {
         Self { threads: Vec::new(), reason: "not asked for".to_owned() }
@@ -122,9 +122,9 @@ impl Placement {
         Self { threads, reason: reason.to_owned() }
     }
 
-    /// Threads of a service near `gpu` and `nic`, and how many: 0 takes a quarter of the processors that
-    /// are near, one to four. Each may run on any of those, since other processes on this host choose
-    /// alike, and must not meet on one core.
+    /// Threads of a service near `gpu` and `nic`, and their number: 0 takes a quarter of the processors that are
+    /// near, one to four. Each may run on any of those, since other processes on this host choose alike, and must
+    /// not share one core.
     #[must_use]
     pub fn shared(
         sysfs: &Sysfs,
@@ -161,7 +161,7 @@ impl Placement {
         &self.threads
     }
 
-    /// Why.
+    /// Reason.
     #[must_use]
     pub fn reason(&self) -> &str {
         &self.reason
@@ -184,7 +184,7 @@ fn nearest(
     let both = of_gpu.as_ref().zip(of_nic.as_ref()).map(|(gpu, nic)| gpu & nic);
     match (both.filter(|cpus| !cpus.is_empty()), of_nic, of_gpu) {
         (Some(cpus), ..) => Some((cpus, "near both GPU and NIC")),
-        // Posting is what a thread does most of, and the NIC's registers are the farther the worse.
+        // Posting is most of a thread's work, and distance to the NIC's registers slows it most.
         (None, Some(cpus), _) => Some((cpus, "near the NIC")),
         (None, None, Some(cpus)) => Some((cpus, "near the GPU")),
         (None, None, None) => None,
@@ -197,13 +197,13 @@ pub fn allowed() -> BTreeSet<usize> {
     match rustix::thread::sched_getaffinity(None) {
         Ok(set) => (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect(),
         Err(error) => {
-            tracing::debug!(%error, "the system does not say which processors may be used");
+            tracing::debug!(%error, "the system does not report the permitted processors");
             BTreeSet::new()
         }
     }
 }
 
-/// Numbers and ranges: `0-3,8,10-11`. `None` when it is something else.
+/// Parses numbers and ranges: `0-3,8,10-11`. `None` for any other text.
 fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     let mut cpus = BTreeSet::new();
     for part in text.trim().split(',').filter(|part| !part.is_empty()) {
@@ -270,7 +270,7 @@ mod tests {
         // More threads than cores: all of them anywhere near.
         assert_eq!(place(5).threads(), vec![vec![4, 5, 6, 7, 20, 21, 22, 23]; 5]);
         assert!(place(2).reason().contains("both"));
-        // What the process may not use is not used.
+        // Processors that the process may not use are left out.
         let few = BTreeSet::from([6, 9, 12]);
         let placed = Placement::among(&sysfs, &few, Some(&pci()), Some(&nic()), 1);
         assert_eq!(placed.threads(), [[6]]);
@@ -309,7 +309,7 @@ mod tests {
         let place = |gpu, nic, num| Placement::shared(&sysfs, &all, gpu, nic, num);
         let (placed, num) = place(gpu, nic, 0);
         assert_eq!((num, placed.threads()), (3, &vec![(20..32).collect::<Vec<_>>(); 3][..]));
-        // As many as asked for, however few are near; one at least and four at most by itself.
+        // The requested number, however few are near; by default one to four.
         assert_eq!(place(gpu, nic, 7).0.threads().len(), 7);
         assert_eq!(place(gpu, None, 0).1, 4);
         let (placed, num) = Placement::shared(&sysfs, &BTreeSet::from([20, 21]), gpu, None, 0);

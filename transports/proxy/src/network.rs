@@ -1,8 +1,8 @@
-//! Any network of the handshake, with a proxy in between: what an endpoint is asked to do travels through
-//! a lane to a thread, as a kernel's commands do.
+//! Any network of the handshake, with a proxy in between: calls of an endpoint travel through a lane to a thread,
+//! like a kernel's commands.
 //!
-//! The peer notices nothing: kind and flavour are those of the network underneath, and the other side
-//! may or may not have a proxy.
+//! The peer is not affected: kind and flavour are those of the network underneath, and the other side may or may
+//! not have a proxy.
 
 use std::fmt::Debug;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,14 +25,13 @@ use crate::threads::{PeerConfig, Proxy, ProxyError, ProxyPeer};
 
 /// A network whose endpoints post through a proxy.
 #[derive(Debug)]
-pub struct ProxyNetwork(Behind);
+pub struct ProxyNetwork(ProxyBackend);
 
 impl ProxyNetwork {
-    /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes, of which endpoints use
-    /// the first.
+    /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes; endpoints use the first one.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
-        Self(Behind::new(inner, proxy, lanes))
+        Self(ProxyBackend::new(inner, proxy, lanes))
     }
 
     /// The proxy.
@@ -75,21 +74,21 @@ impl OpenSide for Side {
 
 /// A network and the proxy in front of it.
 #[derive(Debug)]
-pub(crate) struct Behind {
+pub(crate) struct ProxyBackend {
     pub(crate) inner: Arc<dyn Network>,
     pub(crate) proxy: Arc<Proxy>,
     lanes: LaneConfig,
     num_peers: AtomicU32,
 }
 
-/// This side of a pair before the peer's is known, and what will serve it.
+/// This side of a pair before the peer's is known, and the objects that will serve it.
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     pub(crate) inner: Box<dyn OpenSide>,
     pub(crate) with: Server,
 }
 
-/// What serves a peer once it is joined.
+/// Objects that serve a peer once it is joined.
 #[derive(Debug)]
 pub(crate) struct Server {
     proxy: Arc<Proxy>,
@@ -98,7 +97,7 @@ pub(crate) struct Server {
     name: String,
 }
 
-impl Behind {
+impl ProxyBackend {
     pub(crate) fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
         Self { inner, proxy, lanes, num_peers: AtomicU32::new(0) }
     }
@@ -126,7 +125,7 @@ impl Server {
         NetworkError { network: self.name.clone(), op, code: None, detail: error.to_string() }
     }
 
-    /// Hands an endpoint to the proxy. What the result is asked for goes through lane `lane`.
+    /// Hands an endpoint to the proxy. Calls of the result go through lane `lane`.
     pub(crate) fn serve(
         self,
         endpoint: AnyEndpoint,
@@ -166,12 +165,12 @@ impl Server {
 /// One peer through a lane.
 #[derive(Debug)]
 pub(crate) struct ProxyEndpoint {
-    /// First, so that the endpoint underneath ends before the rest.
+    /// Dropped first, so that the endpoint underneath ends before the rest.
     peer: Arc<ProxyPeer>,
     _proxy: Arc<Proxy>,
     lane: u32,
     poster: Poster,
-    /// Number of the last quiet: there is one under way at most.
+    /// Number of the last quiet; at most one is under way.
     quiet: u64,
     sources: Vec<(Region, u16)>,
     slot_bytes: usize,
@@ -181,7 +180,7 @@ pub(crate) struct ProxyEndpoint {
 }
 
 impl ProxyEndpoint {
-    /// What the proxy serves.
+    /// The peer as the proxy serves it.
     pub(crate) const fn peer(&self) -> &Arc<ProxyPeer> {
         &self.peer
     }
@@ -194,7 +193,7 @@ impl ProxyEndpoint {
         }
     }
 
-    /// What took the lane out of service.
+    /// The error that took the lane out of service.
     #[cold]
     fn failure(&self, op: &'static str) -> PostError {
         self.peer.reason(self.lane, op).unwrap_or_else(|| {
@@ -216,7 +215,7 @@ impl ProxyEndpoint {
                 self.peer.ring();
                 return Ok(number);
             }
-            // The thread makes room, whatever the peer does, or takes the lane out of service.
+            // The thread makes room, independent of the peer, or takes the lane out of service.
             num_looks += 1;
             pause(num_looks, &mut begun);
             if begun.is_some_and(|begun: Instant| begun.elapsed() > POST_LIMIT) {
@@ -336,7 +335,7 @@ impl Endpoint for ProxyEndpoint {
                 if self.quiet == self.poster.posted() {
                     return Ok(());
                 }
-                // Who asks again and again without waiting does not fill the lane with quiets.
+                // A caller that polls repeatedly without waiting does not fill the lane with quiets.
                 if let Some(number) = self.poster.try_post(&Command::new(Opcode::Quiet)) {
                     self.quiet = number;
                     self.peer.ring();
@@ -365,7 +364,7 @@ impl Endpoint for ProxyEndpoint {
     }
 }
 
-/// Between two looks at a lane: nothing, then the processor is given up, then a short sleep.
+/// Pause between two polls of a lane: none, then yielding the processor, then a short sleep.
 fn pause(num_looks: u32, begun: &mut Option<Instant>) {
     if num_looks < SPINS {
         std::hint::spin_loop();

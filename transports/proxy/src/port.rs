@@ -1,4 +1,4 @@
-//! One peer as its thread sees it: take commands, check them, post them, recycle what is over.
+//! One peer as its thread sees it: takes commands, checks them, posts them, recycles finished ones.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::failure::{Cause, Failure, Shared};
 use crate::lane::{Lanes, Reader};
 use crate::relay::{RelaySender, Sent};
 
-/// What a turn of a port came to.
+/// Result of a turn of a port.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Turn {
     /// Commands taken.
     pub(crate) taken: u64,
-    /// Of those, bytes put or got.
+    /// Bytes put or got by them.
     pub(crate) bytes: u64,
     /// Commands recycled.
     pub(crate) recycled: u64,
@@ -35,13 +35,13 @@ pub(crate) struct Port<E> {
     endpoint: E,
     sources: Vec<LocalRange>,
     window_bytes: u64,
-    /// The words that signals and adds have set, by offset / 8: only this side writes them.
+    /// The words that signals and adds have set, by offset / 8: this side is their only writer.
     words: Box<[u64]>,
     lanes: Vec<Lane>,
     relay: Option<RelaySender>,
     shared: Arc<Shared>,
-    /// Operations given to the endpoint, those that use no memory of this side any more, and those that
-    /// have arrived.
+    /// Operations given to the endpoint, those that use no memory of this side any more, and those that have
+    /// arrived.
     issued: u64,
     settled: u64,
     quieted: u64,
@@ -50,30 +50,30 @@ pub(crate) struct Port<E> {
     /// Whether a lane waits for a quiet.
     wants_quiet: bool,
     is_closed: bool,
-    /// Since service is to end.
-    closing: Option<Closing>,
-    /// While anything is under way: since when nothing is over.
+    /// Time since which service is to end.
+    closing: Option<CloseState>,
+    /// While operations are under way: time since the last one was over.
     patience: Option<Patience>,
     stall_limit: Duration,
     has_driver: bool,
     num_turns: u32,
 }
 
-/// How long commands that were posted before are still taken.
+/// State of closing: the commands posted before that are still taken.
 #[derive(Debug)]
-struct Closing {
+struct CloseState {
     deadline: Instant,
-    /// Of a kernel that posts on, no more than the lanes hold.
+    /// Largest number of commands taken from a kernel that keeps posting: the capacity of the lanes.
     num_left: u64,
 }
 
 #[derive(Debug)]
 struct Lane {
     reader: Reader,
-    /// Taken and not over, in order.
+    /// Taken commands that are not over, in order.
     under_way: VecDeque<Batch>,
-    /// A command that there was no room for and that is to be taken next, and, of a put to the relay, the first
-    /// bytes, which the relay has. What stands in the lane by now does not matter any more.
+    /// A command that found no room and is to be taken next, and, of a put to the relay, the first bytes, which
+    /// the relay has. The present content of the lane does not matter any more.
     begun: Option<(Command, u32)>,
     recycled: u64,
     is_closed: bool,
@@ -144,7 +144,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Makes a region known to the transport. Gives its number.
+    /// Registers a region with the transport. Returns its number.
     pub(crate) fn register(&mut self, region: &Region) -> Result<u16, PostError> {
         let refused =
             |detail: &str| PostError::Register { bytes: region.len(), detail: detail.to_owned() };
@@ -162,12 +162,12 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.endpoint.register(region)
     }
 
-    /// What somebody has to drive for the endpoint.
+    /// Driver of the endpoint that a thread must run.
     pub(crate) fn driver(&self) -> Option<Arc<dyn Driver>> {
         self.endpoint.driver()
     }
 
-    /// Whether a turn would find something to do.
+    /// Whether a turn would find work.
     pub(crate) fn has_work(&self) -> bool {
         self.is_busy() || self.has_commands()
     }
@@ -182,13 +182,13 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         !self.is_closed && self.lanes.iter().any(Lane::is_busy)
     }
 
-    /// Takes up to `batch` commands of every lane, posts them, and recycles what is over.
+    /// Takes up to `batch` commands of every lane, posts them, and recycles finished ones.
     pub(crate) fn turn(&mut self, batch: usize) -> Turn {
         let mut turn = Turn::default();
         if self.is_closed {
             return turn;
         }
-        // Whatever comes of taking: nothing stays behind that was begun.
+        // Whatever the result of taking: a batch that was begun is posted.
         self.endpoint.begin_batch();
         self.take_from_lanes(batch, &mut turn);
         let flushed = self.endpoint.flush();
@@ -201,10 +201,10 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
         self.num_turns = self.num_turns.wrapping_add(1);
         if self.is_busy() {
-            self.look(&mut turn);
+            self.poll_endpoint(&mut turn);
         } else if self.num_turns.is_multiple_of(TURNS_PER_HEALTH) && self.endpoint.health().is_err()
         {
-            // Nobody waits for anything: the next command meets the failure.
+            // No caller waits: the next command meets the failure.
             self.patience = None;
         }
         turn
@@ -212,8 +212,9 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
     /// Takes commands of every lane, and gives them to the endpoint and the relay, until the peer is lost.
     fn take_from_lanes(&mut self, batch: usize, turn: &mut Turn) {
-        // Each lane is first in its turn: where there is room for few commands the others get some, too. A fence
-        // that waits for the peer comes before what others post, or it might never see everything done.
+        // Each lane comes first in its turn: where there is room for few commands, the others get some, too. A
+        // fence that waits for the peer comes before the posts of other lanes, or it might never see all
+        // operations done.
         let (num_lanes, first) = (self.lanes.len(), self.num_turns as usize);
         let fencing = self.lanes.iter().position(Lane::is_fencing);
         for nth in 0..num_lanes {
@@ -233,16 +234,16 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Begins to end service: the turns that come post on what was posted before, within bounds, as an
-    /// endpoint without a proxy would have done at once; what is under way stays so.
+    /// Begins to end service. The following turns execute the commands posted before, within bounds, as an
+    /// endpoint without a proxy would have done immediately. Operations under way continue.
     pub(crate) fn begin_close(&mut self) {
         let num_left = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
         let deadline = Instant::now() + CLOSE_LIMIT;
-        self.closing.get_or_insert(Closing { deadline, num_left });
+        self.closing.get_or_insert(CloseState { deadline, num_left });
     }
 
-    /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands.
-    /// Whether it has ended.
+    /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands. Returns
+    /// whether it has ended.
     pub(crate) fn try_close(&mut self, num_taken: u64) -> bool {
         let Some(closing) = &mut self.closing else { return false };
         closing.num_left = closing.num_left.saturating_sub(num_taken);
@@ -258,7 +259,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         true
     }
 
-    /// Whether service has ended because it was to end.
+    /// Whether service has ended as requested.
     pub(crate) const fn has_closed(&self) -> bool {
         self.is_closed && self.closing.is_some()
     }
@@ -278,7 +279,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             let before = self.issued;
             match self.carry_out(&command, &mut begun) {
                 Ok(true) => {}
-                // No room: it is looked at again in the next turn.
+                // No room: retried in the next turn.
                 Ok(false) => {
                     turn.pieces += self.issued - before;
                     self.lanes[idx].begun = Some((command, begun));
@@ -308,8 +309,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Gives a command to the endpoint or the relay, to that behind the bytes that it has already. `false`:
-    /// not now, or not all of it.
+    /// Gives a command to the endpoint or the relay, which may have its first bytes already. Returns `false` if it
+    /// was not possible in this turn, or only for a part.
     fn carry_out(&mut self, command: &Command, begun: &mut u32) -> Result<bool, Cause> {
         let Command { opcode, window, source, offset, num_bytes, source_offset, value } = *command;
         let num_windows = 1 + self.relay.as_ref().map_or(0, RelaySender::num_targets);
@@ -365,7 +366,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
         let bytes = self.window_bytes;
         let post = |source| Cause::Post { opcode, source };
-        // Other peers do not wait for this one's process.
+        // Other peers do not wait for this peer's process.
         if matches!(opcode, Opcode::Put | Opcode::Add | Opcode::Signal) && !self.endpoint.has_room()
         {
             return Ok(false);
@@ -373,9 +374,9 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         match opcode {
             Opcode::Put => {
                 let (dst, src) = (remote(num_bytes, bytes)?, local()?);
-                // SAFETY: whoever posts leaves the source unwritten until the command is over, which it
-                // is only once the endpoint is settled; the region was registered, and `sources` keeps
-                // it mapped. What a GPU writes there nonetheless only spoils what is put.
+                // SAFETY: the poster leaves the source unwritten until the command is over, which it is only once
+                // the endpoint is settled. The region was registered, and `sources` keeps it mapped. If a GPU
+                // writes there nonetheless, only the put data is affected.
                 unsafe { self.endpoint.put(dst, src) }.map_err(post)?;
             }
             Opcode::Get => {
@@ -408,8 +409,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         Ok(true)
     }
 
-    /// Finds out what is over, and gives it back.
-    fn look(&mut self, turn: &mut Turn) {
+    /// Finds finished commands, and returns their cells.
+    fn poll_endpoint(&mut self, turn: &mut Turn) {
         if self.has_driver
             && let Some(driver) = self.endpoint.driver()
         {
@@ -468,8 +469,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.watch(turn.recycled > 0 || done > former);
     }
 
-    /// Takes in how far the endpoint has come: what was issued before is over while more is issued, and
-    /// nobody has to wait for a moment at which nothing is under way.
+    /// Reads the endpoint's progress: earlier operations become finished while more are issued, without a moment
+    /// at which nothing is under way.
     fn advance(&mut self, marks: Marks) {
         let last = self.marks.back().map_or(self.quieted, |(_, issued)| *issued);
         if last < self.issued && self.marks.len() < MAX_MARKS {
@@ -485,7 +486,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.wants_quiet &= self.quieted < self.issued;
     }
 
-    /// Gives a peer up at which nothing moves.
+    /// Gives up a peer without progress.
     fn watch(&mut self, has_moved: bool) {
         if !self.is_busy() {
             self.patience = None;
@@ -514,14 +515,14 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         let lane = &mut self.lanes[idx];
         lane.is_closed |= is_of_lane;
         self.is_closed |= !is_of_lane;
-        // The command that is to blame, or the first that is not over.
+        // The command at fault, or the first that is not over.
         let (opcode, index) = match cause {
             Cause::Command(_) | Cause::Post { .. } => {
                 (lane.reader.opcode_bits(), lane.reader.next())
             }
             _ => (0, lane.recycled),
         };
-        // Before the words: who sees one of them finds the report.
+        // Before the words: a reader that sees one of them finds the report.
         self.shared.report(Failure { peer: self.shared.peer, lane: idx as u32, index, cause });
         self.lanes[idx].reader.fail(error_word(code, opcode, index));
         if !is_of_lane {
@@ -534,19 +535,19 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
 impl<E> Drop for Port<E> {
     fn drop(&mut self) {
-        // Without effect on lanes that were closed before: the first reason stays. A thread that panics
-        // gets here alone.
+        // Has no effect on lanes that were closed before: the first reason stays. Only a thread that panics gets
+        // here.
         for lane in &self.lanes {
             lane.reader.fail(error_word(ERROR_CLOSED, 0, lane.reader.next()));
         }
     }
 }
 
-/// Marks that are kept, each of a look.
+/// Limit of kept marks, one for each poll.
 const MAX_MARKS: usize = 64;
 const TURNS_PER_HEALTH: u32 = 64;
 const TURNS_PER_CLOCK: u32 = 64;
-/// A stall has to be seen so often at least.
+/// Smallest number of polls that must see a stall.
 const LOOKS_PER_LIMIT: u32 = 16;
-/// How long closing a peer may take.
+/// Time limit of closing a peer.
 const CLOSE_LIMIT: Duration = Duration::from_millis(100);

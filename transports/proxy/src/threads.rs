@@ -25,17 +25,17 @@ use crate::relay::RelaySender;
 #[cfg(feature = "relay")]
 use crate::relay::{RelayConfig, RelayError};
 
-/// How a proxy works.
+/// Configuration of a proxy.
 #[derive(Debug, Clone)]
 pub struct ProxyConfig {
     /// Threads. Every peer belongs to one of them.
     pub num_threads: usize,
     /// Commands of a lane that are taken before the next one's turn, and recycled together.
     pub batch: usize,
-    /// What idle threads do.
+    /// Polling policy of idle threads.
     pub idle: IdlePolicy,
-    /// How long a peer's commands may be under way without any being over. Time in which the thread does
-    /// not run hardly counts: the peer is not to blame for it.
+    /// Longest time that a peer's commands may be under way without one finishing. Time in which the thread does
+    /// not run hardly counts: it is not the peer's fault.
     pub stall_limit: Duration,
     /// Processors of each thread; see [`Placement`].
     pub placement: Placement,
@@ -67,9 +67,9 @@ impl Default for ProxyConfig {
 /// A peer for a proxy.
 #[derive(Debug)]
 pub struct PeerConfig {
-    /// For reports and error words.
+    /// Identifies the peer in reports and error words.
     pub peer: u32,
-    /// Its lanes. Nobody else takes commands from them.
+    /// Its lanes. No other thread takes commands from them.
     pub lanes: Lanes,
     /// Bytes of window 0 at the peer: at most 4 GiB. With a relay at most its `direct_bytes`, behind which its
     /// staging and its counters are.
@@ -83,21 +83,20 @@ pub struct PeerConfig {
 /// A proxy, or a peer of one, could not be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ProxyError {
     /// A setting cannot be used.
     #[error("{what} is 0: expected at least 1")]
     Zero {
-        /// Which.
+        /// Name of the range.
         what: &'static str,
     },
-    /// Commands would reach what is not theirs to write, or could not reach it.
+    /// Commands would reach memory that is not theirs to write, or could not reach it.
     #[error("window_bytes is {found}: expected at most {limit}, {reason}")]
     Window {
-        /// Found.
         found: u64,
-        /// The most it may be.
+        /// Upper limit.
         limit: u64,
-        /// What is behind that.
         reason: &'static str,
     },
     /// The system refuses a thread.
@@ -106,7 +105,7 @@ pub enum ProxyError {
     /// Lanes cannot be made.
     #[error(transparent)]
     Lane(#[from] LaneError),
-    /// The transport does not take the memory.
+    /// The transport does not register the memory.
     #[error(transparent)]
     Register(#[from] PostError),
     /// The relay cannot be set up.
@@ -119,12 +118,12 @@ pub enum ProxyError {
     /// The thread does not answer.
     #[error("the proxy's thread did not answer within {limit_ms} ms")]
     Silent {
-        /// How long it was waited for.
+        /// Length of the wait.
         limit_ms: u64,
     },
 }
 
-/// What a thread has done so far.
+/// Work of a thread so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct ThreadStats {
     /// Commands taken.
@@ -133,9 +132,9 @@ pub struct ThreadStats {
     pub recycled: u64,
     /// Bytes put and got.
     pub bytes: u64,
-    /// Looks at all lanes.
+    /// Polls all lanes.
     pub sweeps: u64,
-    /// Pauses with the processor given up.
+    /// Pauses in which the processor was yielded.
     pub sleeps: u64,
 }
 
@@ -154,12 +153,12 @@ pub struct ProxyPeer<E = AnyEndpoint> {
     lanes: Lanes,
 }
 
-/// A peer as its thread knows it.
+/// A peer as its thread sees it.
 #[derive(Debug)]
-struct Served<E> {
+struct PeerService<E> {
     port: Port<E>,
     shared: Arc<Shared>,
-    /// Who waits for the end of its service, once that has begun.
+    /// Waiters for the end of its service, once that has begun.
     leaver: Option<SyncSender<()>>,
 }
 
@@ -195,7 +194,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         Ok(proxy)
     }
 
-    /// Serves a peer. Takes the endpoint over.
+    /// Serves a peer. Takes ownership of the endpoint.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -243,7 +242,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         let line = match thread {
             Some(idx) => &self.threads[idx % self.threads.len()].line,
             None => {
-                // One whose thread has panicked takes nobody any more.
+                // A thread that has panicked takes no more peers.
                 let lines = self.threads.iter().map(|worker| &worker.line);
                 lines
                     .filter(|line| !line.is_closed())
@@ -258,14 +257,14 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         Ok(ProxyPeer { line: Arc::clone(line), shared, lanes })
     }
 
-    /// What each thread has done.
+    /// Work of each thread.
     #[must_use]
     pub fn stats(&self) -> Vec<ThreadStats> {
         self.threads.iter().map(|worker| worker.line.counters.read()).collect()
     }
 
-    /// Wakes every thread, so that the commands of a kernel that is about to be launched find none
-    /// asleep. They fall asleep again as [`IdlePolicy`] says, as if they had just found a command.
+    /// Wakes every thread, so that all are awake for the commands of a kernel that is about to be launched. They
+    /// fall asleep again as [`IdlePolicy`] says, as if they had just found a command.
     pub fn expect_work(&self) {
         self.threads.iter().for_each(|worker| worker.line.expect());
     }
@@ -291,7 +290,7 @@ impl<E> ProxyPeer<E> {
         &self.lanes
     }
 
-    /// Makes a further region known to the transport. Gives its number as a source.
+    /// Registers a further region with the transport. Returns its number as a source.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -301,19 +300,19 @@ impl<E> ProxyPeer<E> {
         Ok(answer(&receiver)??)
     }
 
-    /// Wakes the thread if it sleeps: posters on this host call it behind what they post.
+    /// Wakes the thread if it sleeps: posters on this host call it behind their posts.
     #[inline]
     pub fn ring(&self) {
         self.line.ring();
     }
 
-    /// Whether a failure was reported since the beginning.
+    /// Whether a failure was ever reported.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         self.shared.has_failed()
     }
 
-    /// Why lane `lane` is out of service, if it is, as the answer to `op`. Takes no report.
+    /// The reason why lane `lane` is out of service, if it is, as the error of `op`. Does not consume a report.
     #[cfg_attr(loom, allow(dead_code, reason = "endpoints of networks ask"))]
     pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
         self.shared.reason(lane, op)
@@ -362,7 +361,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
 ) {
     prepare_thread(cpus);
     let _closed = ClosedAtEnd(line);
-    let mut peers: Vec<Served<E>> = Vec::new();
+    let mut peers: Vec<PeerService<E>> = Vec::new();
     let mut drivers: Vec<Arc<dyn Driver>> = Vec::new();
     let mut backoff = Backoff::new(idle);
     // One writer: the totals are kept here and stored.
@@ -377,7 +376,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         let mut num_moved = 0;
         let mut is_busy = false;
         let mut has_closed = false;
-        for Served { port, leaver, .. } in &mut peers {
+        for PeerService { port, leaver, .. } in &mut peers {
             let turn = port.turn(batch);
             num_moved += turn.taken + turn.recycled + turn.pieces;
             stats.commands += turn.taken;
@@ -387,7 +386,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             has_closed |= port.try_close(turn.taken);
         }
         if has_closed {
-            // A device ends with its last owner, which this thread is not to be.
+            // The last owner drops a device, and this thread must not be the last.
             drivers.clear();
             release(line, &mut peers);
             find_drivers(&peers, &mut drivers);
@@ -403,25 +402,25 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         if line.was_expecting() {
             backoff.reset();
         }
-        // A GPU waits for what peers send and drives nothing, and whoever stands in for drivers takes those that
-        // this thread drove for its own posts to be in good hands.
+        // A GPU waits for peers' data and drives nothing. This thread drove the drivers for its own posts only, so
+        // another thread that drives would wrongly regard them as served.
         if !drivers.is_empty() && backoff.is_attentive() {
             drivers.iter().for_each(|driver| driver.drive());
         }
-        // What is under way has to be looked at, and often enough.
+        // Operations under way have to be polled, and often enough.
         let longest = if is_busy { BUSY_SLEEP } else { Duration::MAX };
         backoff.pause(longest, |pause| {
             stats.sleeps += 1;
             line.counters.sweeps.store(stats.sweeps, Ordering::Relaxed);
             line.counters.sleeps.store(stats.sleeps, Ordering::Relaxed);
-            let has_news = |peer: &Served<E>| {
+            let has_news = |peer: &PeerService<E>| {
                 peer.leaver.is_none() && !peer.port.is_busy() && peer.port.has_work()
             };
             line.bell.sleep(pause, || line.has_news() || peers.iter().any(has_news));
         });
     }
     drop(drivers);
-    // All at once, by turns.
+    // All together, in turns.
     peers.iter_mut().for_each(|peer| peer.port.begin_close());
     while !peers.is_empty() {
         let mut num_taken = 0;
@@ -438,7 +437,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
 
 /// The drivers of all peers, each once.
 fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
-    peers: &[Served<E>],
+    peers: &[PeerService<E>],
     drivers: &mut Vec<Arc<dyn Driver>>,
 ) {
     drivers.clear();
@@ -451,11 +450,11 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
     }
 }
 
-/// Lets the peers go whose service has ended.
-fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) {
+/// Removes the peers whose service has ended.
+fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<PeerService<E>>) {
     while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
-        let Served { port, leaver, .. } = peers.remove(idx);
-        // With its endpoint, before anybody is told.
+        let PeerService { port, leaver, .. } = peers.remove(idx);
+        // With its endpoint, before its waiters are told.
         drop(port);
         line.num_peers.fetch_sub(1, Ordering::Relaxed);
         if let Some(leaver) = leaver {
@@ -464,8 +463,11 @@ fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Ser
     }
 }
 
-/// Does what others asked for. `true`: stop.
-fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) -> bool {
+/// Executes orders of other threads. `true`: stop.
+fn follow<E: Endpoint<RemoteKey = SlotKey>>(
+    line: &Line<E>,
+    peers: &mut Vec<PeerService<E>>,
+) -> bool {
     let (orders, is_last) = {
         let mut orders = lock(&line.orders);
         line.has_orders.store(false, Ordering::Relaxed);
@@ -475,13 +477,15 @@ fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Serv
     is_last
 }
 
-fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<Served<E>>) {
+fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<PeerService<E>>) {
     for order in orders {
         match order {
-            Order::Add(port, shared) => peers.push(Served { port: *port, shared, leaver: None }),
+            Order::Add(port, shared) => {
+                peers.push(PeerService { port: *port, shared, leaver: None })
+            }
             Order::Register(whose, region, answer) => {
                 if let Some(peer) = find(peers, &whose) {
-                    // Who does not wait for the answer any more does not need it.
+                    // A caller that stopped waiting needs no answer.
                     let _ = answer.send(peer.port.register(&region));
                 }
             }
@@ -495,7 +499,10 @@ fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Ve
     }
 }
 
-fn find<'a, E>(peers: &'a mut [Served<E>], whose: &Arc<Shared>) -> Option<&'a mut Served<E>> {
+fn find<'a, E>(
+    peers: &'a mut [PeerService<E>],
+    whose: &Arc<Shared>,
+) -> Option<&'a mut PeerService<E>> {
     peers.iter_mut().find(|peer| Arc::ptr_eq(&peer.shared, whose))
 }
 
@@ -505,8 +512,7 @@ fn prepare_thread(cpus: Option<&CpuSet>) {
     {
         tracing::warn!(%error, "a thread of the proxy runs anywhere");
     }
-    // Short sleeps are to be short: by default the system may add 50 µs.
-    // SAFETY: sets a number of this thread.
+    // Keeps short sleeps short: by default the system may add 50 µs. SAFETY: sets a number of this thread.
     if unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) } != 0 {
         tracing::debug!("sleeps of the proxy stay coarse");
     }

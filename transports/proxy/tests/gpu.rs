@@ -7,9 +7,7 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
-use bench_harness::proxy::{BenchEndpoint, relay};
-use kernels::abi::{ErrorWord, Link, WAY_PROXY};
+use kernels::abi::{ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::link_calls::LinkCallsParams;
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
@@ -17,12 +15,14 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
-use proxy::gpu::{GpuPoster, lanes, mirror};
-use proxy::host::PosterConfig;
-use proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};
-use proxy::{BadCommand, Cause, LaneConfig, Lanes, PeerConfig, Proxy, ProxyConfig};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
+use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
+use bench_harness::proxy::{BenchEndpoint, relay};
+use switchyard_proxy::gpu::{GpuPoster, lanes, mirror};
+use switchyard_proxy::host::PosterConfig;
+use switchyard_proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};
+use switchyard_proxy::{BadCommand, Cause, LaneConfig, Lanes, PeerConfig, Proxy, ProxyConfig};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const LANES: LaneConfig = LaneConfig { num_lanes: 4, depth: 64, budget: 64 };
@@ -83,8 +83,8 @@ fn the_way_from_a_push_to_its_post_is_measured() {
     assert_eq!(figures.by_lane.len(), 4);
 }
 
-/// Puts from the GPU's memory and from the mirror, with an add and a signal behind each, and gets of what was put, of
-/// every alignment, over a transport that delays and reorders all it may.
+/// Puts from the GPU's memory and from the mirror, with an add and a signal behind each, and gets of the put
+/// bytes, of every alignment, over a transport that delays and reorders within the rules.
 #[test]
 fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
     const SLOT: usize = 64 << 10;
@@ -127,14 +127,14 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
     let (far_source, stream) = (gpu.alloc(PART as u64).unwrap(), gpu.stream().unwrap());
     let fill = |region: &Region, bytes: &[u8], at: usize| {
         assert!(at + bytes.len() <= region.len());
-        // SAFETY: within the region, as checked, and nobody uses it between calls.
+        // SAFETY: within the region, as checked, and no other code uses it between calls.
         unsafe {
             region.as_ptr().as_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
         };
     };
     let read = |region: &Region| {
         let mut bytes = vec![0; SLOT];
-        // SAFETY: of this size, and behind a quiet nobody writes it.
+        // SAFETY: of this size, and behind a quiet it has no writer.
         unsafe { region.as_ptr().as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), SLOT) };
         bytes
     };
@@ -156,8 +156,8 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
         };
         // SAFETY: page-locked memory of twelve bytes; no kernel runs.
         unsafe { good.host().unwrap().cast::<[u32; 3]>().write_volatile([u32::MAX; 3]) };
-        // It rises, so what is left of the call before ends no wait of this one. Only the proxy's thread, which adds
-        // differences, may set the word.
+        // It rises, so a value left by the call before ends no wait of this one. Only the proxy's thread, which
+        // adds differences, may set the word.
         value += rng.random_range(1..=u64::MAX >> 8);
         sum = sum.wrapping_add(value);
         let word_at = SLOT as u64 - 16;
@@ -165,7 +165,7 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
             link: Link {
                 window: near_at,
                 context: poster.address().0,
-                way: WAY_PROXY,
+                path: PATH_PROXY,
                 reserved: 0,
             },
             source,
@@ -200,7 +200,7 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
     }
 }
 
-/// A kernel on lanes that somebody may or may not serve.
+/// A kernel on lanes that a thread may or may not serve.
 struct Kernel {
     stream: kernels::gpu::Stream,
     status: GpuBuffer,
@@ -261,7 +261,7 @@ fn serve(
     lanes: &Lanes,
     source: Region,
     bytes: u64,
-) -> proxy::ProxyPeer<BenchEndpoint> {
+) -> switchyard_proxy::ProxyPeer<BenchEndpoint> {
     let config = PeerConfig {
         peer: 2,
         lanes: lanes.clone(),
@@ -276,7 +276,7 @@ fn serve(
 fn kernels_leave_when_nobody_serves_refuses_or_goes() {
     let Some(gpu) = gpu() else { return };
     let (source, address) = mirror(&gpu, 1 << 20).unwrap();
-    // Nobody serves.
+    // No thread serves.
     let unserved = lanes(&gpu, LANES).unwrap();
     let kernel = Kernel::start(&gpu, &unserved, address.0, Duration::from_millis(50));
     let (status, error) = kernel.end(&gpu);

@@ -11,10 +11,10 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU64;
 use loom::thread;
-use proxy::command::{Command, Opcode, lap_of};
-use proxy::lane::{Contract, Discipline, read_cell, recycle, reusable, write_cell};
+use switchyard_proxy::command::{Command, Opcode, lap_of};
+use switchyard_proxy::lane::{Contract, Discipline, read_cell, recycle, reusable, write_cell};
 
-/// Cells, and what their commands stand for: the mirror's bytes.
+/// Cells, and the data that their commands name: the mirror's bytes.
 struct Shared {
     cells: [(AtomicU64, AtomicU64); 2],
     sources: [UnsafeCell<u64>; 2],

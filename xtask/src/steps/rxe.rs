@@ -120,12 +120,11 @@ const PROGRAMS: [Program; 12] = [
     program("scale", "--test", "tests", "scale", false),
     program("p2p_one_to_one", "--example", "bench/harness", "p2p_one_to_one", false),
     program("p2p_multi", "--example", "bench/harness", "p2p_multi", false),
-    program("proxy_network", "--test", "transports/proxy", "network", false),
+    program("proxy_network", "--test", "transports/proxy", "it", false),
     program("benchmark_remote", "--bin", "bench/harness", "benchmark_remote", false),
     program("proxy_layers", "--test", "tests", "proxy", true),
     program("proxy_device", "--test", "tests", "device-proxy", false),
 ];
 /// Tests that need no device. The guests run the others.
-pub(super) const ON_HOST: &str =
-    "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=processes_over_verbs))";
+pub(super) const ON_HOST: &str = "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=network::processes_over_verbs))";
 const MODEL: &str = "data/tiny-moe";

@@ -14,7 +14,7 @@
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{DEVICE_ABI_VERSION, ErrorWord, Link, TAG_NONE, WAY_DIRECT};
+use kernels::abi::{DEVICE_ABI_VERSION, ErrorWord, Link, PATH_DIRECT, TAG_NONE};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::p2p::{P2pParams, PingPongParams, StreamParams};
 use tokio::sync::mpsc;
@@ -489,7 +489,7 @@ impl Party {
             params.counters[at] = pair.own().add(self.counter_at);
             params.counter_offset[at] = self.counter_at;
             params.links[at] =
-                Link { window: pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 };
+                Link { window: pair.peer(), context: 0, path: PATH_DIRECT, reserved: 0 };
         }
         // SAFETY: slots and results are as large as the kernels take them for, and stay until the launch has
         // been waited for.

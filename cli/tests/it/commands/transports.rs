@@ -85,7 +85,7 @@ fn requests_posted_by_kernels_need_a_gpu_and_a_device_and_the_error_says_what_is
     let output = run(&[&on_gpu[..], &named].concat(), &[("SWITCHYARD_IBGDA_SLOTS", "bar1")]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("`bar1` is no place of slots: expected auto, gpu or host"), "{text}");
+    assert!(text.contains("`bar1` is not a place of slots: expected auto, gpu or host"), "{text}");
     let line = fails(&on_gpu, &[("SWITCHYARD_TRANSPORT", "ibgda:mlx5_0+mlx5_1")]);
     assert!(line.contains("not one port of one device"), "{line}");
     // Slots in host memory.

@@ -7,7 +7,7 @@ use bytemuck::Zeroable;
 use cuda_ipc::GpuMemory;
 use kernels::abi::{
     ANSWER_HOLE, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3,
-    DispatchParams, ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT,
+    DispatchParams, ErrorWord, FrameGeometry, Handle, Link, PATH_DIRECT, Placement, ServerPeer,
     WORD_STATUS_OFFSET, WORD_STRIDE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
@@ -145,7 +145,8 @@ impl Client {
         };
         let placement = Placement::new(1, &experts).expect("a placement");
         client.write(&client.placement, bytemuck::bytes_of(&placement));
-        let request = Link { window: client.pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 };
+        let request =
+            Link { window: client.pair.peer(), context: 0, path: PATH_DIRECT, reserved: 0 };
         let peer = ServerPeer { request, response: client.pair.own(), generation: 5, reserved: 0 };
         client.write(&client.table, bytemuck::bytes_of(&peer));
         for (offset, bytes) in client.geometry.answer_rows() {
@@ -210,7 +211,7 @@ impl Client {
         self.wait();
     }
 
-    fn prepared_dispatch(&self) -> Prepared<DispatchParams> {
+    fn prepared_dispatch(&self) -> PreparedKernel<DispatchParams> {
         let params = DispatchParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,
@@ -239,7 +240,7 @@ impl Client {
         self.outcome(request)
     }
 
-    fn prepared_combine(&self) -> Prepared<CombineParams> {
+    fn prepared_combine(&self) -> PreparedKernel<CombineParams> {
         let params = CombineParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,

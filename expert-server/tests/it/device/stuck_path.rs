@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kernels::abi::{DevicePtr, Link, WAY_DIRECT, WAY_PROXY};
+use kernels::abi::{DevicePtr, Link, PATH_DIRECT, PATH_PROXY};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer};
 use kernels::proxy::PROXY_VERSION;
 use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
@@ -247,7 +247,7 @@ impl RemoteSlots for DirectSlots {
     }
 
     fn link(&self) -> Link {
-        Link { window: self.peer, context: 0, way: WAY_DIRECT, reserved: 0 }
+        Link { window: self.peer, context: 0, path: PATH_DIRECT, reserved: 0 }
     }
 
     fn waits(&self) -> KernelWaits {
@@ -341,7 +341,7 @@ impl RemoteSlots for ProxySlots {
 
     fn link(&self) -> Link {
         let context = self.memory.ptr().add(PEER).0;
-        Link { window: self.mirror.ptr(), context, way: WAY_PROXY, reserved: 0 }
+        Link { window: self.mirror.ptr(), context, path: PATH_PROXY, reserved: 0 }
     }
 
     fn waits(&self) -> KernelWaits {

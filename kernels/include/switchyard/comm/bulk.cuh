@@ -1,8 +1,8 @@
-// Puts by the copy engine of a multiprocessor: one thread asks for up to some kilobytes of the block's shared
-// memory at a time, and no thread holds them in registers or waits at a store.
+// Puts by the copy engine of a multiprocessor: one thread requests up to some kilobytes of the
+// block's shared memory at a time. No thread holds the data in registers or waits at a store.
 //
-// Stores by the block's threads are known to the engine after `seal_bulk` by each of them and a block
-// barrier. What was put is only then before a signal of the thread that put it (SYNC POINT publish) when that
+// The engine sees stores by the block's threads after `seal_bulk` by each of them and a block
+// barrier. Put data comes before a signal of the putting thread (SYNC POINT publish) only when that
 // thread has called `await_bulk`: the engine's writes are not in the order of the thread's own.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace switchyard::comm {
 
-// By every thread that has written what will be put, before a block barrier.
+// Called by every thread that has written data to put, before a block barrier.
 __device__ __forceinline__ void seal_bulk() { ptx::fence_proxy_async_shared(); }
 
 // Puts `num_bytes` of shared memory into the window, by one thread. The offset, the source and `num_bytes`

@@ -1,6 +1,6 @@
-// Puts, gets and adds that a kernel posts to a NIC by itself. The same names as over a proxy (proxy.h), and
-// by whichever way (put_get.cuh). Fused kernels store into the peer's window, or its mirror, and name what
-// they stored, see link.cuh.
+// Puts, gets and adds that a kernel posts to a NIC by itself. The names are the same as over a
+// proxy (proxy.h) and over any path (put_get.cuh). Fused kernels store into the peer's window, or
+// its mirror, and name the stored range, see link.cuh.
 //
 // Order on one queue: a signal or an add is seen by the peer after everything that was put before
 // it. A get may return while later puts already run; where that matters, quiet stands in between.
@@ -58,7 +58,7 @@ SY_DEVICE Status move(Queue&& queue, const LocalBuffer& local, const RemoteBuffe
     const uint64_t chunk_bytes = queue.qp.max_message_bytes;
     uint64_t begin = 0;
     do {
-        // A division of 64 bits shows in what a post takes; most lengths need none.
+        // A 64-bit division would measurably slow a post; most lengths need none.
         const uint64_t num_left_bytes = num_bytes - begin;
         const uint64_t num_left = num_left_bytes > chunk_bytes
                                       ? (num_left_bytes + chunk_bytes - 1) / chunk_bytes
@@ -162,7 +162,7 @@ SY_DEVICE Status set(Queue&& queue, const RemoteBuffer& word, uint64_t value) {
 } // namespace detail
 
 // Starts a copy of local memory to the peer. The source may be reused after a quiet.
-// NOTES: what other threads of the block stored into the source is covered if a barrier lies
+// NOTES: stores of other threads of the block into the source are covered if a barrier lies
 // between.
 template <Scope kScope = Scope::kSys, class Group = Warp>
 SY_DEVICE Status put_nbi_warp(const sy_mlx5_qp& qp, const LocalBuffer& local,
@@ -219,8 +219,8 @@ SY_DEVICE Status amo_nonfetch_add32(const sy_mlx5_qp& qp, const RemoteBuffer& co
     });
 }
 
-// Adds to several fields of a 64-bit word of the peer at once: a set bit of `boundary` keeps the carry of
-// that bit from the next one, so each field wraps by itself. With no boundary it is amo_nonfetch_add.
+// Adds to several fields of a 64-bit word of the peer at once. A set bit of `boundary` stops the
+// carry of that bit, so each field wraps independently. Without a boundary it is amo_nonfetch_add.
 template <Scope kScope = Scope::kSys>
 SY_DEVICE Status amo_nonfetch_add_fields(const sy_mlx5_qp& qp, const RemoteBuffer& word,
                                          uint64_t value, uint64_t boundary,
@@ -254,15 +254,16 @@ SY_DEVICE Status put_imm_nbi(const sy_mlx5_qp& qp, const LocalBuffer& local,
     });
 }
 
-// Waits until everything posted on the queue before is complete: sources may be reused, the peer
-// has what was put, and what was got is here.
+// Waits until all earlier operations on the queue are complete: sources may be reused, the peer has
+// the put data, and the got data is here.
 template <Scope kScope = Scope::kSys>
 SY_DEVICE Status quiet(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) {
     return mlx5::quiet<kScope>(qp, bound);
 }
 
-// quiet for gets into memory to which the NIC's writes may be under way when their completion is
-// seen, as is so with GPU memory behind some root complexes: the NIC reads `local` behind them.
+// quiet for gets into memory to which the NIC's writes may still be under way when their completion
+// is visible, as with GPU memory behind some root complexes: the NIC reads `local` behind those
+// writes.
 template <Scope kScope = Scope::kSys>
 SY_DEVICE Status quiet_gets(const sy_mlx5_qp& qp, const LocalBuffer& local,
                             const sy_mlx5_bound& bound) {
@@ -318,7 +319,7 @@ template <Scope kScope, class Group> SY_DEVICE Status quiet(OwnedQueue<kScope, G
     return queue.quiet();
 }
 
-// The same towards a peer's slot. `lane` is whatever goes one way: a block's index.
+// The same towards a peer's slot. `lane` selects the queue: a block's index.
 namespace peer {
 
 SY_DEVICE const sy_mlx5_qp& queue_of(const sy_ibgda_peer& peer, uint32_t lane) {
@@ -329,7 +330,7 @@ SY_DEVICE bool is_inside(const sy_ibgda_peer& peer, uint64_t offset, uint64_t nu
     return offset <= peer.slot_bytes && num_bytes <= peer.slot_bytes - offset;
 }
 
-// Puts what was stored at `offset` of the mirror.
+// Puts the bytes stored at `offset` of the mirror.
 template <Scope kScope = Scope::kSys, class Group = Warp>
 SY_DEVICE Status put_nbi_warp(const sy_ibgda_peer& peer, uint32_t lane, uint64_t offset,
                               uint64_t num_bytes) {

@@ -1,5 +1,5 @@
-// Links whose way is IBGDA: what link.cuh hands over becomes work requests. `link.context` is the address
-// of a sy_ibgda_peer and `link.window` that of its mirror.
+// Links over IBGDA: turns the ranges that link.cuh names into work requests. `link.context` is the
+// address of a sy_ibgda_peer and `link.window` that of its mirror.
 //
 // All words that a block sets go through the queue that its puts went through, behind them. Failures
 // take the queue out of service and stand in the error word; calls return nothing, and waits ask
@@ -176,7 +176,7 @@ SY_DEVICE_COLD void move_warp(const sy_link& link, uint32_t lane, uint64_t offse
         comm::get_nbi_warp<kScope, Warp>(qp, local, remote, num_bytes, peer.bound);
 }
 
-// Waits until what a lane got is in memory: `local` is an address where something was got into.
+// Waits until a lane's got data is in memory: `local` is an address that a get wrote to.
 SY_DEVICE_COLD inline void await_gets(const sy_link& link, uint32_t lane, uint64_t local) {
     const sy_ibgda_peer& peer = peer_of(link);
     comm::quiet_gets<kScope>(peer::queue_of(peer, lane), LocalBuffer{local, peer.lkey}, peer.bound);
@@ -191,11 +191,11 @@ SY_DEVICE_COLD inline void quiet(const sy_link& link) {
             return;
 }
 
-// Of find_busy: a quiet would return at once.
+// Result of find_busy: a quiet would return immediately.
 constexpr uint32_t kNoneBusy = 0xffffffffu;
 
-// The first queue from `first` on of which not all is complete, or kNoneBusy. Whoever asks again and again
-// begins with that one.
+// The first queue from `first` on with incomplete work, or kNoneBusy. A caller that polls
+// repeatedly begins with that queue.
 SY_DEVICE_COLD inline uint32_t find_busy(const sy_link& link, uint32_t first) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = first; i < peer.num_qps; ++i)
@@ -204,12 +204,13 @@ SY_DEVICE_COLD inline uint32_t find_busy(const sy_link& link, uint32_t first) {
     return kNoneBusy;
 }
 
-// Looks at completions where nobody has just now. What others found is in the queue's error word.
+// Polls completions if no other caller has polled just now. Errors that others found are in the
+// queue's error word.
 SY_DEVICE_COLD inline bool has_failed(const sy_link& link) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = 0; i < peer.num_qps; ++i) {
         const sy_mlx5_qp& qp = peer.qps[i];
-        if (takes_look(&mlx5::state_of(qp).looked))
+        if (takes_poll_turn(&mlx5::state_of(qp).polled_at))
             mlx5::poll<kScope>(qp);
         if (const uint64_t error = mlx5::queue_error(qp); error != 0) {
             mlx5::report_error(qp, peer.bound, error);

@@ -1,12 +1,12 @@
 // Puts, gets and adds that a kernel hands to a thread of the host, for NICs that it cannot drive by
-// itself. The same names as over a NIC (ibgda.h), and by whichever way (put_get.cuh). Fused kernels store
-// into the peer's window, or its mirror, and name what they stored, see link.cuh.
+// itself. The names are the same as over a NIC (ibgda.h) and over any path (put_get.cuh). Fused
+// kernels store into the peer's window, or its mirror, and name the stored range, see link.cuh.
 //
-// Order on one lane: a signal or an add is seen by the peer after everything that was put before it.
-// Puts have no order among each other. Nothing is ordered across lanes.
+// Order on one lane: the peer sees a signal or an add after all earlier puts. Puts have no order
+// among each other. Nothing is ordered across lanes.
 //
-// Calls with `_warp` in their name are made by a whole warp, all others by one thread. What other
-// threads of the block stored is covered if a barrier lies between.
+// A whole warp makes calls with `_warp` in their name; one thread makes all others. Stores of other
+// threads of the block are covered if a barrier lies between.
 #pragma once
 
 #include <cstdint>
@@ -99,7 +99,8 @@ SY_DEVICE Status fail(const sy_proxy_lane& lane, Status status) {
     return status;
 }
 
-// Waits until `end` commands are over. Mapped memory is microseconds away, so every look counts.
+// Waits until `end` commands are over. A read of mapped memory takes microseconds, so polls are
+// few.
 SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& lane, uint64_t end,
                                 uint32_t tag) {
     sy_proxy_lane_state& state = state_of(lane);
@@ -111,8 +112,9 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
         uint64_t completed = 0, error = 0;
         load_words(words, &completed, &error);
         if (completed >= end) {
-            // SYNC POINT recycled: what the thread did before it said so comes before what follows. So does what
-            // it had seen, the reservation of what it says is over.
+            // SYNC POINT recycled: the proxy thread's work before its report comes before the
+            // following code. So does everything that the thread had seen, including the
+            // reservation of the commands that it reports.
             fence_acq_rel<Scope::kSys>();
             const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
             if (completed > reserved) {
@@ -126,7 +128,7 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
             record(peer, SY_TAG_PROXY_LANE, SY_REASON_VALUE, error, 0);
             return fail(lane, SY_PROXY_REFUSED);
         }
-        // Whoever posts on the lane, too, may have found a newer value, or a reason to give up.
+        // Another poster on the lane may have found a newer value, or a reason to give up.
         if (ld_acquire<Scope::kGpu>(&state.seen) >= end)
             return SY_PROXY_OK;
         const uint64_t given_up = ld_relaxed<Scope::kGpu>(&state.error);
@@ -154,9 +156,9 @@ struct Reservation {
     uint64_t error, base, seen;
 };
 
-// Cells are counted, and nobody's, of a lane that is out of service, too.
-// NOTES: nothing here uses what it asks for, so that all of it, and the fence behind it, is under way at once.
-// That fence makes an acquire of what is known to be over.
+// Cells of a lane that is out of service are counted, too, and belong to no poster.
+// NOTES: nothing here uses the requested values, so that all loads, and the fence behind them, are
+// under way together. That fence turns the known count of finished commands into an acquire.
 SY_DEVICE void reserve(const sy_proxy_lane& lane, uint32_t num_commands, Reservation* reserved) {
     sy_proxy_lane_state& state = state_of(lane);
     reserved->error = ld_relaxed<Scope::kGpu>(&state.error);
@@ -170,7 +172,7 @@ SY_DEVICE Status wait_room(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
     if (reserved.error != 0)
         return static_cast<Status>(reserved.error);
     const uint64_t end = reserved.base + num_commands;
-    // NOTES: without this wait a cell is overwritten that the thread has not read.
+    // NOTES: without this wait the command overwrites a cell that the thread has not read.
     if (end > lane.budget && reserved.seen < end - lane.budget)
         return wait_completed(peer, lane, end - lane.budget, SY_TAG_PROXY_ROOM);
     return SY_PROXY_OK;
@@ -192,13 +194,15 @@ SY_DEVICE void store(const sy_proxy_lane& lane, uint64_t index, sy_proxy_command
 template <class Group = Warp, class Build>
 SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& of_lane,
                       uint32_t num_commands, Build&& build, uint64_t* end = nullptr) {
-    // NOTES: loaded here, as callers load what they build commands of: the fence empties the nearest cache.
+    // NOTES: loaded here, like the data that callers build commands of: the fence empties the
+    // nearest cache.
     const sy_proxy_lane lane = of_lane;
     if (num_commands > lane.budget)
         return SY_PROXY_ARGUMENT;
     detail::Reservation reserved = {};
     Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
-    // SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+    // SYNC POINT command: a command becomes visible after everything that the poster stored, or
+    // knew of, before.
     // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
     // its own.
     Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });
@@ -227,7 +231,7 @@ SY_DEVICE Status put_from_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uin
     return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) { return put; });
 }
 
-// Puts what was stored at `offset` of the mirror.
+// Puts the bytes stored at `offset` of the mirror.
 template <class Group = Warp>
 SY_DEVICE Status put_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
                               uint64_t num_bytes) {
@@ -303,14 +307,14 @@ SY_DEVICE Status amo_nonfetch_add(const sy_proxy_peer& peer, uint32_t lane, uint
 }
 
 // Sets a word of the peer that has one writer, after everything that was put on this lane before.
-// NOTES: all signals and adds to a word go through lanes of this peer, and no put covers it: the thread
-// keeps the last value, because not every transport can store a word at once.
+// NOTES: all signals and adds to a word go through lanes of this peer, and no put covers it: the
+// thread keeps the last value, because not every transport can store a word at once.
 SY_DEVICE Status signal(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset, uint64_t value) {
     return detail::post_word(peer, lane, SY_PROXY_SIGNAL, offset, value);
 }
 
-// Waits until everything posted on the lane before is complete: sources may be reused, the peer has
-// what was put, and what was got is here.
+// Waits until all earlier operations on the lane are complete: sources may be reused, the peer has
+// the put data, and the got data is here.
 SY_DEVICE Status quiet(const sy_proxy_peer& peer, uint32_t lane) {
     const sy_proxy_lane& to = detail::lane_of(peer, lane);
     uint64_t end = 0;
@@ -320,10 +324,11 @@ SY_DEVICE Status quiet(const sy_proxy_peer& peer, uint32_t lane) {
                                  : detail::wait_completed(peer, to, end, SY_TAG_PROXY_QUIET);
 }
 
-// Whether everything posted on the lane before is complete, as after quiet. For whoever asks again and does
-// something else meanwhile: posts a QUIET once for whatever was posted, and waits for nothing. A lane that is out
-// of service is never quiet.
-// NOTES: nobody posts on the lane meanwhile, or the room that is found here may be another's, and waited for.
+// Whether all earlier operations on the lane are complete, as after quiet. For a caller that polls
+// repeatedly and does other work meanwhile: posts one QUIET for all posted commands, and does not
+// wait. A lane that is out of service is never quiet.
+// NOTES: no other poster uses the lane meanwhile; otherwise it might take the room that is found
+// here, and this call would wait.
 SY_DEVICE bool is_quiet(const sy_proxy_peer& peer, uint32_t lane) {
     const sy_proxy_lane& to = detail::lane_of(peer, lane);
     sy_proxy_lane_state& state = detail::state_of(to);
@@ -366,8 +371,8 @@ SY_DEVICE bool is_quiet(const sy_proxy_peer& peer, uint32_t lane) {
     return false;
 }
 
-// Whether the way to this peer is out of service: 0, or a SY_PROXY_* status. Looks at this end only, and
-// does not wait.
+// State of the path to this peer: 0, or a SY_PROXY_* status if it is out of service. Checks this
+// end only, and does not wait.
 SY_DEVICE Status failure(const sy_proxy_peer& peer) {
     for (uint32_t lane = 0; lane < peer.num_lanes; ++lane) {
         const uint64_t error =

@@ -1,11 +1,9 @@
 /* Commands from kernels to the threads that post for them, for C11, C++17 and CUDA.
- * transports/proxy/src/abi.rs says the same in Rust. Change nothing here without raising
+ * transports/proxy/src/abi.rs is the same in Rust. Every change here must raise
  * SY_PROXY_VERSION.
- *
- * A lane is a ring of commands in page-locked host memory. Whoever posts writes a whole command with
- * one store of 16 bytes; the thread at the other end finds it by the lap number inside, so there is no
- * head to move and nothing to reset. Commands of a lane are carried out in their order.
- */
+ * A lane is a ring of commands in page-locked host memory. A poster writes a whole command with
+ * one store of 16 bytes. The thread at the other end finds it by the lap number inside, so there
+ * is no head to move and nothing to reset. Commands of a lane are executed in their order. */
 #ifndef SWITCHYARD_COMM_PROXY_LAYOUT_H
 #define SWITCHYARD_COMM_PROXY_LAYOUT_H
 
@@ -24,7 +22,7 @@
 #define SY_PROXY_SIGNAL 4 /* sets a 64-bit word of the peer that only this side writes, likewise */
 #define SY_PROXY_QUIET 5 /* is complete when everything before it has reached the peer's memory */
 #define SY_PROXY_FENCE 6 /* orders everything before ahead of everything after */
-#define SY_PROXY_WAKE 7 /* wakes whoever sleeps on the word at the offset */
+#define SY_PROXY_WAKE 7 /* wakes the thread that sleeps on the word at the offset */
 #define SY_PROXY_NOP 8 /* nothing, in its turn */
 
 /* First word of a command:
@@ -52,22 +50,23 @@ typedef struct sy_proxy_command {
     uint64_t second;
 } sy_proxy_command;
 
-/* What the thread tells those who post. In page-locked host memory. */
+/* The thread's report to the posters. In page-locked host memory. */
 typedef struct sy_proxy_lane_words {
     uint64_t completed; /* commands that are over: their cells and sources may be used again */
     uint64_t error; /* 0, or why the lane is out of service: SY_PROXY_ERROR_* below */
     uint8_t pad[112];
 } sy_proxy_lane_words;
 
-/* What those who post share. In memory of the GPU, zeroed. */
+/* Shared state of posters. In memory of the GPU, zeroed. */
 typedef struct sy_proxy_lane_state {
     uint64_t reserved; /* commands given to a poster */
     uint64_t asked; /* number behind the last QUIET that was posted without waiting for it */
     uint8_t pad0[112];
-    uint64_t seen; /* `completed` as somebody read it last */
+    uint64_t seen; /* `completed` as the last poster read it */
     uint8_t pad1[120];
     uint64_t error; /* 0, or the status that took the lane out of service at this end */
-    uint64_t looked; /* when somebody who waits for something else last looked at the words */
+    uint64_t
+        polled_at; /* time of the last read of the words by a poster that waits for something else */
     uint8_t pad2[112];
 } sy_proxy_lane_state;
 
@@ -79,12 +78,12 @@ typedef struct sy_proxy_lane {
     uint32_t budget; /* commands in flight at most, not beyond the depth */
 } sy_proxy_lane;
 
-/* A peer's slot and the lanes to it: sy_link.context of a link whose way is SY_WAY_PROXY. Blocks of a
- * kernel choose a lane by their index, so that what a block puts and the flag after it go the same
- * way. */
+/* A peer's slot and the lanes to it: sy_link.context of a link whose path is SY_PATH_PROXY.
+ * Blocks of a kernel choose a lane by their index, so that a block's puts and the flag after
+ * them use the same lane. */
 typedef struct sy_proxy_peer {
     uint64_t lanes; /* address of sy_proxy_lane[num_lanes] */
-    uint64_t mirror; /* local copy of the slot, where kernels store what they then put */
+    uint64_t mirror; /* local copy of the slot, where kernels store data before they put it */
     uint64_t slot_bytes; /* also of the mirror */
     uint64_t error; /* 0, or address of a sy_error_word for the first expired wait */
     uint64_t abort_mask; /* 0, or address of a word in mapped memory: bit `peer` ends every wait */
@@ -95,18 +94,18 @@ typedef struct sy_proxy_peer {
     uint32_t version;
 } sy_proxy_peer;
 
-/* What a call returns. Numbers that SY_MLX5_* has, too, mean the same there. After everything but OK
- * and ARGUMENT the lane is out of service until the host has connected again. Fused kernels, whose
- * calls return nothing, take the lane out of service for ARGUMENT, too. */
+/* Result of a call. Numbers that SY_MLX5_* has, too, mean the same there. After every value
+ * except OK and ARGUMENT the lane is out of service until the host has connected again. Fused
+ * kernels, whose calls return nothing, take the lane out of service for ARGUMENT, too. */
 #define SY_PROXY_OK 0
 #define SY_PROXY_TIMEOUT 1 /* a wait reached its bound */
 #define SY_PROXY_ABORTED 2 /* the host set the peer's bit in the abort mask */
 #define SY_PROXY_REFUSED 3 /* the thread took the lane out of service; its word says why */
-#define SY_PROXY_DESYNC 4 /* the thread completed what was never posted */
+#define SY_PROXY_DESYNC 4 /* the thread completed a command that was never posted */
 #define SY_PROXY_ARGUMENT 5 /* misaligned, too long, or outside of the slot: nothing was posted */
 
-/* sy_proxy_lane_words.error: the code, the opcode that was met, and the command's number (its lowest
- * 48 bits). */
+/* sy_proxy_lane_words.error: the code, the opcode found, and the command's number (its lowest 48
+ * bits). */
 #define SY_PROXY_ERROR_CODE(word) ((uint32_t)((word) & 0xff))
 #define SY_PROXY_ERROR_OPCODE(word) ((uint32_t)((word) >> 8 & 0xff))
 #define SY_PROXY_ERROR_INDEX(word) ((uint64_t)(word) >> 16)
@@ -130,7 +129,7 @@ typedef struct sy_proxy_peer {
 #define SY_TAG_PROXY_DESYNC 51 /* observed: commands said to be complete; expected: posted ones */
 #define SY_TAG_PROXY_ARGUMENT 52 /* a call out of the slot; observed: offset; expected: bytes */
 
-/* Name of what is wrong with a lane, or null. The host asks before it hands the lane out. */
+/* Name of the error in a lane, or null. The host calls it before it hands the lane out. */
 static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
     if (lane->depth_shift < 4 || lane->depth_shift > 16)
         return "depth is not a power of two from 16 to 65536";
@@ -143,9 +142,9 @@ static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
     return 0;
 }
 
-/* Name of what is wrong with a peer, or null: blocks of kernels divide by its number of lanes, and
- * commands have 32 bits for an offset and 8 for a window. The host asks before it hands the peer out,
- * and sy_proxy_check_lane for each of its lanes. */
+/* Name of the error in a peer, or null: blocks of kernels divide by its number of lanes, and
+ * commands have 32 bits for an offset and 8 for a window. The host calls it before it hands the
+ * peer out, and sy_proxy_check_lane for each of its lanes. */
 static inline const char* sy_proxy_check_peer(const sy_proxy_peer* peer) {
     if (peer->version != SY_PROXY_VERSION)
         return "version is not SY_PROXY_VERSION";
@@ -188,7 +187,7 @@ typedef struct sy_proxy_produce_params {
 #define SY_PROXY_PRODUCE_FILLS UINT32_C(1) /* every object is filled anew, for checks */
 #define SY_PROXY_PRODUCE_ROUND_TRIP UINT32_C(2) /* each batch is over before the next */
 #define SY_PROXY_PRODUCE_READS                                                                     \
-    UINT32_C(4) /* samples are of looks at the lane's words, nothing is posted */
+    UINT32_C(4) /* samples are reads of the lane's words; nothing is posted */
 #define SY_PROXY_PRODUCE_STAMPS                                                                    \
     UINT32_C(8) /* samples are when, by this GPU's clock, each batch began to be pushed */
 #define SY_PROXY_PRODUCE_CLOCK                                                                     \
@@ -226,7 +225,8 @@ SY_STATIC_ASSERT(sizeof(sy_proxy_lane_words) == 128, "size of sy_proxy_lane_word
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane_state) == 384, "size of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, seen) == 128, "seen of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, error) == 256, "error of sy_proxy_lane_state");
-SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, looked) == 264, "looked of sy_proxy_lane_state");
+SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, polled_at) == 264,
+                 "polled_at of sy_proxy_lane_state");
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane) == 32, "size of sy_proxy_lane");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane, budget) == 28, "budget of sy_proxy_lane");
 SY_STATIC_ASSERT(sizeof(sy_proxy_peer) == 64, "size of sy_proxy_peer");

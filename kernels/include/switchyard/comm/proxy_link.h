@@ -1,5 +1,5 @@
-// Links whose way is the proxy: what link.cuh hands over becomes commands. `link.context` is the address
-// of a sy_proxy_peer and `link.window` that of its mirror.
+// Links over the proxy: turns the ranges that link.cuh names into commands. `link.context` is the
+// address of a sy_proxy_peer and `link.window` that of its mirror.
 //
 // All words that a block sets go through the lane that its puts went through, behind them, and each by a
 // command of its own: puts have no order among each other, so no flag may travel in one. Failures take
@@ -43,7 +43,7 @@ SY_DEVICE bool is_good(const sy_proxy_peer& peer, const Send& send) {
            (!send.is_words || (send.offset % 8 == 0 && send.num_bytes % 8 == 0));
 }
 
-// A call that makes no sense also takes the lane out of service: its caller has no way to tell.
+// An invalid call also takes the lane out of service: its caller has no other means to learn of it.
 SY_DEVICE void refuse(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
                       uint64_t num_bytes) {
     record(peer, SY_TAG_PROXY_ARGUMENT, SY_REASON_VALUE, offset, num_bytes);
@@ -166,11 +166,11 @@ SY_DEVICE void quiet(const sy_link& link) {
     }
 }
 
-// Of find_busy: a quiet would return at once.
+// Result of find_busy: a quiet would return immediately.
 constexpr uint32_t kNoneBusy = 0xffffffffu;
 
-// The first lane from `first` on of which not all is complete, or kNoneBusy. Whoever asks again and again begins
-// with that one. Nobody posts to the peer meanwhile.
+// The first lane from `first` on with incomplete work, or kNoneBusy. A caller that polls repeatedly
+// begins with that lane. No poster uses the peer meanwhile.
 SY_DEVICE uint32_t find_busy(const sy_link& link, uint32_t first) {
     const sy_proxy_peer& peer = peer_of(link);
     uint32_t busy = kNoneBusy;
@@ -181,14 +181,14 @@ SY_DEVICE uint32_t find_busy(const sy_link& link, uint32_t first) {
     return busy;
 }
 
-// Looks at the words of one lane, a different one per block, where nobody has just now. What others found is in the
-// lane's error word.
+// Reads the words of one lane, a different one per block, if no other caller has read them just
+// now. Errors that others found are in the lane's error word.
 SY_DEVICE bool has_failed(const sy_link& link, uint32_t lane) {
     const sy_proxy_peer& peer = peer_of(link);
     if (failure(peer) != SY_PROXY_OK)
         return true;
     const sy_proxy_lane& looked_at = detail::lane_of(peer, lane);
-    if (!takes_look(&detail::state_of(looked_at).looked))
+    if (!takes_poll_turn(&detail::state_of(looked_at).polled_at))
         return false;
     uint64_t completed = 0, error = 0;
     detail::load_words(at_address<const sy_proxy_lane_words>(looked_at.words), &completed, &error);

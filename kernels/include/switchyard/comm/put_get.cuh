@@ -1,6 +1,6 @@
-// Copies to a peer and back, by whichever way: with link.cuh and wait.cuh the whole set of calls.
+// Copies to a peer and back, over any path: with link.cuh and wait.cuh the whole set of calls.
 //
-// An offset is one of the peer's slot. What `local` may be depends on the way:
+// Offsets are within the peer's slot. The permitted `local` depends on the path:
 //
 //            put_nbi_warp                                get_nbi_warp
 //   direct   any memory of this GPU, shared one too.     any memory of this GPU, shared one too.
@@ -10,19 +10,21 @@
 //   proxy    into the mirror at `offset` first. In the   here. Anything else is refused.
 //            mirror: nothing is copied.
 //
-// No bytes are put from anywhere and got into anywhere: `local` is not looked at then, and only `offset` has
-// to be one of the slot or its end.
+// A copy of no bytes needs no memory: `local` is not checked then, and `offset` must only be within
+// the slot or at its end.
 //
-// So code for all ways gets into `window_at(link, offset)`, waits with quiet_gets and reads there: that is
-// the mirror, or the peer's memory itself. Over direct stores what is read is then what the peer has there
-// at that moment.
+// So code for all paths gets into `window_at(link, offset)`, waits with quiet_gets and reads there:
+// that is the mirror, or the peer's memory itself. Over direct stores a read then returns the
+// peer's bytes of that moment.
 //
-// Until a quiet, or await_reuse, nobody writes the mirror where something was put from or got into. Over a way
-// that posts, a copy that leaves the slot, or one into what is no mirror, takes the way out of service, as all
-// calls do that return nothing: has_failed says so. Over direct stores nothing is checked: the caller stays
-// within the slot. What other lanes have stored at `local` is behind a __syncwarp of the caller's.
+// Until a quiet, or await_reuse, no thread writes a part of the mirror that is the source of a put
+// or the target of a get. Over a path that posts, two errors take the path out of service, as in
+// all calls that return nothing: a copy that leaves the slot, and one into memory that is no
+// mirror. has_failed then returns true. Over direct stores nothing is checked: the caller stays
+// within the slot. Stores of other lanes at `local` are behind a __syncwarp by the caller.
 //
-// NOTES: what is put is behind no earlier get, so a get is waited for before its source is put to.
+// NOTES: a put is not ordered behind earlier gets, so a get is waited for before its target becomes
+// the source of a put.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +57,8 @@ __device__ __forceinline__ void copy_warp(uint64_t to, uint64_t from, uint64_t n
 }
 
 __device__ __forceinline__ uint64_t slot_bytes_of(const sy_link& link) {
-    return link.way == SY_WAY_PROXY ? proxy::peer_of(link).slot_bytes
-                                    : ibgda::peer_of(link).slot_bytes;
+    return link.path == SY_PATH_PROXY ? proxy::peer_of(link).slot_bytes
+                                      : ibgda::peer_of(link).slot_bytes;
 }
 
 __device__ __forceinline__ bool is_within(uint64_t offset, uint64_t num_bytes, uint64_t most) {
@@ -65,7 +67,7 @@ __device__ __forceinline__ bool is_within(uint64_t offset, uint64_t num_bytes, u
 
 __device__ __forceinline__ void refuse_move(const sy_link& link, uint64_t offset,
                                             uint64_t num_bytes) {
-    if (link.way == SY_WAY_PROXY)
+    if (link.path == SY_PATH_PROXY)
         proxy::detail::refuse(proxy::peer_of(link), blockIdx.x, offset, num_bytes);
     else
         ibgda::detail::refuse(ibgda::peer_of(link),
@@ -73,7 +75,7 @@ __device__ __forceinline__ void refuse_move(const sy_link& link, uint64_t offset
                               ibgda::Send{offset, num_bytes, 0, false});
 }
 
-// Puts or gets over a way that posts. Lanes of the warp agree on all arguments.
+// Puts or gets over a path that posts. Lanes of the warp agree on all arguments.
 template <bool kIsPut>
 __device__ __noinline__ void move_posted(const sy_link& link, uint64_t offset, uint64_t local,
                                          uint64_t num_bytes) {
@@ -91,19 +93,19 @@ __device__ __noinline__ void move_posted(const sy_link& link, uint64_t offset, u
         copy_warp(link.window + offset, local, num_bytes);
         source_offset = offset;
     }
-    // What all lanes stored is before the request of one.
+    // The stores of all lanes come before the request of one.
     __syncwarp();
-    if (link.way == SY_WAY_PROXY)
+    if (link.path == SY_PATH_PROXY)
         proxy::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
     else
         ibgda::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
 }
 
-template <uint32_t kWays, bool kIsPut>
+template <uint32_t kPaths, bool kIsPut>
 __device__ __forceinline__ void move_warp(const sy_link& link, uint64_t offset, uint64_t local,
                                           uint64_t num_bytes) {
     const uint64_t there = link.window + offset;
-    if (!is_direct<kWays>(link)) {
+    if (!is_direct<kPaths>(link)) {
         move_posted<kIsPut>(link, offset, local, num_bytes);
         return;
     }
@@ -114,47 +116,50 @@ __device__ __forceinline__ void move_warp(const sy_link& link, uint64_t offset, 
 
 } // namespace detail
 
-// Starts a copy of `num_bytes` at `local` to the peer's slot. What this warp signals or adds afterwards,
-// by any of its lanes, is seen by the peer after it, and so is what its block does behind a barrier
-// (SYNC POINT publish). A source outside of the mirror may be written again at once.
-template <uint32_t kWays = kDirectOnly>
+// Starts a copy of `num_bytes` at `local` to the peer's slot. The peer sees it before any later
+// signal or add of this warp, by any of its lanes, and before those of its block behind a barrier
+// (SYNC POINT publish). A source outside of the mirror may be written again immediately.
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void put_nbi_warp(const sy_link& link, uint64_t offset,
                                              const void* local, uint64_t num_bytes) {
-    detail::move_warp<kWays, true>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+    detail::move_warp<kPaths, true>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
 }
 
-// Starts a copy of `num_bytes` of the peer's slot to `local`: of what it had published when that was
-// accepted (wait_until). It is there after quiet_gets.
-template <uint32_t kWays = kDirectOnly>
+// Starts a copy of `num_bytes` of the peer's slot to `local`: of the data that the peer had
+// published when that was accepted (wait_until). It is there after quiet_gets.
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void get_nbi_warp(const sy_link& link, uint64_t offset, void* local,
                                              uint64_t num_bytes) {
-    detail::move_warp<kWays, false>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+    detail::move_warp<kPaths, false>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
 }
 
-// Returns, in the thread that calls it, when all that was put, signalled and added over this link before is
-// in the peer's memory: over ways that post by whichever block, over direct stores by this thread and
-// by those whose stores a barrier made known to it. False when the way is out of service.
-template <uint32_t kWays = kDirectOnly> __device__ __forceinline__ bool quiet(const sy_link& link) {
-    if (is_direct<kWays>(link)) {
+// Returns, in the calling thread, when all earlier puts, signals and adds over this link are in the
+// peer's memory. Over paths that post, those of any block count. Over direct stores, those of this
+// thread count, and those whose stores a barrier made known to it. False when the path is out of
+// service.
+template <uint32_t kPaths = kDirectOnly>
+__device__ __forceinline__ bool quiet(const sy_link& link) {
+    if (is_direct<kPaths>(link)) {
         ptx::fence_acq_rel_sys();
         return true;
     }
-    await_reuse<kWays>(link);
-    return !has_failed<kWays>(link);
+    await_reuse<kPaths>(link);
+    return !has_failed<kPaths>(link);
 }
 
-// quiet, and what this block got is here: one thread calls it, and a barrier makes it known to others.
-// `local` is where something was got into. Anything else than a byte of the mirror stands for gets of no
-// bytes, behind which there is nothing to read.
-// NOTES: a NIC's writes to GPU memory may be under way when their completion is seen, so that over IBGDA the
-// NIC reads `local` behind them. A proxy's thread has seen the completion, and no more is asked of it.
-template <uint32_t kWays = kDirectOnly>
+// quiet, and this block's got data is here. One thread calls it, and a barrier makes it known to
+// others. `local` is an address that a get wrote to. Any address but a byte of the mirror stands
+// for gets of no bytes, behind which there is nothing to read.
+// NOTES: a NIC's writes to GPU memory may be under way when their completion is visible, so that
+// over IBGDA the NIC reads `local` behind them. A proxy's thread has seen the completion, so
+// nothing more is needed there.
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ bool quiet_gets(const sy_link& link, const void* local) {
     const uint64_t address = reinterpret_cast<uint64_t>(local);
-    if (!is_direct<kWays>(link) && link.way == SY_WAY_IBGDA && address >= link.window &&
+    if (!is_direct<kPaths>(link) && link.path == SY_PATH_IBGDA && address >= link.window &&
         detail::is_within(address - link.window, 1, detail::slot_bytes_of(link)))
         ibgda::await_gets(link, blockIdx.x, address);
-    return quiet<kWays>(link);
+    return quiet<kPaths>(link);
 }
 
 } // namespace switchyard::comm

@@ -1,10 +1,12 @@
-// What a kernel has to do with the ones before and after it in its stream, when launched with PDL.
+// Obligations of a kernel towards the ones before and after it in its stream, when launched with
+// PDL.
 //
-// Usually a kernel waits for the one before it before it touches anything that kernels write. With
-// SY_LAUNCH_FLAG_AHEAD it works beside it instead, and joins it later: by then whatever it read must have
-// been complete from the start. That is so when the kernel before it let it start only after its own wait or
-// join, or started itself only after such a wait, and nothing it wrote since is read; what peers send is waited
-// for by flags in any case. Joining before its end keeps the stream's order for all kernels that follow.
+// Usually a kernel waits for the one before it before it accesses anything that kernels write. With
+// SY_LAUNCH_FLAG_AHEAD it works beside it instead, and joins it later: everything that it read
+// until then must have been complete from the start. Two cases guarantee that. Either the kernel
+// before it let it start only after its own wait or join. Or that kernel started itself only after
+// such a wait, and nothing it wrote since is read. Data from peers is waited for by flags in any
+// case. Joining before its end keeps the stream's order for all kernels that follow.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +27,9 @@ __device__ __forceinline__ void let_next_start(uint32_t flags) {
 }
 
 // First of all.
-// NOTES: the wait also drops what this multiprocessor has cached of earlier kernels' memory; so does a fence that
-// acquires. One that releases, too, waits until all that other kernels on the multiprocessor store to peers has
-// arrived there, which may be most of a layer.
+// NOTES: the wait also drops this multiprocessor's cached lines of earlier kernels' memory; so does
+// a fence that acquires. One that also releases waits until all stores to peers by other kernels on
+// the multiprocessor have arrived there, which may take most of a layer.
 __device__ __forceinline__ void follow(uint32_t flags) {
     if (goes_ahead(flags))
         ptx::fence_acquire_sys();

@@ -1,5 +1,6 @@
-// Waits. Each has a bound; one that expires leaves tag, peer, observed and expected in the error word
-// and returns false. The host can end a wait at once by setting the peer's bit in the abort mask.
+// Waits. Each is bounded. One that expires leaves tag, peer, observed and expected in the error
+// word and returns false. The host can end a wait immediately by setting the peer's bit in the
+// abort mask.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace switchyard::comm {
 
-// What a wait needs besides the word it looks at.
+// Parameters of a wait besides the word that it polls.
 struct WaitBound {
     sy_error_word* error;
     const uint32_t* abort_mask; // mapped host memory, or null
@@ -19,9 +20,9 @@ struct WaitBound {
     const uint64_t* progress; // the peer moves it while it works, or null
     const uint64_t* status; // a refusal ends the wait when it names `expected`, or null
     uint64_t timeout_ns;
-    // Where very many wait at once, what they know of the mask together, and for which dispatch; or null: then each
-    // looks at it for itself.
-    sy_mask_look* look = nullptr;
+    // The waiters' shared copy of the mask and its dispatch, for places where very many wait
+    // together; or null: then each reads the mask itself.
+    sy_mask_cache* cache = nullptr;
     const uint64_t* sequence = nullptr;
 };
 
@@ -37,34 +38,34 @@ __device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t 
     error->expected = expected;
 }
 
-// The abort mask, as one of those that wait found it within the last two microseconds or so. What an earlier dispatch
-// found says nothing: its server may have left its place to another.
+// The abort mask, as one of the waiters read it within the last two microseconds or so. A value
+// from an earlier dispatch is not used: another server may have taken the place of its server.
 // NOTES: a combine has two thousand warps, and the host's memory is a microsecond away. Layers through the service were
 // late by up to a millisecond when each asked for itself, which is the supposed reason.
-__device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_look* look,
+__device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_cache* cache,
                                                 const uint64_t* sequence) {
     const uint64_t dispatch = ptx::ld_relaxed_sys(sequence);
     const auto now = static_cast<uint32_t>(ptx::mov_globaltimer() >> 11);
-    const uint32_t asked = ptx::ld_relaxed_sys(&look->asked);
-    if (asked != now && ptx::atom_cas_relaxed_gpu(&look->asked, asked, now) == asked) {
+    const uint32_t read_at = ptx::ld_relaxed_sys(&cache->read_at);
+    if (read_at != now && ptx::atom_cas_relaxed_gpu(&cache->read_at, read_at, now) == read_at) {
         const uint32_t mask = ptx::ld_relaxed_sys(abort_mask);
-        ptx::st_relaxed_sys(&look->found, dispatch << 32 | mask);
+        ptx::st_relaxed_sys(&cache->mask, dispatch << 32 | mask);
         return mask;
     }
-    const uint64_t found = ptx::ld_relaxed_sys(&look->found);
+    const uint64_t found = ptx::ld_relaxed_sys(&cache->mask);
     return found >> 32 == static_cast<uint32_t>(dispatch) ? static_cast<uint32_t>(found) : 0;
 }
 
 __device__ __forceinline__ bool is_aborted(const WaitBound& bound, uint32_t peer) {
     if (bound.abort_mask == nullptr)
         return false;
-    const uint32_t mask = bound.look != nullptr
-                              ? shared_mask(bound.abort_mask, bound.look, bound.sequence)
+    const uint32_t mask = bound.cache != nullptr
+                              ? shared_mask(bound.abort_mask, bound.cache, bound.sequence)
                               : ptx::ld_relaxed_sys(bound.abort_mask);
     return (mask >> peer & 1) != 0;
 }
 
-// Mapped host memory is microseconds away, so it is looked at once in so many polls.
+// Mapped host memory is microseconds away, so it is read once in several polls.
 constexpr uint32_t kPollsPerCheck = 32;
 
 // Nanoseconds since the first call with the same `*start_ns`, which begins as 0.
@@ -76,7 +77,7 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
     return now_ns - *start_ns;
 }
 
-// What a wait remembers between two looks at its bound.
+// State of a wait between two checks of its bound.
 struct Patience {
     uint64_t start_ns, last_progress;
     uint32_t num_moves; // of the progress word
@@ -94,7 +95,8 @@ constexpr uint32_t kMaxMoves = 1 << 9;
 constexpr uint32_t kMaxMoves = 1 << 20;
 #endif
 
-// Whether the peer has said nothing for as long as the bound allows. One that moves its progress word is at work.
+// Whether the peer has been silent for as long as the bound allows. A peer that moves its progress
+// word is at work.
 __device__ __forceinline__ bool is_silent(const WaitBound& bound, Patience& patience) {
     if (bound.progress != nullptr) {
         const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
@@ -107,9 +109,9 @@ __device__ __forceinline__ bool is_silent(const WaitBound& bound, Patience& pati
     return elapsed_ns(&patience.start_ns) > bound.timeout_ns;
 }
 
-// Whether a wait must end without what was expected. It has left the reason in the error word then, unless
-// another block has given the peer up and told why.
-template <uint32_t kWays, class... Links>
+// Whether a wait must end without the expected value. The reason is then in the error word, unless
+// another block has given the peer up and recorded its own reason.
+template <uint32_t kPaths, class... Links>
 __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, uint32_t peer,
                                           uint64_t observed, uint64_t expected, Patience& patience,
                                           const Links*... links) {
@@ -119,8 +121,8 @@ __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, 
     }
     if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
         return true;
-    if ((has_failed<kWays>(*links) || ...)) {
-        // What failed may have been told already, in which case that stays.
+    if ((has_failed<kPaths>(*links) || ...)) {
+        // The failure may have been recorded already; then that record stays.
         record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
         return true;
     }
@@ -138,7 +140,7 @@ __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, 
     return false;
 }
 
-template <uint32_t kWays, class... Links>
+template <uint32_t kPaths, class... Links>
 __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
                                              uint32_t peer, WaitBound bound,
                                              const Links*... links) {
@@ -148,22 +150,23 @@ __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expe
         if (observed >= expected)
             return true;
         if (num_polls % kPollsPerCheck == 0 &&
-            has_ended<kWays>(bound, tag, peer, observed, expected, patience, links...))
+            has_ended<kPaths>(bound, tag, peer, observed, expected, patience, links...))
             return false;
     }
 }
 
-// SYNC POINT accept: true once `*word >= expected`; what the peer stored before is then visible to this
-// thread, and to its block after a barrier.
+// SYNC POINT accept: true once `*word >= expected`; the peer's earlier stores are then visible to
+// this thread, and to its block after a barrier.
 //
-// What comes may depend on what went a certain way: when that way fails, the wait for it ends.
-template <uint32_t kWays = kDirectOnly, class... Links>
+// The expected data may depend on earlier data over a certain path: when that path fails, the wait
+// ends.
+template <uint32_t kPaths = kDirectOnly, class... Links>
 __device__ __forceinline__ bool wait_until(const uint64_t* word, uint64_t expected, uint32_t tag,
                                            uint32_t peer, const WaitBound& bound,
                                            const Links*... links) {
     if (ptx::ld_acquire_sys(word) >= expected)
         return true;
-    return wait_until_slow<kWays>(word, expected, tag, peer, bound, links...);
+    return wait_until_slow<kPaths>(word, expected, tag, peer, bound, links...);
 }
 
 } // namespace switchyard::comm

@@ -1,9 +1,10 @@
 // Writing answers: rows into the clients' response slots.
 //
-// A row that is stored by the kernel itself says so: the client keeps its slot full of words that no answer
-// has, and waits until none of them is left in the row. That saves a fence, which is a round trip over the
-// link, and lets a client sum its first tokens while later ones are on the way. By other ways a flag per row
-// follows the row. Flags are frame numbers, so none is ever reset.
+// A row that the kernel itself stores needs no flag: the client keeps its slot full of words that
+// no answer contains, and waits until none of them is left in the row. That saves a fence, which is
+// a round trip over the link, and lets a client sum its first tokens while later ones are under
+// way. Over other paths a flag per row follows the row. Flags are frame numbers, so none is ever
+// reset.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,12 @@
 namespace switchyard::impls {
 
 // kHidden_ may be 0: then the geometry's value holds at run time.
-template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
+template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_,
+          uint32_t kPaths_ = comm::kDirectOnly>
 struct AnswerConfig {
-    static constexpr uint32_t kWays = kWays_;
+    static constexpr uint32_t kPaths = kPaths_;
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr bool kFp8 = kFp8_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
@@ -46,7 +48,7 @@ struct AnswerShared {
     uint32_t given_up; // clients whose frame did not come, as a mask
 };
 
-// Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
+// Client of a unit. Clients alternate, so that every link is busy from the start. The order shifts
 // from round to round, so that no block serves one client only.
 __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_clients,
                                                    uint32_t num_blocks) {
@@ -54,8 +56,8 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
     return (unit % num_clients + row * num_clients / num_blocks) % num_clients;
 }
 
-// Names what the block has stored for links that need it. One warp after a barrier: the rows of a client
-// together.
+// Names the range that the block has stored, for links that need it. One warp after a barrier: the
+// rows of a client together.
 template <class Config>
 __device__ __forceinline__ void
 name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
@@ -65,22 +67,22 @@ name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_
     const uint32_t row = unit / num_clients;
     const bool has_row = threadIdx.x < num_pending && row < shared.num_rows[client];
     for (uint32_t to = 0; to < num_clients; ++to) {
-        if (comm::is_direct<Config::kWays>(shared.clients[to].response))
+        if (comm::is_direct<Config::kPaths>(shared.clients[to].response))
             continue;
         const bool is_mine = has_row && client == to;
         if (!__any_sync(kFullWarp, is_mine))
             continue;
         const uint64_t frame =
             layout::response_frame(geometry, layout::ring_place(geometry, shared.number[to]));
-        comm::put_rows_warp<Config::kWays>(shared.clients[to].response, is_mine,
-                                           layout::response_row_at(geometry, frame, row),
-                                           geometry.response_stride_bytes,
-                                           layout::response_flag_at(frame, row), shared.number[to]);
+        comm::put_rows_warp<Config::kPaths>(
+            shared.clients[to].response, is_mine, layout::response_row_at(geometry, frame, row),
+            geometry.response_stride_bytes, layout::response_flag_at(frame, row),
+            shared.number[to]);
     }
 }
 
-// From so many rows per block on the next row is loaded while one is stored. Of fewer rows the first one
-// counts, which that would delay: 0.5 us at two.
+// From this number of rows per block on, the next row is loaded while one is stored. With fewer
+// rows the first one matters, and the preload would delay it: 0.5 us at two.
 constexpr uint32_t kRowsInLine = 8;
 
 // Answers by `rows`: `rows.make(client, row, store)` computes a row and hands its chunks to
@@ -97,13 +99,13 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
     const auto store_to = [&](uint32_t client, uint32_t row) {
         const uint64_t target =
             layout::response_row_at(geometry, shared.response_window[client], row);
-        // SYNC POINT row: each word tells for itself that it is there.
+        // SYNC POINT row: each word shows by itself that it has arrived.
         return [target](uint32_t chunk_idx, const uint4& bits) {
             ptx::st_relaxed_sys_v4(target + chunk_idx * 16, bits);
         };
     };
     const auto name_if_due = [&](uint32_t unit) {
-        if constexpr (Config::kWays != comm::kDirectOnly) {
+        if constexpr (Config::kPaths != comm::kDirectOnly) {
             if (++num_pending == most_pending || unit + num_blocks >= num_units) {
                 __syncthreads();
                 if (threadIdx.x < 32)
@@ -208,9 +210,9 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
 
 // Rows of identity experts.
 template <class Config> struct IdentityRows {
-    // NOTES: not with other ways than stores: a kernel has the registers of a whole multiprocessor nearly then,
-    // and copies that it waits for need some, too.
-    static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kWays == comm::kDirectOnly;
+    // NOTES: only with stores: over other paths a kernel uses nearly all registers of a
+    // multiprocessor, and copies that it waits for need some, too.
+    static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kPaths == comm::kDirectOnly;
     static constexpr bool kFp8 = Config::kFp8;
     const AnswerShared& shared;
     const sy_frame_geometry& geometry;

@@ -1,17 +1,17 @@
 // combine: the servers' rows of each token, summed in ascending order of the servers.
 //
-// A server that does not answer within the bound, or whose death the host signals, or that refuses its
-// frame, is left out and named in the handle; `token_missing` tells which parts a token lacks, so that the
-// host re-sends those and nothing else.
+// A server is left out and named in the handle if it does not answer within the bound, if the host
+// signals its death, or if it refuses its frame. `token_missing` lists the parts that a token
+// lacks, so that the host re-sends exactly those.
 //
 // A row that a server stores by itself is there when none of its words is SY_ANSWER_HOLE any more (SYNC
 // POINT row). So every thread waits for its own share of a row, with the very load that it needs, and makes
 // holes of it again. Rows that come by a NIC or a proxy are waited for by their flags.
 //
-// NOTES: warps do not wait for each other from token to token: two ranks take a sixth longer with a barrier per
-// token, at 4096 tokens. So when a server is given up, some warps may have summed a part that others lack.
-// Such a torn token is left as zeros, and all of its parts are missing; where rows are added to what is there,
-// all parts are waited for before any is summed.
+// NOTES: warps do not wait for each other from token to token: two ranks take a sixth longer with a
+// barrier per token, at 4096 tokens. So when a server is given up, some warps may have summed a
+// part that others lack. Such a torn token is left as zeros, and all of its parts are missing.
+// Where rows are added to existing values, all parts are waited for before any is summed.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
         const uint32_t num_parts = __popc(__ballot_sync(kFullWarp, routes != SY_NO_ROUTE));
         if constexpr (kPass == Pass::kAdd)
             lost = shared.lost == 0 ? 0 : lost_by(shared, token_idx);
-        else if constexpr (Config::kWays != comm::kDirectOnly)
+        else if constexpr (Config::kPaths != comm::kDirectOnly)
             lost = await_flags<Config>(params, shared, routes, token_idx, lost);
         if (kPass != Pass::kAwait && threadIdx.x == 0 && params.token_missing != nullptr)
             params.token_missing[token_idx] = 0;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
     }
 }
 
-// The same, added to what is there. Apart, because it is rare.
+// The same, added to existing values. A kernel of its own, because it is rare.
 template <class Config>
 __device__ __noinline__ void add_tokens(const sy_combine_params& params, CombineShared& shared,
                                         uint32_t num_tokens, uint32_t routes) {
@@ -87,8 +87,8 @@ __device__ __noinline__ void add_tokens(const sy_combine_params& params, Combine
     take_tokens<Config, Pass::kAdd>(params, shared, num_tokens, routes);
 }
 
-// After a server was given up: names the parts that tokens lack, and leaves zeros of those that are torn. Called
-// by all threads behind a barrier.
+// After a server was given up: names the parts that tokens lack, and zeroes torn tokens. Called by
+// all threads behind a barrier.
 template <class Config>
 __device__ __noinline__ void settle(const sy_combine_params& params, const CombineShared& shared,
                                     uint32_t num_tokens, bool adds) {
@@ -123,8 +123,9 @@ __device__ __noinline__ void settle(const sy_combine_params& params, const Combi
     }
 }
 
-// Whether the frame that combine took last from this place of the ring is not the one before `number`: then rows
-// of another frame lie there that nobody has summed. A frame that is summed again had its own rows there.
+// Whether the frame that combine took last from this place of the ring is not the one before
+// `number`: then rows of another frame lie there that were never summed. A frame that is summed
+// again had its own rows there.
 template <class Config>
 __device__ __forceinline__ bool is_stale(const sy_combine_params& params,
                                          const CombineShared& shared, uint32_t server,
@@ -135,7 +136,7 @@ __device__ __forceinline__ bool is_stale(const sy_combine_params& params,
            summed != number && summed != (number > num_frames ? number - num_frames : 0);
 }
 
-// Notes a server whose rows are not taken, and why.
+// Records a server whose rows are not taken, and the reason.
 __device__ __forceinline__ void note_given_up(const sy_combine_params& params,
                                               const CombineShared& shared, uint32_t server,
                                               uint32_t reason, uint64_t observed) {
@@ -146,9 +147,9 @@ __device__ __forceinline__ void note_given_up(const sy_combine_params& params,
     ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
 }
 
-// A combine that goes ahead lets the next dispatch start at once if it has so many blocks at most: then half a GPU is
-// free for dispatch's. With more, only at its end: two blocks of dispatch would settle on a multiprocessor, and it
-// takes as long as its slowest block.
+// A combine that goes ahead lets the next dispatch start immediately if it has at most this number
+// of blocks: then half a GPU is free for dispatch's. With more, only at its end: two blocks of
+// dispatch would share a multiprocessor, and dispatch takes as long as its slowest block.
 constexpr uint32_t kBlocksApart = 64;
 
 template <class Config>
@@ -167,15 +168,15 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     comm::follow(params.flags);
     if (lets_at_once)
         comm::let_next_start(params.flags);
-    // All first loads leave together, this block's first routes among them. Those of a token that does not
-    // exist are words of the handle all the same, and of no consequence.
+    // All first loads leave together, this block's first routes among them. Those of a token that
+    // does not exist read words of the handle, too; their values are not used.
     uint32_t routes = SY_NO_ROUTE;
     if (lane_idx < geometry.top_k && blockIdx.x < params.capacity)
         routes = layout::routes_of(params.handle)[blockIdx.x * geometry.top_k + lane_idx];
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     servers.store(shared.servers, params.num_servers);
     const bool adds = (params.flags & SY_COMBINE_FLAG_ADD) != 0;
-    uint64_t summed = 0; // what combine took last from this place of the ring
+    uint64_t summed = 0; // the last frame that combine took from this place of the ring
     if (thread_idx < 32) {
         bool was_lost = false;
         if (thread_idx < params.num_servers) {
@@ -200,12 +201,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
             note_given_up(params, shared, thread_idx, SY_REASON_ABORT, 0);
     }
     __syncthreads();
-    // Of a sum that begins at zero this is in time afterwards.
+    // Late enough for a sum that begins at zero.
     const auto give_up_stale = [&]() {
         if (thread_idx < params.num_servers &&
             is_stale<Config>(params, shared, thread_idx, summed)) {
             atomicOr(&shared.stale, 1u << thread_idx);
-            // Some warps may have summed what lay there, in any token.
+            // Some warps may have summed the existing values, in any token.
             atomicMin(&shared.first_without[thread_idx], 0u);
             atomicMax(&shared.all_without[thread_idx], kNoToken);
             atomicOr(&shared.lost, 1u << thread_idx);
@@ -236,11 +237,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         (params.handle->contacted >> thread_idx & 1) != 0 &&
         params.handle->num_rows[thread_idx] == 0)
         await_flag<Config>(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
-    // The next frame in this place of the ring is stored over what a NIC may still have to read. Nobody reads what
-    // a server that was given up makes of frames that are torn.
-    if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
+    // The next frame in this place of the ring overwrites data that a NIC may still have to read. A
+    // server that was given up may get torn frames; its answers are not read.
+    if (Config::kPaths != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
-        await_way<Config>(params, shared, thread_idx);
+        await_path<Config>(params, shared, thread_idx);
     if (!lets_at_once)
         comm::let_next_start(params.flags);
     comm::join(params.flags);

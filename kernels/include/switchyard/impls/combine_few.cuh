@@ -1,5 +1,6 @@
-// combine by few blocks, which have many tokens each: the shares of a token's first parts are loaded as soon as those
-// of the one before it are added up, so that they are on their way while holes and the sum are stored.
+// combine by few blocks, which have many tokens each: the shares of a token's first parts are
+// loaded as soon as those of the token before are added up, so that they are under way while holes
+// and the sum are stored.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace switchyard::impls {
 
-// A block's way through its tokens, with `kParts` parts of the next one on their way. Routes are one per lane.
+// A block's loop over its tokens, with `kParts` parts of the next one under way. Routes are one per
+// lane.
 template <class Config, uint32_t kParts> struct FewTokens {
     // A token behind the one that is summed, and the shares of its first parts.
     struct Ahead {
@@ -26,7 +28,7 @@ template <class Config, uint32_t kParts> struct FewTokens {
     const uint32_t num_tokens;
     uint32_t lost; // servers that this warp does without
     uint32_t token_idx; // the next one to sum
-    uint32_t routes; // of the first one that nothing is loaded of
+    uint32_t routes; // of the first token without loaded parts
 
     __device__ __forceinline__ uint32_t routes_of_token(uint32_t idx) const {
         const uint32_t top_k = params.geometry.top_k, lane_idx = threadIdx.x & 31;
@@ -35,7 +37,7 @@ template <class Config, uint32_t kParts> struct FewTokens {
                    : SY_NO_ROUTE;
     }
 
-    // Loads what there is of a token, and asks for the routes of the one behind it.
+    // Loads the arrived parts of a token, and requests the routes of the one behind it.
     __device__ __forceinline__ void load(Ahead& ahead, uint32_t following_idx) {
         ahead.routes = routes;
         ahead.shares.load(params, shared, routes, 0, {threadIdx.x, true}, 0);
@@ -55,7 +57,7 @@ template <class Config, uint32_t kParts> struct FewTokens {
                              (uint64_t{token_idx} * (Config::kHidden / 8) + threadIdx.x) * 16;
         float sum[Config::kChunks][8];
         begin_sum<Config, Pass::kSum>(out, place, sum);
-        // What came of a server that was given up meanwhile counts as lost.
+        // Parts from a server that was given up meanwhile count as lost.
         bool is_done = lost == 0 && take_parts<Config, Pass::kSum>(params, shared, mine, 0, place,
                                                                    ahead.shares, sum);
         const Shares<Config, kParts> taken = ahead.shares; // addresses; the rest is not used
@@ -83,8 +85,9 @@ template <class Config, uint32_t kParts> struct FewTokens {
 };
 
 // Sums a block's tokens; `routes` are those of its first one.
-// NOTES: with two tokens ahead of two servers 128 tokens of 24 blocks take 0.9 us of 17 longer from one to one. It
-// fits that what is asked for so early has not come yet, and is asked for again.
+// NOTES: with two tokens ahead of two servers, 128 tokens of 24 blocks take 0.9 us of 17 longer
+// from one to one. A likely reason: data requested that early has not arrived yet, and is requested
+// again.
 template <class Config>
 __device__ __forceinline__ void sum_few(const sy_combine_params& params, CombineShared& shared,
                                         uint32_t num_tokens, uint32_t routes) {

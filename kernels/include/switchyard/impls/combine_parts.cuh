@@ -1,5 +1,5 @@
-// What combine waits for and adds up: a thread's shares of the parts of a token, and the notes about servers
-// that are given up.
+// The waits and sums of combine: a thread's shares of the parts of a token, and the records of
+// servers that are given up.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +14,30 @@
 
 namespace switchyard::impls {
 
-template <uint32_t kHidden_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
+template <uint32_t kHidden_, uint32_t kNumThreads_, uint32_t kPaths_ = comm::kDirectOnly>
 struct CombineConfig {
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
-    static constexpr uint32_t kWays = kWays_;
-    // Chunks of eight values of a row that a thread sums at a time. Two cover a row where its size is known.
+    static constexpr uint32_t kPaths = kPaths_;
+    // Chunks of eight values of a row that a thread sums at a time. Two cover a row where its size
+    // is known.
     static constexpr uint32_t kChunks = kHidden_ != 0 ? 2 : 1;
     static_assert(kHidden_ == 0 || kHidden_ == 8 * kChunks * kNumThreads_, "one pass is a row");
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr bool kIsFew = false;
 };
 
 constexpr uint32_t kNoToken = 0xffffffffu;
-// Between two looks at whether a way is quiet, which may go to the host's memory.
-constexpr uint32_t kWayPauseNs = 200;
+// Pause between two checks whether a path is quiet, which may read the host's memory.
+constexpr uint32_t kPathPauseNs = 200;
 
 struct CombineShared {
     sy_server_peer servers[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
     uint32_t lost_before; // servers that an earlier kernel gave up, as a mask
-    uint32_t stale; // servers of whose last frame in this place nobody took the answer, as a mask
+    uint32_t stale; // servers whose last answer in this place was not taken, as a mask
     // Servers that a warp has given up, as a mask, and of each: the first token that a warp summed without it,
     // the first that all did that ever gave it up, and how many have.
     uint32_t lost;
@@ -63,7 +64,7 @@ __device__ __forceinline__ comm::WaitBound bound_of(const sy_combine_params& par
         reinterpret_cast<const uint64_t*>(
             control + SY_WORD_STATUS(layout::ring_place(params.geometry, shared.number[server]))),
         params.timeout_ns,
-        &params.state->look,
+        &params.state->mask_cache,
         &params.handle->sequence};
 }
 
@@ -73,40 +74,40 @@ __device__ __forceinline__ void note_lost_for_good(const sy_combine_params& para
     ptx::st_relaxed_sys(&params.state->lost[server], params.handle->sequence);
 }
 
-// Waits until nothing that was named for a server is still to be read. A server that stands still after its last
-// row is given up like one that leaves a row out, if for later frames only: its way would not say for seconds that
-// nothing more was read. Any block may have given it up before. What ends the way itself is left to the way's own
-// wait, which says what failed.
+// Waits until no named range of a server is still to be read. A server that stops after its last
+// row is given up like one that leaves a row out, though for later frames only: its path would not
+// report for seconds that reading has stopped. Any block may have given it up before. A failure of
+// the path itself is left to the path's own wait, which records the cause.
 template <class Config>
-__device__ __forceinline__ void await_way(const sy_combine_params& params,
-                                          const CombineShared& shared, uint32_t server) {
+__device__ __forceinline__ void await_path(const sy_combine_params& params,
+                                           const CombineShared& shared, uint32_t server) {
     const sy_link& link = shared.servers[server].request;
     const uint64_t* lost = &params.state->lost[server];
-    if (comm::tells_reuse<Config::kWays>(link)) {
+    if (comm::tells_reuse<Config::kPaths>(link)) {
         comm::WaitBound bound = bound_of(params, shared, server);
         bound.progress = nullptr; // it has answered
         comm::Patience patience = comm::begin_patience(bound);
         for (uint32_t busy = 0; ptx::ld_relaxed_sys(lost) == 0;) {
             if (comm::is_reusable(link, busy))
                 return;
-            if (comm::has_failed<Config::kWays>(link) || comm::is_aborted(bound, server))
+            if (comm::has_failed<Config::kPaths>(link) || comm::is_aborted(bound, server))
                 break;
             if (comm::is_silent(bound, patience)) {
-                comm::record_error(&params.state->error, SY_TAG_COMBINE_WAY, server,
+                comm::record_error(&params.state->error, SY_TAG_COMBINE_PATH, server,
                                    SY_REASON_TIMEOUT, busy, shared.number[server]);
                 note_lost_for_good(params, server);
                 ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
                 return;
             }
-            __nanosleep(kWayPauseNs);
+            __nanosleep(kPathPauseNs);
         }
     }
     if (ptx::ld_relaxed_sys(lost) == 0)
-        comm::await_reuse<Config::kWays>(link);
+        comm::await_reuse<Config::kPaths>(link);
 }
 
-// A server that did not answer. One that refused the frame is noted as such; of any other the slot is of no use
-// any more, since what it stores late would be taken for the answers of later frames.
+// A server that did not answer. If it refused the frame, that is recorded. The slot of any other is
+// unusable from now on, since its late stores would be taken for the answers of later frames.
 __device__ __forceinline__ void note_missing(const sy_combine_params& params,
                                              const comm::WaitBound& bound, uint32_t server,
                                              uint64_t number) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void note_missing(const sy_combine_params& params,
     ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
 }
 
-// A server that this warp does without from a token on, of which it may have summed a part of that server's
+// Excludes a server for this warp from a token on; the warp may have summed a part of that server's
 // row before. By one lane.
 __device__ __forceinline__ void note_lost(CombineShared& shared, uint32_t server,
                                           uint32_t token_idx, bool has_begun) {
@@ -132,26 +133,27 @@ template <class Config>
 __device__ __forceinline__ bool await_flag(const sy_combine_params& params,
                                            const CombineShared& shared, uint32_t server,
                                            uint32_t row, uint32_t tag) {
-    constexpr uint32_t kWays = Config::kWays;
+    constexpr uint32_t kPaths = Config::kPaths;
     const uint64_t number = shared.number[server];
     const comm::WaitBound bound = bound_of(params, shared, server);
     const uint64_t* flag =
         reinterpret_cast<const uint64_t*>(layout::response_flag_at(shared.frame[server], row));
     bool came;
-    if constexpr (kWays == comm::kDirectOnly)
+    if constexpr (kPaths == comm::kDirectOnly)
         came = comm::wait_until(flag, number, tag, server, bound);
     else
-        came = comm::wait_until<kWays>(flag, number, tag, server, bound,
-                                       &shared.servers[server].request);
+        came = comm::wait_until<kPaths>(flag, number, tag, server, bound,
+                                        &shared.servers[server].request);
     if (!came)
         note_missing(params, bound, server, number);
     return came;
 }
 
-// Whether the server's rows themselves tell that they are there: answers go the way that requests go.
+// Whether the server's rows themselves show that they have arrived: answers use the same path as
+// requests.
 template <class Config>
 __device__ __forceinline__ bool tells_by_rows(const CombineShared& shared, uint32_t server) {
-    return comm::is_direct<Config::kWays>(shared.servers[server].request);
+    return comm::is_direct<Config::kPaths>(shared.servers[server].request);
 }
 
 // Waits for a token's rows that have flags, a lane for each route. Returns the servers that this warp does
@@ -177,8 +179,8 @@ __device__ __forceinline__ bool has_hole(const uint4& words) {
            words.w == SY_ANSWER_HOLE;
 }
 
-// Polls of a row's words before, or between two looks at, what else may end the wait, and the pause between
-// two polls.
+// Polls of a row's words before, and between two, checks of the other conditions that may end the
+// wait, and the pause between two polls.
 constexpr uint32_t kQuickPolls = 64;
 constexpr uint32_t kRowPauseNs = 20;
 
@@ -215,8 +217,8 @@ template <class Config> __device__ __forceinline__ void store_holes(uint64_t add
 }
 
 // Waits for a warp's share of a row. False when its server is given up.
-// NOTES: rows that came are holes again soon, so the host could not tell by looking at them who keeps a kernel
-// waiting. Hence the count of those that wait.
+// NOTES: rows that arrived are holes again soon, so the host could not see in them which server
+// delays a kernel. Hence the count of waiting warps.
 template <class Config>
 __device__ __forceinline__ bool await_share(const sy_combine_params& params, CombineShared& shared,
                                             uint32_t route, const RowPlace& place) {
@@ -226,7 +228,7 @@ __device__ __forceinline__ bool await_share(const sy_combine_params& params, Com
     const uint64_t address = place.address(params, shared, route);
     const comm::WaitBound bound = bound_of(params, shared, server);
     comm::Patience patience = comm::begin_patience(bound);
-    // What the place had last, as a flag would say.
+    // The last frame number of the place, like a flag.
     const uint64_t observed =
         number > params.geometry.num_frames ? number - params.geometry.num_frames : 0;
     if (is_first_lane)
@@ -272,15 +274,15 @@ __device__ __noinline__ uint32_t await_parts(const sy_combine_params& params, Co
     return lost;
 }
 
-// A thread's shares of some parts of a token. Those of parts that do not exist, or that the warp does without,
-// are zeros.
+// A thread's shares of some parts of a token. Those of parts that do not exist, or that the warp
+// excludes, are zeros.
 template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Shares {
     static constexpr uint32_t kChunks = Config::kChunks, kStride = kChunkStride<Config>;
     uint4 bits[kParts][kChunks];
     uint64_t addresses[kKeepsAddresses ? kParts : 1]; // 0 of such parts
 
-    // Parts from place `first` on of the token whose routes the warp's lanes have. SYNC POINT row: words without
-    // holes are there.
+    // Parts from place `first` on of the token whose routes the warp's lanes have. SYNC POINT row:
+    // words without holes have arrived.
     __device__ __forceinline__ void load(const sy_combine_params& params,
                                          const CombineShared& shared, uint32_t routes,
                                          uint32_t first, const RowPlace& place, uint32_t lost) {
@@ -313,7 +315,7 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
 #pragma unroll
                 for (uint32_t j = 0; j < kChunks; ++j)
                     is_late |= has_hole(bits[i][j]);
-                if constexpr (Config::kWays != comm::kDirectOnly) {
+                if constexpr (Config::kPaths != comm::kDirectOnly) {
                     const uint32_t route =
                         __shfl_sync(kFullWarp, routes, static_cast<int>(first + i));
                     if (route != SY_NO_ROUTE)
@@ -357,7 +359,7 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
 #pragma unroll
         for (uint32_t i = 0; i < kParts; ++i) {
             bool clears = addresses[i] != 0;
-            if constexpr (Config::kWays != comm::kDirectOnly) {
+            if constexpr (Config::kPaths != comm::kDirectOnly) {
                 const uint32_t route = __shfl_sync(kFullWarp, routes, static_cast<int>(first + i));
                 clears = clears && tells_by_rows<Config>(shared, server_of(route));
             }

@@ -10,11 +10,11 @@
 
 namespace switchyard::impls {
 
-// What a warp does with its tokens.
+// A warp's work on its tokens.
 enum class Pass {
     kSum, // waits for each and sums it
-    kAwait, // waits only, and notes what does not come
-    kAdd, // adds what kAwait found in all warps to what is there
+    kAwait, // waits only, and records missing parts
+    kAdd, // adds the findings of kAwait in all warps to the existing ones
 };
 
 // Parts of a token whose loads are under way together: most tokens have no more between two ranks.
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool take_token(const sy_combine_params& params,
     return true;
 }
 
-// What a sum begins with.
+// Initial value of a sum.
 template <class Config, Pass kPass>
 __device__ __forceinline__ void begin_sum(uint64_t out, const RowPlace& place,
                                           float (&sum)[Config::kChunks][8]) {
@@ -127,7 +127,8 @@ __device__ __forceinline__ void store_sum(uint64_t out, const RowPlace& place,
             ptx::st_weak_global_v4(out + j * kChunkStride<Config>, round_chunk(sum[j]));
 }
 
-// Sums a token into `sum`, and waits for what is not there. Returns the servers that this warp does without.
+// Sums a token into `sum`, and waits for missing parts. Returns the servers that this warp
+// excludes.
 template <class Config, Pass kPass>
 __device__ __forceinline__ uint32_t sum_token(const sy_combine_params& params,
                                               CombineShared& shared, uint32_t routes,

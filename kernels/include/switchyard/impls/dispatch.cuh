@@ -1,19 +1,20 @@
 // dispatch: tokens to the servers that hold their experts, in one kernel.
 //
-// Blocks 0 .. n-2 each own a run of consecutive tokens and send their values and scales. The row of a token
-// in a server's frame is the number of earlier tokens that go there, which every block counts by itself
-// from topk_idx: cheaper than any exchange between blocks, and the same on every run. The last block owns
-// no token: it sends every token's entries, then the headers, and writes the handle. What is too much for
-// one round of that block, each block sends for its own tokens.
+// Blocks 0 .. n-2 each own a run of consecutive tokens and send their values and scales. The row of
+// a token in a server's frame is the number of earlier tokens for that server. Every block counts
+// it by itself from topk_idx: cheaper than any exchange between blocks, and the same on every run.
+// The last block owns no token: it sends every token's entries, then the headers, and writes the
+// handle. If that is too much for one round of the last block, each block sends the entries of its
+// own tokens.
 //
-// A flag per row tells the server what has arrived, and a word per frame that header and entries are
-// there: their writer never reads, and nothing is shared.
+// A flag per row tells the server that the row has arrived, and a word per frame that header and
+// entries have: their writer never reads, and nothing is shared.
 //
-// What the choices are worth, measured on 4 H200 with 128 tokens of 7168: a block per token instead of
-// a warp, 1.4 to 3.5 times; one fence for two tokens instead of one for each, 2 us; beginning with
-// different servers, 1 to 3 us; all loads of a token before its first store, 0.3 to 0.9 us at one token.
-// Where every warp of 14 looks up what one could, an instruction costs seven clocks: sharing the look-ups
-// by way of shared memory was worth 1 us.
+// Measured gains of the choices, on 4 H200 with 128 tokens of 7168: a block per token instead of a
+// warp, 1.4 to 3.5 times; one fence for two tokens instead of one for each, 2 us; beginning with
+// different servers, 1 to 3 us; all loads of a token before its first store, 0.3 to 0.9 us at one
+// token. Where every warp of 14 repeats a look-up that one could do, an instruction costs seven
+// clocks: sharing the look-ups through shared memory gained 1 us.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +44,7 @@ __device__ __forceinline__ void load_row(const sy_dispatch_params& params, uint3
     values[1] = ptx::ld_nc_v4(row + second * 16);
 }
 
-// What a thread sends of a token: codes and, in the first lane, the scales of its warp, or bf16 values.
+// A thread's part of a token: codes and, in the first lane, the scales of its warp, or bf16 values.
 template <bool kFp8> struct Unit;
 template <> struct Unit<true> {
     uint4 codes, scales;
@@ -88,7 +89,8 @@ __device__ __forceinline__ void store_unit(const DispatchShared& shared,
                                      : hidden % 512 == 0 && geometry.scales_per_row % 4 == 0;
     if (!is_active)
         return;
-    // Clients and blocks begin with different servers: else all would send to the first one at once.
+    // Clients and blocks begin with different servers: otherwise all would send to the first one
+    // together.
     const uint32_t servers = shared.servers_of[lane_of_token];
     const uint32_t before_start = (1u << shared.start_of[lane_of_token]) - 1;
     uint32_t later = servers & before_start;
@@ -139,9 +141,9 @@ __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
              uint64_t{num_rows} * geometry.scales_per_row * sizeof(float)},
             {layout::payload_at(geometry, frame, first),
              uint64_t{num_rows} * geometry.row_stride_bytes}};
-        comm::put_signals_warp<Config::kWays>(shared.servers[server].request, pieces,
-                                              layout::request_flag_at(geometry, frame, first),
-                                              num_rows, shared.frame_number[server]);
+        comm::put_signals_warp<Config::kPaths>(shared.servers[server].request, pieces,
+                                               layout::request_flag_at(geometry, frame, first),
+                                               num_rows, shared.frame_number[server]);
     }
 }
 
@@ -149,8 +151,8 @@ __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
 constexpr uint32_t kTokensPerFence = 32;
 static_assert(32 % kTokensPerFence == 0, "a chunk has whole groups");
 
-// Servers of the tokens `chunk` and following of a data block, a token per lane. Called by one warp, with a
-// barrier before anybody uses them.
+// Servers of the tokens `chunk` and following of a data block, a token per lane. Called by one
+// warp, with a barrier before they are used.
 template <class Config>
 __device__ __forceinline__ void map_chunk(DispatchShared& shared, const sy_dispatch_params& params,
                                           uint32_t chunk, uint32_t end,
@@ -195,7 +197,7 @@ send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t b
         for (uint32_t lane = 0; lane < num_lanes; ++lane) {
             const uint32_t token_idx = chunk + lane;
             if constexpr (Config::kRowPerPass) {
-                // The next token is here, and the one after it on its way, while this one is stored.
+                // The next token is here, and the one after it under way, while this one is stored.
                 const uint4 next[2] = {ahead[0], ahead[1]};
                 if (token_idx + 2 < end)
                     load_row<Config>(params, hidden, token_idx + 2, thread_idx, ahead);
@@ -244,11 +246,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     servers.store(shared.servers, params.num_servers);
     if (thread_idx < SY_MAX_PEERS)
         shared.rows_before[thread_idx] = 0;
-    // Each thread looks at what it stored itself.
+    // Each thread reads only its own stores.
     for (uint32_t i = thread_idx; i < params.num_experts; i += Config::kNumThreads)
         shared.only_server[i] = only_server(shared.replicas[i], params.num_servers);
     __syncthreads();
-    // NOTES: never ahead of what computes its input.
+    // NOTES: never ahead of the kernel that computes its input.
     ptx::griddepcontrol_wait();
     comm::let_next_start(params.flags);
     uint64_t start_ns = 0;

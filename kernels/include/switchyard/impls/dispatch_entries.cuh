@@ -1,5 +1,5 @@
-// What dispatch knows of its tokens, and everything about them but their values: entries, routes, headers,
-// handle.
+// dispatch's tables of its tokens, and everything about them except their values: entries, routes,
+// headers, handle.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ constexpr uint32_t kStagedRows = 8;
 
 // kHidden_ and kTopK_ may be 0: then the parameters' values hold at run time.
 template <uint32_t kHidden_, uint32_t kTopK_, bool kFp8_, uint32_t kNumThreads_,
-          uint32_t kWays_ = comm::kDirectOnly>
+          uint32_t kPaths_ = comm::kDirectOnly>
 struct DispatchConfig {
-    static constexpr uint32_t kWays = kWays_;
+    static constexpr uint32_t kPaths = kPaths_;
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kTopK = kTopK_;
     static constexpr bool kFp8 = kFp8_;
@@ -59,8 +59,8 @@ struct DispatchShared {
 constexpr uint32_t kNoServer = 0xff;
 constexpr uint32_t kManyServers = 0xfe;
 
-// NOTES: every thread of a block looks several experts up, and 448 threads share four schedulers: each
-// instruction here costs the block 7 clocks.
+// NOTES: every thread of a block looks several experts up, and 448 threads share four schedulers:
+// each instruction here costs the block 7 clocks.
 __device__ __forceinline__ uint8_t only_server(const sy_replica_set& set, uint32_t num_servers) {
     if (set.num_replicas > 1)
         return kManyServers;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void count_rows(DispatchShared& shared, const sy_disp
         const uint32_t token_idx = base + lane_idx;
         const uint32_t mask =
             token_idx < limit ? server_mask<Config>(shared, params, token_idx, experts) : 0;
-        // The next round's experts are on their way while this one's are counted.
+        // The next round's experts are under way while this one's are counted.
         if (token_idx + Config::kNumThreads < limit)
             load_experts<Config>(params, token_idx + Config::kNumThreads, experts);
         for (uint32_t server = 0; server < params.num_servers; ++server) {
@@ -162,8 +162,9 @@ __device__ __forceinline__ void count_rows(DispatchShared& shared, const sy_disp
         atomicAdd(&shared.rows_before[lane_idx], count);
 }
 
-// Entries of the warp's tokens for one server, which lie one behind the other there: whole lines travel
-// in a third of the packets that a row per lane takes. `all` are the lanes whose tokens go there.
+// Entries of the warp's tokens for one server, which lie one behind the other there: whole lines
+// travel in a third of the packets of a row per lane. `all` are the lanes whose tokens go to that
+// server.
 template <class Config, class MakePair>
 __device__ __forceinline__ void send_staged(uint4* staged, uint64_t entries, uint32_t all,
                                             MakePair make_pair) {
@@ -269,10 +270,10 @@ __device__ __forceinline__ uint32_t write_heads(const DispatchShared& shared,
     params.state->posted[(sequence + 1) & 1][server] = contacts ? number : number - 1;
     if (!contacts)
         return contacted;
-    const uint32_t way = shared.servers[server].request.way;
-    if (Config::kWays == comm::kDirectOnly && way != SY_WAY_DIRECT)
-        comm::record_error(&params.state->error, SY_TAG_WAY, server, SY_REASON_VALUE, way,
-                           SY_WAY_DIRECT);
+    const uint32_t path = shared.servers[server].request.path;
+    if (Config::kPaths == comm::kDirectOnly && path != SY_PATH_DIRECT)
+        comm::record_error(&params.state->error, SY_TAG_PATH, server, SY_REASON_VALUE, path,
+                           SY_PATH_DIRECT);
     sy_frame_header header = {};
     header.epoch = epoch;
     header.client_id = params.client_id;
@@ -371,7 +372,7 @@ __device__ __forceinline__ void announce(const DispatchShared& shared,
         const comm::Piece pieces[] = {{frame, sizeof(sy_frame_header)},
                                       {layout::entries_at(geometry, frame, 0),
                                        uint64_t{rows} * geometry.top_k * sizeof(sy_entry)}};
-        comm::put_signals_warp<Config::kWays>(
+        comm::put_signals_warp<Config::kPaths>(
             shared.servers[server].request, pieces, geometry.control_offset + SY_WORD_HEADER(place),
             1, shared.frame_number[server] << SY_ANNOUNCE_SHIFT | rows);
     }
@@ -400,8 +401,8 @@ __device__ __forceinline__ void send_heads(DispatchShared& shared, const sy_disp
     announce<Config>(shared, params, shared.contacted, num_rows);
 }
 
-// Where every block sends entries or, the last one, headers: whoever arrives last says so to the
-// servers. True in the one thread that may advance the sequence.
+// Where every block sends entries or, the last one, headers: the block that arrives last announces
+// them to the servers. True in the one thread that may advance the sequence.
 template <class Config>
 __device__ __forceinline__ bool announce_together(const DispatchShared& shared,
                                                   const sy_dispatch_params& params) {
@@ -424,7 +425,7 @@ __device__ __forceinline__ bool announce_together(const DispatchShared& shared,
 }
 
 // The share of a block in the entries when every block sends those of its own tokens.
-// NOTES: out of line, for its registers are more than what few tokens need.
+// NOTES: out of line, since it needs more registers than the path for few tokens.
 template <class Config>
 __device__ __noinline__ bool send_share(DispatchShared& shared, uint4* staged,
                                         const sy_dispatch_params& params, uint32_t begin,
@@ -442,7 +443,7 @@ __device__ __noinline__ bool send_share(DispatchShared& shared, uint4* staged,
     return announce_together<Config>(shared, params);
 }
 
-// The share of the last block then: what stands once per frame.
+// The share of the last block then: the parts that a frame has once.
 template <class Config>
 __device__ __noinline__ bool send_heads_only(DispatchShared& shared,
                                              const sy_dispatch_params& params, uint64_t sequence,

@@ -50,17 +50,18 @@ __device__ __noinline__ inline void record_given_up(const sy_echo_params& params
 // Rows whose flags one load of a warp covers, and loads of a warp that are under way together.
 constexpr uint32_t kRowsPerLoad = 64;
 constexpr uint32_t kMostLoads = 4;
-// Between two polls of a warp that looks at one run.
+// Pause between two polls of a warp that polls one run.
 constexpr uint32_t kShortPauseNs = 50;
 
-// Between two polls of a warp that looks at several. Every block asks for every row, and with shorter pauses
-// that takes the memory's time from what is to arrive: 5 us of 70 with 256 tokens.
+// Pause between two polls of a warp that polls several. Every block reads the flags of every row.
+// With shorter pauses the reads take memory time from arriving data: 5 us of 70 with 256 tokens.
 __device__ __forceinline__ uint32_t pause_ns(uint32_t num_runs) {
     return min(num_runs * 60, 4000u);
 }
 
-// With so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, since a
-// start takes a microsecond. With more, combine would only poll while rows are still to come.
+// With this few tokens a warp without rows to poll joins the earlier kernel and lets the next
+// kernel start, since a start takes a microsecond. With more, combine would only poll while rows
+// are still to come.
 constexpr uint32_t kTokensEarly = 128;
 
 __device__ __forceinline__ bool lets_early(const sy_echo_params& params) {
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     }
     __syncthreads();
     take_in_lockstep<Config>(shared, params);
-    // Whoever goes ahead of this kernel may rely on what came before it.
+    // A kernel that goes ahead of this one may rely on the kernels before it.
     comm::join(params.flags);
     if (comm::goes_ahead(params.flags) && !lets_early(params))
         comm::let_next_start(params.flags);
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         arrival = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, gridDim.x - 1);
     if (blockIdx.x == 0 && threadIdx.x < params.num_clients && shared.num_rows[threadIdx.x] == 0 &&
         (shared.given_up >> threadIdx.x & 1) == 0)
-        comm::signal<Config::kWays>(
+        comm::signal<Config::kPaths>(
             shared.clients[threadIdx.x].response,
             layout::response_flag_at(
                 layout::response_frame(
@@ -237,10 +238,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
                     layout::ring_place(params.geometry, shared.number[threadIdx.x])),
                 0),
             shared.number[threadIdx.x]);
-    if constexpr (Config::kWays != comm::kDirectOnly) {
+    if constexpr (Config::kPaths != comm::kDirectOnly) {
         // Answers are stored over those of an earlier frame, which a NIC may still have to read.
         if (threadIdx.x < params.num_clients)
-            comm::await_reuse<Config::kWays>(shared.clients[threadIdx.x].response);
+            comm::await_reuse<Config::kPaths>(shared.clients[threadIdx.x].response);
         __syncthreads();
     }
     answer_rows<Config>(shared, params.geometry, params.num_clients,

@@ -1,4 +1,4 @@
-// The batch of expert_recv: what its blocks share, and which frames it takes.
+// The batch of expert_recv: the state that its blocks share, and the frames that it takes.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 // batch, where clients send equally many.
 constexpr uint32_t kRowLanes = 8;
 
-// What is known of a row that was waited for ahead.
+// State of a row that was waited for ahead.
 enum RowAhead : uint8_t { kRowAway, kRowGood, kRowBad };
 
 struct RecvSnapshot {
@@ -47,7 +47,7 @@ struct RecvSnapshot {
 constexpr uint32_t kStagedEntries = 4096;
 
 struct RecvShared {
-    // Rows of a batch whose lists one block makes, at most.
+    // Largest number of rows of a batch whose lists one block makes.
     static constexpr uint32_t kRowsSmall = 512;
 
     RecvSnapshot snapshot;
@@ -56,7 +56,7 @@ struct RecvShared {
     uint32_t row_code[SY_MAX_PEERS];
     uint32_t bad_code[SY_MAX_PEERS];
     uint32_t any_bad; // a code in any block
-    uint32_t is_over; // the wait for a batch, as the first block tells the others
+    uint32_t is_over; // the wait for a batch, as the first block reports it to the others
     uint32_t inverse_top_k; // see inverse_of
     uint32_t row_begin[SY_MAX_PEERS + 1];
     uint64_t entries[SY_MAX_PEERS]; // address of the client's, less those before them in the batch
@@ -69,7 +69,8 @@ struct RecvShared {
     uint8_t row_used[kRowsSmall]; // whether the row has an entry
     uint8_t row_ahead[kRecvThreads / kRowLanes]; // RowAhead of each group of lanes
     uint2 staged[kStagedEntries]; // row and weight, by position
-    // Of kernels for any way, and last, so that the others are laid out as without them.
+    // For kernels over any path, and last, so that the others have the same layout with and without
+    // it.
     uint32_t quiet; // clients whose answers may be stored, as a mask
     uint32_t has_chosen; // a batch
 };
@@ -80,39 +81,39 @@ __device__ __forceinline__ void cluster_barrier() {
 }
 
 // Tells a client that its frame is refused. Its combine sees the status while it waits.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void refuse(const RecvShared& shared,
                                        const sy_expert_recv_params& params, uint32_t client_idx,
                                        uint64_t number, uint32_t code) {
     const uint32_t place = layout::ring_place(params.geometry, number);
     const uint64_t word = number << SY_STATUS_SHIFT | code;
-    comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
-                                params.geometry.response_control_offset + SY_WORD_STATUS(place),
-                                word);
-    // What is there belongs to the client. The host counts by this.
-    params.state->told[client_idx][place] = word;
+    comm::signal_relaxed<kPaths>(shared.clients[client_idx].response,
+                                 params.geometry.response_control_offset + SY_WORD_STATUS(place),
+                                 word);
+    // The data there belongs to the client. The host counts by this.
+    params.state->refusals[client_idx][place] = word;
     comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
                        number);
 }
 
-// Tells a client that its frame is in work, because its deadline counts silence. An empty one is answered
-// by that.
-template <uint32_t kWays>
+// Tells a client that its frame is in work, because its deadline counts silence. For an empty
+// frame, that is the answer.
+template <uint32_t kPaths>
 __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
                                            const sy_client_peer& client, uint64_t number,
                                            uint32_t num_rows) {
     const sy_frame_geometry& geometry = params.geometry;
-    comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS,
-                             1);
+    comm::add_relaxed<kPaths>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS,
+                              1);
     if (num_rows == 0)
-        comm::signal<kWays>(
+        comm::signal<kPaths>(
             client.response,
             layout::response_flag_at(
                 layout::response_frame(geometry, layout::ring_place(geometry, number)), 0),
             number);
 }
 
-// What one look at the clients found, by lane.
+// Result of one poll of the clients, by lane.
 struct Arrivals {
     uint64_t number;
     uint64_t frame; // address
@@ -122,23 +123,25 @@ struct Arrivals {
     uint32_t start; // client where the search for a layer begins
     uint32_t num_rows; // kRowsUnknown before the header is there
     bool is_dead;
-    bool can_answer; // the way back is quiet
+    bool can_answer; // the path back is quiet
 };
 
-// Between two looks at completions, which may lie in the host's memory.
+// Pause between two polls of completions, which may lie in the host's memory.
 constexpr uint32_t kLookPauseNs = 200;
 
-// Looks which clients' ways are quiet, until all are or the batch is chosen. One warp, a lane per client.
-// NOTES: answers are stored over those to an earlier frame, which a NIC may still have to read. A client whose
-// NIC acknowledges nothing, or which takes nothing from a proxy, would hold up everybody's batch for as long as
-// such a wait lasts, and could come again: so its frame counts as one that has not come. By a warp of its own,
-// since whoever polls for headers has no registers left for such calls, nor time.
-template <uint32_t kWays>
-__device__ __forceinline__ void watch_ways(RecvShared& shared,
-                                           const sy_expert_recv_params& params) {
+// Checks which clients' paths are quiet, until all are or the batch is chosen. One warp, a lane per
+// client.
+// NOTES: answers overwrite those to an earlier frame, which a NIC may still have to read. A client
+// whose NIC acknowledges nothing, or which takes nothing from a proxy, would block the whole batch
+// for as long as such a wait lasts, and could do so again. So its frame counts as one that has not
+// come. A warp of its own does this, since the warp that polls for headers has neither registers
+// nor time for such calls.
+template <uint32_t kPaths>
+__device__ __forceinline__ void watch_paths(RecvShared& shared,
+                                            const sy_expert_recv_params& params) {
     const uint32_t client_idx = threadIdx.x & 31;
     const sy_link& link = shared.clients[client_idx].response;
-    bool is_quiet = client_idx >= params.num_clients || !comm::tells_reuse<kWays>(link);
+    bool is_quiet = client_idx >= params.num_clients || !comm::tells_reuse<kPaths>(link);
     uint32_t busy = 0;
     for (;;) {
         if (!is_quiet)
@@ -154,10 +157,10 @@ __device__ __forceinline__ void watch_ways(RecvShared& shared,
     }
 }
 
-// Waits until `wanted` clients, and everybody whom `gather` tells to wait for, have a header or are known
-// to be dead. One warp, a lane per client.
-// Frames of clients whose way is not quiet have not come yet: see watch_ways.
-template <uint32_t kWays>
+// Waits until `wanted` clients, and all that `gather` names, have a header or are known to be dead.
+// One warp, a lane per client. Frames of clients whose path is not quiet have not come yet: see
+// watch_paths.
+template <uint32_t kPaths>
 __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   sy_gather gather, uint32_t wanted) {
@@ -183,7 +186,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
     seen.frame = frame.address;
     uint64_t start_ns = 0, first_ns = 0, begin_ns = 0;
-    seen.can_answer = !is_client || !comm::tells_reuse<kWays>(shared.clients[client_idx].response);
+    seen.can_answer = !is_client || !comm::tells_reuse<kPaths>(shared.clients[client_idx].response);
     for (uint32_t num_polls = 1;; ++num_polls) {
         const bool was_ready = seen.num_rows != kRowsUnknown;
         if (!seen.can_answer)
@@ -197,7 +200,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
             !__any_sync(kFullWarp, comm::elapsed_ns(&begin_ns) > gather.within_ns);
         if (__popc(settled) >= wanted && !is_awaited)
             return seen;
-        // Whoever came first waits for the others only so long.
+        // The first client waits for the others for a limited time only.
         if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
             __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
             return seen;
@@ -212,7 +215,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
 }
 
 // Records why a client's frame is not in the batch, which waited for it.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void
 note_late(const RecvShared& shared, const sy_expert_recv_params& params, const Arrivals& seen) {
     const uint32_t client_idx = threadIdx.x & 31;
@@ -221,8 +224,8 @@ note_late(const RecvShared& shared, const sy_expert_recv_params& params, const A
     uint32_t tag = SY_TAG_RECV_FRAME;
     // A frame that has come since is none that the wait saw.
     uint64_t observed = announced - (announced == seen.number ? 1 : 0), expected = seen.number;
-    if (kWays != comm::kDirectOnly && announced == seen.number && !seen.can_answer) {
-        tag = SY_TAG_RECV_WAY;
+    if (kPaths != comm::kDirectOnly && announced == seen.number && !seen.can_answer) {
+        tag = SY_TAG_RECV_PATH;
         const uint32_t me = 1u << client_idx, all = 0xffffffffu >> (32 - params.num_clients);
         observed = ptx::ld_acquire_cta_shared(&shared.quiet) & all & ~me;
         expected = observed | me;
@@ -232,7 +235,7 @@ note_late(const RecvShared& shared, const sy_expert_recv_params& params, const A
 }
 
 // Chooses the batch among the frames that are there. One warp, a lane per client.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void choose_batch(RecvShared& shared,
                                              const sy_expert_recv_params& params,
                                              const Arrivals& seen, uint32_t wanted) {
@@ -248,13 +251,13 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
                                   seen.min_epoch, seen.num_rows, &layer);
     const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
-    // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
-    // many. Who is dead is to blame then, or everybody who did not come in time.
+    // An idle server is no error. With min_ready above 1 and no time to gather, the caller expected
+    // that number of clients. Then the dead clients are to blame, or all that did not come in time.
     const uint32_t num_ready = __popc(ready);
     const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
     if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted &&
         (seen.is_dead || num_settled < wanted))
-        note_late<kWays>(shared, params, seen);
+        note_late<kPaths>(shared, params, seen);
 
     if (good != ready) {
         if (is_ready && (good >> lane_idx & 1) == 0)
@@ -301,15 +304,15 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
         static_cast<uint32_t>(min(waited_ns, uint64_t{0xffffffffu}));
     if (code != 0) {
         params.state->taken[lane_idx] = number;
-        refuse<kWays>(shared, params, lane_idx, number, code);
+        refuse<kPaths>(shared, params, lane_idx, number, code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
 }
 
-// Notes what was chosen, here and with the clients. One warp, a lane per client.
-// NOTES: a cluster's barrier waits for what has been stored before it, and a store to a client takes a
-// microsecond: so this comes behind the barrier, and is no business of the block that makes lists.
-template <uint32_t kWays>
+// Records the chosen batch, here and with the clients. One warp, a lane per client.
+// NOTES: a cluster's barrier waits for earlier stores, and a store to a client takes a microsecond:
+// so this comes behind the barrier, and the block that makes lists does not do it.
+template <uint32_t kPaths>
 __device__ __forceinline__ void note_batch(const RecvShared& shared,
                                            const sy_expert_recv_params& params) {
     const uint32_t lane_idx = threadIdx.x;
@@ -324,8 +327,8 @@ __device__ __forceinline__ void note_batch(const RecvShared& shared,
     if ((snapshot.taken >> lane_idx & 1) == 0)
         return;
     params.state->taken[lane_idx] = snapshot.number[lane_idx];
-    tell_taken<kWays>(params, shared.clients[lane_idx], snapshot.number[lane_idx],
-                      snapshot.num_rows[lane_idx]);
+    tell_taken<kPaths>(params, shared.clients[lane_idx], snapshot.number[lane_idx],
+                       snapshot.num_rows[lane_idx]);
 }
 
 __device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,

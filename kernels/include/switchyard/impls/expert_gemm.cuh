@@ -1,14 +1,14 @@
 // The products of the expert stage: gate and up with SwiGLU, then down. Counts are the device's;
 // experts without entries cost nothing.
 //
-// A tile is 256 rows of weights by up to 128 tokens. A warpgroup fetches: weights by tensor maps;
-// tokens out of the slots, where requests are of the weights' type, or out of panels. Two
+// A tile is 256 rows of weights by up to 128 tokens. A warpgroup fetches weights by tensor maps. It
+// fetches tokens out of the slots, where requests are of the weights' type, or out of panels. Two
 // warpgroups multiply. Up to 64 tokens the weights are the matrix units' rows and the tokens their
-// columns, so that few tokens take few columns and time is the reading of the weights. From 65
+// columns. So few tokens take few columns, and reading the weights determines the time. From 65
 // tokens on it is the other way round: each warpgroup has 64 tokens and all 256 rows of weights.
 //
 // Rows of gate and up alternate in a tile, eight of one and eight of the other, so that a thread
-// holds both values of an output; and they lie in an order that gives it neighbouring outputs.
+// holds both values of an output. They lie in an order that gives it neighbouring outputs.
 //
 // fp8: the matrix units add up 128 values, the products of their sums with both scales are added in
 // f32.
@@ -36,7 +36,7 @@ constexpr uint32_t kTokenScaleBytes = kTileTokens * sizeof(float);
 constexpr uint32_t kScaleBytes = kTokenScaleBytes + 16; // with two scales of weights
 
 constexpr uint32_t kTurnBarrier = 4; // and the next
-// The first of two threads of those that fetch; their warp issues no tensor copies.
+// The first of two fetching threads; their warp issues no tensor copies.
 constexpr uint32_t kScaleThreads = 96;
 
 // Tiles under way: no more than stages, one at each end, rounded up.
@@ -61,8 +61,8 @@ __device__ __forceinline__ uint32_t coarse_time() {
     return static_cast<uint32_t>(ptx::mov_globaltimer() >> kCoarseShift);
 }
 
-// A stage is full. Ends, because a stage that stays as it is ends its block: whoever fetches waits
-// until all stages have been multiplied, and has a bound.
+// A stage is full. The wait ends even in a failure, because a stuck stage ends its block: the
+// fetching threads wait until all stages have been multiplied, with a bound.
 // NOTES: a bound here, too, had the compiler keep sums in memory.
 __device__ __forceinline__ void wait_full_phase(uint32_t barrier, uint32_t parity) {
     while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
@@ -91,7 +91,7 @@ struct StageRing {
     }
 };
 
-// What warpgroups that multiply must know of a tile.
+// Tile data for the warpgroups that multiply.
 struct FetchedTile {
     uint32_t num_tokens, position, row, column;
 };
@@ -102,7 +102,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
 
     static constexpr uint32_t kValueBytes = kFp8 ? 1 : 2;
     static constexpr uint32_t kPanelValues = kPanelBytes / kValueBytes;
-    // Where one warp fetches: a lane that announces bytes, and copies a scale of weights like another.
+    // Where one warp fetches: a lane that announces bytes, and also copies a scale of weights.
     static constexpr uint32_t kFetchingLanes = kFp8 ? 2 : 1;
     // Arrivals at a stage: one with the number of bytes, one of each thread that copies.
     static constexpr uint32_t kArrivals = 1 + (kDirect ? 128 : kFp8 ? 2 : 0);
@@ -184,7 +184,8 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             uint64_t source[kTileTokens / 16], scale = 0, of_weights = 0;
 #pragma unroll
             for (uint32_t k = 0; k < kTileTokens / 16; ++k) {
-                // NOTES: four at a time. With all eight under way at once registers do not suffice.
+                // NOTES: four at a time. With all eight under way together registers do not
+                // suffice.
                 if (k == kTileTokens / 32)
                     asm volatile("" ::: "memory");
                 source[k] = rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
@@ -244,10 +245,11 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         return {published.x, published.y, published.z, published.w};
     }
 
-    // A stage is there. What threads copied, the matrix units see after a fence.
-    // NOTES: scales that threads copied are read by others without one. Both are accesses of the generic proxy,
-    // and the copies are over when `full` is: their arrival at it is triggered by their completion, and each
-    // reader waits for the phase itself, with acquire. What racecheck sees of it is in docs/experts-gpu.md.
+    // A stage has arrived. The matrix units see data that threads copied after a fence.
+    // NOTES: threads read scales that other threads copied without a fence. Both are accesses of
+    // the generic proxy, and the copies are over when `full` is: their arrival at it is triggered
+    // by their completion, and each reader waits for the phase itself, with acquire.
+    // docs/experts-gpu.md describes racecheck's report of it.
     __device__ __forceinline__ void wait_full() const {
         wait_full_phase(ring.full(), ring.phase);
         if (kDirect)
@@ -261,7 +263,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         ptx::fence_proxy_async();
     }
 
-    // Announces what a stage gets, with the first of a tile the tile, and fetches the weights.
+    // Announces the content of a stage, with the first of a tile the tile, and fetches the weights.
     __device__ __forceinline__ void begin_stage(const StageRing& stage, const ExpertTile& tile,
                                                 uint32_t slot, uint32_t panel) const {
         const uint32_t num_rows = kDirect ? 0 : (tile.num_tokens + 7) / 8 * 8;
@@ -274,8 +276,9 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         fetch_weights(stage, tile, panel);
     }
 
-    // A stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of order. Then nothing
-    // that this kernel computes can be used: it ends with a trap, and the answers are never sent.
+    // A stage has been multiplied. Only a broken GPU, or a broken descriptor of its copies,
+    // prevents that. Then all results of this kernel are unusable: it ends with a trap, and the
+    // answers are never sent.
     __device__ __forceinline__ void wait_empty(const StageRing& stage) const {
         if (ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1))
             return;
@@ -286,7 +289,8 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         } while (!ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1));
     }
 
-    // Does not return, which the compiler must know: it keeps nothing for what could follow.
+    // Does not return. The compiler must know that, so that it keeps no state for code behind the
+    // call.
     // NOTES: inline, though rare: around a call the compiler makes products wait for one another.
     __device__ __forceinline__ void give_up(const StageRing& stage) const {
         sy_error_word* trapped = params.trapped;
@@ -300,8 +304,9 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                 trapped->reason = SY_REASON_TIMEOUT;
                 ptx::fence_acq_rel_sys();
             } else {
-                // A trap of this thread must not come before the words of the first are out, also not where that is
-                // of the same warp: each look lets others of it run.
+                // A trap of this thread must not come before the words of the first are written,
+                // even where that thread is of the same warp: each poll lets others of the warp
+                // run.
                 for (uint32_t i = 0; i < kMostLooks && ptx::ld_relaxed_sys(&trapped->reason) == 0;
                      ++i) {
                 }
@@ -319,7 +324,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         }
         if (is_copying)
             ptx::mbarrier_arrive(ring.full());
-        // Who multiplies has no bound of its own.
+        // Multiplying warpgroups have no bound of their own.
 #pragma unroll 1
         for (uint32_t i = 1; i < kGemmStages; ++i) {
             ring.next();
@@ -340,9 +345,10 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
                 const uint32_t out = tile.column * kOuts + half * 64;
-                // What is behind all rows comes as zeros.
-                // NOTES: behind those of every place that a layer's memory can have: there may be more of them
-                // than experts are counted for, and what lies in the others was never written.
+                // Data behind all rows arrives as zeros.
+                // NOTES: the limit is behind every place that a layer's memory can have: there may
+                // be more places than experts are counted for, and the memory of the others was
+                // never written.
                 const uint32_t row =
                     out < num_outs ? first_row + out : SY_MAX_EXPERTS * 2 * num_outs;
                 ptx::cp_async_bulk_tensor_5d(stage.weights() + half * (kWeightBytes / 2),
@@ -354,7 +360,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         }
     }
 
-    // Where the scales of a tile's weights begin: gate's and up's, or those of both halves of a tile
+    // Start of the scales of a tile's weights: gate's and up's, or those of both halves of a tile
     // of down.
     __device__ __forceinline__ uint64_t weight_scale(const ExpertTile& tile, uint32_t which) const {
         const uint32_t num_blocks = (num_outs + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
@@ -492,14 +498,15 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         ptx::wgmma_commit();
     }
 
-    // One step of fp8, the first of a tile, with what is held of the tile before, or another.
+    // One step of fp8: the first of a tile, with the kept state of the tile before, or another
+    // step.
     template <bool kFirst>
     __device__ __forceinline__ void add_step(float (&sum)[128], uint32_t group_idx, uint32_t my_row,
                                              const Held& held) {
         wait_full();
         const uint32_t rows = ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
         const uint32_t weights = ptx::wgmma_operand(ring.weights());
-        // Of this thread's two tokens, by the two scales of weights. Read before the
+        // Scales of this thread's two tokens, times the two scales of weights. Read before the
         // turn: behind the first product, the compiler lets the others wait for them.
         const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
         const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
@@ -602,10 +609,11 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     }
     // NOTES: counts and layer were there before the kernel before this one began.
     const uint32_t layer_idx = params.lists.batch->layer;
-    // NOTES: the host writes maps anew where they are when experts are loaded, and what a multiprocessor keeps of
-    // the old ones names memory that is freed then. The order of kernels in a stream does not cover it (CUDA C++
-    // Programming Guide, tensor maps in global memory: a fence in each block before their first use).
-    // It stands before the barrier: behind it, the compiler's code for the rest was up to 10 % slower.
+    // NOTES: the host rewrites maps in place when experts are loaded, and a multiprocessor's cached
+    // copies of the old ones name memory that is freed then. The order of kernels in a stream does
+    // not cover it (CUDA C++ Programming Guide, tensor maps in global memory: a fence in each block
+    // before their first use). It stands before the barrier: behind it, the compiler's code for the
+    // rest was up to 10 % slower.
     if (threadIdx.x == 0 && layer_idx < params.num_layers) {
         const sy_layer_weights& layer = params.layers[layer_idx];
         ptx::fence_proxy_tensormap_acquire_sys(kGateUp ? layer.gate_up_map : layer.down_map);

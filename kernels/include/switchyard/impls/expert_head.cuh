@@ -1,8 +1,8 @@
 // The header of a client's frame, as expert_recv checks it.
 //
-// Every block waits for this check, so one warp compares four headers at a time with what good ones are, a piece of
-// 16 bytes per lane: field by field it takes a lane half a microsecond more. Only what is not good at first sight is
-// looked at so.
+// Every block waits for this check, so one warp compares four headers at a time with the expected
+// ones, a piece of 16 bytes per lane. Field by field it takes a lane half a microsecond more. Only
+// headers that fail this comparison are checked field by field.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace switchyard::impls {
 
-// A good header of a frame without rows, what each row adds to it, and which bits count here: all but those of epoch,
-// client, sequence, generation and layer.
+// A good header of a frame without rows, the increment for each row, and the mask of bits that
+// count here: all but those of epoch, client, sequence, generation and layer.
 struct GoodHead {
     static constexpr uint32_t kPieces = sizeof(sy_frame_header) / sizeof(uint4);
     uint4 base[kPieces], per_row[kPieces], mask[kPieces];
@@ -60,11 +60,11 @@ __device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& pa
     return is_good ? 0 : SY_ERROR_BAD_FRAME;
 }
 
-// One thread, before any header is looked at. Barrier afterwards.
+// One thread, before any header is read. Barrier afterwards.
 __device__ __forceinline__ void make_good_head(GoodHead& head, const sy_frame_geometry& geometry) {
     sy_frame_header base = {}, per_row = {}, mask;
     memset(&mask, 0xff, sizeof(mask));
-    // Where 32 bits hold no frame's size, no header is good at first sight.
+    // Where 32 bits hold no frame's size, no header passes the comparison.
     base.magic =
         geometry.frame_bytes <= UINT32_MAX ? SY_DEVICE_FRAME_MAGIC : ~SY_DEVICE_FRAME_MAGIC;
     base.version = SY_DEVICE_ABI_VERSION;
@@ -93,8 +93,8 @@ __device__ __forceinline__ uint32_t differs(uint32_t word, uint32_t base, uint32
     return (word ^ (base + num_rows * per_row)) & mask;
 }
 
-// Which headers of `ready` are good at first sight, as a mask, and this lane's client's layer. A lane has a piece
-// of a header. What is not good at first sight is looked at by check_header, which says what is wrong.
+// Mask of the headers of `ready` that pass the comparison, and this lane's client's layer. A lane
+// has a piece of a header. check_header reads all others and reports the error.
 __device__ __forceinline__ uint32_t good_at_sight(
     const GoodHead& head, const sy_client_peer* clients, const sy_expert_recv_params& params,
     uint32_t ready, uint64_t frame, uint64_t min_epoch, uint32_t num_rows, uint32_t* layer) {

@@ -1,11 +1,12 @@
 // expert_recv: takes the frames that are ready, checks every field, and sorts their entries by expert.
 //
-// One cluster of blocks: the decision which frames make up the batch is taken by one warp and must
-// reach everybody, and a cluster's barrier and shared memory do that in a fraction of what a grid
-// barrier through global memory costs. Only tables are touched; the payload stays in the slots.
+// One cluster of blocks. One warp decides which frames make up the batch, and the decision must
+// reach every block. A cluster's barrier and shared memory do that in a fraction of the time of a
+// grid barrier through global memory. Only tables are accessed; the payload stays in the slots.
 //
-// What a peer can write is read once into this server's memory before it is used as an index, and
-// checked there: a client that changes its frame while it is being read harms its own answer only.
+// Data that a peer can write is copied once into this server's memory before it is used as an
+// index, and checked there: a client that changes its frame while it is being read harms its own
+// answer only.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ __device__ __forceinline__ bool has_bad(const RecvShared& shared) {
     return __any_sync(kFullWarp, (shared.row_code[lane_idx] | shared.entry_code[lane_idx]) != 0);
 }
 
-// Tells all blocks when this one has found a client's frame bad. What it found is seen by whoever has met
-// this thread at the cluster's next barrier, even if that orders nothing itself.
+// Tells all blocks that this one has found a client's frame bad. Threads behind the cluster's next
+// barrier see the finding, even if that barrier orders nothing itself.
 __device__ __forceinline__ void tell_bad(RecvShared& shared) {
     __syncthreads();
     if (threadIdx.x >= 32 || !has_bad(shared))
@@ -40,7 +41,7 @@ __device__ __forceinline__ void tell_bad(RecvShared& shared) {
     ptx::fence_acq_rel_cluster();
 }
 
-// Where this block's entries of each expert begin in the lists. Returns the number of entries.
+// Start of this block's entries of each expert in the lists. Returns the number of entries.
 __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   uint32_t rank) {
@@ -157,7 +158,8 @@ drop_bad_clients(RecvShared& shared, const sy_expert_recv_params& params, bool i
                                      ptx::mapa_shared_cluster(&shared.row_code[lane_idx], other)),
                                  ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
                                      &shared.entry_code[lane_idx], other))));
-    // Codes must be known to all before anything is counted again, and every warp must have looked for them.
+    // All threads must see the codes before anything is counted again, and every warp must have
+    // searched for them.
     if (is_alone)
         __syncthreads();
     else
@@ -172,20 +174,20 @@ drop_bad_clients(RecvShared& shared, const sy_expert_recv_params& params, bool i
 }
 
 // Waits for a good batch. One warp of the first block.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void find_batch(RecvShared& shared, const sy_expert_recv_params& params,
                                            uint64_t gather) {
     const uint32_t wanted = min(params.min_ready, params.num_clients);
     const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
-    const Arrivals seen = await_headers<kWays>(shared, params, whom, wanted);
-    choose_batch<kWays>(shared, params, seen, wanted);
+    const Arrivals seen = await_headers<kPaths>(shared, params, whom, wanted);
+    choose_batch<kPaths>(shared, params, seen, wanted);
     __syncwarp();
-    if (kWays != comm::kDirectOnly && threadIdx.x == 0)
+    if (kPaths != comm::kDirectOnly && threadIdx.x == 0)
         ptx::st_release_cta_shared(&shared.has_chosen, 1);
     number_rows(shared, params);
 }
 
-// What the first block has chosen. Called by all of another.
+// Reads the first block's choice. Called by all threads of another block.
 __device__ __forceinline__ void copy_snapshot(RecvShared& shared,
                                               const sy_expert_recv_params& params) {
     constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
@@ -200,19 +202,19 @@ __device__ __forceinline__ void copy_snapshot(RecvShared& shared,
     __syncthreads();
 }
 
-// What this block has found in rows, to the first one.
+// Sends this block's findings in rows to the first block.
 __device__ __forceinline__ void hand_in_codes(RecvShared& shared) {
     __syncthreads();
     const uint32_t code = threadIdx.x < 32 ? shared.row_code[threadIdx.x] : 0;
     if (code != 0)
         ptx::red_max_shared_cluster(ptx::mapa_shared_cluster(&shared.row_code[threadIdx.x], 0),
                                     code);
-    // Seen by whoever has met these threads at the cluster's next barrier, even if that orders nothing itself.
+    // Threads behind the cluster's next barrier see it, even if that barrier orders nothing itself.
     if (threadIdx.x < 32 && __any_sync(kFullWarp, code != 0))
         ptx::fence_acq_rel_cluster();
 }
 
-// Tells all blocks' threads that look for something ahead that the batch is chosen. One warp of the first block.
+// Tells all blocks' threads that wait ahead that the batch is chosen. One warp of the first block.
 __device__ __forceinline__ void end_waits(RecvShared& shared) {
     const uint32_t rank = threadIdx.x & 31;
     if (rank < kRecvBlocks)
@@ -220,16 +222,17 @@ __device__ __forceinline__ void end_waits(RecvShared& shared) {
     __syncwarp();
 }
 
-// Blocks meet three times: when what they share is cleared, when the batch is known, and when all is done, where
-// nobody looks into another's shared memory any more: a block that leaves takes it along. While the first block looks
-// for a batch, the others wait for the rows that clients send next: mostly these are its rows. Of a small batch the
-// first block makes the lists by itself, and the others tell it what they have found in the rows; it arrives at the
-// third meeting while it makes them, so that nobody has to wait there for another. Of a batch so small that half of
-// the first block waits for the rows, too, the others have nothing to tell.
+// Blocks meet three times: when the shared state is cleared, when the batch is known, and when all
+// is done, after which no block reads another's shared memory: a block that leaves takes it along.
+// While the first block polls for a batch, the others wait for the rows that clients send next:
+// mostly these are its rows. For a small batch the first block makes the lists alone, and the
+// others report their findings in the rows. It arrives at the third meeting while it makes them, so
+// that no block has to wait there for another. For a batch so small that half of the first block
+// waits for the rows, too, the others have nothing to report.
 //
-// NOTES: an arrival that releases waits for what was stored before, and a store to a client takes a
-// microsecond. So arrivals are relaxed but where others need what was stored.
-template <uint32_t kWays>
+// NOTES: an arrival that releases waits for earlier stores, and a store to a client takes a
+// microsecond. So arrivals are relaxed, except where others need the stores.
+template <uint32_t kPaths>
 __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThreads, 1)
     expert_recv_kernel(const __grid_constant__ sy_expert_recv_params params) {
     __shared__ RecvShared shared;
@@ -246,7 +249,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         shared.any_bad = shared.is_over = 0;
         shared.inverse_top_k = inverse_of(params.geometry.top_k);
     }
-    if (kWays != comm::kDirectOnly && thread_idx == 0)
+    if (kPaths != comm::kDirectOnly && thread_idx == 0)
         shared.quiet = shared.has_chosen = 0;
     if (rank == 0 && thread_idx == kRecvThreads - 1)
         make_good_head(shared.good_head, params.geometry);
@@ -254,15 +257,15 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
     __syncthreads();
-    // First meeting: the first block writes to what others have cleared.
+    // First meeting: the first block writes to words that others have cleared.
     if (rank == 0)
         ptx::barrier_cluster_arrive_relaxed();
     else
         ptx::barrier_cluster_arrive_release();
     comm::follow(params.flags);
-    // Who starts behind this kernel may rely on what was before it, so a warp of the last block says so when it has
-    // joined, and does so before it looks for the rest of its rows, because the next kernel takes a microsecond to
-    // start.
+    // Kernels that start behind this one may rely on the kernels before it. So a warp of the last
+    // block signals that when it has joined. It does so before it polls for the rest of its rows,
+    // because the next kernel takes a microsecond to start.
     const auto says_late = [&] {
         return comm::goes_ahead(params.flags) && rank == kRecvBlocks - 1;
     };
@@ -271,9 +274,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     if (rank == 0) {
         ptx::barrier_cluster_wait_acquire();
         if (warp_idx == 0)
-            find_batch<kWays>(shared, params, gather);
-        else if (kWays != comm::kDirectOnly && warp_idx == 1)
-            watch_ways<kWays>(shared, params);
+            find_batch<kPaths>(shared, params, gather);
+        else if (kPaths != comm::kDirectOnly && warp_idx == 1)
+            watch_paths<kPaths>(shared, params);
         __syncthreads();
         // Second meeting. One warp's release is the block's, after its barrier.
         if (warp_idx == 1) {
@@ -284,34 +287,34 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         }
     } else {
         ptx::barrier_cluster_wait_acquire();
-        await_row_ahead<kWays>(shared, params, ahead_idx(rank));
+        await_row_ahead<kPaths>(shared, params, ahead_idx(rank));
         __syncwarp();
         ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait_acquire();
         copy_snapshot(shared, params);
 #if defined(SY_SIMT)
-        // A GPU looks for rows until it is told, which the few looks here would not show.
+        // A GPU polls for rows until it is told to stop; the few polls here would not show that.
         if (shared.is_over == 0)
             abort();
 #endif
     }
     if (rank == kRecvBlocks - 1 && warp_idx == 0)
-        note_batch<kWays>(shared, params);
+        note_batch<kPaths>(shared, params);
     // NOTES: read again where it is needed, rather than kept in a register.
     const auto rows_in_all = [&] {
         return ptx::ld_relaxed_cluster_shared(&shared.snapshot.num_rows_in_all);
     };
     const auto is_alone = [&] { return rows_in_all() <= kRowsAlone; };
     const bool is_small = is_small_batch(rows_in_all(), params.geometry.top_k);
-    // NOTES: of a larger batch nobody says so before the end, since combine, which starts behind the next kernel, would
-    // only look for answers meanwhile.
+    // NOTES: for a larger batch no warp signals before the end, since combine, which starts behind
+    // the next kernel, would only poll for answers meanwhile.
     if (is_small && says_late() && warp_idx == kRecvThreads / 32 - 1) {
         comm::join(params.flags);
         comm::let_next_start(params.flags);
     }
     if (rank == 0 && !is_small)
         ptx::barrier_cluster_wait_acquire();
-    // Once more without the clients whose frames prove bad, which is rare.
+    // Repeats without the clients whose frames prove bad, which is rare.
     for (bool is_second = false;; is_second = true) {
         if (!is_small) {
             sort_rows(shared, params, rank);
@@ -379,8 +382,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     }
     if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
         const uint32_t client_idx = ptx::mov_laneid();
-        refuse<kWays>(shared, params, client_idx, shared.snapshot.number[client_idx],
-                      shared.bad_code[client_idx]);
+        refuse<kPaths>(shared, params, client_idx, shared.snapshot.number[client_idx],
+                       shared.bad_code[client_idx]);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     comm::join(params.flags);

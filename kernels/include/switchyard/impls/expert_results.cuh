@@ -1,9 +1,9 @@
 // From the matrix units' sums to the stage's results.
 //
 // Rows of weights lie in a tile in an order (layout/geometry.h) that gives each thread neighbouring
-// results of a token. With tokens as the matrix units' rows they go out of the registers as they
-// are. With tokens as columns they wait in shared memory: as bf16, in halves of 64 rows of weights,
-// 128 bytes per token, chunks of 16 bytes rotated by the token's number, in the order of the tile.
+// results of a token. With tokens as the matrix units' rows the registers are stored directly. With
+// tokens as columns they are staged in shared memory: as bf16, in halves of 64 rows of weights, 128
+// bytes per token, chunks of 16 bytes rotated by the token's number, in the order of the tile.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t staged_chunk(uint32_t token, uint32_t chunk)
     return token * 128 + ((chunk ^ (token & 7)) * 16);
 }
 
-// Where value `out` of a half waits.
+// Staging address of value `out` of a half.
 template <bool kGateUp>
 __device__ __forceinline__ uint32_t staged_value(uint32_t token, uint32_t out) {
     const uint32_t chunk = kGateUp ? out % 16 / 2 : out / 32 * 4 + out % 8 / 2;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_panels(const sy_expert_compute_params& par
     }
 }
 
-// 128 values of each token, a panel, quantised as requests are. Whole warps.
+// 128 values of each token, a panel, quantised like requests. Whole warps.
 template <uint32_t kTokens, uint32_t kThreads>
 __device__ __forceinline__ void
 quantize_results(const sy_expert_compute_params& params, uint32_t results, uint32_t half_bytes,
@@ -176,7 +176,7 @@ template <bool kFp8> struct HeldResults<true, kFp8> {
     }
 };
 
-// Of the second product, 64 of 256 values of a token, for its row of the output.
+// Results of the second product, 64 of 256 values of a token, for its row of the output.
 template <bool kFp8> struct HeldResults<false, kFp8> {
     uint32_t words[64];
     uint32_t position, num_tokens = 0, column;

@@ -1,4 +1,5 @@
-// Rows of a batch as expert_recv meets them: waited for, their entries checked and counted by expert.
+// The rows of a batch in expert_recv: waits for them, checks their entries and counts them by
+// expert.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,8 @@ __device__ __forceinline__ void load_entries(const RecvShared& shared,
 }
 
 // Checks entries and counts them by expert. Returns SY_ERROR_* or 0.
-// NOTES: a look-up, or an addition whose result is used, takes a hundred clocks: so all of them leave
-// together, and entries that do not count add nothing to words that no two lanes share.
+// NOTES: a look-up, or an addition whose result is used, takes a hundred clocks: so all of them
+// leave together. Entries that do not count add nothing, to words that no two lanes share.
 __device__ __forceinline__ uint32_t count_entries(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   RowEntries& entries, uint32_t* num_entries) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ bool is_good_scale(float scale) {
 }
 
 // Checks the entries of every row and counts them by expert. The first eight entries of a thread's
-// first row are in `kept` and stay there; what they need later, others leave in row_position.
+// first row stay in `kept`. Positions that later steps need are in row_position for the others.
 __device__ __forceinline__ void check_and_count(RecvShared& shared,
                                                 const sy_expert_recv_params& params,
                                                 uint32_t first_thread, RowEntries& kept) {
@@ -128,15 +129,15 @@ __device__ __forceinline__ void check_and_count(RecvShared& shared,
     }
 }
 
-// A header is followed by its rows at once; a client that stopped in between must not stop the others.
+// Rows follow a header immediately; a client that stopped in between must not stop the others.
 #if defined(SY_SIMT)
-// A GPU in software takes turns on the processor with whoever writes them.
+// A GPU in software shares the processor with the threads that write them.
 constexpr uint64_t kRowBoundNs = 500'000'000;
 #else
 constexpr uint64_t kRowBoundNs = 20'000'000;
 #endif
 
-// What a warp waits for together: the rows of its groups of lanes in this many rounds.
+// Rows that a warp waits for together: those of its groups of lanes in this many rounds.
 template <uint32_t kRounds> struct RowWait {
     uint32_t client_idx[kRounds];
     uint32_t row[kRounds];
@@ -163,7 +164,7 @@ __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometr
                is_good_scale(four.w);
     };
     bool are_good = true;
-    // Two loads leave together. Where there is no second part the first one is looked at again.
+    // Two loads leave together. Without a second part, the first one is read again.
     for (uint32_t part = part_idx; part < num_parts; part += 2 * kRowLanes) {
         const float4 first = load(part);
         const float4 second = load(part + kRowLanes < num_parts ? part + kRowLanes : part);
@@ -175,11 +176,12 @@ __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometr
 // Rows that the blocks behind the first wait for before they know whether they are of the batch: one per group of
 // lanes, clients in turns.
 constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / kRowLanes;
-// Between two looks for such a row: those at the host's memory take their time from what the first block looks at.
-template <uint32_t kWays> constexpr uint32_t kAheadPauseNs = kWays == comm::kDirectOnly ? 20 : 1000;
+// Pause between two polls for such a row: reads of the host's memory delay the first block's reads.
+template <uint32_t kPaths>
+constexpr uint32_t kAheadPauseNs = kPaths == comm::kDirectOnly ? 20 : 1000;
 // How many there are at most, tens of milliseconds: then a block waits for the first one without looking.
 #if defined(SY_SIMT)
-// Looks take the processor's time from whoever sends.
+// Polls take the processor's time from the senders.
 constexpr uint32_t kLooksAhead = 3;
 #else
 constexpr uint32_t kLooksAhead = 1 << 16;
@@ -190,23 +192,25 @@ __device__ __forceinline__ bool is_row_ahead(const sy_expert_recv_params& params
     return row * params.num_clients + client_idx < kRowsAhead;
 }
 
-// Which of them is these lanes'. Neighbours go to different blocks.
+// The row of these lanes. Neighbours go to different blocks.
 __device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
     constexpr uint32_t kGroups = 32 / kRowLanes;
     return (threadIdx.x / 32 * (kRecvBlocks - 1) + rank - 1) * kGroups +
            threadIdx.x / kRowLanes % kGroups;
 }
 
-// Looks for a row of the frame that a client sends next, until it is there or the batch is chosen. One warp,
-// kRowLanes of it per row.
-// NOTES: what was found lies in shared memory until it is asked for, since registers are scarce meanwhile.
-template <uint32_t kWays>
+// Polls for a row of the frame that a client sends next, until it arrives or the batch is chosen.
+// One warp, kRowLanes of it per row.
+// NOTES: the findings lie in shared memory until they are needed, since registers are scarce
+// meanwhile.
+template <uint32_t kPaths>
 __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
                                                 const sy_expert_recv_params& params, uint32_t idx) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
-    // The first block may move it for a frame that it refuses, whose rows nobody asks for then.
+    // The first block may advance it for a frame that it refuses; the rows of that frame are not
+    // needed then.
     const uint64_t number = params.state->taken[client_idx] + 1;
     const uint64_t frame = shared.clients[client_idx].request +
                            layout::request_frame(geometry, layout::ring_place(geometry, number));
@@ -222,7 +226,7 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
         // By an atomic that changes nothing: the first block sets it by one meanwhile.
         if (__any_sync(kFullWarp, lane_idx == 0 && atomicOr(&shared.is_over, 0u) != 0))
             break;
-        __nanosleep(kAheadPauseNs<kWays>);
+        __nanosleep(kAheadPauseNs<kPaths>);
     }
     const uint32_t group = ((1u << kRowLanes) - 1) << lane_idx / kRowLanes * kRowLanes;
     // Lanes may see it one after the other, and each has a share of the scales.
@@ -236,8 +240,8 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
     __syncwarp();
 }
 
-// The row that these lanes have waited for ahead, if it is of the batch and was not there yet. What is wrong with it
-// is noted.
+// The row that these lanes have waited for ahead, if it belongs to the batch and had not arrived
+// yet. Records its error.
 __device__ __forceinline__ RowWait<1>
 rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t idx) {
     const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
@@ -249,8 +253,8 @@ rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t 
         {client_idx}, {row}, {is_in && found == kRowAway ? shared.snapshot.number[client_idx] : 0}};
 }
 
-// Rows of the batch from `first_row` on, but for those that are waited for ahead where `skips_ahead`.
-// One warp; kRowLanes per row.
+// Rows of the batch from `first_row` on, except those that are waited for ahead where
+// `skips_ahead`. One warp; kRowLanes per row.
 template <uint32_t kRounds>
 __device__ __forceinline__ RowWait<kRounds>
 rows_from(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t first_row,
@@ -328,8 +332,8 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
 
 constexpr uint32_t kMostRounds = 2;
 
-// Waits for the rows of the batch that nobody has waited for ahead, with the other blocks that do: those behind the
-// first, or the only one. One warp; kRowLanes per row.
+// Waits for the rows of the batch that were not waited for ahead, together with the other waiting
+// blocks: those behind the first, or the only one. One warp; kRowLanes per row.
 __device__ __forceinline__ void await_rest(RecvShared& shared, const sy_expert_recv_params& params,
                                            uint32_t rank) {
     constexpr uint32_t kNumBlocks = kRecvBlocks > 1 ? kRecvBlocks - 1 : 1;

@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     sy_client_peer client = {};
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
-    // Before the wait: the kernel before this one let it start only after its own wait for what was before that.
+    // Before the wait: the kernel before this one let it start only after its own wait for earlier
+    // kernels.
     comm::let_next_start(params.flags);
     ptx::griddepcontrol_wait();
     const sy_frame_geometry& geometry = params.geometry;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (client_idx < 32) {
         uint32_t num_rows = 0;
         if (client_idx < params.num_clients) {
-            // All loads leave together; what a client outside the batch has there is not used.
+            // All loads leave together; the values of a client outside the batch are not used.
             const uint32_t clients = batch->clients;
             const uint64_t number = batch->frame_number[client_idx];
             const uint32_t begin = batch->row_begin[client_idx];

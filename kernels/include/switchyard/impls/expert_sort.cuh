@@ -1,8 +1,8 @@
-// The lists of a batch whose entries one block holds in registers: a thread has an entry, or up to four. Neighbours
-// are best, since what is the same for a row is found once.
+// The lists of a batch whose entries one block holds in registers: a thread has an entry, or up to
+// four. Neighbours are best, since values common to a row are looked up once.
 //
-// What counts there is the number of instructions one after the other and of barriers, not of threads: each
-// of the latter costs some fifty clocks, a look into shared memory thirty, one into the GPU's memory three
+// The cost is the number of sequential instructions and of barriers, not of threads: a barrier
+// costs some fifty clocks, an access to shared memory thirty, one to the GPU's memory three
 // hundred. So loads that do not depend on each other leave together, and a thread does little.
 #pragma once
 
@@ -16,12 +16,12 @@
 
 namespace switchyard::impls {
 
-// A batch of so many rows is one block's business altogether: half of its warps make the lists, the others
-// wait for the rows meanwhile.
+// One block handles a batch of up to this number of rows alone: half of its warps make the lists,
+// the others wait for the rows meanwhile.
 constexpr uint32_t kListThreads = kRecvThreads / 2;
 constexpr uint32_t kRowsAlone = kListThreads / SY_MAX_DEVICE_TOP_K; // an entry per thread
 static_assert(kRowsAlone <= (kRecvThreads - kListThreads) / kRowLanes, "lanes for every row");
-// A batch of so many rows, and kStagedEntries entries, has its lists made by one block.
+// One block makes the lists of a batch of up to this number of rows, and kStagedEntries entries.
 constexpr uint32_t kRowsSmall = RecvShared::kRowsSmall;
 constexpr uint32_t kMostEach = kStagedEntries / kRecvThreads;
 static_assert(kMostEach == 4 && kStagedEntries % kRecvThreads == 0, "four entries for each thread");
@@ -47,9 +47,10 @@ template <uint32_t kThreads> __device__ __forceinline__ void sync_list_threads()
         ptx::bar_sync<1, kThreads>();
 }
 
-// Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads, and `meet` by
-// each of them between its barriers. A thread has kEach entries of the batch. Where kIsOneRow they are neighbours of one
-// row (top_k must be a multiple of kEach); otherwise those at i * kThreads + thread_idx.
+// Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads,
+// and `meet` by each of them between its barriers. A thread has kEach entries of the batch. Where
+// kIsOneRow they are neighbours of one row (top_k must be a multiple of kEach); otherwise those at
+// i * kThreads + thread_idx.
 template <uint32_t kEach, bool kIsOneRow, uint32_t kThreads, class Meet>
 __device__ __forceinline__ void sort_entries(RecvShared& shared,
                                              const sy_expert_recv_params& params, Meet meet) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
                       uint32_t{SY_ERROR_BAD_FRAME});
     sync_list_threads<kThreads>();
 
-    // Where the groups begin, by lane: every warp for itself, which saves a barrier.
+    // Start of the groups, by lane: every warp computes it, which saves a barrier.
     const uint32_t num_groups = (num_local + 31) / 32;
     const uint32_t group_sum = lane_idx < num_groups ? shared.group_sums[lane_idx] : 0;
     uint32_t groups_upto = group_sum;

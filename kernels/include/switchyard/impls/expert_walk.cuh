@@ -1,5 +1,5 @@
-// Which expert a piece of the expert stage's work belongs to, from counts that only the device
-// knows; where the stage finds rows, and where it keeps what it multiplies.
+// Maps a piece of the expert stage's work to its expert, from counts that only the device knows;
+// and the addresses of the stage's rows and of its operands.
 #pragma once
 
 #include <cstdint>
@@ -115,7 +115,7 @@ template <uint32_t kTokens> struct ExpertWalk {
 struct SlotRows {
     const sy_expert_compute_params& params;
 
-    // Where the row of an entry lies in a section of its frame.
+    // Address of an entry's row in a section of its frame.
     __device__ __forceinline__ uint64_t at(uint32_t position, uint64_t section,
                                            uint32_t stride_bytes) const {
         const sy_frame_geometry& geometry = params.geometry;

@@ -1,4 +1,4 @@
-// Words by which clients say what has arrived.
+// Words by which clients announce arrived data.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t rows_said(const FrameAt& frame, uint64_t wor
                : kRowsUnknown;
 }
 
-// Their number only; says nothing about what else has arrived.
+// Their number only; orders no other arrivals.
 __device__ __forceinline__ uint32_t announced_rows(const FrameAt& frame) {
     return rows_said(frame, ptx::ld_relaxed_sys(frame.header_word));
 }

@@ -1,4 +1,4 @@
-// The calls of a link one after the other, by whichever way: what tests launch.
+// The calls of a link one after the other, over any path: a kernel for tests.
 #pragma once
 
 #include <cstddef>
@@ -27,32 +27,32 @@ struct LinkCallsParams {
 static_assert(sizeof(LinkCallsParams) == 112, "size of LinkCallsParams");
 static_assert(offsetof(LinkCallsParams, good) == 104, "good of LinkCallsParams");
 
-// One block of one warp: puts, adds and signals behind it, waits, and gets what it has put.
-template <uint32_t kWays>
+// One block of one warp: puts, adds and signals behind it, waits, and gets the put bytes.
+template <uint32_t kPaths>
 __device__ __forceinline__ void link_calls(const LinkCallsParams& params) {
     const sy_link& link = params.link;
-    comm::put_nbi_warp<kWays>(link, params.offset, params.source, params.num_bytes);
-    // The last lane's, so that it is behind what the others have put.
+    comm::put_nbi_warp<kPaths>(link, params.offset, params.source, params.num_bytes);
+    // The last lane signals, so that it is behind the puts of the others.
     if (threadIdx.x == 31) {
-        comm::amo_nonfetch_add<kWays>(link, params.counter_offset, params.value);
-        comm::signal<kWays>(link, params.word_offset, params.value);
-        params.good[0] = comm::quiet<kWays>(link);
+        comm::amo_nonfetch_add<kPaths>(link, params.counter_offset, params.value);
+        comm::signal<kPaths>(link, params.word_offset, params.value);
+        params.good[0] = comm::quiet<kPaths>(link);
         const comm::WaitBound bound = {params.error, nullptr, nullptr,
                                        nullptr,      nullptr, params.timeout_ns};
         params.good[1] =
             params.echo == nullptr ||
-            comm::wait_until<kWays>(params.echo, params.value, SY_TAG_P2P, 0, bound, &link);
+            comm::wait_until<kPaths>(params.echo, params.value, SY_TAG_P2P, 0, bound, &link);
     }
     __syncwarp();
-    comm::get_nbi_warp<kWays>(link, params.offset, params.back, params.num_bytes);
+    comm::get_nbi_warp<kPaths>(link, params.offset, params.back, params.num_bytes);
     if (threadIdx.x == 0)
-        params.good[2] = comm::quiet_gets<kWays>(link, params.back);
+        params.good[2] = comm::quiet_gets<kPaths>(link, params.back);
 }
 
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __global__ void __launch_bounds__(32)
     link_calls_kernel(const __grid_constant__ LinkCallsParams params) {
-    link_calls<kWays>(params);
+    link_calls<kPaths>(params);
 }
 
 } // namespace switchyard::impls

@@ -63,7 +63,7 @@ __device__ __forceinline__ void put_message(const sy_p2p_params& params, const s
         put_share(link, params.num_bytes, share, num_shares, value);
 }
 
-// What a block does for its peer. Blocks take turns among the peers, so that every link is busy.
+// A block's work for its peer. Blocks alternate among the peers, so that every link is busy.
 struct P2pShare {
     uint32_t peer, share, num_shares;
 };
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kP2pThreads)
 
 // A sender puts its message to every receiver, turn after turn, and waits for their answers once.
 //
-// All begin together: a receiver gives its word when every sender has reported to it, and a sender begins
-// when it has every receiver's. Who began alone would find the links empty, and the slowest sender's time
-// would not be that of all the bytes.
+// All begin together: a receiver gives its word when every sender has reported to it, and a sender
+// begins when it has every receiver's. A sender that began alone would find the links empty, and
+// the slowest sender's time would not be that of all the bytes.
 __global__ void __launch_bounds__(kP2pThreads)
     stream_kernel(const __grid_constant__ sy_p2p_params params) {
     const P2pShare my = share_of_block(params);

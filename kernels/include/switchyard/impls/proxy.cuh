@@ -11,13 +11,13 @@ namespace switchyard::impls {
 // Batches whose posting time is remembered until they are over.
 constexpr uint32_t kProxyPending = 64;
 
-// The time by this GPU's clock, each time the host has counted one further. What tells the host the time is a
-// command that it takes out of the lane and carries out nowhere.
+// Records the time by this GPU's clock each time the host has incremented a counter. A command
+// carries the time to the host, which takes it out of the lane and does not execute it.
 __device__ inline comm::proxy::Status proxy_tell_time(const sy_proxy_peer& peer,
                                                       const sy_proxy_lane& lane, uint64_t num) {
     const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
-    // All at once: an answer that reserves its cell first would come later. The host takes each before it counts
-    // on, so that cells are free.
+    // Reserves all cells together: an answer that reserves its cell first would come later. The
+    // host takes each before it increments, so that cells are free.
     const uint64_t base =
         comm::atom_add_relaxed(&comm::proxy::detail::state_of(lane).reserved, num);
     uint64_t silent_since = comm::now_ns();
@@ -32,7 +32,8 @@ __device__ inline comm::proxy::Status proxy_tell_time(const sy_proxy_peer& peer,
             comm::pause_poll();
             comm::proxy::detail::load_words(words, &completed, &error);
         }
-        // NOTES: behind a branch on what was loaded, or the clock might be read before the load has ended.
+        // NOTES: behind a branch on the loaded value, or the clock might be read before the load
+        // has ended.
         silent_since = comm::now_ns();
         comm::proxy::detail::store(
             lane, i, comm::proxy::detail::make_word(peer, SY_PROXY_ADD, 0, silent_since));
@@ -61,13 +62,13 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     uint64_t begin = 0;
 
     if ((params.flags & SY_PROXY_PRODUCE_READS) != 0) {
-        // What the way back of a completion costs a poster at least.
+        // Lower bound of the time that a completion needs to reach a poster.
         const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
         for (uint32_t i = 0; lane_idx == 0 && i < params.num_samples; ++i) {
             uint64_t completed = 0, error = 0;
             const uint64_t now = comm::now_ns();
             comm::proxy::detail::load_words(words, &completed, &error);
-            // Depends on what was loaded, so that it comes behind.
+            // Depends on the loaded value, so that it comes behind the load.
             const uint64_t never = completed == ~uint64_t{0} ? 1 : 0;
             params.latency_ns[uint64_t{blockIdx.x} * params.num_samples + i] =
                 comm::now_ns() + never - now;
@@ -94,7 +95,8 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
         for (;;) {
             uint64_t completed = 0, error = 0;
             comm::proxy::detail::load_words(words, &completed, &error);
-            // NOTES: behind a branch on what was loaded, or the clock might be read before the load has ended.
+            // NOTES: behind a branch on the loaded value, or the clock might be read before the
+            // load has ended.
             if (completed != last)
                 last = completed, silent_since = comm::now_ns();
             while (num_pending > 0 && posted_end[oldest] <= completed) {
@@ -104,7 +106,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
                 oldest = (oldest + 1) % kProxyPending;
                 --num_pending;
             }
-            // However long a run takes: what counts is how long nothing has come back.
+            // Independent of the length of a run: the bound counts the time without a completion.
             if (!is_patient || num_pending < kProxyPending || error != 0 ||
                 comm::now_ns() - silent_since > peer.timeout_ns)
                 break;
@@ -132,7 +134,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
             }
             __syncwarp();
         }
-        // What a poster waits for in `post` is not part of a batch's time.
+        // A poster's waits in `post` are not part of a batch's time.
         if ((params.flags & SY_PROXY_PRODUCE_ROUND_TRIP) == 0)
             look(true);
         const uint64_t now = comm::now_ns();

@@ -12,8 +12,8 @@
 
 namespace switchyard::impls {
 
-// A kernel for launches of few blocks, which have many tokens each: what counts there is how little a block waits
-// between two of them. Registers for that are there, since there are more multiprocessors than blocks.
+// A kernel for launches of few blocks, which have many tokens each: the wait of a block between two
+// tokens determines the time. Registers suffice, since there are more multiprocessors than blocks.
 template <class Config> struct FewBlocks : Config {
     static constexpr bool kIsFew = true;
     static constexpr uint32_t kMinBlocks = 1;
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t float2_to_bf16x2(float low, float high) {
 // Largest of two pairs of bf16 magnitudes. Magnitudes order like integers.
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 
-// value / 448, rounded to nearest, for values that a bf16 can have and whose quotient is a normal number. A
-// product with the reciprocal is off by one unit at most, and its remainder is exact.
+// value / 448, rounded to nearest, for bf16 values with a normal quotient. A product with the
+// reciprocal is off by one unit at most, and its remainder is exact.
 __device__ __forceinline__ float divide_by_f8_max(float value) {
     constexpr float kReciprocal = 1.0f / kF8Max;
     const float quotient = __fmul_rn(value, kReciprocal);

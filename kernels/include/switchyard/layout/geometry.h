@@ -1,4 +1,4 @@
-/* Where the sections of device frames lie. Computed once on the host and handed to every kernel. */
+/* Layout of the sections of device frames. Computed once on the host and handed to every kernel. */
 #ifndef SWITCHYARD_LAYOUT_GEOMETRY_H
 #define SWITCHYARD_LAYOUT_GEOMETRY_H
 
@@ -9,7 +9,7 @@ static inline uint64_t sy_round_up(uint64_t value, uint64_t align) {
 }
 
 /* Geometry of slots of `num_frames` frames of up to `max_tokens` tokens. Returns SY_OK or the
- * SY_LAUNCH_* code that names what is out of range. */
+ * SY_LAUNCH_* code that names the value out of range. */
 static inline int sy_make_geometry(uint32_t hidden, uint32_t top_k, uint32_t dtype,
                                    uint32_t max_tokens, uint32_t num_frames,
                                    sy_frame_geometry* out) {
@@ -99,8 +99,8 @@ static inline uint64_t sy_expert_lists_at(uint64_t base, const sy_frame_geometry
     return at - base;
 }
 
-/* Bytes of one of the expert stage's scratch buffers, whose rows have `row_values` values of the weights'
- * type: hidden for sy_expert_compute_params.rows, inter for .activation. */
+/* Bytes of one of the expert stage's scratch buffers. Its rows have `row_values` values of the
+ * weights' type: hidden for sy_expert_compute_params.rows, inter for .activation. */
 static inline uint64_t sy_expert_scratch_bytes(const sy_frame_geometry* geometry,
                                                uint32_t num_local_experts, uint32_t max_rows,
                                                uint32_t weights_dtype, uint32_t row_values) {

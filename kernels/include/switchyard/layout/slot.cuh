@@ -7,8 +7,8 @@
 
 namespace switchyard::layout {
 
-// A table of the host's on its way into shared memory: what this thread carries. Loading first and storing
-// later keeps the load's latency off the path of whatever stands between. `kWords` per thread.
+// A table of the host's on its path into shared memory: this thread's part. Loading first and
+// storing later keeps the load's latency off the path of the code between. `kWords` per thread.
 template <class T, uint32_t kNumThreads, uint32_t kMaxCount> struct TableCopy {
     static_assert(sizeof(T) % sizeof(uint64_t) == 0, "whole words");
     static constexpr uint32_t kWordsEach = sizeof(T) / sizeof(uint64_t);

@@ -1,4 +1,4 @@
-// The copy engine, its barriers in shared memory, and what goes with them. One instruction each.
+// The copy engine, and its barriers in shared memory. One instruction each.
 #pragma once
 
 #include <cstdint>
@@ -105,7 +105,7 @@ __device__ __forceinline__ void fence_proxy_tensormap_acquire_sys(const void* ma
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
-// Between ordinary stores and the copy engine's reads, both ways and everywhere.
+// Between ordinary stores and the copy engine's reads, in both directions and all memory spaces.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }

@@ -52,7 +52,7 @@ __device__ __forceinline__ void barrier_cluster_wait_acquire() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Address, in the cluster's shared window, of what `address` is in the block of rank `rank`.
+// Address, in the cluster's shared window, of `address` in the block of rank `rank`.
 __device__ __forceinline__ uint32_t mapa_shared_cluster(const void* address, uint32_t rank) {
     const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
     uint32_t remote;

@@ -1,16 +1,17 @@
 // Products of a warpgroup: m64, operands in shared memory, sums in registers. One instruction each.
 //
-// NOTES: registers of a product under way must not be touched before wgmma_wait. Both operands are
-// "K-major": rows of 128 bytes, rotated as the copy engine's 128-byte swizzle does, in groups of eight rows.
+// NOTES: registers of a product under way must not be accessed before wgmma_wait. Both operands are
+// "K-major": rows of 128 bytes, rotated as the copy engine's 128-byte swizzle does, in groups of
+// eight rows.
 #pragma once
 
 #include <cstdint>
 
 namespace switchyard::ptx {
 
-// What stands in shared memory at `address`, a multiple of 1024 plus 32 bytes per step of depth: the lower half
-// of a descriptor. `wgmma_operand(a + b)` is `wgmma_operand(a) + b / 16`. The upper half is the same for all:
-// 128-byte swizzle, 1024 bytes between groups of rows.
+// The lower half of a descriptor of shared memory at `address`, a multiple of 1024 plus 32 bytes
+// per step of depth. `wgmma_operand(a + b)` is `wgmma_operand(a) + b / 16`. The upper half is the
+// same for all: 128-byte swizzle, 1024 bytes between groups of rows.
 __device__ __forceinline__ uint32_t wgmma_operand(uint32_t address) {
     return 1u << 16 | address >> 4;
 }

@@ -28,7 +28,7 @@ pub(in crate::gpu) struct Memory {
 #[derive(Debug)]
 enum MemoryKind {
     Device,
-    /// `handle` of what is mapped, if it is this process's own.
+    /// `handle` of the mapped memory, if it is this process's own.
     Mapped {
         handle: Option<sys::CUmemGenericAllocationHandle>,
         mapped_bytes: usize,
@@ -38,7 +38,7 @@ enum MemoryKind {
         host: NonNull<u8>,
         room: usize,
     },
-    /// Somebody else's pages, made known to the GPU.
+    /// Pages with another owner, registered for the GPU.
     Registered(NonNull<u8>),
 }
 
@@ -95,7 +95,7 @@ impl Gpu {
         let _current = self.context.bind()?;
         let mut handle = 0;
         let fd = memory.as_raw_fd() as usize as *mut c_void;
-        // SAFETY: writes one handle. The descriptor is only read; whatever it is, the driver says so.
+        // SAFETY: writes one handle. The descriptor is only read; the driver reports the kind of its object.
         check("cuMemImportFromShareableHandle", unsafe {
             sys::cuMemImportFromShareableHandle(&raw mut handle, fd, POSIX_FD)
         })?;
@@ -115,7 +115,7 @@ impl Gpu {
         let room = room_for(len)?;
         let context = Arc::clone(&self.context);
         if let Some(Pages { host, ptr, room }) = self.context.spare.take(room) {
-            // SAFETY: `room` bytes that nobody uses.
+            // SAFETY: `room` bytes without another user.
             unsafe { host.write_bytes(0, room) };
             return Ok(Memory { context, kind: MemoryKind::Host { host, room }, ptr, len });
         }
@@ -172,8 +172,8 @@ impl Gpu {
         check("cuMemGetAllocationPropertiesFromHandle", unsafe {
             sys::cuMemGetAllocationPropertiesFromHandle(prop.as_mut_ptr(), handle)
         })?;
-        // SAFETY: a number. The other fields are never looked at: somebody else's memory may have a
-        // combination of handle types, which is no value of their enum.
+        // SAFETY: a number. The other fields are never read: memory of another owner may have a combination of
+        // handle types, which is no value of their enum.
         let device_id = unsafe { (*prop.as_ptr()).location.id };
         let peer = u32::try_from(device_id).unwrap_or(u32::MAX);
         if peer == self.context.ordinal {
@@ -313,7 +313,7 @@ impl Drop for Memory {
     }
 }
 
-/// Page-locked memory of the host that nobody uses at the moment.
+/// Page-locked memory of the host that is not in use.
 #[derive(Debug)]
 pub(super) struct Pages {
     host: NonNull<u8>,
@@ -324,14 +324,14 @@ pub(super) struct Pages {
 // SAFETY: addresses without thread affinity, freed once.
 unsafe impl Send for Pages {}
 
-/// Page-locked memory for whoever wants as much next.
+/// Page-locked memory for the next request of this size.
 ///
-/// The driver frees such memory only when no kernel runs, and lets nobody launch one until then. Threads that
-/// move frames let go of it while kernels wait for these frames, so it is not given back before the GPU is.
+/// The driver frees such memory only when no kernel runs, and blocks all launches until then. Threads that move
+/// frames drop it while kernels wait for these frames, so it is not freed before the GPU is.
 #[derive(Debug, Default)]
-pub(super) struct Spare(Mutex<Vec<Pages>>);
+pub(super) struct PagePool(Mutex<Vec<Pages>>);
 
-impl Spare {
+impl PagePool {
     fn take(&self, room: usize) -> Option<Pages> {
         let mut pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let at = pages.iter().position(|pages| pages.room == room)?;

@@ -81,7 +81,7 @@ impl Stream {
         bytes: u64,
     ) -> Result<(), GpuError> {
         let _current = self.context.bind()?;
-        // SAFETY: the caller's promise; with unified addresses the driver tells memories apart.
+        // SAFETY: the caller's promise; with unified addresses the driver distinguishes memories.
         check("cuMemcpyAsync", unsafe {
             sys::cuMemcpyAsync(to.0, from.0, bytes as usize, self.stream)
         })
@@ -151,12 +151,12 @@ impl Stream {
         params: &[u8],
     ) -> Result<(), GpuError> {
         let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: the caller's promise that `params` is what the entry takes; the driver copies it.
+        // SAFETY: the caller's promise that `params` has the entry's type; the driver copies it.
         unsafe { self.start(name, plan, &mut arguments) }
     }
 
     /// # Safety
-    /// `arguments` point to what the kernel takes.
+    /// `arguments` point to the kernel's arguments.
     unsafe fn start(
         &self,
         call: &'static str,
@@ -222,7 +222,7 @@ impl Stream {
 
     pub(in crate::gpu) fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
         let _current = self.context.bind()?;
-        // SAFETY: both are alive; the driver keeps what the wait needs.
+        // SAFETY: both are alive; the driver keeps the objects that the wait needs.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) })
     }
 
@@ -245,7 +245,7 @@ impl Stream {
             if now >= deadline {
                 return Err(GpuError::Deadline { what: "stream" });
             }
-            // Most waits end at once; long ones leave the core to others.
+            // Most waits end immediately; long ones yield the core to others.
             if now - start > SPIN {
                 std::thread::sleep(PAUSE);
             } else {
@@ -290,7 +290,7 @@ impl Drop for Stream {
         if self.is_own
             && let Ok(_current) = self.context.bind()
         {
-            // SAFETY: created once, destroyed once; work under way goes on to its end.
+            // SAFETY: created once, destroyed once; work under way runs to its end.
             ignore("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.stream) });
         }
     }
@@ -320,7 +320,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.bind() {
-            // SAFETY: created once, destroyed once; the driver keeps what waits for it.
+            // SAFETY: created once, destroyed once; the driver keeps waits for it.
             ignore("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(self.event) });
         }
     }
@@ -335,7 +335,7 @@ impl Drop for Graph {
     }
 }
 
-/// Runs what [`Stream::then`] boxed.
+/// Runs the boxed function of [`Stream::then`].
 ///
 /// # Safety
 /// `data` is such a box, and this its only use.

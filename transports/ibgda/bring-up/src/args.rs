@@ -52,11 +52,11 @@ pub(crate) struct Options {
     /// One line of JSON for each stage.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Who makes the queue pairs: libibverbs in host memory, or commands to the firmware.
+    /// Maker of the queue pairs: libibverbs in host memory, or commands to the firmware.
     #[arg(long, value_enum, default_value = "plain")]
     pub(crate) path: PathName,
-    /// What tells the NIC of requests: a register and a record in memory, or a register alone, which newer NICs
-    /// have; that needs `--path devx`.
+    /// Method of announcing requests to the NIC: a register and a record in memory, or a register alone, which
+    /// newer NICs have; that needs `--path devx`.
     #[arg(long, value_enum, default_value = "record")]
     pub(crate) doorbell: DoorbellName,
     /// Queue pairs.
@@ -65,7 +65,7 @@ pub(crate) struct Options {
     /// Basic blocks of a send queue, a power of two from 128 to 32768.
     #[arg(long, default_value_t = 128, value_parser = parse_depth)]
     pub(crate) depth: u32,
-    /// Stages to run: NAME, FIRST..LAST, FIRST.. or ..LAST. What leads to connected queues always runs.
+    /// Stages to run: NAME, FIRST..LAST, FIRST.. or ..LAST. The stages up to connected queues always run.
     #[arg(long, default_value = "..", value_parser = parse_range, value_name = "STAGES")]
     pub(crate) stage: RangeInclusive<Stage>,
     /// Seconds of any single wait, for the NIC or for the peer.
@@ -86,25 +86,24 @@ pub(crate) struct Options {
     /// Index of the port's address, as `show_gids` lists them; RoCE v2 over IPv4 by default.
     #[arg(long)]
     pub(crate) gid_index: Option<u8>,
-    /// GPU whose memory the slots are: a number, or `cuda:N`. Requests are posted by the processor, in the
-    /// stage `fused` by the GPU. Needs a build with `--features cuda`.
+    /// GPU with the memory of the slots: a number, or `cuda:N`. The processor posts requests; in the stage `fused`
+    /// the GPU does. Needs a build with `--features cuda`.
     #[arg(long, value_parser = parse_gpu, value_name = "N")]
     pub(crate) gpu: Option<DeviceName>,
-    /// Where the queues lie that the GPU posts on; `gpu` needs `--path devx`.
+    /// Place of the queues that the GPU posts on; `gpu` needs `--path devx`.
     #[arg(long, value_enum, default_value = "host")]
     pub(crate) queue_memory: QueueMemory,
     /// A NIC in software in place of hardware, for a rehearsal with both sides on one host.
     #[arg(long)]
     pub(crate) software_nic: bool,
-    /// The NIC in software stops serving the first queue at the beginning of this stage: for tests of what
-    /// a failure looks like.
+    /// The NIC in software stops serving the first queue at the beginning of this stage: for tests of failures.
     #[arg(long, hide = true, requires = "software_nic")]
     pub(crate) stall_at: Option<Stage>,
     /// The NIC in software fails the first queue's next request with syndrome 0x14 from this stage on: also
     /// for tests.
     #[arg(long, hide = true, requires = "software_nic")]
     pub(crate) fail_at: Option<Stage>,
-    /// Below which /sys, /proc and /dev are looked at.
+    /// Root below which /sys, /proc and /dev are read.
     #[arg(long, hide = true)]
     pub(crate) root: Option<PathBuf>,
 }
@@ -146,7 +145,7 @@ pub(crate) enum QueueMemory {
 }
 
 impl Options {
-    /// What no single option can tell.
+    /// Checks of combinations of options.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.queue_memory == QueueMemory::Gpu && self.path == PathName::Plain {
             return Err("`--queue-memory gpu` needs `--path devx`: libibverbs makes queues in the host's memory".to_owned());

@@ -1,8 +1,7 @@
 //! The connection between both sides: who is there, where their queues are, and in which stage they are.
 //!
-//! Whatever comes in is bounded, has a deadline, and is checked by field. The connection is not
-//! encrypted and whoever holds it may write into this side's slot: use it between hosts that trust each
-//! other.
+//! All input is bounded, has a deadline, and is checked by field. The connection is not encrypted, and its other
+//! end may write into this side's slot: use it between hosts that trust each other.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -13,7 +12,7 @@ use thiserror::Error;
 
 use crate::stage::Stage;
 
-/// What both sides must agree on, and the seed of what this side writes.
+/// Settings that both sides must agree on, and the seed of this side's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) is_connector: bool,
@@ -30,21 +29,21 @@ pub(crate) struct Hello {
     pub(crate) seed: u64,
 }
 
-/// The other side cannot be talked to, or says what makes no sense.
+/// The other side is not reachable, or sends invalid messages.
 #[derive(Debug, Error)]
 pub(crate) enum ExchangeError {
     #[error("{what} failed: {source}")]
     Io { what: String, source: io::Error },
     #[error(
-        "nobody connected within {seconds} s; start `connect` with this side's address on the other host"
+        "no peer connected within {seconds} s; start `connect` with this side's address on the other host"
     )]
     Nobody { seconds: u64 },
     #[error(
-        "the peer stalls: {got} of {expected} bytes of its {what} came within {millis} ms; look at what it printed"
+        "the peer stalls: {got} of {expected} bytes of its {what} came within {millis} ms; see its output"
     )]
     Stalled { what: Kind, got: usize, expected: usize, millis: u128 },
     #[error(
-        "the peer closed the connection after {got} of {expected} bytes of its {what}; look at what it printed"
+        "the peer closed the connection after {got} of {expected} bytes of its {what}; see its output"
     )]
     Closed { what: Kind, got: usize, expected: usize },
     #[error(
@@ -215,7 +214,7 @@ impl Channel {
         Some(ExchangeError::PeerFailed { stage, text: clean(&mark[4..]) })
     }
 
-    /// Tells the peer why this side ends, if it can be told.
+    /// Sends the peer the reason why this side ends, if the connection permits.
     pub(crate) fn give_up(&mut self, stage: Stage, text: &str) {
         let mut mark = vec![stage as u8, HAS_FAILED, 0, 0];
         mark.extend(text.bytes().take(MAX_TEXT));
@@ -258,7 +257,7 @@ impl Channel {
         }
         let found = u16::from_le_bytes([header[8], header[9]]);
         let len = u32::from_le_bytes([header[12], header[13], header[14], header[15]]);
-        // A peer that fails says so whatever this side waits for.
+        // A failing peer sends its reason at any time, whatever this side waits for.
         let is_failure = found == Kind::Mark as u16 && kind != Kind::Mark;
         let lengths = if is_failure { MARK_BYTES..=MARK_BYTES + MAX_TEXT } else { lengths };
         if found != kind as u16 && !is_failure {
@@ -270,7 +269,7 @@ impl Channel {
             let expected = "0".to_owned();
             return Err(ExchangeError::Field { what: kind, field, found, expected });
         }
-        // Looked at before there is memory for it.
+        // Checked before memory is allocated for it.
         let expected_len = usize::try_from(len).ok().filter(|len| lengths.contains(len));
         let Some(len) = expected_len else {
             let (least, most) = (lengths.start(), lengths.end());
@@ -424,7 +423,7 @@ fn clean(bytes: &[u8]) -> String {
 const MAGIC: [u8; 8] = *b"SYBRING4";
 const HEADER_BYTES: usize = 16;
 const HELLO_BYTES: usize = 40;
-/// Of a mark without text.
+/// Number of a mark without text.
 const MARK_BYTES: usize = 4;
 /// Most bytes of a peer's reason.
 const MAX_TEXT: usize = 1024;
@@ -433,7 +432,7 @@ const HAS_FAILED: u8 = 2;
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
 /// A time-out of 0 would be none.
 const LEAST_TIMEOUT: Duration = Duration::from_millis(1);
-/// What the peer has said is here before its queues are gone.
+/// Reads the peer's messages before its queues are destroyed.
 const REASON_PATIENCE: Duration = Duration::from_millis(200);
 const GIVE_UP_PATIENCE: Duration = Duration::from_secs(1);
 

@@ -1,4 +1,4 @@
-//! What kernels use, as long as they may run.
+//! Objects that kernels use, for as long as they may run.
 
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use kernels::gpu::Stream;
 
-/// Whoever launches kernels, with all that they use: freed only when they have ended. Their waits have bounds,
-/// so that one which does not end is lost, and what it uses stays as it is for good.
+/// The owner of kernels, with all objects that they use. It frees them only when the kernels have ended. Their
+/// waits are bounded, so a kernel that does not end is lost, and its objects are never freed.
 pub(crate) struct InUse<T: Launches>(ManuallyDrop<T>);
 
 /// Has streams on which kernels run.
@@ -37,7 +37,7 @@ impl<T: Launches> DerefMut for InUse<T> {
 
 impl<T: Launches> Drop for InUse<T> {
     fn drop(&mut self) {
-        // Whoever launched has waited already, for longer.
+        // The launching code has waited already, for longer.
         let deadline = Instant::now() + LAST_PATIENCE;
         if self.0.streams().into_iter().all(|stream| stream.wait(deadline).is_ok()) {
             // SAFETY: not used after this, and no kernel runs.

@@ -9,8 +9,8 @@ use ibgda::Waits;
 use kernels::abi::{
     ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_F8_E4M3,
     DevicePtr, DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, Placement, ServerPeer,
-    ServerState, TAG_NONE, WAY_DIRECT,
+    ExpertSendParams, FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, PATH_DIRECT, Placement,
+    ServerPeer, ServerState, TAG_NONE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Stream};
 use kernels::plan::KernelParams;
@@ -117,13 +117,13 @@ impl Run {
         // SAFETY: the caller's promise; the launch is waited for below, and by `InUse` if it does not end.
         let kernel = unsafe { gpu.prepare(params)? };
         stream.launch(&kernel).with_context(|| P::NAME)?;
-        // Kernels end by themselves: each of their waits has a bound, of which a few follow one another.
+        // Kernels end without help: each of their waits is bounded, and only a few follow one another.
         let deadline = Instant::now() + self.timeout * KERNEL_PATIENCE + COPY_TIMEOUT;
         stream.wait(deadline).with_context(|| format!("{} does not end", P::NAME))
     }
 }
 
-/// Whoever sends tokens.
+/// The sender of tokens.
 pub(crate) struct Client {
     gpu: Gpu,
     stream: Stream,
@@ -145,7 +145,7 @@ impl Client {
         &self.stream
     }
 
-    /// A client of one server, which [`set_server`](Self::set_server) tells it.
+    /// A client of one server. [`set_server`](Self::set_server) sets the server.
     pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry, id: u64) -> Result<Self> {
         let num_choices = u64::from(MAX_TOKENS * TOP_K);
         let row_bytes = u64::from(MAX_TOKENS * HIDDEN) * 2;
@@ -248,7 +248,7 @@ impl Client {
     }
 }
 
-/// Whoever has the experts, which give back what they get.
+/// The owner of the experts, which return their input.
 pub(crate) struct Server {
     gpu: Gpu,
     stream: Stream,
@@ -266,7 +266,7 @@ impl Server {
         &self.stream
     }
 
-    /// A server of one client, which [`set_client`](Self::set_client) tells it.
+    /// A server of one client. [`set_client`](Self::set_client) sets the client.
     pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry) -> Result<Self> {
         let local_expert: Vec<i16> = (0..NUM_EXPERTS as i16).collect();
         let (_, bytes) = geometry.lists_at(DevicePtr::NULL, NUM_EXPERTS, MAX_TOKENS);
@@ -292,8 +292,8 @@ impl Server {
         self.table.write(&[line])
     }
 
-    /// Waits for the client's frame `number`, from 1, and answers it: by one kernel, or by those that sort
-    /// rows by expert and back.
+    /// Waits for the client's frame `number`, from 1, and answers it: by one kernel, or by those that sort rows by
+    /// expert and back.
     pub(crate) fn serve(&self, number: u64, is_echo: bool, run: Run) -> Result<()> {
         let kernel = if is_echo {
             // SAFETY: all of it is this server's, and slots are as large as the geometry says.
@@ -373,12 +373,11 @@ impl Server {
     }
 }
 
-/// A client and a server of one GPU that store into each other's slots: what everything else is compared
-/// with.
+/// A client and a server of one GPU that store into each other's slots: the reference for all comparisons.
 pub(crate) struct Direct {
     client: Client,
     server: Server,
-    // What the tables lead to.
+    // The objects that the tables point to.
     _slots: [Buffer; 2],
     num_layers: u64,
 }
@@ -399,7 +398,7 @@ impl Direct {
         }
         let response = Buffer::of(gpu, &response)?;
         let link =
-            |slot: &Buffer| Link { window: slot.at(), context: 0, way: WAY_DIRECT, reserved: 0 };
+            |slot: &Buffer| Link { window: slot.at(), context: 0, path: PATH_DIRECT, reserved: 0 };
         client.set_server(ServerPeer {
             request: link(&request),
             response: response.at(),
@@ -453,7 +452,7 @@ const NUM_EXPERTS: u32 = 64;
 const NUM_FRAMES: u32 = 2;
 /// `SY_TAG_MLX5_COMPLETION`
 const TAG_MLX5_COMPLETION: u32 = 35;
-/// Of a copy to or from the GPU.
+/// Time limit of a copy to or from the GPU.
 const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Waits of a kernel that may follow one another.
 const KERNEL_PATIENCE: u32 = 4;

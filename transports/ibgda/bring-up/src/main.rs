@@ -1,15 +1,15 @@
 //! `ibgda-bring-up`: takes a pair of mlx5 NICs through the bring-up guide of `docs/ibgda.md`.
 //!
-//! **Not yet run on a ConnectX.** Two processes, one per host, exchange the parameters of their queues
-//! over a TCP connection and go through the stages together; whichever fails is named on both sides,
-//! with what to look at next. With `--software-nic` both run on one host without any NIC.
+//! **Not yet run on a ConnectX.** Two processes, one per host, exchange the parameters of their queues over a TCP
+//! connection and go through the stages together. Both sides name the stage that fails, with the next steps for
+//! its repair. With `--software-nic` both run on one host without any NIC.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
 //! | `args` | the command line |
-//! | `stage` | the stages, and what to look at when one fails |
+//! | `stage` | the stages, and advice for each that fails |
 //! | `setup` | from the host's files to joined queues |
-//! | `traffic` | what the queues must do |
+//! | `traffic` | tests of joined queues |
 //! | `layer` | the fused kernels of a layer, on a GPU |
 //! | `post` | the device functions, compiled for the processor |
 //! | `memory` | the slots |
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
 }
 
 fn run(role: &Role, options: &Options, reporter: Reporter) -> Result<(), Failure> {
-    // First, so that the other side may start at any time, and a wrong address is known at once.
+    // First, so that the other side may start at any time, and a wrong address fails immediately.
     let listener = match role {
         Role::Connect { .. } => None,
         Role::Listen { address, .. } => {
@@ -89,7 +89,7 @@ fn go_through(mut session: Session, options: &Options, reporter: Reporter) -> Re
             continue;
         }
         if let Some(why) = session.lacks_fused().filter(|_| stage == Stage::Fused) {
-            // Whoever asks for nothing else is to know that it did not run.
+            // A run of this stage alone must report that it did not run.
             if *options.stage.start() == Stage::Fused {
                 let error = anyhow::anyhow!("{why}: give both sides `--gpu`");
                 return Err(Failure { stage, is_lacking: true, error });

@@ -1,11 +1,11 @@
-//! The slots: what lies where, and how this side looks at its own.
+//! The slots: their layout, and checks of this side's own.
 
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
+use ibgda::access::{Access, AccessError, HostRange, Mapping, SharedMemory, Space};
 use ibgda::{GpuAccess, HostAccess, Place};
 use kernels::gpu::Gpu;
 
@@ -21,18 +21,18 @@ pub(crate) const FIELDS: usize = 4096 + 128;
 pub(crate) const RING: usize = 8192;
 /// Words of it.
 pub(crate) const RING_WORDS: u64 = 4096;
-/// What the peer gets.
+/// Content of the description for the peer.
 pub(crate) const SOURCE: usize = 48 << 10;
 /// Bytes of it.
 pub(crate) const SOURCE_BYTES: usize = 16 << 10;
 /// Bytes that a queue puts into an area of its own.
 pub(crate) const AREA_BYTES: usize = 16 << 10;
-/// Of a side.
+/// Seed of a side.
 pub(crate) const SLOT_BYTES: usize = area(64);
 
 const _: () = assert!(RING + RING_WORDS as usize * 8 <= SOURCE && SOURCE + SOURCE_BYTES <= area(0));
 
-/// Where a queue's puts go.
+/// Target area of a queue's puts.
 pub(crate) const fn area(queue_idx: usize) -> usize {
     (64 << 10) + queue_idx * AREA_BYTES
 }
@@ -73,7 +73,7 @@ impl Access for SlotAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages mapped.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }

@@ -18,7 +18,9 @@ pub(crate) enum PostError {
     TimedOut { qpn: u32, call: &'static str, seconds: f64, waited: String },
     #[error("queue pair {qpn:#x}: {call}: {cause}")]
     Completion { qpn: u32, call: &'static str, cause: ErrorCompletion },
-    #[error("queue pair {qpn:#x}: {call}: the NIC completed what was never posted: {waited}")]
+    #[error(
+        "queue pair {qpn:#x}: {call}: the NIC completed a request that was never posted: {waited}"
+    )]
     Desync { qpn: u32, call: &'static str, waited: String },
     #[error("queue pair {qpn:#x}: {call}: status {status} of the device functions: {waited}")]
     Other { qpn: u32, call: &'static str, status: u32, waited: String },
@@ -72,7 +74,7 @@ pub(crate) struct Poster<'a> {
     timeout: Duration,
 }
 
-/// Of the peer's slot, and of its mirror here.
+/// Offsets in the peer's slot, and in its mirror here.
 struct Places {
     mirror: u64,
     remote: u64,
@@ -80,7 +82,7 @@ struct Places {
     rkey: u32,
 }
 
-/// What a call of a thread waits by.
+/// Bound of a thread's call.
 struct Wait {
     error: UnsafeCell<ErrorWord>,
     bound: Bound,
@@ -109,7 +111,7 @@ impl<'a> Poster<'a> {
         self.handles[0].sq_depth
     }
 
-    /// What is wrong with a queue's handle, by `sy_mlx5_check_qp`.
+    /// Finds an error in a queue's handle, by `sy_mlx5_check_qp`.
     pub(crate) fn check(&self, queue_idx: usize) -> Option<String> {
         // SAFETY: a handle of a queue that lives.
         unsafe { self.driver.check(ptr::from_ref(&self.handles[queue_idx]).cast()) }
@@ -120,7 +122,7 @@ impl<'a> Poster<'a> {
         self.run(queue_idx, "nop", &|qp, wait| unsafe { (self.driver.nop)(qp, wait) })
     }
 
-    /// What the mirror has at `offset` goes to the same place of the peer's slot.
+    /// Puts the bytes at `offset` of the mirror to the same offset of the peer's slot.
     pub(crate) fn put(&self, queue_idx: usize, offset: usize, len: usize) -> Result<(), PostError> {
         let (local, remote) = (self.local(offset), self.remote(offset));
         let (lkey, rkey, len) = (self.slot.lkey, self.slot.rkey, len as u64);
@@ -156,7 +158,7 @@ impl<'a> Poster<'a> {
         })
     }
 
-    /// What the peer's slot has at `offset` comes to the same place of the mirror.
+    /// Gets the bytes at `offset` of the peer's slot into the same offset of the mirror.
     pub(crate) fn get(&self, queue_idx: usize, offset: usize, len: usize) -> Result<(), PostError> {
         let (local, remote) = (self.local(offset), self.remote(offset));
         let (lkey, rkey, len) = (self.slot.lkey, self.slot.rkey, len as u64);
@@ -224,7 +226,7 @@ impl<'a> Poster<'a> {
         })
     }
 
-    /// What the mirror has at `offset` goes to the same place of the peer's slot, with immediate data.
+    /// Puts the bytes at `offset` of the mirror to the same offset of the peer's slot, with immediate data.
     pub(crate) fn put_imm(
         &self,
         queue_idx: usize,
@@ -240,7 +242,7 @@ impl<'a> Poster<'a> {
         })
     }
 
-    /// Takes what the peer sent with a put on this queue.
+    /// Takes the immediate data of the peer's put on this queue.
     pub(crate) fn receive_imm(&self, queue_idx: usize) -> Result<Immediate, PostError> {
         let call = "receive_imm";
         let qpn = self.qpn(queue_idx);
@@ -275,7 +277,7 @@ impl<'a> Poster<'a> {
         })
     }
 
-    /// What is wrong with a queue's receives, by `sy_mlx5_check_rq`.
+    /// Finds an error in a queue's receives, by `sy_mlx5_check_rq`.
     pub(crate) fn check_receives(&self, queue_idx: usize) -> Option<String> {
         let Some(handle) = self.peer.queues()[queue_idx].receives() else {
             return Some("there are none".to_owned());
@@ -342,7 +344,7 @@ impl<'a> Poster<'a> {
                 PostError::TimedOut { qpn, call, seconds: self.timeout.as_secs_f64(), waited }
             }
             COMPLETION => {
-                // The queue's own word is the first reason, whoever found it.
+                // The queue's own word is the first reason, in every detected case.
                 let word = self.peer.queues()[queue_idx].error().unwrap_or(word.observed);
                 PostError::Completion { qpn, call, cause: ErrorCompletion(word) }
             }

@@ -1,4 +1,4 @@
-//! What a run says: a line for each stage, for people or as JSON.
+//! Output of a run: a line for each stage, as text or as JSON.
 
 use std::io::Write as _;
 use std::net::SocketAddr;
@@ -49,7 +49,7 @@ struct ResultLine {
     exit: u8,
 }
 
-/// Where lines go.
+/// Destination of lines.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reporter {
     pub(crate) is_json: bool,
@@ -112,7 +112,7 @@ impl Reporter {
         exit
     }
 
-    #[allow(clippy::unused_self, reason = "called by whoever asked for JSON")]
+    #[allow(clippy::unused_self, reason = "called for JSON only")]
     fn json<T: Serialize>(self, value: &T) {
         match serde_json::to_string(value) {
             Ok(text) => line(&text),
@@ -134,7 +134,7 @@ pub(crate) fn whole_text(error: &anyhow::Error) -> String {
     })
 }
 
-/// A line, at once: others read along. Nobody who reads is no reason to stop.
+/// Prints and flushes a line, for readers that follow. A closed output does not end the run.
 fn line(text: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{text}");

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Error, Result, anyhow};
-use ibgda::nic::{LinkLayer, NicError, RegisteredBy, Rights};
+use ibgda::nic::{LinkLayer, NicError, RegistrationMethod, Rights};
 use ibgda::probe::{Check, State, probe, probe_files};
 use ibgda::{
     Access, GpuAccess, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, Place,
@@ -21,7 +21,7 @@ use crate::report::{Failure, Reporter, whole_text};
 use crate::stage::Stage;
 use crate::traffic::{Fused, NUM_RECEIVES, Session};
 
-/// What is known before anything is opened.
+/// Settings known before anything is opened.
 pub(crate) struct Setup<'a> {
     options: &'a Options,
     is_connector: bool,
@@ -35,15 +35,15 @@ pub(crate) struct Ready {
     fused: Option<Fused>,
 }
 
-/// A port, whose memory slots are, and the GPU that posts in the end.
-type Opened = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
+/// A port, the memory of slots, and the GPU that posts in the last stage.
+type DeviceParts = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
 
 impl<'a> Setup<'a> {
     pub(crate) const fn new(options: &'a Options, is_connector: bool, reporter: Reporter) -> Self {
         Self { options, is_connector, reporter }
     }
 
-    /// The stages up to own queues. `None` when the last one that was asked for comes before the peer.
+    /// Runs the stages up to own queues. Returns `None` when the last requested stage needs no peer.
     pub(crate) fn prepare(&self) -> Result<Option<Ready>, Failure> {
         let last = *self.options.stage.end();
         let driver = self.stage(Stage::Probe, || self.probe())?;
@@ -94,7 +94,7 @@ impl<'a> Setup<'a> {
                 Ok(value)
             }
             Err(error) => {
-                // A host that fails the probe lacks what it names.
+                // A host that fails the probe lacks the named parts.
                 let is_lacking = stage == Stage::Probe || is_lacking(&error);
                 Err(Failure { stage, is_lacking, error })
             }
@@ -133,7 +133,7 @@ impl<'a> Setup<'a> {
         }
     }
 
-    fn open_device(&self) -> Result<(Opened, String)> {
+    fn open_device(&self) -> Result<(DeviceParts, String)> {
         let options = self.options;
         let libraries =
             if options.software_nic { softnic_verbs::libraries()? } else { Libraries::open()? };
@@ -215,7 +215,7 @@ impl<'a> Setup<'a> {
         Ok((open, format!("{} of depth {}, {how}{record}", options.queues, options.depth)))
     }
 
-    /// What the stage `fused` needs. Its queues are made in the stage itself.
+    /// Requirements of the stage `fused`. The stage makes its queues itself.
     fn fused(&self, nic: &Arc<Nic>, gpu: Gpu) -> Fused {
         let options = self.options;
         let (queues, place) = match options.queue_memory {
@@ -272,17 +272,17 @@ impl<'a> Setup<'a> {
             way(slot),
             way(mirror)
         );
-        // Nobody posts before both are ready to receive.
+        // No side posts before both are ready to receive.
         channel.meet(Stage::Connect, 0, patience)?;
         Ok((ready.driver, peer, [own, theirs], detail))
     }
 }
 
-const fn way(by: RegisteredBy) -> &'static str {
+const fn way(by: RegistrationMethod) -> &'static str {
     match by {
-        RegisteredBy::Host => "as host memory",
-        RegisteredBy::DmaBuf => "as a GPU's memory by dma-buf",
-        RegisteredBy::PeerMemory => "as a GPU's memory by its address",
+        RegistrationMethod::Host => "as host memory",
+        RegistrationMethod::DmaBuf => "as a GPU's memory by dma-buf",
+        RegistrationMethod::PeerMemory => "as a GPU's memory by its address",
     }
 }
 
@@ -312,7 +312,7 @@ fn is_lacking(error: &Error) -> bool {
     })
 }
 
-/// What to name in a report of how it went.
+/// Settings named in a report of the result.
 fn firmware(root: &Path, device: &str) -> String {
     let dir = root.join("sys/class/infiniband").join(device);
     let line = |file: &str| {

@@ -1,4 +1,4 @@
-//! The stages, in the order of the guide, and what to look at when one fails.
+//! The stages, in the order of the guide, and advice for each that fails.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -48,7 +48,7 @@ impl Stage {
         Self::Fused,
     ];
 
-    /// Whether every run goes through it, whatever `--stage` begins with.
+    /// Whether every run goes through it, independent of the start of `--stage`.
     pub(crate) fn is_needed(self) -> bool {
         self <= Self::Connect
     }
@@ -93,7 +93,7 @@ impl Stage {
         }
     }
 
-    /// What to look at when it fails.
+    /// Advice for its failure.
     pub(crate) const fn advice(self) -> &'static str {
         match self {
             Self::Probe => "mend what is named, top down; `switchyard doctor` shows the same lines",
@@ -113,7 +113,7 @@ impl Stage {
                 "a time-out: the doorbell does not arrive (wrong register, or no I/O mapping); syndrome 0x02: a malformed request, compare the block with `cargo xtask test --only mlx5`"
             }
             Self::Put => {
-                "syndrome 0x15: nobody answers (routes, lossless fabric, the other side's port); 0x13: key or range of the peer; 0x04: the local key; good completion and other bytes: what the NIC wrote where"
+                "syndrome 0x15: no answer (routes, lossless fabric, the other side's port); 0x13: key or range of the peer; 0x04: the local key; good completion and other bytes: what the NIC wrote where"
             }
             Self::Flag => {
                 "the flag came before its payload: memory registered with relaxed ordering, or a PCIe switch that reorders; the flag never came: see `put` and `add`"
@@ -128,13 +128,13 @@ impl Stage {
                 "syndrome 0x02 or 0x12: extended atomics are off; a wrong sum: operands of masked adds in another order than in docs/ibgda.md"
             }
             Self::Wrap => {
-                "a completion of what was never posted, or a time-out near a multiple of 65,536: `wqe_counter` follows the place, not the index"
+                "a completion of a request that was never posted, or a time-out near a multiple of 65,536: `wqe_counter` follows the place, not the index"
             }
             Self::Many => {
                 "as for the stage that works with one queue; then the number of queue pairs the NIC allows"
             }
             Self::Immediate => {
-                "syndrome 0x16 at once: the receives are not where the NIC looks (their doorbell record, or receives and send queue in another order); nothing comes: the completion queue of receives; bytes that differ: as for `flag`"
+                "syndrome 0x16 at once: the receives are not where the NIC reads them (their doorbell record, or receives and send queue in another order); nothing comes: the completion queue of receives; bytes that differ: as for `flag`"
             }
             Self::Error => {
                 "another syndrome than 0x13 (report it), or a request with a wrong key that passes: stop, this is a matter of safety"

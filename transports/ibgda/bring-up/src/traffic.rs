@@ -1,5 +1,5 @@
-//! What joined queues must do, in the order of the guide. Both sides do the same at the same time, each
-//! towards the other, and look at what came.
+//! Tests of joined queues, in the order of the guide. Both sides do the same at the same time, each towards the
+//! other, and check the arrived data.
 
 mod fused;
 mod immediate;
@@ -53,7 +53,7 @@ impl Session {
         Self { driver, peer, channel, own, theirs, fused, timeout, stall_at, fail_at, stage, step }
     }
 
-    /// Runs a stage with the peer. The text says what was seen.
+    /// Runs a stage with the peer. The returned text describes the result.
     pub(crate) fn run(&mut self, stage: Stage) -> Result<String> {
         (self.stage, self.step) = (stage, 0);
         // The queues of `fused` come later.
@@ -81,15 +81,15 @@ impl Session {
                 bail!("`{stage}` comes before there is a peer")
             }
         }?;
-        // Nobody goes on while the other side still looks at what came.
+        // No side continues while the other still checks its data.
         self.meet()?;
         let violations = softnic_verbs::violations();
         ensure!(violations.is_empty(), "the NIC in software objects: {}", violations.join("; "));
         Ok(detail)
     }
 
-    /// Ends a stage that failed: tells the peer, and finds out whether it was the first to fail. Its queues
-    /// are gone then, which this side's NIC notices, too.
+    /// Ends a failed stage: tells the peer, and finds out whether the peer failed first. A failed peer has
+    /// destroyed its queues, which this side's NIC notices, too.
     pub(crate) fn give_up(&mut self, stage: Stage, error: Error) -> Error {
         let text = whole_text(&error);
         self.channel.give_up(stage, &text);
@@ -141,7 +141,7 @@ impl Session {
             }
             wait_for(peer.slot(), flag(0), round, self.timeout)
                 .with_context(|| format!("round {round}"))?;
-            // At once: a flag that overtakes its payload shows here.
+            // Check immediately: a flag that overtakes its payload shows here.
             let theirs = pattern(self.theirs.seed, 1000 + round, len);
             let what = format!("round {round}: behind its flag, the peer's put of {len} bytes");
             expect(peer.slot(), area(0), &theirs, &what)?;
@@ -283,7 +283,7 @@ impl Session {
                     bail!("a put with a wrong key: expected syndrome {REMOTE_ACCESS:#04x}: {error}")
                 }
                 Ok(()) => bail!(
-                    "a put with a wrong key was completed without an error: the peer's memory is open to whoever guesses its address"
+                    "a put with a wrong key was completed without an error: any host that guesses its address can write the peer's memory"
                 ),
             }
         }
@@ -295,7 +295,7 @@ impl Session {
     fn rejoin(&mut self) -> Result<()> {
         let gone = || anyhow!("the queues are gone after a failed reset");
         let reset = self.peer.take().ok_or_else(gone)?.reset()?;
-        // A queue of the other side that is not in reset would take what comes next for something old.
+        // A queue of the other side that is not in reset would take the next packet for an old one.
         self.meet()?;
         let patience = self.timeout * MEET_PATIENCE;
         let description = self.channel.describe(&reset.description(), patience)?;
@@ -336,7 +336,7 @@ impl Session {
         Ok(Poster::new(&self.driver, self.peer()?, self.timeout))
     }
 
-    /// Zeroes a part of this side's slot, before the peer is told that it may write.
+    /// Zeroes a part of this side's slot, before the peer may write.
     fn clear(&self, offset: usize, len: usize) -> Result<()> {
         Ok(self.peer()?.slot().write(offset, &vec![0; len])?)
     }
@@ -365,7 +365,7 @@ const fn addend(seed: u64) -> u64 {
     seed >> 8 | 1
 }
 
-/// Of a request's index.
+/// Size of a request's index.
 const INDICES: u64 = 65_536;
 /// Lanes of a warp.
 const GROUP: u64 = 32;
@@ -374,7 +374,7 @@ const FLAG_LENGTHS: [usize; 4] = [64, 4096, 14_336, 8];
 const NUM_ADDS: u64 = 100;
 /// Above the counter of 4 bytes.
 const NEIGHBOUR: u32 = 0x1234_5678;
-/// Of a queue's area.
+/// Size of a queue's area.
 const NUM_PIECES: usize = 16;
 /// Syndrome of a foreign key.
 const REMOTE_ACCESS: u8 = 0x13;

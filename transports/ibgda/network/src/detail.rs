@@ -1,4 +1,4 @@
-//! What a side says of itself beside its host slot: three descriptions behind one another. Specified in
+//! Description of a side beside its host slot: three descriptions behind one another. Specified in
 //! `docs/wire-format.md`, "Ibgda".
 //!
 //! ```text
@@ -11,46 +11,33 @@ use thiserror::Error;
 /// Descriptions of a side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Detail<'a> {
-    /// That of the network underneath.
+    /// Description of the network underneath.
     pub inner: &'a [u8],
-    /// That of the kernels' queues and the slot, by [`ibgda::OpenPeer::description`].
+    /// Description of the kernels' queues and the slot, by [`ibgda::OpenPeer::description`].
     pub peer: &'a [u8],
-    /// That of the host's queue.
+    /// Description of the host's queue.
     pub host: &'a [u8],
 }
 
-/// Bytes that no side says of itself, or that do not fit.
+/// Invalid bytes, or a description that does not fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum DetailError {
     /// Another version.
     #[error("the detail has version {found}, expected {VERSION}")]
-    Version {
-        /// First byte.
-        found: u8,
-    },
+    Version { found: u8 },
     /// A byte that must be 0.
     #[error("byte 1 of the detail is {found}, expected 0")]
-    Reserved {
-        /// Second byte.
-        found: u8,
-    },
+    Reserved { found: u8 },
     /// More or fewer bytes than its parts have.
     #[error("the detail has {found} bytes, expected {expected}")]
-    Length {
-        /// Bytes found.
-        found: usize,
-        /// Bytes expected.
-        expected: usize,
-    },
+    Length { found: usize, expected: usize },
     /// More than a handshake carries.
     #[error(
         "a detail of {found} bytes, at most {MAX_DETAIL_BYTES} go into a handshake: fewer queues"
     )]
-    TooLong {
-        /// Bytes.
-        found: usize,
-    },
+    TooLong { found: usize },
 }
 
 impl<'a> Detail<'a> {

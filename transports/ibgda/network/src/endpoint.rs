@@ -1,5 +1,5 @@
-//! The host's endpoint: that of the network underneath, by the name of the network above, and shared with
-//! whoever looks after its health.
+//! The host's endpoint: that of the network underneath, with the name of the network above, shared with the health
+//! monitor.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -19,8 +19,8 @@ pub(crate) struct HostEndpoint {
     wait_fd: Option<OwnedFd>,
 }
 
-/// Looks at an endpoint as long as it is there. Its thread looks after others as well, so it never waits for a
-/// call of the endpoint, of which a quiet may take long: whoever is in one learns from it what is wrong.
+/// Monitors an endpoint as long as it exists. The monitor's thread serves other endpoints as well, so it never
+/// waits for a call of this one: a quiet may take long. The thread in that call gets the error itself.
 #[derive(Debug)]
 pub(crate) struct HostHealth(Weak<Mutex<AnyEndpoint>>);
 
@@ -41,7 +41,7 @@ impl HostEndpoint {
 }
 
 impl HostHealth {
-    /// That of the endpoint; nothing is wrong with one that is gone, or known of one that is in use.
+    /// State of the endpoint. An endpoint that is gone, or that another thread uses, counts as healthy.
     pub(crate) fn check(&self) -> Result<(), PostError> {
         let Some(inner) = self.0.upgrade() else { return Ok(()) };
         match inner.try_lock() {

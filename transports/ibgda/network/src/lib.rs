@@ -7,17 +7,17 @@
 //!   host ───── adds, on a queue of its own ─▶ ┘                slots of hosts: another network
 //! ```
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
 //! | [`network`] | the network: both sides opened, described, joined |
-//! | [`mod@open`] | the network by the name of a device, and what this host lacks for it |
-//! | [`detail`] | what sides say of themselves, as bytes |
-//! | [`place`] | where slots of kernels lie: the GPU's memory, or the host's |
-//! | [`life`] | the host's queue, by which peers see that this side is at work |
+//! | [`mod@open`] | the network by the name of a device, and a report of parts that this host lacks |
+//! | [`detail`] | descriptions that sides exchange, as bytes |
+//! | [`place`] | place of kernels' slots: the GPU's memory, or the host's |
+//! | [`heartbeat`] | the host's queue, which shows peers that this side is at work |
 
 pub mod detail;
 mod endpoint;
-pub mod life;
+pub mod heartbeat;
 pub mod network;
 pub mod open;
 pub mod place;

@@ -18,21 +18,21 @@ use p2p_core::{AnyEndpoint, TransportKind};
 
 use crate::detail::{Detail, HEAD_BYTES};
 use crate::endpoint::HostEndpoint;
-use crate::life::{OpenLife, Target};
+use crate::heartbeat::{OpenHeartbeatQueue, Target};
 use crate::place::{self, Parties, SlotPlace};
 use crate::slots::Slots;
 
-/// Queues of a peer and how kernels wait for them.
+/// Queues of a peer, and how kernels wait for them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Queues that kernels post on, from 1 to 64; both sides need the same number.
     pub num_queues: usize,
-    /// Every one of them: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware, and
-    /// then without a doorbell record where the NIC can do that. Each side chooses for itself.
+    /// Configuration of each queue: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware,
+    /// and then without a doorbell record where the NIC supports that. Each side chooses independently.
     pub queue: QueueConfig,
-    /// Where the slots of this side lie; the peer's may lie elsewhere.
+    /// Place of this side's slots; the peer's may lie elsewhere.
     pub slots: SlotPlace,
-    /// Longest single wait of a kernel for a queue, above 0: how long a dead NIC holds it up, once. A NIC
+    /// Longest single wait of a kernel for a queue, above 0: a dead NIC delays a kernel once by this time. A NIC
     /// gives up a peer that does not acknowledge by itself, see [`QueueConfig::ack_timeout`].
     pub wait_limit: Duration,
 }
@@ -52,24 +52,24 @@ pub struct DeviceNetwork {
     nic: Arc<Nic>,
     config: DeviceConfig,
     flavour: String,
-    /// Where it was said that slots lie.
-    told: place::Told,
+    /// Configured place of slots.
+    logged: place::LoggedPlaces,
     /// See [`over_software_nic`](DeviceNetwork::over_software_nic).
     pages: Option<Arc<dyn Access>>,
 }
 
 impl DeviceNetwork {
-    /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
+    /// Kernels post on queues of `nic`. `inner` joins the hosts, preferably by the same port.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
-        let told = place::Told::default();
-        let mut network = Self { inner, nic, config, flavour: String::new(), told, pages: None };
+        let logged = place::LoggedPlaces::default();
+        let mut network = Self { inner, nic, config, flavour: String::new(), logged, pages: None };
         network.flavour = flavour(network.nic.port().link, config.num_queues, &network.hosts());
         network
     }
 
-    /// The same over a NIC in software, whose registers are memory, and which reaches page-locked memory of the
-    /// host on pages of `pages`. It reaches no memory of a GPU that is none in software: there slots lie in the host's.
+    /// The same over a NIC in software. Its registers are memory, and it reaches page-locked memory of the host on
+    /// pages of `pages`. It reaches memory of GPUs in software only; slots of other GPUs lie in the host's memory.
     #[must_use]
     pub fn over_software_nic(self, pages: Arc<dyn Access>) -> Self {
         Self { pages: Some(pages), ..self }
@@ -85,7 +85,7 @@ impl DeviceNetwork {
         format!("ibgda {} beside {}", self.nic.name(), self.hosts())
     }
 
-    /// What joins the hosts.
+    /// The network between the hosts.
     fn hosts(&self) -> Offer {
         Offer { kind: self.inner.kind(), flavour: self.inner.flavour().to_owned() }
     }
@@ -113,7 +113,7 @@ impl Network for DeviceNetwork {
         true
     }
 
-    /// Nothing of the hosts' slots is used but their ends.
+    /// Uses only the endpoints of the hosts' slots.
     fn device_layout(
         &self,
         _device: &dyn DeviceMemory,
@@ -136,18 +136,18 @@ impl Network for DeviceNetwork {
             bytes.ok_or_else(|| failed(&name, "open slots", "they are too large"))
         };
         let config = PeerConfig {
-            // Every peer has a word of its own, whose first bit ends waits.
+            // Every peer has a word of its own; its first bit ends waits.
             peer: 0,
             num_queues: self.config.num_queues,
             queue: self.config.queue,
             own_slot_bytes: slot_bytes(device.own_slot_bytes)?,
             peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
         };
-        let (slots, told) = (self.config.slots, &self.told);
+        let (slots, logged) = (self.config.slots, &self.logged);
         let parties = Parties { nic: &self.nic, gpu: &device.gpu, pages: self.pages.as_ref() };
-        let peer = place::open(parties, config, slots, told)
+        let peer = place::open(parties, config, slots, logged)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
-        let life = OpenLife::open(&self.nic, &self.config.queue)
+        let life = OpenHeartbeatQueue::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;
         let inner = self.inner.open(layout, route)?;
         let mut description = inner.description();
@@ -163,7 +163,7 @@ impl Network for DeviceNetwork {
 /// Both networks' sides before the peer's are known. Fields go in order: queues before memory.
 #[derive(Debug)]
 struct Side {
-    life: OpenLife,
+    life: OpenHeartbeatQueue,
     peer: OpenPeer,
     inner: Box<dyn OpenSide>,
     description: SideDescription,
@@ -215,8 +215,8 @@ impl OpenSide for Side {
     }
 }
 
-/// What both sides need alike, as in `ethx8:verbs:roce2`: link layer, number of queues, and what joins the
-/// hosts. In docs/wire-format.md.
+/// Properties that must be equal on both sides, as in `ethx8:verbs:roce2`: link layer, number of queues, and the
+/// network between the hosts. Specified in docs/wire-format.md.
 fn flavour(link: LinkLayer, num_queues: usize, hosts: &Offer) -> String {
     let link = match link {
         LinkLayer::InfiniBand => "ib",
@@ -235,10 +235,10 @@ fn failed(network: &str, op: &'static str, detail: impl Display) -> NetworkError
     NetworkError { network: network.to_owned(), op, code: None, detail: detail.to_string() }
 }
 
-/// As many as blocks that usually post to one peer at once. Each takes 4 bytes of the description.
+/// As many as the usual number of blocks that post to one peer at once. Each takes 4 bytes of the description.
 const DEFAULT_QUEUES: usize = 8;
-/// A packet that is lost should not look like a dead NIC: it costs one to four acknowledgement timeouts of 67 ms
-/// for each try. Not measured on hardware.
+/// A lost packet should not look like a dead NIC: it costs one to four acknowledgement timeouts of 67 ms for each
+/// try. Not measured on hardware.
 const WAIT_LIMIT: Duration = Duration::from_millis(500);
 /// Slots are whole lines.
 const LINE_BYTES: usize = 64;

@@ -1,4 +1,4 @@
-//! The network by the name of a device, as `ibgda:mlx5_0` is one, and what this host lacks for it.
+//! Opens the network by the name of a device, such as `ibgda:mlx5_0`, or reports the parts that this host lacks.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::network::{DeviceConfig, DeviceNetwork};
 /// its device and number come from the name.
 ///
 /// # Errors
-/// [`NetworkError`], which says what this host lacks, or why its NIC makes no such queues.
+/// [`NetworkError`], with the parts that this host lacks, or the reason why its NIC makes no such queues.
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
@@ -63,7 +63,7 @@ fn nic_config(port: Option<&str>, settings: &NicConfig) -> Result<NicConfig, Str
     }
 }
 
-/// What a host lacks, in words.
+/// Describes the missing parts of a host.
 fn missing(report: &Report) -> String {
     let missing = report.checks.iter().filter(|check| check.state == State::Missing);
     let missing: Vec<String> = missing

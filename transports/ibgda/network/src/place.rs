@@ -1,5 +1,4 @@
-//! Where slots of kernels lie: in the GPU's memory, which is where they belong, or in page-locked memory of
-//! the host, through PCIe.
+//! Place of slots of kernels: preferably the GPU's memory, otherwise page-locked memory of the host, through PCIe.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +9,7 @@ use ibgda::{Access, GpuAccess, Nic, NicError, OpenPeer, PeerConfig, PeerError, P
 use kernels::gpu::{DeviceName, Gpu, GpuError};
 use thiserror::Error;
 
-/// Where own slots and mirrors lie. Each side chooses for itself.
+/// Place of own slots and mirrors. Each side chooses independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SlotPlace {
     /// The GPU's memory, or the host's where the NIC cannot have it, which is logged.
@@ -40,11 +39,11 @@ impl fmt::Display for SlotPlace {
     }
 }
 
-/// A text that names no place.
+/// A text that is not the name of a place.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`{found}` is no place of slots: expected auto, gpu or host")]
+#[error("`{found}` is not a place of slots: expected auto, gpu or host")]
 pub struct ParsePlaceError {
-    /// What was found.
+    /// Value found.
     pub found: String,
 }
 
@@ -70,7 +69,7 @@ pub(crate) enum PlaceError {
         "a NIC in software reaches no memory of {gpu}: its slots can lie in the host's memory only"
     )]
     Software { gpu: DeviceName },
-    /// Flags could be seen before what they announce.
+    /// Flags could become visible before the data that they announce.
     #[error(
         "kernels of {gpu} do not see what a NIC writes into its memory in order \
          (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING): its slots can lie in the host's memory only"
@@ -79,7 +78,7 @@ pub(crate) enum PlaceError {
 }
 
 impl PlaceError {
-    /// Whether slots in the host's memory would be none the worse for it.
+    /// Whether slots in the host's memory would avoid the problem.
     const fn is_of_place(&self) -> bool {
         matches!(
             self,
@@ -91,39 +90,40 @@ impl PlaceError {
     }
 }
 
-/// Which places slots of a network have had: each is told once, since a later pair may lie elsewhere than the
+/// Places that slots of a network have had. Each is logged once, since a later pair may use another place than the
 /// first.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct LoggedPlaces {
     gpu: AtomicBool,
     host: AtomicBool,
 }
 
-/// Who posts, and where to.
+/// The poster, and the place of slots.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parties<'a> {
     pub(crate) nic: &'a Arc<Nic>,
     pub(crate) gpu: &'a Gpu,
-    /// Whose pages the NIC reaches, if it is one in software.
+    /// Pages that the NIC reaches, if it is one in software.
     pub(crate) pages: Option<&'a Arc<dyn Access>>,
 }
 
-/// Makes queues and slots, and tells where these lie, once for a network and place, and why if not in the GPU's memory.
+/// Makes queues and slots. Logs their place once for each network and place, with the reason if it is not the
+/// GPU's memory.
 pub(crate) fn open(
     parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
-    told: &Told,
+    logged: &LoggedPlaces,
 ) -> Result<OpenPeer, PlaceError> {
-    open_in_order(parties, config, wish, told, || check_order(parties.gpu))
+    open_in_order(parties, config, wish, logged, || check_order(parties.gpu))
 }
 
-/// `order` says whether kernels see the NIC's writes in order.
+/// `order` returns whether kernels see the NIC's writes in order.
 fn open_in_order(
     parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
-    told: &Told,
+    logged: &LoggedPlaces,
     order: impl FnOnce() -> Result<(), PlaceError>,
 ) -> Result<OpenPeer, PlaceError> {
     let Parties { nic, gpu, .. } = parties;
@@ -132,7 +132,7 @@ fn open_in_order(
         check_reach(parties)?;
         order().and_then(|()| at(Place::Gpu))
     };
-    let is_first = |told: &AtomicBool| !told.swap(true, Ordering::Relaxed);
+    let is_first = |logged: &AtomicBool| !logged.swap(true, Ordering::Relaxed);
     let (device, name) = (nic.name(), gpu.name());
     match wish {
         SlotPlace::Host => at(Place::Host),
@@ -140,13 +140,13 @@ fn open_in_order(
         SlotPlace::Auto => match in_gpu() {
             Err(error) if error.is_of_place() => {
                 let opened = at(Place::Host)?;
-                if is_first(&told.host) {
+                if is_first(&logged.host) {
                     tracing::warn!(nic = device, gpu = %name, %error, "slots lie in page-locked memory of the host, not in the GPU's");
                 }
                 Ok(opened)
             }
             opened => {
-                if opened.is_ok() && is_first(&told.gpu) {
+                if opened.is_ok() && is_first(&logged.gpu) {
                     tracing::info!(nic = device, gpu = %name, "slots lie in the GPU's memory");
                 }
                 opened
@@ -175,7 +175,7 @@ fn access(parties: Parties<'_>, slots: Place) -> Arc<dyn Access> {
     let access = GpuAccess::new(parties.gpu.clone(), Place::Host).with_slots(slots);
     Arc::new(match (parties.pages, parties.gpu.name()) {
         (Some(pages), _) => access.with_software_nic().with_pages(Arc::clone(pages)),
-        // No other NIC is beside a GPU in software.
+        // A GPU in software uses no other NIC.
         (None, DeviceName::Emulated(_)) => access.with_software_nic(),
         (None, DeviceName::Cuda(_)) => access,
     })
@@ -205,10 +205,10 @@ mod tests {
                 Parties { nic: &nic, gpu: &gpu, pages: None },
                 config,
                 wish,
-                &Told::default(),
+                &LoggedPlaces::default(),
                 order,
             )?;
-            // Counts and handles are there wherever slots lie, and a GPU's memory comes by pieces.
+            // Counts and handles are there wherever slots lie, and a GPU's memory is allocated in pieces.
             assert!(free_bytes - gpu.free_bytes().unwrap() >= 2 << 20);
             let is_in_gpu = opened.slot().is_on_gpu();
             drop(opened);
@@ -232,6 +232,6 @@ mod tests {
             assert_eq!(place.to_string().parse(), Ok(place));
         }
         let error = "GPU".parse::<SlotPlace>().unwrap_err();
-        assert_eq!(error.to_string(), "`GPU` is no place of slots: expected auto, gpu or host");
+        assert_eq!(error.to_string(), "`GPU` is not a place of slots: expected auto, gpu or host");
     }
 }

@@ -1,4 +1,4 @@
-//! What kernels and host have of a joined peer.
+//! Handles of a joined peer for kernels and the host.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,12 +9,12 @@ use kernels::slots::{KernelWaits, PathError, RemoteSlots};
 use p2p_core::PostError;
 
 use crate::endpoint::HostHealth;
-use crate::life::Life;
+use crate::heartbeat::HeartbeatQueue;
 
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    life: Mutex<Life>,
+    life: Mutex<HeartbeatQueue>,
     peer: Peer,
     link: Link,
     host: HostHealth,
@@ -23,22 +23,21 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// Kernels wait for the queues at most as long as `timeout`, and until the first word of `waits` says
-    /// otherwise.
+    /// Kernels wait for the queues for at most `timeout`, or until the first word of `waits` ends their wait.
     pub(crate) fn new(
         mut peer: Peer,
-        life: Life,
+        life: HeartbeatQueue,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
     ) -> Result<Self, ibgda::LinkError> {
-        // What failed is told by the queue itself.
+        // The queue itself names the failed request.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
         Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
     }
 
-    /// Why one of the kernels' queues is out of service.
+    /// The reason why one of the kernels' queues is out of service.
     fn check_queues(&self) -> Result<(), PostError> {
         const OP: &str = "health";
         for queue in self.peer.queues() {
@@ -83,7 +82,7 @@ impl RemoteSlots for Slots {
     }
 }
 
-/// What kernels say of a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
+/// Decodes a kernel's report about a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
 fn describe(word: u64) -> String {
     let [code, syndrome, vendor, opcode, low, high, ..] = word.to_le_bytes();
     match code {

@@ -10,7 +10,7 @@ use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use super::Place;
 use crate::access::{ALIGN_BYTES, Access, AccessError, NoDescriptor, PAGE_BYTES, SharedMemory};
 
-/// What [`GpuAccess`](super::GpuAccess) gives. Clones share it; it is freed with the last of them.
+/// Memory of [`GpuAccess`](super::GpuAccess). Clones share it; the last one frees it.
 #[derive(Debug, Clone)]
 pub struct GpuMemory(Arc<Inner>);
 
@@ -21,12 +21,11 @@ struct Inner {
     bytes: usize,
 }
 
-/// The memory, by whose it is: only pages of the host have an address that this process may use. Fields go in
-/// order.
+/// The memory, by owner: only pages of the host have an address that this process may use. Fields drop in order.
 #[derive(Debug)]
 enum Held {
     Device {
-        /// Goes before what it describes. Why there is none is said by who needs it.
+        /// Dropped before the memory that it describes. If it is missing, its user reports the reason.
         descriptor: Result<OwnedFd, NoDescriptor>,
         buffer: GpuBuffer,
     },
@@ -60,7 +59,7 @@ impl GpuMemory {
         }
     }
 
-    /// Where it lies.
+    /// Place of the memory.
     #[must_use]
     pub fn place(&self) -> Place {
         match self.0.held {
@@ -87,8 +86,7 @@ impl GpuMemory {
 impl Held {
     fn device(gpu: &Gpu, bytes: usize) -> Result<Self, AccessError> {
         let what = format!("memory of GPU {}", gpu.ordinal());
-        // Whole pieces of the driver's begin at multiples of their size, which descriptors of pages
-        // need.
+        // Whole pieces from the driver begin at multiples of their size, which descriptors of pages need.
         let whole = (bytes as u64).next_multiple_of(PIECE_BYTES);
         let buffer = match gpu.alloc(whole) {
             Ok(buffer) => buffer,
@@ -122,7 +120,7 @@ impl Held {
         let buffer = buffer.map_err(|source| AccessError::Gpu { what: what(), bytes, source })?;
         let found = buffer.ptr().0;
         if found != address {
-            // The NIC is told one address for both.
+            // The NIC learns one address for both.
             let expected = format!("{address:#x}, as for this process");
             return Err(AccessError::Address { what: what(), bytes, found, expected });
         }

@@ -1,4 +1,4 @@
-//! What a NIC can do of what queues need.
+//! Capabilities of a NIC that queues need.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -8,7 +8,7 @@ use crate::ffi::{self, DeviceAttributes};
 use crate::library::Libraries;
 use crate::prm::{self, AtomicCapabilities, CapabilityKind};
 
-/// What libibverbs says of a device, with DevX or without.
+/// Capabilities that libibverbs reports for a device, with DevX or without.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceLimits {
     /// Version of the firmware.
@@ -19,9 +19,9 @@ pub struct DeviceLimits {
     pub num_ports: u8,
     /// `IBV_ATOMIC_*`
     pub atomics: u32,
-    /// Reads and atomics under way of a queue pair that asks, `max_qp_init_rd_atom`.
+    /// Reads and atomics under way of a requesting queue pair, `max_qp_init_rd_atom`.
     pub max_reads: u32,
-    /// The same of one that is asked, `max_qp_rd_atom`.
+    /// The same of a responding queue pair, `max_qp_rd_atom`.
     pub max_peer_reads: u32,
     /// Most basic blocks of a send queue, `max_qp_wr`.
     pub max_blocks: u32,
@@ -53,19 +53,19 @@ pub(super) fn query_limits(
     })
 }
 
-/// What a device can do of what queues need.
+/// Capabilities of a device that queues need.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
     pub(super) device: String,
     /// Of libibverbs.
     pub limits: DeviceLimits,
-    /// Of the firmware, or why it cannot be asked.
+    /// Capabilities that the firmware reports, or the reason why it cannot be queried.
     pub devx: Result<DevxCapabilities, String>,
 }
 
 impl Capabilities {
-    /// Whether the device executes the requests of posters, whoever makes the queue. Without DevX nobody
-    /// says whether there are masked atomics: the first one fails then, with syndrome 02 or 14.
+    /// Whether the device executes the requests of posters, on both kinds of queues. Without DevX, no query tells
+    /// whether masked atomics exist: if not, the first one fails with syndrome 02 or 14.
     ///
     /// # Errors
     /// [`NicError::Capability`].
@@ -92,7 +92,7 @@ impl Capabilities {
         Ok(())
     }
 
-    /// Whether there is fetch-add. Where DevX says what there is, it is believed.
+    /// Whether fetch-add exists. Where DevX reports it, that report counts.
     ///
     /// # Errors
     /// [`NicError::Capability`].
@@ -119,7 +119,7 @@ impl Capabilities {
         }
     }
 
-    /// What DevX offers here.
+    /// DevX features of this device.
     ///
     /// # Errors
     /// [`NicError::NoDevx`], [`NicError::Capability`].

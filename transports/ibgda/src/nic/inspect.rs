@@ -1,6 +1,6 @@
-//! What a device says of itself, whether it is of use or not.
+//! A device's report about itself, whether it is suitable or not.
 
-use super::open::{Address, Closer, Opened, PortState};
+use super::open::{Address, Closer, OpenDevice, PortState};
 use super::open::{find_address, open_device, query_port_state};
 use super::{Capabilities, NicConfig, NicError, query_capabilities};
 use crate::library::Libraries;
@@ -10,7 +10,7 @@ use crate::library::Libraries;
 pub struct Inspection {
     /// Name, such as `mlx5_0`.
     pub name: String,
-    /// What it can do.
+    /// Capabilities.
     pub capabilities: Capabilities,
     /// In the order of their numbers.
     pub ports: Vec<PortInspection>,
@@ -23,18 +23,16 @@ pub struct PortInspection {
     pub number: u8,
     /// State and limits.
     pub state: Result<PortState, NicError>,
-    /// The address that queues get unless they are told another one; `None` where nothing is known of the
-    /// port.
+    /// The address that queues use by default; `None` where nothing is known of the port.
     pub address: Option<Result<Address, NicError>>,
 }
 
-/// Looks at the device and all ports of it, and leaves nothing open. Of `config` device, address and root
-/// count.
+/// Inspects the device and all its ports, and leaves nothing open. Uses the device, address and root of `config`.
 ///
 /// # Errors
 /// [`NicError`] when there is no such device, or it cannot be opened or asked.
 pub fn inspect(libraries: &Libraries, config: &NicConfig) -> Result<Inspection, NicError> {
-    let Opened { name, context, devx } = open_device(libraries, config)?;
+    let OpenDevice { name, context, devx } = open_device(libraries, config)?;
     let _closer = Closer { libraries, context };
     let capabilities = query_capabilities(libraries, context, &name, devx)?;
     let look = |number| {

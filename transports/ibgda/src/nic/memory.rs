@@ -13,7 +13,7 @@ use crate::probe::missing_for_gpu_memory;
 
 /// How a region became known to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RegisteredBy {
+pub enum RegistrationMethod {
     /// Host memory.
     Host,
     /// GPU memory by a descriptor of its pages.
@@ -26,8 +26,8 @@ impl Nic {
     /// Registers host memory.
     ///
     /// # Safety
-    /// The memory stays allocated as long as the result lives, and whoever else uses it expects that
-    /// the NIC writes into it.
+    /// The memory stays allocated as long as the result lives. All other users of it expect the NIC to write into
+    /// it.
     ///
     /// # Errors
     /// [`NicError::Call`].
@@ -49,17 +49,17 @@ impl Nic {
         let mr = NonNull::new(mr).ok_or_else(|| {
             self.last_error("ibv_reg_mr", "the limit of locked memory (ulimit -l) may be too low")
         })?;
-        Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::Host })
+        Ok(Registration { nic: Arc::clone(self), mr, by: RegistrationMethod::Host })
     }
 
-    /// Registers GPU memory: by dma-buf, then by its address. Never with relaxed ordering, since flags
-    /// must not overtake what they announce.
+    /// Registers GPU memory: by dma-buf, then by its address. Never uses relaxed ordering, since flags must not
+    /// overtake the data that they announce.
     ///
     /// # Safety
     /// As [`register_host`](Self::register_host); `dma_buf` describes the memory, from `offset` on.
     ///
     /// # Errors
-    /// [`NicError::GpuMemory`], saying how both ways failed.
+    /// [`NicError::GpuMemory`], with the errors of both methods.
     pub unsafe fn register_gpu(
         self: &Arc<Self>,
         address: u64,
@@ -82,7 +82,7 @@ impl Nic {
                     )
                 };
                 if let Some(mr) = NonNull::new(mr) {
-                    let by = RegisteredBy::DmaBuf;
+                    let by = RegistrationMethod::DmaBuf;
                     return Ok(Registration { nic: Arc::clone(self), mr, by });
                 }
                 let source = io::Error::last_os_error();
@@ -98,7 +98,7 @@ impl Nic {
         };
         match NonNull::new(mr) {
             Some(mr) => {
-                Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::PeerMemory })
+                Ok(Registration { nic: Arc::clone(self), mr, by: RegistrationMethod::PeerMemory })
             }
             None => Err(self.no_gpu_memory(bytes, first, "ibv_reg_mr")),
         }
@@ -163,7 +163,7 @@ impl Nic {
     }
 }
 
-/// Who may use registered memory.
+/// Rights to registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rights {
     /// Requests of this side.
@@ -191,7 +191,7 @@ impl Rights {
 pub struct Registration {
     nic: Arc<Nic>,
     mr: NonNull<ffi::Mr>,
-    by: RegisteredBy,
+    by: RegistrationMethod,
 }
 
 // SAFETY: the key may be used and given back by any thread.
@@ -216,7 +216,7 @@ impl Registration {
 
     /// How it was registered.
     #[must_use]
-    pub const fn by(&self) -> RegisteredBy {
+    pub const fn by(&self) -> RegistrationMethod {
         self.by
     }
 }
@@ -227,7 +227,7 @@ impl Drop for Registration {
         let code = unsafe { (self.nic.libraries.verbs.ibv_dereg_mr)(self.mr.as_ptr()) };
         if code != 0 {
             let error = io::Error::from_raw_os_error(code);
-            tracing::error!(nic = self.nic.name, %error, "a registration cannot be given back");
+            tracing::error!(nic = self.nic.name, %error, "a registration cannot be removed");
         }
     }
 }
@@ -257,7 +257,7 @@ impl Drop for UmemOwner {
         let code = unsafe { (self.nic.libraries.mlx5.mlx5dv_devx_umem_dereg)(self.umem.as_ptr()) };
         if code != 0 {
             let error = io::Error::from_raw_os_error(code);
-            tracing::error!(nic = self.nic.name, %error, "queue memory cannot be given back");
+            tracing::error!(nic = self.nic.name, %error, "queue memory cannot be freed");
         }
     }
 }

@@ -17,13 +17,13 @@ pub(super) struct Closer<'a> {
 
 impl Drop for Closer<'_> {
     fn drop(&mut self) {
-        // SAFETY: opened by whoever made this value, used by nobody else yet.
+        // SAFETY: opened by the maker of this value, and not yet used elsewhere.
         unsafe { (self.libraries.verbs.ibv_close_device)(self.context.as_ptr()) };
     }
 }
 
 /// An open device.
-pub(super) struct Opened {
+pub(super) struct OpenDevice {
     pub(super) name: String,
     pub(super) context: NonNull<c_void>,
     /// Or why there is none.
@@ -31,7 +31,10 @@ pub(super) struct Opened {
 }
 
 /// Finds and opens the device, with DevX if it can be had.
-pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<Opened, NicError> {
+pub(super) fn open_device(
+    libraries: &Libraries,
+    config: &NicConfig,
+) -> Result<OpenDevice, NicError> {
     let (verbs, mlx5) = (&libraries.verbs, &libraries.mlx5);
     let mut num_devices: c_int = 0;
     // SAFETY: a valid place for the number.
@@ -47,7 +50,7 @@ pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<O
     let mut found = Vec::new();
     let mut opened = None;
     for idx in 0..usize::try_from(num_devices).unwrap_or(0) {
-        // SAFETY: the list has so many devices, valid until it is freed.
+        // SAFETY: the list has this number of devices and is valid until it is freed.
         let (device, name, is_mlx5) = unsafe {
             let device = *list.add(idx);
             let name = (verbs.ibv_get_device_name)(device);
@@ -67,13 +70,13 @@ pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<O
         // SAFETY: a device of the list.
         let context = unsafe { (mlx5.mlx5dv_open_device)(device, &raw mut attributes) };
         opened = Some(if let Some(context) = NonNull::new(context) {
-            Ok(Opened { name, context, devx: Ok(()) })
+            Ok(OpenDevice { name, context, devx: Ok(()) })
         } else {
             let reason = io::Error::last_os_error().to_string();
             // SAFETY: a device of the list.
             let context = unsafe { (verbs.ibv_open_device)(device) };
             match NonNull::new(context) {
-                Some(context) => Ok(Opened { name, context, devx: Err(reason) }),
+                Some(context) => Ok(OpenDevice { name, context, devx: Err(reason) }),
                 None => Err(NicError::Call {
                     device: name,
                     call: "ibv_open_device",

@@ -1,4 +1,4 @@
-//! What a peer says of itself: the bytes that both sides send each other, checked by field.
+//! A peer's description: the bytes that both sides exchange, checked by field.
 
 use super::{PeerConfig, PeerError};
 use crate::nic::LinkLayer;
@@ -6,7 +6,7 @@ use crate::nic::LinkLayer;
 /// Bytes of a description without its queues.
 pub const DESCRIPTION_BYTES: usize = 48;
 
-/// What a peer says of itself, checked.
+/// A peer's description, checked.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Description {
     pub(super) mtu: u8,
@@ -168,8 +168,8 @@ pub fn description_samples() -> Vec<Vec<u8>> {
     links.into_iter().flat_map(|link| [(link, 1), (link, 64)]).map(sample).collect()
 }
 
-/// Reads bytes as a peer's description, on both kinds of links. What can be read must be within its bounds
-/// and the same when it is written. For fuzz targets.
+/// Reads bytes as a peer's description, on both kinds of links. Every accepted description must be within its
+/// bounds and must encode to the same bytes. For fuzz targets.
 #[cfg(fuzzing)]
 pub fn check_description(bytes: &[u8]) {
     let num_queues = usize::from(bytes.get(3).copied().unwrap_or(1)).clamp(1, super::MAX_QUEUES);
@@ -194,7 +194,7 @@ pub fn check_description(bytes: &[u8]) {
 const FUZZED_SLOT_BYTES: usize = 4096;
 /// Of descriptions.
 const VERSION: u8 = 2;
-/// Where a description has the number of the first packet.
+/// Offset of the first packet number in a description.
 pub(super) const PSN_AT: usize = 44;
 /// Packets are counted in 24 bits.
 pub(super) const MAX_PSN: u32 = 0xff_ffff;

@@ -1,10 +1,10 @@
-//! From a joined peer to a link of fused kernels: what stands in the tables of clients and servers.
+//! Makes a link of fused kernels from a joined peer: the entry in the tables of clients and servers.
 
 use std::mem::offset_of;
 use std::ptr;
 use std::time::Duration;
 
-use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, ServerPeer, WAY_IBGDA};
+use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, PATH_IBGDA, ServerPeer};
 use kernels::check::{CheckError, check_clients, check_servers};
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
 use thiserror::Error;
@@ -16,19 +16,20 @@ use crate::queue::{Posters, check_peer};
 /// How long kernels wait for the queues of a link, and where they say why they stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Waits {
-    /// Address of a [`kernels::abi::ErrorWord`] that the posters reach, as a client's and a server's state
-    /// have one. Null: nobody is told.
+    /// Address of a [`kernels::abi::ErrorWord`] that the posters reach, as in a client's or a server's state.
+    /// Null: errors are not reported there.
     pub error: DevicePtr,
-    /// Null, or the address of a u32 whose bit [`PeerConfig::peer`](super::PeerConfig::peer) ends every
-    /// wait.
+    /// Null, or the address of a u32. Its bit [`PeerConfig::peer`](super::PeerConfig::peer) ends every wait.
     pub abort_mask: DevicePtr,
-    /// Of a single wait, in whole nanoseconds and above 0: how long one dead NIC may hold up a kernel.
+    /// Limit of a single wait, in whole nanoseconds and above 0: the longest time that one dead NIC may block a
+    /// kernel.
     pub timeout: Duration,
 }
 
 /// A peer cannot be a link of fused kernels.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum LinkError {
     /// The geometry was not made by [`FrameGeometry::new`].
     #[error("the geometry of frames: {0}; make it by `FrameGeometry::new`")]
@@ -49,7 +50,6 @@ pub enum LinkError {
         found: u64,
         /// Bytes that are needed.
         expected: u64,
-        /// What to change.
         field: &'static str,
     },
     /// Queues are promised to one block at a time.
@@ -61,20 +61,16 @@ pub enum LinkError {
     /// An address that kernels cannot use.
     #[error("`{field}` is {found:#x}, expected null or a multiple of {multiple}")]
     Address {
-        /// Which.
+        /// Name of the address.
         field: &'static str,
-        /// Address.
         found: u64,
-        /// What it must be a multiple of, bytes.
+        /// Required alignment in bytes.
         multiple: u64,
     },
-    /// A bound that ends every wait at once, or none.
+    /// A limit that ends every wait immediately, or no limit.
     #[error("`timeout` is {found:?}, expected from 1 ns to {} ns", u64::MAX)]
-    Timeout {
-        /// Bound.
-        found: Duration,
-    },
-    /// What kernels would be given is of no use to them.
+    Timeout { found: Duration },
+    /// Kernels could not use the link.
     #[error("the peer cannot be given to kernels: {0}")]
     Handle(&'static str),
     /// The kernels' own check refuses the line of the table.
@@ -94,10 +90,10 @@ impl Peer {
     }
 
     /// A client's line for this peer, which is a server: requests go over the queues, answers come into this
-    /// side's slot. The kernels need `FLAG_ANY_WAY`.
+    /// side's slot. The kernels need `FLAG_ANY_PATH`.
     ///
-    /// Valid as long as the peer, also after [`reset`](Peer::reset) and
-    /// [`rejoin`](super::ResetPeer::rejoin). Called again it replaces what kernels read, so none may run.
+    /// Valid as long as the peer, also after [`reset`](Peer::reset) and [`rejoin`](super::ResetPeer::rejoin).
+    /// Another call replaces the data that kernels read, so no kernel may run meanwhile.
     ///
     /// # Errors
     /// [`LinkError`].
@@ -143,7 +139,7 @@ impl Peer {
         Ok(line)
     }
 
-    /// The way to the peer's slot alone, whatever lies in it.
+    /// The path to the peer's slot alone, independent of the slot's content.
     ///
     /// # Errors
     /// [`LinkError`].
@@ -169,7 +165,7 @@ impl Peer {
         self.table.write(at, &peer_bytes(&handle))?;
         let window = DevicePtr(self.mirror.address());
         let context = self.table.address() + at as u64;
-        Ok(Link { window, context, way: WAY_IBGDA, reserved: 0 })
+        Ok(Link { window, context, path: PATH_IBGDA, reserved: 0 })
     }
 
     /// Whether this side's slot and the peer's have room for frames of `geometry`.
@@ -199,7 +195,7 @@ impl Peer {
     }
 }
 
-/// Bytes of what kernels read of a peer: its queues, and behind them the peer.
+/// Bytes that kernels read of a peer: its queues, and behind them the peer.
 pub(super) const fn table_bytes(num_queues: usize) -> usize {
     handle_offset(num_queues) + size_of::<PeerHandle>()
 }

@@ -1,4 +1,4 @@
-//! What each mlx5 device says of itself: firmware, requests, queues, ports and addresses.
+//! Report of each mlx5 device: firmware, requests, queues, ports and addresses.
 
 use std::net::Ipv6Addr;
 use std::path::Path;
@@ -13,8 +13,7 @@ use crate::nic::{
 };
 use crate::queue::{MAX_DEPTH, MIN_DEPTH, QueueConfig};
 
-/// Looks at the mlx5 devices that libibverbs lists; `sys/class` is below `root`, which is `/` except in
-/// tests.
+/// Probes the mlx5 devices that libibverbs lists; `sys/class` is below `root`, which is `/` except in tests.
 #[must_use]
 pub fn probe_devices(libraries: &Libraries, root: &Path) -> Report {
     let name = "mlx5 devices";
@@ -258,7 +257,7 @@ const fn port_state(state: u32) -> &'static str {
     }
 }
 
-/// What only the firmware could say.
+/// Properties that only the firmware reports.
 fn unknown(name: &'static str, what: &str) -> Check {
     partial(name, format!("{what} is not known without DevX"), Some("see the line DevX"))
 }

@@ -1,4 +1,4 @@
-//! What a host lacks, as errors carry it: the same looks as those of the report.
+//! Missing parts of a host, as errors carry them, by the same checks as in the report.
 
 use std::fmt;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::{first_line, is_at_least, is_loaded};
 /// Something that a host lacks for GPUs and NICs to reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Missing {
+pub enum MissingPart {
     /// `EnableStreamMemOPs` of the module nvidia is not 1.
     StreamMemOps,
     /// `RegistryDwords` of the module nvidia has no `PeerMappingOverride=1`.
@@ -21,7 +21,7 @@ pub enum Missing {
     PeerMemory,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::StreamMemOps => {
@@ -37,37 +37,37 @@ impl fmt::Display for Missing {
     }
 }
 
-/// What of these a host lacks, in words.
-pub(crate) fn list(missing: &[Missing]) -> String {
+/// Names the missing ones of these parts.
+pub(crate) fn list(missing: &[MissingPart]) -> String {
     if missing.is_empty() {
         return "nothing that `switchyard doctor` looks at is missing".to_owned();
     }
-    let names: Vec<String> = missing.iter().map(Missing::to_string).collect();
+    let names: Vec<String> = missing.iter().map(MissingPart::to_string).collect();
     format!("missing: {}; see `switchyard doctor`", names.join(", and "))
 }
 
-/// What a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
+/// Parts that a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
 #[must_use]
-pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
-    [(STREAM_MEM_OPS, Missing::StreamMemOps), (PEER_MAPPING, Missing::PeerMapping)]
+pub fn missing_for_doorbells(root: &Path) -> Vec<MissingPart> {
+    [(STREAM_MEM_OPS, MissingPart::StreamMemOps), (PEER_MAPPING, MissingPart::PeerMapping)]
         .into_iter()
         .filter(|(option, _)| !option.value(root).is_some_and(|value| (option.is_right)(&value)))
         .map(|(_, missing)| missing)
         .collect()
 }
 
-/// What a NIC lacks to reach memory of a GPU, by the files below `root`: nothing where one of the two ways is
-/// there, else what both lack.
+/// Parts that a NIC lacks to reach memory of a GPU, by the files below `root`. Empty where one of the two methods
+/// works, otherwise the missing parts of both.
 #[must_use]
-pub fn missing_for_gpu_memory(root: &Path) -> Vec<Missing> {
-    let ways = Ways::look(root);
-    if ways.has_dma_buf() || ways.has_peer_memory {
+pub fn missing_for_gpu_memory(root: &Path) -> Vec<MissingPart> {
+    let methods = RegistrationMethods::probe(root);
+    if methods.has_dma_buf() || methods.has_peer_memory {
         return Vec::new();
     }
     let lacks = [
-        (ways.has_open_modules, Missing::OpenModules),
-        (ways.has_linux, Missing::Linux),
-        (ways.has_peer_memory, Missing::PeerMemory),
+        (methods.has_open_modules, MissingPart::OpenModules),
+        (methods.has_linux, MissingPart::Linux),
+        (methods.has_peer_memory, MissingPart::PeerMemory),
     ];
     lacks.into_iter().filter(|(is_there, _)| !is_there).map(|(_, missing)| missing).collect()
 }
@@ -93,16 +93,16 @@ impl DriverOption {
     }
 }
 
-/// What there is of the two ways to register memory of a GPU.
-pub(super) struct Ways {
+/// State of the two methods that register memory of a GPU.
+pub(super) struct RegistrationMethods {
     has_open_modules: bool,
     has_linux: bool,
     pub(super) has_peer_memory: bool,
     pub(super) release: String,
 }
 
-impl Ways {
-    pub(super) fn look(root: &Path) -> Self {
+impl RegistrationMethods {
+    pub(super) fn probe(root: &Path) -> Self {
         let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
         let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
         let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
@@ -119,7 +119,7 @@ impl Ways {
     }
 }
 
-/// What the driver was loaded with.
+/// Options that the driver was loaded with.
 pub(super) const PARAMS: &str = "proc/driver/nvidia/params";
 
 pub(super) const STREAM_MEM_OPS: DriverOption = DriverOption {

@@ -1,11 +1,10 @@
-//! Whether posters can use what they are given, decided before they are.
+//! Checks whether posters can use their handles, before they get them.
 
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
 
 use super::{BLOCK_BYTES, CQE_BYTES, MAX_DEPTH, MAX_MESSAGE_BYTES, MAX_RECEIVES, MIN_DEPTH};
 
-/// What is wrong with a queue, in the words of `sy_mlx5_check_qp`, which `tests/handles.rs` compares with
-/// this.
+/// Finds an error in a queue, in the words of `sy_mlx5_check_qp`; `tests/it/handles.rs` compares both.
 #[must_use]
 pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
     let is_collapsed = queue.flags & CQ_COLLAPSED != 0;
@@ -35,7 +34,7 @@ pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
             is_at(queue.state, 8) && queue.scratch.is_multiple_of(8),
             "state is null, or state or scratch is not aligned to 8 bytes",
         ),
-        (queue.told.is_multiple_of(8), "told is not aligned to 8 bytes"),
+        (queue.host_error.is_multiple_of(8), "host_error is not aligned to 8 bytes"),
         (
             (1..=queue.sq_depth / 4).contains(&queue.batch),
             "batch is 0 or beyond a quarter of sq_depth",
@@ -49,7 +48,7 @@ pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
     first_wrong(&checks)
 }
 
-/// What is wrong with receives, in the words of `sy_mlx5_check_rq`.
+/// Finds an error in receives, in the words of `sy_mlx5_check_rq`.
 #[must_use]
 pub fn check_receives(receives: &ReceiveHandle) -> Option<&'static str> {
     let is_at =
@@ -75,8 +74,8 @@ pub fn check_receives(receives: &ReceiveHandle) -> Option<&'static str> {
     first_wrong(&checks)
 }
 
-/// What is wrong with a peer, in the words of `sy_ibgda_check_peer`: kernels divide by its number of queues,
-/// and read its table of them.
+/// Finds an error in a peer, in the words of `sy_ibgda_check_peer`: kernels divide by its number of queues, and
+/// read its table of them.
 #[must_use]
 pub fn check_peer(peer: &PeerHandle) -> Option<&'static str> {
     let checks = [

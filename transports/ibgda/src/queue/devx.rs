@@ -13,7 +13,7 @@ use super::{
     QueueError, RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
 };
 use crate::access::{
-    ALIGN_BYTES, Access, AccessError, HostRange, MappedPart, PAGE_BYTES, Part, Place, Plan,
+    ALIGN_BYTES, Access, AccessError, HostRange, MappingPart, PAGE_BYTES, Part, Place, Plan,
     SharedMemory,
 };
 use crate::ffi;
@@ -25,8 +25,8 @@ use crate::prm::{
 /// Made by commands to the firmware.
 #[derive(Debug)]
 pub(super) struct DevxQueue {
-    // Dropped in this order: objects, then what they lie in.
-    _mapped: MappedPart,
+    // Dropped in this order: objects, then their memory.
+    _mapped: MappingPart,
     qp: DevxObject,
     _cq: DevxObject,
     _recv_cq: Option<DevxObject>,
@@ -66,13 +66,13 @@ struct UarOwner {
 
 // SAFETY: the library has no tie to threads; there is one owner.
 unsafe impl Send for UarOwner {}
-// SAFETY: shared references only read what never changes.
+// SAFETY: shared references only read fields that never change.
 unsafe impl Sync for UarOwner {}
 
 impl UarOwner {
     fn new(nic: &Arc<Nic>) -> Result<Self, NicError> {
-        // A register of 8 bytes of our own, else one without write combining, else a BlueFlame one,
-        // of which we use the first 8 bytes.
+        // A register of 8 bytes of our own, else one without write combining, else a BlueFlame one, whose first 8
+        // bytes we use.
         let kinds = [ffi::UAR_NON_CACHED_DEDICATED, ffi::UAR_NON_CACHED, ffi::UAR_BLUE_FLAME];
         let uar = kinds.into_iter().find_map(|kind| {
             // SAFETY: the context is open; unknown kinds are refused.
@@ -90,7 +90,7 @@ impl UarOwner {
         let uar = unsafe { self.uar.as_ref() };
         let (what, found) = match doorbell {
             Doorbell::WithRecord => ("uar.reg_addr", NonNull::new(uar.reg_addr.cast::<u8>())),
-            // SAFETY: every kind of register lies in a page, whose doorbells begin at 0x600.
+            // SAFETY: every kind of register lies in a page, with doorbells from 0x600 on.
             Doorbell::RegisterAlone => (
                 "uar.base_addr",
                 NonNull::new(uar.base_addr.cast::<u8>())
@@ -119,7 +119,7 @@ pub(super) fn plan_ring(plan: &mut Plan, config: &QueueConfig) -> Result<Place, 
     plan.add(usize::try_from(Layout::new(config).bytes).unwrap_or(usize::MAX), ALIGN_BYTES)
 }
 
-/// Whether what the device says of itself is enough.
+/// Checks whether the device's report is sufficient.
 pub(super) fn check(nic: &Nic, config: &QueueConfig) -> Result<(), NicError> {
     let caps = nic.devx()?;
     let depth = config.depth.max(Layout::new(config).rq_depth);
@@ -240,8 +240,8 @@ pub(super) fn create(
     Ok((made, handle, of_receives))
 }
 
-/// Offsets in the memory of a queue: receives, which the blocks follow at once, completions of requests and
-/// of receives, each at a page, and records, each on a line of its own.
+/// Offsets in the memory of a queue. Blocks follow the receives immediately. Completions of requests and of
+/// receives begin at a page each, and records on a line of their own.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     /// Receives that there is room for, 0 for none; as many completions.
@@ -368,8 +368,8 @@ impl DevxQueue {
         self.modify(nic, "RTR2RTS_QP", &prm::to_ready_to_send(qpn, &retry, own_psn))
     }
 
-    /// Takes the queue pair to reset. The one completion of requests is overwritten by whatever comes next,
-    /// so there is no count to go on with.
+    /// Resets the queue pair. The next completion overwrites the only entry for requests, so no count needs to be
+    /// continued.
     pub(super) fn reset(&mut self, nic: &Nic, qpn: u32) -> Result<(), QueueError> {
         self.modify(nic, "2RST_QP", &prm::to_reset(qpn))?;
         Ok(self.layout.clear(&self.memory)?)

@@ -9,13 +9,13 @@ use super::{Doorbell, QueuePath};
 
 /// A text that names none of the choices.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`{found}` is no {what}: expected {expected}")]
+#[error("`{found}` is not a {what}: expected {expected}")]
 pub struct ParseQueueError {
-    /// What was to be named.
+    /// Kind of the name.
     pub what: &'static str,
-    /// What was found.
+    /// Name found.
     pub found: String,
-    /// What there is.
+    /// Valid names.
     pub expected: &'static str,
 }
 
@@ -59,7 +59,7 @@ impl FromStr for QueuePath {
     fn from_str(text: &str) -> Result<Self, ParseQueueError> {
         let found = [Self::Plain, Self::Devx].into_iter().find(|path| path.name() == text);
         found.ok_or_else(|| ParseQueueError {
-            what: "way to make queues",
+            what: "kind of queue",
             found: text.to_owned(),
             expected: "plain or devx",
         })
@@ -93,8 +93,8 @@ mod tests {
             assert_eq!(bell.to_string().parse(), Ok(bell));
         }
         let error = "DevX".parse::<QueuePath>().unwrap_err();
-        assert_eq!(error.to_string(), "`DevX` is no way to make queues: expected plain or devx");
+        assert_eq!(error.to_string(), "`DevX` is not a kind of queue: expected plain or devx");
         let error = "".parse::<Doorbell>().unwrap_err();
-        assert_eq!(error.to_string(), "`` is no doorbell: expected record or register");
+        assert_eq!(error.to_string(), "`` is not a doorbell: expected record or register");
     }
 }

@@ -12,7 +12,7 @@ use super::{
     MAX_RECEIVES, MIN_DEPTH, MIN_RNR_NAK, QueueConfig, QueueError, RECEIVE_BYTES, RNR_RETRIES,
     RemoteQueue,
 };
-use crate::access::{Access, HostRange, MappedPart};
+use crate::access::{Access, HostRange, MappingPart};
 use crate::ffi::{self, DvCq, DvObject, DvQp, InOut, QpAttributes, QpCapacity, QpInit, qp_mask};
 use crate::nic::{Nic, NicError, no_object};
 
@@ -20,12 +20,12 @@ use crate::nic::{Nic, NicError, no_object};
 #[derive(Debug)]
 pub(super) struct PlainQueue {
     // Posters lose their view before the queue goes.
-    _mapped: Vec<MappedPart>,
+    _mapped: Vec<MappingPart>,
     words: Words,
     qp: VerbsQp,
 }
 
-/// What of the queue this process writes when it is reset, at its own addresses.
+/// The parts of the queue that this process writes when it is reset, at its own addresses.
 #[derive(Debug)]
 struct Words {
     dbrec: NonNull<u32>,
@@ -34,7 +34,7 @@ struct Words {
     cq_depth: u64,
 }
 
-// SAFETY: plain addresses; they are used while nobody posts, by whoever holds the queue alone.
+// SAFETY: plain addresses; the exclusive owner of the queue uses them while no thread posts.
 unsafe impl Send for Words {}
 // SAFETY: shared references use none of them.
 unsafe impl Sync for Words {}
@@ -124,9 +124,9 @@ pub(super) fn create(
         recv_cq: recv_cq.as_ref().unwrap_or(&cq).as_ptr(),
         srq: ptr::null_mut(),
         cap: QpCapacity {
-            // NOTES: libmlx5 keeps four blocks for each, room for what we never post (its
-            // `mlx5_calc_send_wqe`). Asked for `depth` it would make a queue four times as deep, deeper
-            // than the completions.
+            // NOTES: libmlx5 keeps four blocks for each request, for operations that we never post (its
+            // `mlx5_calc_send_wqe`). Asked for `depth` it would make a queue four times as deep, deeper than the
+            // completions.
             max_send_wr: config.depth / BLOCKS_PER_REQUEST,
             max_recv_wr: config.num_receives.max(1),
             max_send_sge: 1,
@@ -251,7 +251,8 @@ pub(super) fn create(
     Ok((PlainQueue { _mapped: mapped, words, qp: owner }, handle, of_receives))
 }
 
-/// What libmlx5 made of a queue with receives that cannot be used: what, its value, and what is expected.
+/// A property of libmlx5's queue with receives that makes it unusable: its name, its value, and the expected
+/// value.
 fn check_receives(
     config: &QueueConfig,
     qp: &DvQp,
@@ -307,7 +308,8 @@ impl PlainQueue {
             | qp_mask::RQ_PSN
             | qp_mask::MAX_DEST_RD_ATOMIC
             | qp_mask::MIN_RNR_TIMER;
-        let advice = "no way to the peer's address: check routes, GID index and MTU of both sides";
+        let advice =
+            "no route to the peer's address: check routes, GID index and MTU of both sides";
         self.modify(nic, &mut receive, mask, advice)?;
         let mut send = QpAttributes {
             qp_state: ffi::QPS_RTS,
@@ -327,8 +329,8 @@ impl PlainQueue {
         self.modify(nic, &mut send, mask, "is the queue pair ready to receive?")
     }
 
-    /// Takes the queue pair to reset. `consumed` completions were taken before; returns how many there
-    /// are, for whoever polls goes on there: a completion queue is not reset.
+    /// Resets the queue pair. `consumed` completions were taken before. Returns the total number of completions,
+    /// from which the poller continues: a completion queue is not reset.
     pub(super) fn reset(&mut self, nic: &Nic, consumed: u64) -> Result<u64, QueueError> {
         let mut reset = QpAttributes { qp_state: ffi::QPS_RESET, ..QpAttributes::default() };
         self.modify(nic, &mut reset, qp_mask::STATE, "does the queue pair still exist?")?;
@@ -340,11 +342,11 @@ impl PlainQueue {
             let owner = u8::from(index & words.cq_depth != 0);
             op_own >> 4 != CQE_INVALID && op_own & 1 == owner
         };
-        // Completions of what was flushed, which nobody polled any more.
+        // Completions of flushed requests, which were never polled.
         let end = consumed + words.cq_depth;
         let consumed = (consumed..end).find(|index| !is_written(*index)).unwrap_or(end);
-        // NOTES: libmlx5 cleans the completion queue by a count of its own, which knows nothing of what
-        // kernels consumed, and may have left that in the record.
+        // NOTES: libmlx5 cleans the completion queue by a count of its own, which does not include completions
+        // that kernels consumed. It may have left that count in the record.
         let record = u32::try_from(consumed & 0xff_ffff).unwrap_or(0).to_be();
         // SAFETY: records of this queue, which the NIC does not read now: there is no request.
         unsafe {

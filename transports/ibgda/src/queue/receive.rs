@@ -1,9 +1,9 @@
 //! Receives of a queue pair, for writes with immediate data: posted when the queue is connected, taken and
 //! posted again one by one.
 //!
-//! Such a write uses a receive up and brings it no bytes, so all receives are the same segment that ends a
-//! list, written once. To post one more is to count it in the doorbell record. libibverbs cannot do that
-//! here: it counts what its own poller gave back, and nobody calls that.
+//! Such a write uses a receive up but brings it no bytes. So all receives are the same segment that ends a list,
+//! written once. Posting one more means counting it in the doorbell record. libibverbs cannot do that here: it
+//! counts the entries that its own poller returned, and that poller is not used.
 
 use std::hint;
 use std::mem::offset_of;
@@ -18,7 +18,7 @@ use thiserror::Error;
 use super::{CQE_BYTES, CQE_INVALID, QueueError};
 use crate::access::{AccessError, Part, SharedMemory};
 
-/// What a write with immediate data brought.
+/// Content of a completion that a write with immediate data caused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Immediate {
     /// Number of the queue pair that it came to.
@@ -32,27 +32,21 @@ pub struct Immediate {
 /// Immediate data cannot be taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ReceiveError {
     /// The queue was made without.
     #[error("queue pair {qpn:#x} has no receives: `num_receives` is 0")]
-    NoReceives {
-        /// Queue pair.
-        qpn: u32,
-    },
+    NoReceives { qpn: u32 },
     /// Only kernels reach the completions.
     #[error(
         "queue pair {qpn:#x}: completions of receives lie in a GPU's memory, where only kernels take them"
     )]
-    Unreachable {
-        /// Queue pair.
-        qpn: u32,
-    },
+    Unreachable { qpn: u32 },
     /// A receive was completed with an error; the queue must be reset.
     #[error(
         "queue pair {qpn:#x}: receive {index:#06x} failed: syndrome {syndrome:#04x}, vendor {vendor:#04x}"
     )]
     Completion {
-        /// Queue pair.
         qpn: u32,
         /// `MLX5_CQE_SYNDROME_*`; 05 is a receive that was not used when the queue pair failed.
         syndrome: u8,
@@ -61,12 +55,11 @@ pub enum ReceiveError {
         /// Low 16 bits of the receive's number.
         index: u16,
     },
-    /// The NIC completed what was never posted; the queue must be reset.
+    /// The NIC completed a receive that was never posted; the queue must be reset.
     #[error(
         "queue pair {qpn:#x}: a completion of opcode {opcode:#x} and index {index:#06x} is none of the next receive"
     )]
     Desync {
-        /// Queue pair.
         qpn: u32,
         /// Opcode of the completion.
         opcode: u8,
@@ -84,7 +77,7 @@ pub(super) enum Piece {
     Shared(Part, usize),
 }
 
-/// Where the receives of a queue lie.
+/// Layout of a queue's receives.
 #[derive(Debug)]
 pub(super) struct Pieces {
     /// First receive.
@@ -101,10 +94,10 @@ pub(super) struct Pieces {
     pub(super) cq_dbrec: Piece,
 }
 
-/// What whoever makes a queue with receives gives besides, the state and the peer's number left out.
+/// The other properties of a queue with receives, without the state and the peer's number.
 pub(super) type OfReceives = (ReceiveHandle, Pieces);
 
-/// Receives of a queue, and what of them was taken.
+/// Receives of a queue, and the position of the next one to take.
 #[derive(Debug)]
 pub(super) struct ReceiveQueue {
     handle: ReceiveHandle,
@@ -127,11 +120,11 @@ impl Piece {
         }
     }
 
-    /// Writes while neither the NIC nor anybody else uses the place.
+    /// Writes while neither the NIC nor another thread uses the place.
     fn write(&self, at: usize, bytes: &[u8]) -> Result<(), AccessError> {
         match self {
             Self::Process(start) => {
-                // SAFETY: callers stay within the piece; nobody else uses it now.
+                // SAFETY: callers stay within the piece; it has no other user at this time.
                 unsafe {
                     start
                         .add(at)
@@ -197,7 +190,7 @@ impl ReceiveQueue {
     /// Writes all receives and posts as many as are to be there at any time. The queue pair is in INIT.
     pub(super) fn post(&self) -> Result<(), QueueError> {
         let Pieces { rq, rq_depth, rq_stride, dbrec, .. } = &self.pieces;
-        // At once: every copy to a GPU's memory is waited for.
+        // One copy for all: every copy to a GPU's memory is waited for.
         let mut receives = vec![0; *rq_depth as usize * rq_stride];
         for receive in receives.chunks_exact_mut(*rq_stride) {
             if let Some(segment) = receive.first_chunk_mut() {
@@ -211,8 +204,8 @@ impl ReceiveQueue {
         Ok(dbrec.store32(DBREC_RECEIVE, (self.handle.num_receives & 0xffff).to_be())?)
     }
 
-    /// Puts everything to where it was before the queue was connected. A completion queue is not reset with
-    /// its queue pair: whoever takes goes on behind what nobody took. The queue pair is in reset.
+    /// Resets the receives to their state before the queue was connected. A completion queue is not reset with its
+    /// queue pair: readers continue behind completions that were never taken. The queue pair is in reset.
     pub(super) fn reset(&self) -> Result<(), QueueError> {
         let mut word = [0; 8];
         self.state.read(offset_of!(ReceiveState, cq_index), &mut word)?;
@@ -230,7 +223,7 @@ impl ReceiveQueue {
         let mut entries = Vec::new();
         let mut num = 0;
         while num < depth {
-            // Up to the ring's end, and many at once: every copy from a GPU's memory is waited for.
+            // Read many together, up to the ring's end: every copy from a GPU's memory is waited for.
             let begin = first + num;
             let until_end = depth - (begin & (depth - 1));
             let num_read = until_end.min(depth - num).min(MOST_READ);
@@ -262,8 +255,8 @@ impl ReceiveQueue {
         usize::try_from(slot).unwrap_or(0) * CQE_BYTES as usize
     }
 
-    /// Takes the next immediate data, if there is any and nobody else takes right now, and posts its receive
-    /// again.
+    /// Takes the next immediate data, if there is any and no other thread is taking some, and posts its receive
+    /// again. Does not block.
     pub(super) fn try_take(&self) -> Result<Option<Immediate>, ReceiveError> {
         let qpn = self.handle.qpn;
         let Pieces { dbrec, cq, cq_dbrec, .. } = &self.pieces;
@@ -358,15 +351,15 @@ impl ReceiveQueue {
     }
 }
 
-/// Looks until there is something, or for `timeout`; at least once.
+/// Polls until there is data, or for `timeout`; at least once.
 pub(crate) fn wait_for(
     timeout: Duration,
-    mut look: impl FnMut() -> Result<Option<Immediate>, ReceiveError>,
+    mut poll: impl FnMut() -> Result<Option<Immediate>, ReceiveError>,
 ) -> Result<Option<Immediate>, ReceiveError> {
     let start = Instant::now();
     let mut num_looks = 0_u32;
     loop {
-        if let Some(found) = look()? {
+        if let Some(found) = poll()? {
             return Ok(Some(found));
         }
         if start.elapsed() >= timeout {
@@ -408,9 +401,9 @@ const CQE_RESP_ERROR: u8 = 0xe;
 /// `SY_MLX5_COMPLETION` and `SY_MLX5_DESYNC`
 const COMPLETION: u64 = 3;
 const DESYNC: u64 = 4;
-/// Completions that a reset reads at once.
+/// Completions that a reset reads in one copy.
 const MOST_READ: u64 = 1024;
-/// Looks before the thread gives the processor away, and before it sleeps.
+/// Polls before the thread yields the processor, and before it sleeps.
 const SPINS: u32 = 1000;
 const YIELDS: u32 = 20_000;
 const PAUSE: Duration = Duration::from_micros(20);

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::io::{Seek as _, SeekFrom};
 use std::ptr::NonNull;
 
-use ibgda::access::{Access, HostRange, SharedMemory as _};
-use ibgda::{GpuAccess, Place};
 use kernels::gpu::{DeviceName, Gpu};
+use switchyard_ibgda::access::{Access, HostRange, SharedMemory as _};
+use switchyard_ibgda::{GpuAccess, Place};
 
 use crate::mock::skip;
 use crate::{ALIGN_BYTES, turn};
@@ -27,7 +27,7 @@ fn is_real() -> bool {
 fn gpu(ordinal: u32) -> Gpu {
     let name = if is_real() { DeviceName::Cuda(0) } else { DeviceName::Emulated(ordinal) };
     let gpu = Gpu::open_named(name).unwrap();
-    // What the driver keeps from the first copy on is no memory of a test.
+    // Memory that the driver keeps from the first copy on does not belong to a test.
     GpuAccess::new(gpu.clone(), Place::Gpu).alloc(1).unwrap().write(0, &[0]).unwrap();
     gpu
 }
@@ -49,7 +49,7 @@ fn memory_is_aligned_zeroed_and_told_apart_by_place() {
             let memory = access.alloc(bytes).unwrap();
             assert_eq!((memory.bytes(), memory.is_on_gpu()), (bytes, is_on_gpu));
             assert!(memory.address() != 0 && memory.address().is_multiple_of(ALIGN_BYTES));
-            // Threads of this process have no address of what is the GPU's.
+            // Threads of this process have no address of the GPU's memory.
             assert_eq!(memory.host().is_none(), is_on_gpu);
             let shared = memory.gpu().unwrap().clone();
             assert_eq!((shared.place(), shared.buffer().ptr().0), (place, memory.address()));
@@ -67,7 +67,7 @@ fn memory_is_aligned_zeroed_and_told_apart_by_place() {
             memory.read(0, &mut found).unwrap();
             assert_eq!(found[bytes - 1], 7);
             assert!(found[..bytes - 1].iter().all(|byte| *byte == 0));
-            // It stays as long as anybody has it.
+            // It stays as long as it has an owner.
             drop(memory);
             shared.read(bytes - 1, &mut found[..1]).unwrap();
             assert_eq!(found[0], 7);
@@ -76,7 +76,7 @@ fn memory_is_aligned_zeroed_and_told_apart_by_place() {
     assert_eq!(gpu(0).free_bytes().unwrap(), free_bytes);
 }
 
-/// What a NIC is given: whole pieces, from the first byte on, and none of them held beyond the memory.
+/// Memory for a NIC: whole pieces, from the first byte on, and none of them beyond the memory.
 #[test]
 fn a_descriptor_is_of_the_whole_memory() {
     let _turn = turn();
@@ -138,7 +138,7 @@ fn a_gpu_without_room_says_which_and_how_much() {
     assert!(text.contains(&name) && text.contains(&(1_u64 << 62).to_string()), "{text}");
 }
 
-/// Whole pages, as libmlx5 keeps queues in.
+/// Whole pages, as libmlx5 uses for queues.
 struct Pages(NonNull<u8>);
 
 impl Pages {

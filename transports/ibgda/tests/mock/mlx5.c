@@ -1,10 +1,9 @@
-/* A stand-in for libibverbs and libmlx5 that makes queues in ordinary memory and remembers what it was
- * told, so that the control path runs on hosts without a NIC. Compiled against the vendor's headers,
- * which fixes every structure; the firmware's commands are taken apart with a second transcription of
- * mlx5_ifc.h, field by field as bit structures, independent of the one in Rust.
- *
- * What it cannot show: whether a firmware accepts the commands.
- */
+/* A stand-in for libibverbs and libmlx5 that makes queues in ordinary memory and records its
+ * input, so that the control path runs on hosts without a NIC. It is compiled against the
+ * vendor's headers, which fixes every structure. It decodes the firmware's commands with a
+ * second transcription of mlx5_ifc.h, field by field as bit structures, independent of the one
+ * in Rust.
+ * Not tested: whether a firmware accepts the commands. */
 #include <errno.h>
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
@@ -102,7 +101,7 @@ _Static_assert(sizeof(struct mlx5_ifc_path_bits) == 0x160, "bits of a path");
 _Static_assert(sizeof(struct mlx5_ifc_context_bits) == 0x740, "bits of a context");
 _Static_assert(sizeof(struct mlx5_ifc_ring_bits) == 0x200, "bits of a completion context");
 
-/* What a test asks for and sets. */
+/* Settings and records of a test. */
 struct mock {
     int32_t num_live; /* objects that were made and not given back */
     int32_t num_failures; /* how many calls succeed before `fail_code` is returned; -1: all */
@@ -110,7 +109,7 @@ struct mock {
     uint32_t has_devx, has_dma_buf, has_peer_memory, port_state, link_layer, sq_stride, cqe_version,
         atomic_operations, firmware_status;
     /* has_peer_memory: 1, or 2 for registrations but not for queues */
-    uint32_t last_error; /* line of the first thing that was wrong with what came in, 0 if none */
+    uint32_t last_error; /* line of the first error in the input, 0 if none */
     uint32_t num_relaxed; /* registrations with relaxed ordering */
     uint32_t num_exposed; /* registrations that a peer may use */
     uint32_t atomic_cap, max_reads; /* of the device, as ibv_query_device says */
@@ -148,8 +147,8 @@ struct mock_queue {
         first_sent, first_expected;
     uint64_t sq, dbrec, cq, cq_dbrec, doorbell;
     uint8_t gid[16], mac[8];
-    /* Receives; without any, all of this is 0. `num_receives` is what the record said when the queue pair
-     * became ready to receive, `num_completions` what was written of them so far. */
+    /* Receives; without any, all of this is 0. `num_receives` is the record's value when the
+     * queue pair became ready to receive, `num_completions` the number written of them so far. */
     uint64_t rq, recv_cq, recv_cq_dbrec, num_completions;
     uint32_t rq_depth, rq_stride, recv_cq_depth, num_receives;
     uint32_t send_dbr_mode, reserved;
@@ -377,7 +376,7 @@ struct ibv_mr* ibv_reg_dmabuf_mr(struct ibv_pd* pd, uint64_t offset, size_t leng
         errno = EOPNOTSUPP;
         return NULL;
     }
-    /* Memory of the tests, of which parts are registered. */
+    /* Memory of the tests; they register parts of it. */
     EXPECT(offset == 4096 + (iova - (UINT64_C(1) << 60)));
     return register_memory(pd, (void*)(uintptr_t)iova, length, access);
 }
@@ -443,8 +442,8 @@ struct ibv_qp* ibv_create_qp(struct ibv_pd* pd, struct ibv_qp_init_attr* init) {
     if (pair->rq_depth < 4)
         pair->rq_depth = 4;
     pair->rq_bytes = pair->rq_depth * sy_mock.rq_stride;
-    /* As libmlx5: 192 bytes for whatever a reliable connection may post, and room for the inline bytes,
-     * in whole blocks. */
+    /* As libmlx5: 192 bytes for any operation of a reliable connection, and room for the inline
+     * bytes, in whole blocks. */
     pair->depth = power_of_two(init->cap.max_send_wr * ((192 + 32 + 63) / 64));
     pair->index = num_queues++ % MAX;
     pair->qp.qp_num = 0x1a0 + pair->index;
@@ -609,7 +608,7 @@ int mlx5dv_devx_general_cmd(struct ibv_context* context, const void* in, size_t 
         break;
     case 0x20 << 1 | 1:
         EXPECT(sy_mock.has_caps_2);
-        /* Beside it is what says the same of processors within the NIC. */
+        /* Beside it is the same file for processors within the NIC. */
         answer[16 + 0x2e0 / 8] = sy_mock.has_no_record ? 0x40 : 0x80;
         break;
     case 3 << 1 | 1:

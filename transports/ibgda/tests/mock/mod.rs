@@ -1,17 +1,17 @@
-//! A stand-in for libibverbs and libmlx5 (`mlx5.c`), which takes apart what it is told with the vendor's
-//! structures and a transcription of its own of the firmware's commands.
+//! A stand-in for libibverbs and libmlx5 (`mlx5.c`). It decodes its input with the vendor's structures and a
+//! transcription of its own of the firmware's commands.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
+use switchyard_ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 
 #[path = "../../../../tests/support/src/skip.rs"]
 pub mod skip;
 
-/// Both ways of making queues.
+/// Both kinds of queues.
 pub const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 
 /// `struct mock`
@@ -230,7 +230,7 @@ impl Mock {
     /// Fails unless everything was given back and nothing that came in was wrong.
     pub fn settle(&self) {
         let state = self.get();
-        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, was told something wrong");
+        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, got wrong input");
         assert_eq!((state.num_live, state.num_relaxed), (0, 0), "objects live on, or relaxed");
     }
 }

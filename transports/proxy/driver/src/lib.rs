@@ -55,7 +55,7 @@ pub struct Driver {
     pub add: unsafe extern "C" fn(*const c_void, u32, u64, u64) -> u32,
     pub signal: unsafe extern "C" fn(*const c_void, u32, u64, u64) -> u32,
     pub quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
-    /// Whether a quiet would return at once: 0 or 1.
+    /// Whether a quiet would return immediately: 0 or 1.
     pub is_quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
     /// The producers' kernel, from its `sy_proxy_produce_params` to its end: blocks one after the other.
     pub produce: unsafe extern "C" fn(*const c_void),
@@ -92,7 +92,7 @@ impl Driver {
         }
     }
 
-    /// What is wrong with a lane.
+    /// Describes the error in a lane.
     ///
     /// # Safety
     /// `lane` points to a `sy_proxy_lane`.
@@ -102,7 +102,7 @@ impl Driver {
         text_of(unsafe { (self.check)(lane) })
     }
 
-    /// What is wrong with a peer.
+    /// Describes the error in a peer.
     ///
     /// # Safety
     /// `peer` points to a `sy_proxy_peer`.

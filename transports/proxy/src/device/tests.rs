@@ -10,15 +10,15 @@ use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use super::*;
 use crate::threads::PeerConfig;
 
-/// What an endpoint was asked, and whether anything is over.
+/// Recorded calls of an endpoint, and whether any operation is over.
 #[derive(Debug, Default)]
-struct Way {
+struct Path {
     num_adds: AtomicU64,
     is_over: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Slow(Arc<Way>);
+struct Slow(Arc<Path>);
 
 impl Endpoint for Slow {
     type RemoteKey = SlotKey;
@@ -64,8 +64,8 @@ impl Endpoint for Slow {
     }
 }
 
-/// Slots of a peer behind `way`, and the proxy.
-fn slots_over(way: &Arc<Way>) -> (Slots, Proxy) {
+/// Slots of a peer behind `path`, and the proxy.
+fn slots_over(path: &Arc<Path>) -> (Slots, Proxy) {
     const BYTES: u64 = 64 << 10;
     let gpu = Gpu::open_emulated(0).expect("a GPU in software");
     let device = DeviceSide { gpu, own_slot_bytes: BYTES, peer_slot_bytes: BYTES, shape: vec![] };
@@ -79,7 +79,7 @@ fn slots_over(way: &Arc<Way>) -> (Slots, Proxy) {
         sources: vec![memory.mirror.clone()],
         thread: None,
     };
-    let endpoint = AnyEndpoint::Other(Box::new(Slow(Arc::clone(way))));
+    let endpoint = AnyEndpoint::Other(Box::new(Slow(Arc::clone(path))));
     let peer = Arc::new(proxy.add(endpoint, config).expect("a peer"));
     let words = Mutex::new(memory.lanes.poster(LANES.num_lanes));
     (Slots { peer, words, memory }, proxy)
@@ -95,33 +95,33 @@ fn wait_for(what: &str, mut is_there: impl FnMut() -> bool) {
 
 #[test]
 fn signs_of_life_go_out_one_at_a_time() {
-    let way = Arc::new(Way::default());
-    let (slots, _proxy) = slots_over(&way);
+    let path = Arc::new(Path::default());
+    let (slots, _proxy) = slots_over(&path);
     let show = || slots.show_life(64).expect("in service");
     show();
-    wait_for("the first", || way.num_adds.load(Ordering::SeqCst) == 1);
+    wait_for("the first", || path.num_adds.load(Ordering::SeqCst) == 1);
     for _ in 0..20 {
         show();
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(way.num_adds.load(Ordering::SeqCst), 1, "it is still under way");
-    way.is_over.store(true, Ordering::SeqCst);
+    assert_eq!(path.num_adds.load(Ordering::SeqCst), 1, "it is still under way");
+    path.is_over.store(true, Ordering::SeqCst);
     wait_for("the second", || {
         show();
-        way.num_adds.load(Ordering::SeqCst) > 1
+        path.num_adds.load(Ordering::SeqCst) > 1
     });
 }
 
 #[test]
 fn a_lane_that_a_kernel_gave_up_is_told() {
-    let way = Arc::new(Way::default());
-    let (slots, _proxy) = slots_over(&way);
+    let path = Arc::new(Path::default());
+    let (slots, _proxy) = slots_over(&path);
     slots.health().expect("in service");
     let at = slots.memory.poster.handle().error;
     assert!(slots.memory.waits.ptr().0 < at, "not the word that ends waits");
     // A wait for room that expired.
     let word = ErrorWord { tag: 48, reason: REASON_TIMEOUT, expected: 97, ..ErrorWord::default() };
-    // SAFETY: the host reaches this memory of a GPU in software by the same address; nobody else writes there.
+    // SAFETY: the host reaches this memory of a GPU in software by the same address; no other code writes there.
     unsafe { (at as *mut ErrorWord).write_volatile(word) };
     let told = slots.health().expect_err("out of service").to_string();
     assert!(told.contains("gave a lane up") && told.contains("expired"), "{told}");

@@ -115,7 +115,7 @@ mod gpu {
     use std::time::{Duration, Instant};
 
     use kernels::abi::DevicePtr;
-    use kernels::gpu::{Gpu, GpuBuffer, GpuError, Prepared, Stream};
+    use kernels::gpu::{Gpu, GpuBuffer, GpuError, PreparedKernel, Stream};
     use kernels::proxy::{CopyEntry, PeerCopyParams};
 
     use super::{Copier, CopyError, CopyTask, WordTask};
@@ -137,7 +137,7 @@ mod gpu {
         targets: Vec<GpuTarget>,
         /// In page-locked memory, where the kernel reads them. There until the copier is dropped.
         entries: Option<GpuBuffer>,
-        kernels: Vec<Prepared<PeerCopyParams>>,
+        kernels: Vec<PreparedKernel<PeerCopyParams>>,
     }
 
     impl GpuCopier {

@@ -1,5 +1,5 @@
-// The host's version of what copies from a block to peers need of ptx/bulk.cuh: copies are done when they are
-// asked for.
+// The host's version of the part of ptx/bulk.cuh that copies from a block to peers need: a copy is
+// done when it is requested.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The host's version of ptx/memory.cuh. Loads that somebody may wait with let the other threads run.
+// The host's version of ptx/memory.cuh. Loads that a thread may poll with let the other threads
+// run.
 #pragma once
 
 #include <cstdint>

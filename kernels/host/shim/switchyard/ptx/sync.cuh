@@ -1,5 +1,5 @@
-// The host's version of ptx/sync.cuh. Time passes with every look at the clock, so that bounds expire
-// alike on every run, or with SIMT_REAL_CLOCK as it does outside.
+// The host's version of ptx/sync.cuh. Every read of the clock advances the time, so that bounds
+// expire alike on every run. With SIMT_REAL_CLOCK the time is the real one.
 #pragma once
 
 #include <cstdint>

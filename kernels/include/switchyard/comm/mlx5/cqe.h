@@ -1,4 +1,4 @@
-// Completions: what they say, and how many blocks of a queue they make complete.
+// Completions: their decoding, and the number of blocks that they complete.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace switchyard::comm::mlx5 {
 
-// The last word of a completion, and the only one that says whether there is one.
+// The last word of a completion. It alone shows whether the completion exists.
 struct CqeTail {
     uint32_t word; // as it stands in memory: counter (big-endian), signature, op_own
 
@@ -54,8 +54,8 @@ SY_DEVICE sy_mlx5_queue_state& state_of(const sy_mlx5_qp& qp) {
 
 // Takes the queue out of service; the first reason stays.
 SY_DEVICE void fail_queue(const sy_mlx5_qp& qp, uint64_t error) {
-    if (atom_cas_relaxed(&state_of(qp).error, 0, error) == 0 && qp.told != 0)
-        st_relaxed<Scope::kSys>(at_address<uint64_t>(qp.told), error);
+    if (atom_cas_relaxed(&state_of(qp).error, 0, error) == 0 && qp.host_error != 0)
+        st_relaxed<Scope::kSys>(at_address<uint64_t>(qp.host_error), error);
 }
 
 // 0 while the queue is in service.
@@ -63,8 +63,8 @@ SY_DEVICE uint64_t queue_error(const sy_mlx5_qp& qp) {
     return ld_relaxed<Scope::kGpu>(&state_of(qp).error);
 }
 
-// A NIC cannot have completed what it was never told of.
-// NOTES: `posted` is stored before the doorbell, so whoever sees the completion sees it.
+// A NIC cannot have completed a request that was never announced to it.
+// NOTES: `posted` is stored before the doorbell, so a reader that sees the completion sees it.
 SY_DEVICE bool is_plausible(const sy_mlx5_qp& qp, uint64_t completed) {
     if (completed <= ld_relaxed<Scope::kGpu>(&state_of(qp).posted))
         return true;
@@ -80,8 +80,8 @@ SY_DEVICE uint64_t foreign(CqeTail tail) {
 
 // SYNC POINT completion: pairs with the NIC's store of the last bytes of a completion.
 //
-// Entry 0 always holds the newest completion. An error may have been overwritten by the flush of a
-// later request, whose syndrome is then SY_MLX5_SYNDROME_FLUSHED.
+// Entry 0 always holds the newest completion. The flush of a later request may have overwritten an
+// error. Its syndrome is then SY_MLX5_SYNDROME_FLUSHED.
 template <Scope kScope> SY_DEVICE uint64_t poll_collapsed(const sy_mlx5_qp& qp) {
     sy_mlx5_queue_state& state = state_of(qp);
     const uint64_t known = ld_acquire<Scope::kGpu>(&state.completed);
@@ -108,7 +108,7 @@ template <Scope kScope> SY_DEVICE uint64_t poll_collapsed(const sy_mlx5_qp& qp) 
     return completed;
 }
 
-// Entries are consumed in order by one thread at a time; others go on with what is known.
+// One thread at a time consumes entries in order; others continue with the known count.
 template <Scope kScope> SY_DEVICE uint64_t poll_ring(const sy_mlx5_qp& qp) {
     sy_mlx5_queue_state& state = state_of(qp);
     if (atom_cas_acquire(&state.poll_lock, 0, 1) != 0)
@@ -152,7 +152,8 @@ template <Scope kScope> SY_DEVICE uint64_t poll_ring(const sy_mlx5_qp& qp) {
     return completed;
 }
 
-// Blocks known to be complete, after a look at the completion queue. Errors are in queue_error.
+// Polls the completion queue. Returns the number of blocks known to be complete. Errors are in
+// queue_error.
 template <Scope kScope> SY_DEVICE uint64_t poll(const sy_mlx5_qp& qp) {
     return (qp.flags & SY_MLX5_CQ_COLLAPSED) != 0 ? poll_collapsed<kScope>(qp)
                                                   : poll_ring<kScope>(qp);

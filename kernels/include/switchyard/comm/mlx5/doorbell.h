@@ -1,4 +1,4 @@
-// How the NIC learns of new work.
+// Announcement of new requests to the NIC.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ SY_DEVICE uint64_t doorbell_word(uint32_t qpn, uint64_t end) {
 // The word for the send half of the doorbell record.
 SY_DEVICE uint32_t dbrec_word(uint64_t end) { return be32(static_cast<uint32_t>(end & 0xffff)); }
 
-// Tells the NIC that all blocks before `end` are written. Called by one thread at a time per queue.
+// Announces all blocks before `end` to the NIC. Called by one thread at a time per queue.
 //
 // SYNC POINT doorbell: pairs with the NIC's reads of the register, the record and the queue.
 // NOTES: the order is blocks, record, register. The first fence also covers blocks of other warps,
 // which this thread acquired with its turn. Without the second one the NIC may read a record older
-// than the doorbell, which it does when it recovers from a lost one. Where it reads no record there is
-// none to be older.
+// than the doorbell, which it does when it recovers from a lost one. Where it reads no record, none
+// can be older.
 template <Scope kScope> SY_DEVICE void ring_doorbell(const sy_mlx5_qp& qp, uint64_t end) {
     fence_acq_rel<kScope>();
     if ((qp.flags & SY_MLX5_NO_RECORD) == 0) {

@@ -1,10 +1,7 @@
 /* Work requests, completions and doorbells of mlx5 queues as the hardware reads and writes them,
  * for C11, C++17 and CUDA.
- *
- * All fields wider than a byte are big-endian in memory; the builders of wqe.h swap them. Sources
- * are named in docs/ibgda.md, and a test compares every byte with what the vendor's own header
- * gives.
- */
+ * All fields wider than a byte are big-endian in memory; the builders of wqe.h swap them.
+ * docs/ibgda.md names the sources, and a test compares every byte with the vendor's own header. */
 #ifndef SWITCHYARD_COMM_MLX5_FORMAT_H
 #define SWITCHYARD_COMM_MLX5_FORMAT_H
 
@@ -52,7 +49,7 @@
 #define SY_MLX5_FM_MASK 0xe0
 
 #define SY_MLX5_INLINE_FLAG UINT32_C(0x80000000)
-/* What is left of one block after control, address and the inline length. */
+/* The rest of one block after control, address and the inline length. */
 #define SY_MLX5_MAX_INLINE_BYTES 28
 
 /* sy_mlx5_cqe.op_own, bits 7:4 */
@@ -61,7 +58,7 @@
 #define SY_MLX5_CQE_REQ_ERROR 0xd
 #define SY_MLX5_CQE_RESP_ERROR 0xe
 #define SY_MLX5_CQE_INVALID 0xf
-/* What a completion queue is filled with before its first use. */
+/* Byte that a completion queue is filled with before its first use. */
 #define SY_MLX5_CQE_FILL 0xff
 
 /* sy_mlx5_error_cqe.syndrome */

@@ -1,7 +1,8 @@
 // Accesses to queues and to the words that posters share, with their scope as a template argument,
-// and what a warp is. Compiled by nvcc these are PTX instructions; compiled by a host compiler they
-// are atomics of the processor, so that tests run the same protocol. There one thread stands for a
-// whole warp, except in kernels that run on the host (SY_SIMT), which have 32 of their own.
+// and the definition of a warp. Compiled by nvcc these are PTX instructions. Compiled by a host
+// compiler they are atomics of the processor, so that tests run the same protocol. There one thread
+// stands for a whole warp, except in kernels that run on the host (SY_SIMT), which have 32 of their
+// own.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace switchyard::comm {
 
-// Who observes: other warps of the block, of this GPU, or also processors, NICs and other GPUs.
+// Observers: other warps of the block, of this GPU, or also processors, NICs and other GPUs.
 enum class Scope { kCta, kGpu, kSys };
 
 template <class T> SY_DEVICE T* at_address(uint64_t address) {
@@ -183,7 +184,7 @@ SY_DEVICE void st_relaxed_v4(uint32_t* address, uint32_t a, uint32_t b, uint32_t
 }
 
 // NOTES: libmlx5 maps doorbell registers write-combining. There a store may pass those before it,
-// and may stay in the processor for as long as that likes, unless a fence stands on either side.
+// and may stay in the processor for an unlimited time, unless a fence stands on either side.
 SY_DEVICE void fence_write_combining() {
 #if defined(__x86_64__)
     asm volatile("sfence" ::: "memory");
@@ -248,23 +249,26 @@ SY_DEVICE uint32_t floor_power_of_two(uint32_t value) {
 
 #endif
 
-// Whether the caller, of all that wait for something else and would see whether their way still works, is the one
-// who takes a look now: `looked` says when somebody last did, in units of 2 microseconds, and begins as 0.
-// NOTES: a look at the host's memory takes a microsecond, and combine waits in two thousand warps. When each looked
-// for itself, requests stood behind their looks: layers took up to a hundred times as long.
-SY_DEVICE bool takes_look(uint64_t* looked) {
+// Chooses one poller among all threads that wait for something else and must check whether their
+// path still works. Returns whether it is the caller's turn. `polled_at` is the time of the last poll,
+// in units of 2 microseconds, and begins as 0.
+// NOTES: a read of the host's memory takes a microsecond, and combine waits in two thousand warps.
+// When each polled for itself, requests queued behind their reads: layers took up to a hundred
+// times as long.
+SY_DEVICE bool takes_poll_turn(uint64_t* polled_at) {
     const uint64_t now = now_ns() >> 11;
-    const uint64_t last = ld_relaxed<Scope::kGpu>(looked);
-    // Nor does one look who was held up since it read the clock. A clock that was set back two seconds counts again.
+    const uint64_t last = ld_relaxed<Scope::kGpu>(polled_at);
+    // A thread that was delayed since it read the clock does not poll either. A clock that was set
+    // back two seconds counts again.
     constexpr uint64_t kMostLate = 1 << 20;
-    return last - now > kMostLate && atom_cas_relaxed(looked, last, now) == last;
+    return last - now > kMostLate && atom_cas_relaxed(polled_at, last, now) == last;
 }
 
 #if defined(__CUDACC__) || defined(SY_SIMT)
 
 // The 32 lanes of this warp.
 struct Warp {
-    // Requests of a group, each of which a lane builds.
+    // Requests of a group. A lane builds each.
     static constexpr uint32_t kMostRequests = 32;
 
     template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
@@ -274,16 +278,17 @@ struct Warp {
         __syncwarp();
     }
 
-    // Lane 0 does it. Its fences, and later ones of the other lanes, cover what all lanes stored before.
+    // Lane 0 does it. Its fences, and later ones of the other lanes, cover the earlier stores of
+    // all lanes.
     template <class F> SY_DEVICE static void lead(F&& compute) {
         __syncwarp();
         if ((threadIdx.x & 31) == 0)
             compute();
     }
 
-    // What lane 0 computes, for all lanes.
-    // NOTES: a shuffle orders no memory. The barrier before it hands on what lane 0 has acquired, and
-    // brings together what the lanes have stored for whichever of them announces it next.
+    // A value that lane 0 computes, for all lanes.
+    // NOTES: a shuffle orders no memory. The barrier before it passes on the data that lane 0 has
+    // acquired, and collects the stores of the lanes for the one that announces them next.
     template <class F> SY_DEVICE static uint64_t leader(F&& compute) {
         uint64_t value = 0;
         if ((threadIdx.x & 31) == 0)

@@ -1,11 +1,12 @@
 // Posting by a warp or a thread that has a queue to itself for as long as its kernel runs.
 //
-// Who posts alone needs no reservation and no turn: it counts by itself, writes its requests, and tells the
-// NIC. The counts that others read (`quiet`, pollers, and whoever posts after this kernel) are stored before
-// each doorbell, by plain stores that the doorbell's fence covers, so that the queue may be shared again
-// as soon as the kernel is over, and a kernel that dies leaves nothing behind that a reset would not mend.
+// A sole poster needs no reservation and no turn: it counts privately, writes its requests, and
+// tells the NIC. Other code reads the counts: `quiet`, pollers, and posters after this kernel. The
+// owner stores them before each doorbell, by plain stores that the doorbell's fence covers. So the
+// queue may be shared again as soon as the kernel is over, and after a kernel that dies a reset
+// repairs everything.
 //
-// Meanwhile nobody else may post on the queue; everybody may poll it, and wait for it to be quiet.
+// Meanwhile no other code may post on the queue. All may poll it, and wait for it to be quiet.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +15,10 @@
 
 namespace switchyard::comm::mlx5 {
 
-// Tells the NIC, and whoever reads the counts, of the blocks before `end`, as the only one who does.
-// NOTES: `posted` before the doorbell, because is_plausible relies on it. Nobody is given a turn by
-// `published`, so it orders nothing here.
+// Announces the blocks before `end` to the NIC and to readers of the counts. The owner is the only
+// caller.
+// NOTES: `posted` before the doorbell, because is_plausible relies on it. `published` passes no
+// turn to another poster, so it orders nothing here.
 template <Scope kScope> SY_DEVICE void announce(const sy_mlx5_qp& qp, uint64_t end) {
     sy_mlx5_queue_state& state = state_of(qp);
     st_relaxed<Scope::kGpu>(&state.reserved, end);
@@ -25,11 +27,11 @@ template <Scope kScope> SY_DEVICE void announce(const sy_mlx5_qp& qp, uint64_t e
     ring_doorbell<kScope>(qp, end);
 }
 
-// `Group` is who posts: a Warp, all of whose lanes make every call, or a Thread.
+// `Group` is the poster: a Warp, all of whose lanes make every call, or a Thread.
 template <Scope kScope, class Group = Warp> class OwnedQueue {
   public:
-    // A queue on which somebody else has blocks that are not published is not one's own: every call
-    // returns SY_MLX5_ARGUMENT then.
+    // A queue with unpublished blocks of another poster has no owner: every call then returns
+    // SY_MLX5_ARGUMENT.
     SY_DEVICE OwnedQueue(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) : qp(qp), bound(bound) {
         Group::leader([&] {
             sy_mlx5_queue_state& state = state_of(qp);
@@ -67,7 +69,7 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
         }
         Group::each_lane(1, [&](uint32_t) {
             next_ = base + num_wqes;
-            // Asked for now, and looked at by the next call: its time is not waited for.
+            // Requested now, and read by the next call, so that its latency is hidden.
             error_ = queue_error(qp);
             announce<kScope>(qp, next_);
         });
@@ -85,9 +87,9 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
   private:
     static constexpr uint64_t kNone = UINT64_MAX;
 
-    // What follows is done by the leader, and what is kept is the leader's.
+    // The leader does the following, and the state is the leader's.
 
-    // The first of so many free blocks, or kNone, and then `status_` says why.
+    // The first of the requested number of free blocks, or kNone; then `status_` has the reason.
     SY_DEVICE uint64_t begin(uint32_t num_blocks) {
         if (!is_group(qp, num_blocks)) {
             status_ = SY_MLX5_ARGUMENT;

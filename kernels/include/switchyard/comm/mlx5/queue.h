@@ -1,7 +1,6 @@
-/* A send queue as those who post on it see it, for C11, C++17 and CUDA. The host fills a sy_mlx5_qp
- * when the queue pair is connected; posters share it and change nothing but the words behind
- * `state` and `told`.
- */
+/* A send queue as its posters see it, for C11, C++17 and CUDA. The host fills a sy_mlx5_qp when
+ * the queue pair is connected. Posters share it and change only the words behind `state` and
+ * `host_error`. */
 #ifndef SWITCHYARD_COMM_MLX5_QUEUE_H
 #define SWITCHYARD_COMM_MLX5_QUEUE_H
 
@@ -11,29 +10,29 @@
 /* sy_mlx5_qp.flags */
 /* The NIC writes every completion to entry 0, over the one before. */
 #define SY_MLX5_CQ_COLLAPSED UINT32_C(1)
-/* Whoever posts at the same time is of one thread block: turns are passed within the block, which
- * spares each post a fence of the GPU. Kernels that post one after the other are ordered by their
- * stream, and so need nothing more. */
+/* Concurrent posters are of one thread block: turns are passed within the block, which saves
+ * each post a fence of the GPU. Kernels that post one after the other are ordered by their
+ * stream, and need nothing more. */
 #define SY_MLX5_ONE_BLOCK UINT32_C(2)
 /* The NIC goes by the doorbell register alone and reads no record of requests (`send_dbr_mode` 1), which
  * spares each doorbell a fence of the system. The queue pair was made so, and `doorbell` is the register
  * that does not lose any. */
 #define SY_MLX5_NO_RECORD UINT32_C(4)
 
-/* What a call on a queue returns. Everything but OK means that the queue is out of service until
- * the host has reset it, except ARGUMENT, after which nothing was posted. Fused kernels, whose calls
- * return nothing, take the queue out of service for that, too, and so does a post that has reserved
- * blocks for what then was no request. */
+/* Result of a call on a queue. Every value except OK and ARGUMENT means that the queue is out of
+ * service until the host has reset it. After ARGUMENT nothing was posted. Fused kernels, whose
+ * calls return nothing, take the queue out of service for ARGUMENT, too. So does a post that has
+ * reserved blocks for an invalid request. */
 #define SY_MLX5_OK 0
 #define SY_MLX5_TIMEOUT 1 /* a wait reached its bound */
 #define SY_MLX5_ABORTED 2 /* the host set the peer's bit in the abort mask */
 #define SY_MLX5_COMPLETION 3 /* the NIC completed a work request with an error */
-#define SY_MLX5_DESYNC 4 /* the NIC completed what was never posted here */
+#define SY_MLX5_DESYNC 4 /* the NIC completed a request that was never posted here */
 #define SY_MLX5_ARGUMENT 5 /* too long for the queue, misaligned, outside of the peer's slot, or */
 /* a queue to oneself on which others have blocks that are not published */
 
-/* sy_mlx5_queue_state.error: what took the queue out of service first, 0 while nothing did.
- * The fields after the code are those of the error completion. */
+/* sy_mlx5_queue_state.error: the first error that took the queue out of service, 0 while there
+ * is none. The fields after the code are those of the error completion. */
 #define SY_MLX5_ERROR_CODE(word) ((uint32_t)((word) & 0xff))
 #define SY_MLX5_ERROR_SYNDROME(word) ((uint32_t)((word) >> 8 & 0xff))
 #define SY_MLX5_ERROR_VENDOR(word) ((uint32_t)((word) >> 16 & 0xff))
@@ -46,7 +45,7 @@
 #define SY_TAG_MLX5_QUIET 34 /* completions; observed: completed blocks */
 #define SY_TAG_MLX5_COMPLETION 35 /* observed: sy_mlx5_queue_state.error */
 #define SY_TAG_MLX5_DESYNC 36 /* observed: blocks said to be complete; expected: posted ones; or */
-/* observed: sy_mlx5_queue_state.error, whose opcode is no request's */
+/* observed: sy_mlx5_queue_state.error, with an opcode that is no request's */
 #define SY_TAG_MLX5_ARGUMENT 37 /* observed: offset outside of the peer's slot; expected: length */
 #define SY_TAG_MLX5_RECEIVE 38 /* immediate data; observed: receives used; expected: one more */
 
@@ -55,8 +54,9 @@
 typedef struct sy_mlx5_queue_state {
     uint64_t reserved; /* blocks given to a poster */
     uint8_t pad0[120];
-    uint64_t published; /* blocks written, in the order of their reservation: whose turn it is */
-    uint64_t posted; /* blocks that the NIC was told of; written by whose turn it is */
+    uint64_t
+        published; /* blocks written, in the order of their reservation: selects the next poster */
+    uint64_t posted; /* blocks announced to the NIC; written by the poster whose turn it is */
     uint8_t pad1[112];
     uint64_t completed; /* blocks known to be complete */
     uint8_t pad2[120];
@@ -65,7 +65,8 @@ typedef struct sy_mlx5_queue_state {
     uint8_t pad3[116];
     uint64_t error;
     /* Beside a word that posters read: it changes every two microseconds at most. */
-    uint64_t looked; /* when somebody who waits for something else last looked at completions */
+    uint64_t
+        polled_at; /* time of the last poll of completions by a thread that waits for something else */
     uint8_t pad4[112];
 } sy_mlx5_queue_state;
 
@@ -77,13 +78,14 @@ typedef struct sy_mlx5_qp {
     uint64_t cq_dbrec; /* address of the completion queue's doorbell record */
     uint64_t state; /* address of a sy_mlx5_queue_state, zeroed */
     uint64_t scratch; /* address of 8 bytes where the old values of adds land unread */
-    uint64_t told; /* 0, or address of a word of host memory that gets `error` of the state, too */
+    uint64_t
+        host_error; /* 0, or address of a word of host memory that gets `error` of the state, too */
     uint32_t scratch_lkey;
     uint32_t qpn;
     uint32_t sq_depth; /* basic blocks, a power of two */
     uint32_t cq_depth; /* completions, a power of two; 1 if collapsed */
     uint32_t flags;
-    uint32_t batch; /* the NIC is told at the latest when so many blocks wait for it */
+    uint32_t batch; /* the doorbell rings at the latest when this number of blocks waits for it */
     uint32_t max_message_bytes;
     uint32_t peer; /* for error words */
 } sy_mlx5_qp;
@@ -95,10 +97,10 @@ typedef struct sy_mlx5_bound {
 } sy_mlx5_bound;
 
 /* A peer's slot and the queues to it. Blocks of a kernel choose a queue by their index, so that
- * what a block puts and the flag after it go the same way. */
+ * a block's puts and the flag after them use the same queue. */
 typedef struct sy_ibgda_peer {
     const sy_mlx5_qp* qps;
-    uint64_t mirror; /* local copy of the slot, where kernels store what they then put */
+    uint64_t mirror; /* local copy of the slot, where kernels store data before they put it */
     uint64_t remote; /* address of the slot at the peer */
     uint64_t slot_bytes;
     uint32_t lkey; /* of the mirror */
@@ -108,7 +110,7 @@ typedef struct sy_ibgda_peer {
     sy_mlx5_bound bound;
 } sy_ibgda_peer;
 
-/* Name of what is wrong with a queue, or null. The host asks before it hands the queue out. */
+/* Name of the error in a queue, or null. The host calls it before it hands the queue out. */
 static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
     const int is_collapsed = (qp->flags & SY_MLX5_CQ_COLLAPSED) != 0;
     if ((qp->flags & ~(SY_MLX5_CQ_COLLAPSED | SY_MLX5_ONE_BLOCK | SY_MLX5_NO_RECORD)) != 0)
@@ -130,8 +132,8 @@ static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
         return "cq_dbrec is null or not aligned to 8 bytes";
     if (qp->state == 0 || qp->state % 8 != 0 || qp->scratch % 8 != 0)
         return "state is null, or state or scratch is not aligned to 8 bytes";
-    if (qp->told % 8 != 0)
-        return "told is not aligned to 8 bytes";
+    if (qp->host_error % 8 != 0)
+        return "host_error is not aligned to 8 bytes";
     if (qp->batch == 0 || qp->batch > qp->sq_depth / 4)
         return "batch is 0 or beyond a quarter of sq_depth";
     if (qp->max_message_bytes == 0 || qp->max_message_bytes > SY_MLX5_MAX_MESSAGE_BYTES)
@@ -141,9 +143,9 @@ static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
     return 0;
 }
 
-/* Name of what is wrong with a peer, or null: blocks of kernels divide by its number of queues, and
- * read its table of them. The host asks before it hands the peer out, and sy_mlx5_check_qp for each
- * of its queues. */
+/* Name of the error in a peer, or null: blocks of kernels divide by its number of queues, and
+ * read its table of them. The host calls it before it hands the peer out, and sy_mlx5_check_qp
+ * for each of its queues. */
 static inline const char* sy_ibgda_check_peer(const sy_ibgda_peer* peer) {
     const uintptr_t qps = (uintptr_t)peer->qps;
     if (peer->num_qps == 0)
@@ -165,10 +167,10 @@ static inline const char* sy_ibgda_check_peer(const sy_ibgda_peer* peer) {
 SY_STATIC_ASSERT(sizeof(sy_mlx5_queue_state) == 640, "size of sy_mlx5_queue_state");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, completed) == 256, "completed");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, error) == 512, "error");
-SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, looked) == 520, "looked");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, polled_at) == 520, "polled_at");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_qp) == 96, "size of sy_mlx5_qp");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, qpn) == 68, "qpn of sy_mlx5_qp");
-SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, told) == 56, "told of sy_mlx5_qp");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, host_error) == 56, "host_error of sy_mlx5_qp");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_bound) == 24, "size of sy_mlx5_bound");
 SY_STATIC_ASSERT(sizeof(sy_ibgda_peer) == 72, "size of sy_ibgda_peer");
 

@@ -1,7 +1,7 @@
 // Immediate data of a peer's writes, taken out of the completions of receives.
 //
-// Whoever takes one has everything that the peer put before on the same queue, the bytes of that very
-// write included. Threads of one kernel at a time, or the host, take; they may take turns.
+// A reader that takes one has everything that the peer put before on the same queue, including the
+// bytes of that very write. Threads of one kernel at a time, or the host, take; they may alternate.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace switchyard::comm {
 
-// What a write with immediate data brought.
+// Content of a completion that a write with immediate data caused.
 struct Immediate {
     uint32_t qpn; // of the queue pair that it came to
     uint32_t imm; // the number that the peer gave
@@ -39,7 +39,7 @@ SY_DEVICE bool take_completion(const sy_mlx5_rq& rq, sy_mlx5_rq_state& state, Im
     const uint32_t owner = (index & rq.cq_depth) != 0 ? 1 : 0;
     if (tail.opcode() == SY_MLX5_CQE_INVALID || tail.owner() != owner)
         return false;
-    // NOTES: the entry's other words, and what the peer put, are read behind this.
+    // NOTES: the entry's other words, and the peer's put data, are read behind this.
     fence_acq_rel<kScope>();
     if (tail.is_error()) {
         st_relaxed<Scope::kGpu>(&state.error, error_of<kScope>(cqe, tail));
@@ -57,7 +57,7 @@ SY_DEVICE bool take_completion(const sy_mlx5_rq& rq, sy_mlx5_rq_state& state, Im
     fence_acq_rel<kScope>();
     st_relaxed<kScope>(at_address<uint32_t>(rq.cq_dbrec) + SY_MLX5_CQ_DBREC_CONSUMER,
                        be32(static_cast<uint32_t>((index + 1) & 0xffffff)));
-    // NOTES: room for a completion comes before the receive that may need it: the other way around
+    // NOTES: room for a completion comes before the receive that may need it: in the other order
     // the NIC could find its queue full.
     fence_acq_rel<kScope>();
     st_relaxed<kScope>(at_address<uint32_t>(rq.dbrec) + SY_MLX5_DBREC_RECEIVE,

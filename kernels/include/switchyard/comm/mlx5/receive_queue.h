@@ -1,14 +1,13 @@
-/* The receives of a queue pair as those who take immediate data see them, for C11, C++17 and CUDA.
- * The host fills a sy_mlx5_rq when the queue pair is made, and writes and posts the receives when it
- * is connected. They all look alike and stay as they are: whoever takes one posts it again by
- * counting it.
- */
+/* The receives of a queue pair as readers of immediate data see them, for C11, C++17 and CUDA.
+ * The host fills a sy_mlx5_rq when the queue pair is made, and writes and posts the receives
+ * when it is connected. All are equal and never change: a reader that takes one posts it again
+ * by counting it. */
 #ifndef SWITCHYARD_COMM_MLX5_RECEIVE_QUEUE_H
 #define SWITCHYARD_COMM_MLX5_RECEIVE_QUEUE_H
 
 #include "switchyard/comm/mlx5/queue.h"
 
-/* What those who take share. One of them takes at a time. */
+/* Shared state of readers. One of them takes at a time. */
 typedef struct sy_mlx5_rq_state {
     uint64_t cq_index; /* completions consumed since the completion queue was made */
     uint64_t taken; /* receives used and taken since the queue pair was reset */
@@ -29,7 +28,7 @@ typedef struct sy_mlx5_rq {
     uint32_t peer; /* for error words */
 } sy_mlx5_rq;
 
-/* Name of what is wrong with receives, or null. The host asks before it hands them out. */
+/* Name of the error in receives, or null. The host calls it before it hands them out. */
 static inline const char* sy_mlx5_check_rq(const sy_mlx5_rq* rq) {
     if (rq->num_receives == 0 || rq->num_receives > SY_MLX5_MAX_RECEIVES)
         return "num_receives is not from 1 to 32768";

@@ -9,13 +9,13 @@
 //                    will, and not too many blocks or groups wait
 //     pass the turn  to the group that reserved next
 //
-// A group may leave the doorbell to the next one although that one waits for room: what it waits
-// for is at least three quarters of the queue back, and at most a quarter (`batch`) is ever left
-// unposted.
+// A group may leave the doorbell to the next one although that one waits for room: the blocks that
+// it waits for are at least three quarters of the queue back, and at most a quarter (`batch`) is
+// ever left unposted.
 //
-// Every wait is bounded. A group that gives up leaves a hole that nobody can fill, so the queue
-// goes out of service: all calls on it return at once, with the reason, until the host has reset
-// it.
+// Every wait is bounded. A group that gives up leaves a hole that no other group can fill, so the
+// queue goes out of service: all calls on it return immediately, with the reason, until the host
+// has reset it.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ namespace switchyard::comm::mlx5 {
 
 using Status = uint32_t; // SY_MLX5_*
 
-// Records what ended a wait; the first record stays.
+// Records the reason that ended a wait; the first record stays.
 SY_DEVICE void record_expiry(uint32_t peer, const sy_mlx5_bound& bound, uint32_t tag,
                              uint32_t reason, uint64_t observed, uint64_t expected) {
     sy_error_word* error = bound.error;
@@ -47,7 +47,7 @@ SY_DEVICE void record_expiry(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, u
     record_expiry(qp.peer, bound, tag, reason, observed, expected);
 }
 
-// What a call returns on a queue that is out of service.
+// Result of a call on a queue that is out of service.
 SY_DEVICE Status report_error(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint64_t error) {
     const uint32_t code = SY_MLX5_ERROR_CODE(error);
     if (code == SY_MLX5_COMPLETION)
@@ -61,13 +61,13 @@ SY_DEVICE Status report_error(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, 
     return code;
 }
 
-// The bound of one wait. The clock and mapped memory are looked at once in so many polls.
+// The bound of one wait. It reads the clock and mapped memory once in several polls.
 struct Patience {
     static constexpr uint32_t kPollsPerCheck = 32;
     uint64_t start_ns = 0;
     uint32_t num_polls = 0;
 
-    // OK to poll on, or what ends the wait; that also takes the queue out of service.
+    // OK to poll on, or the reason that ends the wait; that also takes the queue out of service.
     SY_DEVICE Status check(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
                            uint64_t observed, uint64_t expected) {
         const uint64_t error = queue_error(qp);
@@ -112,22 +112,23 @@ SY_DEVICE Status wait_completed(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound
     return SY_MLX5_OK;
 }
 
-// Whether a group has from 1 block to a quarter of the queue: more would wait for what it has not posted
-// itself. A warp's always has, since no queue is shorter than SY_MLX5_MIN_DEPTH: where the compiler knows that,
-// nothing of this is left.
+// Whether a group has from 1 block to a quarter of the queue: a larger one would wait for blocks
+// that it has not posted itself. A warp's always has, since no queue is shorter than
+// SY_MLX5_MIN_DEPTH: where the compiler knows that, it removes the check.
 SY_DEVICE bool is_group(const sy_mlx5_qp& qp, uint32_t num_blocks) {
     return num_blocks - 1 < SY_MLX5_MIN_DEPTH / 4 || num_blocks - 1 < qp.sq_depth / 4;
 }
 
-// Gives the caller `num_blocks` blocks from `*base` on, once they are free: at most a quarter of the queue at
-// a time, or nothing and SY_MLX5_ARGUMENT. `*is_alone`: nobody before has blocks that are not published.
+// Gives the caller `num_blocks` blocks from `*base` on, once they are free: at most a quarter of
+// the queue at a time, or nothing and SY_MLX5_ARGUMENT. `*is_alone`: no earlier poster has
+// unpublished blocks.
 template <Scope kScope>
 SY_DEVICE Status reserve(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t num_blocks,
                          uint64_t* base, bool* is_alone) {
     if (!is_group(qp, num_blocks))
         return SY_MLX5_ARGUMENT;
-    // Three words are asked for at once: one after the other they would take half of a post's time.
-    // A reservation on a queue that is out of service does no harm.
+    // Requests three words together: one after the other they would take half of a post's time. A
+    // reservation on a queue that is out of service does no harm.
     const uint64_t error = queue_error(qp);
     *base = atom_add_relaxed(&state_of(qp).reserved, num_blocks);
     const uint64_t turn = ld_relaxed<Scope::kGpu>(&state_of(qp).published);
@@ -141,7 +142,7 @@ SY_DEVICE Status reserve(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint3
     return SY_MLX5_OK;
 }
 
-// SYNC POINT send-turn: acquires the blocks of earlier groups and what their holders stored.
+// SYNC POINT send-turn: acquires the blocks of earlier groups and the stores of their holders.
 SY_DEVICE uint64_t load_turn(const sy_mlx5_qp& qp) {
     const uint64_t* turn = &state_of(qp).published;
     return (qp.flags & SY_MLX5_ONE_BLOCK) != 0 ? ld_acquire<Scope::kCta>(turn)
@@ -161,17 +162,17 @@ SY_DEVICE void pass_turn(const sy_mlx5_qp& qp, uint64_t end) {
 // first request waits for all of them.
 constexpr uint32_t kMostUnannouncedGroups = 16;
 
-// Whether a group reaches a multiple of the largest power of two that is not above `batch` blocks nor so
-// many groups of its size. Somebody rings there, whatever sizes the groups have, so fewer blocks than
-// `batch` ever wait.
+// Whether a group reaches a multiple of the largest power of two that exceeds neither `batch`
+// blocks nor the same number of groups of its size. One poster rings there, whatever sizes the
+// groups have, so fewer blocks than `batch` ever wait.
 SY_DEVICE bool is_due(const sy_mlx5_qp& qp, uint64_t base, uint32_t num_blocks) {
     const uint32_t most = kMostUnannouncedGroups * num_blocks;
     const uint32_t step = floor_power_of_two(most < qp.batch ? most : qp.batch);
     return (base & (step - 1)) + num_blocks >= step;
 }
 
-// Publishes the written blocks from `base` on, in the order of reservation, and sees to it that the
-// NIC learns of them.
+// Publishes the written blocks from `base` on, in the order of reservation, and ensures that they
+// are announced to the NIC.
 template <Scope kScope>
 SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint64_t base,
                          uint32_t num_blocks, bool is_alone) {
@@ -207,8 +208,8 @@ constexpr bool kIsChecked =
     std::is_same_v<decltype(std::declval<Build>()(uint32_t{}, std::declval<const Control&>())),
                    CheckedWqe>;
 
-// Stores what a lane builds, or takes the queue out of service where that is no request: others may have
-// reserved behind it.
+// Stores the request that a lane builds. Takes the queue out of service where that is no request:
+// others may have reserved behind it.
 template <Scope kScope, class Build>
 SY_DEVICE void store_built(const sy_mlx5_qp& qp, uint64_t index, uint32_t lane_idx,
                            const Control& control, Build&& build) {
@@ -262,7 +263,7 @@ template <Scope kScope> SY_DEVICE Status quiet(const sy_mlx5_qp& qp, const sy_ml
     return error != 0 ? report_error(qp, bound, error) : SY_MLX5_OK;
 }
 
-// Whether a quiet would return at once, with nothing to say but that all is well.
+// Whether a quiet would return immediately and without an error.
 template <Scope kScope> SY_DEVICE bool is_quiet(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) {
     const uint64_t end = ld_acquire<Scope::kGpu>(&state_of(qp).published);
     const bool is_done =

@@ -19,7 +19,7 @@ struct CheckedWqe : Wqe {
     bool is_good;
 };
 
-// What the control segment says besides the opcode.
+// Fields of the control segment besides the opcode.
 struct Control {
     uint32_t qpn;
     uint32_t index; // of the request in the queue; 16 bits are used
@@ -160,7 +160,7 @@ SY_DEVICE CheckedWqe make_write_inline_bytes(const Control& control, const Remot
     return wqe;
 }
 
-// The same of an array, whose size the compiler looks at.
+// The same of an array whose size the compiler checks.
 template <uint32_t kNumBytes>
 SY_DEVICE Wqe make_write_inline_bytes(const Control& control, const RemoteBuffer& remote,
                                       const uint8_t (&bytes)[kNumBytes]) {

@@ -1,4 +1,4 @@
-//! What peers may send.
+//! Messages that peers may send.
 
 use super::*;
 
@@ -51,7 +51,7 @@ fn random_greetings_are_refused_or_lead_back() {
     }
 }
 
-/// Whatever comes over the connection ends in an error that can be printed, within bounds.
+/// Every input of the connection ends in an error that can be printed, within bounds.
 #[test]
 fn random_bytes_are_refused() {
     for round in 0..200_u32 {

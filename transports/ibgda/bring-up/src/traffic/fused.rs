@@ -1,11 +1,11 @@
-//! The stage `fused`: layers of the fused kernels, whose requests the GPU posts on queues of its own. Each
-//! side is at once a client of the other and its server.
+//! The stage `fused`: layers of the fused kernels. The GPU posts their requests on queues of its own. Each side is
+//! at once a client of the other and its server.
 
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ibgda::{Access, Nic, OpenPeer, Peer, PeerConfig, QueueConfig};
-use kernels::abi::{FLAG_ANY_WAY, FrameGeometry};
+use kernels::abi::{FLAG_ANY_PATH, FrameGeometry};
 use kernels::gpu::{Gpu, Stream};
 
 use super::{MEET_PATIENCE, Session};
@@ -14,14 +14,14 @@ use crate::layer::{Client, Direct, GENERATION, HIDDEN, Input, MAX_TOKENS, Run, S
 use crate::report::whole_text;
 use crate::stage::Stage;
 
-/// What the stage needs besides joined queues of the processor's.
+/// Requirements of the stage besides joined queues of the processor.
 pub(crate) struct Fused {
     pub(crate) nic: Arc<Nic>,
     pub(crate) gpu: Gpu,
     /// The GPU posts.
     pub(crate) access: Arc<dyn Access>,
     pub(crate) queue: QueueConfig,
-    /// Where queues lie, for people.
+    /// Text for the place of queues.
     pub(crate) place: &'static str,
 }
 
@@ -31,7 +31,7 @@ struct Ends {
     to_client: Peer,
 }
 
-/// What kernels use.
+/// Objects that kernels use.
 struct Parts {
     ends: Option<Ends>,
     client: Client,
@@ -87,20 +87,20 @@ impl Session {
         if self.fail_at == Some(Stage::Fused) {
             softnic_verbs::fail(qpn, 0, softnic_verbs::Syndrome::RemoteOp)?;
         }
-        let run = Run { flags: FLAG_ANY_WAY, timeout: self.timeout };
+        let run = Run { flags: FLAG_ANY_PATH, timeout: self.timeout };
         for (round, (input, expected)) in inputs.iter().zip(&expected).enumerate() {
             if round + NUM_AFTER_RESET == inputs.len() {
                 // The same queue pairs, and so the same tables. Every launch was waited for.
                 *ends = ends.take().map(|ends| self.reset_fused(ends)).transpose()?;
             }
-            // Nobody posts before both are ready to receive.
+            // No side posts before both are ready to receive.
             self.meet()?;
             let what = || format!("layer {round}, {} tokens", NUM_TOKENS[round]);
             client.dispatch(input, run).with_context(what)?;
             self.meet()?;
             server.serve(round as u64 + 1, round % 2 == 1, run).with_context(what)?;
             if let Err(error) = self.meet() {
-                // Whether the peer missed what this side sent is what its queues know.
+                // The queues tell whether the peer missed data that this side sent.
                 return Err(match client.combine(input, run).with_context(what) {
                     Err(own) => error.context(format!("on this side: {}", whole_text(&own))),
                     Ok(_) => error,
@@ -121,7 +121,7 @@ impl Session {
         }
         self.meet()?;
         Ok(format!(
-            "{} layers of up to {MAX_TOKENS} tokens of {HIDDEN} values posted by {} on {} queues each way in {}, {NUM_AFTER_RESET} of them after a reset: bit for bit as by stores",
+            "{} layers of up to {MAX_TOKENS} tokens of {HIDDEN} values posted by {} on {} queues in each direction in {}, {NUM_AFTER_RESET} of them after a reset: bit for bit as by stores",
             inputs.len(),
             fused.gpu.name(),
             self.own.num_queues,
@@ -129,7 +129,7 @@ impl Session {
         ))
     }
 
-    /// Of the client on this side, or on the peer's.
+    /// Queues of the client on this side, or on the peer's.
     fn id(&self, is_own: bool) -> u64 {
         if self.own.is_connector == is_own { 1 } else { 2 }
     }
@@ -148,14 +148,14 @@ impl Session {
         let to_server = to_server.join(&their_server)?;
         let to_client = to_client.join(&their_client)?;
         for (peer, bytes) in [(&to_server, request), (&to_client, response)] {
-            // What arrives is what kernels have stored there.
+            // Kernels have stored all data that arrives.
             peer.mirror().write(0, &vec![0xee; bytes])?;
         }
         Ok(Ends { to_server, to_client })
     }
 
     fn reset_fused(&mut self, ends: Ends) -> Result<Ends> {
-        // The peer's last answer has come, so nothing of its is under way any more, but its completions.
+        // The peer's last answer has come, so only completions of its requests are still under way.
         self.meet()?;
         let (to_server, to_client) = (ends.to_server.reset()?, ends.to_client.reset()?);
         self.meet()?;
@@ -166,7 +166,7 @@ impl Session {
         Ok(Ends { to_server, to_client })
     }
 
-    /// Sends what the queues of this side's client and server are, and gets the peer's.
+    /// Sends the descriptions of this side's client and server queues, and gets the peer's.
     fn describe_fused(&mut self, own: [Vec<u8>; 2]) -> Result<[Vec<u8>; 2]> {
         let patience = self.timeout * MEET_PATIENCE;
         let [client, server] = own;
@@ -175,7 +175,7 @@ impl Session {
     }
 }
 
-/// Of each layer. An empty one, a single token, and places in the ring of frames used again.
+/// Tokens of each layer: an empty layer, a single token, and reused places in the ring of frames.
 const NUM_TOKENS: [u32; 6] = [MAX_TOKENS, 5, 0, MAX_TOKENS, 1, MAX_TOKENS];
 /// Layers behind the reset.
 const NUM_AFTER_RESET: usize = 2;

@@ -1,5 +1,5 @@
-//! The stage `immediate`: puts with immediate data, taken by the host and by the device functions in turn,
-//! and what becomes of one that finds no receive.
+//! The stage `immediate`: puts with immediate data, taken by the host and by the device functions in turn, and the
+//! failure of a put that finds no receive.
 
 use std::time::Duration;
 
@@ -21,13 +21,13 @@ impl Session {
         }
         let beyond = self.put_beyond_receives()?;
         self.rejoin()?;
-        // Of use again, both ways.
+        // Usable again in both directions.
         self.put_round(NUM_ROUNDS).context("after the reset")?;
         let num = (NUM_ROUNDS + 1) * NUM_RECEIVES * num_queues as u32;
         Ok(format!("{num} puts with immediate data, {NUM_RECEIVES} receives per queue; {beyond}"))
     }
 
-    /// As many puts on each queue as it has receives, in both directions. Whoever takes the immediate data
+    /// As many puts on each queue as it has receives, in both directions. A reader that takes the immediate data
     /// finds the bytes.
     fn put_round(&mut self, round: u32) -> Result<()> {
         let num_queues = self.own.num_queues as usize;
@@ -75,14 +75,14 @@ impl Session {
                 num_bytes: length(number) as u32,
             };
             ensure!(taken == expected, "{taken:?} came, the peer sent {expected:?}");
-            // At once: immediate data that overtakes its bytes shows here.
+            // Check immediately: immediate data that overtakes its bytes shows here.
             let theirs = pattern(self.theirs.seed, salt(queue_idx, round), MOST_BYTES);
             let what =
                 format!("queue {queue_idx}, put {number}: behind its immediate data, the bytes");
             let (begin, bytes) = (place(number), length(number));
             expect(peer.slot(), area(queue_idx) + begin, &theirs[begin..begin + bytes], &what)?;
         }
-        // First: receives of a queue pair that a request has failed come back, and the request is the cause.
+        // First: after a failed request, the receives of its queue pair return flushed; the request is the cause.
         for queue_idx in 0..num_queues {
             poster.quiet(queue_idx)?;
         }
@@ -90,8 +90,8 @@ impl Session {
         self.meet()
     }
 
-    /// One put more than there are receives, which nobody takes meanwhile: on the first queue by the
-    /// connector, on the last one by the listener, if that is another.
+    /// One put more than there are receives, and none is taken meanwhile. The connector uses the first queue. The
+    /// listener uses the last one, if that is another.
     fn put_beyond_receives(&mut self) -> Result<String> {
         let num_queues = self.own.num_queues as usize;
         let is_ours = self.own.is_connector || num_queues > 1;
@@ -118,7 +118,7 @@ impl Session {
         }
         self.meet()?;
         if is_theirs {
-            // Those that had a receive have arrived.
+            // Puts that found a receive have arrived.
             let queue = &self.peer()?.queues()[their_queue];
             for number in 0..NUM_RECEIVES {
                 let taken = queue.receive(self.timeout)?;
@@ -143,22 +143,22 @@ fn is_time_out(error: &Error) -> bool {
     }
 }
 
-/// Of the bytes of a round.
+/// Seed of the bytes of a round.
 fn salt(queue_idx: usize, round: u32) -> u64 {
     5000 + queue_idx as u64 * 100 + u64::from(round)
 }
 
-/// Where the `number`th put of a round lies in its queue's area: each has bytes that no other one brings.
+/// Offset of the `number`th put of a round in its queue's area. Each put has bytes of its own.
 const fn place(number: u32) -> usize {
     number as usize * (MOST_BYTES / NUM_RECEIVES as usize)
 }
 
-/// Of the `number`th put of a round.
+/// Length of the `number`th put of a round.
 const fn length(number: u32) -> usize {
     LENGTHS[number as usize % LENGTHS.len()]
 }
 
-/// What comes with it.
+/// Its immediate data.
 fn value(seed: u64, queue_idx: usize, round: u32, number: u32) -> u32 {
     (seed as u32) ^ ((queue_idx as u32) << 24 | round << 16 | number)
 }
@@ -166,7 +166,7 @@ fn value(seed: u64, queue_idx: usize, round: u32, number: u32) -> u32 {
 /// Every other one is taken by the device functions. The ring of completions has 16 or 32 entries.
 const NUM_ROUNDS: u32 = 8;
 const LENGTHS: [usize; 4] = [8, 0, 256, 64];
-/// Of all puts of a queue in a round.
+/// Bytes of all puts of a queue in a round.
 const MOST_BYTES: usize = 4096;
 /// Syndrome of a request that found no receive.
 const NO_RECEIVE: u8 = 0x16;

@@ -1,0 +1,29 @@
+//! Tests of the proxy: lanes, threads, relays, networks, and the programs that measure them.
+#![cfg(not(loom))]
+
+#[path = "../../../../tests/support/src/bounded.rs"]
+mod bounded;
+mod common;
+mod hostile;
+mod lanes;
+#[path = "../../../../kernels/tests/against_rust/library.rs"]
+#[allow(dead_code, reason = "the kernels' own tests use the rest")]
+mod library;
+mod link_calls;
+mod network;
+#[path = "../../../../tests/conformance/parties.rs"]
+mod parties;
+mod processes;
+mod produce;
+mod relay;
+#[path = "../../../../tests/support/src/skip.rs"]
+mod skip;
+#[path = "../../../../tests/conformance/suite.rs"]
+mod suite;
+mod threads;
+
+/// Process started by `parties::in_processes`, which finds it by this name at the root of the binary.
+#[test]
+fn child_process() {
+    network::child_process();
+}
