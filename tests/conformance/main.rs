@@ -1,5 +1,5 @@
-//! One suite, every transport: threads over local memory, threads over staged memory with and without
-//! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
+//! One suite for every transport. Two threads run it over local memory, and over staged memory with and without
+//! disorder. Two processes run it over shared memory, over shared memory by put only, and over networks.
 #![cfg(not(loom))]
 
 mod parties;

@@ -1,4 +1,4 @@
-//! Who performs the suite's scripts: two threads, or this process and a child that is the same binary.
+//! The parties of the suite's scripts: two threads, or this process and a child of the same binary.
 #![allow(dead_code, reason = "not every transport's tests need everything")]
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -66,7 +66,7 @@ pub fn pair(
     (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
 }
 
-/// How a test's processes reach each other, and what else its children are told: see [`var`].
+/// The path between a test's processes, and settings of its children, see [`var`].
 #[derive(Clone)]
 pub struct Way {
     pub kind: TransportKind,

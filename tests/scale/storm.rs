@@ -4,7 +4,7 @@ use crate::support::{transports, wanted_peers};
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::ListenerConfig;
 
-/// They wait for each other and do not push out each other: no connect fails.
+/// Peers wait for each other: no connect fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_storm_is_served_in_turn() {
     let Some(transports) = transports() else { return };

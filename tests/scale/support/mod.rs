@@ -69,8 +69,8 @@ pub fn num_shared_slots() -> usize {
     maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count()
 }
 
-/// Memory of this process in bytes. A page that it maps twice counts once. What the allocator keeps for later
-/// is given back before: how much it is depends on which threads have run beside each other.
+/// Memory of this process in bytes. A page that it maps twice counts once. The allocator
+/// first returns its free memory, whose amount depends on which threads ran side by side.
 pub fn resident_bytes() -> u64 {
     // SAFETY: gives free memory of the heap back to the system.
     unsafe { libc::malloc_trim(0) };
