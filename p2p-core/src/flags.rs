@@ -1,7 +1,7 @@
 //! The steps at a flag, each with the ordering that the contract needs.
 //!
 //! All of the crate's synchronisation with peers goes through these five functions, so that the model
-//! checker runs the code that ships. What each step pairs with is in `docs/memory-model.md`; the names
+//! checker runs the code that ships. What each step pairs with is in `docs/explanation/memory-model.md`; the names
 //! of the SYNC POINTs there are used here.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};

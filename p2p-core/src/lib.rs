@@ -25,7 +25,7 @@
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
 //! | [`host`] | whether two processes can share memory |
 //!
-//! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
+//! The memory model, with every SYNC POINT, is in `docs/explanation/memory-model.md`.
 
 pub mod backend;
 #[cfg(not(loom))]

@@ -33,6 +33,7 @@ impl Pulse {
         self.num_rounds.store(num_rounds + 1, Ordering::Relaxed);
     }
 
+    /// Rounds so far.
     pub fn num_rounds(&self) -> u64 {
         self.num_rounds.load(Ordering::Relaxed)
     }
@@ -42,6 +43,7 @@ impl Pulse {
         self.patience / NUM_LOOKS
     }
 
+    /// Starts an observation.
     pub fn watch(&self) -> Watch {
         Watch { num_rounds: self.num_rounds(), num_looks: 0 }
     }

@@ -22,7 +22,7 @@
 //! | [`error`] | errors of a frame, and the codes sent in error frames |
 //! | [`hello`] | the messages that both sides exchange while they connect |
 //!
-//! The format is described in `docs/wire-format.md`.
+//! The format is described in `docs/reference/wire-format.md`.
 //!
 //! NaN and infinity in activations are data, not errors. They are sent unchanged and stay within their
 //! token's row. FP8 has no infinity, so in FP8 infinity arrives as NaN. Weights and scales must be

@@ -19,7 +19,7 @@
 //! The folder `gpu/` has the same NIC in C++, as a kernel and as a thread that drives copy engines;
 //! `tests/it/gpu_nic` compares it with this one.
 //!
-//! `docs/ibgda.md` lists the properties that the model can and cannot show.
+//! `docs/explanation/ibgda.md` lists the properties that the model can and cannot show.
 
 mod cq;
 mod executor;

@@ -5,8 +5,8 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use cuda_ipc::GpuMemory;
-use kernels::slots::DeviceSide;
 use kernels::gpu::Gpu;
+use kernels::slots::DeviceSide;
 use p2p_core::SlotConfig;
 use proxy::DeviceTransports;
 

@@ -5,8 +5,8 @@ use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use kernels::abi::{
-    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ADD, FLAG_ANY_PATH, FLAG_PDL,
-    FrameGeometry,
+    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ADD, FLAG_ANY_PATH,
+    FLAG_PDL, FrameGeometry,
 };
 use kernels::gpu::{Gpu, PreparedKernel, Stream};
 use proxy::DeviceTransports;

@@ -17,11 +17,11 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::control::{Command, Directive};
-use p2p_core::device::DeviceSlots;
 use super::link::{LaneEvents, Link, LinkEnd, LinkReturn, LinkState};
 use super::placement::Server;
 use super::shared::Shared;
 use crate::metrics::FailReason;
+use p2p_core::device::DeviceSlots;
 
 /// A lane as the control side knows it.
 #[derive(Debug, Clone)]

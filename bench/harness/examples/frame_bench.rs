@@ -10,12 +10,12 @@ use std::ptr::NonNull;
 use std::time::Instant;
 
 use p2p_core::{ReadView, WriteView};
-use switchyard_bench_harness::clock::us;
-use switchyard_bench_harness::stats::median;
-use switchyard_protocol::{
+use protocol::{
     DispatchExpect, DispatchMeta, DispatchScratch, Entry, FrameGeometry, FrameId, TokenRef,
     WireDtype, decode_dispatch, encode_dispatch,
 };
+use switchyard_bench_harness::clock::us;
+use switchyard_bench_harness::stats::median;
 
 const HIDDEN: usize = 7168;
 const NUM_TOKENS: usize = 64;

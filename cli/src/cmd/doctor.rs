@@ -389,7 +389,7 @@ fn ibgda_groups(report: ibgda::Report) -> Vec<Group> {
             "run on a ConnectX",
             Verdict::Absent,
             "not yet: tested against software only",
-            "ibgda-bring-up tests a pair of hosts as docs/ibgda.md describes",
+            "ibgda-bring-up tests a pair of hosts as docs/how-to/ibgda-bring-up.md describes",
         ));
         of_device
     }));

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use cuda_ipc::GpuMemory;
 use kernels::abi::{DevicePtr, FrameGeometry, Link, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
-use cuda_ipc::GpuMemory;
 use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
 use p2p_core::device::DeviceMemory;
 use p2p_core::slot::PROGRESS;

@@ -1,7 +1,7 @@
 /* Layout of frames and of a slot's control tail, for C11, C++17 and CUDA.
  *
  * protocol/src/abi.rs says the same in Rust; a test there compiles this header and compares every
- * size and offset. The meaning of the fields is in docs/wire-format.md. All numbers are
+ * size and offset. The meaning of the fields is in docs/reference/wire-format.md. All numbers are
  * little-endian. Change nothing here without raising SY_FRAME_VERSION.
  */
 #ifndef SWITCHYARD_ABI_H

@@ -1,6 +1,6 @@
 //! Frames on the connection between two engines, after the handshake.
 //!
-//! Little-endian. Every frame is a header of 16 bytes and a body; specified in `docs/wire-format.md`,
+//! Little-endian. Every frame is a header of 16 bytes and a body; specified in `docs/reference/wire-format.md`,
 //! "Message engine".
 
 use thiserror::Error;

@@ -2,7 +2,7 @@
 //!
 //! Little-endian, fixed fields first, then the variable ones, whose lengths are limited. Every length
 //! is checked before it is used, and bytes left over are an error. The layout is specified in
-//! `docs/wire-format.md`, "Bootstrap handshake".
+//! `docs/reference/wire-format.md`, "Bootstrap handshake".
 
 use thiserror::Error;
 
@@ -335,7 +335,8 @@ pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
     Ok(Reject { code, message })
 }
 
-/// A peer's text without what would steer a terminal or break a line of a log.
+/// A peer's text without control characters, which would steer a terminal or break a line of a log.
+#[must_use]
 pub fn printable(bytes: &[u8]) -> String {
     let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     String::from_utf8_lossy(bytes).chars().map(shown).collect()
@@ -382,6 +383,8 @@ fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
     out.extend(offer.flavour.as_bytes());
 }
 
+/// Number of a transport kind on the wire.
+#[must_use]
 pub const fn transport_code(kind: TransportKind) -> u8 {
     match kind {
         TransportKind::Local => 0,
@@ -399,6 +402,8 @@ pub const fn transport_code(kind: TransportKind) -> u8 {
     }
 }
 
+/// Transport kind of a number on the wire; `None` for an unknown one.
+#[must_use]
 pub const fn transport_of(code: u8) -> Option<TransportKind> {
     match code {
         0 => Some(TransportKind::Local),

@@ -1,10 +1,10 @@
-//! The receiving end of one pair: what arrived in which order, without any library.
+//! The receiving end of one pair: the order of arrivals, without any library.
 //!
-//! A write and a message behind it may arrive in any order, so a message says how many writes went before.
-//! It waits here until that many have landed. Where writes keep no order among each other either, each says
-//! which message is the first behind it: one that was issued later must not stand in for one that is late.
-//! Nor is there an order between messages and mails, which share one sequence: a message that came before a
-//! mail waits for it here, and a mail that came before a message waits in its cell.
+//! A write and a message behind it may arrive in any order, so a message counts the writes before it. It waits here
+//! until that many have landed. On networks that do not order writes among each other, each write names the first
+//! message behind it, so that a later write is not counted in place of a late one. Messages and mails share one
+//! sequence, and nothing orders them either: a message that arrives before a mail waits for it here, and a mail that
+//! arrives before a message waits in its cell.
 
 use std::collections::VecDeque;
 
@@ -36,6 +36,7 @@ pub struct Inbound {
 /// The peer, or the network between, broke the order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum OrderError {
     #[error("message {found} came, expected {expected}: messages were lost")]
     Sequence { found: u32, expected: u32 },
@@ -46,13 +47,13 @@ pub enum OrderError {
 }
 
 impl Inbound {
-    /// From a peer that may have `max_missing` mails under way.
+    /// Arrivals from a peer that may have `max_missing` mails under way.
     pub fn new(max_missing: u32) -> Self {
         Self { max_missing, ..Self::default() }
     }
 
-    /// From a peer that has at most `window` messages and writes under way that are not
-    /// [done](Self::num_done), and whose writes say where they belong.
+    /// Arrivals from a peer whose writes name the message behind them. It has at most `window` messages and writes
+    /// under way that are not [done](Self::num_done).
     pub fn with_window(window: u32) -> Self {
         let window = window as usize;
         let later = vec![0; (window + 1).next_power_of_two()].into();
@@ -64,13 +65,16 @@ impl Inbound {
         self.next_seq
     }
 
-    /// Whether something that came waits for something before it that has not come.
+    /// Tells whether an arrival waits for an earlier one that is missing.
     pub fn has_gap(&self) -> bool {
         !self.early.is_empty()
     }
 
-    /// Whether `message` may be put in place now; it is kept for later otherwise. Ask
+    /// Returns true if `message` may be applied now. It is kept for later otherwise. Call
     /// [`next_ready`](Self::next_ready) afterwards.
+    ///
+    /// # Errors
+    /// [`OrderError`]; the peer must be treated as lost.
     #[inline]
     pub fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
         if header.then.is_unnumbered() {
@@ -101,14 +105,17 @@ impl Inbound {
         Ok(false)
     }
 
-    /// A write landed.
+    /// Counts a write that landed.
     #[inline]
     pub const fn count_write(&mut self) {
         self.num_writes += 1;
         self.num_done = self.num_done.wrapping_add(1);
     }
 
-    /// A write landed that was issued before message `seq` and behind the one before that.
+    /// Counts a write that was issued before message `seq` and after the message before that.
+    ///
+    /// # Errors
+    /// [`OrderError::Write`] for a message outside of the window.
     pub fn count_write_before(&mut self, seq: u32) -> Result<(), OrderError> {
         let first = self.front();
         let (ahead, len) = (seq.wrapping_sub(first) as usize, self.later.len());
@@ -124,12 +131,12 @@ impl Inbound {
         Ok(())
     }
 
-    /// Writes that have landed, but for those that only later messages need.
+    /// Writes that have landed, without those that only later messages need.
     pub const fn num_writes(&self) -> u64 {
         self.num_writes
     }
 
-    /// Messages that came out and writes that were counted so far, modulo 2³².
+    /// Messages that were applied and writes that were counted so far, modulo 2³².
     pub const fn num_done(&self) -> u32 {
         self.num_done
     }
@@ -150,7 +157,7 @@ impl Inbound {
         }
     }
 
-    /// The next message that was kept, once all before it has come and its writes have landed.
+    /// The next kept message, once all earlier arrivals are here and its writes have landed.
     pub fn next_ready(&mut self) -> Option<(Header, Box<[u8]>)> {
         while let Some(early) = self.early.pop_front_if(|(header, _)| header.seq == self.next_seq) {
             self.next_seq = self.next_seq.wrapping_add(1);

@@ -7,11 +7,10 @@
 //! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
 //! ```
 //!
-//! All numbers are little-endian. `slot` and `token` are what the receiving side said in the handshake:
-//! the token is a secret of the pair. `writes` is how many counted writes were issued before. `credit`
-//! is the sum of all additions that were allowed to wait, to the one flag that they were made to; it may
-//! come several times, or late, or not at all when a later one does. `mails` is how many mails of the
-//! receiving side the sender has read, modulo 2³².
+//! All numbers are little-endian. The receiving side gave `slot` and `token` in the handshake; the token is a secret
+//! of the pair. `writes` counts the writes that were issued before. `credit` is the sum of all additions to one flag
+//! that were allowed to wait. It may come several times, or late, or not at all if a later one comes. `mails` counts
+//! the mails of the receiving side that the sender has read, modulo 2³².
 
 use thiserror::Error;
 
@@ -49,7 +48,7 @@ pub enum Then {
 }
 
 impl Then {
-    /// Whether the driver sends this by itself, outside of the numbered order.
+    /// Tells whether the driver sends this by itself, outside of the numbered order.
     pub const fn is_unnumbered(self) -> bool {
         matches!(self, Self::Answered { .. } | Self::Credit | Self::Farewell)
     }
@@ -58,26 +57,37 @@ impl Then {
 /// The fixed part of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
+    /// Number of the receiving side's slot.
     pub slot: u32,
+    /// Sequence number of the message.
     pub seq: u32,
+    /// Secret of the pair.
     pub token: u64,
+    /// Counted writes that were issued before the message.
     pub writes: u64,
+    /// The action after the parts.
     pub then: Then,
+    /// Additions that were allowed to wait.
     pub credit: Credit,
+    /// Parts behind the header.
     pub num_parts: u16,
+    /// Mails that the sender has read, modulo 2³².
     pub mails: u32,
 }
 
-/// Additions to one flag, all together. None where `total` is 0.
+/// The sum of additions to one flag. A `total` of 0 means none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Credit {
+    /// Offset of the flag in bytes.
     pub offset: u32,
+    /// Sum since the connection was made.
     pub total: u64,
 }
 
-/// A message makes no sense.
+/// A message that cannot be valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum MessageError {
     #[error("a message of {found} bytes, expected at least {HEADER_BYTES}")]
     Short { found: usize },

@@ -79,6 +79,7 @@ impl Tenancy {
         PeerId(idx as u32 | self.generation << PLACE_BITS)
     }
 
+    /// Frees the place.
     pub fn close(&mut self) {
         self.is_open = false;
         self.generation = (self.generation + 1) & (u32::MAX >> PLACE_BITS);

@@ -24,7 +24,7 @@ impl<T> Default for RegionTable<T> {
 }
 
 impl<T> RegionTable<T> {
-    /// `None`: as many as ids can tell apart are there, and the item is dropped.
+    /// Adds an item. `None` when the table is full; the item is dropped then.
     pub fn insert(&mut self, item: T) -> Option<RegionId> {
         let idx = match self.free.pop() {
             Some(idx) => idx,
@@ -40,17 +40,20 @@ impl<T> RegionTable<T> {
         Some(RegionId(idx | place.generation << INDEX_BITS))
     }
 
+    /// The item of a registration, if it exists.
     pub fn get(&self, id: RegionId) -> Option<&T> {
         let place = self.places.get((id.0 & INDEX_MASK) as usize)?;
         place.item.as_ref().filter(|_| place.generation == id.0 >> INDEX_BITS)
     }
 
+    /// The item of a registration, if it exists.
     pub fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
         let place = self.places.get_mut((id.0 & INDEX_MASK) as usize)?;
         let is_meant = place.generation == id.0 >> INDEX_BITS;
         place.item.as_mut().filter(|_| is_meant)
     }
 
+    /// Removes a registration.
     pub fn remove(&mut self, id: RegionId) -> Option<T> {
         self.get(id)?;
         let idx = id.0 & INDEX_MASK;

@@ -2,7 +2,7 @@
 //!
 //! **Not yet run on a ConnectX.** Nothing is linked: the vendor's libraries are opened at run time, and a
 //! host without them gets a line in the report. The steps from here to a queue that a kernel posts on are
-//! in `docs/ibgda.md`.
+//! in `docs/explanation/ibgda.md`.
 //!
 //! | module | content |
 //! |---|---|

@@ -112,7 +112,7 @@ impl fmt::Display for Report {
             }
         }
         let verdict = if self.is_ready() {
-            "ready for GPU-initiated RDMA (not yet run on a ConnectX: see docs/ibgda.md)"
+            "ready for GPU-initiated RDMA (not yet run on a ConnectX: see docs/explanation/ibgda.md)"
         } else {
             "not ready for GPU-initiated RDMA; the proxy and the other transports need none of this"
         };

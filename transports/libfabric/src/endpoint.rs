@@ -18,7 +18,7 @@ use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
 /// Small puts wait for the flag behind them and travel with it in one message; large ones are writes,
-/// which the message counts. See `docs/memory-model.md`.
+/// which the message counts. See `docs/explanation/memory-model.md`.
 #[derive(Debug)]
 pub struct LibfabricEndpoint {
     lease: Lease,

@@ -11,7 +11,7 @@
 //! | safe | `device` (the driver, shared by all pairs), `keeper` (a thread that alone calls the library, where it may not come back), `table` (its pairs), `link` (one pair), `outbox` (what waits there), `endpoint` |
 //!
 //! How the ordering contract is kept without any promise of the provider about writes and messages is
-//! described in `docs/memory-model.md`.
+//! described in `docs/explanation/memory-model.md`.
 //!
 //! Queues have a descriptor to sleep on, to whose epoll set every packet reports. With [`WAIT_VARIABLE`] set
 //! to `poll` they have none: round trips over `tcp;ofi_rxm` get shorter, and whoever waits looks for what

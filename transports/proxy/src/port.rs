@@ -428,10 +428,6 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
                 }
                 Err(QuietError::Deadline { .. }) => Ok(()),
                 Err(QuietError::Post(error)) => Err(Cause::Transport(error)),
-                Err(error) => {
-                    let (code, detail) = (0, error.to_string());
-                    Err(Cause::Transport(PostError::Transport { op: "quiet", code, detail }))
-                }
             }
         } else if self.settled < self.issued {
             match self.endpoint.is_settled() {

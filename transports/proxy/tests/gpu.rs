@@ -7,6 +7,8 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
+use bench_harness::proxy::{BenchEndpoint, relay};
 use kernels::abi::{ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::link_calls::LinkCallsParams;
@@ -17,8 +19,6 @@ use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
-use bench_harness::proxy::{BenchEndpoint, relay};
 use switchyard_proxy::gpu::{GpuPoster, lanes, mirror};
 use switchyard_proxy::host::PosterConfig;
 use switchyard_proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};

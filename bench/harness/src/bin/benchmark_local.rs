@@ -189,7 +189,7 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> 
     let mut peers = Vec::new();
     for idx in 0..bench.num_threads() {
         let mirror = p2p_core::Region::anonymous(run.slot_bytes() as usize)?;
-        peers.push(bench.peer(&run, idx, switchyard_proxy::Lanes::anonymous(lanes)?, mirror)?);
+        peers.push(bench.peer(&run, idx, proxy::Lanes::anonymous(lanes)?, mirror)?);
     }
     std::thread::sleep(Duration::from_millis(1500));
     let (before, num) = thread_time("sy-proxy-");

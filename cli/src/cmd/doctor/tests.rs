@@ -38,12 +38,12 @@ fn every_mlx5_device_has_a_group_of_its_own_as_text() {
 │  ├─ ! DevX               no right
 │  │                        → CAP_NET_RAW
 │  └─ · run on a ConnectX  not yet: tested against software only
-│                           → ibgda-bring-up tests a pair of hosts as docs/ibgda.md describes
+│                           → ibgda-bring-up tests a pair of hosts as docs/how-to/ibgda-bring-up.md describes
 └─ gpu-initiated rdma: mlx5_1
    ├─ · atomics            none
    │                        → enable
    └─ · run on a ConnectX  not yet: tested against software only
-                            → ibgda-bring-up tests a pair of hosts as docs/ibgda.md describes
+                            → ibgda-bring-up tests a pair of hosts as docs/how-to/ibgda-bring-up.md describes
 ";
     let (_, text) = text.split_once('\n').expect("a first line");
     assert_eq!(text, expected);

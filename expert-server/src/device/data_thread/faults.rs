@@ -42,7 +42,7 @@ impl DataThread {
             let is_aborted = self.aborts.is_aborted(idx);
             let Some(client) = self.clients.get_mut(idx) else { continue };
             let mut num_late = 0;
-            for word in client.new_statuses(&state.told[idx]) {
+            for word in client.new_statuses(&state.refusals[idx]) {
                 let code = ErrorCode::from_u32(word as u32 & 0xffff);
                 num_refused = num_refused.saturating_sub(1);
                 self.metrics.count_bad_frame(code);

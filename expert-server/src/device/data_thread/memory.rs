@@ -76,7 +76,8 @@ impl Memory {
     pub(super) fn reset_client(&self, control: &Stream, idx: usize) -> Result<(), GpuError> {
         let status_bytes = size_of::<[u64; MAX_FRAMES as usize]>() as u64;
         let taken_offset = std::mem::offset_of!(ServerState, taken) + idx * 8;
-        let status_offset = std::mem::offset_of!(ServerState, refusals) + idx * status_bytes as usize;
+        let status_offset =
+            std::mem::offset_of!(ServerState, refusals) + idx * status_bytes as usize;
         for (offset, bytes) in [(taken_offset, 8), (status_offset, status_bytes)] {
             let words = self.state.at(offset as u64, bytes)?;
             // SAFETY: within the state, which no kernel uses between batches.

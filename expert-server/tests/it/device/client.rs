@@ -10,7 +10,7 @@ use kernels::abi::{
     DispatchParams, ErrorWord, FrameGeometry, Handle, Link, PATH_DIRECT, Placement, ServerPeer,
     WORD_STATUS_OFFSET, WORD_STRIDE,
 };
-use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
+use kernels::gpu::{Gpu, GpuBuffer, PreparedKernel, Stream};
 use kernels::slots::{DevicePair, DeviceSide};
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, Liveness, PeerHello, connect};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig};

@@ -12,7 +12,7 @@ use crate::device::client::Outcome;
 use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
-// Codes of error frames, from docs/wire-format.md.
+// Codes of error frames, from docs/reference/wire-format.md.
 const WRONG_LAYER: u64 = 3;
 const NOT_MY_EXPERT: u64 = 4;
 const STALE_CHANNEL: u64 = 6;

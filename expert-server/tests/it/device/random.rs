@@ -24,7 +24,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const NUM_GUESTS: u64 = 3;
 const MAX_STEPS: usize = 60;
 const MAX_TIME: Duration = Duration::from_secs(2);
-// Codes of error frames, from docs/wire-format.md.
+// Codes of error frames, from docs/reference/wire-format.md.
 const BAD_FRAME: u64 = 1;
 const WRONG_LAYER: u64 = 3;
 const NOT_MY_EXPERT: u64 = 4;

@@ -276,7 +276,7 @@ SY_DEVICE Status quiet_gets(const sy_mlx5_qp& qp, const LocalBuffer& local,
 }
 
 // The same on a queue that the caller's warp, or thread, has to itself (owned_queue.h): all lanes make each
-// call. A post takes a quarter to a third less than on a shared queue (docs/ibgda.md).
+// call. A post takes a quarter to a third less than on a shared queue (docs/explanation/ibgda.md).
 template <Scope kScope, class Group>
 SY_DEVICE Status put_nbi(OwnedQueue<kScope, Group>& queue, const LocalBuffer& local,
                          const RemoteBuffer& remote, uint64_t num_bytes) {

@@ -7,7 +7,7 @@
 // kernels, which fill the window themselves.
 //
 // Order: the peer sees a signal or an add only after everything that the same block stored and
-// named before it (SYNC POINT publish/accept, see docs/memory-model.md). Paths with several lanes
+// named before it (SYNC POINT publish/accept, see docs/explanation/memory-model.md). Paths with several lanes
 // keep that order by using a block's index as its lane.
 //
 // `kPaths` lists the paths that a kernel is compiled for. With kDirectOnly nothing but the stores is

@@ -249,7 +249,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     // NOTES: threads read scales that other threads copied without a fence. Both are accesses of
     // the generic proxy, and the copies are over when `full` is: their arrival at it is triggered
     // by their completion, and each reader waits for the phase itself, with acquire.
-    // docs/experts-gpu.md describes racecheck's report of it.
+    // docs/explanation/gpu-experts.md describes racecheck's report of it.
     __device__ __forceinline__ void wait_full() const {
         wait_full_phase(ring.full(), ring.phase);
         if (kDirect)

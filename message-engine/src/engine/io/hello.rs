@@ -1,4 +1,4 @@
-//! Messages of the handshake between engines, as bytes. Specified in `docs/wire-format.md`, "Message
+//! Messages of the handshake between engines, as bytes. Specified in `docs/reference/wire-format.md`, "Message
 //! engine".
 
 use crate::engine::codec::{Malformed, Reader, put_counted};

@@ -1,4 +1,4 @@
-//! Bytes on a data connection. Little-endian; specified in `docs/wire-format.md`, "TCP fabric".
+//! Bytes on a data connection. Little-endian; specified in `docs/reference/wire-format.md`, "TCP fabric".
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 

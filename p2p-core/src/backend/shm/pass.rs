@@ -19,11 +19,14 @@ use super::ShmError;
 /// Bytes that tie a message to a handshake.
 pub type Nonce = [u8; 16];
 
-/// What one message carries: whose handshake it belongs to, the memory, the wake-up.
+/// The content of one message.
 #[derive(Debug)]
 pub struct Passed {
+    /// Names the handshake.
     pub nonce: Nonce,
+    /// Memory of the slot.
     pub memory: OwnedFd,
+    /// Event descriptor that wakes the sender.
     pub wake: OwnedFd,
 }
 

@@ -11,7 +11,7 @@ use kernels::gpu::DeviceName;
 
 use crate::stage::{Stage, parse_range};
 
-/// Takes a pair of mlx5 NICs through the bring-up guide of docs/ibgda.md, stage by stage.
+/// Takes a pair of mlx5 NICs through the bring-up guide of docs/how-to/ibgda-bring-up.md, stage by stage.
 ///
 /// One side listens, the other connects; both need the same options. Requests are posted by the device
 /// functions of the kernels, compiled for the processor; in the last stage, `fused`, by a GPU. Not yet run

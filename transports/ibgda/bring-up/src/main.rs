@@ -1,4 +1,4 @@
-//! `ibgda-bring-up`: takes a pair of mlx5 NICs through the bring-up guide of `docs/ibgda.md`.
+//! `ibgda-bring-up`: takes a pair of mlx5 NICs through the bring-up guide of `docs/how-to/ibgda-bring-up.md`.
 //!
 //! **Not yet run on a ConnectX.** Two processes, one per host, exchange the parameters of their queues over a TCP
 //! connection and go through the stages together. Both sides name the stage that fails, with the next steps for

@@ -17,7 +17,7 @@ pub(crate) struct Failure {
     pub(crate) error: anyhow::Error,
 }
 
-/// Exit statuses, as `--help` and docs/ibgda.md list them. 2, wrong usage, is clap's.
+/// Exit statuses, as `--help` and docs/how-to/ibgda-bring-up.md list them. 2, wrong usage, is clap's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exit {
     Passed = 0,
@@ -73,7 +73,7 @@ impl Reporter {
     }
 
     fn stage(self, stage: Stage, state: &'static str, detail: &str, next: Option<&'static str>) {
-        let guide = format!("docs/ibgda.md, bring-up, step {}", stage.step());
+        let guide = format!("docs/how-to/ibgda-bring-up.md, step {}", stage.step());
         if self.is_json {
             self.json(&StageLine { stage: stage.name(), state, detail, next, guide });
             return;

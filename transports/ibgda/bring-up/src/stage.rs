@@ -79,7 +79,7 @@ impl Stage {
         Self::ALL.into_iter().find(|stage| *stage as u8 == code)
     }
 
-    /// Step of the guide in docs/ibgda.md.
+    /// Step of the guide in docs/how-to/ibgda-bring-up.md.
     pub(crate) const fn step(self) -> u8 {
         match self {
             Self::Probe => 1,
@@ -125,7 +125,7 @@ impl Stage {
                 "syndrome 0x12 or 0x02: atomics are off (`ibv_devinfo -v`: atomic_cap), or the word is not aligned"
             }
             Self::Masked => {
-                "syndrome 0x02 or 0x12: extended atomics are off; a wrong sum: operands of masked adds in another order than in docs/ibgda.md"
+                "syndrome 0x02 or 0x12: extended atomics are off; a wrong sum: operands of masked adds in another order than in docs/reference/mlx5.md"
             }
             Self::Wrap => {
                 "a completion of a request that was never posted, or a time-out near a multiple of 65,536: `wqe_counter` follows the place, not the index"

@@ -1,5 +1,5 @@
 //! Description of a side beside its host slot: three descriptions behind one another. Specified in
-//! `docs/wire-format.md`, "Ibgda".
+//! `docs/reference/wire-format.md`, "Ibgda".
 //!
 //! ```text
 //!   version 1 | 0 | bytes of the network's, the peer's and the host queue's, u16 each | those bytes

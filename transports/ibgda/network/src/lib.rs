@@ -1,5 +1,5 @@
 //! Slots of GPUs over RDMA that kernels post by themselves: a network of the handshake whose peers are
-//! [`ibgda::Peer`]s. **Not yet run on a ConnectX**: see `docs/ibgda.md`.
+//! [`ibgda::Peer`]s. **Not yet run on a ConnectX**: see `docs/explanation/ibgda.md`.
 //!
 //! ```text
 //!   kernels ── store ──▶ mirror ◀── read ── NIC ═══════ NIC ── write ──▶ slot ◀── read ── kernels

@@ -216,7 +216,7 @@ impl OpenSide for Side {
 }
 
 /// Properties that must be equal on both sides, as in `ethx8:verbs:roce2`: link layer, number of queues, and the
-/// network between the hosts. Specified in docs/wire-format.md.
+/// network between the hosts. Specified in docs/reference/wire-format.md.
 fn flavour(link: LinkLayer, num_queues: usize, hosts: &Offer) -> String {
     let link = match link {
         LinkLayer::InfiniBand => "ib",

@@ -20,7 +20,7 @@ pub(super) struct Description {
 }
 
 impl Description {
-    /// Specified in docs/wire-format.md. The slot at the address has `slot_bytes`.
+    /// Specified in docs/reference/wire-format.md. The slot at the address has `slot_bytes`.
     pub(super) fn encode(&self, link: LinkLayer, slot_bytes: u64) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(DESCRIPTION_BYTES + 4 * self.qpns.len());
         bytes.extend([VERSION, link_code(link), self.mtu]);

@@ -9,11 +9,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::{Behaviour, LIMIT, Recorder, SLOT, config, lanes, peer_config, wait_for};
+use bench_harness::proxy::remote;
 use p2p_core::Region;
 use proptest::prelude::*;
 use softnic::{NicConfig, SoftNetwork};
 use switchyard_proxy::abi::RawCommand;
-use bench_harness::proxy::remote;
 use switchyard_proxy::command::lap_of;
 use switchyard_proxy::{BadCommand, Cause, Command, Lanes, Opcode, Poster, Proxy, ProxyPeer};
 

@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 
 use crate::common::{Behaviour, Recorder, config};
 use crate::parties::{Way, in_processes, in_threads, pair, var};
+use bench_harness::proxy::BenchEndpoint;
+use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
-use bench_harness::proxy::BenchEndpoint;
-use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use switchyard_proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 
 /// Small, so that posting often finds no room.

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::{Behaviour, Recorder, config, software_gpu};
-use p2p_core::wait::Driver;
 use bench_harness::clock::gpu::Clocks;
 use bench_harness::proxy::gpu::{self, Order};
 use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
+use p2p_core::wait::Driver;
 use switchyard_proxy::gpu::GpuPoster;
 use switchyard_proxy::host::PosterConfig;
 use switchyard_proxy::{LaneConfig, Proxy};

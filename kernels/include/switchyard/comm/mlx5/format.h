@@ -1,7 +1,7 @@
 /* Work requests, completions and doorbells of mlx5 queues as the hardware reads and writes them,
  * for C11, C++17 and CUDA.
  * All fields wider than a byte are big-endian in memory; the builders of wqe.h swap them.
- * docs/ibgda.md names the sources, and a test compares every byte with the vendor's own header. */
+ * docs/reference/mlx5.md names the sources, and a test compares every byte with the vendor's own header. */
 #ifndef SWITCHYARD_COMM_MLX5_FORMAT_H
 #define SWITCHYARD_COMM_MLX5_FORMAT_H
 

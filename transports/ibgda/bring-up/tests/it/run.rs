@@ -131,7 +131,9 @@ impl Ended {
             assert!(detail.contains(part), "`{part}` is not in: {detail}");
         }
         assert!(failed[0]["next"].as_str().expect("advice").len() > 20);
-        assert!(failed[0]["guide"].as_str().expect("a place").contains("docs/ibgda.md"));
+        assert!(
+            failed[0]["guide"].as_str().expect("a place").contains("docs/how-to/ibgda-bring-up.md")
+        );
         let last = lines.last().expect("a result");
         assert_eq!((&last["stage"], &last["exit"]), (&Value::from(stage), &Value::from(code)));
     }
