@@ -1,12 +1,8 @@
-//! One suite, every transport: threads over local memory, threads over staged memory with and without
-//! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
+//! One suite for every transport. Two threads run it over local memory, and over staged memory with and without
+//! disorder. Two processes run it over shared memory, over shared memory by put only, and over networks.
 #![cfg(not(loom))]
 
-#[path = "../support/src/bounded.rs"]
-mod bounded;
 mod parties;
-#[path = "../support/src/skip.rs"]
-mod skip;
 mod suite;
 #[cfg(feature = "verbs")]
 mod verbs;
@@ -22,6 +18,9 @@ use p2p_core::{Channel, Connection, SlotConfig, TransportKind};
 use parties::{
     Way, child_command, fresh_seed, in_processes, in_threads, meet, runtime, serve, var,
 };
+use test_support::{bounded, skip};
+
+test_support::child_processes! { "peer" => child_process }
 
 #[test]
 fn local_threads() {
@@ -67,7 +66,7 @@ fn two_processes_over_libfabric_shm() {
 #[test]
 fn two_processes_over_another_provider() {
     let Ok(provider) = std::env::var("SWITCHYARD_TEST_PROVIDER") else {
-        return skip::skip("provider", "SWITCHYARD_TEST_PROVIDER names none");
+        return skip("provider", "SWITCHYARD_TEST_PROVIDER names none");
     };
     over_libfabric(&provider);
 }
@@ -79,11 +78,11 @@ fn over_libfabric(provider: &str) {
             let way = way.with("KIND", "libfabric").with("PROVIDER", provider);
             in_processes(&way, |connection| connection.transport.flavour == provider);
         }
-        Err(error) => skip::skip("libfabric", &error.to_string()),
+        Err(error) => skip("libfabric", &error.to_string()),
     }
 }
 
-/// What a child was told.
+/// The path of a child, from its environment.
 fn way_of_child() -> Way {
     match var("KIND").expect("a kind").as_str() {
         "shm" => Way::plain(TransportKind::Shm),
@@ -125,7 +124,7 @@ fn the_death_of_a_process_is_noticed_at_once() {
 fn another_user_is_refused_by_name() {
     let this_user = std::fs::metadata("/proc/self").unwrap().uid();
     if this_user != 0 {
-        skip::skip("root", "a process of another user is started by root only");
+        skip("root", "a process of another user is started by root only");
         return;
     }
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
@@ -137,17 +136,13 @@ fn another_user_is_refused_by_name() {
             let status = bounded::status_of(&mut child, "the refused process", bounded::LIMIT);
             assert!(status.success(), "see the child's message");
         }
-        Err(error) => skip::skip("root", &format!("another user cannot execute this: {error}")),
+        Err(error) => skip("root", &format!("another user cannot execute this: {error}")),
     }
     assert!(connections.try_recv().is_err());
 }
 
-/// The other half of the tests with two processes. Does nothing when run on its own.
-#[test]
+/// The other half of the tests with two processes.
 fn child_process() {
-    if !parties::is_child() {
-        return;
-    }
     let way = way_of_child();
     if var("REFUSED").is_some() {
         let error = meet(&runtime(), &way).unwrap_err().to_string();

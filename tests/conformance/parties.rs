@@ -1,4 +1,4 @@
-//! Who performs the suite's scripts: two threads, or this process and a child that is the same binary.
+//! The parties of the suite's scripts: two threads, or this process and a child of the same binary.
 #![allow(dead_code, reason = "not every transport's tests need everything")]
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -66,7 +66,7 @@ pub fn pair(
     (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
 }
 
-/// How a test's processes reach each other, and what else its children are told: see [`var`].
+/// The path between a test's processes, and settings of its children, see [`var`].
 #[derive(Clone)]
 pub struct Way {
     pub kind: TransportKind,
@@ -155,11 +155,10 @@ pub fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Socket
     (receiver, addr)
 }
 
-/// This binary as a child: its test `child_process`, which finds its settings by [`var`].
+/// This binary as a child, which finds its settings by [`var`].
 pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = test_support::child::command("peer");
     command
-        .args(["--exact", "child_process", "--nocapture"])
         .env("P2P_CHILD_ADDR", addr.to_string())
         .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
         .envs(way.vars.iter().map(|(name, value)| (format!("P2P_CHILD_{name}"), value)))
@@ -167,14 +166,9 @@ pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
     command
 }
 
-/// What a child is told under this name.
+/// A setting of a child, by its name.
 pub fn var(name: &str) -> Option<String> {
     std::env::var(format!("P2P_CHILD_{name}")).ok()
-}
-
-/// Whether this process is such a child. Tests called `child_process` do nothing when run on their own.
-pub fn is_child() -> bool {
-    var("ADDR").is_some()
 }
 
 /// Connects a child to the listener of its parent.

@@ -1,8 +1,8 @@
-//! What every transport must do, as scripts for two parties.
+//! The contract of every transport, as scripts for two parties.
 //!
 //! A script runs on both sides of one fresh channel, in two threads or in two processes. Both derive
-//! the same random sequence from the seed, so the receiving side knows what must arrive without being
-//! told by the transport under test.
+//! the same random sequence from the seed, so the receiving side knows the expected data without the
+//! transport under test.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -179,7 +179,7 @@ fn frames_under_load<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u
             }
         }
     }
-    // Nobody leaves while the other side may still have something to say.
+    // Neither side leaves while the other may still send.
     meet(&mut channel);
 }
 
@@ -301,7 +301,7 @@ fn wake_ups<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
             channel.release().unwrap();
         }
     }
-    // Nobody leaves while the other side may still have something to say.
+    // Neither side leaves while the other may still send.
     meet(&mut channel);
 }
 
@@ -327,7 +327,7 @@ fn large_counters<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64
             channel.release().unwrap();
         }
     }
-    // Nobody leaves while the other side may still have something to say.
+    // Neither side leaves while the other may still send.
     meet(&mut channel);
 }
 
@@ -349,7 +349,7 @@ fn empty_frames<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) 
             channel.release().unwrap();
         }
     }
-    // Nobody leaves while the other side may still have something to say.
+    // Neither side leaves while the other may still send.
     meet(&mut channel);
 }
 

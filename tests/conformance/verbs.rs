@@ -6,7 +6,7 @@ use p2p_core::network::Network;
 use verbs_transport::{PortChoice, VerbsConfig, VerbsNetwork, device_names};
 
 use crate::parties::{Way, in_processes};
-use crate::{bounded, skip};
+use test_support::{bounded, skip};
 
 /// Ports to use, as [`VerbsConfig::on`] takes them: several stripe.
 const PORTS: &str = "SWITCHYARD_TEST_PORTS";
@@ -62,7 +62,7 @@ pub fn network() -> Arc<dyn Network> {
 fn is_possible() -> bool {
     if device_names().is_empty() {
         let error = VerbsNetwork::open(VerbsConfig::default()).unwrap_err();
-        skip::skip("rdma", &error.to_string());
+        skip("rdma", &error.to_string());
         return false;
     }
     true

@@ -1,6 +1,5 @@
-//! Layers through the fused kernels, with nothing but requests that the kernels post themselves between
-//! clients and servers: bit for bit what they are over direct stores, also after a server has died or a
-//! queue has failed.
+//! Layers through the fused kernels, with only requests that the kernels post themselves between clients and
+//! servers. Results are bit for bit those of direct stores, also after a server has died or a queue has failed.
 //!
 //! Servers are processes of their own, on GPUs in software or, with `SWITCHYARD_TEST_DEVICE=cuda`, on others, over
 //! NICs in software. Those reach no memory of a real GPU: slots are in the host's there.

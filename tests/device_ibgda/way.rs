@@ -20,7 +20,7 @@ use crate::rig::PATIENCE;
 #[derive(Debug, Clone, Copy)]
 pub struct Carrier(u64);
 
-/// Where slots lie.
+/// Memory of the slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// As the command has it.
@@ -30,12 +30,12 @@ pub enum Place {
     Refused,
 }
 
-/// Where slots of servers lie that are started from now on, and those of this process.
+/// Sets the memory of slots, for servers started from now on and for this process.
 pub fn place(servers: Place, clients: Place) {
     *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = [servers, clients];
 }
 
-/// What servers are told of the way.
+/// Settings of the path, for servers.
 pub fn variables() -> Vec<(&'static str, String)> {
     let [servers, _] = *PLACES.lock().unwrap_or_else(PoisonError::into_inner);
     vec![(SLOTS, format!("{servers:?}"))]
@@ -122,7 +122,7 @@ fn num_requests() -> u64 {
 
 /// Does something to the NIC of this process: `queues` says which queue pairs there are, `stall` and `fail`
 /// are for those named behind it. A failed one says that the peer acknowledged nothing.
-pub fn obey(order: &str) -> String {
+pub fn control(order: &str) -> String {
     let (what, whom) = order.split_once(' ').unwrap_or((order, ""));
     for qpn in whom.split_whitespace().map(|qpn| qpn.parse().expect("a queue pair")) {
         let done = match what {

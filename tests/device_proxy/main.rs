@@ -1,6 +1,6 @@
-//! Layers through the fused kernels, dispatch, expert_recv, experts, expert_send and combine, with
-//! nothing but commands to a proxy between clients and servers: bit for bit what they are over direct
-//! stores, also after a server has died.
+//! Layers through the fused kernels: dispatch, expert_recv, experts, expert_send and combine. Only commands to a
+//! proxy go between clients and servers. Results are bit for bit those of direct stores, also after a server has
+//! died.
 //!
 //! Servers are processes of their own, on GPUs in software, or with `SWITCHYARD_TEST_DEVICE=cuda` and the
 //! feature `cuda` on the first GPU. The network is libfabric's `tcp;ofi_rxm`, another provider named by

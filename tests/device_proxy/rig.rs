@@ -197,7 +197,7 @@ impl Servers {
         self.servers[server].as_ref().expect("a server").signal(signal);
     }
 
-    /// What the network under test says to an order, in the server's process.
+    /// Gives an order to the network under test in the server's process. Returns its answer.
     pub fn order(&mut self, server: usize, order: &str) -> String {
         self.servers[server].as_mut().expect("a server").order(order)
     }
@@ -326,7 +326,7 @@ impl Caller {
         self.gpu.write(to, 0, bytemuck::cast_slice(values), soon()).expect("write");
     }
 
-    /// Sends a request whose answer nobody waits for.
+    /// Sends a request without a wait for its answer.
     pub fn send(&mut self, request: &Request) -> DeviceHandle {
         let input = self.load(request);
         // SAFETY: the tensors have these sizes and live as long as the client; they are loaded anew once the
@@ -395,7 +395,7 @@ impl Caller {
         }
     }
 
-    /// What was carried from this client's kernels.
+    /// Operations carried out for this client's kernels.
     pub fn num_carried(&self) -> u64 {
         self.carrier.as_ref().map_or(0, way::num_carried)
     }
@@ -512,7 +512,7 @@ pub mod child {
         say(&server.data_addr().to_string());
         // Until the test goes.
         for order in stdin().lines().map_while(Result::ok) {
-            say(&way::obey(&order));
+            say(&way::control(&order));
         }
         runtime.block_on(server.shutdown());
     }

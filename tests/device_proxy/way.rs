@@ -10,10 +10,10 @@ use softnic::{NicConfig, SoftNetwork};
 
 use crate::skip;
 
-/// What carries what kernels send.
+/// The carrier of kernels' operations.
 pub type Carrier = Arc<Proxy>;
 
-/// The network under test, opened anew for every party. `None` skips a test loudly.
+/// The network under test, opened anew for every party. `None`, with a skip, if it is missing.
 pub fn network() -> Option<Arc<dyn Network>> {
     let name = std::env::var("SWITCHYARD_TEST_TRANSPORT").unwrap_or_default();
     #[cfg(feature = "verbs")]
@@ -41,12 +41,12 @@ pub fn network() -> Option<Arc<dyn Network>> {
     }
 }
 
-/// What servers are told of the way.
+/// Settings of the path, for servers.
 pub const fn variables() -> [(&'static str, String); 0] {
     []
 }
 
-/// The network alone, with what kernels need to reach it.
+/// The network alone, with the proxy through which kernels reach it.
 pub fn reach(network: Arc<dyn Network>) -> (Transports, Carrier) {
     let kind = network.kind();
     let proxy = Arc::new(Proxy::start(&ProxyConfig::default()).expect("threads"));
@@ -57,12 +57,12 @@ pub fn reach(network: Arc<dyn Network>) -> (Transports, Carrier) {
     (Transports { kinds: vec![kind], networks, missing: Vec::new() }, proxy)
 }
 
-/// What it has carried: commands from kernels.
+/// Number of commands from kernels that it has carried out.
 pub fn num_carried(proxy: &Carrier) -> u64 {
     proxy.stats().iter().map(|thread| thread.commands).sum()
 }
 
-/// Nothing can be done to the network.
-pub fn obey(order: &str) -> String {
+/// Accepts no order: nothing can be done to the network.
+pub fn control(order: &str) -> String {
     panic!("`{order}` is no order")
 }

@@ -155,8 +155,8 @@ services)
         check "the message engine" 200 ./engine --test-threads=2 transfers:: tasks:: sharing:: resets::
         check "deaths of the engine's peers" 200 ./engine killed
         check "the engine's benchmark" 100 ./engine_bench
-        check "many peers" 100 ./scale --nocapture
-        check "deaths of a transport's peers" 100 ./scale_kill --nocapture
+        check "many peers" 100 ./scale --nocapture peers::
+        check "deaths of a transport's peers" 100 ./scale --nocapture deaths::
     )
     check "one client, one server" 60 ./p2p_one_to_one verbs
     check "two clients, two servers" 60 ./p2p_multi 2 2 verbs 262144 2

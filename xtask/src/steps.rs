@@ -115,8 +115,12 @@ pub const ALL: [Step; 16] = [
     Step::new("demo", "the demo, verified against the reference", demo),
 ];
 
-/// Set in the long forms for tests, which then repeat more (`tests/support/src/long.rs`).
-const LONG: (&str, &str) = ("SWITCHYARD_LONG", "1");
+/// Variables that make tests repeat more (`tests/support/src/long.rs`).
+const LONG: [(&str, &str); 1] = [("SWITCHYARD_LONG", "1")];
+/// Variables that make tests repeat less: deaths of peers, of a transport and of the message engine. These tests run
+/// alone, so each second of them counts twice.
+const SHORT: [(&str, &str); 2] =
+    [("SWITCHYARD_KILL_DEATHS", "250"), ("SWITCHYARD_KILL_ROUNDS", "12")];
 
 /// Lints with every feature that can be built here. Code that stands in for an absent feature is compiled by the
 /// steps `unit` and `doc`. Build scripts compile no C++ and no CUDA for clippy, so no toolkit is needed.
@@ -156,7 +160,9 @@ fn unit(form: Form) -> Result<Outcome> {
     let features = features::all();
     let features = ["--workspace", "--features", &features, "--no-fail-fast"];
     let targets = form.pick(["--lib", "--bins", "--tests"].as_slice(), &[]);
-    let variables = form.pick([].as_slice(), &[LONG]);
+    let variables = form.pick(SHORT.as_slice(), &LONG).iter().copied();
+    // A value from the environment wins.
+    let variables = variables.filter(|(name, _)| std::env::var_os(name).is_none());
     if !nextest {
         // Several tests count resources of their process, so tests run one after the other.
         let reason = "cargo-nextest is missing, which gives every test a process of its own: tests run one \
@@ -165,7 +171,7 @@ fn unit(form: Form) -> Result<Outcome> {
         println!("{reason}");
         let mut tests = cargo(&["test", "--lib", "--bins", "--tests"]);
         tests.args(features).args(["--", "--test-threads=1"]);
-        return run(tests.envs(variables.iter().copied()));
+        return run(tests.envs(variables));
     }
     // Weights are in .config/nextest.toml: 2 for a test that needs a processor, 1 for one that mostly waits. One
     // waiting test runs beside the others.
@@ -173,7 +179,7 @@ fn unit(form: Form) -> Result<Outcome> {
     let threads = threads.to_string();
     let tests = || {
         let mut tests = cargo(&["nextest", "run", "--test-threads", &threads]);
-        tests.args(features).args(targets).envs(variables.iter().copied());
+        tests.args(features).args(targets).envs(variables.clone());
         tests
     };
     let outcome = run(tests().args(["-E", rxe::ON_HOST]))?;

@@ -4,7 +4,7 @@
 //! connections at the same time. The engine in the middle never sleeps. The cost of idle peers is the time of a round
 //! of its thread with all peers idle, less the time of a round without peers.
 
-#[path = "../../../tests/scale/scale_support/mod.rs"]
+#[path = "../../../tests/scale/support/mod.rs"]
 mod scale_support;
 
 use std::sync::Arc;

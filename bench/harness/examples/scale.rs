@@ -3,7 +3,7 @@
 //! Both ends of all connections are in this process, and all peers connect at the same time. The variable
 //! `SWITCHYARD_TEST_TRANSPORT` names the transport.
 
-#[path = "../../../tests/scale/scale_support/mod.rs"]
+#[path = "../../../tests/scale/support/mod.rs"]
 mod scale_support;
 
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! What holds whichever way kernels reach servers.
+//! Tests for every path from kernels to servers.
 
 use rand::SeedableRng;
 use test_support::printed_seed;

@@ -1,5 +1,4 @@
-//! Waits for other processes with an end: a test that hangs does not say why. Test suites include this file
-//! by its path.
+//! Bounded waits for other processes: a test that hangs gives no reason.
 
 #![allow(dead_code, reason = "every test uses a part of it")]
 
@@ -8,12 +7,12 @@ use std::process::{Child, Command, ExitStatus, Output};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// Long enough for a process that has little to do, on any machine.
+/// Limit for a process with little work, on any machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// For one that runs whole tests.
+/// Limit for a process that runs whole tests.
 pub const LONG: Duration = Duration::from_secs(300);
 
-/// How the child ended.
+/// The exit status of a child.
 ///
 /// # Panics
 /// When it does not end within `limit`; it is killed then.
@@ -24,7 +23,7 @@ pub fn status_of(child: &mut Child, what: &str, limit: Duration) -> ExitStatus {
             return status;
         }
         if Instant::now() >= deadline {
-            // Gone by itself in this moment, or killed.
+            // It may end by itself in this moment.
             let _ = child.kill();
             let _ = child.wait();
             panic!("{what} has not ended within {limit:?}");
@@ -33,29 +32,29 @@ pub fn status_of(child: &mut Child, what: &str, limit: Duration) -> ExitStatus {
     }
 }
 
-/// As [`status_of`], with what the command has said.
+/// As [`status_of`], with the command's output.
 ///
 /// # Panics
-/// As [`status_of`], with what it has said until then.
+/// As [`status_of`], with the output until then.
 pub fn output_of(command: &mut Command, what: &str, limit: Duration) -> Output {
     use std::process::Stdio;
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a child");
-    let said = [all_of(child.stdout.take()), all_of(child.stderr.take())];
+    let outputs = [all_of(child.stdout.take()), all_of(child.stderr.take())];
     let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         status_of(&mut child, what, limit)
     }));
     // A child of its own may still hold the other ends.
-    let [stdout, stderr] = said.map(|said| said.recv_timeout(LIMIT).unwrap_or_default());
+    let [stdout, stderr] = outputs.map(|output| output.recv_timeout(LIMIT).unwrap_or_default());
     match ended {
         Ok(status) => Output { status, stdout, stderr },
         Err(_) => {
-            let said = [&stdout, &stderr].map(|bytes| String::from_utf8_lossy(bytes));
-            panic!("{what} has not ended within {limit:?}: {}{}", said[0], said[1]);
+            let outputs = [&stdout, &stderr].map(|bytes| String::from_utf8_lossy(bytes));
+            panic!("{what} has not ended within {limit:?}: {}{}", outputs[0], outputs[1]);
         }
     }
 }
 
-/// The lines that a child says, as they come, up to its end.
+/// The lines of a child's output, as they come, up to its end.
 pub fn lines_of(stdout: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
@@ -68,7 +67,7 @@ pub fn lines_of(stdout: impl Read + Send + 'static) -> Receiver<String> {
     lines
 }
 
-/// What comes behind `mark` in the next line that has it.
+/// The text behind `mark` in the next line that contains it.
 ///
 /// # Panics
 /// When there is none within the limit, or before the end.
@@ -82,20 +81,20 @@ pub fn line_with(lines: &Receiver<String>, mark: &str) -> String {
                     return rest.to_owned();
                 }
             }
-            Err(error) => panic!("the other process has not said `{mark}`: {error}"),
+            Err(error) => panic!("the other process has not printed `{mark}`: {error}"),
         }
     }
 }
 
 fn all_of(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
-    let (sender, said) = channel();
+    let (sender, output) = channel();
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut pipe) = pipe {
-            // What came before an error is told.
+            // Bytes before an error count.
             let _ = pipe.read_to_end(&mut bytes);
         }
         sender.send(bytes)
     });
-    said
+    output
 }

@@ -52,7 +52,7 @@ pub fn variables(name: &str) -> [(&'static str, &str); 1] {
 }
 
 /// Runs the process that the environment names, and exits. Returns if it names none. For
-/// [`child_processes`](crate::child_processes).
+/// [`child_processes`].
 pub fn enter(processes: &[(&str, fn())]) {
     let Ok(name) = std::env::var(VARIABLE) else { return };
     // SAFETY: before `main` there is one thread.

@@ -1,4 +1,4 @@
-//! What this process holds, for tests of what must not stay behind.
+//! Resources of this process, for tests of leaks.
 
 #![allow(dead_code, reason = "every test uses a part of it")]
 
@@ -21,8 +21,8 @@ pub fn num_mappings_of(name: &str) -> usize {
     maps.lines().filter(|line| line.contains(name)).count()
 }
 
-/// Resident memory in bytes. What the allocator keeps for later is given back before: it is no leak, and how
-/// much it is depends on which threads have run beside each other.
+/// Resident memory in bytes, after the allocator has returned its free memory. That is no leak, and its amount depends
+/// on which threads ran side by side.
 pub fn resident_bytes() -> u64 {
     // SAFETY: gives free memory of the heap back to the system.
     unsafe { libc::malloc_trim(0) };
@@ -30,11 +30,11 @@ pub fn resident_bytes() -> u64 {
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-/// By how many bytes memory usually grows from one sample to the next: half of the steps are no greater.
-/// Pools grow by megabytes with some steps and not with others; what is kept every time is in all of them.
+/// The median growth of memory from one sample to the next, in bytes: half of the steps are no greater. Pools grow by
+/// megabytes in some steps and not in others; a leak is in all of them.
 ///
 /// # Panics
-/// With fewer than [`MIN_SAMPLES`]: of one step or none nothing is usual, and the test would check nothing.
+/// With fewer than [`MIN_SAMPLES`]: one step has no meaningful median, and the test would check nothing.
 pub fn usual_growth(samples: &[u64]) -> i64 {
     let num_samples = samples.len();
     assert!(num_samples >= MIN_SAMPLES, "{num_samples} samples of memory, expected {MIN_SAMPLES}");

@@ -3,6 +3,7 @@
 //! Rigs of whole services are in `switchyard-tests` (`tests/rig`).
 
 pub mod allocations;
+pub mod bounded;
 pub mod child;
 pub mod descriptors;
 #[cfg(feature = "endpoint")]
@@ -11,6 +12,7 @@ pub mod eventually;
 pub mod long;
 pub mod model;
 pub mod namespaces;
+pub mod own_process;
 pub mod procfs;
 pub mod seed;
 pub mod skip;

@@ -111,14 +111,13 @@ const fn program(
     Program { name, target: Target { kind, package, name: target }, is_short }
 }
 
-const PROGRAMS: [Program; 13] = [
+const PROGRAMS: [Program; 12] = [
     program("switchyard", "--bin", "cli", "switchyard", true),
     program("verbs", "--test", "transports/verbs", "verbs", true),
     program("conformance", "--test", "tests", "conformance", true),
     program("engine", "--test", "message-engine", "engine", true),
     program("engine_bench", "--test", "bench/harness", "engine_bench", false),
     program("scale", "--test", "tests", "scale", false),
-    program("scale_kill", "--test", "tests", "scale_kill", false),
     program("p2p_one_to_one", "--example", "bench/harness", "p2p_one_to_one", false),
     program("p2p_multi", "--example", "bench/harness", "p2p_multi", false),
     program("proxy_network", "--test", "transports/proxy", "it", false),

@@ -1,21 +1,16 @@
-//! A thousand peers of one message engine: all are served, and memory grows by what is used only. On its
-//! own in a process because it counts what the process holds.
-#![cfg(not(loom))]
-
-mod scale_support;
-
+//! A thousand peers of one message engine: all are served, and memory grows only by buffers in use.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::engines::Engines;
+use crate::support::{num_descriptors, num_mappings, resident_bytes, wanted_peers};
 use message_engine::engine::{Access, Engine, MemoryRegion};
-use scale_support::engines::Engines;
-use scale_support::{num_descriptors, num_mappings, resident_bytes, wanted_peers};
 
 /// Of every peer, at the hub, so that what is not touched would be noticed: 4 GiB.
 const BUFFER_BYTES: usize = 4 << 20;
 const NUM_USED: usize = 16;
 const MAX_CROWDS: usize = 8;
-/// What each of the engines that connect has for itself, apart from its peers.
+/// Resources of each engine that connects, apart from its peers.
 const ENGINE_DESCRIPTORS: usize = 16;
 const ENGINE_MAPPINGS: usize = 16;
 
@@ -25,12 +20,12 @@ fn memory_of_an_engine_grows_by_what_is_used() {
     let num_peers = Engines::possible(wanted);
     if num_peers < wanted {
         let reason = format!("{num_peers} peers instead of {wanted}: raise `ulimit -Hn`");
-        scale_support::skip::skip("descriptors", &reason);
+        test_support::skip("descriptors", &reason);
     }
     for transport in ["tcp", "cma"] {
         let hub = Engines::engine(transport, false).expect("a transport that needs nothing");
         let empty_descriptors = num_descriptors();
-        // What the allocator keeps of a crowd serves the next one, once every thread has had its share.
+        // Memory that the allocator keeps of a crowd serves the next one, once every thread has its share.
         let mut left = Vec::new();
         loop {
             crowd(&hub, num_peers, transport);
@@ -90,8 +85,8 @@ fn crowd(hub: &Arc<Engine>, num_peers: usize, transport: &str) {
         mappings + num_peers * tables_of(transport) + num_engines * ENGINE_MAPPINGS + num_peers / 8;
     assert!(num_mappings() <= most, "{} mappings, at most {most} expected", num_mappings());
 
-    // Everybody has a buffer at the hub, sends a message, and has one sent back: nobody is forgotten, and
-    // nobody gets another's.
+    // Each peer has a buffer at the hub, sends a message and gets one back: no peer is left out, and none gets
+    // another's.
     let before = resident_bytes();
     let buffers: Vec<MemoryRegion> = (0..num_peers)
         .map(|_| hub.alloc(BUFFER_BYTES, Access::RemoteReadWrite).expect("memory"))

@@ -1,19 +1,15 @@
-//! What the tests and figures of many peers share: the transport by name, and what a process holds.
+//! Shared parts of the tests and figures of many peers: the transport by name, and the resources of a process.
 
-#![allow(dead_code, reason = "every test uses a part of it")]
+#![allow(dead_code, reason = "examples of bench/harness use a part of it")]
 
 pub mod crowd;
-#[path = "../../support/src/descriptors.rs"]
-mod descriptors;
 pub mod engines;
-#[path = "../../support/src/skip.rs"]
-pub mod skip;
 
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
 use verbs_transport::VerbsConfig;
 
 /// The transport under test: `SWITCHYARD_TEST_TRANSPORT`, written as for `--transport`, or shared
-/// memory. `None` says that this host or build has no such transport, and has been reported as a skip.
+/// memory. `None`, with a skip, if this host or build has no such transport.
 pub fn transports() -> Option<Transports> {
     let name = std::env::var(TRANSPORT).unwrap_or_else(|_| "shm".to_owned());
     let spec: TransportSpec = name.parse().expect("a transport");
@@ -25,7 +21,7 @@ pub fn transports() -> Option<Transports> {
         Err(error) => {
             // `libfabric:tcp;ofi_rxm` is for want of libfabric.
             let resource = name.split(':').next().unwrap_or_default();
-            skip::skip(resource, &error.to_string());
+            test_support::skip(resource, &error.to_string());
             None
         }
     }
@@ -41,7 +37,7 @@ pub const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 
 /// Open descriptors of this process, in all its tables.
 pub fn num_descriptors() -> usize {
-    descriptors::num_descriptors("self").expect("descriptors")
+    test_support::descriptors::num_descriptors("self").expect("descriptors")
 }
 
 /// Threads of this process.
@@ -73,8 +69,8 @@ pub fn num_shared_slots() -> usize {
     maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count()
 }
 
-/// Memory of this process in bytes. A page that it maps twice counts once. What the allocator keeps for later
-/// is given back before: how much it is depends on which threads have run beside each other.
+/// Memory of this process in bytes. A page that it maps twice counts once. The allocator
+/// first returns its free memory, whose amount depends on which threads ran side by side.
 pub fn resident_bytes() -> u64 {
     // SAFETY: gives free memory of the heap back to the system.
     unsafe { libc::malloc_trim(0) };

@@ -1,14 +1,10 @@
 //! Many peers connect at the same time to a listener that takes few at a time.
-#![cfg(not(loom))]
-
-mod scale_support;
-
+use crate::support::crowd::Crowd;
+use crate::support::{transports, wanted_peers};
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::ListenerConfig;
-use scale_support::crowd::Crowd;
-use scale_support::{transports, wanted_peers};
 
-/// They wait for each other and do not push out each other: no connect fails.
+/// Peers wait for each other: no connect fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_storm_is_served_in_turn() {
     let Some(transports) = transports() else { return };

@@ -1,18 +1,15 @@
-//! A thousand peers of one process: all are served, and memory grows by the slots in use only. On its
-//! own in a process because it counts what the process holds.
-#![cfg(not(loom))]
-
-mod scale_support;
-
+//! A thousand peers of one process: all are served, and memory grows only by the slots in use.
 use std::time::{Duration, Instant};
 
+use crate::support::crowd::Crowd;
+use crate::support::{
+    self, cpu_seconds, num_descriptors, resident_bytes, transports, wanted_peers,
+};
 use p2p_core::{Connection, Endpoint, SlotConfig, TransportKind};
-use scale_support::crowd::Crowd;
-use scale_support::{cpu_seconds, num_descriptors, resident_bytes, transports, wanted_peers};
 
 /// Default size of slots, so that what is not touched would be noticed: 20 GiB.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };
-/// Where a device must hold slots in memory from the start: what a small host has for all of them.
+/// Slots for devices that pin them from the start: a small host has memory for all of them.
 const PINNED_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const NUM_USED: usize = 48;
 /// Of a peer at both ends.
@@ -39,18 +36,18 @@ async fn check() {
     let num_peers = Crowd::possible(wanted);
     if num_peers < wanted {
         let reason = format!("{num_peers} peers instead of {wanted}: raise `ulimit -Hn`");
-        scale_support::skip::skip("descriptors", &reason);
+        test_support::skip("descriptors", &reason);
     }
     let pins = transports.kinds.contains(&TransportKind::Verbs);
     let slot = if pins { PINNED_SLOT } else { SLOT };
-    // What comes with the first peer is nobody's in particular.
+    // Resources that come with the first peer belong to no single peer.
     let listener = || Crowd::listener(slot, transports.clone());
     drop(Crowd::gather(1, listener()).await);
     let num_threads = threads_at_rest().await;
     let (empty_bytes, empty_descriptors) = (resident_bytes(), num_descriptors());
     let cpu = cpu_seconds();
     let mut crowd = Crowd::gather(num_peers, listener()).await;
-    let most_threads = scale_support::num_threads();
+    let most_threads = support::num_threads();
     let threads = threads_at_rest().await;
     println!("threads: {num_threads}, {most_threads} and {threads}");
     let idle_bytes = resident_bytes().saturating_sub(empty_bytes) / num_peers as u64;
@@ -78,7 +75,7 @@ async fn check() {
     println!("{descriptors:.2} descriptors for an idle peer at both ends");
     assert!(descriptors <= MAX_DESCRIPTORS, "{descriptors} descriptors for an idle peer");
 
-    // Everybody sends a little: nobody is forgotten, and nobody gets another's message.
+    // Each peer sends a little: no peer is left out, and none gets another's message.
     let before = resident_bytes();
     for (idx, connection) in crowd.here.iter_mut().enumerate() {
         send(connection, &message(idx as u64, 64));
@@ -125,13 +122,13 @@ async fn check() {
     assert!(is_clean(left()), "{:?}", left());
 }
 
-/// How many threads there are once those that have nothing to do have gone.
+/// The number of threads once idle ones have ended.
 async fn threads_at_rest() -> usize {
     let deadline = Instant::now() + Duration::from_secs(20);
-    let mut before = scale_support::num_threads();
+    let mut before = support::num_threads();
     loop {
         tokio::time::sleep(2 * IDLE_THREADS_LIVE).await;
-        let now = scale_support::num_threads();
+        let now = support::num_threads();
         if now == before || Instant::now() > deadline {
             return now;
         }

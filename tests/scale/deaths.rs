@@ -1,14 +1,8 @@
-//! A peer dies at any point of any operation: the other side learns it in time, keeps nothing, and goes
-//! on with the next. `SWITCHYARD_TEST_TRANSPORT` chooses the transport, `SWITCHYARD_KILL_DEATHS` how many
+//! A peer dies at any point of any operation. The other side learns it in time, keeps nothing, and continues with the
+//! next peer. `SWITCHYARD_TEST_TRANSPORT` chooses the transport, `SWITCHYARD_KILL_DEATHS` how many
 //! connections die.
-#![cfg(not(loom))]
-
-#[path = "../support/src/bounded.rs"]
-mod bounded;
-mod scale_support;
-
 use std::os::fd::AsFd;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -22,7 +16,9 @@ use p2p_core::{
 };
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use scale_support::{
+use test_support::bounded;
+
+use crate::support::{
     TRANSPORT, num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports,
 };
 
@@ -35,7 +31,7 @@ const NUM_STEPS: u64 = 90;
 const HEALTHY_MESSAGES: u64 = 50;
 const MAX_MESSAGE_BYTES: usize = 4000;
 
-/// What one side does on one connection. The other side does the opposite.
+/// The work of one side on one connection. The other side does the opposite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// Writes frames.
@@ -89,7 +85,7 @@ fn whoever_dies_wherever_leaves_nothing_behind() {
         seen += connections;
         if base.is_none() && seen >= deaths / 4 {
             host.healthy(u32::MAX - 1, seed);
-            base = Some(Held::steady());
+            base = Some(Resources::steady());
         }
     }
     host.healthy(u32::MAX - 2, seed);
@@ -103,10 +99,9 @@ fn whoever_dies_wherever_leaves_nothing_behind() {
     base.expect("a baseline").compare(seen * 3 / 4);
 }
 
-/// The processes that die. Does nothing when run on its own.
-#[test]
-fn victim() {
-    let Ok(job) = std::env::var(JOB) else { return };
+/// The processes that die.
+pub fn victim() {
+    let job = std::env::var(JOB).expect("a job");
     let mut words = job.split(';');
     let mut next = || words.next().expect("a complete job");
     let addr = next().to_owned();
@@ -237,7 +232,7 @@ impl Host {
                     if lanes.iter().all(|lane| !lane.open) {
                         return (since.elapsed(), lanes.len());
                     }
-                    assert!(since.elapsed() < LIMIT, "nobody noticed the death: {lanes:?}");
+                    assert!(since.elapsed() < LIMIT, "no side noticed the death: {lanes:?}");
                     since + LIMIT
                 }
                 (Death::After(delay), None) if start + delay <= now => {
@@ -258,7 +253,7 @@ impl Host {
     /// Does what there is to do, and sleeps until there is more, or `until`.
     fn turn(&self, lanes: &mut Vec<Lane>, generation: u32, seed: u64, until: Instant) {
         for connection in self.connections.try_iter() {
-            // An earlier victim's, completed after its death: nobody waits for it.
+            // A connection of an earlier victim, completed after its death: no test waits for it.
             if connection.peer.generation != generation {
                 continue;
             }
@@ -310,12 +305,7 @@ impl Host {
 
     fn spawn(&self, generation: u32, seed: u64, at_step: u64, messages: u64) -> Child {
         let job = format!("{};{generation};{seed};{at_step};{messages}", self.addr);
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "victim", "--nocapture"]).env(JOB, job).stdout(Stdio::null());
-        if let Ok(transport) = std::env::var(TRANSPORT) {
-            command.env(TRANSPORT, transport);
-        }
-        command.spawn().unwrap()
+        test_support::child::command("victim").env(JOB, job).stdout(Stdio::null()).spawn().unwrap()
     }
 }
 
@@ -498,9 +488,9 @@ impl Lane {
     }
 }
 
-/// What this process holds.
+/// Resources of this process.
 #[derive(Debug, Clone, Copy)]
-struct Held {
+struct Resources {
     descriptors: usize,
     /// Of shared memory: slots, this process's and its peers'.
     slots: usize,
@@ -508,7 +498,7 @@ struct Held {
     bytes: u64,
 }
 
-impl Held {
+impl Resources {
     fn now() -> Self {
         let (descriptors, mappings) = (num_descriptors(), num_mappings());
         Self { descriptors, slots: num_shared_slots(), mappings, bytes: resident_bytes() }

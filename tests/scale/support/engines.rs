@@ -21,7 +21,7 @@ pub struct Engines {
     pub back: Vec<Connection>,
     /// From the first connect until the last end is there.
     pub took: Duration,
-    /// Who connects; each has as many connections as the next one.
+    /// The engines that connect, each with the same number of connections.
     pub others: Vec<Arc<Engine>>,
 }
 
@@ -74,7 +74,7 @@ impl Engines {
         let accept = |_| hub.accept(deadline).expect("a connection in time");
         let accepted: Vec<Connection> = (0..num_peers).map(accept).collect();
         let took = start.elapsed();
-        // Which is whose.
+        // Matches both ends of each connection.
         for (idx, connection) in out.iter().enumerate() {
             connection.notify(&idx.to_le_bytes(), Instant::now() + LIMIT).expect("a notification");
         }

@@ -1,0 +1,10 @@
+//! Many peers, and peers that die, over every transport. Every test counts resources of its process, so it needs a
+//! process of its own: cargo-nextest gives it one.
+
+mod deaths;
+mod engine;
+mod peers;
+mod storm;
+mod support;
+
+test_support::child_processes! { "victim" => deaths::victim }
