@@ -14,7 +14,7 @@ use crate::heartbeat::HeartbeatQueue;
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    life: Mutex<HeartbeatQueue>,
+    heartbeat: Mutex<HeartbeatQueue>,
     peer: Peer,
     link: Link,
     host: HostHealth,
@@ -26,7 +26,7 @@ impl Slots {
     /// Kernels wait for the queues for at most `timeout`, or until the first word of `waits` ends their wait.
     pub(crate) fn new(
         mut peer: Peer,
-        life: HeartbeatQueue,
+        heartbeat: HeartbeatQueue,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
@@ -34,7 +34,7 @@ impl Slots {
         // The queue itself names the failed request.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
-        Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
+        Ok(Self { heartbeat: Mutex::new(heartbeat), peer, link, host, waits, own })
     }
 
     /// The reason why one of the kernels' queues is out of service.
@@ -69,12 +69,12 @@ impl RemoteSlots for Slots {
     }
 
     fn show_life(&self, offset: u64) -> Result<(), PostError> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).add(offset)
+        self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).add(offset)
     }
 
     fn health(&self) -> Result<(), PostError> {
         self.check_queues()?;
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).health("health")?;
+        self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).health("health")?;
         self.host.check()
     }
 }
