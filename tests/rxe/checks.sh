@@ -110,7 +110,7 @@ transport)
         proxied "objects through a proxy, flags as messages"
     )
     proxied "objects through a proxy"
-    # Settings that ofi_rxm needs over verbs, see docs/operations.md. The first fits its queue into this device.
+    # Settings that ofi_rxm needs over verbs, see docs/how-to/libfabric.md. The first fits its queue into this device.
     check "conformance over libfabric's verbs;ofi_rxm" 200 \
         env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \
         SWITCHYARD_REQUIRE=rdma,libfabric SWITCHYARD_TEST_PROVIDER='verbs;ofi_rxm' \

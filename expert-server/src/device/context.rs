@@ -291,7 +291,7 @@ const IDLE_WAIT_NS: u64 = 2_000_000;
 /// Longest wait of a thread block for its own copies. A copy that arrives takes less than a thousandth of it.
 pub(super) const PRODUCT_WAIT_NS: u64 = 10_000_000_000;
 /// Graphs per context: as many as there are numbers of clients and buckets of rows, for one number of local
-/// experts. One more graph evicts the least recently used. In docs/operations.md.
+/// experts. One more graph evicts the least recently used. In docs/how-to/metrics.md.
 const MAX_GRAPHS: usize = 192;
 
 #[cfg(test)]

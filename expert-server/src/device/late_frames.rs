@@ -45,10 +45,10 @@ impl LateFrames {
     }
 }
 
-/// The server drops a client at this number of late frames that are not forgiven. In docs/operations.md.
+/// The server drops a client at this number of late frames that are not forgiven. In docs/explanation/failure.md.
 pub(super) const MAX_LATE_FRAMES: u32 = 8;
 /// Period in which one late frame is forgiven, if another frame has arrived in time. A late frame costs a batch
-/// 20 ms, so a client at the limit costs the others one part in 500. In docs/operations.md.
+/// 20 ms, so a client at the limit costs the others one part in 500. In docs/explanation/failure.md.
 const FORGIVE_PERIOD: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -125,11 +125,8 @@ fn descriptions_that_make_no_sense_are_refused() {
     }
 }
 
-/// The other half of the tests with two processes. Does nothing when run on its own.
+/// The other half of the tests with two processes.
 pub fn child_process() {
-    if !parties::is_child() {
-        return;
-    }
     if var("HANG").is_some() {
         let runtime = parties::runtime();
         let _connection = parties::meet(&runtime, &way()).unwrap();

@@ -50,7 +50,7 @@ pub const RULES: &[Rule] = &[
     only("softnic", &["p2p-core", "kernels"]),
     only("softnic/driver", &[]),
     only("softnic/verbs", &["p2p-core", "kernels", "softnic", "transports/ibgda"]),
-    Rule { forbidden: &["tokio", "axum", "hyper"], ..only("protocol", &[]) },
+    Rule { forbidden: &["tokio", "axum", "hyper"], ..only("protocol", &["p2p-core"]) },
     only("checkpoint", &[]),
     Rule { forbidden: &["tokio", "axum", "hyper", "reqwest"], ..only("kernels", &[]) },
     Rule {

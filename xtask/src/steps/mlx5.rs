@@ -289,9 +289,10 @@ const MUTANTS: [Mutant; 35] = [
         "room-looked-at-behind-its-fence",
         PROXY,
         "Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
-    // SYNC POINT command: a command is seen after everything that the poster stored, or saw, before.
-    // NOTES: every lane that stores a command has one; together they cost as much as one. A wait for room has a fence
-    // of its own.
+    // SYNC POINT command: a command becomes visible after everything that the poster stored, or
+    // knew of, before.
+    // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
+    // its own.
     Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });",
         0,
         "Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });

@@ -89,7 +89,7 @@ impl DataThread {
     }
 }
 
-/// Age of a batch at which all clients over a network are dropped. In docs/operations.md.
+/// Age of a batch at which all clients over a network are dropped. In docs/explanation/failure.md.
 const PATHS_LIMIT: Duration = Duration::from_secs(15);
 /// Time after a stop command for the batches in flight to end and their answers to be sent. It is much longer
 /// than a batch, and shorter than the wait of the caller that stops the server.

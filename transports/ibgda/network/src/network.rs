@@ -147,23 +147,23 @@ impl Network for DeviceNetwork {
         let parties = Parties { nic: &self.nic, gpu: &device.gpu, pages: self.pages.as_ref() };
         let peer = place::open(parties, config, slots, logged)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
-        let life = OpenHeartbeatQueue::open(&self.nic, &self.config.queue)
+        let heartbeat = OpenHeartbeatQueue::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;
         let inner = self.inner.open(layout, route)?;
         let mut description = inner.description();
-        let (of_peer, of_host) = (peer.description(), life.description());
+        let (of_peer, of_host) = (peer.description(), heartbeat.description());
         let detail = Detail { inner: &description.detail, peer: &of_peer, host: &of_host };
         description.detail =
             detail.encode().map_err(|error| failed(&name, "describe queues", error))?;
         let (wait_limit, device) = (self.config.wait_limit, device.clone());
-        Ok(Box::new(Side { life, peer, inner, description, device, wait_limit, name }))
+        Ok(Box::new(Side { heartbeat, peer, inner, description, device, wait_limit, name }))
     }
 }
 
 /// Both networks' sides before the peer's are known. Fields go in order: queues before memory.
 #[derive(Debug)]
 struct Side {
-    life: OpenHeartbeatQueue,
+    heartbeat: OpenHeartbeatQueue,
     peer: OpenPeer,
     inner: Box<dyn OpenSide>,
     description: SideDescription,
@@ -185,7 +185,7 @@ impl OpenSide for Side {
         self: Box<Self>,
         theirs: &SideDescription,
     ) -> Result<(Joined, DeviceSlots), NetworkError> {
-        let Self { life, peer, inner, description: _, device, wait_limit, name } = *self;
+        let Self { heartbeat, peer, inner, description: _, device, wait_limit, name } = *self;
         let detail = Detail::decode(&theirs.detail)
             .map_err(|error| failed(&name, "read the peer's detail", error))?;
         let peer = peer
@@ -200,14 +200,14 @@ impl OpenSide for Side {
         }
         let handle = peer.handle(ptr::null_mut(), ptr::null(), 0);
         let target = Target { address: handle.remote, bytes: handle.slot_bytes, rkey: handle.rkey };
-        let life = life
+        let heartbeat = heartbeat
             .join(detail.host, target)
             .map_err(|error| failed(&name, "join the host's queue", error))?;
         let inner_theirs = SideDescription { detail: detail.inner.to_vec(), ..theirs.clone() };
         let Joined { endpoint, slot } = inner.join(&inner_theirs)?;
         let endpoint = HostEndpoint::new(endpoint).map_err(|error| failed(&name, "dup", error))?;
         let waits = wait_word(&device.gpu, &name)?;
-        let slots = Slots::new(peer, life, endpoint.health_of(), (waits, wait_limit), own)
+        let slots = Slots::new(peer, heartbeat, endpoint.health_of(), (waits, wait_limit), own)
             .map_err(|error| failed(&name, "make a link for kernels", error))?;
         let endpoint = AnyEndpoint::Other(Box::new(endpoint));
         let pair = DevicePair::remote(Box::new(slots), &device);

@@ -14,7 +14,7 @@ use crate::heartbeat::HeartbeatQueue;
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    life: Mutex<HeartbeatQueue>,
+    heartbeat: Mutex<HeartbeatQueue>,
     peer: Peer,
     link: Link,
     host: HostHealth,
@@ -26,7 +26,7 @@ impl Slots {
     /// Kernels wait for the queues for at most `timeout`, or until the first word of `waits` ends their wait.
     pub(crate) fn new(
         mut peer: Peer,
-        life: HeartbeatQueue,
+        heartbeat: HeartbeatQueue,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
@@ -34,7 +34,7 @@ impl Slots {
         // The queue itself names the failed request.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
-        Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
+        Ok(Self { heartbeat: Mutex::new(heartbeat), peer, link, host, waits, own })
     }
 
     /// The reason why one of the kernels' queues is out of service.
@@ -69,14 +69,14 @@ impl RemoteSlots for Slots {
     }
 
     fn show_life(&self, offset: u64) -> Result<(), PathError> {
-        let mut life = self.life.lock().unwrap_or_else(PoisonError::into_inner);
-        life.add(offset).map_err(|error| PathError::new(&error))
+        let mut heartbeat = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner);
+        heartbeat.add(offset).map_err(|error| PathError::new(&error))
     }
 
     fn health(&self) -> Result<(), PathError> {
-        let life = || self.life.lock().unwrap_or_else(PoisonError::into_inner);
+        let heartbeat = || self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner);
         self.check_queues()
-            .and_then(|()| life().health("health"))
+            .and_then(|()| heartbeat().health("health"))
             .and_then(|()| self.host.check())
             .map_err(|error| PathError::new(&error))
     }

@@ -22,8 +22,4 @@ mod skip;
 mod suite;
 mod threads;
 
-/// Process started by `parties::in_processes`, which finds it by this name at the root of the binary.
-#[test]
-fn child_process() {
-    network::child_process();
-}
+test_support::child_processes! { "peer" => network::child_process }

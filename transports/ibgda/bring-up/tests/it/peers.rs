@@ -305,7 +305,7 @@ fn listeners_that_are_none() {
     let parts = ["connecting with 127.0.0.1:", "refused"];
     connect(address, &options).end().expect_failure(1, "connect", &parts);
     let arguments = [&["listen", "127.0.0.1:0"], &options[..]].concat();
-    alone(&arguments).expect_failure(1, "connect", &["nobody connected within"]);
+    alone(&arguments).expect_failure(1, "connect", &["no peer connected within"]);
     // An address of another host is refused before anything else happens.
     let ended = alone(&["listen", "192.0.2.1:0", "--json", "--software-nic"]);
     ended.expect_failure(1, "connect", &["listening at 192.0.2.1:0 failed"]);
