@@ -12,12 +12,12 @@ use kernels::abi::{DevicePtr, PATH_IBGDA};
 use kernels::gpu::Gpu;
 use kernels::mlx5::{PeerHandle, QueueHandle};
 use kernels::slots::{DevicePair, DeviceSide};
+use p2p_core::TransportKind;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{
     Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
 };
 use p2p_core::slot::CONTROL_BYTES;
-use p2p_core::{PostError, TransportKind};
 use softnic::SoftNetwork;
 use softnic::format::Syndrome;
 use switchyard_ibgda_network::detail::{Detail, HEAD_BYTES};
