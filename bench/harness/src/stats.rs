@@ -1,8 +1,9 @@
 //! Percentiles, by one definition: nearest rank.
 //!
-//! The *p*-th percentile of *n* samples is the sample with rank ⌈*p*/100 · *n*⌉ in ascending order, counted from
-//! 1. It is always one of the samples, and at least *p* percent of the samples do not exceed it. The median of an
-//! even number of samples is therefore the lower of the middle two. The 0th percentile is the smallest sample.
+//! The *p*-th percentile of *n* samples is the sample with rank ⌈*p*/100 · *n*⌉ in ascending order; ranks
+//! count from 1. It is always one of the samples, and at least *p* percent of the samples do not exceed it. The
+//! median of an even number of samples is therefore the lower of the middle two. The 0th percentile is the smallest
+//! sample.
 
 /// Returns the percentile `fraction` (0.0 to 1.0) of `samples` by nearest rank, or 0.0 without samples.
 ///

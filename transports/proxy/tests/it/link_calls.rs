@@ -1,7 +1,7 @@
 //! The calls of a link over the proxy, by a kernel on this machine's processor, against threads of the proxy.
 
 #[path = "../../../../kernels/tests/against_rust/link_calls.rs"]
-mod link_calls;
+mod calls;
 
 use crate::common;
 use crate::library;
@@ -44,7 +44,7 @@ impl Posted {
     }
 }
 
-impl link_calls::Ends for Posted {
+impl calls::Ends for Posted {
     fn link(&self) -> Link {
         let window = DevicePtr(self.mirror.as_ptr().as_ptr() as u64);
         Link { window, context: self.posters.handle() as u64, path: PATH_PROXY, reserved: 0 }
@@ -65,8 +65,8 @@ fn bytes_go_to_a_slot_and_back_through_the_proxy() {
     let seed = fresh_seed();
     let Some(ends) = Posted::join(seed) else { return };
     let mut rng = StdRng::seed_from_u64(seed);
-    link_calls::bytes_go_there_and_back(library, &mut rng, &ends);
+    calls::bytes_go_there_and_back(library, &mut rng, &ends);
     let fresh = || Posted::join(seed).expect("as before");
-    link_calls::a_put_out_of_the_slot_is_refused(library, &fresh());
-    link_calls::a_get_into_other_memory_is_refused(library, &fresh());
+    calls::a_put_out_of_the_slot_is_refused(library, &fresh());
+    calls::a_get_into_other_memory_is_refused(library, &fresh());
 }
