@@ -35,7 +35,7 @@ impl Peer {
             return Err(SegmentError::System {
                 call: "identification",
                 what: format!(
-                    "the NIC that the peer described, as descriptor {} of process {}",
+                    "descriptor {} of process {}, which is not the NIC that the peer described,",
                     address.fd, address.pid
                 ),
                 source: std::io::ErrorKind::NotFound.into(),
