@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-pub use child::{child_main, child_main_with};
+pub use child::{child_main, child_main_with, networks};
 pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
 use crate::stats::median;

@@ -26,7 +26,8 @@ use std::io::{BufRead, BufReader, Write as _};
 use std::process::{Child, Command, ExitCode, Stdio};
 
 use message_engine::credit::{CreditConfig, GrantOrder};
-use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
+use p2p_core::transports::{TransportSpec, Transports};
+use switchyard_bench_harness::p2p::networks;
 use switchyard_bench_harness::stats::median;
 
 /// Settings of a run.
@@ -96,7 +97,7 @@ impl Plan {
 
     pub(crate) fn transports(&self) -> Result<Transports, String> {
         let spec: TransportSpec = self.transport.parse().map_err(text)?;
-        OpenNetworks::default().open(&spec).map_err(text)
+        networks().open(&spec).map_err(text)
     }
 
     pub(crate) fn encode(&self, addrs: &[String]) -> String {

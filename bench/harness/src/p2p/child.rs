@@ -19,6 +19,7 @@ use p2p_core::endpoint::{Endpoint, TransportKind};
 use p2p_core::network::Network;
 use p2p_core::slot::SlotConfig;
 use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
+use verbs_transport::VerbsConfig;
 
 /// Environment variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
@@ -38,7 +39,15 @@ pub(super) struct Job {
 /// should then exit. Returns `None` in any other process. Call it before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
-    child_main_with(OpenNetworks::default)
+    child_main_with(networks)
+}
+
+/// The networks of this build, with their default settings.
+#[must_use]
+pub fn networks() -> OpenNetworks {
+    OpenNetworks::default()
+        .with(verbs_transport::opener(VerbsConfig::default()))
+        .with(libfabric_transport::opener())
 }
 
 /// As [`child_main`], with settings for the networks. Calls `networks` in a child only.
