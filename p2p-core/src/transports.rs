@@ -280,16 +280,20 @@ impl OpenNetworks {
         let networks = opened.map_err(|source| OpenError::NotHere {
             wish: wish.clone(),
             source: Box::new(source),
-            here: self.offered_here(wish).join(", "),
+            here: self.offered_here(wish, is_auto).join(", "),
         })?;
         self.open.push((wish.clone(), networks.clone()));
         Ok(networks)
     }
 
-    /// The transports that this host offers instead of `missing`: the open ones, and others that can be opened.
-    fn offered_here(&self, missing: &Wish) -> Vec<String> {
+    /// The transports that this host offers instead of `missing`: the open ones and, for a wish of a user, others
+    /// that can be opened. `auto` tries these anyway, and must not search for devices early.
+    fn offered_here(&self, missing: &Wish, is_auto: bool) -> Vec<String> {
         let mut here = MEMORY.map(|kind| kind.name().to_owned()).to_vec();
         here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+        if is_auto {
+            return here;
+        }
         for opener in self.openers.iter().filter(|opener| opener.is_in_auto()) {
             let wish = Wish { kind: opener.kind, device: None };
             let is_new = wish != *missing && self.open.iter().all(|(known, _)| *known != wish);
