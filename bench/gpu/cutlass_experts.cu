@@ -179,7 +179,7 @@ __device__ Position position_of(const Product& product, uint32_t index) {
 
 struct Reference {
     double value;
-    double scale; // of the relative error
+    double scale; // divides the error
 };
 
 __device__ double load(const void* data, size_t index, bool fp8) {

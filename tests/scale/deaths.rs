@@ -219,8 +219,8 @@ impl Host {
         }
     }
 
-    /// Serves a peer that dies. Returns the number of connections, and the time from its death until all were known
-    /// to be closed.
+    /// Serves a peer that dies. Returns the time from its death until all its connections were known to be closed,
+    /// and their number.
     fn victim(&self, generation: u32, seed: u64, death: Death) -> (Duration, usize) {
         let at_step = if let Death::AtStep(step) = death { step } else { u64::MAX };
         let mut child = Reaped(self.spawn(generation, seed, at_step, u64::MAX));

@@ -1,8 +1,8 @@
 //! RDMA by libibverbs: InfiniBand and RoCE v2.
 //!
 //! A `VerbsNetwork` opens one or more ports. For every peer it creates one reliable-connected queue pair per port,
-//! and a slot with its own key in its own protection domain. `VerbsEndpoint` lists the request that each operation
-//! becomes. One driver per network polls for completions and wakes waiting threads.
+//! and a slot with its own key in its own protection domain. The docs of `VerbsEndpoint` list the request of each
+//! operation. One driver per network polls for completions and wakes waiting threads.
 //!
 //! The feature `rdma` links libibverbs. Without it the crate contains only the settings.
 //!

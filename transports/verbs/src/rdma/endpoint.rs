@@ -2,12 +2,12 @@
 //!
 //! | operation | request |
 //! |---|---|
-//! | put | WRITE, inline when small, in pieces when longer than a message; large ones spread over all queue pairs |
+//! | put | WRITE, inline if small, in pieces if longer than a message; large puts spread over all queue pairs |
 //! | get | READ, likewise |
 //! | flag | FETCH_ADD on the first queue pair; without atomics a SEND there, see below |
-//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag; nothing where the flag is a SEND |
-//! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
-//! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
+//! | wake-up | WRITE_WITH_IMM without bytes, after the flag; nothing if the flag is a SEND |
+//! | fence | the fence bit of the next request if reads are under way; on Soft-RoCE a wait for these reads |
+//! | quiet | completion of all requests, after a WRITE without bytes if the last request was not signalled |
 //!
 //! In a batch (`begin_batch`, `flush`) one call posts up to 32 requests of a queue pair. A wait for any buffered
 //! request posts it first.
@@ -20,6 +20,7 @@
 //! parts of a spread put, so this side does not wait for them. To learn the peer driver's progress, an endpoint
 //! sends a question after all earlier messages and receives an answer. `quiet` always asks. `fence` asks if flags
 //! precede it.
+//!
 //! A message or counted write consumes a receive of the peer. The number under way never exceeds the peer's
 //! receives. The next one then waits until the peer reports that it has taken some. This wait depends on the peer's
 //! process and is bounded by [`stall_timeout`](super::VerbsConfig::stall_timeout).
@@ -457,7 +458,7 @@ impl Endpoint for VerbsEndpoint {
     }
 }
 
-/// Limit of a fence after flags, which completes all earlier operations.
+/// Time limit of a fence after flags. Such a fence completes all earlier operations.
 const FENCE_PATIENCE: Duration = Duration::from_secs(5);
 /// Alignment of the parts of a spread operation: one page.
 const PART_ALIGN: usize = 4096;

@@ -140,7 +140,7 @@ impl Lane {
         self.limit
     }
 
-    /// Requests posted so far.
+    /// Number of requests posted so far.
     pub(super) const fn num_posted(&self) -> u64 {
         self.posted
     }
@@ -153,7 +153,7 @@ impl Lane {
     /// Puts or gets one message.
     ///
     /// # Safety
-    /// As for [`QueuePair::post`], also while the chain keeps it back.
+    /// As for [`QueuePair::post`], also while the chain buffers the request.
     pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
         let Message { source, local_address, bytes, remote_address, is_last, counted } = message;
         let mut flags = 0;
@@ -303,7 +303,7 @@ impl Lane {
     }
 
     /// # Safety
-    /// As for [`QueuePair::post`], also while the chain keeps it back.
+    /// As for [`QueuePair::post`], also while the chain buffers the request.
     unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
         self.make_room(kind)?;
         let depth = u64::from(self.state.queue_pair.capacity().sends);

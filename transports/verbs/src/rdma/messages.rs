@@ -186,7 +186,7 @@ impl Messages {
 
     fn place(&self, idx: u32) -> NonNull<u8> {
         debug_assert!(idx <= self.num_receives + self.num_sends, "{idx}");
-        // SAFETY: callers give indices of buffers, all of which lie in the memory.
+        // SAFETY: callers pass indices of buffers, and all buffers lie in the memory.
         unsafe { self.memory.as_ptr().add(idx as usize * BUFFER_BYTES) }
     }
 }

@@ -90,8 +90,7 @@ impl Network for VerbsNetwork {
         let (slot, own) = shared.own_slot(layout)?;
         let mut lanes = Vec::new();
         for (port_idx, port) in shared.ports.iter().enumerate() {
-            // Each peer has a domain of its own. Whatever key a peer guesses, its queue pairs reach nothing but its
-            // slot.
+            // Each peer has a domain of its own. Even with a guessed key, its queue pairs reach nothing but its slot.
             let domain = ProtectionDomain::new(&port.context).map_err(|e| shared.failed(&e))?;
             for _ in 0..shared.config.queue_pairs_per_port {
                 if lanes.len() < shared.num_lanes() {

@@ -228,7 +228,7 @@ impl fmt::Debug for Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: the context is open and closed once. Everything made of it is gone, since it held this owner.
+        // SAFETY: the context is open and closed once. Everything made of it was dropped, since it held this owner.
         let code = unsafe { sys::ibv_close_device(self.raw.as_ptr()) };
         report("ibv_close_device", code);
     }
@@ -261,7 +261,7 @@ impl ProtectionDomain {
 
 impl Drop for ProtectionDomain {
     fn drop(&mut self) {
-        // SAFETY: allocated, freed once, and everything made of it is gone.
+        // SAFETY: allocated, freed once, and everything made of it was dropped.
         report("ibv_dealloc_pd", unsafe { sys::ibv_dealloc_pd(self.raw.as_ptr()) });
     }
 }
@@ -309,7 +309,7 @@ impl CompletionChannel {
 
 impl Drop for CompletionChannel {
     fn drop(&mut self) {
-        // SAFETY: created, destroyed once, and all queues that use it are gone.
+        // SAFETY: created, destroyed once, and all queues that used it were dropped.
         let code = unsafe { sys::ibv_destroy_comp_channel(self.raw.as_ptr()) };
         report("ibv_destroy_comp_channel", code);
     }
@@ -368,7 +368,7 @@ impl CompletionQueue {
 
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
-        // SAFETY: created, destroyed once, and all queue pairs that use it are gone.
+        // SAFETY: created, destroyed once, and all queue pairs that used it were dropped.
         report("ibv_destroy_cq", unsafe { sys::ibv_destroy_cq(self.raw.as_ptr()) });
     }
 }

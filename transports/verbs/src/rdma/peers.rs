@@ -53,7 +53,7 @@ pub(super) struct FabricLane {
     pub(super) state: Arc<LaneState>,
     pub(super) _room: Room,
     pub(super) own: LaneAddress,
-    /// Index of the fabric's port. Then the index of its device.
+    /// Index among the fabric's ports. The next field is the index among its devices.
     pub(super) port_idx: usize,
     pub(super) device_idx: usize,
     /// Index of the peer's device that it leads to.
