@@ -1,12 +1,13 @@
 //! One or more ports as a [`Fabric`]: any memory, any number of peers, operations identified by tokens.
 //!
 //! A peer has one or more queue pairs at every port. An operation is not split: it uses the queue pair with the
-//! least work under way. If there are several queue pairs, each operation is kept short. A large transfer then
-//! consists of several operations and uses all ports.
+//! least work under way. If there are several queue pairs, each operation is kept short enough that a
+//! large transfer consists of several operations. The transfer then uses all ports.
 //!
 //! Every request is signalled, since any may be the last one that a caller waits for. When a peer fails, its queue
 //! pair is destroyed first, so that the device touches no memory any more. Then everything under way is reported as
-//! failed. A peer also fails if none of its requests completes for [`VerbsConfig::stall_timeout`].
+//! failed. A peer also fails if it has requests under way and none
+//! completes for [`VerbsConfig::stall_timeout`].
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -59,8 +59,8 @@ pub(super) fn header(seq: u32, writes: u64, then: Then, taken: u32) -> Header {
 
 /// Maximum number of messages and counted writes under way, before the peer reports that it has taken some.
 /// `num_receives` is the peer's number of receives at each queue pair. The window is small enough that the peer
-/// never runs out. Each item makes its driver send at most one answer. Reports of taken receives come once per half
-/// window.
+/// never runs out. Each message or write makes its driver send at most one answer. Reports of taken receives come once
+/// per half window.
 pub(super) const fn window_of(num_receives: u32) -> u32 {
     num_receives.saturating_sub(RECEIVES_BESIDE_WINDOW) / 2
 }

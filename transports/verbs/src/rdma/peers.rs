@@ -248,7 +248,7 @@ impl Peer {
     }
 
     fn report(&mut self, out: &mut Vec<Completion>) {
-        // The order matters: operations completed before the failure was observed count as done.
+        // The failure is read first: operations completed before it was observed count as done.
         let has_failed = self.state.health.has_failed();
         self.report_completed(out);
         if !has_failed {
