@@ -26,7 +26,7 @@ fn open(queue_pairs_per_port: u32) -> VerbsFabric {
 const STRIPE: u64 = 64 << 10;
 const DEPTH: usize = 128;
 
-/// Moves `parts` of a stripe each both ways. Returns the maximum number of operations under way at the same time.
+/// Moves `parts` parts of one stripe each in both directions. Returns the maximum number of operations under way.
 fn exchange(a: &mut VerbsFabric, at_a: PeerId, b: &mut VerbsFabric, parts: u64) -> usize {
     let bytes = (parts * STRIPE) as usize;
     let mut rng = seeded();
