@@ -3,10 +3,10 @@
 
     python3 bench/gpu/baseline.py [--out FILE] [--limit SECONDS] [--tokens 1,128]
 
-Hidden 7168, top-8 of 256 experts, fp8 with one f32 scale per 128 values out, bf16 back; packing before
-and summing after are part of what is timed. CUDA graphs, the slowest client's median of 200 replays. One
-JSON object per line. Needs two or four GPUs, torch with NCCL; each section runs in processes of its own
-and is ended when its time is up. DeepEP is left out where Python does not find it.
+Hidden 7168, top-8 of 256 experts, fp8 with one f32 scale per 128 values out, bf16 back. The times include
+packing before and summing after. They use CUDA graphs and are the slowest client's median of 200 replays.
+Prints one JSON object per line. Needs two or four GPUs, and torch with NCCL. Each section runs in processes
+of its own and is ended at its time limit. DeepEP is left out if Python does not find it.
 """
 
 import argparse
@@ -234,7 +234,7 @@ def nccl_split(world, tokens):
 
 
 def symmetric_memory(world, tokens):
-    """PyTorch's expert-major all-to-all over NVSHMEM: a copy per (token, expert), as it offers."""
+    """PyTorch's expert-major all-to-all over NVSHMEM, which sends a copy per (token, expert)."""
     import torch.distributed._symmetric_memory as symmetric
 
     torch, device = world.torch, world.device
@@ -275,16 +275,16 @@ def symmetric_memory(world, tokens):
 
 
 def deepep(world, tokens):
-    """DeepEP's kernels for few tokens, which quantise, and sum with weights, themselves: fp8 out and bf16 back."""
+    """DeepEP's kernels for few tokens: fp8 out, bf16 back. They quantise, and sum with weights, themselves."""
     import deep_ep
 
     torch, device = world.torch, world.device
-    # Its buffers hold so many rows for every expert and rank.
+    # DeepEP's buffers hold this number of rows for every expert and rank.
     most = 128
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, HIDDEN, world.size, EXPERTS)
     buffer = deep_ep.Buffer(world.dist.group.WORLD, 0, size, low_latency_mode=True,
                             num_qps_per_rank=EXPERTS // world.size)
-    # What an expert stage would leave there. It is the same for every number of tokens.
+    # Stands for the output of an expert stage. It is the same for every number of tokens.
     answer = torch.randn(EXPERTS // world.size, most * world.size, HIDDEN, device=device).to(torch.bfloat16)
     # Older versions have 64 bits, and no name for the type.
     idx_type = getattr(deep_ep, "topk_idx_t", torch.int64)

@@ -1,30 +1,30 @@
 // Times CUTLASS's grouped matrix products for Hopper on the shapes of MoE experts, for comparison
-// with the expert kernel of this repository: one JSON line per product and variant, and one per
-// case with the sum of the best. Every expert has the same number of tokens.
+// with the expert kernel of this repository. Prints one JSON line per product and variant, and one
+// per case with the sum of the best. Every expert has the same number of tokens.
 //
 //   cutlass_experts [--model NAME,..] [--dtype bf16,fp8] [--tokens 1,4,..] [--replays N] [--check]
 //
 //   --check  compares 65536 elements of each variant's output with the reference, not 4096
 //
-// The exit status is 1 where a variant was wrong or failed; the others are timed all the same,
-// unless the CUDA context is lost or 30 s pass without progress, which ends the program.
+// The exit status is 1 if a variant was wrong or failed. The other variants are still timed, unless
+// the CUDA context is lost or 30 s pass without progress. Both end the program.
 //
-// It does less than a layer needs, which is CUTLASS's advantage: the tokens lie in the experts'
-// order already, and between the two products there is neither SwiGLU nor quantisation, so the
-// second reads an input of its own.
+// The program does less than a layer needs, which is an advantage for CUTLASS. The tokens already
+// lie in the experts' order. Between the two products there is neither SwiGLU nor quantisation, so
+// the second product reads an input of its own.
 //
 //   bf16  bf16 inputs, f32 sums, bf16 output
 //   fp8   e4m3 inputs, tokens with an f32 scale per row and 128 of K, weights with one per
 //         128 x 128, bf16 output
 //
-// "us" is the median of one launch as a CUDA graph; a variant that takes more than twice the time
-// of the best before it gets a tenth of the replays. A case's "us" is the sum of its two best,
-// "both_us" the median of one graph with these two after one another.
+// "us" is the median of one launch as a CUDA graph. A variant gets a tenth of the replays if it
+// takes more than twice the time of the best variant before it. A case's "us" is the sum of its two
+// best. Its "both_us" is the median of one graph with these two after one another.
 //
 // A variant's name has its tile, its schedule and its cluster. "swapped" computes the transposed
-// product: the weights are the operand of which a tile takes 128 rows or more, and the tokens are
-// the other, whose tiles can be narrow. CUTLASS's C is void (beta 0), so no variant reads it or
-// keeps room for it.
+// product. The weights are then the operand with tiles of 128 rows or more. The tokens are the
+// other operand, and its tiles can be narrow. CUTLASS's C is void (beta 0), so no variant reads it
+// or keeps room for it.
 //
 // $CUTLASS is the include directory of CUTLASS 4.2, cutlass_library/source/include in the PyPI
 // package nvidia-cutlass 4.2.0.0:
@@ -67,9 +67,9 @@ namespace {
 
 constexpr int kScaleBlock = 128;
 constexpr int kNumWarmUps = 4;
-// Of an element's error, relative to the larger of the element and the root of its products' sum of
-// squares: half a bf16 step is 0.002, and the tensor cores keep about 14 bits of a sum of e4m3
-// products.
+// Tolerances of an element's error, relative to the larger of two values: the element, and the root
+// of its products' sum of squares. Half a bf16 step is 0.002. The tensor cores keep about 14 bits
+// of a sum of e4m3 products.
 constexpr double kTolerance = 0.01, kToleranceFp8 = 0.03;
 constexpr const char* kWithout = "\"gather, SwiGLU, quantisation\"";
 constexpr unsigned kHangSeconds = 30;
@@ -151,7 +151,7 @@ __global__ void fill_scales(float* out, size_t count, uint64_t seed) {
 
 // One of the two products of a case's experts: out[e][t][c] is the sum over k of in[e][t][k] times
 // weights[e][c][k]. in_scales is [expert][k / 128][token], weight_scales is [expert][k /
-// 128][column / 128]: CUTLASS's layouts for Hopper have the index along K outside.
+// 128][column / 128]. CUTLASS's layouts for Hopper have the index along K outside.
 struct Product {
     int num_experts, num_tokens, num_columns, depth;
     bool fp8;
@@ -167,7 +167,7 @@ struct Position {
 };
 
 __device__ Position position_of(const Product& product, uint32_t index) {
-    // The corners of the first and the last expert, then anywhere.
+    // The corners of the first and the last expert, then random positions.
     if (index < 8)
         return {index & 1 ? product.num_experts - 1 : 0, index & 2 ? product.num_tokens - 1 : 0,
                 index & 4 ? product.num_columns - 1 : 0};
@@ -179,7 +179,7 @@ __device__ Position position_of(const Product& product, uint32_t index) {
 
 struct Reference {
     double value;
-    double scale; // that its error is relative to
+    double scale; // divides the error
 };
 
 __device__ double load(const void* data, size_t index, bool fp8) {
@@ -187,7 +187,7 @@ __device__ double load(const void* data, size_t index, bool fp8) {
                : float(static_cast<const __nv_bfloat16*>(data)[index]);
 }
 
-// A block of one warp per position.
+// Computes one position per block of one warp.
 __global__ void reference_at(Product product, Reference* references) {
     const Position at = position_of(product, blockIdx.x);
     const size_t in_row = (size_t(at.expert) * product.num_tokens + at.token) * product.depth;
@@ -224,7 +224,7 @@ __global__ void errors_at(Product product, const Reference* references, double* 
     errors[index] = reference.scale > 0 ? error / reference.scale : error;
 }
 
-// The output is set to NaN before a check, so this finds what was not written too.
+// The output is set to NaN before a check, so this also finds elements that were never written.
 __global__ void count_not_finite(const uint16_t* out, size_t count, unsigned long long* total) {
     unsigned long long found = 0;
     for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
@@ -236,7 +236,7 @@ __global__ void count_not_finite(const uint16_t* out, size_t count, unsigned lon
 
 // --- Variants ------------------------------------------------------------------------------------
 
-// A grouped product, ready to be launched.
+// A grouped product, ready for launch.
 class Launcher {
   public:
     virtual ~Launcher() = default;
@@ -251,7 +251,7 @@ template <class Stride> Stride stride_of(int64_t leading) {
     return stride;
 }
 
-// Where each group's elements begin: the groups are step apart.
+// Pointers to the first element of each group: the groups are step apart.
 template <class T> DeviceArray<T*> each(T* first, size_t num_groups, size_t step) {
     std::vector<T*> pointers(num_groups);
     for (size_t g = 0; g < num_groups; ++g)
@@ -365,8 +365,9 @@ class GroupedGemm : public Launcher {
         arguments.epilogue.ptr_D = d_.get();
         arguments.epilogue.dD = stride_d_.get();
         arguments.hw_info = cutlass::KernelHardwareInfo::make_kernel_hardware_info<Kernel>(0);
-        cudaGetLastError(); // CUTLASS goes on without what it could not ask
-        // Tiles of the same weights next to one another, so that these come from memory once.
+        cudaGetLastError(); // CUTLASS continues after a failed query
+        // Puts tiles of the same weights next to one another, so that memory delivers these weights
+        // once.
         using Raster = decltype(arguments.scheduler.raster_order);
         arguments.scheduler.raster_order = swapped ? Raster::AlongN : Raster::AlongM;
 
@@ -415,8 +416,8 @@ using Fp8 = GroupedGemm<true, false, Schedule, m, n, kScaleBlock, cluster_m, clu
 template <class Schedule, int m, int n, int cluster_m = 1, int cluster_n = 1>
 using Fp8Swapped = GroupedGemm<true, true, Schedule, m, n, kScaleBlock, cluster_m, cluster_n>;
 
-// Left out where it can't be the best: tiles of which most is empty, and tiles that read the
-// weights many times.
+// Omits variants that can't be the best: mostly empty tiles, and tiles that read the weights many
+// times.
 const std::vector<Variant>& variants_of(bool fp8) {
     static const std::vector<Variant> bf16_variants = {
         variant<Bf16<Pingpong, 64, 128, 64>>(1, 256),
@@ -453,7 +454,7 @@ void give_up(int) {
     _exit(1);
 }
 
-// Ends the process unless it is called again in time.
+// Restarts the watchdog, which ends the process unless it is restarted in time.
 void watch() { alarm(kHangSeconds); }
 
 struct Timing {
@@ -493,7 +494,8 @@ class Timer {
 
     cudaStream_t stream() const { return stream_; }
 
-    // best_us is of the variants before, or 0: one that is far from it gets a tenth of the replays.
+    // best_us is the best of the variants before, or 0. A variant far from it gets a tenth of the
+    // replays.
     Timing time(const Graph& graph, int num_replays, double best_us) {
         double warm_us = 0;
         for (int i = 0; i < kNumWarmUps; ++i)
@@ -548,7 +550,7 @@ std::string head_of(const char* bench, const Case& test, int product, const std:
            ",\"variant\":" + json_string(variant);
 }
 
-// Ends the process where the CUDA context is lost: nothing works without it.
+// Ends the process if the CUDA context is lost: nothing works without it.
 void fail(const std::string& head, const std::exception& failure) {
     printf("%s,\"error\":%s}\n", head.c_str(), json_string(failure.what()).c_str());
     cudaGetLastError();
@@ -589,7 +591,7 @@ class Data {
 
     const Product& product(int index) const { return products_[index]; }
 
-    // The largest error of what the graph writes.
+    // The largest error in the graph's output.
     double max_error(int index, const Graph& graph, cudaStream_t stream) {
         const Product& product = products_[index];
         check(cudaMemset(product.out, 0xff, out_counts_[index] * 2), "cudaMemset");
@@ -637,7 +639,7 @@ class Data {
     std::vector<DeviceArray<uint8_t>> memory_;
 };
 
-// Of the variants of a product, so far.
+// The best variants of a product so far.
 struct Best {
     const Variant* variant = nullptr;
     double us = 0;
@@ -647,7 +649,7 @@ void run_variant(const Case& test, int p, const Variant& variant, Data& data, Ti
                  const Options& options, Best& best) {
     const std::unique_ptr<Launcher> launcher = variant.make(data.product(p));
     const Graph graph = capture(timer.stream(), {launcher.get()});
-    // What is checked is what is timed: the graph.
+    // The check covers the timed object: the graph.
     const double error = data.max_error(p, graph, timer.stream());
     const bool right = error <= (test.fp8 ? kToleranceFp8 : kTolerance);
     printf("%s,\"positions\":%d,\"max_rel\":%.3g%s}\n",
@@ -688,7 +690,7 @@ void run_both(const Case& test, const Best (&best)[2], const Data& data, Timer& 
         throw Failure(error);
 }
 
-// Returns how much of it failed.
+// Returns the number of failures.
 int run_case(const Case& test, Timer& timer, const Options& options) {
     int num_failed = 0;
     try {

@@ -1,4 +1,4 @@
-// What cutlass_experts is asked for: its cases, and how they are measured.
+// Options of cutlass_experts: its cases, and the parameters of their measurement.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Rates of a library's dense products on random values, one JSON line each: peak.py [--size N]
 
-Medians of 200 products, as expert_test takes them of its own. fp8 values are any codes but those of NaN, as there:
-a GPU at its power limit is faster with others.
+Reports medians of 200 products, like expert_test. As there, fp8 values are random codes except NaN. Other values would
+make a GPU at its power limit faster.
 """
 
 import argparse

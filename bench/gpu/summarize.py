@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
-"""Turns a GPU benchmark run into tables, beside what is to be reached: summarize.py RAW.jsonl > summary.md
+"""Turns a GPU benchmark run into tables, beside their targets: summarize.py RAW.jsonl > summary.md
 
-What lies beside the raw lines is read as well: p2p.json, service-*.json, proxy-local.txt, proxy-relay.txt. What is not
-there is named at the end. Exits with 1 where a value was wrong; an aim that is missed is no error.
+Also reads the files beside the raw lines: p2p.json, service-*.json, proxy-local.txt, proxy-relay.txt. The end of the
+summary names missing files. Exits with 1 if a value was wrong; a missed target is no error.
 """
 
 import json
 import pathlib
 import sys
 
-# Of dispatch + combine with fp8 and uniform routing, µs by shape and tokens.
+# Targets for dispatch + combine with fp8 and uniform routing, µs by shape and tokens.
 LAYER_US = {("4r", 128): 33, ("2to2", 128): 24, ("1to3", 128): 30, ("3to1", 128): 30, ("4r", 4096): 780}
 ONE_TOKEN_US = 9
-# With a real server's checks and lists, at 128 tokens.
+# Allowed addition, with a real server's checks and lists, at 128 tokens.
 LISTS_ADD_US = 3
-# With 24 thread blocks, over the best number.
+# Allowed ratio with 24 thread blocks, relative to the best number of blocks.
 FEW_BLOCKS, FEW_BLOCKS_RATIO = 24, 1.25
 EXPERT_RATIO = 1.25
 PUT_FLAG_US, PUT_SHARE = 2.0, 0.95
-# A layer through the service at 128 tokens, over its servers' computation alone.
+# Allowed ratio of a layer through the service at 128 tokens to its servers' computation alone.
 SERVICE_RATIO = 1.15
 STALL_MS, AFTER_KILL_RATIO = 10, 0.98
 # A warp's put + flag with queues in host memory, and millions of requests per second over 32 lanes and 8 queues.
 POST_US, REQUESTS_M, POST_QUEUES = 1.0, 100, 8
 PROXY_ONE_WAY_US, PROXY_RATE_M, PROXY_IDLE_PERCENT = 4, 5.9, 1
-# Of DeepEP, measured once on a host with four H200s.
+# Figures of DeepEP, measured once on a host with four H200s.
 DEEPEP_US = {("4r", 1): "28 (normal 53)", ("4r", 128): "92 (normal 95)", ("4r", 4096): "normal 1180"}
 
 
@@ -42,7 +42,7 @@ def main():
 
 
 class Run:
-    """The figures of a run, by where they come from."""
+    """The figures of a run, by source."""
 
     def __init__(self, raw):
         self.notes = []
@@ -53,19 +53,19 @@ class Run:
                         if (report := self.json(path))}
         if not self.service:
             self.notes.append("There is no service-*.json.")
-        # Runs of the proxy alone have all in one file.
+        # Runs of the proxy alone have all their lines in one file.
         self.proxy = [row for row in self.rows if row["bench"] in PROXY_BENCHES]
         for name in ("proxy-local.txt", "proxy-relay.txt"):
             if (folder / name).exists():
                 self.proxy += self.lines(folder / name)
             else:
                 self.notes.append(f"There is no {name}.")
-        # Every other key once: a later line takes the place of an earlier one.
+        # Keeps one row per other key: a later line replaces an earlier one.
         self.layers, self.curve = {}, {}
         for row in self.of("moe"):
             blocks = row.get("blocks", [0, 0, 0])
             if blocks == [0, 0, 0]:
-                # Other ways to overlap kernels are no part of the tables.
+                # Other methods to overlap kernels are not part of the tables.
                 if row.get("pdl", -1) == -1:
                     kind = (row["dtype"], row["routing"], row["server"])
                     self.layers.setdefault((row["shape"], row["tokens"]), {})[kind] = row
@@ -81,7 +81,7 @@ class Run:
         return [row for row in self.rows if row["bench"] == bench]
 
     def lines(self, path):
-        """Lines of JSON with a name. A program whose time was up may have left a part of one."""
+        """Lines of JSON with a name. A program that ran into its time limit may have left a partial line."""
         rows = []
         for line in path.read_text(errors="replace").splitlines():
             if not line.startswith("{"):
@@ -107,7 +107,7 @@ class Run:
 
 
 class Aims:
-    """What was to be reached, and whether it was."""
+    """The targets, and whether the run reached them."""
 
     def __init__(self):
         self.num, self.missed = 0, []
@@ -179,7 +179,7 @@ def transport(run, aims):
 
 
 def layer_aims(run, aims):
-    """The cases that something is said of, beside what others take."""
+    """The cases with a target, beside the times of other libraries."""
     keys = [key for key in layer_keys(run) if layer_aim(*key) is not None and ECHO in run.layers.get(key, {})]
     if keys:
         print("\n## dispatch + combine: what it must reach\n\nfp8 out, bf16 back, uniform routing, µs.")
@@ -276,7 +276,7 @@ def expert_stage(run, aims):
 
 
 def posting(run, aims):
-    """What work requests cost their posters, beside stores of the same rows."""
+    """The cost of work requests to their posters, beside stores of the same rows."""
     posts = run.of("ibgda_post")
     if not posts:
         return
@@ -289,7 +289,7 @@ def posting(run, aims):
               f" {row['us_per_post']:.2f} µs.")
     lines = []
     for row in posts:
-        # Runs of before there were owners said `one_block` alone.
+        # Runs that do not name `posters` have only `one_block`.
         posters = row.get("posters") or ("one block" if row.get("one_block") else "any")
         failed = "" if row["status"] == 0 else " FAILED"
         lines.append([row["kind"], row["queues"], row["scope"], row["nic"], row["num_qps"], row["warps_per_qp"],
@@ -297,7 +297,7 @@ def posting(run, aims):
                       number(row["posts_per_s_per_qp"] / 1e6, 2), number(row["wqes_per_s"] / 1e6) + failed])
     table("a_post_is queues_in scope NIC queues: warps_each: posters record µs_of_a_warp_per_post:"
           " posts/s_per_queue,_M: requests/s,_M:", lines)
-    # Nobody reads these, so that the poster alone counts.
+    # Nothing reads these queues, so only the poster counts.
     alone = [row for row in posts if row["queues"] == "host" and row["nic"] == "none" and row["status"] == 0]
     best_us = min((row["us_per_post"] for row in alone if row["kind"] == "put+signal"), default=None)
     best_rate = max((row["wqes_per_s"] / 1e6 for row in alone if row["num_qps"] == POST_QUEUES), default=None)
@@ -363,14 +363,14 @@ def proxy(run, aims):
         print("\n## The proxy\n\nCommands from a GPU to threads of the host, medians. One way: from the push to the"
               " post by two clocks, which may be wrong by ±; without it, a round trip less half a look of the GPU at"
               " the host's memory, which is the least that the way back takes.")
-    # Of batches, budgets and lanes, which are anybody's choice, the best is what counts.
+    # Batches, budgets and lanes are free choices, so the best combination counts.
     four = sorted((row for row in rates if row["threads"] == 4), key=lambda row: row["mops"])
     best = {row["post"]: row for row in four}
     lines = []
     for row in rates:
         is_best = best.get(row["post"]) is row
         aim = aims.at_least(f"proxy, {row['post']}", row["mops"], PROXY_RATE_M) if is_best else [NONE] * 2
-        # Without a post nothing is moved.
+        # Without a post no bytes move.
         moved = NONE if row["post"] == "null" else number(row["gbps"], 0)
         lines.append([row["threads"], row["lanes"], row["batch"], row["budget"], row["post"], number(row["mops"], 2),
                       *aim, moved, number(row["latency"]["p50_us"]), number(row["latency"]["p99_us"])])
@@ -382,7 +382,7 @@ def proxy(run, aims):
     for (threads, lanes, post), row in first.items():
         way, us = ways.get((threads, lanes)), row["latency"]["p50_us"]
         one_way, doubt = None, ""
-        # Copies of the payload are no part of a command's way.
+        # Copies of the payload are not part of a command's path.
         if post == "null" and way:
             one_way, doubt = way["latency"]["p50_us"], f" ± {way['clock']['uncertainty_us']:.2f}"
         elif post == "null" and reads:
@@ -406,7 +406,7 @@ def proxy(run, aims):
 
 
 def correctness(run):
-    """How many cases went wrong, in all sections."""
+    """Number of failed cases, in all sections."""
     layers = run.of("moe")
     wrong = sum(map(is_bad, layers))
     if layers:
@@ -423,14 +423,14 @@ def correctness(run):
 
 
 def layer_keys(run):
-    """Shapes in the order of the run, sizes within each; also those that only others were measured with."""
+    """Shapes in the order of the run, sizes within each. Includes cases that only other libraries have."""
     keys = [*run.layers, *((shape, tokens) for _, shape, tokens in run.others)]
     shapes = list(dict.fromkeys(shape for shape, _ in keys))
     return sorted(set(keys), key=lambda key: (shapes.index(key[0]), key[1]))
 
 
 def layer_aim(shape, tokens):
-    # Where client and server are one process nothing goes over a link.
+    # If client and server are one process, no bytes cross a link.
     return LAYER_US.get((shape, tokens), ONE_TOKEN_US if tokens == 1 and shape != "1r" else None)
 
 
@@ -450,7 +450,7 @@ def layer_cell(row):
 
 
 def judged_us(row):
-    """What went wrong reaches nothing."""
+    """A failed case reaches no target."""
     return NEVER if is_bad(row) else row["median_us"]
 
 

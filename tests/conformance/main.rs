@@ -62,7 +62,7 @@ fn two_processes_over_libfabric_shm() {
     over_libfabric("shm");
 }
 
-/// Providers that few hosts have are named by `SWITCHYARD_TEST_PROVIDER`.
+/// `SWITCHYARD_TEST_PROVIDER` names providers that few hosts have.
 #[test]
 fn two_processes_over_another_provider() {
     let Ok(provider) = std::env::var("SWITCHYARD_TEST_PROVIDER") else {
@@ -82,7 +82,7 @@ fn over_libfabric(provider: &str) {
     }
 }
 
-/// The path of a child, from its environment.
+/// The transport path of a child, from its environment.
 fn way_of_child() -> Way {
     match var("KIND").expect("a kind").as_str() {
         "shm" => Way::plain(TransportKind::Shm),

@@ -37,7 +37,7 @@ pub fn fresh_seed() -> u64 {
     seed
 }
 
-/// Every script between two threads, each on a fresh pair of channels.
+/// Runs every script between two threads, each on a fresh pair of channels.
 pub fn in_threads<E: Endpoint + 'static>(
     mut make: impl FnMut(SlotConfig) -> (Channel<E>, Channel<E>),
 ) {
@@ -53,7 +53,7 @@ pub fn in_threads<E: Endpoint + 'static>(
     }
 }
 
-/// Both ends of a channel between two networks of this process.
+/// Creates both ends of a channel between two networks of this process.
 pub fn pair(
     a: &dyn Network,
     b: &dyn Network,
@@ -66,7 +66,7 @@ pub fn pair(
     (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
 }
 
-/// The path between a test's processes, and settings of its children, see [`var`].
+/// The path between a test's processes, and the settings of its children, see [`var`].
 #[derive(Clone)]
 pub struct Way {
     pub kind: TransportKind,
@@ -90,8 +90,8 @@ impl Way {
     }
 }
 
-/// Every script between this process and a child, whose `child_process` calls [`perform_all`].
-/// `is_as_expected` looks at every connection.
+/// Runs every script between this process and a child, whose `child_process` calls [`perform_all`].
+/// `is_as_expected` checks every connection.
 pub fn in_processes(way: &Way, is_as_expected: impl Fn(&Connection) -> bool) {
     let seed = fresh_seed();
     let way = way.clone().with("SEED", seed);
@@ -119,7 +119,7 @@ pub fn perform_all(way: &Way) {
     }
 }
 
-/// A listener, and this binary again as its peer.
+/// Starts a listener, and this binary again as its peer.
 pub fn serve_one_child(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Child) {
     let (receiver, addr) = serve(slot, way);
     (receiver, child_command(addr, slot, way).spawn().unwrap())
@@ -155,7 +155,7 @@ pub fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Socket
     (receiver, addr)
 }
 
-/// This binary as a child, which finds its settings by [`var`].
+/// Command that starts this binary as a child, which reads its settings by [`var`].
 pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
     let mut command = test_support::child::command("peer");
     command
@@ -195,5 +195,5 @@ fn perform<E: Endpoint>(script: Script<E>, party: Party, channel: Channel<E>, se
     script(party, channel, seed);
 }
 
-/// For the other process, on a machine with little time to spare.
+/// Timeout for the other process, on a machine with little time to spare.
 const PATIENCE: Duration = Duration::from_secs(60);

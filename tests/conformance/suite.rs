@@ -1,8 +1,8 @@
 //! The contract of every transport, as scripts for two parties.
 //!
-//! A script runs on both sides of one fresh channel, in two threads or in two processes. Both derive
-//! the same random sequence from the seed, so the receiving side knows the expected data without the
-//! transport under test.
+//! A script runs on both sides of one fresh channel, in two threads or in two processes. Both derive the same
+//! random sequence from the seed. The receiving side therefore knows the expected data without the transport under
+//! test.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -242,7 +242,7 @@ fn desync<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
         assert!(error.to_string().contains(&(num_frames + 1).to_string()), "{error}");
     }
     meet(&mut channel);
-    // The counter is looked at when credit runs out, so that must come first.
+    // The transport reads the counter when credit runs out, so credit must run out first.
     for _ in 0..num_frames {
         if party == Party::B {
             let frame = channel.try_reserve().unwrap().expect("credit");
@@ -262,12 +262,12 @@ fn desync<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
     }
 }
 
-/// Both sides block at once when there is nothing, so each frame needs a wake-up, and a lost one shows
-/// as a deadline that passes.
+/// Both sides block at once when there is nothing to read, so each frame needs a wake-up. A lost wake-up shows as a
+/// missed deadline.
 fn wake_ups<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed ^ (party as u64));
     let (set, policy) = waiter(&channel, SpinPolicy { spin: Duration::ZERO });
-    // Fewer where a sleep and a wake-up take milliseconds, as in an emulated machine.
+    // Fewer rounds if a sleep and a wake-up take milliseconds, as in an emulated machine.
     let rounds = std::env::var("SWITCHYARD_TEST_WAKE_UPS")
         .map_or(4000u64, |text| text.parse().expect("a number"));
     for round in 0..rounds {
@@ -288,7 +288,7 @@ fn wake_ups<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
             }
         }
     }
-    // One way, so that the writer runs into missing credit and sleeps for that.
+    // In one direction only, so that the writer runs out of credit and sleeps until more arrives.
     for round in 0..rounds {
         if party == Party::A {
             let frame = wait_for(&set, policy, &mut channel, |c| c.try_reserve().unwrap());
@@ -381,7 +381,7 @@ fn wait_for<E: Endpoint, T>(
     .expect("a frame or a credit before the deadline: a wake-up was lost")
 }
 
-/// Both parties arrive here before either goes on.
+/// Waits until both parties have arrived here.
 fn meet<E: Endpoint>(channel: &mut Channel<E>) {
     channel.bump_progress().unwrap();
     let target = MET.get() + 1;
@@ -390,17 +390,17 @@ fn meet<E: Endpoint>(channel: &mut Channel<E>) {
 }
 
 thread_local! {
-    /// Meetings of this thread's current script.
+    /// Number of rendezvous in this thread's current script.
     static MET: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// To be called before each script.
+/// Resets the count. Call it before each script.
 pub fn reset_meetings() {
     MET.set(0);
 }
 
-/// Waits, driving the transport, for what the other party does. A transport that fails meanwhile ends the
-/// wait with its own words.
+/// Waits for an action of the other party, and drives the transport meanwhile. If the transport fails, the wait
+/// ends with its error.
 fn eventually<E: Endpoint>(
     what: &str,
     channel: &Channel<E>,
@@ -411,7 +411,7 @@ fn eventually<E: Endpoint>(
         if let Some(driver) = channel.endpoint().driver() {
             driver.drive();
         }
-        // Asked before the look: what came before the failure counts.
+        // Read before the check: anything that arrived before the failure counts.
         let health = channel.health();
         if condition(channel) {
             return;

@@ -1,4 +1,4 @@
-//! The suite over RDMA devices. `tests/rxe/` provides a software one where there is no other.
+//! The suite over RDMA devices. `tests/rxe/` provides a software device for hosts without one.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use verbs_transport::{PortChoice, VerbsConfig, VerbsNetwork, device_names};
 use crate::parties::{Way, in_processes};
 use test_support::{bounded, skip};
 
-/// Ports to use, as [`VerbsConfig::on`] takes them: several stripe.
+/// Ports to use, as [`VerbsConfig::on`] takes them. Several ports stripe.
 const PORTS: &str = "SWITCHYARD_TEST_PORTS";
 /// Queue pairs per peer in this process and its children.
 const NUM_QUEUE_PAIRS: &str = "P2P_VERBS_QUEUE_PAIRS";
@@ -46,11 +46,11 @@ pub fn network() -> Arc<dyn Network> {
     let config = VerbsConfig {
         ports,
         queue_pairs_per_port,
-        // Small slots, short messages and a short queue, so that everything is cut and runs full.
+        // Small slots, short messages and a short queue: every transfer is split, and every queue runs full.
         stripe_bytes: if is_striped { 10_000 } else { usize::MAX },
         max_message_bytes: 16 << 10,
         send_queue_depth: 32,
-        // Emulated machines stand still for a while now and then.
+        // Emulated machines pause now and then.
         ack_timeout: 18,
         stall_timeout_ms: 20_000,
         ..Default::default()
@@ -58,7 +58,7 @@ pub fn network() -> Arc<dyn Network> {
     Arc::new(VerbsNetwork::open(config).unwrap())
 }
 
-/// Whether there is a device. If not, says so.
+/// True if there is a device. Otherwise reports a skip.
 fn is_possible() -> bool {
     if device_names().is_empty() {
         let error = VerbsNetwork::open(VerbsConfig::default()).unwrap_err();

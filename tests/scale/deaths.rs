@@ -1,6 +1,6 @@
-//! A peer dies at any point of any operation. The other side learns it in time, keeps nothing, and continues with the
-//! next peer. `SWITCHYARD_TEST_TRANSPORT` chooses the transport, `SWITCHYARD_KILL_DEATHS` how many
-//! connections die.
+//! A peer dies at any point of any operation. The other side learns of it in time, keeps no resources, and
+//! continues with the next peer. `SWITCHYARD_TEST_TRANSPORT` selects the transport, `SWITCHYARD_KILL_DEATHS` the
+//! number of connections that die.
 use std::os::fd::AsFd;
 use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -23,10 +23,10 @@ use crate::support::{
 };
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 3 };
-/// Time for a death to be noticed, and for anything else that must happen.
+/// Time limit for noticing a death, and for anything else that must happen.
 const LIMIT: Duration = Duration::from_secs(20);
 const JOB: &str = "SWITCHYARD_KILL_JOB";
-/// Steps that are tried one by one; beyond, the victims are far into their operations.
+/// Number of steps tried one by one. After them, the victims are far into their operations.
 const NUM_STEPS: u64 = 90;
 const HEALTHY_MESSAGES: u64 = 50;
 const MAX_MESSAGE_BYTES: usize = 4000;
@@ -44,11 +44,11 @@ enum Role {
     Answer,
     /// Puts, adds to a flag, gets back, waits for completion.
     Poke,
-    /// Looks at what was put.
+    /// Checks the put bytes.
     Look,
 }
 
-/// Roles of the side that dies, by connection, and of the side that stays.
+/// Roles of the dying side and of the surviving side, by connection.
 const ROLES: [(Role, Role); 4] = [
     (Role::Write, Role::Read),
     (Role::Read, Role::Write),
@@ -74,7 +74,7 @@ fn whoever_dies_wherever_leaves_nothing_behind() {
             break;
         }
         assert!(victim < 2 * deaths, "the victims die before they have connections");
-        // Half of them die at every step in turn, the others at any time from their start on.
+        // Half of the victims die at every step in turn, the others at any time after their start.
         let at = if victim.is_multiple_of(2) {
             Death::AtStep(victim as u64 / 2 % NUM_STEPS)
         } else {
@@ -99,7 +99,7 @@ fn whoever_dies_wherever_leaves_nothing_behind() {
     base.expect("a baseline").compare(seen * 3 / 4);
 }
 
-/// The processes that die.
+/// Runs a process that dies.
 pub fn victim() {
     let job = std::env::var(JOB).expect("a job");
     let mut words = job.split(';');
@@ -144,7 +144,7 @@ pub fn victim() {
             lanes.iter().for_each(|lane| lane.connection.channel.disarm());
         }
     }
-    // The other side is to see the last steps before it sees the end.
+    // The other side must see the last steps before it sees the end.
     for lane in &mut lanes {
         let end = Instant::now() + LIMIT;
         lane.connection.channel.endpoint_mut().quiet(end).unwrap();
@@ -152,14 +152,14 @@ pub fn victim() {
     }
 }
 
-/// How a victim ends.
+/// Manner of a victim's death.
 #[derive(Debug, Clone, Copy)]
 enum Death {
     AtStep(u64),
     After(Duration),
 }
 
-/// Counts what a victim does, and ends it.
+/// Counts a victim's steps, and kills it.
 struct Steps {
     left: u64,
 }
@@ -176,7 +176,7 @@ impl Steps {
     }
 }
 
-/// The side that stays.
+/// The surviving side.
 struct Host {
     addr: String,
     connections: Receiver<Connection>,
@@ -185,7 +185,7 @@ struct Host {
 
 impl Host {
     fn start(runtime: &tokio::runtime::Runtime, transports: Transports) -> Self {
-        // Few places: a place that does not come back is soon missed.
+        // Few connection places, so that a leaked place is noticed soon.
         let config = ListenerConfig {
             slot: SLOT,
             max_peers: 2 * ROLES.len(),
@@ -201,7 +201,7 @@ impl Host {
         Self { addr, connections, set: WaitSet::new().unwrap() }
     }
 
-    /// A peer that lives: everything works, to the last byte.
+    /// Serves a peer that survives: everything works, to the last byte.
     fn healthy(&self, generation: u32, seed: u64) {
         let child = self.spawn(generation, seed, u64::MAX, HEALTHY_MESSAGES);
         let (mut child, mut lanes) = (Reaped(child), Vec::new());
@@ -219,8 +219,8 @@ impl Host {
         }
     }
 
-    /// A peer that dies. Returns how long after its death the last connection was known to be over, and
-    /// how many there were.
+    /// Serves a peer that dies. Returns the time from its death until all its connections were known to be closed,
+    /// and their number.
     fn victim(&self, generation: u32, seed: u64, death: Death) -> (Duration, usize) {
         let at_step = if let Death::AtStep(step) = death { step } else { u64::MAX };
         let mut child = Reaped(self.spawn(generation, seed, at_step, u64::MAX));
@@ -250,10 +250,10 @@ impl Host {
         }
     }
 
-    /// Does what there is to do, and sleeps until there is more, or `until`.
+    /// Processes all available work, then sleeps until more arrives, or until `until`.
     fn turn(&self, lanes: &mut Vec<Lane>, generation: u32, seed: u64, until: Instant) {
         for connection in self.connections.try_iter() {
-            // A connection of an earlier victim, completed after its death: no test waits for it.
+            // A connection of an earlier victim that completed after its death. No test waits for it.
             if connection.peer.generation != generation {
                 continue;
             }
@@ -267,7 +267,7 @@ impl Host {
         let mut moved = false;
         for lane in lanes.iter_mut().filter(|lane| lane.open) {
             let over = lane.connection.liveness.closed_now();
-            // All that the peer completed before its end is still taken.
+            // Operations that the peer completed before its end are still taken.
             loop {
                 match lane.step(&mut Steps { left: u64::MAX }) {
                     Ok(true) => moved = true,
@@ -325,9 +325,9 @@ struct Lane {
     connection: Connection,
     role: Role,
     seed: u64,
-    /// Messages that this side is through with.
+    /// Number of messages that this side has finished.
     num_done: u64,
-    /// Whether an answer or acknowledgement is still to come.
+    /// True if an answer or acknowledgement is pending.
     is_waiting: bool,
     regions: Option<[Region; 2]>,
     open: bool,
@@ -359,7 +359,7 @@ impl Lane {
         }
     }
 
-    /// One step on; false when there is nothing to be done.
+    /// Performs one step. Returns false if there was nothing to do.
     fn step(&mut self, steps: &mut Steps) -> Result<bool, ChannelError> {
         match self.role {
             Role::Write => self.write(steps),
@@ -440,7 +440,7 @@ impl Lane {
         let key = channel.remote_key();
         let dst = RemoteRange { key, offset: 0, len: message.len() };
         let range = |region: &Region| region.range(0, message.len()).unwrap();
-        // SAFETY: private memory of this thread, as long as the message; no operation is under way.
+        // SAFETY: the memory is private to this thread and as long as the message; no operation is under way.
         unsafe {
             range(&source)
                 .as_ptr()
@@ -488,11 +488,11 @@ impl Lane {
     }
 }
 
-/// Resources of this process.
+/// Resources that this process holds.
 #[derive(Debug, Clone, Copy)]
 struct Resources {
     descriptors: usize,
-    /// Of shared memory: slots, this process's and its peers'.
+    /// Slots in shared memory: those of this process and of its peers.
     slots: usize,
     mappings: usize,
     bytes: u64,
@@ -504,7 +504,7 @@ impl Resources {
         Self { descriptors, slots: num_shared_slots(), mappings, bytes: resident_bytes() }
     }
 
-    /// Once the runtime has closed what it closes later.
+    /// Counts once the runtime has closed the objects that it closes later.
     fn steady() -> Self {
         let deadline = Instant::now() + LIMIT;
         let mut before = Self::now();
@@ -519,11 +519,11 @@ impl Resources {
         }
     }
 
-    /// Nothing may be left of `num_connections` that came and went.
+    /// Asserts that `num_connections` past connections left nothing behind.
     fn compare(self, num_connections: usize) {
-        // A kept slot of a connection would be a mapping of 64 KiB, with at least two touched pages.
+        // A leaked slot of a connection would be a mapping of 64 KiB, with at least two touched pages.
         let allowed_bytes = (num_connections as u64 / 2 * 8192).max(4 << 20);
-        // Addresses of slots and mailboxes into which a network may still write stay taken.
+        // A network may still write into released slots and mailboxes, so their addresses stay reserved.
         let is_network = std::env::var(TRANSPORT).is_ok_and(|name| name != "shm");
         let allowed_mappings = 32 + if is_network { 2 * num_connections } else { 0 };
         let ok = |now: &Self| {

@@ -6,11 +6,11 @@ use crate::support::engines::Engines;
 use crate::support::{num_descriptors, num_mappings, resident_bytes, wanted_peers};
 use message_engine::engine::{Access, Engine, MemoryRegion};
 
-/// Of every peer, at the hub, so that what is not touched would be noticed: 4 GiB.
+/// Buffer of every peer at the hub. Together they are 4 GiB, so that resident untouched memory would be noticed.
 const BUFFER_BYTES: usize = 4 << 20;
 const NUM_USED: usize = 16;
 const MAX_CROWDS: usize = 8;
-/// Resources of each engine that connects, apart from its peers.
+/// Descriptors of each connecting engine, apart from its peers.
 const ENGINE_DESCRIPTORS: usize = 16;
 const ENGINE_MAPPINGS: usize = 16;
 
@@ -25,7 +25,7 @@ fn memory_of_an_engine_grows_by_what_is_used() {
     for transport in ["tcp", "cma"] {
         let hub = Engines::engine(transport, false).expect("a transport that needs nothing");
         let empty_descriptors = num_descriptors();
-        // Memory that the allocator keeps of a crowd serves the next one, once every thread has its share.
+        // The allocator reuses one crowd's memory for the next, once every thread has its share.
         let mut left = Vec::new();
         loop {
             crowd(&hub, num_peers, transport);
@@ -51,7 +51,7 @@ fn settle(empty_descriptors: usize) {
     }
 }
 
-/// Sockets of a peer, at both ends: one between the engines, and over `tcp` one each way for the bytes.
+/// Sockets of a peer, at both ends: one between the engines. Over `tcp` each direction adds one for the bytes.
 fn sockets_of(transport: &str) -> usize {
     if transport == "tcp" { 6 } else { 2 }
 }
@@ -71,9 +71,9 @@ fn crowd(hub: &Arc<Engine>, num_peers: usize, transport: &str) {
         engines.out[0].transport(),
         engines.took
     );
-    // Six receive buffers of 16 KiB at the most, which only an allocator's used memory makes resident.
+    // At most six receive buffers of 16 KiB, which become resident only from reused memory of the allocator.
     assert!(idle_bytes < 144 << 10, "{idle_bytes} bytes for an idle peer");
-    // Sockets, and the other's table where there is one; no ring and no thread of its own.
+    // Sockets, and the other side's table if there is one; no ring and no thread per peer.
     assert_eq!(hub.stats().num_connections, num_peers);
     let num_engines = engines.others.len();
     let descriptors = num_descriptors() - descriptors;
@@ -85,8 +85,8 @@ fn crowd(hub: &Arc<Engine>, num_peers: usize, transport: &str) {
         mappings + num_peers * tables_of(transport) + num_engines * ENGINE_MAPPINGS + num_peers / 8;
     assert!(num_mappings() <= most, "{} mappings, at most {most} expected", num_mappings());
 
-    // Each peer has a buffer at the hub, sends a message and gets one back: no peer is left out, and none gets
-    // another's.
+    // Each peer has a buffer at the hub, sends a message and gets one back. No peer is left out, and none gets
+    // another's message.
     let before = resident_bytes();
     let buffers: Vec<MemoryRegion> = (0..num_peers)
         .map(|_| hub.alloc(BUFFER_BYTES, Access::RemoteReadWrite).expect("memory"))
@@ -110,7 +110,7 @@ fn crowd(hub: &Arc<Engine>, num_peers: usize, transport: &str) {
     println!("buffers of {BUFFER_BYTES} bytes and messages of 64 take {small} bytes more");
     assert!(small < 48 << 10, "{small} bytes for messages of 64 bytes");
 
-    // A few write much: it is they who take memory.
+    // A few write much: only they take memory.
     let used = num_peers.min(NUM_USED);
     for memory in &memories {
         memory.copy_in(0, &pattern(0, BUFFER_BYTES)).expect("in range");
@@ -142,7 +142,7 @@ fn contents(memory: &MemoryRegion, offset: u64, len: usize) -> Vec<u8> {
     found
 }
 
-/// Different for every peer and position.
+/// Contents that differ for every peer and position.
 fn pattern(idx: usize, len: usize) -> Vec<u8> {
     use rand::{Rng, SeedableRng};
     let mut bytes = vec![0; len];

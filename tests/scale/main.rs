@@ -1,5 +1,5 @@
 //! Many peers, and peers that die, over every transport. Every test counts resources of its process, so it needs a
-//! process of its own: cargo-nextest gives it one.
+//! process of its own. cargo-nextest provides one.
 
 mod deaths;
 mod engine;

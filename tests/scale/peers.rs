@@ -7,16 +7,16 @@ use crate::support::{
 };
 use p2p_core::{Connection, Endpoint, SlotConfig, TransportKind};
 
-/// Default size of slots, so that what is not touched would be noticed: 20 GiB.
+/// Default slot size. Together the slots are 20 GiB, so that resident untouched memory would be noticed.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };
-/// Slots for devices that pin them from the start: a small host has memory for all of them.
+/// Slots for devices that pin them from the start. A small host has memory for all of them.
 const PINNED_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const NUM_USED: usize = 48;
-/// Of a peer at both ends.
+/// Maximum number of descriptors per peer, at both ends.
 const MAX_DESCRIPTORS: f64 = 10.5;
 
-/// Threads on which handshakes make slots, as many at a time as there are handshakes: their stacks are gone
-/// by the time that memory is looked at.
+/// Keep-alive of the threads that make slots during handshakes, one per concurrent handshake. Their stacks are gone
+/// by the time memory is measured.
 const IDLE_THREADS_LIVE: Duration = Duration::from_millis(100);
 
 #[test]
@@ -61,21 +61,21 @@ async fn check() {
         user - cpu.0,
         system - cpu.1
     );
-    // Control words of two slots, and what the connection itself takes.
-    // A network's provider has queues of its own for every peer, made when they are first needed.
+    // Control words of two slots, and the connection's own memory. A network's provider adds queues for every peer,
+    // created at first use.
     let is_network = crowd.here[0].transport.kind.is_network();
     let mut provider_bytes = if is_network { 512 << 10 } else { 0 };
     if pins {
         provider_bytes += 2 * slot.slot_bytes as u64;
     }
     assert!(idle_bytes < provider_bytes + (64 << 10), "{idle_bytes} bytes for an idle peer");
-    // At both ends something to sleep on, what wakes the peer, what tells of the connection's end, and the
-    // connection with a copy of that; over a network what it adds.
+    // Each end has one descriptor to sleep on, one that wakes the peer, one for the connection's end, and the
+    // connection with a copy of that. A network adds its own.
     let descriptors = (num_descriptors() - empty_descriptors) as f64 / num_peers as f64;
     println!("{descriptors:.2} descriptors for an idle peer at both ends");
     assert!(descriptors <= MAX_DESCRIPTORS, "{descriptors} descriptors for an idle peer");
 
-    // Each peer sends a little: no peer is left out, and none gets another's message.
+    // Each peer sends a little. No peer is left out, and none gets another's message.
     let before = resident_bytes();
     for (idx, connection) in crowd.here.iter_mut().enumerate() {
         send(connection, &message(idx as u64, 64));
@@ -87,7 +87,7 @@ async fn check() {
     println!("a message of 64 bytes takes {small} bytes more");
     assert!(small < provider_bytes + (16 << 10), "{small} bytes for a message of 64 bytes");
 
-    // A few send much: it is they who take memory.
+    // A few send much: only they take memory.
     let before = resident_bytes();
     let len = crowd.here[0].channel.layout().frame_bytes();
     let used = num_peers.min(NUM_USED);
@@ -99,14 +99,14 @@ async fn check() {
         assert!(found == message(idx as u64, len), "message {idx} of {len} bytes");
     }
     let grown = resident_bytes().saturating_sub(before);
-    // Where the peer's slot is not mapped, the sender has a frame of its own to put from.
+    // If the peer's slot is not mapped, the sender puts from a frame of its own.
     let channel = &crowd.here[0].channel;
     let is_mapped = channel.endpoint().direct(channel.remote_key()).is_some();
     let expected = (used * len) as u64 * if is_mapped { 1 } else { 2 };
     println!("{used} frames of {len} bytes take {grown} bytes, {expected} expected");
     assert!(grown < expected + expected / 4 + (8 << 20), "{grown} bytes, {expected} expected");
 
-    // And all of it goes when they go.
+    // All of it is released when the peers disconnect.
     drop(crowd);
     let left = || {
         let bytes = resident_bytes().saturating_sub(empty_bytes);
@@ -122,7 +122,7 @@ async fn check() {
     assert!(is_clean(left()), "{:?}", left());
 }
 
-/// The number of threads once idle ones have ended.
+/// The number of threads after idle ones have ended.
 async fn threads_at_rest() -> usize {
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut before = support::num_threads();
@@ -162,7 +162,7 @@ fn receive(connection: &mut Connection, len: usize) -> Vec<u8> {
     found
 }
 
-/// Different for every peer and position.
+/// Contents that differ for every peer and position.
 fn message(idx: u64, len: usize) -> Vec<u8> {
     use rand::{Rng, SeedableRng};
     let mut bytes = vec![0; len];

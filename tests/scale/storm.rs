@@ -1,4 +1,4 @@
-//! Many peers connect at the same time to a listener that takes few at a time.
+//! Many peers connect at the same time to a listener that accepts few at a time.
 use crate::support::crowd::Crowd;
 use crate::support::{transports, wanted_peers};
 use p2p_core::SlotConfig;

@@ -16,7 +16,7 @@ pub struct Crowd {
     pub here: Vec<Connection>,
     /// The listening ends, by peer.
     pub there: Vec<Connection>,
-    /// From the first connect until the last end is there.
+    /// Time from the first connect until the last end exists.
     pub took: Duration,
 }
 
@@ -61,7 +61,7 @@ impl Crowd {
         Self { here, there, took }
     }
 
-    /// A listener for slots of this kind, by these transports.
+    /// Listener settings for slots of this kind and these transports.
     pub fn listener(slot: SlotConfig, transports: Transports) -> ListenerConfig {
         ListenerConfig {
             slot,
@@ -72,7 +72,8 @@ impl Crowd {
         }
     }
 
-    /// How many peers this process can hold: each end takes five descriptors, and some in the handshake.
+    /// Number of peers this process can hold, up to `wanted`. Each end takes five descriptors, and some more during
+    /// the handshake.
     pub fn possible(wanted: usize) -> usize {
         let limit = raise_descriptor_limit();
         wanted.min((limit.saturating_sub(200) / 12) as usize)

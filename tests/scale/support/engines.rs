@@ -11,26 +11,26 @@ use p2p_core::bootstrap::raise_descriptor_limit;
 use p2p_core::network::NetworkError;
 use tokio::task::JoinSet;
 
-/// One engine in the middle, engines around it, and many connections to the one.
+/// One hub engine, other engines around it, and many connections to the hub.
 pub struct Engines {
-    /// To which all connect.
+    /// The engine that all others connect to.
     pub hub: Arc<Engine>,
-    /// The others' ends.
+    /// The connecting engines' ends.
     pub out: Vec<Connection>,
     /// The hub's ends, in the same order.
     pub back: Vec<Connection>,
-    /// From the first connect until the last end is there.
+    /// Time from the first connect until the last end exists.
     pub took: Duration,
     /// The engines that connect, each with the same number of connections.
     pub others: Vec<Arc<Engine>>,
 }
 
 impl Engines {
-    /// An engine over `transport`, written as [`open_fabric`] takes it, that looks for work all the time
-    /// if it `spins`.
+    /// Creates an engine over `transport`, written as [`open_fabric`] takes it. If `spins` is set, the engine polls
+    /// for work without sleeping.
     ///
     /// # Errors
-    /// When the transport is not here.
+    /// The transport is not available.
     pub fn engine(transport: &str, spins: bool) -> Result<Arc<Engine>, NetworkError> {
         let local = EngineConfig::local();
         let config = EngineConfig {
@@ -49,7 +49,7 @@ impl Engines {
         Ok(Arc::new(Engine::start(config).expect("an engine")))
     }
 
-    /// Connects `num_peers` times to `hub`, at the same time, from engines of their own.
+    /// Opens `num_peers` connections to `hub` at the same time, from separate engines.
     pub fn gather(hub: Arc<Engine>, num_peers: usize, transport: &str) -> Self {
         let others: Vec<Arc<Engine>> = (0..num_peers.min(NUM_OTHERS))
             .map(|_| Self::engine(transport, false).expect("a transport that was here before"))
@@ -94,13 +94,13 @@ impl Engines {
         Self { hub, back: back.collect(), out, took, others }
     }
 
-    /// How many peers this process can hold: with sockets of the fabric at both ends.
+    /// Number of peers this process can hold, up to `wanted`. Both ends of a connection have sockets of the fabric.
     pub fn possible(wanted: usize) -> usize {
         let limit = raise_descriptor_limit();
         wanted.min((limit.saturating_sub(500) / 10) as usize)
     }
 
-    /// Nanoseconds of a round of an engine that spins, over `duration`.
+    /// Mean time of one round of a spinning engine, in nanoseconds, measured over `duration`.
     pub fn round_ns(engine: &Engine, duration: Duration) -> f64 {
         let (start, before) = (Instant::now(), engine.stats().num_rounds);
         std::thread::sleep(duration);

@@ -1,4 +1,4 @@
-//! Shared parts of the tests and figures of many peers: the transport by name, and the resources of a process.
+//! Shared parts of the tests and figures of many peers: transport selection, and the resources of a process.
 
 #![allow(dead_code, reason = "examples of bench/harness use a part of it")]
 
@@ -19,7 +19,7 @@ pub fn transports() -> Option<Transports> {
     match { networks }.open(&spec) {
         Ok(transports) => Some(transports),
         Err(error) => {
-            // `libfabric:tcp;ofi_rxm` is for want of libfabric.
+            // A name such as `libfabric:tcp;ofi_rxm` needs libfabric.
             let resource = name.split(':').next().unwrap_or_default();
             test_support::skip(resource, &error.to_string());
             None
@@ -27,7 +27,7 @@ pub fn transports() -> Option<Transports> {
     }
 }
 
-/// How many peers to try: as many as usual, or as `SWITCHYARD_TEST_PEERS` says.
+/// Number of peers to try: `SWITCHYARD_TEST_PEERS` if it is set, else `usual`.
 pub fn wanted_peers(usual: usize) -> usize {
     std::env::var("SWITCHYARD_TEST_PEERS").map_or(usual, |text| text.parse().expect("a number"))
 }
@@ -45,10 +45,10 @@ pub fn num_threads() -> usize {
     std::fs::read_dir("/proc/self/task").expect("threads").count()
 }
 
-/// Seconds of processor time of this process so far: its own, and the kernel's on its behalf.
+/// Processor time of this process so far, in seconds: in user mode, and in the kernel on its behalf.
 pub fn cpu_seconds() -> (f64, f64) {
     let text = std::fs::read_to_string("/proc/self/stat").expect("times");
-    // The name before may hold anything, but for the last parenthesis.
+    // The process name comes before and may hold any character, so the last parenthesis ends it.
     let (_, rest) = text.rsplit_once(')').expect("a name");
     let mut ticks = rest.split_whitespace().skip(11).map(|word| word.parse::<f64>());
     let mut next = || ticks.next().expect("a time").expect("a number") / TICKS_PER_SECOND;
@@ -69,10 +69,10 @@ pub fn num_shared_slots() -> usize {
     maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count()
 }
 
-/// Memory of this process in bytes. A page that it maps twice counts once. The allocator
-/// first returns its free memory, whose amount depends on which threads ran side by side.
+/// Resident memory of this process in bytes. A page mapped twice counts once. The allocator first returns its free
+/// memory, because its amount depends on the threads that ran concurrently.
 pub fn resident_bytes() -> u64 {
-    // SAFETY: gives free memory of the heap back to the system.
+    // SAFETY: the call returns free heap memory to the system.
     unsafe { libc::malloc_trim(0) };
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("memory");
     let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).expect("Pss");

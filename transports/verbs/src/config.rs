@@ -4,84 +4,86 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Which ports of which devices to use.
+/// Selects the ports to use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum PortChoice {
-    /// The first active port, in the order in which the devices are named.
+    /// The first active port, in the order of the device names.
     #[default]
     First,
-    /// All active ports that are as near as possible to a PCI device, such as a GPU, by address
+    /// All active ports that are as near as possible to a PCI device, such as a GPU, given by its address
     /// (`0000:3b:00.0`).
     Near(String),
     /// All active ports that are as near as possible to a NUMA node.
     NearNode(i32),
-    /// These: `mlx5_0` or `mlx5_0:1`. Peers pair them in this order.
+    /// The named ports, written as `mlx5_0` or `mlx5_0:1`. The two sides pair their ports in this order.
     Named(Vec<String>),
 }
 
-/// How flags and signals travel. Both sides of a pair need the same.
+/// Selects how flags and signals travel. Both sides of a pair need the same choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SignalChoice {
-    /// As [`SIGNALS_VARIABLE`] says; without it by atomics where all ports have them, else by messages.
+    /// Follows [`SIGNALS_VARIABLE`]. If that is unset, flags travel as atomics if all ports support them, else as
+    /// messages.
     #[default]
     Auto,
-    /// As atomics of the device, without this processor or the peer's.
+    /// The device carries flags as atomics. Neither this side's processor nor the peer's takes part.
     Atomics,
-    /// As messages, which the peer's driver carries out: for devices without 64-bit atomics.
+    /// Flags travel as messages, and the peer's driver applies them. Works on devices without 64-bit atomics.
     Messages,
 }
 
-/// Variable that says how flags travel where the settings leave it open: `auto`, `atomics` or `messages`.
+/// Environment variable that selects how flags travel if the settings leave it open: `auto`, `atomics` or
+/// `messages`.
 pub const SIGNALS_VARIABLE: &str = "SWITCHYARD_VERBS_SIGNALS";
 
-/// How to use RDMA devices. Both sides of a pair may differ in all of this but `signals`.
+/// Settings of RDMA devices. The two sides of a pair may differ in every setting except `signals`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VerbsConfig {
-    /// Ports. At most [`MAX_LANES`] queue pairs per peer come of them.
+    /// Ports to use. They yield at most [`MAX_LANES`] queue pairs per peer.
     pub ports: PortChoice,
     /// Queue pairs per port and peer.
     pub queue_pairs_per_port: u32,
-    /// Puts and gets of at least this many bytes are spread over all queue pairs of a peer.
+    /// Shortest put or get, in bytes, that is spread over all queue pairs of a peer.
     pub stripe_bytes: usize,
-    /// Entry of the port's address table. By default the RoCE v2 address of the route to the peer.
+    /// Entry of the port's address table. The default is the RoCE v2 address of the route to the peer.
     pub gid_index: Option<u8>,
-    /// Traffic class of packets with a global header: DSCP in the upper six bits.
+    /// Traffic class of packets with a global header. Its upper six bits are the DSCP.
     pub traffic_class: u8,
     /// InfiniBand service level, or RoCE priority.
     pub service_level: u8,
     /// Entry of the port's partition table.
     pub pkey_index: u16,
-    /// Operations that one queue pair holds.
+    /// Capacity of one queue pair, in operations.
     pub send_queue_depth: u32,
-    /// Longest single message in bytes; the device's own limit holds as well.
+    /// Longest single message in bytes. The device's own limit also applies.
     pub max_message_bytes: u32,
-    /// Puts of at most this many bytes travel inside the work request, as far as the device can.
+    /// Longest put, in bytes, that travels inside the work request, as far as the device supports it.
     pub inline_bytes: u32,
-    /// Time without acknowledgement before a packet is sent again: 4.096 µs × 2^this, 1 to 31.
+    /// Exponent of the acknowledgement timeout, 1 to 31. A packet is resent after 4.096 µs × 2^`ack_timeout`.
     pub ack_timeout: u8,
-    /// How often a packet is sent again before the peer counts as lost, 0 to 7.
+    /// Number of resends of a packet before the peer counts as lost, 0 to 7.
     pub retry_count: u8,
-    /// Longest time in milliseconds without any completion while somebody waits for one; then the peer
-    /// counts as lost. Longer than the device's own retries, which say more.
+    /// Longest wait in milliseconds during which nothing completes. After it the peer counts as lost. Choose it
+    /// longer than the device's own retries, because their errors are more specific.
     pub stall_timeout_ms: u64,
     /// How flags and signals travel between slots.
     pub signals: SignalChoice,
 }
 
 impl VerbsConfig {
-    /// The defaults with the ports `text` names, as in `mlx5_0:1+mlx5_1`: one or more joined by `+`, or
-    /// all that are near a device or node, as in `near=0000:3b:00.0` and `node=1`.
+    /// The defaults with the ports that `text` names. `text` holds one or more ports joined by `+`, as in
+    /// `mlx5_0:1+mlx5_1`. The forms `near=0000:3b:00.0` and `node=1` name all ports near a device or node.
     #[must_use]
     pub fn on(text: &str) -> Self {
         Self::default().on_ports(text)
     }
 
-    /// These settings with other ports, as [`on`](Self::on) reads them.
+    /// These settings with other ports, in the form that [`on`](Self::on) reads.
     #[must_use]
     pub fn on_ports(self, text: &str) -> Self {
         let ports = if let Some(device) = text.strip_prefix("near=") {
@@ -94,7 +96,7 @@ impl VerbsConfig {
         Self { ports, ..self }
     }
 
-    /// Longest time without any completion while somebody waits for one.
+    /// Longest wait during which nothing completes.
     #[must_use]
     pub const fn stall_timeout(&self) -> Duration {
         Duration::from_millis(self.stall_timeout_ms)
@@ -123,7 +125,7 @@ impl Default for VerbsConfig {
     }
 }
 
-/// Most queue pairs of one peer.
+/// Maximum number of queue pairs per peer.
 pub const MAX_LANES: usize = 8;
 
 #[cfg(test)]

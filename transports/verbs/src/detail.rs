@@ -1,4 +1,4 @@
-//! What one side tells the other of its queue pairs, as bytes.
+//! Encodes the description of a side's queue pairs that it sends to the peer.
 //!
 //! ```text
 //! 0 version  1 link  2 lanes  3 signals
@@ -12,27 +12,27 @@ use thiserror::Error;
 use super::config::MAX_LANES;
 use p2p_core::network::MAX_DETAIL_BYTES;
 
-/// One queue pair as its peer must know it.
+/// The properties of one queue pair that its peer needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaneAddress {
     /// Queue pair number.
     pub(super) number: u32,
-    /// Packet sequence number at which its requests begin.
+    /// Packet sequence number of its first request.
     pub(super) first_packet: u32,
-    /// Remote key of the slot on this lane's device; where slots are not used, which of the side's devices
-    /// it is: the first or the second.
+    /// Remote key of the slot on this lane's device. Fabrics have no slots: the field is then the index of the
+    /// side's device, first or second.
     pub(super) remote_key: u32,
     /// InfiniBand local identifier; 0 on Ethernet.
     pub(super) lid: u16,
-    /// Path MTU as verbs count it: 1 is 256 bytes, 5 is 4096.
+    /// Path MTU in the encoding of verbs: 1 is 256 bytes, 5 is 4096.
     pub(super) mtu: u8,
-    /// Reads and atomics that it answers at the same time.
+    /// Number of reads and atomics that the queue pair answers at the same time.
     pub(super) num_responses: u8,
     /// Global identifier.
     pub(super) gid: [u8; 16],
-    /// Where flags travel as messages: receives that it has posted.
+    /// Number of posted receives. Used only if flags travel as messages.
     pub(super) receives: u32,
-    /// Its place in this side's address table. Does not travel.
+    /// Index in this side's address table. It is not sent.
     pub(super) gid_index: u8,
 }
 
@@ -43,14 +43,14 @@ pub(super) enum Link {
     Ethernet,
 }
 
-/// How flags travel between slots.
+/// Mechanism that carries flags between slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Signals {
     Atomics,
     Messages,
 }
 
-/// A peer's bytes make no sense.
+/// A peer's description is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(super) enum DetailError {
     #[error("{found} bytes, expected {expected}")]
@@ -141,7 +141,7 @@ fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress
         receives: word(32),
         gid_index: 0,
     };
-    // Two queue pairs are the fabric's own.
+    // The fabric reserves two queue pair numbers.
     if !(2..1 << 24).contains(&lane.number) {
         return Err(value("queue pair", lane.number.into(), "2 to 0xffffff"));
     }
@@ -170,7 +170,8 @@ const fn value(field: &'static str, found: u64, expected: &'static str) -> Detai
     DetailError::Value { field, found, expected }
 }
 
-/// Fewest receives with which messages get anywhere, also a put that is spread over all queue pairs.
+/// Minimum number of receives with which messages make progress, even for a put that is spread over all queue
+/// pairs.
 pub(super) const MIN_RECEIVES: u32 = 22;
 const _: () = assert!((MIN_RECEIVES as usize - 4) / 2 > MAX_LANES);
 const VERSION: u8 = 2;

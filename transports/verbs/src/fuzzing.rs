@@ -1,5 +1,5 @@
-//! What fuzz targets reach of the decoder that peers' bytes go through. It stands for the whole backend
-//! there, which needs a library.
+//! Entry points for fuzz targets of the decoder that reads peers' bytes. Under fuzzing this module replaces the
+//! whole backend, which needs a library.
 
 #[allow(dead_code, reason = "only the number of lanes is asked for")]
 #[path = "config.rs"]
@@ -16,7 +16,7 @@ const WAYS: [(Link, Signals); 3] = [
     (Link::Ethernet, Signals::Messages),
 ];
 
-/// Descriptions of one and of all queue pairs.
+/// Sample descriptions: of one queue pair, and of the maximum number.
 #[must_use]
 pub fn detail_samples() -> Vec<Vec<u8>> {
     let lane = LaneAddress {
@@ -33,8 +33,8 @@ pub fn detail_samples() -> Vec<Vec<u8>> {
     WAYS.iter().flat_map(|way| [1, MAX_LANES].map(|num| encode(*way, &vec![lane; num]))).collect()
 }
 
-/// Reads bytes as a peer's description of its queue pairs. What can be read must be the same when it is
-/// written and read again.
+/// Decodes bytes as a peer's description of its queue pairs. A valid description must survive encoding and decoding
+/// unchanged.
 pub fn check_detail(bytes: &[u8]) {
     for way in WAYS {
         if let Ok(lanes) = decode(way, bytes) {

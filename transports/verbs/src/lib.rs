@@ -1,13 +1,13 @@
 //! RDMA by libibverbs: InfiniBand and RoCE v2.
 //!
-//! A `VerbsNetwork` opens one or more ports; for every peer it makes a reliable-connected queue pair
-//! per port, and a slot with a key of its own in a protection domain of its own. What operations become
-//! is in `VerbsEndpoint`; waiting is done by one driver per network.
+//! A `VerbsNetwork` opens one or more ports. For every peer it creates one reliable-connected queue pair per port,
+//! and a slot with its own key in its own protection domain. The docs of `VerbsEndpoint` list the request of each
+//! operation. One driver per network polls for completions and wakes waiting threads.
 //!
-//! The feature `rdma` links libibverbs. Without it the crate has the settings only.
+//! The feature `rdma` links libibverbs. Without it the crate contains only the settings.
 //!
-//! Not here: connection management (the handshake over TCP carries the addresses), datagrams, and
-//! GPUs posting for themselves.
+//! The crate excludes connection management (the handshake over TCP carries the addresses), datagrams, and requests
+//! posted by GPUs themselves.
 
 mod config;
 #[cfg(any(feature = "rdma", test))]
@@ -24,8 +24,8 @@ pub use config::{MAX_LANES, PortChoice, SIGNALS_VARIABLE, SignalChoice, VerbsCon
 #[cfg(feature = "rdma")]
 pub use rdma::{DeviceAccess, DmaBuf, VerbsEndpoint, VerbsFabric, VerbsNetwork};
 
-/// How a program opens RDMA devices for slots: `verbs`, `verbs:PORTS`. Ports of a wish replace those of `config`.
-/// `None` in a build without the feature `rdma`.
+/// Opens RDMA devices for slots from a program's request: `verbs` or `verbs:PORTS`. Requested ports replace those
+/// of `config`. `None` in a build without the feature `rdma`.
 #[must_use]
 pub fn opener(config: VerbsConfig) -> Option<NetworkOpener> {
     #[cfg(feature = "rdma")]
@@ -42,8 +42,8 @@ pub fn opener(config: VerbsConfig) -> Option<NetworkOpener> {
     }
 }
 
-/// How a program opens RDMA devices for the message engine: `verbs`, `verbs:DEVICE`. `None` in a build without the
-/// feature `rdma`.
+/// Opens RDMA devices for the message engine from a program's request: `verbs` or `verbs:DEVICE`. `None` in a build
+/// without the feature `rdma`.
 #[must_use]
 pub fn fabric_opener() -> Option<FabricOpener> {
     #[cfg(feature = "rdma")]
@@ -59,8 +59,8 @@ pub fn fabric_opener() -> Option<FabricOpener> {
     None
 }
 
-/// Names of the RDMA devices of this host. Empty when there are none, when the system has no support for them, and
-/// in a build without the feature `rdma`.
+/// Names of the RDMA devices of this host. The list is empty if the host has none, if the system has no support for
+/// them, and in a build without the feature `rdma`.
 #[must_use]
 pub fn device_names() -> Vec<String> {
     #[cfg(feature = "rdma")]

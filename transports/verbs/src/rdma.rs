@@ -1,7 +1,7 @@
 //! The transport itself, over libibverbs.
 //!
-//! Three layers: `sys` is the foreign interface; `owner` and `qp` hold one owner per handle, parents by `Arc`;
-//! everything above is safe, except for the promises about memory that posting needs.
+//! The transport has three layers. `sys` is the foreign interface. `owner` and `qp` have one owner per handle and
+//! hold parents by `Arc`. All layers above are safe, except for the promises about memory that posting needs.
 
 mod chain;
 mod devices;
@@ -35,7 +35,7 @@ pub use network::VerbsNetwork;
 use config::VerbsConfig;
 pub use p2p_core::fabric::DmaBuf;
 
-/// Opens the network of the settings, with the ports of a wish if it names some.
+/// Opens the network of the settings. Ports that the program requests replace those of the settings.
 pub(crate) fn open(
     config: &VerbsConfig,
     ports: Option<&str>,
@@ -47,7 +47,7 @@ pub(crate) fn device_names() -> Vec<String> {
     owner::device_names().unwrap_or_default()
 }
 
-/// The settings with the ports of a wish, if it names some.
+/// The settings with the requested ports, if the request names any.
 fn wished(config: &VerbsConfig, ports: Option<&str>) -> VerbsConfig {
     let config = config.clone();
     match ports {

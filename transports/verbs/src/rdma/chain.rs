@@ -1,8 +1,8 @@
-//! Requests of a queue pair that go to the device together.
+//! Buffers requests of a queue pair and posts them to the device by one call.
 
 use super::qp::Work;
 
-/// What is kept back while a batch is open, in order. Outside of one nothing is.
+/// Requests buffered while a batch is open, in order. The buffer is empty outside a batch.
 #[derive(Debug, Default)]
 pub(super) struct Chain {
     held: Vec<Work>,
@@ -10,20 +10,20 @@ pub(super) struct Chain {
 }
 
 impl Chain {
-    /// From here on requests are kept back.
+    /// Opens a batch: requests are buffered from here on.
     pub(super) fn open(&mut self) {
-        // Memory is taken once, and by those alone that ever batch.
+        // Reserves memory once, and only on lanes that use batches.
         self.held.reserve_exact(MAX_CHAIN);
         self.is_open = true;
     }
 
-    /// From here on each request goes by itself. Whoever closes has flushed.
+    /// Closes the batch: each later request is posted by itself. The caller has flushed before.
     pub(super) fn close(&mut self) {
         debug_assert!(self.held.is_empty(), "{} requests are kept back for good", self.held.len());
         self.is_open = false;
     }
 
-    /// Gives `post` what is due with another request: nothing, that request, or everything up to it.
+    /// Adds a request and passes the due requests to `post`: none, this request, or all buffered ones with it.
     #[inline]
     pub(super) fn add<E>(
         &mut self,
@@ -37,7 +37,7 @@ impl Chain {
         if self.held.len() < MAX_CHAIN { Ok(()) } else { self.flush(post) }
     }
 
-    /// Gives `post` what was kept back. Nothing of it stays, whatever comes of it.
+    /// Passes all buffered requests to `post`. The buffer is empty afterwards, even if `post` fails.
     #[inline]
     pub(super) fn flush<E>(
         &mut self,
@@ -52,7 +52,7 @@ impl Chain {
     }
 }
 
-/// Requests of one call at most.
+/// Maximum number of requests per call.
 pub(super) const MAX_CHAIN: usize = 32;
 
 #[cfg(test)]
@@ -73,7 +73,7 @@ mod tests {
         }
     }
 
-    /// A device that writes down what each call gave it.
+    /// A device that records the requests of each call.
     #[derive(Debug, Default)]
     struct Device(Vec<Vec<u64>>);
 
@@ -105,7 +105,7 @@ mod tests {
         chain.add(work(2), |works| device.post(works)).unwrap();
         chain.add(work(3), |works| device.post(works)).unwrap();
         assert_eq!(device.0, [[1]]);
-        // In the middle of a batch, too.
+        // A flush also works in the middle of a batch.
         chain.flush(|works| device.post(works)).unwrap();
         chain.add(work(4), |works| device.post(works)).unwrap();
         chain.flush(|works| device.post(works)).unwrap();

@@ -1,4 +1,4 @@
-//! The devices of a fabric: which ports it uses, what is registered with each, and their keys.
+//! The devices of a fabric: its ports, the registrations with each device, and their keys.
 
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use p2p_core::endpoint::PostError;
 use p2p_core::fabric::DmaBuf;
 use p2p_core::network::NetworkError;
 
-/// How memory of another device was registered.
+/// Mechanism by which another device's memory was registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceAccess {
     /// By its dma-buf.
@@ -21,7 +21,7 @@ pub enum DeviceAccess {
     PeerMemory,
 }
 
-/// Memory of another device, registered by its dma-buf or else by its address.
+/// Registers memory of another device, by its dma-buf if possible, else by its address.
 ///
 /// # Safety
 /// The memory stays allocated until the registration is dropped.
@@ -59,7 +59,7 @@ pub(super) unsafe fn register_device(
     }
 }
 
-/// Leaves ports of two devices; an error where more were named. Gives what they are called together.
+/// Keeps the ports of at most two devices and returns their joint name. More than two named devices are an error.
 pub(super) fn keep_two_devices(
     ports: &mut Vec<Port>,
     config: &VerbsConfig,
@@ -92,7 +92,7 @@ pub(super) fn keep_two_devices(
     Ok(named(ports))
 }
 
-/// The keys of a registration as one number, the first device's in the lower half.
+/// Packs the keys of a registration into one number. The first device's key is the lower half.
 pub(super) fn keys_together(keys: impl Iterator<Item = u32>) -> u64 {
     keys.enumerate().fold(0, |all, (idx, key)| all | u64::from(key) << (32 * idx))
 }
@@ -102,7 +102,7 @@ pub(super) const fn key_of(all: u64, idx: usize) -> u32 {
     (if idx == 0 { all } else { all >> 32 }) as u32
 }
 
-/// Most devices of a fabric: a description of memory has room for as many keys.
+/// Maximum number of devices per fabric: a memory description has room for this many keys.
 pub(super) const MAX_DEVICES: usize = 2;
 
 #[cfg(test)]
@@ -113,7 +113,7 @@ mod tests {
     fn a_description_holds_one_key_per_device() {
         let both = keys_together([0xffff_fffe, 9].into_iter());
         assert_eq!((key_of(both, 0), key_of(both, 1)), (0xffff_fffe, 9));
-        // A peer with one device sees the first key, whatever else there is.
+        // A peer with one device sees the first key, regardless of any others.
         assert_eq!(keys_together([7].into_iter()), 7);
         assert_eq!(key_of(7, 0), 7);
     }

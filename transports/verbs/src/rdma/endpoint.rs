@@ -1,27 +1,29 @@
-//! A peer reached by RDMA.
+//! An endpoint that reaches its peer by RDMA.
 //!
 //! | operation | request |
 //! |---|---|
-//! | put | WRITE, inline when small, in pieces when longer than a message; large ones spread over all queue pairs |
+//! | put | WRITE, inline if small, in pieces if longer than a message; large puts spread over all queue pairs |
 //! | get | READ, likewise |
 //! | flag | FETCH_ADD on the first queue pair; without atomics a SEND there, see below |
-//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag; nothing where the flag is a SEND |
-//! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
-//! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
+//! | wake-up | WRITE_WITH_IMM without bytes, after the flag; nothing if the flag is a SEND |
+//! | fence | the fence bit of the next request if reads are under way; on Soft-RoCE a wait for these reads |
+//! | quiet | completion of all requests, after a WRITE without bytes if the last request was not signalled |
 //!
-//! Of a batch (`begin_batch`, `flush`) each queue pair's requests go to the device by one call for up to 32 of them.
-//! Whoever waits for any of them meanwhile has them posted first.
+//! In a batch (`begin_batch`, `flush`) one call posts up to 32 requests of a queue pair. A wait for any buffered
+//! request posts it first.
 //!
-//! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
-//! after the puts ahead of it. Only what went over other queue pairs is waited for. Such waits, and
-//! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
+//! A queue pair executes its writes, atomics and messages in order. A flag therefore needs no wait for earlier puts
+//! on its own queue pair. It waits only for operations on other queue pairs. Such waits, and waits for room in a
+//! full queue, depend on the peer's *device*, never on its process. They are bounded.
 //!
-//! Where flags travel as messages, the peer's driver adds to them when it takes the message out. Parts of a
-//! spread put are then counted there instead of waited for here. A question behind everything else, and its
-//! answer, tell what the peer's driver has done: `quiet` asks, and `fence` does where flags went before it.
-//! A message or counted write takes a receive of the peer. No more are under way than it has receives for, and
-//! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
-//! [`stall_timeout`](super::VerbsConfig::stall_timeout) allows.
+//! If flags travel as messages, the peer's driver adds to a flag when it takes the message. It also counts the
+//! parts of a spread put, so this side does not wait for them. To learn the peer driver's progress, an endpoint
+//! sends a question after all earlier messages and receives an answer. `quiet` always asks. `fence` asks if flags
+//! precede it.
+//!
+//! A message or counted write consumes a receive of the peer. The number under way never exceeds the peer's
+//! receives. The next one then waits until the peer reports that it has taken some. This wait depends on the peer's
+//! process and is bounded by [`stall_timeout`](super::VerbsConfig::stall_timeout).
 
 mod sent;
 mod waits;
@@ -49,15 +51,15 @@ pub struct VerbsEndpoint {
     lanes: Vec<Lane>,
     peer: Arc<PeerState>,
     progress: Arc<Progress>,
-    /// Memory that may be put from and got into, as registered on every lane.
+    /// Local memory of puts and gets, registered on every lane.
     sources: Vec<Region>,
     remote: RemoteSlot,
     stripe_bytes: usize,
-    /// Whether lanes beside the first may have requests under way.
+    /// True if lanes other than the first may have requests under way.
     is_spread: bool,
-    /// Whether a fence stands between what the first lane carries and the next spread operation.
+    /// True if a fence separates the first lane's requests from the next spread operation.
     fence_before_spread: bool,
-    /// Where flags travel as messages: what was sent.
+    /// State of sent messages, if flags travel as messages.
     sent: Option<Sent>,
 }
 
@@ -66,7 +68,7 @@ pub struct VerbsEndpoint {
 pub(super) struct RemoteSlot {
     pub(super) address: u64,
     pub(super) bytes: usize,
-    /// For messages: who the peer is.
+    /// Name of the peer, for error texts.
     pub(super) peer: String,
 }
 
@@ -93,7 +95,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Queue pairs in use.
+    /// Number of queue pairs in use.
     #[must_use]
     pub const fn num_queue_pairs(&self) -> usize {
         self.lanes.len()
@@ -127,7 +129,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Which registration holds `range`.
+    /// Index of the registration that holds `range`.
     #[inline]
     fn source_of(&self, op: &'static str, range: &LocalRange) -> Result<usize, PostError> {
         let (start, len) = (range.as_ptr().as_ptr() as usize, range.len());
@@ -200,7 +202,7 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// One lane's part, in messages that the device takes.
+    /// Transfers one lane's part, in messages that the device accepts.
     ///
     /// # Safety
     /// As for `put` or `get`; the range lies within the registration `source`.
@@ -233,13 +235,13 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Whether a message went of which it is not known that the peer's driver has carried it out.
+    /// True if a sent message may still await execution by the peer's driver.
     fn has_open_messages(&self) -> bool {
         let answered = self.peer.arrivals.answered();
         self.sent.as_ref().is_some_and(|sent| sent.has_open(answered))
     }
 
-    /// Sends a message behind everything before. `None` where flags do not travel so.
+    /// Sends a message after all earlier requests. `None` if flags do not travel as messages.
     fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
         let sent = self.sent.as_ref()?;
         let (seq, writes) = (sent.next_seq, sent.num_writes);
@@ -248,8 +250,8 @@ impl VerbsEndpoint {
             return Some(Err(error));
         }
         let header = messages::header(seq, writes, then, self.peer.arrivals.tell());
-        // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after the
-        // writes that were posted before, and the peer's driver counts those of other queue pairs.
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after earlier
+        // writes of this queue pair. The peer's driver counts the writes of other queue pairs.
         if self.lanes[0].send(kind, &header).is_err() {
             return Some(Err(self.failure(kind.name())));
         }
@@ -260,14 +262,14 @@ impl VerbsEndpoint {
     }
 }
 
-/// What goes by one queue pair.
+/// The part of a transfer that one queue pair carries.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     source: usize,
     local_address: u64,
     len: usize,
     remote_address: u64,
-    /// What the peer is told when it has landed: the message that comes first behind it.
+    /// Sent to the peer when the part has landed: the number of the first message after it.
     counted: Option<u32>,
 }
 
@@ -336,8 +338,8 @@ impl Endpoint for VerbsEndpoint {
         if self.is_spread {
             self.settle(1)?;
         }
-        // SYNC POINT `published`, SYNC POINT `consumed`: the device carries the addition out after the
-        // writes that were posted before it, and makes them visible in that order.
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device executes the addition after all earlier writes,
+        // and makes them visible in that order.
         self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
     }
 
@@ -346,13 +348,14 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn flush(&mut self) -> Result<(), PostError> {
-        // Each of them: none is to keep back what the next batch would post.
+        // Ends the batch on every lane, even after a failure: otherwise the next batch would post leftover
+        // requests.
         let ended = self.lanes.iter_mut().map(Lane::end_batch).fold(Ok(()), Result::and);
         ended.map_err(|Failed| self.failure("flush"))
     }
 
     fn has_room(&mut self) -> bool {
-        // The parts of a spread put take one each.
+        // Each part of a spread put takes one receive.
         let Some(Sent { window, .. }) = self.sent else { return true };
         let wanted = window.min(self.lanes.len() as u32);
         if self.room() < wanted {
@@ -383,7 +386,7 @@ impl Endpoint for VerbsEndpoint {
     fn fence(&mut self) -> Result<(), PostError> {
         self.health()?;
         if self.has_open_messages() {
-            // The peer's driver may take a flag out later than its device writes what comes after.
+            // The peer's driver may apply a flag after its device performs later writes.
             return match self.quiet(Instant::now() + FENCE_PATIENCE) {
                 Ok(()) => Ok(()),
                 Err(QuietError::Post(error)) => Err(error),
@@ -403,17 +406,17 @@ impl Endpoint for VerbsEndpoint {
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
         self.health()?;
-        // The question goes first, so that its answer is under way while the rest completes.
+        // The question goes first, so that its answer travels while the rest completes.
         let heard = self.hear(deadline);
         match (heard, self.drain(deadline)) {
-            // What has failed comes before what is late because of it.
+            // A failure takes precedence over a deadline that it causes.
             (Err(QuietError::Deadline { .. }), Err(failed @ QuietError::Post(_))) => Err(failed),
             (heard, drained) => heard.and(drained),
         }
     }
 
     fn is_settled(&mut self) -> Result<bool, PostError> {
-        // What the peer's driver has still to do uses no memory of this side.
+        // Pending work of the peer's driver uses no memory of this side.
         match self.drain(Instant::now()) {
             Ok(()) => Ok(true),
             Err(QuietError::Deadline { .. }) => Ok(false),
@@ -424,8 +427,8 @@ impl Endpoint for VerbsEndpoint {
     fn marks(&mut self) -> Result<Option<Marks>, PostError> {
         self.health()?;
         if self.is_spread || self.sent.is_some() {
-            // Requests of several queue pairs have no order among each other, and a message that has arrived
-            // at the peer's device may wait for its driver.
+            // Requests of several queue pairs have no mutual order. A message at the peer's device may also wait
+            // for its driver.
             return Ok(None);
         }
         let lane = &mut self.lanes[0];
@@ -439,13 +442,13 @@ impl Endpoint for VerbsEndpoint {
 
     fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         let address = self.remote_address("wake", waiting_offset, 8)?;
-        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look. Where it
-        // adds to flags itself, it looks then.
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver checks the word. If the driver
+        // adds to flags itself, it checks then.
         if self.sent.is_none() {
             self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
         }
-        // Also takes the peer's own wake-ups in, so that it never runs out of receives while this side
-        // works without waiting.
+        // Also processes the peer's own wake-ups, so that the peer never runs out of receives while this side works
+        // without waiting.
         self.progress.drive();
         Ok(())
     }
@@ -455,7 +458,7 @@ impl Endpoint for VerbsEndpoint {
     }
 }
 
-/// A fence behind flags completes what was before it, and gives up after this.
+/// Time limit of a fence after flags. Such a fence completes all earlier operations.
 const FENCE_PATIENCE: Duration = Duration::from_secs(5);
-/// Parts of a spread operation begin on pages.
+/// Alignment of the parts of a spread operation: one page.
 const PART_ALIGN: usize = 4096;

@@ -1,13 +1,13 @@
-//! One or more ports as a [`Fabric`]: any memory, any number of peers, operations by token.
+//! One or more ports as a [`Fabric`]: any memory, any number of peers, operations identified by tokens.
 //!
-//! A peer has one or more queue pairs at every port. An operation goes whole by the one on which the least
-//! is under way; where there are several, operations are kept short enough that a large transfer comes
-//! as several of them, and so uses all ports.
+//! A peer has one or more queue pairs at every port. An operation is not split: it uses the queue pair with the
+//! least work under way. If there are several queue pairs, each operation is kept short enough that a
+//! large transfer consists of several operations. The transfer then uses all ports.
 //!
-//! Every request is signalled, since any may be the last one that somebody waits for. When a peer
-//! fails, its queue pair is destroyed first, so that the device touches no memory any more, and then all
-//! that was under way is reported as failed. A peer towards which nothing completes for as long as
-//! [`VerbsConfig::stall_timeout`] says fails, too.
+//! Every request is signalled, since any may be the last one that a caller waits for. When a peer fails, its queue
+//! pair is destroyed first, so that the device touches no memory any more. Then everything under way is reported as
+//! failed. A peer also fails if it has requests under way and none
+//! completes for [`VerbsConfig::stall_timeout`].
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,18 +44,18 @@ use p2p_core::fabric::{
 use p2p_core::network::{NetworkError, Route};
 use p2p_core::wait::{Driver, event_fd};
 
-/// Ports whose memory is reached by whole registrations. All peers of a fabric share a protection domain
-/// per device: a key that one of them was told works for every one of them.
+/// Ports that expose memory by whole registrations. All peers of a fabric share a protection domain per device: a
+/// key sent to one peer works for every peer.
 #[derive(Debug)]
 pub struct VerbsFabric {
-    /// First, so that queue pairs go before the keys.
+    /// First, so that queue pairs are dropped before the keys.
     peers: Peers,
     regions: RegionTable<Registered>,
     /// One per device.
     domains: Vec<Arc<ProtectionDomain>>,
     progress: Arc<Progress>,
     ports: Vec<Port>,
-    /// For each port, which of the devices it belongs to.
+    /// For each port, the index of its device.
     device_idx: Vec<usize>,
     config: VerbsConfig,
     name: String,
@@ -64,7 +64,7 @@ pub struct VerbsFabric {
     /// Failures of peers that were closed.
     left_over: Vec<Completion>,
     num_polls: u32,
-    /// Whether time may have passed since the last poll.
+    /// True if time may have passed since the last poll.
     has_slept: bool,
 }
 
@@ -75,7 +75,7 @@ struct Registered {
     first: u64,
     bytes: u64,
     access: Access,
-    /// Whether this processor can read it.
+    /// True if this processor can read the memory.
     is_host_memory: bool,
 }
 
@@ -90,11 +90,11 @@ impl Registration for Registered {
 }
 
 impl VerbsFabric {
-    /// Opens the ports that `config` asks for, of two devices at the most: that is as many keys as the
-    /// description of a registration holds.
+    /// Opens the ports that `config` requests, of at most two devices. The description of a registration has room
+    /// for two keys.
     ///
     /// # Errors
-    /// [`NetworkError`], in one line: no device, no active port, more than two devices by name.
+    /// [`NetworkError`], in one line: no device, no active port, or more than two named devices.
     pub fn open(config: VerbsConfig) -> Result<Self, NetworkError> {
         let mut ports = open_ports(&config)?;
         let name = keep_two_devices(&mut ports, &config)?;
@@ -138,20 +138,20 @@ impl VerbsFabric {
         })
     }
 
-    /// Ports in use, as people name them: `mlx5_0:1+mlx5_1:1`.
+    /// Ports in use, in the form for people: `mlx5_0:1+mlx5_1:1`.
     #[must_use]
     pub fn ports(&self) -> &str {
         &self.name
     }
 
-    /// Registers memory of another device, such as a GPU: by its dma-buf if there is one and this host
-    /// can, else by address.
+    /// Registers memory of another device, such as a GPU. Uses its dma-buf if there is one and this host supports
+    /// it, else its address.
     ///
     /// # Safety
     /// As for [`Fabric::register`].
     ///
     /// # Errors
-    /// [`PostError::Register`], which says why neither way works.
+    /// [`PostError::Register`], with the reasons why neither method works.
     pub unsafe fn register_device_memory(
         &mut self,
         ptr: NonNull<u8>,
@@ -193,8 +193,8 @@ impl VerbsFabric {
             arrivals: Arrivals::new(0),
         });
         let mut lanes = Vec::new();
-        // Port by port, over and over: so the ports meet those of a peer that has more or fewer queue
-        // pairs at each.
+        // Queue pairs alternate over the ports. They then pair correctly with a peer that has more or fewer queue
+        // pairs per port.
         for _ in 0..self.config.queue_pairs_per_port {
             for port_idx in 0..self.ports.len() {
                 lanes.push(self.open_lane(port_idx, local, &state)?);
@@ -231,7 +231,7 @@ impl VerbsFabric {
         let own = LaneAddress {
             number: queue_pair.number(),
             first_packet: rand::random::<u32>() & 0xff_ffff,
-            // Keys are told with each registration; here, which of them is good for this queue pair.
+            // Keys travel with each registration. This field is the index of the key that fits this queue pair.
             remote_key: device_idx as u32,
             lid: port.lid,
             mtu: port.mtu,
@@ -285,7 +285,7 @@ impl VerbsFabric {
         let remote_key = remote.region.key;
         let lane = &entry.lanes[lane_idx];
         let bytes = local.bytes as u32;
-        // What goes inline is copied by this processor.
+        // This processor copies inline data.
         let fits = bytes <= lane.state.queue_pair.capacity().inline_bytes;
         let inline = if kind == OpKind::Put && region.is_host_memory && fits { INLINE } else { 0 };
         let work = Work {
@@ -401,7 +401,7 @@ impl Fabric for VerbsFabric {
         if entry.is_joined || entry.lanes.is_empty() {
             return Err(refuse(format!("peer {} is joined already, or lost", peer.0)));
         }
-        // Both sides come to the same number; what is left over goes.
+        // Both sides compute the same number. The remaining queue pairs are dropped.
         entry.lanes.truncate(theirs.len());
         for (lane, theirs) in entry.lanes.iter_mut().zip(&theirs) {
             lane.far_device_idx = theirs.remote_key as usize;
@@ -454,7 +454,7 @@ impl Fabric for VerbsFabric {
     fn poll(&mut self, out: &mut Vec<Completion>) {
         self.progress.drive();
         self.num_polls = self.num_polls.wrapping_add(1);
-        // A clock costs as much as a look.
+        // Reading the clock costs as much as one check.
         let is_time = self.has_slept || self.num_polls.is_multiple_of(POLLS_PER_CLOCK);
         if is_time && self.peers.has_active() {
             self.has_slept = false;
@@ -469,14 +469,14 @@ impl Fabric for VerbsFabric {
     }
 
     fn may_sleep(&mut self) -> bool {
-        // Nothing to read is the usual answer.
+        // Usually there is nothing to read.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         self.has_slept = true;
         self.progress.may_sleep() && self.left_over.is_empty() && !self.peers.has_news()
     }
 
     fn max_sleep(&self) -> Duration {
-        // Often enough that a stall is noticed a quarter late at the most.
+        // Often enough to notice a stall at most a quarter of the limit late.
         if self.peers.has_active() { self.config.stall_timeout() / 4 } else { Duration::MAX }
     }
 
@@ -490,7 +490,7 @@ impl Fabric for VerbsFabric {
     }
 }
 
-/// No flag goes this way, so it is always the same.
+/// A fabric has no flags, so the value is constant.
 const fn way(port: &Port) -> (Link, Signals) {
     (port.link, Signals::Atomics)
 }
@@ -503,7 +503,7 @@ const fn rights(access: Access) -> Rights {
     }
 }
 
-/// Polls without a look at the clock.
+/// Number of polls per reading of the clock.
 const POLLS_PER_CLOCK: u32 = 64;
 /// Shortest part of a transfer that is spread.
 const MIN_PART_BYTES: u64 = 4096;

@@ -1,4 +1,4 @@
-//! One queue pair of a peer from the posting side: what is under way, and what has to be signalled.
+//! The posting side of one queue pair of a peer: requests under way, and the choice of requests to signal.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use p2p_core::counted::message::Header;
 use p2p_core::region::Region;
 use p2p_core::wait::Driver;
 
-/// A joined queue pair and its memory. Fields are dropped in this order: queue pair, its room among the
-/// completions, the keys, the memory.
+/// A joined queue pair and its memory. Fields are dropped in this order: the queue pair, its room in the completion
+/// queue, the keys, the memory.
 #[derive(Debug)]
 pub(super) struct Lane {
     state: Arc<LaneState>,
@@ -28,24 +28,25 @@ pub(super) struct Lane {
     scratch: Region,
     remote_key: u32,
     max_message_bytes: u32,
-    /// Longest time without a completion.
+    /// Longest wait without a completion.
     limit: Duration,
-    /// Requests posted, those that the chain keeps back among them.
+    /// Number of requests posted, including those buffered in the chain.
     posted: u64,
-    /// What a batch keeps back.
+    /// Requests buffered by a batch.
     chain: Chain,
-    /// The last signalled one of them.
+    /// Number of the last signalled request.
     signalled: u64,
-    /// Whether the next request has to wait for the reads before it.
+    /// True if the next request must wait for earlier reads.
     must_fence: bool,
-    /// Whether reads may be under way that nothing is ordered after yet, and the last of them.
+    /// True if reads may be under way that no later request is ordered after. Also the number of the last such
+    /// read.
     has_reads: bool,
     last_read: u64,
     /// See [`Context::keeps_fences`](super::owner::Context::keeps_fences).
     keeps_fences: bool,
 }
 
-/// What a lane is made of.
+/// The parts of a lane.
 pub(super) struct LaneParts {
     pub(super) state: Arc<LaneState>,
     pub(super) place: Place,
@@ -68,13 +69,13 @@ pub(super) struct Message {
     pub(super) local_address: u64,
     pub(super) bytes: u32,
     pub(super) remote_address: u64,
-    /// Whether it ends the operation.
+    /// True for the last message of the operation.
     pub(super) is_last: bool,
-    /// Whether the peer is told when it has landed, and what.
+    /// Sent to the peer when the message has landed. `None` if the message is not counted.
     pub(super) counted: Option<u32>,
 }
 
-/// Why a request was not posted. The peer's health says the rest.
+/// A request was not posted. The peer's health holds the cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Failed;
 
@@ -102,22 +103,22 @@ impl Lane {
         }
     }
 
-    /// From here on requests may be kept back, until [`end_batch`](Self::end_batch). Waits keep none back.
+    /// Opens a batch: requests may be buffered until [`end_batch`](Self::end_batch). A wait posts them first.
     pub(super) fn begin_batch(&mut self) {
         self.chain.open();
     }
 
-    /// Posts what was kept back, and from here on each request at once.
+    /// Posts all buffered requests. From here on each request is posted at once.
     pub(super) fn end_batch(&mut self) -> Result<(), Failed> {
         let flushed = self.flush();
         self.chain.close();
         flushed
     }
 
-    /// Posts what was kept back.
+    /// Posts all buffered requests.
     pub(super) fn flush(&mut self) -> Result<(), Failed> {
         let Self { chain, state, .. } = self;
-        // SAFETY: whoever made a request promised what it takes, until it is complete.
+        // SAFETY: the caller that created a request guarantees its conditions until it is complete.
         let posted = chain.flush(|works| unsafe { post_all(&state.queue_pair, works) });
         posted.map_err(|refused| self.refused(refused))
     }
@@ -134,17 +135,17 @@ impl Lane {
         self.max_message_bytes as usize
     }
 
-    /// Longest time without a completion.
+    /// Longest wait without a completion.
     pub(super) const fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Requests posted so far.
+    /// Number of requests posted so far.
     pub(super) const fn num_posted(&self) -> u64 {
         self.posted
     }
 
-    /// Requests that are not known to be complete.
+    /// Number of requests not known to be complete.
     pub(super) fn num_outstanding(&self) -> u64 {
         self.posted - self.state.completed()
     }
@@ -152,12 +153,12 @@ impl Lane {
     /// Puts or gets one message.
     ///
     /// # Safety
-    /// As for [`QueuePair::post`], also while the chain keeps it back.
+    /// As for [`QueuePair::post`], also while the chain buffers the request.
     pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
         let Message { source, local_address, bytes, remote_address, is_last, counted } = message;
         let mut flags = 0;
         if kind == OpKind::Get {
-            // Whoever reads waits for it.
+            // The caller waits for the bytes that it reads.
             if is_last {
                 flags |= SIGNALLED;
             }
@@ -186,10 +187,10 @@ impl Lane {
         Ok(())
     }
 
-    /// Adds to a word of the peer, after everything before on this lane.
+    /// Adds to a word of the peer, after all earlier requests of this lane.
     pub(super) fn add(&mut self, remote_address: u64, value: u64) -> Result<(), Failed> {
-        // The device keeps writes and atomics of one queue pair in order by itself. Reads may be
-        // answered late: the flag must not overtake those.
+        // The device itself keeps writes and atomics of one queue pair in order. Answers to reads may come late,
+        // and the flag must not overtake them.
         self.fence();
         let work = Work {
             id: 0,
@@ -201,25 +202,26 @@ impl Lane {
             remote_address,
             remote_key: self.remote_key,
         };
-        // SAFETY: the old value lands in the scratch page, which nobody looks at and which stays
-        // registered as long as the queue pair lives.
+        // SAFETY: the old value lands in the scratch page. No code reads it, and it stays registered as long as the
+        // queue pair lives.
         unsafe { self.post(OpKind::AddFlag, work) }
     }
 
-    /// Sends a message to the peer's driver, after everything before on this lane.
+    /// Sends a message to the peer's driver, after all earlier requests of this lane.
     pub(super) fn send(&mut self, kind: OpKind, header: &Header) -> Result<(), Failed> {
-        // As for an addition by the device.
+        // The order matters as for an addition by the device.
         self.fence();
         self.make_room(kind)?;
         let Some(messages) = &self.state.messages else { return Err(Failed) };
         let buffer = messages.outgoing(self.posted + 1, header);
         let work = Work::message(0, buffer, self.state.queue_pair.capacity());
-        // SAFETY: at most as many requests are under way as there are buffers, so nobody writes this one
-        // before the request is complete; its memory goes after the queue pair.
+        // SAFETY: at most as many requests are under way as there are buffers. This buffer is therefore not written
+        // before the request is complete. Its memory is freed after the queue pair.
         unsafe { self.post(kind, work) }
     }
 
-    /// A message without bytes: with `kind` Wake it takes a receive of the peer, else it only completes.
+    /// Posts a message without bytes. With `kind` Wake it consumes a receive of the peer, otherwise it only
+    /// completes.
     pub(super) fn touch(&mut self, kind: OpKind, remote_address: u64) -> Result<(), Failed> {
         let (verb, flags) = match kind {
             OpKind::Wake => (Verb::WriteWithImmediate(0), 0),
@@ -235,17 +237,17 @@ impl Lane {
             remote_address,
             remote_key: self.remote_key,
         };
-        // SAFETY: no memory is named.
+        // SAFETY: the request names no memory.
         unsafe { self.post(kind, work) }
     }
 
-    /// What comes after is carried out after what came before.
+    /// Orders later requests after all earlier ones.
     pub(super) const fn fence(&mut self) {
         self.must_fence |= self.has_reads;
         self.has_reads = false;
     }
 
-    /// Makes sure that the last request tells of its completion.
+    /// Ensures that the last request reports its completion.
     pub(super) fn seal(&mut self, remote_address: u64) -> Result<(), Failed> {
         if self.signalled == self.posted {
             return Ok(());
@@ -253,9 +255,9 @@ impl Lane {
         self.touch(OpKind::Quiet, remote_address)
     }
 
-    /// Waits until at most `most` requests are under way. `false` at `deadline`, if there is one. The peer
-    /// fails when nothing at all completes for longer than allowed: not every device notices by itself
-    /// that another one is gone.
+    /// Waits until at most `most` requests are under way. Returns `false` at `deadline`, if there is one. The peer
+    /// fails when nothing completes for longer than the limit, because not every device notices the loss of another
+    /// one.
     pub(super) fn wait(
         &mut self,
         kind: OpKind,
@@ -275,7 +277,7 @@ impl Lane {
                 return Err(Failed);
             }
             num_looks = num_looks.wrapping_add(1);
-            // Most waits end before this, and a clock costs as much as a look.
+            // Most waits end before this, and reading the clock costs as much as one check.
             if !num_looks.is_multiple_of(16) {
                 continue;
             }
@@ -301,12 +303,12 @@ impl Lane {
     }
 
     /// # Safety
-    /// As for [`QueuePair::post`], also while the chain keeps it back.
+    /// As for [`QueuePair::post`], also while the chain buffers the request.
     unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
         self.make_room(kind)?;
         let depth = u64::from(self.state.queue_pair.capacity().sends);
         let sequence = self.posted + 1;
-        // Often enough that room comes free while the rest of the queue is still at work.
+        // Signals often enough that room comes free while the device still works on the rest of the queue.
         if sequence - self.signalled >= depth / 4 {
             work.flags |= SIGNALLED;
         }
@@ -314,14 +316,14 @@ impl Lane {
             if self.keeps_fences {
                 work.flags |= FENCE;
             } else {
-                // The last message of a get is signalled, so this ends.
+                // The last message of a get is signalled, so this wait ends.
                 self.wait(kind, self.posted - self.last_read, None)?;
             }
             self.must_fence = false;
         }
         work.id = RequestId::new(self.place, kind, sequence).0;
         let Self { chain, state, .. } = self;
-        // SAFETY: the caller's promise, and that of those who made what is kept back.
+        // SAFETY: the caller's promise, and the promises of the callers whose requests are buffered.
         match chain.add(work, |works| unsafe { post_all(&state.queue_pair, works) }) {
             Ok(()) => {
                 self.posted = sequence;
@@ -334,11 +336,11 @@ impl Lane {
         }
     }
 
-    /// Waits until the queue takes another request.
+    /// Waits until the queue accepts another request.
     fn make_room(&mut self, kind: OpKind) -> Result<(), Failed> {
         let depth = u64::from(self.state.queue_pair.capacity().sends);
         if self.num_outstanding() >= depth {
-            // Down to half, so that a full queue is not met again at once.
+            // Waits down to half the depth, so that the queue does not fill up again at once.
             self.wait(kind, depth / 2, None)?;
         }
         Ok(())
@@ -355,7 +357,7 @@ impl Lane {
     }
 }
 
-/// Gives requests of a lane to the device. When it refuses one: what that was, and why.
+/// Posts requests of a lane to the device. If the device refuses one, the error names that request and the code.
 ///
 /// # Safety
 /// As for [`QueuePair::post_chain`].
@@ -367,8 +369,8 @@ unsafe fn post_all(queue_pair: &QueuePair, works: &[Work]) -> Result<(), (OpKind
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // The driver lets go first; then the queue pair stops, so that neither side's requests touch
-        // memory any more; the fields follow in order.
+        // The driver removes its entry first. Then the queue pair stops, so that requests of neither side touch
+        // memory any more. The fields follow in order.
         self.progress.leave(self.place);
         if let Err(error) = self.state.queue_pair.stop() {
             tracing::error!(%error, "a queue pair cannot be stopped");
@@ -376,9 +378,9 @@ impl Drop for Lane {
     }
 }
 
-/// How long a wait only looks: a device answers within microseconds.
+/// Duration of the busy-polling phase of a wait. A device answers within microseconds.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long it lets others run between looks: the largest puts take this long.
+/// Duration of the phase that yields between checks. The largest puts take this long.
 const YIELD: Duration = Duration::from_micros(500);
-/// How long it sleeps between looks then.
+/// Sleep between checks after that.
 const PAUSE: Duration = Duration::from_micros(100);

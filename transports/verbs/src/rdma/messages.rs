@@ -1,10 +1,9 @@
-//! Flags without atomics: messages, which the receiving side's driver carries out in order.
+//! Flags without atomics: the receiving side's driver executes messages in order.
 //!
-//! The messages, and what puts them in order, are those of libfabric (`backend::counted`). A queue pair
-//! carries a message out behind the writes that were posted before it, so those need not be counted.
-//! Parts of a spread put that go by other queue pairs end with a WRITE_WITH_IMM that says which message comes
-//! first behind it. The receiving side counts it, and a message waits there until as many of those before it
-//! have landed as it says.
+//! Messages and their ordering are shared with libfabric (`backend::counted`). A queue pair executes a message
+//! after the writes that it posted before, so those need no count. Parts of a spread put on other queue pairs end
+//! with a WRITE_WITH_IMM. Its immediate value is the number of the first message after the part. The receiving side
+//! counts these parts. A message waits there until the number of earlier parts that it states has landed.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -21,10 +20,11 @@ use p2p_core::counted::inbound::{Inbound, OrderError};
 use p2p_core::counted::message::{Credit, HEADER_BYTES, Header, MessageError, Then};
 use p2p_core::region::Region;
 
-/// How flags travel: as `choice` says, else as the environment does, else as devices can.
+/// Selects the mechanism for flags: as `choice` requires, else as the environment requires, else as the devices
+/// can.
 ///
 /// # Errors
-/// What is wrong with the wish, for people.
+/// A text for people that says why the request is invalid.
 pub(super) fn choose(
     choice: SignalChoice,
     environment: Option<&str>,
@@ -49,34 +49,35 @@ pub(super) fn choose(
     }
 }
 
-/// A message with nothing but its head. What is mail over libfabric are receives here: `taken` is how many of
-/// its own the sender has seen taken, modulo 2³².
+/// A message that consists of its header only. The header's fields for mail over libfabric count receives here.
+/// `taken` is the number of the sender's own receives that it has seen taken, modulo 2³².
 pub(super) fn header(seq: u32, writes: u64, then: Then, taken: u32) -> Header {
-    // A queue pair has one peer and one slot: neither has to be named.
+    // A queue pair has one peer and one slot, so the header names neither.
     let (slot, token, credit, num_parts) = (0, 0, Credit::default(), 0);
     Header { slot, seq, token, writes, then, credit, num_parts, mails: taken }
 }
 
-/// How many messages and counted writes may be under way to a side with so many receives at each queue pair,
-/// before it says that it has taken some. So many that it never runs out: each of them has the peer's driver
-/// send one answer at most, and news of what it took comes once in half a window.
+/// Maximum number of messages and counted writes under way, before the peer reports that it has taken some.
+/// `num_receives` is the peer's number of receives at each queue pair. The window is small enough that the peer
+/// never runs out. Each message or write makes its driver send at most one answer. Reports of taken receives come once
+/// per half window.
 pub(super) const fn window_of(num_receives: u32) -> u32 {
     num_receives.saturating_sub(RECEIVES_BESIDE_WINDOW) / 2
 }
 
-/// For an answer and news that were under way when the window was told to be free.
+/// Receives for an answer and a report that were under way when the window was reported free.
 pub(super) const RECEIVES_BESIDE_WINDOW: u32 = 4;
 
-/// What one queue pair needs for messages.
+/// The resources that one queue pair needs for messages.
 #[derive(Debug)]
 pub(super) struct Messages {
-    // Keeps the memory mapped, and is given up first.
+    // Keeps the memory mapped, and is dropped first.
     key: MemoryRegion,
-    /// Buffers that messages come into, those that they go from, and one for answers.
+    /// Buffers for incoming messages, buffers for outgoing messages, and one for answers.
     memory: Region,
     num_receives: u32,
     num_sends: u32,
-    /// The latest question, and the latest one that an answer was posted to.
+    /// The latest question, and the latest question that has an answer posted.
     owed: AtomicU64,
     sent: AtomicU64,
     is_answering: AtomicBool,
@@ -91,12 +92,12 @@ pub(super) struct Buffer {
 }
 
 impl Messages {
-    /// Bytes of memory that a queue pair of that capacity needs.
+    /// Bytes of memory that a queue pair of this capacity needs.
     pub(super) const fn memory_bytes(capacity: Capacity) -> usize {
         (capacity.receives + capacity.sends + 1) as usize * BUFFER_BYTES
     }
 
-    /// In `memory`, of which nobody else has a part.
+    /// Uses `memory`, which must not be shared.
     pub(super) fn new(
         domain: &Arc<ProtectionDomain>,
         memory: Region,
@@ -115,36 +116,36 @@ impl Messages {
         })
     }
 
-    /// What the receive of that number comes into.
+    /// Buffer of receive number `idx`.
     pub(super) fn incoming(&self, idx: u32) -> Buffer {
         self.buffer(idx % self.num_receives.max(1))
     }
 
-    /// A copy of what came by the receive of that number, before it is posted again.
+    /// Copies the message of receive number `idx`, before the receive is posted again.
     pub(super) fn take(&self, idx: u32) -> [u8; HEADER_BYTES] {
         let from = self.place(idx % self.num_receives.max(1));
         let mut message = [0; HEADER_BYTES];
-        // SAFETY: within the memory. The device writes a buffer only between its posting and its
-        // completion, and no peer holds a key.
+        // SAFETY: the buffer lies within the memory. The device writes it only between the receive's posting and
+        // its completion. No peer holds a key.
         unsafe { from.copy_to_nonoverlapping(NonNull::from(&mut message).cast(), HEADER_BYTES) };
         message
     }
 
-    /// Puts a message where request number `sequence` may send it from: the one that was there before is
-    /// complete, since no more requests are under way than there are buffers.
+    /// Writes a message into the buffer of request number `sequence`. The buffer's earlier message is complete,
+    /// because no more requests are under way than there are buffers.
     pub(super) fn outgoing(&self, sequence: u64, header: &Header) -> Buffer {
         let nth = sequence % u64::from(self.num_sends.max(1));
         self.fill(self.num_receives + nth as u32, header)
     }
 
-    /// Notes a question that is to be answered.
+    /// Records a question that needs an answer.
     pub(super) fn owe(&self, id: u64) {
         self.owed.fetch_max(id, Ordering::Relaxed);
     }
 
-    /// What the driver is to send now, if anything: an answer, which answers everything before, or that
-    /// receives were taken. One is under way at a time. Only ever called with the driver's table locked,
-    /// like [`sent`](Self::sent).
+    /// The message that the driver must send next, if any. It is an answer, which covers all earlier questions, or
+    /// a report of taken receives. At most one is under way. The caller holds the lock of the driver's table, as
+    /// for [`sent`](Self::sent).
     pub(super) fn answer(&self, arrivals: &Arrivals) -> Option<Buffer> {
         if self.is_answering.load(Ordering::Relaxed) {
             return None;
@@ -163,7 +164,7 @@ impl Messages {
         Some(self.fill(self.num_receives + self.num_sends, &answer))
     }
 
-    /// The answer that was under way is complete.
+    /// Records that the answer under way is complete.
     pub(super) fn sent(&self) {
         self.is_answering.store(false, Ordering::Relaxed);
     }
@@ -171,7 +172,7 @@ impl Messages {
     fn fill(&self, idx: u32, header: &Header) -> Buffer {
         let mut message = [0; HEADER_BYTES];
         header.encode(&mut message);
-        // SAFETY: within the memory; whoever fills a buffer has it alone, and no request uses it.
+        // SAFETY: the buffer lies within the memory. The caller has exclusive use of it, and no request uses it.
         unsafe {
             self.place(idx).copy_from_nonoverlapping(NonNull::from(&message).cast(), HEADER_BYTES);
         }
@@ -185,38 +186,39 @@ impl Messages {
 
     fn place(&self, idx: u32) -> NonNull<u8> {
         debug_assert!(idx <= self.num_receives + self.num_sends, "{idx}");
-        // SAFETY: callers give indices of buffers, all of which lie in the memory.
+        // SAFETY: callers pass indices of buffers, and all buffers lie in the memory.
         unsafe { self.memory.as_ptr().add(idx as usize * BUFFER_BYTES) }
     }
 }
 
-/// What came of one peer, over all its queue pairs.
+/// Everything received from one peer, over all its queue pairs.
 #[derive(Debug)]
 pub(super) struct Arrivals {
-    /// Never waited for: used only with the driver's table locked.
+    /// The lock is never contended: callers hold the lock of the driver's table.
     inbound: Mutex<Inbound>,
     /// Latest question of this side that the peer has answered.
     answered: AtomicU64,
-    /// Messages and writes of the peer's endpoint that took a receive of this side and are done, and of these,
-    /// how many the peer was told of; modulo 2³². What its driver sends by itself is not counted.
+    /// Completed messages and writes of the peer's endpoint that consumed a receive of this side, modulo 2³². The
+    /// second counter is the part already reported to the peer. Messages that the peer's driver sends by itself are
+    /// not counted.
     taken: AtomicU32,
     told: AtomicU32,
-    /// How many may be taken before the peer has to be told.
+    /// Number of receives that may be taken before a report to the peer is due.
     tell_after: u32,
-    /// Receives of the peer that were taken, as far as it said.
+    /// Number of the peer's receives that were taken, as the peer reported.
     peer_taken: AtomicU32,
 }
 
-/// What took a receive.
+/// The cause of a completed receive.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Arrival<'a> {
     /// A message.
     Message(&'a [u8]),
-    /// A counted write, and the message that comes first behind it.
+    /// A counted write, with the number of the first message after it.
     Write(u32),
 }
 
-/// A peer sent what cannot be.
+/// A peer sent an invalid message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(super) enum ReceiveError {
@@ -235,7 +237,7 @@ pub(super) enum ReceiveError {
 }
 
 impl Arrivals {
-    /// Of a side with so many receives for messages at each queue pair.
+    /// State of a side with this number of receives for messages at each queue pair.
     pub(super) fn new(num_receives: u32) -> Self {
         let window = window_of(num_receives);
         Self {
@@ -243,49 +245,49 @@ impl Arrivals {
             answered: AtomicU64::new(0),
             taken: AtomicU32::new(0),
             told: AtomicU32::new(0),
-            // Whoever keeps half of the window free always hears of the other half.
+            // A peer that keeps half of the window free always receives a report about the other half.
             tell_after: (window / 4).max(1),
             peer_taken: AtomicU32::new(0),
         }
     }
 
-    /// Whether the peer may soon wait for news of what was taken.
+    /// True if the peer may soon wait for a report of taken receives.
     fn has_news(&self) -> bool {
         let taken = self.taken.load(Ordering::Relaxed);
         taken.wrapping_sub(self.told.load(Ordering::Relaxed)) >= self.tell_after
     }
 
-    /// What to tell the peer of receives. Told again, or late, does no harm.
+    /// The count of taken receives to report to the peer. Repeated or late reports do no harm.
     pub(super) fn tell(&self) -> u32 {
-        // Behind the driver's posting of the receives.
+        // Ordered after the driver has posted the receives again.
         let taken = self.taken.load(Ordering::Acquire);
         self.told.store(taken, Ordering::Relaxed);
         taken
     }
 
-    /// Receives of the peer that were taken, as far as it said; modulo 2³².
+    /// Number of the peer's receives that were taken, as the peer reported; modulo 2³².
     pub(super) fn peer_taken(&self) -> u32 {
         self.peer_taken.load(Ordering::Relaxed)
     }
 
     fn note_peer_taken(&self, taken: u32) {
-        // Only the driver stores. Queue pairs run at their own pace: what comes may be older than what is
-        // known.
+        // Only the driver stores this value. Queue pairs progress independently, so a report may be older than the
+        // known one.
         if taken.wrapping_sub(self.peer_taken()).cast_signed() > 0 {
             self.peer_taken.store(taken, Ordering::Relaxed);
         }
     }
 
-    /// Called once the receive is posted again. Does what may be done now, in order: additions to flags of a
-    /// slot of `slot_bytes`, whose offsets are sound, go to `add`. Gives the question that is to be answered, if
-    /// there is one.
+    /// Processes an arrival, after its receive was posted again. Executes the additions that are due, in order, by
+    /// calls to `add`. Their offsets are valid in a slot of `slot_bytes`. Returns the question that needs an
+    /// answer, if there is one.
     pub(super) fn take(
         &self,
         arrival: Arrival<'_>,
         slot_bytes: usize,
         mut add: impl FnMut(usize, u64),
     ) -> Result<Option<u64>, ReceiveError> {
-        // Nothing that holds the lock can leave the contents half changed.
+        // No holder of the lock can leave the contents half changed.
         let mut inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         let mut question = None;
         let mut land = |header: &Header| match header.then {
@@ -307,7 +309,7 @@ impl Arrivals {
                     }
                     _ => {}
                 }
-                // There is nothing behind a head.
+                // A header has no payload.
                 if inbound.admit(&header, &[])? {
                     land(&header);
                 }
@@ -326,7 +328,7 @@ impl Arrivals {
     }
 }
 
-/// Refuses what this transport never sends. Parts do not fit a receive.
+/// Refuses messages that this transport never sends. Parts do not fit into a receive.
 fn check(header: &Header, message: &[u8], slot_bytes: usize) -> Result<(), ReceiveError> {
     header.for_each_part(message, slot_bytes, |_, _| {})?;
     let what = match header.then {
@@ -339,7 +341,7 @@ fn check(header: &Header, message: &[u8], slot_bytes: usize) -> Result<(), Recei
     Err(ReceiveError::Unexpected { what })
 }
 
-/// A head, on a cache line of its own.
+/// A header, on a cache line of its own.
 const BUFFER_BYTES: usize = 64;
 const _: () = assert!(HEADER_BYTES <= BUFFER_BYTES);
 

@@ -1,4 +1,4 @@
-//! The verbs transport as the handshake sees it: ports opened once, a pair of queue pairs per peer.
+//! The verbs transport as the handshake uses it: ports opened once, and per peer one or more pairs of queue pairs.
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -37,7 +37,7 @@ struct Shared {
     config: VerbsConfig,
     ports: Vec<Port>,
     signals: Signals,
-    /// For each port, which of the driver's contexts it belongs to.
+    /// For each port, the index of its context in the driver.
     context_idx: Vec<usize>,
     progress: Arc<Progress>,
 }
@@ -46,7 +46,7 @@ impl VerbsNetwork {
     /// Opens the ports that `config` names.
     ///
     /// # Errors
-    /// [`NetworkError`], in one line: no device, no active port, no atomics where the settings ask for them.
+    /// [`NetworkError`], in one line: no device, no active port, or no atomics although the settings require them.
     pub fn open(config: VerbsConfig) -> Result<Self, NetworkError> {
         let ports = open_ports(&config)?;
         let name = ports.iter().map(Port::name).collect::<Vec<_>>().join("+");
@@ -69,7 +69,7 @@ impl VerbsNetwork {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Ports in use, as people name them: `mlx5_0:1+mlx5_1:1`.
+    /// Ports in use, in the form for people: `mlx5_0:1+mlx5_1:1`.
     #[must_use]
     pub fn ports(&self) -> &str {
         &self.shared.name
@@ -90,8 +90,7 @@ impl Network for VerbsNetwork {
         let (slot, own) = shared.own_slot(layout)?;
         let mut lanes = Vec::new();
         for (port_idx, port) in shared.ports.iter().enumerate() {
-            // A domain of its own for every peer: whatever key a peer guesses, its queue pairs reach
-            // nothing but its slot.
+            // Each peer has a domain of its own. Even with a guessed key, its queue pairs reach nothing but its slot.
             let domain = ProtectionDomain::new(&port.context).map_err(|e| shared.failed(&e))?;
             for _ in 0..shared.config.queue_pairs_per_port {
                 if lanes.len() < shared.num_lanes() {
@@ -125,7 +124,7 @@ impl Shared {
         error(&self.name, e.call, Some(e.code), format!("{}{hint}", sys::describe_errno(e.code)))
     }
 
-    /// This side's slot and what waits on it.
+    /// This side's slot and its waiting state.
     fn own_slot(&self, layout: &SlotLayout) -> Result<(Region, Arc<PeerState>), NetworkError> {
         let slot = Region::anonymous(layout.slot_bytes())
             .map_err(|e| error(&self.name, "mapping a slot", None, e.to_string()))?;
@@ -142,20 +141,20 @@ impl Shared {
         Ok((slot, state))
     }
 
-    /// Queue pairs of a peer.
+    /// Number of queue pairs per peer.
     fn num_lanes(&self) -> usize {
         (self.ports.len() * self.config.queue_pairs_per_port as usize).clamp(1, MAX_LANES)
     }
 
-    /// Receives of every queue pair.
+    /// Number of receives of every queue pair.
     fn num_receives(&self, layout: &SlotLayout) -> u32 {
-        // A wake-up follows a flag. Between two looks of this side the peer publishes no more frames than
-        // there are, and gives back no more than that; both again once for looks that are under way.
+        // A wake-up follows a flag. Between two checks of this side, the peer publishes at most as many frames as
+        // exist, and returns at most as many. Both counts double for checks that are under way.
         let wake_ups = 4 * layout.num_frames() as u32;
         match self.signals {
             Signals::Atomics => wake_ups,
-            // Half of them are the peer's window, and half of that is for what no frame bounds. In the rest
-            // fit for each frame two flags, and a counted write for each queue pair beside the first.
+            // Half of them form the peer's window, and half of the window is for traffic that no frame bounds. The
+            // rest holds, for each frame, two flags and one counted write for each queue pair beyond the first.
             Signals::Messages => {
                 let most = u32::try_from(max_requests(&self.ports)).unwrap_or(MIN_RECEIVES);
                 let num_lanes = self.num_lanes() as u32;
@@ -238,7 +237,7 @@ impl Shared {
     }
 }
 
-/// A queue pair before the peer's is known. Fields are dropped in this order.
+/// A queue pair before the peer's is known. Fields are dropped in declaration order.
 #[derive(Debug)]
 struct OpenLane {
     address: LaneAddress,
@@ -251,7 +250,7 @@ struct OpenLane {
     scratch: Region,
 }
 
-/// A place in the driver's table that is given back unless it is kept.
+/// A place in the driver's table. Dropping it returns the place unless it was kept.
 #[derive(Debug)]
 struct Entered {
     place: Place,
@@ -302,7 +301,7 @@ impl OpenSide for VerbsSide {
             detail::decode(shared.way(), &peer.detail).map_err(|e| refuse(e.to_string()))?;
         let remote = remote_slot(peer, slot.len(), theirs[0].remote_key, route).map_err(&refuse)?;
         let receives = theirs.iter().map(|lane| lane.receives).min().unwrap_or(0);
-        // Both sides come to the same number; what is left over goes.
+        // Both sides compute the same number. The remaining queue pairs are dropped.
         lanes.truncate(theirs.len());
         let mut joined = Vec::with_capacity(lanes.len());
         for (lane, theirs) in lanes.into_iter().zip(&theirs) {
@@ -338,7 +337,7 @@ impl OpenSide for VerbsSide {
 }
 
 impl Shared {
-    /// What both sides must have alike.
+    /// The properties that both sides must share.
     fn way(&self) -> (Link, Signals) {
         (self.ports[0].link, self.signals)
     }
@@ -357,7 +356,7 @@ impl Shared {
     }
 }
 
-/// The peer's slot, if what it says of it is possible.
+/// The peer's slot, if its description is valid.
 fn remote_slot(
     peer: &SideDescription,
     expected_bytes: usize,
@@ -377,7 +376,7 @@ fn remote_slot(
     Ok(RemoteSlot { address, bytes: expected_bytes, peer: route.remote.to_string() })
 }
 
-/// Whether devices and settings can do what endpoints rest on.
+/// Checks that devices and settings support the endpoints.
 pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<(), NetworkError> {
     let bad = |detail: String| Err(error(name, "checking the settings", None, detail));
     let most = max_requests(ports);
@@ -420,7 +419,7 @@ pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<
     Ok(())
 }
 
-/// How flags travel between slots of these ports.
+/// Selects how flags travel between slots of these ports.
 fn choose_signals(
     config: &VerbsConfig,
     name: &str,
@@ -433,20 +432,21 @@ fn choose_signals(
     let signals = signals.map_err(bad)?;
     let (depth, most) = (config.send_queue_depth, max_requests(ports));
     if signals == Signals::Messages && i64::from(depth) >= i64::from(most) {
-        // The driver has one for itself. That many receives are enough, too: the depth has a minimum.
+        // The driver needs one request for itself. That many receives also suffice, because the depth has a
+        // minimum.
         return Err(bad(format!("send_queue_depth is {depth}, expected less than {most}")));
     }
     Ok(signals)
 }
 
-/// Requests that a queue pair may hold at every port.
+/// Number of requests that a queue pair may hold at every port.
 fn max_requests(ports: &[Port]) -> i32 {
     ports.iter().map(|port| port.context.attr().max_qp_wr).min().unwrap_or(0)
 }
 
-/// Receives where flags travel as messages, at least and at most, as far as the device can.
+/// Minimum and maximum number of receives if flags travel as messages, within the device's limits.
 const NUM_RECEIVES: u32 = 128;
 const MAX_RECEIVES: u32 = 4096;
-/// Where the old values of flags land.
+/// Size of the memory that receives the old values of flags.
 const SCRATCH_BYTES: usize = 4096;
 const MIN_QUEUE_DEPTH: u32 = 16;

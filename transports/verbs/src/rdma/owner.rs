@@ -1,8 +1,8 @@
-//! The middle layer: one owner per handle, parents kept by `Arc`, every call with its answer.
+//! The middle layer: one owner per handle, parents held by `Arc`, and a checked result for every call.
 //!
-//! Children hold their parents, so a handle is only given back after everything made of it. All calls
-//! of libibverbs on these objects may come from any thread, also at the same time (its documentation
-//! says so); that is what the `Send` and `Sync` below rest on.
+//! Children hold their parents, so a handle is released only after everything made of it. All calls of libibverbs
+//! on these objects may come from any thread, also concurrently, as its documentation states. The `Send` and `Sync`
+//! below rely on that.
 
 use std::ffi::{CStr, c_int};
 use std::fmt;
@@ -27,9 +27,9 @@ impl CallError {
         Self { call, code: sys::errno() }
     }
 
-    /// From the return value of calls that give an error number.
+    /// Checks the return value of calls that return an error number.
     pub(super) fn check(call: &'static str, code: c_int) -> Result<(), Self> {
-        // Some providers answer -1 and set errno, some answer the number, some its negative.
+        // Some providers return -1 and set errno, some return the number, some its negative.
         match code {
             0 => Ok(()),
             -1 => Err(Self::last(call)),
@@ -66,7 +66,7 @@ impl DeviceList {
 
     fn iter(&self) -> impl Iterator<Item = (String, *mut sys::ibv_device)> + '_ {
         (0..self.len).map(|idx| {
-            // SAFETY: the list has `len` entries; names are terminated strings inside of them.
+            // SAFETY: the list has `len` entries; their names are terminated strings.
             unsafe {
                 let device = *self.raw.as_ptr().add(idx);
                 let name = CStr::from_ptr(sys::ibv_get_device_name(device));
@@ -78,7 +78,7 @@ impl DeviceList {
 
 impl Drop for DeviceList {
     fn drop(&mut self) {
-        // SAFETY: the list came from `ibv_get_device_list` and is given back once.
+        // SAFETY: the list came from `ibv_get_device_list` and is freed once.
         unsafe { sys::ibv_free_device_list(self.raw.as_ptr()) };
     }
 }
@@ -92,7 +92,7 @@ pub(super) struct Context {
 
 // SAFETY: an open device has no thread affinity.
 unsafe impl Send for Context {}
-// SAFETY: libibverbs is thread-safe on one context; `attr` is plain data that nobody changes.
+// SAFETY: libibverbs is thread-safe on one context; `attr` is plain data that never changes.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -125,22 +125,22 @@ impl Context {
         &self.attr
     }
 
-    /// Whether requests with a fence arrive however often they have to be sent. Soft-RoCE (seen with Linux
-    /// 6.1) sends a fenced atomic again only while no read or atomic is under way, and counts the request
-    /// itself: after one answer that is late the queue pair stands still for good, and no error tells of it.
+    /// True if fenced requests always arrive, even after resends. Soft-RoCE (seen with Linux 6.1) resends a fenced
+    /// atomic only while no read or atomic is under way. It counts the request itself. After one late answer the
+    /// queue pair stalls for good, and no error reports it.
     pub(super) const fn keeps_fences(&self) -> bool {
         self.attr.vendor_id != SOFT_ROCE
     }
 
-    /// Whether it adds to 64-bit words of this host for peers.
+    /// True if the device adds to 64-bit words of this host for peers.
     pub(super) const fn has_atomics(&self) -> bool {
         self.attr.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE
     }
 
     pub(super) fn port(&self, port: u8) -> Result<sys::ibv_port_attr, CallError> {
         let mut attr = MaybeUninit::zeroed();
-        // SAFETY: the context is open, `attr` is valid for writing. This is the function behind C's
-        // macro; the plain symbol of that name fills an older and shorter structure.
+        // SAFETY: the context is open, `attr` is valid for writing. This is the function behind C's macro. The
+        // plain symbol of that name fills an older and shorter structure.
         let code = unsafe { sys::___ibv_query_port(self.raw.as_ptr(), port, attr.as_mut_ptr()) };
         CallError::check("ibv_query_port", code)?;
         // SAFETY: plain integers, zeroed before the call.
@@ -157,13 +157,13 @@ impl Context {
         Ok(unsafe { gid.raw })
     }
 
-    /// Descriptor that becomes readable with an asynchronous event.
+    /// Descriptor that becomes readable on an asynchronous event.
     pub(super) fn async_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor belongs to the context, which outlives the borrow.
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().async_fd) }
     }
 
-    /// The next asynchronous event, acknowledged: its number, and the queue pair or port it is about.
+    /// Takes and acknowledges the next asynchronous event. Returns its number and the affected queue pair or port.
     pub(super) fn next_event(&self) -> Option<AsyncEvent> {
         let mut event = MaybeUninit::<sys::ibv_async_event>::zeroed();
         // SAFETY: the context is open, `event` is valid for writing; the descriptor does not block.
@@ -171,10 +171,10 @@ impl Context {
             return None;
         }
         let found = event.as_ptr();
-        // SAFETY: the call filled the structure. The number is read as an integer, because a newer
-        // library may know events that the enumeration does not have.
+        // SAFETY: the call filled the structure. The number is read as an integer, because a newer library may know
+        // events that the enumeration lacks.
         let kind = unsafe { (&raw const (*found).event_type).cast::<u32>().read() };
-        // SAFETY: the union holds a pointer or a port number, by the kind of event; a queue pair is
+        // SAFETY: the kind of event determines whether the union holds a pointer or a port number. A queue pair is
         // alive, since destroying it waits for the acknowledgement below.
         let about = unsafe {
             match kind {
@@ -211,7 +211,7 @@ pub(super) enum AsyncEvent {
     Other(u32),
 }
 
-/// Why an event says that a queue pair failed.
+/// The reason of a queue pair's failure, from the event's number.
 pub(super) const fn queue_pair_event(kind: u32) -> &'static str {
     match kind {
         QP_REQ_ERR => "the device refused a request of the peer as invalid",
@@ -228,13 +228,13 @@ impl fmt::Debug for Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: open, closed once, and everything made of it is gone, since it held this owner.
+        // SAFETY: the context is open and closed once. Everything made of it was dropped, since it held this owner.
         let code = unsafe { sys::ibv_close_device(self.raw.as_ptr()) };
         report("ibv_close_device", code);
     }
 }
 
-/// A protection domain: keys and queue pairs work together only within one.
+/// A protection domain. A key works only with queue pairs of its own domain.
 #[derive(Debug)]
 pub(super) struct ProtectionDomain {
     raw: NonNull<sys::ibv_pd>,
@@ -261,12 +261,12 @@ impl ProtectionDomain {
 
 impl Drop for ProtectionDomain {
     fn drop(&mut self) {
-        // SAFETY: allocated, freed once, and everything made of it is gone.
+        // SAFETY: allocated, freed once, and everything made of it was dropped.
         report("ibv_dealloc_pd", unsafe { sys::ibv_dealloc_pd(self.raw.as_ptr()) });
     }
 }
 
-/// A completion channel: the descriptor that tells of completions.
+/// A completion channel: the descriptor that reports completions.
 #[derive(Debug)]
 pub(super) struct CompletionChannel {
     raw: NonNull<sys::ibv_comp_channel>,
@@ -294,7 +294,7 @@ impl CompletionChannel {
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().fd) }
     }
 
-    /// Takes all events that are there.
+    /// Takes all pending events.
     pub(super) fn drain(&self) {
         let (mut cq, mut cookie) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the channel lives, the results are valid for writing; the descriptor does not block.
@@ -309,7 +309,7 @@ impl CompletionChannel {
 
 impl Drop for CompletionChannel {
     fn drop(&mut self) {
-        // SAFETY: created, destroyed once, and all queues that use it are gone.
+        // SAFETY: created, destroyed once, and all queues that used it were dropped.
         let code = unsafe { sys::ibv_destroy_comp_channel(self.raw.as_ptr()) };
         report("ibv_destroy_comp_channel", code);
     }
@@ -347,7 +347,7 @@ impl CompletionQueue {
         Ok(Arc::new(Self { raw, _channel: Arc::clone(channel) }))
     }
 
-    /// Takes completions; the number of them.
+    /// Takes completions and returns their number.
     #[inline]
     pub(super) fn poll(&self, out: &mut CompletionBuffer) -> Result<usize, CallError> {
         let room = out.entries.len() as i32;
@@ -358,7 +358,7 @@ impl CompletionQueue {
             .map_err(|_| CallError { call: "ibv_poll_cq", code: found.unsigned_abs() as i32 })
     }
 
-    /// Asks for an event with the next completion.
+    /// Requests an event for the next completion.
     pub(super) fn arm(&self) -> Result<(), CallError> {
         // SAFETY: the queue lives.
         let code = unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) };
@@ -368,12 +368,12 @@ impl CompletionQueue {
 
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
-        // SAFETY: created, destroyed once, and all queue pairs that use it are gone.
+        // SAFETY: created, destroyed once, and all queue pairs that used it were dropped.
         report("ibv_destroy_cq", unsafe { sys::ibv_destroy_cq(self.raw.as_ptr()) });
     }
 }
 
-/// Where completions are polled into.
+/// The buffer that completions are polled into.
 pub(super) struct CompletionBuffer {
     entries: [MaybeUninit<sys::ibv_wc>; 32],
 }
@@ -383,11 +383,11 @@ impl CompletionBuffer {
         Self { entries: [const { MaybeUninit::zeroed() }; 32] }
     }
 
-    /// The first `len` entries, which a poll has just filled.
+    /// The first `len` entries, just filled by a poll.
     pub(super) fn filled(&self, len: usize) -> impl Iterator<Item = WorkCompletion> + '_ {
         self.entries[..len].iter().map(|entry| {
-            // SAFETY: integers, for which zero is valid, and zeroed to begin with: a poll need not fill in all of
-            // them. Which of them mean something is asked below.
+            // SAFETY: all fields are integers, for which zero is valid, and they start zeroed. A poll need not fill
+            // all of them. The checks below select the meaningful ones.
             let entry = unsafe { entry.assume_init_ref() };
             // SAFETY: both readings are integers, initialised as above.
             let immediate = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
@@ -410,17 +410,17 @@ impl fmt::Debug for CompletionBuffer {
     }
 }
 
-/// What is used of a completion.
+/// The used fields of a completion.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WorkCompletion {
     pub(super) id: u64,
     pub(super) status: u32,
     pub(super) vendor: u32,
-    /// Whether a receive was taken by a message, and not by a write.
+    /// True if a message consumed a receive, false for a write.
     pub(super) is_message: bool,
     /// Bytes of the message.
     pub(super) bytes: u32,
-    /// What a write told of itself.
+    /// Immediate value of a write.
     pub(super) immediate: u32,
 }
 
@@ -429,7 +429,7 @@ fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), i32> {
     fcntl_setfl(fd, flags | OFlags::NONBLOCK).map_err(rustix::io::Errno::raw_os_error)
 }
 
-/// A handle could not be given back: nothing can be done but to say so.
+/// Logs that a handle could not be released. There is no other remedy.
 pub(super) fn report(call: &'static str, code: c_int) {
     if let Err(error) = CallError::check(call, code) {
         tracing::error!(%error, "an RDMA object could not be given back");

@@ -1,4 +1,4 @@
-//! The peers of a fabric: what is under way towards each, on which queue pair, and what became of it.
+//! The peers of a fabric: operations under way on each queue pair, and their outcomes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use super::status::Cause;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{Completion, PeerId, Token};
 
-/// Peers by number. A number of one that has gone is known as such: its place is used again under
-/// another generation, and given up when those run out.
+/// Peers by number. The numbers of removed peers remain recognisable: a place is reused under another generation,
+/// and retired when generations run out.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     places: Vec<PeerPlace>,
     free: VecDeque<u32>,
     /// Places of peers that may have something to report, each at most once.
     active: Vec<u32>,
-    /// Those that have failed, to be told.
+    /// Failed peers that are not yet reported.
     lost: Vec<PeerId>,
 }
 
@@ -30,48 +30,48 @@ struct PeerPlace {
     peer: Option<Peer>,
 }
 
-/// A peer, joined or about to be.
+/// A peer, joined or about to be joined.
 #[derive(Debug)]
 pub(super) struct Peer {
-    /// None once the peer has failed. Before the state below, which they use.
+    /// Empty once the peer has failed. Declared before the state below, which the lanes use.
     pub(super) lanes: Vec<FabricLane>,
     pub(super) state: Arc<PeerState>,
     pub(super) name: String,
     pub(super) is_joined: bool,
     is_active: bool,
-    /// Whether its failure was told.
+    /// True once the failure was reported.
     is_told: bool,
     /// The request that failed.
     failed: Option<Request>,
 }
 
-/// A queue pair of a peer. Fields are dropped in this order: out of the driver's table, the queue pair,
-/// its room.
+/// A queue pair of a peer. Fields are dropped in this order: the entry in the driver's table, the queue pair, its
+/// room in the completion queue.
 #[derive(Debug)]
 pub(super) struct FabricLane {
     pub(super) place: LeavingPlace,
     pub(super) state: Arc<LaneState>,
     pub(super) _room: Room,
     pub(super) own: LaneAddress,
-    /// Which of the fabric's ports, and which of its devices.
+    /// Index among the fabric's ports. The next field is the index among its devices.
     pub(super) port_idx: usize,
     pub(super) device_idx: usize,
-    /// Which of the peer's devices it leads to.
+    /// Index of the peer's device that it leads to.
     pub(super) far_device_idx: usize,
     pub(super) flights: Flights,
 }
 
-/// What is under way on a queue pair, the oldest first.
+/// Operations under way on a queue pair, oldest first.
 #[derive(Debug)]
 pub(super) struct Flights {
     posted: u64,
     under_way: VecDeque<Request>,
     bytes: u64,
-    /// Requests completed when the clock was last looked at, and since when it has been that many.
+    /// Number of completed requests at the last reading of the clock, and the time since which it is unchanged.
     watched: Option<(u64, Instant)>,
 }
 
-/// A place in the driver's table, given back when dropped.
+/// A place in the driver's table, returned on drop.
 #[derive(Debug)]
 pub(super) struct LeavingPlace {
     pub(super) place: Place,
@@ -90,13 +90,13 @@ pub(super) struct Request {
     pub(super) token: Token,
     pub(super) kind: OpKind,
     pub(super) remote_address: u64,
-    /// As the peer described it.
+    /// The key as the peer described it.
     pub(super) remote_key: u64,
     pub(super) bytes: u32,
 }
 
 impl Peers {
-    /// A number for `peer`. `None` when there are as many as can be told apart.
+    /// Assigns a number to `peer`. `None` if no distinguishable number is left.
     pub(super) fn insert(&mut self, peer: Peer) -> Option<PeerId> {
         let idx = match self.free.pop_front() {
             Some(idx) => idx,
@@ -116,7 +116,7 @@ impl Peers {
         if place.generation == id.0 >> IDX_BITS { place.peer.as_mut() } else { None }
     }
 
-    /// Takes a peer out.
+    /// Removes a peer.
     pub(super) fn remove(&mut self, id: PeerId) -> Option<Peer> {
         let idx = id.0 & IDX_MASK;
         self.get_mut(id)?;
@@ -133,7 +133,7 @@ impl Peers {
         Some(peer)
     }
 
-    /// A peer has failed, of which nobody may have heard.
+    /// Records the failure of a peer that may not have been noticed yet.
     pub(super) fn lose(&mut self, id: PeerId) {
         if let Some(peer) = self.get_mut(id)
             && !std::mem::replace(&mut peer.is_told, true)
@@ -142,12 +142,12 @@ impl Peers {
         }
     }
 
-    /// The next of those that have failed; each once.
+    /// The next failed peer. Each is returned once.
     pub(super) fn next_lost(&mut self) -> Option<PeerId> {
         self.lost.pop()
     }
 
-    /// Notes a request that was posted on a queue pair of a peer that there is.
+    /// Records a request that was posted on a queue pair of an existing peer.
     pub(super) fn posted(&mut self, id: PeerId, lane_idx: usize, request: Request) {
         let Some(peer) = self.get_mut(id) else { return };
         let Some(lane) = peer.lanes.get_mut(lane_idx) else { return };
@@ -162,13 +162,13 @@ impl Peers {
         !self.active.is_empty()
     }
 
-    /// Whether any peer has something to report.
+    /// True if any peer has something to report.
     pub(super) fn has_news(&self) -> bool {
         let news = |idx: &u32| self.places[*idx as usize].peer.as_ref().is_none_or(Peer::has_news);
         self.active.iter().any(news)
     }
 
-    /// Appends what completed, and after a failure everything.
+    /// Appends completed operations. After a failure, appends all operations.
     pub(super) fn report(&mut self, out: &mut Vec<Completion>) {
         let Self { places, active, lost, .. } = self;
         active.retain(|idx| {
@@ -183,8 +183,8 @@ impl Peers {
         });
     }
 
-    /// Fails the peers of which a queue pair has completed nothing for `limit` although something is under
-    /// way on it: not every device notices by itself, or soon, that another one is gone.
+    /// Fails peers with a queue pair that has work under way and completes nothing for `limit`. Not every device
+    /// notices the loss of another one by itself, or soon.
     pub(super) fn fail_stalled(&mut self, now: Instant, limit: Duration) {
         let Self { places, active, .. } = self;
         for idx in active.iter() {
@@ -213,7 +213,7 @@ impl Peer {
         }
     }
 
-    /// The queue pair on which the least is under way, of those that hold less than `depth` requests.
+    /// The queue pair with the least under way, among the queue pairs that hold fewer than `depth` requests.
     pub(super) fn pick(&self, depth: usize) -> Option<usize> {
         let has_room = |(_, lane): &(usize, &FabricLane)| lane.flights.under_way.len() < depth;
         let lanes = self.lanes.iter().enumerate().filter(has_room);
@@ -231,7 +231,7 @@ impl Peer {
         })
     }
 
-    /// Ends everything. The device lets go of the memory before anybody is told.
+    /// Ends all operations. The device stops using the memory before any completion is reported.
     pub(super) fn close(mut self, out: &mut Vec<Completion>) {
         self.report_completed(out);
         for request in self.take_lanes() {
@@ -248,13 +248,13 @@ impl Peer {
     }
 
     fn report(&mut self, out: &mut Vec<Completion>) {
-        // In this order: what completed before the failure was seen is done.
+        // The failure is read first: operations completed before it was observed count as done.
         let has_failed = self.state.health.has_failed();
         self.report_completed(out);
         if !has_failed {
             return;
         }
-        // Requests of one queue pair are carried out in order: its oldest is the one that failed.
+        // A queue pair executes its requests in order, so its oldest request is the failed one.
         let culprit = match &self.lanes[..] {
             [only] => Some(only),
             several => several.iter().find(|lane| lane.state.has_failed()),
@@ -266,8 +266,8 @@ impl Peer {
         }
     }
 
-    /// Destroys the queue pairs, which keeps the devices off the memory of what was under way; that is
-    /// what is given.
+    /// Destroys the queue pairs, so that devices no longer touch memory of operations under way. Returns those
+    /// operations.
     fn take_lanes(&mut self) -> Vec<Request> {
         let lanes = std::mem::take(&mut self.lanes);
         lanes.into_iter().flat_map(|lane| lane.flights.under_way).collect()
@@ -284,7 +284,7 @@ impl Peer {
 }
 
 impl Flights {
-    /// With room for `depth` requests.
+    /// Reserves room for `depth` requests.
     pub(super) fn new(depth: usize) -> Self {
         Self { posted: 0, under_way: VecDeque::with_capacity(depth), bytes: 0, watched: None }
     }
@@ -303,13 +303,13 @@ impl Flights {
         self.under_way.push_back(request);
     }
 
-    /// How many are done when as many as `completed` have been since the first.
+    /// Number of finished operations, given the total number `completed` since the first.
     fn num_done(&self, completed: u64) -> usize {
         let oldest = self.posted + 1 - self.under_way.len() as u64;
         ((completed + 1).saturating_sub(oldest) as usize).min(self.under_way.len())
     }
 
-    /// Takes out those that are done.
+    /// Removes the finished operations.
     fn land(&mut self, completed: u64, mut each: impl FnMut(Request)) {
         for request in self.under_way.drain(..self.num_done(completed)) {
             self.bytes -= u64::from(request.bytes);
@@ -317,7 +317,7 @@ impl Flights {
         }
     }
 
-    /// The oldest, when nothing has completed for `limit`.
+    /// The oldest operation, if nothing has completed for `limit`.
     fn find_stalled(&mut self, completed: u64, now: Instant, limit: Duration) -> Option<Request> {
         let oldest = *self.under_way.front()?;
         match self.watched {
@@ -355,7 +355,7 @@ mod tests {
         let mut landed = Vec::new();
         flights.land(2, |request| landed.push(request.token.0));
         assert_eq!((landed.as_slice(), flights.bytes), ([0, 1].as_slice(), 100));
-        // More than was ever posted is a driver's mistake, not a crash.
+        // A count above the number ever posted is an error of a driver, and must not cause a crash.
         flights.land(99, |request| landed.push(request.token.0));
         assert_eq!((landed.as_slice(), flights.bytes), ([0, 1, 2].as_slice(), 0));
     }

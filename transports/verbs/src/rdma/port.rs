@@ -1,4 +1,4 @@
-//! Ports of devices: which there are, which to take, and under which address.
+//! Ports of devices: the available ones, their selection, and their addresses.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -20,14 +20,14 @@ pub(super) struct Port {
     pub(super) mtu: u8,
     /// Longest message in bytes.
     pub(super) max_message_bytes: u32,
-    /// Reads and atomics under way that a queue pair may ask for.
+    /// Number of reads and atomics that a queue pair may have under way.
     pub(super) num_requests: u8,
-    /// Reads and atomics that a queue pair answers at the same time.
+    /// Number of reads and atomics that a queue pair answers at the same time.
     pub(super) num_responses: u8,
     num_gids: u8,
 }
 
-/// Opens the ports that `config` asks for: one at least, all of one link layer.
+/// Opens the ports that `config` requests: at least one, all of one link layer.
 pub(super) fn open_ports(config: &VerbsConfig) -> Result<Vec<Port>, NetworkError> {
     let names = device_names().map_err(|error| no_devices(&error))?;
     if names.is_empty() {
@@ -82,7 +82,7 @@ impl Port {
         }))
     }
 
-    /// As people name it.
+    /// The name in the form for people.
     pub(super) fn name(&self) -> String {
         format!("{}:{}", self.context.name(), self.number)
     }
@@ -94,7 +94,7 @@ impl Port {
         }
     }
 
-    /// What both ends of slots must have alike.
+    /// The properties that both ends of slots must share.
     pub(super) const fn slot_flavour(&self, signals: Signals) -> &'static str {
         match (self.link, signals) {
             (_, Signals::Atomics) => self.flavour(),
@@ -103,7 +103,7 @@ impl Port {
         }
     }
 
-    /// Index and bytes of the address to use towards peers that are reached from `local`.
+    /// Index and bytes of the address for peers that are reached from `local`.
     pub(super) fn address(
         &self,
         config: &VerbsConfig,
@@ -131,25 +131,24 @@ impl Port {
         })
     }
 
-    /// Whether packets to `peer` need a global header: always on Ethernet, on InfiniBand between
-    /// subnets.
+    /// True if packets to `peer` need a global header: always on Ethernet, and between subnets on InfiniBand.
     pub(super) fn needs_global_route(&self, own: &LaneAddress, peer: &LaneAddress) -> bool {
         self.link == Link::Ethernet || peer.lid == 0 || own.gid[..8] != peer.gid[..8]
     }
 }
 
-/// How near two PCI devices are. Greater is nearer.
+/// Proximity of two PCI devices. A greater value is nearer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Nearness {
     is_same_node: bool,
-    /// Bridges that both are below.
+    /// Number of bridges above both devices.
     num_common: usize,
 }
 
-/// Where a device sits.
+/// Location of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Place {
-    /// NUMA node; negative when there is none.
+    /// NUMA node; negative if there is none.
     node: i32,
     /// PCI addresses from the root down.
     path: Vec<String>,
@@ -238,7 +237,7 @@ fn active_ports(name: &str) -> Result<Vec<Port>, NetworkError> {
     Ok(ports)
 }
 
-/// Ports of one device share what `opened` holds of it.
+/// Opens the named ports. Ports of one device share its context in `opened`.
 fn open_named(
     wanted: &str,
     names: &[String],
@@ -270,7 +269,7 @@ fn open_named(
         error(wanted, "opening a port", None, detail)
     })
 }
-/// The entry that fits the route: its own address, or else an IPv4 one, or else any.
+/// Selects the entry that fits the route: its own address, else an IPv4 address, else any.
 fn choose_gid(entries: &[(u8, [u8; 16])], local: IpAddr) -> Option<(u8, [u8; 16])> {
     let wanted = match local {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),

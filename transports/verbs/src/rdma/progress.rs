@@ -1,11 +1,11 @@
-//! The driver of a network: takes completions, tells endpoints, wakes sleepers.
+//! The driver of a network: polls completions, updates endpoints, and wakes sleeping threads.
 //!
-//! All queue pairs of a device share few completion queues, so that a sweep over thousands of idle
-//! peers costs one poll. Whoever drives takes completions for everybody, under a lock that is only
-//! tried: if somebody else holds it, that one does the work.
+//! All queue pairs of a device share few completion queues. A sweep over thousands of idle peers therefore costs
+//! one poll. A driving thread takes the completions of all peers, under a lock that it only tries. If the lock is
+//! taken, its holder does the work.
 //!
-//! A queue never holds more completions than fit, whatever goes wrong: each queue pair takes up room
-//! for all its requests at once, which is what a failure produces.
+//! A completion queue cannot overflow: each queue pair reserves room for all its requests at once. A failure
+//! completes that many.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -23,7 +23,7 @@ use super::status::Cause;
 use super::sys::ibv_wc_status::IBV_WC_SUCCESS;
 use p2p_core::wait::{Driver, signal_event};
 
-/// Room for a queue pair in a completion queue, given back when dropped.
+/// Reserved room of a queue pair in a completion queue, returned on drop.
 #[derive(Debug)]
 pub(super) struct Room {
     pub(super) queue: Arc<CompletionQueue>,
@@ -36,19 +36,19 @@ impl Drop for Room {
     fn drop(&mut self) {
         let Some(progress) = self.progress.upgrade() else { return };
         let mut table = progress.lock();
-        // What the queue pair left behind still takes up room: take it out first.
+        // Leftover completions of the queue pair still occupy room, so they are taken first.
         table.take_completions();
         table.queues[self.queue_idx].num_used -= self.num_completions;
     }
 }
 
-/// What the thread beside a driver does.
+/// The task of the driver's background thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// It listens for asynchronous events, and drives when nobody else does.
+    /// The thread listens for asynchronous events, and drives when no other thread does.
     In,
-    /// It listens for asynchronous events only: the one thread that drives must not miss a completion
-    /// that somebody else took.
+    /// The thread listens for asynchronous events only. The one driving thread must not miss a completion that
+    /// another thread took.
     EventsOnly,
 }
 
@@ -56,7 +56,7 @@ pub(super) enum Standing {
 pub(super) struct Progress {
     table: Mutex<Table>,
     channels: Vec<Arc<CompletionChannel>>,
-    /// Readable when any of the channels is.
+    /// Readable if any of the channels is readable.
     any_channel: OwnedFd,
     stop: OwnedFd,
 }
@@ -75,16 +75,16 @@ struct Slot {
 
 struct Queue {
     queue: Arc<CompletionQueue>,
-    /// Which of the channels it reports to.
+    /// Index of the channel that the queue reports to.
     channel_idx: usize,
     num_entries: u32,
     num_used: u32,
-    /// It cannot be polled any more; its peers are lost.
+    /// True if polling has failed. The queue's peers are lost.
     is_broken: bool,
 }
 
 impl Progress {
-    /// A driver for queue pairs on `contexts`, and the thread that stands by.
+    /// Starts a driver for queue pairs on `contexts`, with its background thread.
     pub(super) fn start(
         name: &str,
         contexts: &[Arc<Context>],
@@ -129,7 +129,7 @@ impl Progress {
         Ok(progress)
     }
 
-    /// Room in a completion queue of the context with that index.
+    /// Reserves room in a completion queue of the context `context_idx`.
     pub(super) fn reserve(
         self: &Arc<Self>,
         context_idx: usize,
@@ -145,7 +145,7 @@ impl Progress {
         let queue_idx = match found {
             Some(idx) => idx,
             None => {
-                // The first is small, since most processes know few peers.
+                // The first queue is small, since most processes have few peers.
                 let of_context = |queue: &&Queue| queue.channel_idx == context_idx;
                 let is_first = !table.queues.iter().any(|queue| of_context(&queue));
                 let wanted = if is_first { FIRST_QUEUE } else { NEXT_QUEUES };
@@ -154,7 +154,7 @@ impl Progress {
                     return Err(CallError { call: "ibv_create_cq", code: libc::ENOSPC });
                 }
                 let queue = CompletionQueue::new(&self.channels[context_idx], num_entries)?;
-                // The thread that stands by may sleep already, and has not armed this one.
+                // The background thread may sleep already, and has not armed this queue.
                 queue.arm()?;
                 table.queues.push(Queue {
                     queue,
@@ -172,7 +172,7 @@ impl Progress {
         Ok(Room { queue, progress: Arc::downgrade(self), queue_idx, num_completions })
     }
 
-    /// Has the completions of `lane` told to it.
+    /// Registers `lane`, so that the driver reports completions to it.
     pub(super) fn enter(&self, lane: Arc<LaneState>) -> Result<Place, CallError> {
         let mut table = self.lock();
         let idx = match table.free.pop() {
@@ -189,7 +189,7 @@ impl Progress {
         Ok(Place { idx, generation: slot.generation })
     }
 
-    /// Takes a lane back: afterwards the driver does not touch it.
+    /// Removes a lane. Afterwards the driver does not touch it.
     pub(super) fn leave(&self, place: Place) {
         let mut table = self.lock();
         if let Some(slot) = table.lanes.get_mut(place.idx as usize)
@@ -204,7 +204,7 @@ impl Progress {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fails all peers that `is_hit` picks.
+    /// Fails all peers that `is_hit` selects.
     fn fail_where(&self, cause: Cause, is_hit: impl Fn(&LaneState) -> bool) {
         for lane in self.lock().lanes.iter().filter_map(|slot| slot.lane.as_ref()) {
             if is_hit(lane) {
@@ -224,9 +224,9 @@ impl Driver for Progress {
     }
 
     fn may_sleep(&self) -> bool {
-        // An event is only ever taken here, right before the queues are armed again and looked at once
-        // more. So whenever an event is gone, either a queue is armed or somebody has just looked; and
-        // as long as one is there, the descriptor is readable for every sleeper.
+        // Events are taken only here, right before the queues are armed again and polled once more. Once an event
+        // is gone, either a queue is armed or a thread has just polled. While an event is present, the descriptor
+        // is readable for every sleeping thread.
         for channel in &self.channels {
             channel.drain();
         }
@@ -260,12 +260,12 @@ impl Drop for Progress {
 }
 
 impl Table {
-    /// Takes all completions there are, within a bound; how many.
+    /// Takes all present completions, up to a bound, and returns their number.
     fn take_completions(&mut self) -> usize {
         let Self { lanes, queues, buffer, .. } = self;
         let mut num_taken = 0;
         for queue in queues.iter_mut().filter(|queue| !queue.is_broken) {
-            // At most as many as the queue holds: a stream of new ones must not keep anybody here.
+            // Takes at most as many as the queue holds: a stream of new completions must not keep the caller here.
             for _ in 0..queue.num_entries.div_ceil(32) {
                 let num_found = match queue.queue.poll(buffer) {
                     Ok(num_found) => num_found,
@@ -300,7 +300,7 @@ fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
         .get(place.idx as usize)
         .filter(|slot| slot.generation == place.generation)
         .and_then(|slot| slot.lane.as_deref());
-    // Left behind by a queue pair that is gone.
+    // A leftover of a destroyed queue pair.
     let Some(lane) = lane else { return };
     if completion.status == IBV_WC_SUCCESS {
         match id.kind() {
@@ -324,7 +324,7 @@ fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
     lane.peer.signal();
 }
 
-/// The thread beside a driver.
+/// The background thread of a driver.
 struct Standby {
     progress: Weak<Progress>,
     contexts: Vec<Arc<Context>>,
@@ -349,7 +349,7 @@ impl Standby {
                 watched.push(PollFd::new(&any_channel, PollFlags::IN));
             }
             let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: 0 };
-            // Interrupted or not, everything is looked at.
+            // After an interrupt, too, everything is checked.
             let _ = poll(&mut watched, Some(&limit));
             if !watched[0].revents().is_empty() {
                 return;
@@ -364,7 +364,7 @@ impl Standby {
                 progress.drive();
             }
             drop(progress);
-            // Under load others drive, and events come one after the other: this much is enough.
+            // Under load other threads drive and events follow each other closely. This rate is then enough.
             std::thread::sleep(PAUSE);
         }
     }
@@ -404,8 +404,8 @@ fn handle(progress: &Progress, context: &Context, event: AsyncEvent) {
 
 /// Entries of the first completion queue of a device.
 const FIRST_QUEUE: u32 = 4 << 10;
-/// Entries of all further ones.
+/// Entries of each further completion queue.
 const NEXT_QUEUES: u32 = 64 << 10;
-/// How soon the stand-in notices that the network was dropped, should the stop event fail.
+/// Longest delay until the background thread notices a dropped network if the stop event fails.
 const LONGEST_SLEEP: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(5);

@@ -1,4 +1,4 @@
-//! Reliable-connected queue pairs: made, joined, posted to, taken down.
+//! Reliable-connected queue pairs: creation, joining, posting and shutdown.
 
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
@@ -14,7 +14,7 @@ use super::owner::{
 use super::port::Port;
 use super::sys;
 
-/// What a queue pair can hold.
+/// Capacity of a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Capacity {
     pub(super) sends: u32,
@@ -25,7 +25,7 @@ pub(super) struct Capacity {
 }
 
 impl Capacity {
-    /// Requests that the driver posts by itself: an answer at a time.
+    /// Number of requests that the driver posts by itself: one answer at a time.
     pub(super) const fn answers(&self) -> u32 {
         match self.signals {
             Signals::Atomics => 0,
@@ -33,7 +33,7 @@ impl Capacity {
         }
     }
 
-    /// Completions that there can be at the same time: after a failure every request makes one.
+    /// Maximum number of completions at the same time. After a failure every request makes one.
     pub(super) const fn num_completions(&self) -> u32 {
         self.sends + self.answers() + self.receives
     }
@@ -55,7 +55,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair in its reset state. It may hold more than asked for, and fewer inline bytes.
+    /// Creates a queue pair in its reset state. It may hold more requests than requested, and fewer inline bytes.
     pub(super) fn new(
         domain: &Arc<ProtectionDomain>,
         queue: &Arc<CompletionQueue>,
@@ -78,7 +78,7 @@ impl QueuePair {
             let raw = unsafe { sys::ibv_create_qp(raw_domain(domain), &raw mut attr) };
             let Some(raw) = NonNull::new(raw) else {
                 let error = CallError { call: "ibv_create_qp", code: sys::errno() };
-                // Devices differ in what fits inline, and no query tells.
+                // Devices differ in their inline limits, and no query returns the limit.
                 if error.code == libc::EINVAL && inline_bytes > 0 {
                     inline_bytes /= 2;
                     continue;
@@ -105,7 +105,7 @@ impl QueuePair {
         unsafe { self.raw.as_ref().qp_num }
     }
 
-    /// Whether its completions go to `queue`.
+    /// True if its completions go to `queue`.
     pub(super) fn reports_to(&self, queue: &Arc<CompletionQueue>) -> bool {
         Arc::ptr_eq(&self.queue, queue)
     }
@@ -120,8 +120,8 @@ impl QueuePair {
         self.port
     }
 
-    /// Ready for receives to be posted, and for the peer's address. The peer may then read and write where
-    /// it holds keys, and add where the device can and flags travel so.
+    /// Prepares the queue pair for receives and for the peer's address. The peer may then read and write memory
+    /// that it holds keys for. It may also add, if the device supports it and flags travel as atomics.
     pub(super) fn initialise(&self, port: &Port, config: &VerbsConfig) -> Result<(), CallError> {
         type Mask = sys::ibv_qp_attr_mask;
         let mut attr = zeroed_attr();
@@ -141,7 +141,7 @@ impl QueuePair {
         self.modify("ibv_modify_qp to INIT", &mut attr, mask)
     }
 
-    /// Joins with the peer's queue pair: afterwards both directions work.
+    /// Joins with the peer's queue pair. Afterwards both directions work.
     pub(super) fn join(
         &self,
         port: &Port,
@@ -170,7 +170,7 @@ impl QueuePair {
         self.modify("ibv_modify_qp to RTS", &mut attr, mask)
     }
 
-    /// Stops everything: what is under way completes as flushed, and nothing of the peer gets in.
+    /// Stops the queue pair: operations under way complete as flushed, and no request of the peer is accepted.
     pub(super) fn stop(&self) -> Result<(), CallError> {
         let mut attr = zeroed_attr();
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
@@ -188,10 +188,10 @@ impl QueuePair {
         check(call, code)
     }
 
-    /// Posts a receive: without memory it takes one wake-up, or the news of a counted write.
+    /// Posts a receive. Without memory it takes one wake-up, or the number that comes with a counted write.
     ///
     /// # Safety
-    /// The buffer stays registered, and nobody else reads or writes it, until the receive completes.
+    /// The buffer stays registered until the receive completes. Until then no code reads or writes it.
     #[inline]
     pub(super) unsafe fn post_receive(
         &self,
@@ -206,8 +206,8 @@ impl QueuePair {
         let mut request =
             sys::ibv_recv_wr { wr_id: id, next: null_mut(), sg_list: &raw mut local, num_sge };
         let mut refused = null_mut();
-        // SAFETY: the queue pair lives; request and element are read during the call only; the rest is
-        // the caller's promise.
+        // SAFETY: the queue pair lives. Request and element are read during the call only. The caller guarantees
+        // the rest.
         let code =
             unsafe { sys::ibv_post_recv(self.raw.as_ptr(), &raw mut request, &raw mut refused) };
         check("ibv_post_recv", code)
@@ -216,16 +216,16 @@ impl QueuePair {
     /// Posts one request.
     ///
     /// # Safety
-    /// Memory that `work` names stays registered until the request completes. It is not written
-    /// meanwhile if it is a source (unless inline), and neither read nor written if it is a target.
+    /// Memory that `work` names stays registered until the request completes. Until then a source is not written
+    /// (unless inline), and a target is neither read nor written.
     #[inline]
     pub(super) unsafe fn post(&self, work: &Work) -> Result<(), CallError> {
         // SAFETY: the caller's promise.
         unsafe { self.post_chain(std::slice::from_ref(work)) }.map_err(|refusal| refusal.error)
     }
 
-    /// Posts up to [`MAX_CHAIN`] requests by one call, in order. When one is refused, those before it are posted,
-    /// and it and those behind it are not.
+    /// Posts up to [`MAX_CHAIN`] requests by one call, in order. If one is refused, earlier requests are posted,
+    /// but the refused and later ones are not.
     ///
     /// # Safety
     /// As for [`post`](Self::post), for each.
@@ -235,7 +235,7 @@ impl QueuePair {
         let mut requests: [MaybeUninit<sys::ibv_send_wr>; MAX_CHAIN] =
             [const { MaybeUninit::uninit() }; MAX_CHAIN];
         let mut next = null_mut();
-        // From behind: each names the one after it.
+        // Reverse order, because each request points to the next one.
         for ((work, local), request) in works.iter().zip(&mut locals).zip(&mut requests).rev() {
             let local = local.write(sys::ibv_sge {
                 addr: work.local_address,
@@ -248,8 +248,8 @@ impl QueuePair {
         if first.is_null() {
             return Ok(());
         }
-        // SAFETY: the queue pair lives; requests and elements are read during the call only; the rest is
-        // the caller's promise.
+        // SAFETY: the queue pair lives. Requests and elements are read during the call only. The caller guarantees
+        // the rest.
         let code = unsafe { sys::ibv_post_send(self.raw.as_ptr(), first, &raw mut refused) };
         check("ibv_post_send", code).map_err(|error| {
             let distance = refused.addr().wrapping_sub(first.addr());
@@ -266,11 +266,11 @@ impl Drop for QueuePair {
     }
 }
 
-/// A call did not take all requests.
+/// A call did not accept all requests.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) error: CallError,
-    /// The first that it did not take.
+    /// Index of the first request that was not accepted.
     pub(super) nth: usize,
 }
 
@@ -288,7 +288,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// As the device is told of it, ahead of `next`.
+    /// Fills in the device's form of the request, linked to `next`.
     fn request(&self, local: &mut sys::ibv_sge, next: *mut sys::ibv_send_wr) -> sys::ibv_send_wr {
         // SAFETY: plain integers and pointers, for which zero is valid.
         let mut request: sys::ibv_send_wr = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -323,7 +323,7 @@ impl Work {
         request
     }
 
-    /// Sends what `buffer` holds, and tells when that is done.
+    /// Sends the contents of `buffer`, and signals completion.
     pub(super) const fn message(id: u64, buffer: Buffer, capacity: Capacity) -> Self {
         let Buffer { address, key, bytes } = buffer;
         let inline = if bytes <= capacity.inline_bytes { INLINE } else { 0 };
@@ -353,8 +353,8 @@ pub(super) const SIGNALLED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
 pub(super) const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
 pub(super) const FENCE: u32 = sys::ibv_send_flags::IBV_SEND_FENCE.0;
 
-/// What a queue pair of `port` is told of its peer, and of the way there: packets carry the service level,
-/// and the traffic class where they have a global header.
+/// Attributes that describe the peer and the route to a queue pair of `port`. Packets carry the service level.
+/// Packets with a global header also carry the traffic class.
 fn ready_to_receive(
     port: u8,
     is_global: bool,
@@ -395,9 +395,9 @@ fn zeroed_attr() -> sys::ibv_qp_attr {
     unsafe { MaybeUninit::zeroed().assume_init() }
 }
 
-/// 10 ms between tries when the peer has no receive for a wake-up.
+/// 10 ms between retries when the peer has no receive for a wake-up.
 const RECEIVER_NOT_READY_TIMER: u8 = 20;
-/// Tries then. Seven would mean for ever.
+/// Number of such retries. Seven would mean unlimited.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 
 #[cfg(test)]
@@ -423,7 +423,7 @@ mod tests {
         let config = VerbsConfig { traffic_class: 106, service_level: 3, ..Default::default() };
         let (own, peer) = (lane(1), lane(2));
         let (attr, mask) = ready_to_receive(7, true, &config, &own, &peer);
-        // Without this bit the way to the peer would not be looked at.
+        // Without this bit the device ignores the route to the peer.
         assert_ne!(mask.0 & sys::ibv_qp_attr_mask::IBV_QP_AV.0, 0);
         let way = &attr.ah_attr;
         assert_eq!((way.sl, way.port_num, way.dlid, way.is_global), (3, 7, peer.lid, 1));
@@ -433,7 +433,7 @@ mod tests {
         assert_eq!(unsafe { global.dgid.raw }, peer.gid);
         assert_eq!((attr.dest_qp_num, attr.rq_psn), (peer.number, peer.first_packet));
         assert_eq!((attr.path_mtu, attr.max_dest_rd_atomic), (3, own.num_responses));
-        // Within a subnet of InfiniBand packets have no global header, so only the level is left.
+        // Within an InfiniBand subnet packets have no global header, so only the service level applies.
         let (attr, _) = ready_to_receive(7, false, &config, &own, &peer);
         let way = &attr.ah_attr;
         assert_eq!((way.sl, way.is_global, way.grh.traffic_class), (3, 0, 0));

@@ -9,7 +9,7 @@ use super::owner::{CallError, ProtectionDomain, raw_domain};
 use super::sys;
 use p2p_core::region::Region;
 
-/// What peers may do with registered memory. This side may always read and write it.
+/// Rights of peers on registered memory. This side may always read and write it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rights {
     /// Nothing.
@@ -18,13 +18,13 @@ pub(super) enum Rights {
     Read,
     /// Read and write.
     Write,
-    /// Read, write and, where the device can, add.
+    /// Read, write and, if the device supports it, add.
     All,
 }
 
 impl Rights {
     const fn flags(self, has_atomics: bool) -> u32 {
-        // No relaxed ordering anywhere: a flag must not become visible before the bytes ahead of it.
+        // No relaxed ordering anywhere: a flag must not become visible before the bytes that precede it.
         let local = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
         let read = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
         let write = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
@@ -39,21 +39,21 @@ impl Rights {
     }
 }
 
-/// Registered memory. Dropping it revokes its keys, and only then lets go of the memory.
+/// Registered memory. Dropping it revokes its keys, and only then releases the memory.
 #[derive(Debug)]
 pub(super) struct MemoryRegion {
-    // Before its domain.
+    // Dropped before its domain.
     keys: Keys,
     domain: Arc<ProtectionDomain>,
 }
 
-/// A registration, and the memory that stays mapped as long as it is in force, whatever becomes of the
-/// owner.
+/// A registration, and the memory that stays mapped while the registration is in force, even if the owner is
+/// dropped.
 #[derive(Debug)]
 struct Keys {
     raw: NonNull<sys::ibv_mr>,
-    /// Copies, which outlive the registration: a transfer of memory of which only some keys could be
-    /// revoked fails by its dead key.
+    /// Copies, which outlive the registration. If only some keys of a memory could be revoked, a transfer of it
+    /// fails by its revoked key.
     local: u32,
     remote: u32,
     memory: Option<Region>,
@@ -68,7 +68,7 @@ unsafe impl Sync for Keys {}
 
 impl Keys {
     /// # Safety
-    /// `raw` is a registration, and given to nobody else.
+    /// `raw` is a registration with no other owner.
     unsafe fn of(raw: NonNull<sys::ibv_mr>) -> Self {
         // SAFETY: it lives, by the caller's promise.
         let (local, remote) = unsafe { (raw.as_ref().lkey, raw.as_ref().rkey) };
@@ -79,7 +79,7 @@ impl Keys {
         if self.is_closed {
             return Ok(());
         }
-        // SAFETY: registered, and given back once: nothing is done with it once that has worked.
+        // SAFETY: the memory is registered, and deregistered once: `raw` is not used after a success.
         CallError::check("ibv_dereg_mr", unsafe { (self.deregister)(self.raw.as_ptr()) })?;
         self.is_closed = true;
         Ok(())
@@ -89,7 +89,7 @@ impl Keys {
 impl Drop for Keys {
     fn drop(&mut self) {
         if let Err(error) = self.close() {
-            // Who holds a key may still write there: the memory is given to nobody else.
+            // A holder of a key may still write there, so the memory is not reused.
             let bytes = self.memory.as_ref().map(Region::len);
             tracing::error!(%error, bytes, "a registration stays in force, and its memory mapped");
             std::mem::forget(self.memory.take());
@@ -104,7 +104,7 @@ impl MemoryRegion {
         region: &Region,
         rights: Rights,
     ) -> Result<Self, CallError> {
-        // SAFETY: the region stays mapped as long as the clone that is kept beside the registration.
+        // SAFETY: the region stays mapped as long as the clone beside the registration.
         let mut registered =
             unsafe { Self::of_pointer(domain, region.as_ptr(), region.len(), rights)? };
         registered.keys.memory = Some(region.clone());
@@ -121,8 +121,8 @@ impl MemoryRegion {
         bytes: usize,
         rights: Rights,
     ) -> Result<Self, CallError> {
-        // SAFETY: the domain lives; the range is mapped, by the caller's promise. The flags hold no
-        // optional ones, so the plain call serves.
+        // SAFETY: the domain lives; the range is mapped, by the caller's promise. The flags contain no optional
+        // ones, so the plain call suffices.
         let raw = unsafe {
             sys::__ibv_reg_mr(
                 raw_domain(domain),
@@ -133,7 +133,7 @@ impl MemoryRegion {
             )
         };
         let raw = NonNull::new(raw).ok_or_else(|| CallError::last("ibv_reg_mr"))?;
-        // SAFETY: made a moment ago.
+        // SAFETY: the registration was just created.
         Ok(Self { keys: unsafe { Keys::of(raw) }, domain: Arc::clone(domain) })
     }
 
@@ -163,7 +163,7 @@ impl MemoryRegion {
             )
         };
         let raw = NonNull::new(raw).ok_or_else(|| CallError::last(call))?;
-        // SAFETY: made a moment ago.
+        // SAFETY: the registration was just created.
         Ok(Self { keys: unsafe { Keys::of(raw) }, domain: Arc::clone(domain) })
     }
 
@@ -182,7 +182,7 @@ impl MemoryRegion {
     /// Revokes the keys.
     ///
     /// # Errors
-    /// [`CallError`]; they stay in force then, and the memory must stay mapped.
+    /// [`CallError`]. The keys then stay in force, and the memory must stay mapped.
     pub(super) fn close(&mut self) -> Result<(), CallError> {
         self.keys.close()
     }
@@ -204,7 +204,7 @@ mod tests {
         if is_over.is_ok() { libc::EBUSY } else { 0 }
     }
 
-    /// Memory, and whether somebody holds it.
+    /// Memory, and a weak reference that shows whether it is still held.
     fn memory() -> (Region, Weak<dyn Any + Send + Sync>) {
         let page = Region::anonymous(4096).unwrap();
         let (ptr, owner) = (page.as_ptr(), Arc::new(page) as Arc<dyn Any + Send + Sync>);
@@ -213,7 +213,7 @@ mod tests {
         (unsafe { Region::of_owner(ptr.as_ptr(), 4096, owner) }.unwrap(), watch)
     }
 
-    /// A device that refuses cannot be had on demand, so the call alone is made up.
+    /// A device that refuses cannot be produced on demand, so only the call is a fake.
     #[test]
     fn memory_whose_keys_cannot_be_revoked_stays_mapped() {
         let keys = |region: &Region| {

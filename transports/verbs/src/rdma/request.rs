@@ -1,6 +1,6 @@
-//! Numbers of requests, which their completions bring back.
+//! Request numbers, which completions return.
 
-/// What an operation was. Part of the number that its completion brings back.
+/// The kind of an operation. It is part of the number that the completion returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OpKind {
     Put = 1,
@@ -38,7 +38,7 @@ impl OpKind {
     }
 }
 
-/// Number of a request: which queue pair, what, and the low half of its place in the queue.
+/// Number of a request: the queue pair, the kind, and the low half of its place in the queue.
 ///
 /// ```text
 /// 63 place in the table 44 | 43 generation 36 | 35 kind 32 | 31 sequence 0
@@ -65,14 +65,14 @@ impl RequestId {
     }
 }
 
-/// Place of a queue pair in the driver's table. The generation tells its successive users apart.
+/// Place of a queue pair in the driver's table. The generation distinguishes its successive users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) idx: u32,
     pub(super) generation: u8,
 }
 
-/// As many as request numbers can tell apart.
+/// The number of lanes that request numbers can distinguish.
 pub(super) const MAX_LANES_IN_ALL: usize = 1 << 20;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What endpoints share with the driver: of one peer, and of one of its queue pairs.
+//! State that endpoints share with the driver, per peer and per queue pair.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use p2p_core::flags::{self, Contract};
 use p2p_core::region::Region;
 use p2p_core::wait::signal_event;
 
-/// What all queue pairs of one peer share with the driver.
+/// State that all queue pairs of one peer share with the driver.
 #[derive(Debug)]
 pub(super) struct PeerState {
     pub(super) health: Health,
-    /// Whoever waits for this peer sleeps on this.
+    /// Threads that wait for this peer sleep on this descriptor.
     pub(super) wake_self: OwnedFd,
     /// The slot that the peer writes, if it has one.
     pub(super) sleeper: Option<Sleeper>,
-    /// What came by messages.
+    /// State of arrivals by message.
     pub(super) arrivals: Arrivals,
 }
 
-/// Where a thread says that it sleeps on a slot.
+/// The word by which a thread announces that it sleeps on a slot.
 #[derive(Debug)]
 pub(super) struct Sleeper {
     /// This side's slot.
@@ -42,24 +42,24 @@ impl Sleeper {
     /// `offset` is a multiple of 8 within the slot.
     fn word(&self, offset: usize) -> &AtomicU64 {
         debug_assert!(offset.is_multiple_of(8) && offset + 8 <= self.slot.len(), "{offset}");
-        // SAFETY: the offset is that of an aligned word inside the page-aligned slot, which `self` keeps
-        // mapped; flags and control words are only accessed atomically.
+        // SAFETY: the offset is that of an aligned word inside the page-aligned slot, which `self` keeps mapped.
+        // Flags and control words are only accessed atomically.
         unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(offset).as_ptr().cast()) }
     }
 }
 
 impl PeerState {
-    /// Wakes whoever sleeps on the slot.
+    /// Wakes the thread that sleeps on the slot.
     fn wake_sleeper(&self) {
         let Some(sleeper) = &self.sleeper else { return };
-        // SYNC POINT `waiting`: the completion came after the peer's flag, and the fence is between the
-        // completion and the look at the word.
+        // SYNC POINT `waiting`: the completion came after the peer's flag. The fence is between the completion and
+        // the read of the word.
         if flags::must_wake::<Contract, _>(sleeper.waiting_word()) {
             self.signal();
         }
     }
 
-    /// Does what came asks for. Gives the question that is to be answered, if it is one.
+    /// Processes an arrival. Returns the question that needs an answer, if the arrival is one.
     fn take(&self, arrival: Arrival<'_>) -> Option<u64> {
         let Sleeper { slot, .. } = self.sleeper.as_ref()?;
         let taken =
@@ -74,8 +74,8 @@ impl PeerState {
     /// Adds to a flag of the slot on the peer's behalf. The offset was checked.
     fn add(&self, offset: usize, value: u64) {
         let Some(sleeper) = &self.sleeper else { return };
-        // SYNC POINT `published`, SYNC POINT `consumed`: releases what the device wrote before it completed
-        // the receives, as seen by whoever polled.
+        // SYNC POINT `published`, SYNC POINT `consumed`: releases the writes of the device before it completed the
+        // receives, as the polling thread observed them.
         flags::add::<Contract>(sleeper.word(offset), value);
         self.wake_sleeper();
     }
@@ -87,15 +87,15 @@ impl PeerState {
     }
 }
 
-/// What one queue pair shares with the driver.
+/// State that one queue pair shares with the driver.
 #[derive(Debug)]
 pub(super) struct LaneState {
     pub(super) queue_pair: QueuePair,
-    /// Where flags travel as messages: their buffers, which the queue pair uses.
+    /// Buffers of the queue pair, if flags travel as messages.
     pub(super) messages: Option<Messages>,
-    /// Requests that are complete, counted from the first.
+    /// Number of completed requests, counted from the first.
     completed: AtomicU64,
-    /// Whether it is the one that failed the peer, or would have.
+    /// True if this queue pair failed the peer, or would have failed it.
     has_failed: AtomicBool,
     pub(super) peer: Arc<PeerState>,
 }
@@ -110,16 +110,16 @@ impl LaneState {
         Self { queue_pair, messages, completed, has_failed, peer }
     }
 
-    /// Posts receive number `idx`, which is not posted.
+    /// Posts receive number `idx`, which must not be posted already.
     pub(super) fn post_receive(&self, place: Place, idx: u32) -> Result<(), CallError> {
         let id = RequestId::new(place, OpKind::Receive, idx.into());
         let into = self.messages.as_ref().map(|messages| messages.incoming(idx));
-        // SAFETY: the buffer is that receive's alone, read only while it is not posted, and its memory goes
-        // after the queue pair.
+        // SAFETY: the buffer belongs to that receive alone and is read only while the receive is not posted. Its
+        // memory is freed after the queue pair.
         unsafe { self.queue_pair.post_receive(id.0, into) }
     }
 
-    /// A receive was taken. Only ever called with the table locked.
+    /// Handles a completed receive. The caller holds the lock of the table.
     pub(super) fn receive(&self, id: RequestId, completion: WorkCompletion) {
         let (place, idx) = (id.place(), id.0 as u32);
         let message = self.messages.as_ref().map(|messages| messages.take(idx));
@@ -144,7 +144,7 @@ impl LaneState {
         self.answer(place);
     }
 
-    /// Sends what the peer waits for, if anything.
+    /// Sends the message that the peer waits for, if any.
     fn answer(&self, place: Place) {
         let Some(buffer) =
             self.messages.as_ref().and_then(|messages| messages.answer(&self.peer.arrivals))
@@ -153,8 +153,8 @@ impl LaneState {
         };
         let id = RequestId::new(place, OpKind::Answer, 0).0;
         let work = Work::message(id, buffer, self.queue_pair.capacity());
-        // SAFETY: the buffer is that of answers, of which one is under way; its memory goes after the queue
-        // pair.
+        // SAFETY: the buffer is the one for answers, and at most one answer is under way. Its memory is freed after
+        // the queue pair.
         if let Err(error) = unsafe { self.queue_pair.post(&work) } {
             self.fail("answer", Cause::Refused { code: error.code });
             self.peer.signal();
@@ -168,7 +168,7 @@ impl LaneState {
         self.answer(place);
     }
 
-    /// Fails the peer for what happened here.
+    /// Fails the peer because of a failure on this queue pair.
     pub(super) fn fail(&self, op: &'static str, cause: Cause) {
         self.has_failed.store(true, Ordering::Release);
         self.peer.health.fail(op, cause);
@@ -180,15 +180,15 @@ impl LaneState {
 
     #[inline]
     pub(super) fn completed(&self) -> u64 {
-        // SYNC POINT `completed`: acquires what the device wrote for a get, as seen by whoever polled.
+        // SYNC POINT `completed`: acquires the device's writes for a get, as the polling thread observed them.
         self.completed.load(Ordering::Acquire)
     }
 
-    /// Only ever called with the table locked.
+    /// Records a completion. The caller holds the lock of the table.
     pub(super) fn complete(&self, sequence: u32) {
         let before = self.completed.load(Ordering::Relaxed);
         let advance = sequence.wrapping_sub(before as u32);
-        // Completions of one queue come in order; anything else is a stale one.
+        // Completions of one queue pair come in order. Any other sequence is stale.
         if advance < 1 << 31 {
             // SYNC POINT `completed`: releases to the thread that waits.
             self.completed.store(before + u64::from(advance), Ordering::Release);

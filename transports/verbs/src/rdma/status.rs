@@ -1,4 +1,4 @@
-//! Why an operation failed, in words: which, towards whom, the codes, and what to check.
+//! Describes failed operations in words: the operation, the peer, the codes, and the settings to check.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,24 +7,24 @@ use super::messages::ReceiveError;
 use super::sys::ibv_wc_status as wc;
 use p2p_core::endpoint::PostError;
 
-/// What the first failure of a peer was.
+/// Cause of a peer's first failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// A completion said so.
+    /// Reported by a completion.
     Completion { status: u32, vendor: u32 },
-    /// The device said so, without a completion.
+    /// Reported by the device, without a completion.
     Event { kind: u32, why: &'static str },
     /// Posting was refused.
     Refused { code: i32 },
     /// The device completed nothing for too long.
     Late { limit_ms: u64 },
-    /// The peer's process took nothing that came for too long.
+    /// The peer's process took none of its arrivals for too long.
     Still { limit_ms: u64 },
-    /// The peer sent what cannot be.
+    /// The peer sent an invalid message.
     Peer(ReceiveError),
 }
 
-/// Keeps the first failure. All that comes after follows from it.
+/// Holds the first failure. All later ones are consequences of it.
 #[derive(Debug, Default)]
 pub(super) struct Health {
     has_failed: AtomicBool,
@@ -33,7 +33,7 @@ pub(super) struct Health {
 
 impl Health {
     pub(super) fn fail(&self, op: &'static str, cause: Cause) {
-        // A second failure finds the place taken, which is what "first" means.
+        // A second failure finds the cell already set, so the first one is kept.
         let _ = self.first.set((op, cause));
         self.has_failed.store(true, Ordering::Release);
     }
@@ -43,7 +43,7 @@ impl Health {
         self.has_failed.load(Ordering::Acquire)
     }
 
-    /// The failure as an error, if there was one. One load if not.
+    /// The failure as an error, if there was one. Without a failure it costs one load.
     #[inline]
     pub(super) fn check(&self, peer: impl Fn() -> String) -> Result<(), PostError> {
         if self.has_failed() { Err(self.error(peer())) } else { Ok(()) }
@@ -98,7 +98,7 @@ pub(super) fn error(op: &'static str, cause: Cause, peer: &str) -> PostError {
     PostError::Transport { op, code, detail }
 }
 
-/// What a completion status means, and what to look at.
+/// Meaning of a completion status, and a hint for the diagnosis.
 const fn explain(status: u32) -> (&'static str, &'static str) {
     match status {
         wc::IBV_WC_RETRY_EXC_ERR => (

@@ -44,7 +44,7 @@ pub fn network(queue_pairs_per_port: u32) -> VerbsNetwork {
     let config = VerbsConfig {
         queue_pairs_per_port,
         stripe_bytes: 16 << 10,
-        // A death is noticed within a second, and emulation may take its time.
+        // A death is noticed within a second, and emulation may be slow.
         ack_timeout: 16,
         retry_count: 3,
         stall_timeout_ms: 4_000,
@@ -74,12 +74,12 @@ pub fn join(a: &mut VerbsFabric, b: &mut VerbsFabric) -> (PeerId, PeerId) {
 }
 
 pub fn register(fabric: &mut VerbsFabric, region: &Region, access: Access) -> RegionId {
-    // SAFETY: the tests keep their regions longer than the registrations are used.
+    // SAFETY: the tests keep their regions longer than the registrations are in use.
     unsafe { fabric.register(region.as_ptr(), region.len(), access) }.unwrap()
 }
 
 pub fn wait_one(fabric: &mut VerbsFabric) -> Completion {
-    // One at a time, so that none is lost between calls.
+    // Returns one completion at a time and keeps the rest, so that none is lost between calls.
     thread_local!(static LEFT: std::cell::RefCell<Vec<Completion>> = const { std::cell::RefCell::new(Vec::new()) });
     LEFT.with_borrow_mut(|left| {
         let deadline = Instant::now() + LIMIT;
@@ -143,7 +143,7 @@ pub fn seeded() -> StdRng {
     StdRng::seed_from_u64(seed)
 }
 
-/// Whether there is a device. If not, says so.
+/// True if there is a device. Otherwise reports a skip.
 pub fn is_possible() -> bool {
     if !device_names().is_empty() {
         return true;
@@ -163,7 +163,7 @@ pub fn counter(name: &str) -> Option<u64> {
     found.into_iter().flatten().next()?.trim().parse().ok()
 }
 
-/// The counter once it is at least `least`: the kernel reads a device's counters every ten milliseconds.
+/// Returns the counter once it is at least `least`. The kernel reads a device's counters every ten milliseconds.
 pub fn counter_from(name: &str, least: u64) -> u64 {
     let deadline = Instant::now() + LIMIT;
     loop {

@@ -1,4 +1,4 @@
-//! Peers that go, are killed, or lose their port.
+//! Peers that leave, are killed, or lose their port.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -30,12 +30,12 @@ fn a_side_that_goes_is_noticed_when_it_is_written_to() {
         .map_err(QuietError::from)
         .and_then(|()| here.endpoint.quiet(Instant::now() + LIMIT));
     assert!(matches!(failed, Err(QuietError::Post(_))), "{failed:?} after {:?}", start.elapsed());
-    // The other side of a pair that works is not concerned.
+    // The other side of a working pair is unaffected.
     let (mut here, mut there) = pair(&network, &layout);
     exchange(&mut here, &mut there);
 }
 
-/// A peer is killed while everything goes on towards it: at once an error, all memory free again.
+/// A peer is killed amid many operations: an error is reported at once, and all memory is released.
 #[test]
 fn a_killed_peer_is_an_error_within_the_limit() {
     if !is_possible() {
@@ -75,7 +75,7 @@ fn a_killed_peer_is_an_error_within_the_limit() {
         assert!(matches!(failed, QuietError::Post(PostError::Transport { .. })), "{failed}");
         child.wait().unwrap();
         drop((endpoint, slot));
-        // Nothing of the dead pair holds the memory: it can be written and is the bystander's source.
+        // The dead pair no longer uses the memory: it can be written, and it is the bystander's source.
         store(&source, &[round as u8; 1000]);
         exchange(&mut bystander, &mut other);
     }
@@ -84,7 +84,7 @@ fn a_killed_peer_is_an_error_within_the_limit() {
 /// The link goes down under a peer: its health fails without any operation.
 #[test]
 fn a_port_that_goes_down_is_noticed_without_an_operation() {
-    // Takes the device away from other tests, so only on request.
+    // The test takes the device away from other tests, so it runs only on request.
     let Ok(interface) = std::env::var("SWITCHYARD_TEST_LINK") else { return };
     if !is_possible() {
         return;
@@ -123,7 +123,7 @@ fn a_port_that_goes_down_is_noticed_without_an_operation() {
     }
 }
 
-/// The peer of a test. Does nothing when run on its own.
+/// The peer process of a test. Does nothing when run on its own.
 #[test]
 fn peer_process() {
     let Ok(described) = std::env::var("P2P_VERBS_PEER") else { return };
@@ -137,7 +137,7 @@ fn peer_process() {
     std::thread::sleep(Duration::from_secs(120));
 }
 
-/// A process with the other side, and these variables.
+/// Starts a process for the other side, with these environment variables.
 pub fn child_process(described: &SideDescription, variables: &[(&str, &str)]) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "deaths::peer_process", "--nocapture"])
@@ -149,7 +149,7 @@ pub fn child_process(described: &SideDescription, variables: &[(&str, &str)]) ->
         .unwrap()
 }
 
-/// Has it join, and says where it is.
+/// Lets the child join, and reads its description.
 pub fn read_description(child: &mut Child) -> SideDescription {
     let stdout = child.stdout.as_mut().unwrap();
     let mut reader = BufReader::new(stdout);
@@ -191,7 +191,7 @@ fn one_operation(
     let remote = RemoteRange { key: SlotKey, offset: 0, len };
     match rng.random_range(0..4) {
         0 => put(endpoint, source, 0, len)?,
-        // SAFETY: nobody reads the memory meanwhile, and its content is of no interest.
+        // SAFETY: no code reads the memory meanwhile, and its content is irrelevant.
         1 => unsafe { endpoint.get(source.range(0, len).unwrap(), remote)? },
         2 => endpoint.add_flag(RemoteRange { key: SlotKey, offset: 0, len: 8 }, 1)?,
         _ => endpoint.quiet(Instant::now() + LIMIT)?,

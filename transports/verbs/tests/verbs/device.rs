@@ -37,7 +37,7 @@ fn a_device_moves_what_its_tokens_say() {
         let mut expected = vec![0; len];
         rng.fill_bytes(&mut expected);
         store(&source, &expected);
-        // SAFETY: nobody else touches the target.
+        // SAFETY: no other code touches the target.
         unsafe { target.as_ptr().write_bytes(0xa5, bytes) };
         let offset = rng.random_range(0..=(bytes - len) as u64);
         let dst = RemoteSegment { region: wire, offset };
@@ -51,19 +51,19 @@ fn a_device_moves_what_its_tokens_say() {
         let (start, end) = (offset as usize, offset as usize + len);
         assert_eq!(&found[start..end], &expected[..], "{len} bytes at {offset}");
         assert!(found[..start].iter().chain(&found[end..]).all(|byte| *byte == 0xa5));
-        // And back, to another place of the source.
+        // Read the bytes back, into another place of the source.
         let back = LocalSegment { region: from, offset: longest as u64, bytes: len as u64 };
-        // SAFETY: nobody touches that part before the completion.
+        // SAFETY: no code touches that part before the completion.
         let posted = unsafe { a.read(at_a, back, dst, Token(1)) }.unwrap();
         assert_eq!(posted, Posted::Accepted);
         assert!(wait_one(&mut a).result.is_ok());
         assert_eq!(&bytes_of(&source)[longest..longest + len], &expected[..]);
     }
-    // A full queue says so, and everything that it took completes.
+    // A full queue is reported, and every accepted request completes.
     let src = LocalSegment { region: from, offset: 0, bytes: 64 };
     let dst = RemoteSegment { region: wire, offset: 0 };
     let mut num_posted = 0;
-    // SAFETY: the source is not written any more.
+    // SAFETY: the source is not written from here on.
     while unsafe { a.write(at_a, dst, src, Token(num_posted)) }.unwrap() == Posted::Accepted {
         num_posted += 1;
         assert!(num_posted <= 1000, "the queue has no end");
@@ -186,7 +186,7 @@ fn memory_without_a_working_dma_buf_is_registered_by_address() {
     }
     let mut fabric = fabric();
     let memory = Region::anonymous(1 << 16).unwrap();
-    // A file is no dma-buf, and a software device takes none anyway.
+    // A file is no dma-buf, and a software device accepts none anyway.
     let file = std::fs::File::open("/proc/self/exe").unwrap();
     for dma_buf in [None, Some(DmaBuf { fd: file.as_fd(), offset: 0 })] {
         // SAFETY: `memory` outlives `fabric`'s use of it.

@@ -1,5 +1,5 @@
-//! Handshakes that stop in the middle: either side is left alone within its limit, whatever it had made
-//! on the device by then is given back, and the listener serves others meanwhile.
+//! Handshakes that stop in the middle. Either side gives up within its limit and releases all objects made on the
+//! device. The listener serves other peers meanwhile.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -15,7 +15,7 @@ use rand::RngExt;
 use crate::common::{LIMIT, is_possible, network, seeded};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-/// Of the side under test, for one handshake.
+/// Handshake timeout of the side under test.
 const PATIENCE: Duration = Duration::from_secs(4);
 
 #[test]
@@ -38,7 +38,7 @@ fn a_handshake_that_stalls_costs_nobody_else() {
         };
         connect(addr, PeerHello::default(), config)
     };
-    // How much either side says.
+    // Counts the bytes of each side.
     let relay = Relay::start(addr, [usize::MAX; 2]);
     drop(runtime.block_on(meet(relay.addr)).expect("a handshake through a relay"));
     drop(peers.recv_timeout(LIMIT).expect("its other end"));
@@ -54,19 +54,19 @@ fn a_handshake_that_stalls_costs_nobody_else() {
             (runtime.spawn(meet(relay.addr)), relay)
         })
         .collect();
-    // Meanwhile others are served.
+    // Other peers are served meanwhile.
     for _ in 0..4 {
         drop(runtime.block_on(meet(addr)).expect("a connection beside the stalled ones"));
     }
     for (attempt, relay) in stalled {
-        // Where the last words alone were missing, and those not for this side, it has a connection.
+        // If only the last bytes for the other side were missing, this side has a connection.
         if let Err(error) = runtime.block_on(attempt).unwrap() {
             let text = error.to_string();
             assert!(text.contains("127.0.0.1") && text.lines().count() == 1, "{text}");
         }
         drop(relay);
     }
-    // Queue pairs, keys and domains of all of them have gone.
+    // Queue pairs, keys and domains of all attempts have been released.
     let deadline = Instant::now() + LIMIT;
     while num_objects() > before {
         peers.try_iter().for_each(drop);
@@ -95,7 +95,7 @@ fn listener(
     (addr, peers)
 }
 
-/// Objects of this host's devices, as `rdma resource` counts them.
+/// Number of objects on this host's devices, as counted by `rdma resource`.
 fn num_objects() -> u64 {
     let output = std::process::Command::new("rdma").args(["resource", "show"]).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
@@ -103,7 +103,7 @@ fn num_objects() -> u64 {
     words.split_whitespace().filter_map(|word| word.parse::<u64>().ok()).sum()
 }
 
-/// Passes one connection on, in each direction so many bytes at most, and then nothing more.
+/// Relays one connection, up to a byte limit in each direction.
 struct Relay {
     addr: SocketAddr,
     ends: Vec<TcpStream>,
@@ -140,7 +140,7 @@ impl Relay {
         }
     }
 
-    /// Ends it: the bytes that came by in each direction.
+    /// Stops the relay. Returns the number of bytes relayed in each direction.
     fn count(mut self) -> [usize; 2] {
         self.close();
         let counts = std::mem::take(&mut self.copies).into_iter().map(|copy| copy.join().unwrap());

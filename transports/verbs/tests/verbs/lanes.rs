@@ -9,7 +9,7 @@ use switchyard_verbs::{VerbsConfig, VerbsFabric};
 
 use crate::common::{LIMIT, bytes_of, is_possible, join, register, seeded, store};
 
-/// Ports of two devices where the test is given them, as `rxe0+rxe1`; else the first one's.
+/// Opens the ports of two devices if the test names them, as `rxe0+rxe1`. Otherwise opens the first device's port.
 fn open(queue_pairs_per_port: u32) -> VerbsFabric {
     let ports = std::env::var("SWITCHYARD_TEST_PORTS");
     let base = ports.map_or_else(|_| VerbsConfig::default(), |ports| VerbsConfig::on(&ports));
@@ -26,7 +26,7 @@ fn open(queue_pairs_per_port: u32) -> VerbsFabric {
 const STRIPE: u64 = 64 << 10;
 const DEPTH: usize = 128;
 
-/// Moves `parts` of a stripe each both ways, and counts how many could be under way at the same time.
+/// Moves `parts` parts of one stripe each in both directions. Returns the maximum number of operations under way.
 fn exchange(a: &mut VerbsFabric, at_a: PeerId, b: &mut VerbsFabric, parts: u64) -> usize {
     let bytes = (parts * STRIPE) as usize;
     let mut rng = seeded();
@@ -51,7 +51,7 @@ fn exchange(a: &mut VerbsFabric, at_a: PeerId, b: &mut VerbsFabric, parts: u64) 
             while next < parts {
                 let here = LocalSegment { region: from, offset: next * STRIPE, bytes: STRIPE };
                 let there = RemoteSegment { region: wire, offset: next * STRIPE };
-                // SAFETY: every part is moved once, and nobody else uses either memory meanwhile.
+                // SAFETY: every part is moved once, and no other code uses either memory meanwhile.
                 let posted = unsafe {
                     if is_read {
                         a.read(at_a, here, there, Token(next))
@@ -87,7 +87,7 @@ fn large_transfers_use_all_queue_pairs() {
     let num_lanes = 3 * a.ports().split('+').count();
     assert_eq!(a.max_operation_bytes(), STRIPE, "so that a transfer is split for all of them");
     let (at_a, at_b) = join(&mut a, &mut b);
-    // More at the same time than fit into all but one.
+    // More at the same time than fit into all queue pairs but one.
     let most = exchange(&mut a, at_a, &mut b, 800);
     assert!(most > (num_lanes - 1) * DEPTH && most <= num_lanes * DEPTH, "{most} under way");
     a.close_peer(at_a);
@@ -108,7 +108,7 @@ fn sides_with_different_numbers_of_queue_pairs_use_what_both_have() {
         assert!(most <= shared * DEPTH, "{most} under way by {shared}");
         exchange(&mut b, at_b, &mut a, 200);
     }
-    // And with all of one side's ports against one of the other's.
+    // Also with all ports of one side against one port of the other.
     let (mut a, mut b) = (open(1), VerbsFabric::open(VerbsConfig::default()).unwrap());
     let (at_a, at_b) = join(&mut a, &mut b);
     exchange(&mut a, at_a, &mut b, 100);
@@ -135,7 +135,7 @@ fn a_failure_on_one_queue_pair_ends_all_of_the_peers() {
         // SAFETY: the source is not written.
         match unsafe { a.write(at_a, dst, src, Token(token)) } {
             Ok(Posted::Accepted) => num_posted += 1,
-            // It has failed already.
+            // The peer has failed already.
             Ok(Posted::Full) | Err(_) => break,
         }
     }
@@ -145,7 +145,7 @@ fn a_failure_on_one_queue_pair_ends_all_of_the_peers() {
         a.poll(&mut out);
         std::thread::yield_now();
     }
-    // Everything ended once, the bad one as a failure that names it.
+    // Every operation ended once. The bad one ended as a failure that names it.
     let mut tokens: Vec<u64> = out.iter().map(|done| done.token.0).collect();
     tokens.sort_unstable();
     assert_eq!(tokens, (0..num_posted as u64).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! Answers that come later than a device waits for them, so that it asks again.
+//! Answers that arrive after the device's timeout, so that it resends the request.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use switchyard_verbs::{VerbsConfig, VerbsNetwork};
 use crate::common::{LIMIT, is_possible, layout, pair, word};
 use crate::skip;
 
-/// How often Soft-RoCE has asked again so far. `None`: another device.
+/// Number of resends by Soft-RoCE so far. `None` on another device.
 fn num_asked_again(network: &VerbsNetwork) -> Option<u64> {
     let device = network.ports().split(':').next()?;
     let counters = format!("/sys/class/infiniband/{device}/ports/1/hw_counters");
@@ -34,7 +34,7 @@ fn flags_behind_gets_survive_late_answers() {
     let begin = num_asked_again(&network);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Whoever answers has to wait for a processor now and then.
+        // The answering side must wait for a processor now and then.
         for _ in 0..3 {
             scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
@@ -48,7 +48,7 @@ fn flags_behind_gets_survive_late_answers() {
             round += 1;
             let src = RemoteRange { key: SlotKey, offset: 0, len: 64 };
             let dst = RemoteRange { key: SlotKey, offset: flag, len: 8 };
-            // SAFETY: nobody reads it.
+            // SAFETY: no code reads it.
             let result = unsafe { a.endpoint.get(into.range(0, 64).unwrap(), src) }
                 .and_then(|()| a.endpoint.add_flag(dst, 1));
             let quiet = a.endpoint.quiet(Instant::now() + LIMIT);
@@ -64,7 +64,7 @@ fn flags_behind_gets_survive_late_answers() {
         }
         is_over.store(true, Ordering::Relaxed);
         println!("{num_late} late answers in {round} rounds");
-        // Each flag once, however often the device has asked.
+        // Each flag is applied once, regardless of the number of resends.
         assert_eq!(word(&b.slot, flag), round);
         if begin.is_some() && num_late < ENOUGH {
             let reason = format!("only {num_late} answers were late in {PATIENCE:?}");
@@ -75,7 +75,7 @@ fn flags_behind_gets_survive_late_answers() {
 
 const LEAST_ROUNDS: u64 = 200;
 const MOST_ROUNDS: u64 = 20_000;
-/// How long answers come late or do not is the scheduler's affair.
+/// The scheduler determines how long it takes until answers come late.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// One in four of them falls on a flag.
 const ENOUGH: u64 = 20;

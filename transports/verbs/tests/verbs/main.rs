@@ -1,5 +1,5 @@
-//! What the verbs transport does beyond the suite: faults, refusals, whole devices, counters, and peers
-//! that are not ours. Runs where there is a device; `tests/rxe/` provides one.
+//! Tests of the verbs transport beyond the suite: faults, refusals, whole devices, counters, and foreign peers.
+//! They need a device; `tests/rxe/` provides one.
 #![cfg(feature = "rdma")]
 
 mod common;

@@ -1,12 +1,11 @@
-//! Peers that are not ours: the tools of perftest, each in a process of its own.
+//! Foreign peers: the tools of perftest, each in a process of its own.
 //!
-//! They tell each other over TCP, in hexadecimal text, what our sides tell each other in the handshake.
-//! Here one of the two is this process: what the tool says is rewritten into a description of ours, and
-//! the transport joins it as it joins any peer. Whether bytes moved is read from the tool's memory, not
-//! by RDMA, and the tool's own report must agree.
+//! The tools exchange over TCP, in hexadecimal text, the same facts as this project's handshake. Here this process
+//! replaces one of two tools. It converts the tool's text into a description, and the transport joins it like any
+//! peer. The test checks moved bytes in the tool's memory, not by RDMA. The tool's own report must agree.
 //!
-//! Not here: rping. It exchanges its keys by SEND on a queue pair that librdmacm owns; this transport
-//! posts no SEND and makes its queue pairs itself, so nothing of it would be under test.
+//! The tests exclude rping. It exchanges its keys by SEND on a queue pair that librdmacm owns. This transport posts
+//! no SEND and makes its queue pairs itself, so rping would test none of its code.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -30,7 +29,7 @@ use crate::common::{
 };
 use crate::skip::skip;
 
-/// Bytes of a message, of a tool's buffer, and of a slot.
+/// Size of a message, of a tool's buffer, and of a slot, in bytes.
 const BYTES: usize = 64 << 10;
 
 #[test]
@@ -57,7 +56,7 @@ fn ib_write_bw_gets_what_is_put() {
         // No packet carries more than 4 KiB.
         counter_from("sent_pkts", before + len as u64 / 4096);
     }
-    // It prints the figures that its peer reports.
+    // The tool prints the figures that its peer reports.
     let said = tool.finish(BYTES as u64, 23, [12.5, 3.25, 0.5]);
     let row = said.lines().filter_map(row_of).next_back().expect("a row of figures");
     assert_eq!(row, ["65536", "23", "12.50", "3.25", "0.500000"], "{said}");
@@ -90,7 +89,7 @@ fn ib_write_bw_is_a_peer_of_a_fabric_too() {
     let mut fabric = fabric();
     let (peer, detail) = fabric.open_peer_on(ROUTE).unwrap();
     let keys = tool.meet(&Keys::of_detail(&detail, 0));
-    // A fabric tells keys with its memory; in place of one it says which device of the peer this is.
+    // A fabric sends keys with its memory. The key field then holds the index of the peer's device.
     let described = Keys { key: 0, ..keys.clone() };
     fabric.join_peer(peer, &described.detail(&detail)).unwrap();
     tool.agree();
@@ -127,7 +126,7 @@ fn what_ib_read_bw_holds_is_read_and_not_written() {
     joined.endpoint.register(&target).unwrap();
     store(&target, &[0xa5; BYTES]);
     let remote = RemoteRange { key: SlotKey, offset: 0, len: BYTES };
-    // SAFETY: nobody reads the memory before the quiet.
+    // SAFETY: no code reads the memory before the quiet.
     unsafe { joined.endpoint.get(target.range(0, BYTES).unwrap(), remote) }.unwrap();
     joined.endpoint.quiet(Instant::now() + LIMIT).unwrap();
     assert!(bytes_of(&target) == expected);
@@ -136,7 +135,7 @@ fn what_ib_read_bw_holds_is_read_and_not_written() {
         .map_err(QuietError::from)
         .and_then(|()| joined.endpoint.quiet(Instant::now() + LIMIT));
     let text = refused.unwrap_err().to_string();
-    // Devices differ in what they say of a queue pair that takes no writes at all.
+    // Devices differ in their error for a queue pair that accepts no writes at all.
     let is_named = ["denies access", "refuses the request as invalid"];
     assert!(text.contains("put") && is_named.iter().any(|part| text.contains(part)), "{text}");
     assert!(tool.memory(keys.address, BYTES) == expected);
@@ -164,7 +163,7 @@ fn ib_atomic_bw_gets_every_addition() {
 
 #[test]
 fn ib_write_lat_plays_with_either_side_beginning() {
-    // Beyond 255, since what is written is the low byte of the round.
+    // More than 255, because the tool writes the low byte of the round.
     const ROUNDS: usize = 300;
     for tool_serves in [false, true] {
         let rounds = ROUNDS.to_string();
@@ -185,7 +184,7 @@ fn ib_write_lat_plays_with_either_side_beginning() {
                     std::thread::yield_now();
                 }
             };
-            // The server begins.
+            // The server starts.
             if tool_serves {
                 wait();
             }
@@ -213,7 +212,7 @@ fn tools_reach_a_slot_as_their_peer() {
         rng.fill_bytes(&mut data);
         let slot = if name == "ib_atomic_bw" { vec![0; BYTES] } else { data.clone() };
         let (joined, keys) = tool.join_with(&slot, &|_| {});
-        // The half below what it publishes is what it sends from, or reads into.
+        // The tool sends from, or reads into, the half below its published address.
         let own = keys.address - BYTES as u64;
         match name {
             "ib_write_bw" => {
@@ -240,7 +239,7 @@ fn tools_reach_a_slot_as_their_peer() {
     }
 }
 
-/// What a tool tells of its queue pair and memory, or is told.
+/// Queue pair and memory in the form that tools exchange.
 #[derive(Debug, Clone)]
 struct Keys {
     lid: u16,
@@ -253,7 +252,7 @@ struct Keys {
 }
 
 impl Keys {
-    /// What our description says, in words of the tools.
+    /// Converts this project's description into the form of the tools.
     fn of_detail(detail: &[u8], address: u64) -> Self {
         let word = |at: usize| u32::from_le_bytes(detail[at..at + 4].try_into().unwrap());
         Self {
@@ -267,7 +266,7 @@ impl Keys {
         }
     }
 
-    /// What the tool says, in words of ours; `own` has what it does not say.
+    /// Converts the tool's values into a description. `own` supplies the values that the tool does not send.
     fn detail(&self, own: &[u8]) -> Vec<u8> {
         let mut detail = own.to_vec();
         detail[4..8].copy_from_slice(&self.number.to_le_bytes());
@@ -315,18 +314,18 @@ impl Keys {
     }
 }
 
-/// A tool in a process of its own, ended when dropped.
+/// A tool in a process of its own, killed on drop.
 struct Tool {
     child: Child,
     stream: TcpStream,
     version: String,
-    /// Whether the tool spoke first, which it does where it is the client.
+    /// True if the tool sends first, as it does when it is the client.
     is_client: bool,
     own: Option<Keys>,
 }
 
 impl Tool {
-    /// The tool as server. `None` where it cannot be.
+    /// Runs the tool as a server. `None` if that is not possible.
     fn serve(name: &str, args: &[&str]) -> Option<Self> {
         let version = version(name)?;
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -346,7 +345,7 @@ impl Tool {
         Some(Self::new(child, stream, version, false))
     }
 
-    /// The tool as client of this process.
+    /// Runs the tool as a client of this process.
     fn call(name: &str, args: &[&str]) -> Option<Self> {
         let version = version(name)?;
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -362,7 +361,7 @@ impl Tool {
         Self { child, stream, version, is_client, own: None }
     }
 
-    /// Both say as many bytes; the client first.
+    /// Exchanges equally long messages; the client sends first.
     fn exchange(&mut self, own: &[u8]) -> Vec<u8> {
         let mut theirs = vec![0; own.len()];
         if !self.is_client {
@@ -378,12 +377,12 @@ impl Tool {
         theirs
     }
 
-    /// The exchange up to the keys.
+    /// Performs the exchange up to the keys.
     fn meet(&mut self, own: &Keys) -> Keys {
         let mut version = [0; 16];
         version[..self.version.len()].copy_from_slice(self.version.as_bytes());
         self.exchange(&version);
-        // Size of pages, size of cache lines, path MTU.
+        // Page size, cache line size, path MTU.
         self.exchange(&4096u32.to_be_bytes());
         self.exchange(&64u32.to_be_bytes());
         self.exchange(b"5\0");
@@ -391,7 +390,8 @@ impl Tool {
         Keys::decode(&self.exchange(&own.encode()))
     }
 
-    /// Both say once more what they said, when their queue pairs are ready, and before they begin.
+    /// Repeats the last message of each side. The tools do so when their queue pairs are ready, and before they
+    /// start.
     fn agree(&mut self) {
         for _ in 0..2 {
             self.step();
@@ -403,12 +403,12 @@ impl Tool {
         self.exchange(&own);
     }
 
-    /// Joins a slot of ours with the tool, whose keys are changed by `spoil` first.
+    /// Joins one of this process's slots with the tool, after `spoil` has changed the tool's keys.
     fn join(&mut self, spoil: &dyn Fn(&mut Keys)) -> (Joined, Keys) {
         self.join_with(&[], spoil)
     }
 
-    /// The same, with these bytes in the slot.
+    /// Like `join`, with these bytes in the slot.
     fn join_with(&mut self, slot: &[u8], spoil: &dyn Fn(&mut Keys)) -> (Joined, Keys) {
         let network = network(1);
         let side = network.open(&layout(BYTES), ROUTE).unwrap();
@@ -435,13 +435,13 @@ impl Tool {
         memory.write_all_at(bytes, address).unwrap();
     }
 
-    /// After bandwidth tests both tell what they measured.
+    /// Exchanges the measured figures, after a bandwidth test.
     fn report(&mut self) -> Vec<Vec<u8>> {
         self.step();
         (0..5).map(|_| self.exchange(&[0; 8])).collect()
     }
 
-    /// The last words of a bandwidth test.
+    /// Exchanges the final messages of a bandwidth test.
     fn let_go(&mut self) {
         self.step();
         if self.is_client {
@@ -449,7 +449,7 @@ impl Tool {
         }
     }
 
-    /// A bandwidth test to its end, with these figures; all that the tool printed.
+    /// Completes a bandwidth test with these figures. Returns the tool's whole output.
     fn finish(mut self, bytes: u64, rounds: u64, figures: [f64; 3]) -> String {
         self.step();
         self.exchange(&bytes.to_be_bytes());
@@ -464,7 +464,7 @@ impl Tool {
         self.end()
     }
 
-    /// Waits for the tool's end, which is to be a good one.
+    /// Waits for the tool to exit, which must succeed.
     fn end(mut self) -> String {
         let deadline = Instant::now() + LIMIT;
         let status = loop {
@@ -515,8 +515,8 @@ fn said(child: &mut Child) -> String {
     text
 }
 
-/// The version that the tool calls itself. `None`, with a word about it, where it is not here, or
-/// where its keys have another form.
+/// The version that the tool reports. Returns `None`, and says so, if the tool is missing or its keys have another
+/// form.
 fn version(name: &str) -> Option<String> {
     if !is_possible() {
         return None;

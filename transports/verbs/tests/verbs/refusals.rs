@@ -1,4 +1,4 @@
-//! Settings, descriptions and keys that cannot be.
+//! Invalid settings, descriptions and keys.
 
 use std::time::Instant;
 
@@ -64,7 +64,7 @@ fn a_description_that_makes_no_sense_is_refused_by_who_reads_it() {
     assert!(with(&|d| d.address = u64::MAX - 7).contains("cannot be"));
     assert!(with(&|d| d.address += 3).contains("cannot be"));
     assert!(with(&|d| d.remote_key ^= 1).contains("remote keys"));
-    // Random bytes, too, are joined with or refused, never worse.
+    // Random bytes are either accepted for joining or refused, with no worse effect.
     let mut rng = seeded();
     for _ in 0..50 {
         let mut changed = described.clone();
@@ -91,7 +91,7 @@ fn a_wrong_key_or_address_fails_its_user_and_nobody_else() {
         spoil(&mut spoiled);
         let mut attacker = attacker.join(&spoiled).unwrap();
         let victim = victim.join(&honest).unwrap();
-        // SAFETY: nobody else touches the slot; what is put into it here is compared below.
+        // SAFETY: no other code touches the slot; its new contents are compared below.
         unsafe { victim.slot.as_ptr().write_bytes(0x5a, layout.slot_bytes()) };
         let source = Region::anonymous(4096).unwrap();
         attacker.endpoint.register(&source).unwrap();
@@ -102,7 +102,7 @@ fn a_wrong_key_or_address_fails_its_user_and_nobody_else() {
         for part in ["put", "denies access", "127.0.0.1", "slot of 65536", "vendor code"] {
             assert!(text.contains(part), "{text} lacks {part}");
         }
-        // It stays failed, and says the same again.
+        // The endpoint stays failed, and repeats the same error.
         assert_eq!(attacker.endpoint.health().unwrap_err().to_string(), text);
         assert!(put_now(&mut attacker.endpoint, &source).is_err());
         assert!(bytes_of(&victim.slot).iter().all(|byte| *byte == 0x5a), "the slot was touched");

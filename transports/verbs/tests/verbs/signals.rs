@@ -1,4 +1,4 @@
-//! Flags without atomics: as messages that the peer's driver carries out.
+//! Flags without atomics: messages that the peer's driver executes.
 
 use std::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use crate::common::{LIMIT, ROUTE, bytes_of, is_possible, layout, pair, put, seed
 use crate::deaths::{child_process, read_description};
 
 const SLOT_BYTES: usize = 1 << 20;
-/// Where the tests add.
+/// Offset of the flag that the tests add to.
 const FLAG: usize = SLOT_BYTES - 4096;
 const STALL_MS: u64 = 4_000;
 
@@ -53,7 +53,7 @@ fn ends_that_differ_refuse_each_other() {
     }
     let atomics = network_with(SignalChoice::Atomics, 1);
     let messages = network_with(SignalChoice::Messages, 1);
-    // Whoever chooses by flavour never gets that far.
+    // A peer that selects by flavour never gets this far.
     assert_eq!(format!("{}-messages", atomics.flavour()), messages.flavour());
     let layout = layout(SLOT_BYTES);
     for (own, peer, found) in [
@@ -66,7 +66,8 @@ fn ends_that_differ_refuse_each_other() {
     }
 }
 
-/// Both ways in turn: whoever sees a flag must find all bytes of the put before it, of every queue pair.
+/// Alternates both directions. A reader that sees a flag must find all bytes of the earlier put, from every queue
+/// pair.
 #[test]
 fn a_flag_comes_behind_its_puts() {
     if !is_possible() {
@@ -82,7 +83,7 @@ fn a_flag_comes_behind_its_puts() {
         for round in 0..100u64 {
             let way = (round % 2) as usize;
             let (from, to) = if way == 0 { (&mut a, &b) } else { (&mut b, &a) };
-            // Short ones by one queue pair, long ones by all.
+            // Short puts use one queue pair, long ones use all.
             let most = if rng.random() { 300 } else { 200_000 };
             let len = rng.random_range(1..=most);
             let bytes = vec![round as u8 + 1; len];
@@ -97,7 +98,7 @@ fn a_flag_comes_behind_its_puts() {
     }
 }
 
-/// `quiet` and `fence` cover what the peer's driver does, and more flags than it has receives wait for it.
+/// `quiet` and `fence` cover the work of the peer's driver. Flags wait when they outnumber its receives.
 #[test]
 fn more_flags_than_receives_all_count() {
     if !is_possible() {
@@ -122,8 +123,8 @@ fn more_flags_than_receives_all_count() {
     }
 }
 
-/// A process that stands still holds whoever sends to it back, gets everything when it goes on, and is an
-/// error within the limit if it does not.
+/// A suspended process delays its senders and receives everything once it continues. If it does not continue,
+/// senders fail within the limit.
 #[test]
 fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     if !is_possible() {
@@ -136,7 +137,7 @@ fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     let Joined { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
     let found = Region::anonymous(4096).unwrap();
     endpoint.register(&found).unwrap();
-    // More than it has receives for.
+    // More flags than the peer has receives.
     let (num_flags, is_running) = (1_000, AtomicBool::new(false));
     signal(&child, libc::SIGSTOP);
     std::thread::scope(|scope| {
@@ -152,7 +153,7 @@ fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     });
     endpoint.quiet(Instant::now() + LIMIT).unwrap();
     let remote = RemoteRange { key: SlotKey, offset: FLAG, len: 8 };
-    // SAFETY: nobody else uses the memory before the quiet.
+    // SAFETY: no other code uses the memory before the quiet.
     unsafe { endpoint.get(found.range(0, 8).unwrap(), remote).unwrap() };
     endpoint.quiet(Instant::now() + LIMIT).unwrap();
     assert_eq!(word(&found, 0), num_flags);
@@ -168,7 +169,7 @@ fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     child.wait().unwrap();
 }
 
-/// Whoever asks first never waits for a process that stands still, and there is room for what matters.
+/// A sender that checks for room first never waits for a suspended process. Essential traffic always has room.
 #[test]
 fn nobody_who_asks_waits_for_a_peer_that_stands_still() {
     if !is_possible() {
@@ -214,7 +215,7 @@ fn nobody_who_asks_waits_for_a_peer_that_stands_still() {
     let found = Region::anonymous(4096).unwrap();
     endpoint.register(&found).unwrap();
     let remote = RemoteRange { key: SlotKey, offset: FLAG, len: 8 };
-    // SAFETY: nobody else uses the memory before the quiet.
+    // SAFETY: no other code uses the memory before the quiet.
     unsafe { endpoint.get(found.range(0, 8).unwrap(), remote).unwrap() };
     endpoint.quiet(Instant::now() + LIMIT).unwrap();
     assert_eq!(word(&found, 0), num_posted);
@@ -222,7 +223,7 @@ fn nobody_who_asks_waits_for_a_peer_that_stands_still() {
     child.wait().unwrap();
 }
 
-/// Many flags behind spread puts with nothing waited for in between: each comes behind its own put.
+/// Many flags after spread puts, without waits in between: each flag comes after its own put.
 #[test]
 fn flags_one_after_the_other_come_behind_their_own_puts() {
     if !is_possible() {
@@ -272,7 +273,7 @@ fn what_the_environment_says_is_checked() {
     if !is_possible() {
         return;
     }
-    // In a process of its own: the environment is everybody's.
+    // The check runs in a process of its own, because the environment is shared by all tests.
     if std::env::var_os(CHECK).is_some() {
         let text = VerbsNetwork::open(VerbsConfig::default()).unwrap_err().to_string();
         assert!(text.contains(SIGNALS_VARIABLE) && text.contains("`imm`"), "{text}");

@@ -1,5 +1,5 @@
-//! A device that neither answers nor says so. Retries alone would take minutes here: what ends the wait
-//! is the limit on stalls.
+//! A device that neither answers nor reports a failure. Retries alone would take minutes here, so the stall limit
+//! ends the wait.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ use crate::common::{
     LIMIT, bytes_of, is_possible, join, layout, pair, put, register, store, wait_one,
 };
 
-/// Far more than what completes takes on a busy machine, far less than retries do.
+/// Far longer than completions take on a busy machine, far shorter than the retries.
 const STALL_MS: u64 = 3000;
 
 fn said() -> String {
@@ -68,11 +68,11 @@ fn operations_of_a_fabric_fail_within_the_limit() {
             assert_eq!(token, Token(expected as u64));
             let error = result.unwrap_err();
             check(&error);
-            // Which range was under way, with which key.
+            // The error names the range and the key of the operation under way.
             let range = format!("4096 bytes at {:#x} with key {:#x}", wire.address, wire.key);
             assert!(error.to_string().contains(&range), "{error} lacks {range}");
         }
-        // It stays failed, its number is nobody else's, and others go on with the same memory.
+        // The peer stays failed and its number is not reused. Other peers continue with the same memory.
         // SAFETY: nothing is posted.
         check(&unsafe { a.write(at_a, dst, src, Token(0)) }.unwrap_err());
         a.close_peer(at_a);
@@ -83,7 +83,7 @@ fn operations_of_a_fabric_fail_within_the_limit() {
         assert!(matches!(gone, Err(PostError::Disconnected { .. })), "{gone:?}");
         store(&source, &[7 + u8::from(sleeps); 4096]);
         for peer in [bystander, next] {
-            // SAFETY: the target is nobody else's by now.
+            // SAFETY: no other code uses the target any more.
             unsafe { target.as_ptr().write_bytes(0xa5, 4096) };
             // SAFETY: the source is not written before the completion.
             assert_eq!(unsafe { a.write(peer, dst, src, Token(2)) }.unwrap(), Posted::Accepted);
@@ -93,7 +93,7 @@ fn operations_of_a_fabric_fail_within_the_limit() {
     }
 }
 
-/// The next `count` completions, by looking all the time or by sleeping as long as that is allowed.
+/// Waits for the next `count` completions, by busy polling or by sleeping as long as allowed.
 fn ends(fabric: &mut VerbsFabric, count: usize, sleeps: bool) -> Vec<Completion> {
     let deadline = Instant::now() + LIMIT;
     let mut out = Vec::new();
@@ -130,7 +130,7 @@ fn waits_of_an_endpoint_end_within_the_limit() {
         drop(there);
         let deadline = Instant::now() + LIMIT;
         let failed = if fills_the_queue {
-            // Sooner or later there is no room, and the put waits for some.
+            // At some point there is no room, and the put waits for it.
             loop {
                 assert!(Instant::now() < deadline, "the queue has no end");
                 if let Err(error) = put(&mut here.endpoint, &source, 0, 4096) {
@@ -151,7 +151,7 @@ fn waits_of_an_endpoint_end_within_the_limit() {
         );
         assert!(failed.to_string().contains(&said()), "{failed}");
         assert!(here.endpoint.health().is_err());
-        // The memory is this side's again.
+        // This side may use the memory again.
         drop(here);
         store(&source, &[1; 4096]);
     }

@@ -1,25 +1,25 @@
-//! What went to a peer where flags travel as messages.
+//! Counts the requests sent to a peer if flags travel as messages.
 
 use crate::rdma::messages::ReceiveError;
 
-/// Messages and counted writes to a peer so far.
+/// Counters of the messages and counted writes sent to a peer.
 #[derive(Debug)]
 pub(super) struct Sent {
-    /// How many may be under way, and how many took a receive of the peer in all, modulo 2³².
+    /// Maximum number under way, and the number that consumed a receive of the peer, modulo 2³².
     pub(super) window: u32,
     num_taking: u32,
     pub(super) next_seq: u32,
     pub(super) num_writes: u64,
-    /// Questions asked.
+    /// Number of questions asked.
     pub(super) num_asked: u64,
-    /// Whether a message went behind the last question.
+    /// True if a message followed the last question.
     pub(super) is_open: bool,
-    /// Whether reads may be under way on other queue pairs than the first.
+    /// True if reads may be under way on queue pairs other than the first.
     pub(super) has_spread_reads: bool,
 }
 
 impl Sent {
-    /// To a peer to which so many may be under way.
+    /// Counters for a peer with a window of this size.
     pub(super) const fn new(window: u32) -> Self {
         Self {
             window,
@@ -43,19 +43,19 @@ impl Sent {
         self.is_open = true;
     }
 
-    /// A question went, as the last of all messages.
+    /// Counts a question, sent as the last of all messages.
     pub(super) const fn count_question(&mut self) {
         self.num_asked += 1;
         self.is_open = false;
     }
 
-    /// How many more may go, of a peer that says it is done with `taken`.
+    /// Remaining room in the window, given that the peer reports `taken` receives.
     pub(super) fn room(&self, taken: u32) -> Result<u32, ReceiveError> {
         let (window, under_way) = (self.window, self.num_taking.wrapping_sub(taken));
         window.checked_sub(under_way).ok_or(ReceiveError::Taken { under_way, window })
     }
 
-    /// Whether all questions are answered, by a peer that says it has answered those up to `found`.
+    /// True if the peer, which reports answers up to `found`, has answered all questions.
     pub(super) const fn is_answered(&self, found: u64) -> Result<bool, ReceiveError> {
         if found > self.num_asked {
             return Err(ReceiveError::Answer { found, asked: self.num_asked });
@@ -63,8 +63,8 @@ impl Sent {
         Ok(found == self.num_asked)
     }
 
-    /// Whether a message is not known to be carried out by a peer that has answered the questions up to
-    /// `answered`. A question that nobody waited for any longer leaves those before it open.
+    /// True if a message may be unexecuted by a peer that has answered the questions up to `answered`. After a wait
+    /// for an answer is abandoned, earlier messages remain open.
     pub(super) const fn has_open(&self, answered: u64) -> bool {
         self.is_open || answered < self.num_asked
     }

@@ -1,4 +1,4 @@
-//! What an endpoint waits for, all within bounds: requests, room at the peer, and what the peer's driver has done.
+//! The endpoint's bounded waits: for requests, for room at the peer, and for progress of the peer's driver.
 
 use std::time::{Duration, Instant};
 
@@ -11,13 +11,13 @@ use p2p_core::endpoint::{Endpoint, PostError, QuietError};
 use p2p_core::wait::Driver;
 
 impl VerbsEndpoint {
-    /// Waits until the lanes from `first` on have nothing under way.
+    /// Waits until no request is under way on the lanes from `first` on.
     pub(super) fn settle(&mut self, first: usize) -> Result<(), PostError> {
         let address = self.remote.address;
         if self.lanes[first..].iter_mut().try_for_each(|lane| lane.seal(address)).is_err() {
             return Err(self.failure("put"));
         }
-        // All of them at once, before one is waited for.
+        // Posts the buffered requests of all lanes before the first wait.
         self.post_held(OpKind::Put)?;
         let mut lanes = self.lanes[first..].iter_mut();
         match lanes.try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop)) {
@@ -32,8 +32,8 @@ impl VerbsEndpoint {
         }
     }
 
-    /// For how many more messages and counted writes the peer has a receive. A peer that claims to have taken
-    /// more than went to it fails.
+    /// Number of further messages and counted writes that the peer has receives for. A peer fails if it reports
+    /// more receives taken than requests sent.
     pub(super) fn room(&self) -> u32 {
         let Some(sent) = &self.sent else { return u32::MAX };
         sent.room(self.peer.arrivals.peer_taken()).unwrap_or_else(|error| {
@@ -42,12 +42,12 @@ impl VerbsEndpoint {
         })
     }
 
-    /// Waits until it has one. The peer fails when it takes nothing for longer than allowed.
+    /// Waits until the peer has a free receive. The peer fails if it takes nothing for longer than the limit.
     pub(super) fn wait_for_room(&mut self, kind: OpKind) -> Result<(), PostError> {
         if self.room() > 0 {
             return Ok(());
         }
-        // It may be what is kept back that the peer is to take.
+        // The peer may be waiting for the buffered requests themselves.
         self.post_held(kind)?;
         let mut seen = (self.peer.arrivals.peer_taken(), None);
         let mut num_looks = 0u32;
@@ -55,7 +55,7 @@ impl VerbsEndpoint {
             self.progress.drive();
             self.health()?;
             num_looks = num_looks.wrapping_add(1);
-            // A clock costs as much as a look.
+            // Reading the clock costs as much as one check.
             if !num_looks.is_multiple_of(16) {
                 continue;
             }
@@ -68,7 +68,7 @@ impl VerbsEndpoint {
                 self.peer.health.fail(kind.name(), Cause::Still { limit_ms });
                 return Err(self.failure(kind.name()));
             }
-            // Room comes within microseconds, unless the peer's process stands still.
+            // Room comes within microseconds, unless the peer's process is suspended.
             if now - since >= YIELD {
                 std::thread::sleep(PAUSE);
             } else {
@@ -78,7 +78,7 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Posts what a batch has kept back so far.
+    /// Posts the requests that a batch has buffered so far.
     pub(super) fn post_held(&mut self, kind: OpKind) -> Result<(), PostError> {
         let posted = self.lanes.iter_mut().try_for_each(Lane::flush);
         posted.map_err(|Failed| self.failure(kind.name()))
@@ -113,7 +113,7 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Waits until the peer's driver has done what the messages before asked for.
+    /// Waits until the peer's driver has executed all earlier messages.
     pub(super) fn hear(&mut self, deadline: Instant) -> Result<(), QuietError> {
         let mut num_looks = 0u32;
         loop {
@@ -138,7 +138,8 @@ impl VerbsEndpoint {
                 }
             }
             num_looks = num_looks.wrapping_add(1);
-            // A clock costs as much as a look. Who only looks gives a deadline that is over.
+            // Reading the clock costs as much as one check. A caller that only checks passes a deadline in the
+            // past.
             let is_pause = num_looks.is_multiple_of(16);
             if (num_looks == 1 || is_pause) && Instant::now() >= deadline {
                 return Err(QuietError::Deadline { outstanding: 1 });
@@ -150,6 +151,6 @@ impl VerbsEndpoint {
     }
 }
 
-/// How long a wait for room lets others run between looks, and how long it sleeps between them then.
+/// Duration of the phase that yields between checks. After it, also the sleep between two checks.
 const YIELD: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(100);

@@ -26,7 +26,7 @@ fn add(seq: u32, writes: u64, value: u64) -> [u8; HEADER_BYTES] {
     bytes(&header(seq, writes, Then::Add { offset: 64, value }))
 }
 
-/// What one arrival adds to the flag, in order.
+/// The values that one arrival adds to the flag, in order.
 fn added(arrivals: &Arrivals, arrival: Arrival<'_>) -> Result<Vec<u64>, ReceiveError> {
     let mut values = Vec::new();
     arrivals.take(arrival, SLOT_BYTES, |offset, value| {
@@ -69,7 +69,7 @@ fn a_flag_waits_for_the_writes_of_other_queue_pairs() {
     assert_eq!(added(&arrivals, Arrival::Message(&add(1, 2, 2))), Ok(vec![]));
     assert_eq!(added(&arrivals, Arrival::Message(&add(2, 2, 3))), Ok(vec![]));
     assert_eq!(added(&arrivals, Arrival::Write(1)), Ok(vec![]));
-    // One of those behind does not stand in for the other one before.
+    // A later one does not stand in for the missing earlier one.
     assert_eq!(added(&arrivals, Arrival::Write(3)), Ok(vec![]));
     assert_eq!(added(&arrivals, Arrival::Write(1)), Ok(vec![2, 3]));
     assert_eq!(added(&arrivals, Arrival::Message(&add(3, 3, 4))), Ok(vec![4]));
@@ -163,14 +163,15 @@ fn any_bytes_end_the_pair_or_stay_within_the_slot() {
     }
 }
 
-/// Queue pairs run at their own pace: messages keep their order, writes come before, behind and between.
+/// Queue pairs progress independently: messages keep their order; writes come before, after and between them.
 #[test]
 fn flags_of_several_queue_pairs_come_in_order_and_behind_their_writes() {
     let seed = rand::random();
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..200 {
-        // Queue 0 carries the messages, the others writes: of each, its place among all and the next message.
+        // Queue 0 carries the messages, the others carry writes. Each write has its place in the total order and
+        // its next message.
         let num_queues = rng.random_range(2..6);
         let mut queues = vec![std::collections::VecDeque::new(); num_queues];
         let (mut messages, mut num_writes) = (Vec::new(), 0);
@@ -204,13 +205,13 @@ fn flags_of_several_queue_pairs_come_in_order_and_behind_their_writes() {
             }
         }
         assert_eq!(next as usize, messages.len(), "seed {seed}");
-        // What waited has not used up the window in the end.
+        // Waiting arrivals have not used up the window in the end.
         assert_eq!(arrivals.tell(), 60);
     }
 }
 
-/// Two sides that send at random, read at random and stand still at random: nobody ever finds no receive,
-/// and whoever waits for room gets some once the other one goes on.
+/// Two sides send, read and pause at random. A message always finds a receive. A sender that waits for room gets
+/// some once the other side continues.
 #[test]
 fn receives_are_enough_and_room_comes_back() {
     let seed = rand::random();
@@ -220,7 +221,7 @@ fn receives_are_enough_and_room_comes_back() {
         let num_receives = rng.random_range(MIN_RECEIVES..60);
         let window = window_of(num_receives);
         let sides = [(); 2].map(|()| Arrivals::new(num_receives));
-        // Per side: messages that came and were not read, messages sent, the question that is owed.
+        // Per side: messages received but not read, number of messages sent, and the unanswered question.
         let mut unread = [(); 2].map(|()| std::collections::VecDeque::<[u8; HEADER_BYTES]>::new());
         let (mut sent, mut owed, mut num_sent) = ([0u32; 2], [None; 2], 0);
         for step in 0..3_000 {
