@@ -8,7 +8,7 @@
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
-//! use message_engine::engine::{Access, Engine, EngineConfig};
+//! use switchyard_message_engine::{Access, Engine, EngineConfig};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let engine = Engine::start(EngineConfig::local())?;

@@ -1,7 +1,7 @@
 //! Which transports a process offers: what the user asked for, and what the host has.
 //!
 //! ```
-//! use p2p_core::transports::{OpenNetworks, TransportSpec};
+//! use switchyard_p2p_core::transports::{OpenNetworks, TransportSpec};
 //!
 //! let spec: TransportSpec = "shm,libfabric:tcp;ofi_rxm".parse().unwrap();
 //! assert_eq!(spec.to_string(), "shm,libfabric:tcp;ofi_rxm");
