@@ -4,9 +4,10 @@
 #![no_main]
 
 use ibgda_network::detail::Detail;
+use libfabric_transport::fuzzing as libfabric;
 use libfuzzer_sys::fuzz_target;
-use p2p_core::backend::{libfabric, verbs};
-use p2p_core::fabric;
+use message_engine::fabric;
+use verbs_transport::fuzzing as verbs;
 
 fuzz_target!(|input: &[u8]| {
     check_hosts(input);
@@ -22,6 +23,6 @@ fuzz_target!(|input: &[u8]| {
 });
 
 fn check_hosts(input: &[u8]) {
-    libfabric::fuzzing::check_detail(input);
+    libfabric::check_detail(input);
     verbs::check_detail(input);
 }

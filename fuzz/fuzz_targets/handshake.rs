@@ -4,12 +4,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use message_engine::engine::fuzzing::{check_frame, check_handshake};
 use p2p_core::bootstrap::wire::{
     HEADER_BYTES, KIND_HELLO, KIND_READY, KIND_REJECT, KIND_WELCOME, MAX_BODY_BYTES, WireError,
     decode_header, decode_hello, decode_ready, decode_reject, decode_welcome, encode_hello,
     encode_ready, encode_welcome,
 };
-use message_engine::engine::fuzzing::{check_frame, check_handshake};
 
 fuzz_target!(|input: &[u8]| {
     check_handshake(input);

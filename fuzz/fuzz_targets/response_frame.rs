@@ -6,7 +6,9 @@ use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
 use protocol::{Response, ResponseScratch, decode_response, response_id};
-use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, combine_expect, dtype_of};
+use switchyard_fuzz::{
+    GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, combine_expect, dtype_of,
+};
 
 thread_local! {
     static MEMORY: RefCell<(GuardedMemory, ResponseScratch, Vec<f32>)> =

@@ -3,8 +3,8 @@
 
 #![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use libfabric_transport::fuzzing::{check_mail, check_message, check_order};
+use libfuzzer_sys::fuzz_target;
 use message_engine::fabric::fuzzing::{check_cma_table, check_tcp};
 
 // The first byte is the kind of the rest.

@@ -9,7 +9,9 @@ use std::path::Path;
 use std::{env, fs, io};
 
 use ibgda_network::detail::Detail;
-use p2p_core::backend::{libfabric, verbs};
+use libfabric_transport::fuzzing as libfabric;
+use message_engine::fabric;
+use p2p_core::TransportKind;
 use p2p_core::bootstrap::wire::{
     DeviceDescription, Hello, Welcome, encode_go, encode_goodbye, encode_hello, encode_ready,
     encode_reject, encode_welcome,
@@ -17,12 +19,12 @@ use p2p_core::bootstrap::wire::{
 use p2p_core::bootstrap::{PeerHello, Reject, RejectCode};
 use p2p_core::host::HostIdentity;
 use p2p_core::network::{Offer, SideDescription};
-use p2p_core::{TransportKind, fabric};
 use protocol::{
     ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes,
     TokenRef, WireDtype, encode_combine, encode_dispatch, encode_error,
 };
 use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, id};
+use verbs_transport::fuzzing as verbs;
 
 libfuzzer_sys::fuzz_target!(init: write_and_exit(), |_input: &[u8]| {});
 
@@ -98,7 +100,7 @@ fn write_seeds() -> io::Result<()> {
 
 /// The description of each network in a handshake.
 fn details() -> Vec<Vec<u8>> {
-    let hosts = [libfabric::fuzzing::detail_samples(), verbs::detail_samples()].concat();
+    let hosts = [libfabric::detail_samples(), verbs::detail_samples()].concat();
     let queues = ibgda::peer::description_samples();
     // The queues of kernels and that of the host, on the same link.
     let above = hosts.iter().flat_map(|inner| {
@@ -114,7 +116,7 @@ fn details() -> Vec<Vec<u8>> {
 
 /// Messages of peers after the join, behind the byte with their kind.
 fn transports() -> Vec<Vec<u8>> {
-    let messages = libfabric::fuzzing::message_samples();
+    let messages = libfabric::message_samples();
     // Number, sum, number again, length, message.
     let mails = messages.iter().map(|message| {
         let len = (message.len() as u16).to_le_bytes();

@@ -1,13 +1,12 @@
-//! Transports.
+//! The backends that need no network, and a transport of tests.
 //!
 //! | backend | peers | puts |
 //! |---|---|---|
 //! | [`local`] | two ends in one process | stores |
 //! | [`shm`] | two processes of one host | stores into a sealed memfd |
-//! | `verbs` (feature) | processes of any hosts with RDMA devices | WRITE |
-//! | `libfabric` (feature) | processes of any hosts, by TCP, shared memory, RDMA, EFA or CXI | messages and writes |
-//! | [`cuda_ipc`] | two processes of one host with GPUs | stores of kernels into mapped GPU memory |
-//! | [`staged`] | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
+//! | `staged` (feature `test-transports`) | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
+//!
+//! Transports over networks are crates of their own, below `transports/`.
 
 pub mod local;
 pub mod mapped;

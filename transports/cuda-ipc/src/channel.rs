@@ -17,7 +17,7 @@ use p2p_core::slot::{CONSUMED, PROGRESS, PUBLISHED, SlotLayout, WAITING};
 /// A pair of device slots: this process's, which the peer writes, and the peer's, mapped here.
 ///
 /// Kernels take [`local`](Self::local) and [`window`](Self::window) and do everything themselves. The
-/// rings are for hosts, with the rules of [`Channel`](crate::Channel); a frame is known by its number.
+/// rings are for hosts, with the rules of [`Channel`](p2p_core::Channel); a frame is known by its number.
 #[derive(Debug)]
 pub struct DeviceChannel {
     // First, so that this side's copies end before its slot goes.
@@ -80,7 +80,7 @@ impl DeviceChannel {
         self.endpoint.wait_fd()
     }
 
-    /// As [`Channel::start_at`](crate::Channel::start_at).
+    /// As [`Channel::start_at`](p2p_core::Channel::start_at).
     ///
     /// # Errors
     /// [`DeviceError`].

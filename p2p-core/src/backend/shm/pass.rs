@@ -82,7 +82,7 @@ pub fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
     )))
 }
 
-/// Sends `nonce` and the descriptors, at most [`MAX_DESCRIPTORS`].
+/// Sends `nonce` and the descriptors, at most `MAX_DESCRIPTORS`.
 pub async fn send<const N: usize>(
     stream: &UnixStream,
     nonce: &Nonce,
@@ -115,7 +115,7 @@ pub async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
     Ok(Passed { nonce, memory, wake })
 }
 
-/// Receives one message with `N` descriptors, at most [`MAX_DESCRIPTORS`]. The caller limits the time.
+/// Receives one message with `N` descriptors, at most `MAX_DESCRIPTORS`. The caller limits the time.
 pub async fn receive_exactly<const N: usize>(
     stream: &UnixStream,
 ) -> Result<(Nonce, [OwnedFd; N]), ShmError> {
