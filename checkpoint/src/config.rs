@@ -1,184 +1,205 @@
-//! The parameters of `config.json` that define a model's arithmetic.
+//! The parameters of `config.json` that define the experts' arithmetic, and those of a whole text model.
 
-mod raw;
+pub(crate) mod keys;
+mod language;
+mod layers;
+mod quantization;
+mod router;
 
 use std::fmt;
 
-/// A model family. It determines tensor names and the router's arithmetic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Architecture {
-    /// `Qwen3MoeForCausalLM`.
-    Qwen3Moe,
-    /// `MixtralForCausalLM`.
-    Mixtral,
-    /// `DeepseekV2ForCausalLM`.
-    DeepseekV2,
-    /// `DeepseekV3ForCausalLM` (DeepSeek-V3 and R1).
-    DeepseekV3,
-}
-
-impl Architecture {
-    /// Every supported architecture.
-    pub const ALL: [Architecture; 4] = [
-        Architecture::Qwen3Moe,
-        Architecture::Mixtral,
-        Architecture::DeepseekV2,
-        Architecture::DeepseekV3,
-    ];
-
-    /// The class name in `config.json`'s `architectures`.
-    pub fn class_name(self) -> &'static str {
-        match self {
-            Architecture::Qwen3Moe => "Qwen3MoeForCausalLM",
-            Architecture::Mixtral => "MixtralForCausalLM",
-            Architecture::DeepseekV2 => "DeepseekV2ForCausalLM",
-            Architecture::DeepseekV3 => "DeepseekV3ForCausalLM",
-        }
-    }
-
-    /// The value of `config.json`'s `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Architecture::Qwen3Moe => "qwen3_moe",
-            Architecture::Mixtral => "mixtral",
-            Architecture::DeepseekV2 => "deepseek_v2",
-            Architecture::DeepseekV3 => "deepseek_v3",
-        }
-    }
-}
-
-impl fmt::Display for Architecture {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.class_name())
-    }
-}
+use crate::family::{ActivationRule, Family, SharedWidth, Weighting};
+use keys::{Keys, clip, invalid};
+pub(crate) use language::token_ids;
+pub use language::{AttentionConfig, LanguageConfig};
+pub use quantization::{QuantMethod, Quantization};
+pub use router::{RouterConfig, Scoring, TopkMethod};
 
 /// Parameters of a model, independent of how its family names them in `config.json`.
 ///
-/// [`ModelConfig::from_json`] checks that every dimension is at least 1 and within limits, that `top_k` ≤
-/// `num_experts`, and that the router's groups divide the experts evenly.
+/// [`ModelConfig::from_json`] reads what serving the experts needs. It checks that every dimension is at least 1
+/// and within limits, and that `top_k` ≤ `num_experts`. The parameters of the router and of the rest of the model
+/// are read at the same time, but a fault in them is reported only by [`router`](Self::router) and
+/// [`language`](Self::language): a server of experts does not need them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Model family.
-    pub architecture: Architecture,
+    pub family: &'static Family,
     /// Width of a hidden state.
     pub hidden: usize,
     /// Inner width of one routed expert.
     pub moe_intermediate: usize,
-    /// Inner width of a dense MLP layer, if the model has dense layers.
-    pub dense_intermediate: Option<usize>,
     /// Decoder layers, including dense ones.
     pub num_layers: u32,
     /// Routed experts per MoE layer.
     pub num_experts: u32,
     /// Experts per token.
     pub top_k: usize,
-    /// Choice and weights of experts.
-    pub router: RouterConfig,
-    /// Shared experts, which process every token. They are stored as one MLP of inner width
-    /// `num_shared_experts × moe_intermediate`. 0 if the model has none.
-    pub num_shared_experts: u32,
-    /// Added to the variance in RMS norms.
-    pub rms_norm_eps: f64,
-    /// Vocabulary size, rows of the embedding.
-    pub vocab: usize,
-    /// True if the output head reuses the embedding.
-    pub tie_word_embeddings: bool,
-    /// Longest context, in tokens.
-    pub max_positions: usize,
-    /// Token that starts a text, if the model has one.
-    pub bos_id: Option<u32>,
-    /// Tokens that end a text.
-    pub eos_ids: Vec<u32>,
-    /// Grouped-query attention; `None` for families with latent attention (DeepSeek).
-    pub attention: Option<AttentionConfig>,
-    /// Rows and columns of an fp8 scale block, if the linear layers are quantised to fp8.
-    pub fp8_block: Option<[usize; 2]>,
+    /// Arithmetic of one expert.
+    pub arithmetic: ExpertArithmetic,
+    /// Inner width of the MLP that holds the shared experts; 0 if the model has none.
+    pub shared_width: usize,
+    /// The declared quantisation of the weights, if they are quantised.
+    pub quantization: Option<Quantization>,
+    /// Keys of the text model that nothing reads, sorted.
+    pub ignored_keys: Vec<String>,
     moe_layers: Vec<u32>,
+    /// The layers with experts are those whose tensors are stored.
+    pub(crate) layers_as_stored: bool,
+    router: Result<RouterConfig, ConfigError>,
+    language: Result<LanguageConfig, ConfigError>,
 }
 
-/// Grouped-query attention with rotary embeddings.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AttentionConfig {
-    /// Query heads; a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
-    /// Width of one head; even.
-    pub head_dim: usize,
-    /// Base of the rotary frequencies.
-    pub rope_theta: f64,
-    /// Kind of rotary embedding: `"default"` is the plain one.
-    pub rope_type: String,
-    /// True if queries and keys pass an RMS norm per head (Qwen3).
-    pub qk_norm: bool,
-    /// True if the q, k and v projections have a bias.
-    pub bias: bool,
-    /// Positions that a token can look back, if limited.
-    pub sliding_window: Option<usize>,
-}
-
-/// Rule of a router that turns logits (`x · weightᵀ`, in f32) into experts and weights.
+/// The arithmetic of one expert, apart from its matrices.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RouterConfig {
-    /// Function from logits to scores, over all experts.
-    pub scoring: Scoring,
-    /// True if the chosen experts' scores are divided by their sum.
-    pub renormalise: bool,
-    /// Groups of consecutive experts. 1 if routing is not limited by group.
-    pub num_groups: usize,
-    /// Groups that may be chosen per token. Equal to `num_groups` if there is no limit.
-    pub topk_groups: usize,
-    /// Factor on the weights, after renormalisation.
-    pub routed_scaling_factor: f32,
-    /// True if a per-expert bias (`e_score_correction_bias`) is added to the scores for the choice of
-    /// experts. Weights use the scores without the bias.
-    pub has_bias: bool,
-    /// Method of choosing groups and experts.
-    pub topk_method: TopkMethod,
+pub struct ExpertArithmetic {
+    /// From the gate's and up's outputs to the input of down.
+    pub activation: Activation,
+    /// Where the router's factor is applied.
+    pub weighting: Weighting,
 }
 
-/// Function from logits to scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scoring {
-    /// Softmax over all experts.
-    Softmax,
-    /// Sigmoid of each logit.
-    Sigmoid,
+impl ExpertArithmetic {
+    /// SwiGLU with factors on the outputs: the arithmetic of most families.
+    pub const SWIGLU: ExpertArithmetic =
+        ExpertArithmetic { activation: Activation::SILU, weighting: Weighting::Output };
 }
 
-/// Method of choosing experts from scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TopkMethod {
-    /// The `top_k` highest scores.
-    Greedy,
-    /// DeepSeek-V2: the score of a group is its best expert's score. Scores outside of the best
-    /// `topk_groups` groups count as 0.
-    GroupLimitedGreedy,
-    /// DeepSeek-V3: the score of a group is the sum of its two best biased scores. Biased scores outside of
-    /// the best `topk_groups` groups count as −∞.
-    NoAuxTc,
+/// From the outputs of the gate and up matrices to the input of the down matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activation {
+    /// `g · σ(alpha · g) · (u + offset)` with `g = min(gate, limit)` and `u = clamp(up, −limit, limit)`.
+    Swiglu {
+        /// Factor inside of the sigmoid; 1 gives SiLU.
+        alpha: f32,
+        /// Bound of gate and up; infinite if nothing is clamped.
+        limit: f32,
+        /// Added to the clamped up.
+        offset: f32,
+    },
+    /// `gelu(gate) · up` with the exact (error function) GELU.
+    Gelu,
+    /// `gelu(gate) · up` with the GELU that is approximated by tanh.
+    GeluTanh,
+    /// `relu(gate) · up`.
+    Relu,
+    /// `relu(up)²`, without a gate matrix.
+    Relu2,
+}
+
+impl Activation {
+    /// `silu(gate) · up`.
+    pub const SILU: Activation = Activation::Swiglu { alpha: 1.0, limit: f32::INFINITY, offset: 0.0 };
+
+    /// Returns true if the expert has a gate matrix.
+    #[must_use]
+    pub const fn is_gated(self) -> bool {
+        !matches!(self, Activation::Relu2)
+    }
+}
+
+impl fmt::Display for Activation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Activation::SILU => f.write_str("silu"),
+            Activation::Swiglu { alpha, limit, offset } => {
+                write!(f, "swiglu(alpha {alpha}, limit {limit}, offset {offset})")
+            }
+            Activation::Gelu => f.write_str("gelu"),
+            Activation::GeluTanh => f.write_str("gelu_tanh"),
+            Activation::Relu => f.write_str("relu"),
+            Activation::Relu2 => f.write_str("relu2"),
+        }
+    }
 }
 
 impl ModelConfig {
     /// Parses the text of a `config.json` of an old or new transformers version.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the experts' parameters are missing, invalid or not supported.
     pub fn from_json(json: &str) -> Result<ModelConfig, ConfigError> {
-        raw::parse(json)
+        let keys = Keys::parse(json)?;
+        let family = family(&keys)?;
+        let hidden = keys.dim(&["hidden_size"])?;
+        let num_layers = keys.count(&["num_hidden_layers", "num_layers", "n_layers"])?;
+        let num_experts = keys.count(NUM_EXPERTS)?;
+        let top_k = keys.dim(TOP_K)?;
+        if top_k > num_experts as usize {
+            let expected = format!("at most the number of experts, {num_experts}");
+            return Err(invalid("num_experts_per_tok", top_k, expected));
+        }
+        let moe_intermediate = keys.dim(family.width)?;
+        refuse_unsupported(family, &keys)?;
+        let arithmetic = ExpertArithmetic {
+            activation: activation(family, &keys)?,
+            weighting: family.weighting,
+        };
+        let (moe_layers, layers_as_stored) = layers::moe_layers(family, &keys, num_layers)?;
+        let shared_width = shared_width(family, &keys, moe_intermediate)?;
+        let quantization = quantization::parse(&keys)?;
+        let router = router::parse(family, &keys, num_experts as usize, top_k);
+        let has_dense_layers = !layers_as_stored && moe_layers.len() < num_layers as usize;
+        let language = language::parse(family, &keys, hidden, has_dense_layers);
+        Ok(ModelConfig {
+            family,
+            hidden,
+            moe_intermediate,
+            num_layers,
+            num_experts,
+            top_k,
+            arithmetic,
+            shared_width,
+            quantization,
+            ignored_keys: keys.unread(),
+            moe_layers,
+            layers_as_stored,
+            router,
+            language,
+        })
+    }
+
+    /// The rule of the router.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if a key of the router is invalid, or if this library does not compute the family's rule.
+    pub fn router(&self) -> Result<&RouterConfig, ConfigError> {
+        self.router.as_ref().map_err(ConfigError::clone)
+    }
+
+    /// The parameters of the rest of the text model.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if one of them is missing or invalid.
+    pub fn language(&self) -> Result<&LanguageConfig, ConfigError> {
+        self.language.as_ref().map_err(ConfigError::clone)
+    }
+
+    pub(crate) fn set_eos_ids(&mut self, eos_ids: Vec<u32>) {
+        if let Ok(language) = &mut self.language {
+            language.eos_ids = eos_ids;
+        }
+    }
+
+    pub(crate) fn set_moe_layers(&mut self, layers: Vec<u32>) {
+        self.moe_layers = layers;
     }
 
     /// The layers that have routed experts, ascending. Never empty.
+    #[must_use]
     pub fn moe_layers(&self) -> Vec<u32> {
         self.moe_layers.clone()
     }
 
     /// Returns true if the layer has routed experts.
+    #[must_use]
     pub fn is_moe_layer(&self, layer: u32) -> bool {
         self.moe_layers.binary_search(&layer).is_ok()
     }
 
     /// A short form for messages: `0-3`, or `3-60`, or `1, 3, 5, …`.
-    pub(crate) fn moe_layers_text(&self) -> String {
+    #[must_use]
+    pub fn moe_layers_text(&self) -> String {
         match self.moe_layers.as_slice() {
             [first, .., last] if (last - first) as usize + 1 == self.moe_layers.len() => {
                 format!("{first}-{last}")
@@ -191,7 +212,7 @@ impl ModelConfig {
         }
     }
 
-    /// One line per parameter that defines the arithmetic, in a fixed order and spelling. Floats are written
+    /// One line per parameter that defines the served experts, in a fixed order and spelling. Floats are written
     /// as their bits, so that the text does not depend on float formatting.
     pub(crate) fn canonical(&self) -> String {
         use std::fmt::Write;
@@ -200,61 +221,149 @@ impl ModelConfig {
             // Writing to a String cannot fail.
             let _ = writeln!(s, "{key}={value}");
         };
-        line("architecture", &self.architecture);
         line("hidden", &self.hidden);
         line("moe_intermediate", &self.moe_intermediate);
-        line("dense_intermediate", &self.dense_intermediate.unwrap_or(0));
         line("num_layers", &self.num_layers);
         line("num_experts", &self.num_experts);
         line("top_k", &self.top_k);
-        line("num_shared_experts", &self.num_shared_experts);
         line("moe_layers", &format_args!("{:?}", self.moe_layers));
-        let r = &self.router;
-        line("scoring", &format_args!("{:?}", r.scoring));
-        line("renormalise", &r.renormalise);
-        line("num_groups", &r.num_groups);
-        line("topk_groups", &r.topk_groups);
-        line("routed_scaling_factor", &r.routed_scaling_factor.to_bits());
-        line("has_bias", &r.has_bias);
-        line("topk_method", &format_args!("{:?}", r.topk_method));
-        line("rms_norm_eps", &self.rms_norm_eps.to_bits());
-        line("vocab", &self.vocab);
-        line("tie_word_embeddings", &self.tie_word_embeddings);
-        let [block_rows, block_cols] = self.fp8_block.unwrap_or([0, 0]);
-        line("fp8_block", &format_args!("{block_rows}x{block_cols}"));
-        if let Some(a) = &self.attention {
-            line("num_heads", &a.num_heads);
-            line("num_kv_heads", &a.num_kv_heads);
-            line("head_dim", &a.head_dim);
-            line("rope_theta", &a.rope_theta.to_bits());
-            line("rope_type", &a.rope_type);
-            line("qk_norm", &a.qk_norm);
-            line("attention_bias", &a.bias);
-            line("sliding_window", &a.sliding_window.unwrap_or(0));
+        match self.arithmetic.activation {
+            Activation::Swiglu { alpha, limit, offset } => {
+                let bits = [alpha, limit, offset].map(f32::to_bits);
+                line("activation", &format_args!("swiglu {bits:?}"));
+            }
+            other => line("activation", &other),
         }
+        line("weighting", &format_args!("{:?}", self.arithmetic.weighting));
         s
     }
 }
 
+fn family(keys: &Keys) -> Result<&'static Family, ConfigError> {
+    let class = keys
+        .get_outer("architectures")
+        .and_then(|classes| classes.get(0).unwrap_or(classes).as_str());
+    let model_types = [keys.get("model_type"), keys.get_outer("model_type")];
+    let model_types = model_types.into_iter().flatten().filter_map(|t| t.as_str());
+    let known = class
+        .and_then(Family::by_class)
+        .or_else(|| model_types.clone().find_map(Family::by_model_type));
+    known.ok_or_else(|| match class.or(model_types.clone().next()) {
+        Some(found) => ConfigError::UnknownArchitecture { found: found.chars().take(80).collect() },
+        None => ConfigError::Missing { field: "architectures".to_owned() },
+    })
+}
+
+fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, ConfigError> {
+    let positive = |key: &'static str, default: f32| {
+        let value = keys.number(key)?.map_or(default, |value| value as f32);
+        if value.is_nan() || value <= 0.0 {
+            return Err(invalid(key, value, "a positive number"));
+        }
+        Ok(value)
+    };
+    Ok(match family.activation {
+        ActivationRule::Gated { key } => match keys.text(key)? {
+            None | Some("silu" | "swish") => Activation::SILU,
+            Some("gelu") => Activation::Gelu,
+            Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
+            Some("relu") => Activation::Relu,
+            Some(other) => {
+                let expected = "'silu', 'gelu', 'gelu_pytorch_tanh' or 'relu'";
+                return Err(invalid(key, other, expected));
+            }
+        },
+        ActivationRule::Clamped => Activation::Swiglu {
+            alpha: 1.0,
+            limit: positive("swiglu_limit", f32::INFINITY)?,
+            offset: 0.0,
+        },
+        ActivationRule::ClampedOffset { alpha, limit } => Activation::Swiglu {
+            alpha: positive(alpha.0, alpha.1)?,
+            limit: positive(limit.0, limit.1)?,
+            offset: 1.0,
+        },
+        ActivationRule::Relu2 => match keys.text("mlp_hidden_act")? {
+            None | Some("relu2") => Activation::Relu2,
+            Some(other) => return Err(invalid("mlp_hidden_act", other, "'relu2'")),
+        },
+    })
+}
+
+/// Refuses settings that change the experts' arithmetic and that the family's description does not use.
+fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), ConfigError> {
+    let clamps = matches!(
+        family.activation,
+        ActivationRule::Clamped | ActivationRule::ClampedOffset { .. }
+    );
+    for key in ["swiglu_limit", "swiglu_alpha"] {
+        if !clamps && let Some(value) = keys.get(key) {
+            return Err(ConfigError::Unsupported { field: key, found: clip(value), family });
+        }
+    }
+    Ok(())
+}
+
+fn shared_width(family: &Family, keys: &Keys, width: usize) -> Result<usize, ConfigError> {
+    let Some(shared) = &family.shared else { return Ok(0) };
+    match shared.width {
+        SharedWidth::Times(spellings, default) => {
+            let number = match keys.first(spellings)? {
+                None => default as usize,
+                Some((_, value)) if keys::as_whole(value) == Some(0) => 0,
+                Some(_) => keys.count(spellings)? as usize,
+            };
+            Ok(number * width)
+        }
+        SharedWidth::Width(key) => match keys.whole(key)? {
+            None | Some(0) => Ok(0),
+            Some(_) => keys.dim(&[key]),
+        },
+    }
+}
+
 /// Error in a configuration.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
-    /// Not JSON, or a field of the wrong type.
-    #[error("not a model configuration: {0}")]
-    Json(#[from] serde_json::Error),
+    /// Not JSON, or not an object.
+    #[error("not a model configuration: {reason}")]
+    Json { reason: String },
     /// The architecture is not supported.
     #[error("architecture '{found}' is not supported; supported are {}", supported())]
     UnknownArchitecture { found: String },
     /// A required field is missing.
     #[error("'{field}' is missing")]
-    Missing { field: &'static str },
+    Missing { field: String },
     /// A field has an invalid value.
     #[error("'{field}' is {found}, expected {expected}")]
     Invalid { field: &'static str, found: String, expected: String },
+    /// Two fields that mean the same have different values.
+    #[error("{first} contradicts {second}; remove the one that is wrong")]
+    Contradiction { first: String, second: String },
+    /// A setting changes the arithmetic in a way that is not supported for the family.
+    #[error("'{field}' is {found}, which {family} does not have: its experts would give wrong results")]
+    Unsupported { field: &'static str, found: String, family: &'static Family },
+    /// The family's router is not computed here.
+    #[error("the router of {family} is not computed by this library; take the choice of experts from the engine")]
+    Router { family: &'static Family },
 }
 
 fn supported() -> String {
-    Architecture::ALL.map(|a| a.class_name()).join(", ")
+    let names: Vec<&str> = Family::ALL.iter().map(Family::class_name).collect();
+    names.join(", ")
 }
+
+/// Spellings of the number of routed experts in a layer.
+const NUM_EXPERTS: &[&str] =
+    &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
+/// Spellings of the number of experts for each token.
+const TOP_K: &[&str] = &[
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+];

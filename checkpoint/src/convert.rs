@@ -50,12 +50,28 @@ pub fn f32_from_e4m3(bits: u8) -> f32 {
     E4M3[bits as usize]
 }
 
+/// The value of one E8M0 byte, 2^(bits − 127). 255 is NaN.
+#[inline]
+#[must_use]
+pub fn f32_from_e8m0(bits: u8) -> f32 {
+    match bits {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        bits => f32::from_bits(u32::from(bits) << 23),
+    }
+}
+
+/// The eight magnitudes of a 4-bit float (OCP "E2M1"), and their negatives.
+pub const FP4_VALUES: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
 /// Converts any float dtype. The caller must have checked the dtype and the sizes.
 pub(crate) fn to_f32(dtype: DType, src: &[u8], dst: &mut [f32]) {
     match dtype {
         DType::Bf16 => bf16_to_f32(src, dst),
         DType::F16 => f16_to_f32(src, dst),
         DType::F8E4m3 => f8_e4m3_to_f32(src, dst),
+        DType::F8E8m0 => dst.iter_mut().zip(src).for_each(|(d, s)| *d = f32_from_e8m0(*s)),
         DType::F32 => {
             let (words, _) = src.as_chunks::<4>();
             for (d, s) in dst.iter_mut().zip(words) {
@@ -153,6 +169,14 @@ mod tests {
                 assert!(same, "{bits:#06x}: {ours}, expected {reference}");
             }
         }
+    }
+
+    #[test]
+    fn every_e8m0_byte_is_its_power_of_two() {
+        for bits in 0..255u8 {
+            assert_eq!(f64::from(f32_from_e8m0(bits)), 2f64.powi(i32::from(bits) - 127), "{bits}");
+        }
+        assert!(f32_from_e8m0(255).is_nan());
     }
 
     #[test]

@@ -1,20 +1,52 @@
-//! Experts and routers by layer, independent of the family's tensor names.
+//! Experts and routers by layer, independent of the family's tensor names and the checkpoint's format.
 
-use crate::FP8_BLOCK;
-use crate::config::Architecture;
-use crate::convert;
+mod linear;
+
+use crate::family::SharedRule;
+use crate::layout::{Layout, Stored};
 use crate::open::Checkpoint;
-use crate::tensor::{DType, FLOATS, TensorError, TensorView};
+use crate::tensor::{PLAIN_FLOATS, TensorError, TensorView};
+use crate::weight::WeightView;
+use linear::Place;
 
-/// The three matrices of a SwiGLU expert: `down(silu(gate(x)) * up(x))`.
-#[derive(Debug, Clone, Copy)]
+/// The matrices of one expert. Its arithmetic is in [`ModelConfig::arithmetic`](crate::ModelConfig::arithmetic).
+#[derive(Debug, Clone)]
 pub struct ExpertTensors<'a> {
-    /// `[moe_intermediate, hidden]`.
-    pub gate: WeightView<'a>,
-    /// `[moe_intermediate, hidden]`.
+    /// `[width, hidden]`; `None` if the activation has no gate.
+    pub gate: Option<WeightView<'a>>,
+    /// `[width, hidden]`.
     pub up: WeightView<'a>,
-    /// `[hidden, moe_intermediate]`.
+    /// `[hidden, width]`.
     pub down: WeightView<'a>,
+    /// Added to the matrices' outputs, if the checkpoint has them.
+    pub biases: Option<ExpertBiases>,
+}
+
+/// Biases of an expert's matrices.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertBiases {
+    /// `[width]`; empty if the activation has no gate.
+    pub gate: Vec<f32>,
+    /// `[width]`.
+    pub up: Vec<f32>,
+    /// `[hidden]`.
+    pub down: Vec<f32>,
+}
+
+impl<'a> ExpertTensors<'a> {
+    /// The matrices: gate if there is one, up, down.
+    pub fn matrices(&self) -> impl Iterator<Item = &WeightView<'a>> {
+        self.gate.iter().chain([&self.up, &self.down])
+    }
+
+    /// Bytes of all matrices and biases in the form for computing.
+    #[must_use]
+    pub fn computing_bytes(&self) -> usize {
+        let biases = self.biases.as_ref().map_or(0, |b| {
+            (b.gate.len() + b.up.len() + b.down.len()) * size_of::<f32>()
+        });
+        self.matrices().map(WeightView::computing_bytes).sum::<usize>() + biases
+    }
 }
 
 /// The router of a layer.
@@ -22,140 +54,120 @@ pub struct ExpertTensors<'a> {
 pub struct RouterTensors<'a> {
     /// `[num_experts, hidden]`, a float dtype.
     pub weight: TensorView<'a>,
-    /// DeepSeek's `e_score_correction_bias`, `[num_experts]`, a float dtype.
+    /// Added to the logits (gpt-oss), `[num_experts]`, a float dtype.
+    pub logit_bias: Option<TensorView<'a>>,
+    /// Added to the scores for the choice of experts (`e_score_correction_bias`), `num_experts` values of a float
+    /// dtype.
     pub bias: Option<TensorView<'a>>,
 }
 
-/// A weight matrix `[rows, cols]` with its block scales, if it is quantised.
-#[derive(Debug, Clone, Copy)]
-pub struct WeightView<'a> {
-    /// The stored matrix: two dimensions; bf16, f16, f32 or f8-e4m3.
-    pub tensor: TensorView<'a>,
-    /// Present if and only if the dtype is f8-e4m3.
-    pub scales: Option<BlockScales<'a>>,
-}
-
-/// One factor per block of a quantised matrix: `value = stored × scale`.
-#[derive(Debug, Clone, Copy)]
-pub struct BlockScales<'a> {
-    /// `[ceil(rows / block[0]), ceil(cols / block[1])]`; f32 or bf16.
-    pub tensor: TensorView<'a>,
-    /// Rows and columns that share a factor.
-    pub block: [usize; 2],
-}
-
-impl WeightView<'_> {
-    /// Output features.
-    pub fn rows(&self) -> usize {
-        self.tensor.shape[0]
-    }
-
-    /// Input features.
-    pub fn cols(&self) -> usize {
-        self.tensor.shape[1]
-    }
-
-    /// The stored dtype.
-    pub fn dtype(&self) -> DType {
-        self.tensor.dtype
-    }
-
-    /// Bytes of the matrix and its scales as stored.
-    pub fn len_bytes(&self) -> usize {
-        self.tensor.data.len() + self.scales.map_or(0, |s| s.tensor.data.len())
-    }
-
-    /// The matrix as f32, row-major, scales applied.
-    pub fn to_f32(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.rows() * self.cols()];
-        let scales = self.scales.map(|s| (s.to_f32(), s));
-        convert::to_f32(self.tensor.dtype, self.tensor.data, &mut out);
-        if let Some((factors, scales)) = &scales {
-            for (row_idx, row) in out.chunks_exact_mut(self.cols()).enumerate() {
-                scales.apply(factors, row_idx, row);
-            }
-        }
-        out
-    }
-}
-
-impl BlockScales<'_> {
-    /// All factors, row-major over blocks.
-    pub fn to_f32(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.tensor.num_elements()];
-        convert::to_f32(self.tensor.dtype, self.tensor.data, &mut out);
-        out
-    }
-
-    /// Multiplies one row of the matrix by the factors of its blocks.
-    fn apply(&self, factors: &[f32], row_idx: usize, row: &mut [f32]) {
-        let blocks_per_row = self.tensor.shape[1];
-        let first = row_idx / self.block[0] * blocks_per_row;
-        let row_factors = &factors[first..first + blocks_per_row];
-        for (values, factor) in row.chunks_mut(self.block[1]).zip(row_factors) {
-            values.iter_mut().for_each(|v| *v *= factor);
-        }
-    }
-}
-
 impl Checkpoint {
-    /// The matrices of one routed expert, with checked shapes and scales.
+    /// The matrices of one routed expert, with checked shapes, dtypes and scales.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer, the expert or the tensor at fault.
     pub fn expert(&self, layer: u32, expert: u32) -> Result<ExpertTensors<'_>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
         if expert >= config.num_experts {
             return Err(TensorError::NoSuchExpert { expert, num_experts: config.num_experts });
         }
-        let prefix = match config.architecture {
-            Architecture::Mixtral => {
-                format!("model.layers.{layer}.block_sparse_moe.experts.{expert}")
+        let layout = self.layout_of(layer)?;
+        let block = layout.block_of(layer);
+        match layout.stored {
+            Stored::PerExpert { names } => {
+                self.single_expert(&format!("{block}experts.{expert}"), names, config.moe_intermediate)
             }
-            _ => format!("model.layers.{layer}.mlp.experts.{expert}"),
-        };
-        self.swiglu(&prefix, config.moe_intermediate)
+            Stored::Fused { gate_up, down } => {
+                self.fused_expert(&format!("{block}{gate_up}"), &format!("{block}{down}"), expert)
+            }
+        }
     }
 
-    /// The shared expert, which processes every token; `None` if the model has none. Its inner width is
-    /// `num_shared_experts × moe_intermediate`.
+    /// The shared expert, which processes every token; `None` if the model has none.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer or the tensor at fault.
     pub fn shared_expert(&self, layer: u32) -> Result<Option<ExpertTensors<'_>>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
-        if config.num_shared_experts == 0 {
+        let Some(SharedRule { path, .. }) = config.family.shared.as_ref() else { return Ok(None) };
+        if config.shared_width == 0 {
             return Ok(None);
         }
-        let width = config.moe_intermediate * config.num_shared_experts as usize;
-        self.swiglu(&format!("model.layers.{layer}.mlp.shared_experts"), width).map(Some)
+        let prefix = format!("{}{path}", self.layer_prefix(layer));
+        let names = match self.contains(&format!("{prefix}.w1.weight")) {
+            true => ["w1", "w3", "w2"],
+            false => ["gate_proj", "up_proj", "down_proj"],
+        };
+        self.single_expert(&prefix, names, config.shared_width).map(Some)
+    }
+
+    /// The weight whose sigmoid scales the shared expert's output (`[1, hidden]`), if the model has one.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer or the tensor at fault.
+    pub fn shared_expert_gate(&self, layer: u32) -> Result<Option<TensorView<'_>>, TensorError> {
+        self.check_moe_layer(layer)?;
+        let config = self.config();
+        let gate = config.family.shared.as_ref().and_then(|shared| shared.gate);
+        let Some(gate) = gate.filter(|_| config.shared_width > 0) else { return Ok(None) };
+        self.tensor(&format!("{}{gate}", self.layer_prefix(layer)))?
+            .expect_shape(&[1, config.hidden])?
+            .expect_dtype(PLAIN_FLOATS)
+            .map(Some)
     }
 
     /// The router of an MoE layer.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer or the tensor at fault.
     pub fn router(&self, layer: u32) -> Result<RouterTensors<'_>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
         let num_experts = config.num_experts as usize;
-        let gate = match config.architecture {
-            Architecture::Mixtral => format!("model.layers.{layer}.block_sparse_moe.gate"),
-            _ => format!("model.layers.{layer}.mlp.gate"),
+        let prefix = self.layer_prefix(layer);
+        let first = |names: &[&str]| {
+            let mut full = names.iter().map(|name| format!("{prefix}{name}"));
+            let first = full.clone().next().unwrap_or_default();
+            full.find(|name| self.contains(name)).unwrap_or(first)
         };
+        let gate = first(config.family.gate);
         let weight = self
-            .tensor(&format!("{gate}.weight"))?
+            .tensor(&gate)?
             .expect_shape(&[num_experts, config.hidden])?
             .expect_dtype(PLAIN_FLOATS)?;
-        let bias = if config.router.has_bias {
-            let name = format!("{gate}.e_score_correction_bias");
-            let bias = self.tensor(&name)?.expect_shape(&[num_experts])?;
-            Some(bias.expect_dtype(PLAIN_FLOATS)?)
-        } else {
-            None
+        let logit_bias = format!("{}.bias", gate.trim_end_matches(".weight"));
+        let logit_bias = match self.contains(&logit_bias) {
+            true => {
+                let bias = self.tensor(&logit_bias)?.expect_shape(&[num_experts])?;
+                Some(bias.expect_dtype(PLAIN_FLOATS)?)
+            }
+            false => None,
         };
-        Ok(RouterTensors { weight, bias })
+        let has_bias = config.router().is_ok_and(|router| router.has_bias);
+        let bias = match has_bias && !config.family.choice_bias.is_empty() {
+            true => {
+                let bias = self.tensor(&first(config.family.choice_bias))?;
+                // Ernie stores [1, num_experts].
+                let bias = match bias.shape.len() {
+                    2 => bias.expect_shape(&[1, num_experts])?,
+                    _ => bias.expect_shape(&[num_experts])?,
+                };
+                Some(bias.expect_dtype(PLAIN_FLOATS)?)
+            }
+            false => None,
+        };
+        Ok(RouterTensors { weight, logit_bias, bias })
     }
 
-    /// Checks that every router, shared expert and routed expert is present with the shapes and dtypes of the
-    /// configuration. Reads no weights.
-    pub fn check_moe(&self) -> Result<(), TensorError> {
+    /// Checks that every routed expert is present with the shapes, dtypes and scales of the configuration. Reads no
+    /// weights.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn check_experts(&self) -> Result<(), TensorError> {
         for layer in self.config().moe_layers() {
-            self.router(layer)?;
-            self.shared_expert(layer)?;
             for expert in 0..self.config().num_experts {
                 self.expert(layer, expert)?;
             }
@@ -163,32 +175,158 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// A weight matrix of the given shape, with its block scales if its dtype is fp8.
-    pub fn weight(&self, name: &str, shape: [usize; 2]) -> Result<WeightView<'_>, TensorError> {
-        let tensor = self.tensor(name)?.expect_shape(&shape)?.expect_dtype(FLOATS)?;
-        if tensor.dtype != DType::F8E4m3 {
-            return Ok(WeightView { tensor, scales: None });
+    /// As [`check_experts`](Self::check_experts), with routers and shared experts.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn check_moe(&self) -> Result<(), TensorError> {
+        for layer in self.config().moe_layers() {
+            self.router(layer)?;
+            self.shared_expert(layer)?;
         }
-        let block = FP8_BLOCK;
-        let blocks = [shape[0].div_ceil(block[0]), shape[1].div_ceil(block[1])];
-        let scales = self
-            .tensor(&format!("{name}_scale_inv"))?
-            .expect_shape(&blocks)?
-            .expect_dtype(SCALE_DTYPES)?;
-        Ok(WeightView { tensor, scales: Some(BlockScales { tensor: scales, block }) })
+        self.check_experts()
     }
 
-    fn swiglu(&self, prefix: &str, width: usize) -> Result<ExpertTensors<'_>, TensorError> {
-        let [gate, up, down] = match self.config().architecture {
-            Architecture::Mixtral => ["w1", "w3", "w2"],
-            _ => ["gate_proj", "up_proj", "down_proj"],
-        };
-        let hidden = self.config().hidden;
-        Ok(ExpertTensors {
-            gate: self.weight(&format!("{prefix}.{gate}.weight"), [width, hidden])?,
-            up: self.weight(&format!("{prefix}.{up}.weight"), [width, hidden])?,
-            down: self.weight(&format!("{prefix}.{down}.weight"), [hidden, width])?,
+    /// The layout of the experts.
+    fn layout_of(&self, layer: u32) -> Result<&Layout, TensorError> {
+        self.layout().ok_or_else(|| TensorError::NoExperts {
+            layer,
+            example: format!("model.layers.{layer}.mlp.experts.0.up_proj.weight"),
+            location: self.dir().display().to_string(),
         })
+    }
+
+    /// The prefix of a layer's tensors. Without stored experts, as in a client's checkpoint, the usual one.
+    fn layer_prefix(&self, layer: u32) -> String {
+        match self.layout() {
+            Some(layout) => layout.layer(layer),
+            None => format!("{}layers.{layer}.", self.root()),
+        }
+    }
+
+    fn single_expert(
+        &self,
+        prefix: &str,
+        [gate, up, down]: [&str; 3],
+        width: usize,
+    ) -> Result<ExpertTensors<'_>, TensorError> {
+        let hidden = self.config().hidden;
+        let is_gated = self.config().arithmetic.activation.is_gated();
+        let linear = |name: &str, rows, cols| self.linear(&format!("{prefix}.{name}"), rows, cols);
+        let bias = |name: &str, len| self.bias(&format!("{prefix}.{name}.bias"), len);
+        let biases = match bias(up, width)? {
+            None => {
+                // One without the others is a layout that this reader does not know.
+                for name in [gate, down] {
+                    let name = format!("{prefix}.{name}.bias");
+                    if self.contains(&name) {
+                        return Err(self.lone_bias(&name, &format!("{prefix}.{up}.bias")));
+                    }
+                }
+                None
+            }
+            Some(up_bias) => {
+                let required = |name: &str, len| {
+                    let found = bias(name, len)?;
+                    let there = format!("{prefix}.{up}.bias");
+                    found.ok_or_else(|| self.lone_bias(&there, &format!("{prefix}.{name}.bias")))
+                };
+                let gate = if is_gated { required(gate, width)? } else { Vec::new() };
+                Some(ExpertBiases { gate, up: up_bias, down: required(down, hidden)? })
+            }
+        };
+        Ok(ExpertTensors {
+            gate: is_gated.then(|| linear(gate, width, hidden)).transpose()?,
+            up: linear(up, width, hidden)?,
+            down: linear(down, hidden, width)?,
+            biases,
+        })
+    }
+
+    fn fused_expert(
+        &self,
+        gate_up: &str,
+        down: &str,
+        expert: u32,
+    ) -> Result<ExpertTensors<'_>, TensorError> {
+        let config = self.config();
+        let (hidden, width) = (config.hidden, config.moe_intermediate);
+        let num_experts = config.num_experts as usize;
+        let is_gated = config.arithmetic.activation.is_gated();
+        let halves = if is_gated { 2 } else { 1 };
+        let fused = config.family.fused;
+        let place = |half| Place {
+            expert: expert as usize,
+            num_experts,
+            part: half,
+            parts: halves,
+            interleaved: fused.interleaved,
+            transposed: fused.transposed,
+        };
+        let whole = Place { part: 0, parts: 1, ..place(0) };
+        let biases = self.fused_biases(gate_up, down, expert as usize, &place)?;
+        Ok(ExpertTensors {
+            gate: is_gated
+                .then(|| self.fused_linear(gate_up, width, hidden, place(0)))
+                .transpose()?,
+            up: self.fused_linear(gate_up, width, hidden, place(halves - 1))?,
+            down: self.fused_linear(down, hidden, width, whole)?,
+            biases,
+        })
+    }
+
+    fn fused_biases(
+        &self,
+        gate_up: &str,
+        down: &str,
+        expert: usize,
+        place: &dyn Fn(usize) -> Place,
+    ) -> Result<Option<ExpertBiases>, TensorError> {
+        let config = self.config();
+        let (hidden, width) = (config.hidden, config.moe_intermediate);
+        let [gate_up, down] = [gate_up, down].map(|name| format!("{}_bias", name.trim_end_matches(".weight")));
+        match (self.contains(&gate_up), self.contains(&down)) {
+            (false, false) => return Ok(None),
+            (true, false) => return Err(self.lone_bias(&gate_up, &down)),
+            (false, true) => return Err(self.lone_bias(&down, &gate_up)),
+            (true, true) => {}
+        }
+        let parts = place(0).parts;
+        let row = |name: &str, len: usize| {
+            let tensor = self
+                .tensor(name)?
+                .expect_shape(&[config.num_experts as usize, len])?
+                .expect_dtype(PLAIN_FLOATS)?;
+            let values = tensor.to_f32()?;
+            Ok(values[expert * len..][..len].to_vec())
+        };
+        let both = row(&gate_up, parts * width)?;
+        let half = |part: usize| -> Vec<f32> {
+            match config.family.fused.interleaved {
+                true => both.iter().skip(part).step_by(parts).copied().collect(),
+                false => both[part * width..][..width].to_vec(),
+            }
+        };
+        Ok(Some(ExpertBiases {
+            gate: if parts == 2 { half(0) } else { Vec::new() },
+            up: half(parts - 1),
+            down: row(&down, hidden)?,
+        }))
+    }
+
+    fn bias(&self, name: &str, len: usize) -> Result<Option<Vec<f32>>, TensorError> {
+        if !self.contains(name) {
+            return Ok(None);
+        }
+        self.tensor(name)?.expect_shape(&[len])?.expect_dtype(PLAIN_FLOATS)?.to_f32().map(Some)
+    }
+
+    fn lone_bias(&self, there: &str, missing: &str) -> TensorError {
+        TensorError::Format {
+            name: there.to_owned(),
+            found: "has no partner".to_owned(),
+            expected: format!("a bias '{missing}', too"),
+        }
     }
 
     fn check_moe_layer(&self, layer: u32) -> Result<(), TensorError> {
@@ -198,6 +336,3 @@ impl Checkpoint {
         Err(TensorError::NotMoeLayer { layer, moe_layers: self.config().moe_layers_text() })
     }
 }
-
-const PLAIN_FLOATS: &[DType] = &[DType::Bf16, DType::F16, DType::F32];
-const SCALE_DTYPES: &[DType] = &[DType::F32, DType::Bf16];

@@ -5,16 +5,17 @@
 //! [`make_checkpoint`] writes seeded random weights in the same layout, with the shapes, dtypes and names
 //! of well-known models.
 //!
-//! Supported: Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 names; a single file or shards with
-//! an index; bf16, f16, f32, and fp8-e4m3 with 128×128 block scales (`weight_scale_inv`).
+//! A model family is a row of [`Family::ALL`]: names, layout, activation, router. Formats are bf16, f16, f32, fp8 with
+//! any scales, and the 4- and 8-bit formats of compressed-tensors, GPTQ, AWQ, ModelOpt and gpt-oss, see
+//! [`WeightFormat`].
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let checkpoint = switchyard_checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
-//! println!("{}: {}", checkpoint.config().architecture, checkpoint.fingerprint());
+//! println!("{}: {}", checkpoint.config().family, checkpoint.fingerprint()?);
 //! for layer in checkpoint.config().moe_layers() {
-//!     let gate = checkpoint.expert(layer, 0)?.gate;
-//!     println!("layer {layer}: [{}, {}] {}", gate.rows(), gate.cols(), gate.dtype());
+//!     let up = checkpoint.expert(layer, 0)?.up;
+//!     println!("layer {layer}: [{}, {}] {}", up.rows(), up.cols(), up.format());
 //! }
 //! # Ok(())
 //! # }
@@ -24,25 +25,33 @@
 
 mod config;
 mod convert;
+mod digest;
 mod experts;
-mod fingerprint;
+mod family;
+mod layout;
 mod make;
 mod open;
 mod shard;
 mod tensor;
+mod weight;
 
 pub use config::{
-    Architecture, AttentionConfig, ConfigError, ModelConfig, RouterConfig, Scoring, TopkMethod,
+    Activation, AttentionConfig, ConfigError, ExpertArithmetic, LanguageConfig, ModelConfig,
+    QuantMethod, Quantization, RouterConfig, Scoring, TopkMethod,
 };
-pub use convert::{bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3};
-pub use experts::{BlockScales, ExpertTensors, RouterTensors, WeightView};
-pub use fingerprint::{Fingerprint, ParseFingerprintError};
+pub use convert::{
+    FP4_VALUES, bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3, f32_from_e8m0,
+};
+pub use digest::{Coverage, Fingerprint, ParseFingerprintError, TensorDigest, TensorDigests};
+pub use experts::{ExpertBiases, ExpertTensors, RouterTensors};
+pub use family::{Family, Weighting};
 pub use make::{
     MakeError, MakeOptions, MakeSummary, ParsePresetError, Preset, make_checkpoint, planned_bytes,
 };
 pub use open::{Checkpoint, OpenError};
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{DType, TensorError, TensorView};
+pub use weight::{Scales, WeightFormat, WeightView};
 
-/// Rows and columns of one fp8 scale block (`weight_scale_inv` holds one scale per block).
+/// Rows and columns of one fp8 scale block of DeepSeek's checkpoints.
 pub const FP8_BLOCK: [usize; 2] = [128, 128];

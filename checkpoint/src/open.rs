@@ -1,13 +1,17 @@
 //! A checkpoint directory: configuration, index, shards.
 
-use std::collections::{BTreeMap, HashMap};
+mod folder;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::config::{ConfigError, ModelConfig};
+use crate::config::keys::Keys;
+use crate::config::{ConfigError, ModelConfig, token_ids};
+use crate::layout::{Layout, ROOTS};
 use crate::shard::{TensorFile, TensorFileError};
 use crate::tensor::{TensorError, TensorView};
 
@@ -22,44 +26,88 @@ pub struct Checkpoint {
     shards: Vec<TensorFile>,
     /// Tensor name to index in `shards`.
     tensors: BTreeMap<String, usize>,
+    layout: Option<Layout>,
+    warnings: Vec<String>,
+}
+
+/// Which tensors of the index must be there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    /// Those of routed experts in layers of the model.
+    Experts,
+    /// None: the program says what it misses when it reads it.
+    Nothing,
 }
 
 impl Checkpoint {
-    /// Opens a directory with `config.json` and either `model.safetensors` or
-    /// `model.safetensors.index.json` with its shards, and checks every shard's header against
-    /// its length and the index.
+    /// Opens a directory with `config.json` and either `model.safetensors.index.json` with its shards or
+    /// `model.safetensors`, and checks every shard's header against its length and the index. With an index, only the
+    /// files that it lists count.
     ///
     /// If `generation_config.json` is present, its `eos_token_id` replaces that of the configuration, as in
     /// transformers.
+    ///
+    /// # Errors
+    /// [`OpenError`] that names the file and the next step. A tensor that no routed expert needs may be missing, see
+    /// [`warnings`](Self::warnings).
     pub fn open(dir: impl AsRef<Path>) -> Result<Checkpoint, OpenError> {
-        let dir = dir.as_ref();
+        Self::open_with(dir.as_ref(), Needs::Experts)
+    }
+
+    /// As [`open`](Self::open) for a program that holds no experts: shards may be missing, those with experts, too.
+    ///
+    /// # Errors
+    /// As for `open`, apart from missing shards and tensors.
+    pub fn open_without_experts(dir: impl AsRef<Path>) -> Result<Checkpoint, OpenError> {
+        Self::open_with(dir.as_ref(), Needs::Nothing)
+    }
+
+    fn open_with(dir: &Path, needs: Needs) -> Result<Checkpoint, OpenError> {
+        folder::check(dir)?;
         let config_path = dir.join(CONFIG_FILE);
         let mut config = ModelConfig::from_json(&read_text(&config_path)?)
             .map_err(|source| OpenError::Config { path: config_path, source })?;
         if let Some(eos_ids) = generation_eos(&dir.join(GENERATION_FILE))? {
-            config.eos_ids = eos_ids;
+            config.set_eos_ids(eos_ids);
         }
         let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));
-        let (shards, tensors) = if single.exists() {
+        let mut warnings = Vec::new();
+        let (shards, tensors) = if index.exists() {
+            open_sharded(dir, &index, &config, needs, &mut warnings)?
+        } else if single.exists() {
             let shard = TensorFile::open(single)?;
             let tensors = shard.names().map(|name| (name.to_owned(), 0)).collect();
             (vec![shard], tensors)
-        } else if index.exists() {
-            open_sharded(dir, &index)?
         } else {
-            return Err(OpenError::NoWeights { dir: dir.to_owned() });
+            return Err(folder::no_weights(dir));
         };
-        Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors })
+        let found = Layout::find(tensors.keys().map(String::as_str), config.num_layers);
+        if config.layers_as_stored
+            && let Some((_, layers)) = &found
+        {
+            config.set_moe_layers(layers.clone());
+        }
+        let layout = found.map(|(layout, _)| layout);
+        Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors, layout, warnings })
     }
 
     /// The directory of the checkpoint.
+    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// The configuration.
+    #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// What is odd about the directory without being an error: files that do not count, tensors that are missing and
+    /// that no routed expert needs. One sentence each.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     /// Names of all tensors, sorted.
@@ -68,11 +116,15 @@ impl Checkpoint {
     }
 
     /// Returns true if a tensor of that name exists.
+    #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The tensor of that name, or [`TensorError::NotFound`].
+    /// The tensor of that name.
+    ///
+    /// # Errors
+    /// [`TensorError::NotFound`].
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>, TensorError> {
         match self.tensors.get(name) {
             Some(&shard_idx) => self.shards[shard_idx].tensor(name),
@@ -83,14 +135,46 @@ impl Checkpoint {
         }
     }
 
+    /// The path of the file that holds the tensor.
+    #[must_use]
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        self.tensors.get(name).map(|&shard_idx| self.shards[shard_idx].path())
+    }
+
+    /// The weight files.
+    pub fn files(&self) -> impl Iterator<Item = &TensorFile> {
+        self.shards.iter()
+    }
+
     /// Bytes of all shards together.
+    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.shards.iter().map(TensorFile::len_bytes).sum()
     }
 
     /// Number of weight files.
+    #[must_use]
     pub fn num_shards(&self) -> usize {
         self.shards.len()
+    }
+
+    /// Returns true if the directory holds routed experts.
+    #[must_use]
+    pub fn has_experts(&self) -> bool {
+        self.layout.is_some()
+    }
+
+    pub(crate) fn layout(&self) -> Option<&Layout> {
+        self.layout.as_ref()
+    }
+
+    /// The prefix before `layers.` in names of tensors, for a checkpoint without experts.
+    pub(crate) fn root(&self) -> &'static str {
+        let has_layers = |root: &&&str| {
+            let prefix = format!("{root}layers.");
+            self.tensors.range(prefix.clone()..).next().is_some_and(|(name, _)| name.starts_with(&prefix))
+        };
+        ROOTS.iter().find(has_layers).copied().unwrap_or(ROOTS[0])
     }
 }
 
@@ -105,18 +189,18 @@ pub enum OpenError {
     /// The configuration is invalid.
     #[error("{}: {source}", path.display())]
     Config { path: PathBuf, source: ConfigError },
-    /// The directory has no weights.
-    #[error("{} has neither {SINGLE_FILE} nor {INDEX_FILE}", dir.display())]
-    NoWeights { dir: PathBuf },
+    /// The path is no directory with a checkpoint.
+    #[error("{} {found}; {remedy}", path.display())]
+    NotACheckpoint { path: PathBuf, found: String, remedy: String },
     /// The index is invalid.
     #[error("{} is not a valid index: {reason}", path.display())]
     Index { path: PathBuf, reason: String },
     /// The index names a missing shard.
     #[error(
-        "shard {} is missing; the index expects {num_tensors} tensors in it; download it",
+        "shard {} is missing{detail}; the index expects {num_tensors} tensors in it; download it",
         path.display()
     )]
-    MissingShard { path: PathBuf, num_tensors: usize },
+    MissingShard { path: PathBuf, num_tensors: usize, detail: &'static str },
     /// The index places a tensor in a shard that does not contain it.
     #[error("tensor '{tensor}' is not in shard {}, where the index places it", path.display())]
     NotInShard { tensor: String, path: PathBuf },
@@ -130,49 +214,92 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-#[derive(Deserialize)]
-struct Generation {
-    eos_token_id: Option<serde_json::Value>,
-}
-
 type Shards = (Vec<TensorFile>, BTreeMap<String, usize>);
 
-fn open_sharded(dir: &Path, index_path: &Path) -> Result<Shards, OpenError> {
+fn open_sharded(
+    dir: &Path,
+    index_path: &Path,
+    config: &ModelConfig,
+    needs: Needs,
+    warnings: &mut Vec<String>,
+) -> Result<Shards, OpenError> {
     let index_error = |reason: String| OpenError::Index { path: index_path.to_owned(), reason };
     let index: Index =
         serde_json::from_str(&read_text(index_path)?).map_err(|e| index_error(e.to_string()))?;
+    warn_of_stray_files(dir, &index, warnings);
 
-    let mut tensors_per_file: BTreeMap<&str, usize> = BTreeMap::new();
-    for file in index.weight_map.values() {
-        *tensors_per_file.entry(file).or_default() += 1;
+    let names = index.weight_map.keys().map(String::as_str);
+    let layout = Layout::find(names, config.num_layers).map(|(layout, _)| layout);
+    let is_needed = |tensor: &str| {
+        let layer = layout.as_ref().and_then(|layout| layout.layer_of_expert_tensor(tensor));
+        needs == Needs::Experts
+            && layer.is_some_and(|layer| config.layers_as_stored || config.is_moe_layer(layer))
+    };
+
+    let mut tensors_per_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (tensor, file) in &index.weight_map {
+        tensors_per_file.entry(file).or_default().push(tensor);
     }
     let mut shards = Vec::with_capacity(tensors_per_file.len());
-    let mut shard_idx: HashMap<String, usize> = HashMap::new();
-    for (file, num_tensors) in tensors_per_file {
+    let mut shard_idx: HashMap<&str, usize> = HashMap::new();
+    for (file, tensors) in &tensors_per_file {
         // The index comes with the download, so its paths must stay in the directory.
         let mut parts = Path::new(file).components();
         if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
             return Err(index_error(format!("'{file}' is not a plain file name")));
         }
         let path = dir.join(file);
-        shards.push(match TensorFile::open(&path) {
+        match TensorFile::open(&path) {
             Err(TensorFileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                return Err(OpenError::MissingShard { path, num_tensors });
+                let num_tensors = tensors.len();
+                if tensors.iter().any(|tensor| is_needed(tensor)) {
+                    let detail = folder::missing_detail(&path);
+                    return Err(OpenError::MissingShard { path, num_tensors, detail });
+                }
+                warnings.push(format!(
+                    "shard {} is missing; none of its {num_tensors} tensors is a routed expert's",
+                    path.display()
+                ));
             }
-            opened => opened?,
-        });
-        shard_idx.insert(file.to_owned(), shards.len() - 1);
+            opened => {
+                shards.push(opened?);
+                shard_idx.insert(file, shards.len() - 1);
+            }
+        }
     }
 
     let mut tensors = BTreeMap::new();
-    for (tensor, file) in index.weight_map {
-        let idx = shard_idx[&file];
-        if !shards[idx].contains(&tensor) {
-            return Err(OpenError::NotInShard { tensor, path: dir.join(file) });
+    for (tensor, file) in &index.weight_map {
+        let Some(&idx) = shard_idx.get(file.as_str()) else { continue };
+        if shards[idx].contains(tensor) {
+            tensors.insert(tensor.clone(), idx);
+        } else if is_needed(tensor) {
+            return Err(OpenError::NotInShard { tensor: tensor.clone(), path: dir.join(file) });
+        } else {
+            warnings.push(format!(
+                "tensor '{tensor}' is not in shard {}, where the index places it; no routed expert needs it",
+                dir.join(file).display()
+            ));
         }
-        tensors.insert(tensor, idx);
+    }
+    // Names of tensors that are stored once under another name are often left out of the index.
+    for (idx, shard) in shards.iter().enumerate() {
+        for alias in shard.aliases() {
+            tensors.entry(alias.to_owned()).or_insert(idx);
+        }
     }
     Ok((shards, tensors))
+}
+
+/// Warns of files that look like weights and that the index does not list.
+fn warn_of_stray_files(dir: &Path, index: &Index, warnings: &mut Vec<String>) {
+    let listed: HashSet<&str> = index.weight_map.values().map(String::as_str).collect();
+    if dir.join(SINGLE_FILE).exists() && !listed.contains(SINGLE_FILE) {
+        warnings.push(format!(
+            "{} is not used: {INDEX_FILE} does not list it; remove one of the two",
+            dir.join(SINGLE_FILE).display()
+        ));
+    }
 }
 
 /// The end tokens of `generation_config.json`; `None` if there is no such file or no such field.
@@ -180,16 +307,13 @@ fn generation_eos(path: &Path) -> Result<Option<Vec<u32>>, OpenError> {
     if !path.exists() {
         return Ok(None);
     }
-    let config_error =
-        |source| OpenError::Config { path: path.to_owned(), source: ConfigError::Json(source) };
-    let generation: Generation = serde_json::from_str(&read_text(path)?).map_err(config_error)?;
-    match generation.eos_token_id {
-        None | Some(serde_json::Value::Null) => Ok(None),
-        Some(value @ serde_json::Value::Array(_)) => {
-            serde_json::from_value(value).map(Some).map_err(config_error)
-        }
-        Some(value) => serde_json::from_value(value).map(|id| Some(vec![id])).map_err(config_error),
+    let config_error = |source| OpenError::Config { path: path.to_owned(), source };
+    let keys = Keys::parse(&read_text(path)?).map_err(config_error)?;
+    let value = keys.get("eos_token_id");
+    if value.is_none() {
+        return Ok(None);
     }
+    token_ids("eos_token_id", value).map(Some).map_err(config_error)
 }
 
 fn read_text(path: &Path) -> Result<String, OpenError> {

@@ -1,29 +1,33 @@
 //! A mapped and checked safetensors file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::tensor::Metadata;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::tensor::{DType, TensorError, TensorView};
 
 /// A safetensors file mapped read-only.
 ///
-/// Opening checks the header against the length of the file: every listed tensor lies inside the file, no
-/// tensors overlap, and no byte is unused. The file must not be truncated while it is mapped. As with any
+/// Opening checks the header against the length of the file: every name is unique, every listed tensor has as many
+/// bytes as its shape needs and lies inside the file, no tensors overlap, and no byte is unused. Equal tensors may be
+/// stored once: a name that `__metadata__` maps to a stored tensor is that tensor. The file must not be truncated while it is mapped. As with any
 /// memory map, reading removed bytes ends the process with SIGBUS.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
     map: Mmap,
     tensors: BTreeMap<String, Entry>,
+    /// Names that `__metadata__` gives to stored tensors.
+    aliases: Vec<String>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Entry {
     dtype: DType,
     shape: Box<[usize]>,
@@ -44,8 +48,8 @@ impl TensorFile {
         // A file that is rewritten while it is mapped gives wrong numbers, but every offset used was
         // copied out and checked here.
         let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
-        let tensors = read_header(path, &map)?;
-        Ok(TensorFile { path: path.to_owned(), map, tensors })
+        let (tensors, aliases) = read_header(path, &map)?;
+        Ok(TensorFile { path: path.to_owned(), map, tensors, aliases })
     }
 
     /// The path of the file.
@@ -56,6 +60,11 @@ impl TensorFile {
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// Names of tensors that are stored once under another name.
+    pub(crate) fn aliases(&self) -> impl Iterator<Item = &str> {
+        self.aliases.iter().map(String::as_str)
     }
 
     /// Returns true if a tensor of that name exists.
@@ -112,7 +121,9 @@ pub enum TensorFileError {
     Header { path: PathBuf, reason: String },
 }
 
-fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, TensorFileError> {
+type Tensors = (BTreeMap<String, Entry>, Vec<String>);
+
+fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
     let header_error = |reason: String| TensorFileError::Header { path: path.to_owned(), reason };
     let found_bytes = bytes.len() as u64;
     let Some((word, rest)) = bytes.split_first_chunk::<LENGTH_WORD_BYTES>() else {
@@ -131,12 +142,11 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, Ten
     let Some(header) = rest.get(..header_bytes as usize) else {
         return Err(truncated(path, found_bytes, header_end));
     };
-    // The deserializer of Metadata checks that tensors have no gaps and no overlaps, and that each has
-    // exactly shape × dtype bytes.
-    let metadata: Metadata =
+    let header: Header =
         serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
+    let (mut tensors, aliases, data_bytes) = header.check().map_err(header_error)?;
     let expected_bytes = header_end
-        .checked_add(metadata.data_len() as u64)
+        .checked_add(data_bytes as u64)
         .ok_or_else(|| header_error("its tensors overflow 64 bits".to_owned()))?;
     if found_bytes < expected_bytes {
         return Err(truncated(path, found_bytes, expected_bytes));
@@ -146,13 +156,119 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, Ten
         return Err(TensorFileError::TrailingBytes { path, found_bytes, expected_bytes });
     }
     let base = header_end as usize;
-    let tensors = metadata.tensors().into_iter().map(|(name, info)| {
-        let (start, end) = info.data_offsets;
-        let dtype = DType::from_safetensors(info.dtype);
-        let shape = info.shape.clone().into_boxed_slice();
-        (name, Entry { dtype, shape, bytes: base + start..base + end })
-    });
-    Ok(tensors.collect())
+    for entry in tensors.values_mut() {
+        entry.bytes = base + entry.bytes.start..base + entry.bytes.end;
+    }
+    Ok((tensors, aliases))
+}
+
+/// A header as it stands in the file.
+struct Header {
+    tensors: Vec<(String, RawEntry)>,
+    /// Names of `__metadata__` with their texts.
+    metadata: Vec<(String, String)>,
+}
+
+#[derive(Deserialize)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: [usize; 2],
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object with an entry for each tensor")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+                let mut header = Header { tensors: Vec::new(), metadata: Vec::new() };
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == METADATA {
+                        // Texts by the format. Anything else carries no alias.
+                        let metadata: serde_json::Value = map.next_value()?;
+                        let texts = metadata.as_object().into_iter().flatten();
+                        let texts = texts.filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned())));
+                        header.metadata.extend(texts);
+                        continue;
+                    }
+                    let entry = map
+                        .next_value()
+                        .map_err(|error| A::Error::custom(format!("tensor '{name}': {error}")))?;
+                    header.tensors.push((name, entry));
+                }
+                Ok(header)
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+impl Header {
+    /// The tensors by name, with byte ranges behind the header, their aliases, and the bytes of all.
+    fn check(self) -> Result<(BTreeMap<String, Entry>, Vec<String>, usize), String> {
+        let mut in_order = Vec::with_capacity(self.tensors.len());
+        let mut names = HashSet::with_capacity(self.tensors.len());
+        for (name, raw) in &self.tensors {
+            if !names.insert(name.as_str()) {
+                return Err(format!("tensor '{name}' is listed twice"));
+            }
+            in_order.push((name.as_str(), raw.check(name)?));
+        }
+        in_order.sort_by_key(|(_, entry)| (entry.bytes.start, entry.bytes.end));
+        let mut end = 0;
+        let mut before = "the header";
+        for (name, entry) in &in_order {
+            let start = entry.bytes.start;
+            if start < end {
+                return Err(format!("tensors '{before}' and '{name}' overlap: '{name}' starts at byte {start}, '{before}' ends at {end}"));
+            }
+            if start > end {
+                return Err(format!("{} bytes between {before} and tensor '{name}' belong to no tensor", start - end));
+            }
+            (before, end) = (name, entry.bytes.end);
+        }
+        let mut tensors: BTreeMap<String, Entry> =
+            in_order.iter().map(|(name, entry)| ((*name).to_owned(), entry.clone())).collect();
+        let mut aliases = Vec::new();
+        for (alias, stored) in self.metadata {
+            if !tensors.contains_key(&alias)
+                && let Some(entry) = tensors.get(&stored).cloned()
+            {
+                tensors.insert(alias.clone(), entry);
+                aliases.push(alias);
+            }
+        }
+        Ok((tensors, aliases, end))
+    }
+}
+
+impl RawEntry {
+    fn check(&self, name: &str) -> Result<Entry, String> {
+        let Some(dtype) = DType::from_name(&self.dtype) else {
+            let found: String = self.dtype.chars().take(40).collect();
+            return Err(format!("tensor '{name}' has the unknown dtype '{found}'"));
+        };
+        let bits = self.shape.iter().try_fold(dtype.size_bits(), |n, dim| n.checked_mul(*dim));
+        let Some(bits) = bits else {
+            return Err(format!("tensor '{name}' of shape {:?} overflows 64 bits", self.shape));
+        };
+        let [start, end] = self.data_offsets;
+        let found = end.checked_sub(start);
+        if bits % 8 != 0 || found != Some(bits / 8) {
+            return Err(format!(
+                "tensor '{name}' of shape {:?} and dtype {dtype} needs {} bytes, its data_offsets are {start} to {end}",
+                self.shape,
+                bits.div_ceil(8),
+            ));
+        }
+        Ok(Entry { dtype, shape: self.shape.clone().into_boxed_slice(), bytes: start..end })
+    }
 }
 
 fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileError {
@@ -163,4 +279,6 @@ fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileEr
 const LENGTH_WORD_BYTES: usize = 8;
 /// The format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// The entry of a header that is no tensor.
+const METADATA: &str = "__metadata__";
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";

@@ -1,0 +1,273 @@
+//! Reads single keys of a `config.json`, and remembers which ones were read.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+
+use super::ConfigError;
+
+/// The keys that describe the text model.
+///
+/// Multi-modal configurations keep them in a nested object (`text_config` and the like). A key that the nested
+/// object lacks is looked up in the outer one. `null` counts as absent, as in transformers.
+///
+/// Keys are read by need: a key that nothing asks for may hold anything.
+#[derive(Debug)]
+pub(crate) struct Keys {
+    outer: Map<String, Value>,
+    /// Name of the nested object with the text model's keys, if there is one.
+    nested: Option<&'static str>,
+    read: RefCell<BTreeSet<String>>,
+}
+
+impl Keys {
+    /// Parses `json`. Python's `NaN`, `Infinity` and `-Infinity` are read as `null`.
+    pub(crate) fn parse(json: &str) -> Result<Keys, ConfigError> {
+        let value: Value = serde_json::from_str(&without_python_numbers(json))
+            .map_err(|error| ConfigError::Json { reason: error.to_string() })?;
+        let Value::Object(outer) = value else {
+            let reason = format!("it is {}, expected an object", kind(&value));
+            return Err(ConfigError::Json { reason });
+        };
+        let nested = NESTED.iter().copied().find(|name| {
+            outer.get(*name).is_some_and(|inner| inner.get("hidden_size").is_some())
+                && !outer.contains_key("hidden_size")
+        });
+        Ok(Keys { outer, nested, read: RefCell::default() })
+    }
+
+    /// The object with the text model's keys, if it is nested.
+    pub(crate) fn nested(&self) -> Option<&'static str> {
+        self.nested
+    }
+
+    fn inner(&self) -> Option<&Map<String, Value>> {
+        self.outer.get(self.nested?)?.as_object()
+    }
+
+    /// The value of a key; `None` if it is absent or `null`.
+    pub(crate) fn get(&self, key: &str) -> Option<&Value> {
+        self.read.borrow_mut().insert(key.to_owned());
+        let found = self.inner().and_then(|inner| present(inner, key));
+        found.or_else(|| present(&self.outer, key))
+    }
+
+    /// The value of a key of the outer object only.
+    pub(crate) fn get_outer(&self, key: &str) -> Option<&Value> {
+        self.read.borrow_mut().insert(key.to_owned());
+        present(&self.outer, key)
+    }
+
+    /// The first of several spellings that is present, with its name.
+    ///
+    /// # Errors
+    /// [`ConfigError::Contradiction`] if two spellings are present with different values.
+    pub(crate) fn first(
+        &self,
+        spellings: &[&'static str],
+    ) -> Result<Option<(&'static str, &Value)>, ConfigError> {
+        let mut first: Option<(&'static str, &Value)> = None;
+        for key in spellings {
+            match (first, self.get(key)) {
+                (None, Some(value)) => first = Some((key, value)),
+                (Some((kept, value)), Some(other)) if value != other => {
+                    return Err(ConfigError::Contradiction {
+                        first: format!("{kept} = {value}"),
+                        second: format!("{key} = {other}"),
+                    });
+                }
+                _ => {}
+            }
+        }
+        Ok(first)
+    }
+
+    pub(crate) fn text(&self, key: &'static str) -> Result<Option<&str>, ConfigError> {
+        self.typed(key, "a text", Value::as_str)
+    }
+
+    pub(crate) fn flag(&self, key: &'static str) -> Result<Option<bool>, ConfigError> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn number(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    pub(crate) fn whole(&self, key: &'static str) -> Result<Option<usize>, ConfigError> {
+        self.typed(key, WHOLE, as_whole)
+    }
+
+    pub(crate) fn list(&self, key: &'static str) -> Result<Option<&Vec<Value>>, ConfigError> {
+        self.typed(key, "a list", Value::as_array)
+    }
+
+    fn typed<'a, T>(
+        &'a self,
+        key: &'static str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        read(value).map(Some).ok_or_else(|| invalid(key, clip(value), expected))
+    }
+
+    /// A dimension: present, at least 1, and small enough that a product of two fits into 64 bits.
+    pub(crate) fn dim(&self, spellings: &[&'static str]) -> Result<usize, ConfigError> {
+        self.bounded(spellings, MAX_DIM)
+    }
+
+    /// A number of layers or experts: present, at least 1, and small enough to list.
+    pub(crate) fn count(&self, spellings: &[&'static str]) -> Result<u32, ConfigError> {
+        self.bounded(spellings, MAX_COUNT).map(|v| v as u32)
+    }
+
+    fn bounded(&self, spellings: &[&'static str], max: usize) -> Result<usize, ConfigError> {
+        let Some((key, value)) = self.first(spellings)? else {
+            return Err(ConfigError::Missing { field: alternatives(spellings) });
+        };
+        // Some configurations repeat one number in a list with an entry for each layer.
+        let single = match value {
+            Value::Array(entries) if entries.windows(2).all(|pair| pair[0] == pair[1]) => {
+                entries.first().unwrap_or(value)
+            }
+            _ => value,
+        };
+        match as_whole(single) {
+            Some(found) if (1..=max).contains(&found) => Ok(found),
+            _ => Err(invalid(key, clip(value), format!("a whole number from 1 to {max}"))),
+        }
+    }
+
+    /// Keys of the text model that nothing has read so far, sorted.
+    pub(crate) fn unread(&self) -> Vec<String> {
+        let read = self.read.borrow();
+        let source = self.inner().unwrap_or(&self.outer);
+        source.keys().filter(|key| !read.contains(*key)).cloned().collect()
+    }
+}
+
+fn present<'a>(map: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
+    map.get(key).filter(|value| !value.is_null())
+}
+
+/// A whole number that is not negative, also when it is written with a fraction of zero.
+pub(crate) fn as_whole(value: &Value) -> Option<usize> {
+    if let Some(whole) = value.as_u64() {
+        return usize::try_from(whole).ok();
+    }
+    let float = value.as_f64()?;
+    (float.fract() == 0.0 && (0.0..=MAX_DIM as f64 * 256.0).contains(&float))
+        .then_some(float as usize)
+}
+
+/// `a`, or `a (or b, c)`.
+fn alternatives(spellings: &[&str]) -> String {
+    match spellings {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [first, others @ ..] => format!("{first} (or {})", others.join(", ")),
+    }
+}
+
+pub(crate) fn invalid(
+    field: &'static str,
+    found: impl std::fmt::Display,
+    expected: impl Into<String>,
+) -> ConfigError {
+    ConfigError::Invalid { field, found: found.to_string(), expected: expected.into() }
+}
+
+/// The text of a value, cut to a length that fits a message.
+pub(crate) fn clip(value: &Value) -> String {
+    let text = match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a flag",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Replaces `NaN`, `Infinity` and `-Infinity` outside of texts by `null`: Python writes them, JSON has none.
+fn without_python_numbers(json: &str) -> std::borrow::Cow<'_, str> {
+    if !json.contains("NaN") && !json.contains("Infinity") {
+        return json.into();
+    }
+    let mut out = String::with_capacity(json.len());
+    let mut rest = json;
+    let (mut in_text, mut escaped) = (false, false);
+    while let Some(c) = rest.chars().next() {
+        let word = (!in_text)
+            .then(|| ["NaN", "-Infinity", "Infinity"].into_iter().find(|w| rest.starts_with(w)))
+            .flatten();
+        if let Some(word) = word {
+            out.push_str("null");
+            rest = &rest[word.len()..];
+            continue;
+        }
+        in_text ^= c == '"' && !escaped;
+        escaped = in_text && c == '\\' && !escaped;
+        out.push(c);
+        rest = &rest[c.len_utf8()..];
+    }
+    out.into()
+}
+
+const WHOLE: &str = "a whole number";
+/// Objects in which multi-modal configurations keep the text model's keys.
+const NESTED: &[&str] = &["text_config", "llm_config", "language_config"];
+/// Above any model's vocabulary, context or width.
+const MAX_DIM: usize = 1 << 24;
+/// Above any model's number of layers or experts.
+const MAX_COUNT: usize = 1 << 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pythons_numbers_become_null_outside_of_texts_only() {
+        let json = r#"{"a": NaN, "b": "NaN \" Infinity", "c": [-Infinity, Infinity], "hidden_size": 4}"#;
+        let keys = Keys::parse(json).unwrap();
+        assert_eq!(keys.get("a"), None);
+        assert_eq!(keys.text("b").unwrap(), Some("NaN \" Infinity"));
+        assert_eq!(keys.list("c").unwrap().unwrap(), &[Value::Null, Value::Null]);
+        assert_eq!(keys.dim(&["hidden_size"]).unwrap(), 4);
+        assert!(keys.unread().is_empty());
+    }
+
+    #[test]
+    fn nested_keys_come_first_and_outer_keys_fill_the_gaps() {
+        let json = r#"{"a": 1, "b": 2, "text_config": {"a": 3, "hidden_size": 8, "x": []}}"#;
+        let keys = Keys::parse(json).unwrap();
+        assert_eq!(keys.nested(), Some("text_config"));
+        assert_eq!(keys.whole("a").unwrap(), Some(3));
+        assert_eq!(keys.whole("b").unwrap(), Some(2));
+        assert_eq!(keys.get_outer("a"), Some(&Value::from(1)));
+        assert_eq!(keys.unread(), ["hidden_size", "x"]);
+    }
+
+    #[test]
+    fn two_spellings_that_differ_are_both_named() {
+        let keys = Keys::parse(r#"{"num_experts": 8, "num_local_experts": 16}"#).unwrap();
+        let error = keys.count(&["num_experts", "num_local_experts"]).unwrap_err().to_string();
+        assert!(error.contains("num_experts = 8"), "{error}");
+        assert!(error.contains("num_local_experts = 16"), "{error}");
+        let keys = Keys::parse(r#"{"num_experts": 8, "num_local_experts": 8.0}"#).unwrap();
+        assert!(keys.count(&["num_local_experts"]).is_ok_and(|n| n == 8));
+    }
+}

@@ -1,0 +1,289 @@
+//! Identity of the served experts, which peers compare when they connect.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use sha2::{Digest, Sha256};
+
+use crate::open::Checkpoint;
+use crate::tensor::{TensorError, TensorView};
+
+/// SHA-256 over the experts' parameters and the digests of their tensors.
+///
+/// It covers what a server of experts serves: sizes, arithmetic, and names, dtypes, shapes and values of the routed
+/// experts' tensors. It is independent of the path, the sharding, the formatting of `config.json` and of tensors
+/// that are no experts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Fingerprint(pub [u8; 32]);
+
+/// How many bytes of each tensor a digest covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Coverage {
+    /// At least 64 KiB of each matrix, spread over it at places that its name decides, or all if it is smaller.
+    #[default]
+    Sampled,
+    /// All bytes.
+    Full,
+}
+
+/// Digests of the tensors of all routed experts, in the order of their names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorDigests {
+    coverage: Coverage,
+    canonical: String,
+    tensors: Vec<TensorDigest>,
+}
+
+/// The digest of one tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorDigest {
+    /// The tensor's name.
+    pub name: String,
+    /// The first half of BLAKE3 over dtype, shape and the covered bytes.
+    pub digest: [u8; 16],
+}
+
+impl Checkpoint {
+    /// Reads and digests the tensors of all routed experts on `threads` threads. Calls `progress` on the calling
+    /// thread with tensors done and in total, at least once.
+    ///
+    /// # Errors
+    /// [`TensorError::NoExperts`] if the directory holds no experts.
+    pub fn digests(
+        &self,
+        coverage: Coverage,
+        threads: usize,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<TensorDigests, TensorError> {
+        let Some(layout) = self.layout() else {
+            let layer = self.config().moe_layers().first().copied().unwrap_or(0);
+            // The error of the first expert says what is missing.
+            self.expert(layer, 0)?;
+            return Ok(TensorDigests { coverage, canonical: String::new(), tensors: Vec::new() });
+        };
+        let is_served = |name: &&str| {
+            let layer = layout.layer_of_expert_tensor(name);
+            layer.is_some_and(|layer| self.config().is_moe_layer(layer))
+        };
+        let names: Vec<&str> = self.names().filter(is_served).collect();
+        let next = AtomicUsize::new(0);
+        let done = AtomicUsize::new(0);
+        let work = || {
+            let mut found = Vec::new();
+            loop {
+                let first = next.fetch_add(TENSORS_AT_ONCE, Ordering::Relaxed);
+                let Some(batch) = names.get(first..) else { break };
+                let batch = &batch[..batch.len().min(TENSORS_AT_ONCE)];
+                if batch.is_empty() {
+                    break;
+                }
+                for (idx, name) in batch.iter().enumerate() {
+                    // Every listed name resolves.
+                    if let Ok(tensor) = self.tensor(name) {
+                        let experts = self.config().num_experts as usize;
+                        found.push((first + idx, digest(name, &tensor, coverage, experts)));
+                    }
+                }
+                done.fetch_add(batch.len(), Ordering::Relaxed);
+            }
+            found
+        };
+        let mut found = std::thread::scope(|scope| {
+            let helpers: Vec<_> =
+                (1..threads.max(1)).map(|_| scope.spawn(work)).collect();
+            let mut found = work();
+            progress(done.load(Ordering::Relaxed), names.len());
+            for helper in helpers {
+                // A panic of a helper is one of this thread.
+                found.extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            progress(names.len(), names.len());
+            found
+        });
+        found.sort_by_key(|(idx, _)| *idx);
+        let tensors = found
+            .into_iter()
+            .map(|(idx, digest)| TensorDigest { name: names[idx].to_owned(), digest })
+            .collect();
+        Ok(TensorDigests { coverage, canonical: self.config().canonical(), tensors })
+    }
+
+    /// The fingerprint over sampled bytes. Reads at least 64 KiB of each expert's matrices on all processors. Store
+    /// the result: each call computes it again.
+    ///
+    /// # Errors
+    /// As for [`digests`](Self::digests).
+    pub fn fingerprint(&self) -> Result<Fingerprint, TensorError> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(self.digests(Coverage::Sampled, threads, &mut |_, _| {})?.fingerprint())
+    }
+}
+
+impl TensorDigests {
+    /// The digests, by name.
+    #[must_use]
+    pub fn tensors(&self) -> &[TensorDigest] {
+        &self.tensors
+    }
+
+    /// How much they cover.
+    #[must_use]
+    pub fn coverage(&self) -> Coverage {
+        self.coverage
+    }
+
+    /// One fingerprint for all of them, the sizes and the arithmetic.
+    #[must_use]
+    pub fn fingerprint(&self) -> Fingerprint {
+        let mut hash = Sha256::new();
+        hash.update(match self.coverage {
+            Coverage::Sampled => DOMAIN_SAMPLED,
+            Coverage::Full => DOMAIN_FULL,
+        });
+        hash.update(&self.canonical);
+        for tensor in &self.tensors {
+            // Lengths first, so that two lists of tensors never have the same byte stream.
+            hash.update((tensor.name.len() as u64).to_le_bytes());
+            hash.update(&tensor.name);
+            hash.update(tensor.digest);
+        }
+        Fingerprint(hash.finalize().into())
+    }
+
+    /// Names of the first `limit` tensors that differ from `other` or that only one of the two has.
+    #[must_use]
+    pub fn differences(&self, other: &[TensorDigest], limit: usize) -> Vec<String> {
+        let (mut ours, mut theirs) = (self.tensors.iter().peekable(), other.iter().peekable());
+        let mut found = Vec::new();
+        while found.len() < limit {
+            match (ours.peek(), theirs.peek()) {
+                (None, None) => break,
+                (Some(a), Some(b)) if a.name == b.name => {
+                    if a.digest != b.digest {
+                        found.push(a.name.clone());
+                    }
+                    ours.next();
+                    theirs.next();
+                }
+                (Some(a), b) if b.is_none_or(|b| a.name < b.name) => {
+                    found.push(format!("{} (here only)", a.name));
+                    ours.next();
+                }
+                (_, Some(b)) => {
+                    found.push(format!("{} (there only)", b.name));
+                    theirs.next();
+                }
+                (Some(_), None) => break,
+            }
+        }
+        found
+    }
+}
+
+fn digest(name: &str, tensor: &TensorView<'_>, coverage: Coverage, num_experts: usize) -> [u8; 16] {
+    let mut hash = blake3::Hasher::new();
+    hash.update(tensor.dtype.name().as_bytes());
+    hash.update(&[0]);
+    for dim in tensor.shape {
+        hash.update(&(*dim as u64).to_le_bytes());
+    }
+    // A fused tensor holds one matrix for each expert.
+    let matrices = match tensor.shape {
+        [experts, _, ..] if *experts == num_experts && tensor.shape.len() > 2 => num_experts,
+        _ => 1,
+    };
+    let chunks = CHUNKS * matrices;
+    let data = tensor.data;
+    if coverage == Coverage::Full || data.len() <= chunks * CHUNK_BYTES {
+        hash.update(data);
+    } else {
+        let seed = blake3::hash(name.as_bytes());
+        let mut places = seed.as_bytes().chunks_exact(8).cycle();
+        let mut state = 0u64;
+        for chunk in 0..chunks {
+            let word = places.next().and_then(|word| word.try_into().ok()).unwrap_or([0; 8]);
+            state = splitmix(state ^ u64::from_le_bytes(word));
+            let start = data.len() * chunk / chunks;
+            let room = data.len() * (chunk + 1) / chunks - start - CHUNK_BYTES;
+            let place = start + (state % (room as u64 + 1)) as usize;
+            hash.update(&data[place..place + CHUNK_BYTES]);
+        }
+    }
+    let mut out = [0; 16];
+    out.copy_from_slice(&hash.finalize().as_bytes()[..16]);
+    out
+}
+
+/// One step of SplitMix64 (Steele, Lea and Flood 2014).
+fn splitmix(state: u64) -> u64 {
+    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fingerprint({self})")
+    }
+}
+
+impl FromStr for Fingerprint {
+    type Err = ParseFingerprintError;
+
+    /// Reads 64 hexadecimal digits.
+    fn from_str(text: &str) -> Result<Fingerprint, ParseFingerprintError> {
+        let error = || ParseFingerprintError { found: text.chars().take(80).collect() };
+        if text.len() != 64 || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
+            return Err(error());
+        }
+        let mut bytes = [0; 32];
+        for (i, byte) in bytes.iter_mut().enumerate() {
+            let pair = text.get(2 * i..2 * i + 2).ok_or_else(error)?;
+            *byte = u8::from_str_radix(pair, 16).map_err(|_| error())?;
+        }
+        Ok(Fingerprint(bytes))
+    }
+}
+
+/// Error of parsing a fingerprint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{found}' is not a model fingerprint, which has 64 hexadecimal digits")]
+pub struct ParseFingerprintError {
+    found: String,
+}
+
+/// Change these when the meaning of the hashed bytes changes.
+const DOMAIN_SAMPLED: &[u8] = b"switchyard experts fingerprint 2, sampled\n";
+const DOMAIN_FULL: &[u8] = b"switchyard experts fingerprint 2, full\n";
+/// Samples of a matrix, and bytes of each: 64 KiB together.
+const CHUNKS: usize = 16;
+const CHUNK_BYTES: usize = 4096;
+/// Tensors that a thread takes at once.
+const TENSORS_AT_ONCE: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_form_round_trips_and_rejects_what_is_not_hex() {
+        let fingerprint = Fingerprint(std::array::from_fn(|i| (i * 37 + 5) as u8));
+        let text = fingerprint.to_string();
+        assert_eq!(text.len(), 64);
+        assert_eq!(text.parse::<Fingerprint>().unwrap(), fingerprint);
+        assert_eq!(text.to_uppercase().parse::<Fingerprint>().unwrap(), fingerprint);
+        let multibyte = "é".repeat(32);
+        for bad in ["", &text[1..], &format!("{text}0"), &text.replace('2', "g"), &multibyte] {
+            let error = bad.parse::<Fingerprint>().unwrap_err().to_string();
+            assert!(error.contains("64 hexadecimal digits"), "{error}");
+        }
+    }
+}

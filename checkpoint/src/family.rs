@@ -1,0 +1,188 @@
+//! Descriptions of model families: tensor names, configuration keys and arithmetic as data.
+//!
+//! A family is a row of [`Family::ALL`]. Source of every row: the modelling and configuration code of
+//! transformers 5.23 (`models/<model_type>/`) and the names in published checkpoints.
+
+mod table;
+
+use std::fmt;
+
+/// A model family: the checkpoints of one `model_type`.
+///
+/// Two families are equal if their model types are.
+#[derive(Debug)]
+pub struct Family {
+    /// `model_type` in `config.json`, of the text model where configurations are nested.
+    pub model_type: &'static str,
+    /// Other values of `model_type` that mean the same, such as that of a multi-modal wrapper.
+    pub(crate) aliases: &'static [&'static str],
+    /// Class names in `architectures`. The first one stands for the family in messages.
+    pub(crate) classes: &'static [&'static str],
+    /// Keys of the inner width of one routed expert, in order of preference.
+    pub(crate) width: &'static [&'static str],
+    /// The experts' activation.
+    pub(crate) activation: ActivationRule,
+    /// The place of the factor that the router gives a token's expert.
+    pub(crate) weighting: Weighting,
+    /// The layers that have experts.
+    pub(crate) layers: LayerRule,
+    /// The layout of a fused gate-and-up tensor whose shape does not tell it.
+    pub(crate) fused: Fused,
+    /// From logits to experts and factors.
+    pub(crate) router: RouterRule,
+    /// Name of the router's weight behind the layer's prefix. The first one that exists counts.
+    pub(crate) gate: &'static [&'static str],
+    /// Name of the per-expert bias for the choice of experts.
+    pub(crate) choice_bias: &'static [&'static str],
+    /// Experts that every token passes.
+    pub(crate) shared: Option<SharedRule>,
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Family) -> bool {
+        self.model_type == other.model_type
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.class_name())
+    }
+}
+
+impl Family {
+    /// Every family that can be served.
+    pub const ALL: &'static [Family] = table::FAMILIES;
+
+    /// The family's class name in `architectures`.
+    #[must_use]
+    pub fn class_name(&self) -> &'static str {
+        self.classes.first().copied().unwrap_or(self.model_type)
+    }
+
+    /// The family with that class name in `architectures`.
+    #[must_use]
+    pub fn by_class(class: &str) -> Option<&'static Family> {
+        Self::ALL.iter().find(|family| family.classes.contains(&class))
+    }
+
+    /// The family with that `model_type`.
+    #[must_use]
+    pub fn by_model_type(model_type: &str) -> Option<&'static Family> {
+        let known = |family: &&Family| {
+            family.model_type == model_type || family.aliases.contains(&model_type)
+        };
+        Self::ALL.iter().find(known)
+    }
+}
+
+/// How a family's configuration gives the experts' activation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum ActivationRule {
+    /// `act(gate) · up`; the key names the activation, SiLU if it is absent.
+    Gated {
+        /// Key of the activation's name.
+        key: &'static str,
+    },
+    /// `silu(min(gate, L)) · clamp(up, −L, L)`, L from `swiglu_limit`; without the key nothing is clamped.
+    Clamped,
+    /// `gate · σ(α · gate) · (up + 1)` after the same clamping; α and L from the keys, else these values.
+    ClampedOffset {
+        /// Key of α, and its default.
+        alpha: (&'static str, f32),
+        /// Key of L, and its default.
+        limit: (&'static str, f32),
+    },
+    /// No gate: `relu(up)²`.
+    Relu2,
+}
+
+/// Where a token's factor for an expert is applied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weighting {
+    /// On the expert's output: `Σ w · expert(x)`.
+    Output,
+    /// On the expert's input: `Σ expert(w · x)` (Llama 4).
+    Input,
+}
+
+/// Which layers have experts. A list `mlp_layer_types` of `"dense"` and `"sparse"` overrides every rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LayerRule {
+    /// Every layer.
+    All,
+    /// Layer `l` if `(l + 1) % decoder_sparse_step == 0` and `mlp_only_layers` does not list it.
+    SparseStep,
+    /// From `first_k_dense_replace` (or this default) on, every `moe_layer_freq`-th, or those that a list marks.
+    AfterDense {
+        /// Keys of the number of leading dense layers.
+        key: &'static [&'static str],
+        /// Value without the key.
+        default: u32,
+    },
+    /// `l % expert_layer_period == expert_layer_offset`, with Jamba's defaults 2 and 1.
+    Period,
+    /// `moe_layers`, else every `interleave_moe_layer_step`-th (`(l + 1) % step == 0`).
+    Interleaved,
+    /// From `moe_layer_start_index` to `moe_layer_end_index` every `moe_layer_interval`-th.
+    Range,
+    /// The layers whose experts are stored.
+    Stored,
+}
+
+/// How rows of gate and up lie in a fused tensor, where its shape does not tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fused {
+    /// The tensor is `[E, H, 2I]` instead of `[E, 2I, H]`.
+    pub transposed: bool,
+    /// Gate and up alternate (g0, u0, g1, …) instead of one after the other.
+    pub interleaved: bool,
+}
+
+/// The family's way from router logits to experts and factors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum RouterRule {
+    /// Softmax over all experts, top-k, factors divided by their sum as said.
+    Softmax(Renormalise),
+    /// Top-k of the logits, then softmax over the chosen ones.
+    SoftmaxOfChosen,
+    /// DeepSeek-V2: softmax; greedy or group-limited; scaled.
+    DeepseekV2,
+    /// DeepSeek-V3: sigmoid, bias for the choice, groups by the sum of their two best, scaled.
+    DeepseekV3,
+    /// A rule that this library does not compute; an engine brings its own.
+    Own,
+}
+
+/// Whether the chosen experts' scores are divided by their sum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Renormalise {
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+    /// As `norm_topk_prob` says; this without the key.
+    Key(bool),
+}
+
+/// Experts that every token passes, stored as one MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SharedRule {
+    /// Name of the MLP behind the layer's prefix.
+    pub path: &'static str,
+    /// Name of the weight whose sigmoid scales the MLP's output, behind the layer's prefix.
+    pub gate: Option<&'static str>,
+    /// How the configuration gives the MLP's width.
+    pub width: SharedWidth,
+}
+
+/// How a configuration gives the width of the shared experts' MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SharedWidth {
+    /// The number under these keys (default) times the width of a routed expert.
+    Times(&'static [&'static str], u32),
+    /// The width itself under this key. 0 or absent: no shared experts.
+    Width(&'static str),
+}
