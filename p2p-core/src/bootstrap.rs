@@ -14,8 +14,8 @@
 //! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
 
 mod admission;
-mod aside;
 mod attempt;
+mod background_drop;
 mod connect;
 mod fallback;
 mod listener;
@@ -34,7 +34,7 @@ use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-pub use aside::Aside;
+pub use background_drop::BackgroundDrop;
 pub use connect::{ConnectConfig, ConnectError, connect};
 pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
@@ -219,17 +219,17 @@ async fn blocking<T: Send + 'static>(
 /// Makes this side's device slot. A device's calls may block, so they run beside the tasks, and so does their end.
 async fn open_device(
     memory: Arc<dyn DeviceMemory>,
-) -> Result<Aside<Box<dyn OpenDeviceSlot>>, DeviceSlotError> {
-    let open = blocking(move || memory.open().map(Aside::new)).await;
+) -> Result<BackgroundDrop<Box<dyn OpenDeviceSlot>>, DeviceSlotError> {
+    let open = blocking(move || memory.open().map(BackgroundDrop::new)).await;
     open.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
 }
 
 /// Maps the peer's device slot.
 async fn join_device(
-    open: Aside<Box<dyn OpenDeviceSlot>>,
+    open: BackgroundDrop<Box<dyn OpenDeviceSlot>>,
     peer: OwnedFd,
-) -> Result<Aside<DeviceSlots>, DeviceSlotError> {
-    let joined = blocking(move || open.into_inner().join(peer).map(Aside::new)).await;
+) -> Result<BackgroundDrop<DeviceSlots>, DeviceSlotError> {
+    let joined = blocking(move || open.into_inner().join(peer).map(BackgroundDrop::new)).await;
     joined.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
 }
 

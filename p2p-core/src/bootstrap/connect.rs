@@ -10,8 +10,8 @@ use thiserror::Error;
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
-use super::aside::Aside;
 use super::attempt::Attempt;
+use super::background_drop::BackgroundDrop;
 use super::fallback::{self, Fallback};
 use super::liveness::Liveness;
 use super::wire::{
@@ -302,7 +302,7 @@ async fn connect_once(
             let ours = side.description();
             let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
-            Ok::<_, ConnectError>((Aside::new((channel, pair)), ours))
+            Ok::<_, ConnectError>((BackgroundDrop::new((channel, pair)), ours))
         })
         .await
         .map_err(broken)??;
@@ -373,7 +373,7 @@ async fn share(
     kind: TransportKind,
     welcome: &wire::Welcome,
     wanted: Wanted,
-) -> Result<(Aside<Slots>, PageKind), ConnectError> {
+) -> Result<(BackgroundDrop<Slots>, PageKind), ConnectError> {
     let layout = wanted.layout;
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
@@ -393,7 +393,9 @@ async fn share(
         disorder: wanted.disorder,
     };
     let channel = endpoint.join(layout, own, theirs)?;
-    let Some(side) = wanted.device else { return Ok((Aside::new((channel, None)), pages)) };
+    let Some(side) = wanted.device else {
+        return Ok((BackgroundDrop::new((channel, None)), pages));
+    };
     let own = open_device(side).await.map_err(ConnectError::Device)?;
     let descriptor = own.descriptor();
     pass::send(&meeting, &welcome.nonce, [descriptor]).await?;

@@ -20,7 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::admission::{Admission, Place};
-use super::aside::Aside;
+use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
@@ -414,7 +414,7 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
 
 /// Everything that a handshake agreed on.
 struct Agreed {
-    slots: Aside<Slots>,
+    slots: BackgroundDrop<Slots>,
     peer: PeerHello,
     left_out: String,
     reply: Vec<u8>,
@@ -513,7 +513,9 @@ where
             let (joined, device) = side.join(&theirs).map_err(|e| e.to_string())?;
             let Joined { endpoint, slot } = joined;
             let channel = Channel::new(endpoint, layout, slot, SlotKey);
-            channel.map(|channel| Aside::new((channel, device, permit))).map_err(|e| e.to_string())
+            channel
+                .map(|channel| BackgroundDrop::new((channel, device, permit)))
+                .map_err(|e| e.to_string())
         })
         .await
         .and_then(|result| result)
@@ -552,7 +554,7 @@ where
             let pair = exchange(side, &meeting, &welcome.nonce).await?;
             pair.map(|pair| (channel, Some(pair), permit))
         }
-        None => Aside::new((channel, None, permit)),
+        None => BackgroundDrop::new((channel, None, permit)),
     };
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
@@ -565,7 +567,7 @@ async fn open_first(
     shared: &Shared,
     choices: Vec<Offer>,
     route: Route,
-) -> Result<(Offer, Option<(Aside<Opened>, SlotLayout)>), Reject> {
+) -> Result<(Offer, Option<(BackgroundDrop<Opened>, SlotLayout)>), Reject> {
     let mut errors = Vec::new();
     for offer in choices {
         let Some(network) = network_of(&offer, &shared.config.networks) else {
@@ -578,7 +580,8 @@ async fn open_first(
         };
         let open = |layout| {
             blocking(move || {
-                Opened::open(network.as_ref(), &layout, route, device.as_deref()).map(Aside::new)
+                Opened::open(network.as_ref(), &layout, route, device.as_deref())
+                    .map(BackgroundDrop::new)
             })
         };
         let opened = match layout {
@@ -601,7 +604,7 @@ async fn exchange(
     side: Arc<dyn DeviceMemory>,
     meeting: &UnixStream,
     nonce: &Nonce,
-) -> Result<Aside<DeviceSlots>, Reject> {
+) -> Result<BackgroundDrop<DeviceSlots>, Reject> {
     let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
     let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
     if found != *nonce {

@@ -11,13 +11,13 @@ use tokio::runtime::Handle;
 /// and a proxy posts on for a moment. Whoever drops this does not wait for that: a thread of the runtime does
 /// that is for work that blocks. Where it can have no such thread, the value stays until it has one, or goes with the
 /// last handle of the runtime; when the runtime is gone it is dropped in place.
-pub struct Aside<T: Send + 'static> {
+pub struct BackgroundDrop<T: Send + 'static> {
     value: ManuallyDrop<T>,
     /// `None` where there is no runtime: then it goes in place.
     runtime: Option<Handle>,
 }
 
-impl<T: Send + 'static> Aside<T> {
+impl<T: Send + 'static> BackgroundDrop<T> {
     /// Of the runtime that this is called in, also by one of its threads for work that blocks.
     #[must_use]
     pub fn new(value: T) -> Self {
@@ -26,9 +26,9 @@ impl<T: Send + 'static> Aside<T> {
 
     /// Another value, which is made of this one.
     #[must_use]
-    pub fn map<U: Send + 'static>(self, make: impl FnOnce(T) -> U) -> Aside<U> {
+    pub fn map<U: Send + 'static>(self, make: impl FnOnce(T) -> U) -> BackgroundDrop<U> {
         let (value, runtime) = self.into_parts();
-        Aside { value: ManuallyDrop::new(make(value)), runtime }
+        BackgroundDrop { value: ManuallyDrop::new(make(value)), runtime }
     }
 
     /// The value, whose end is the caller's matter from now on.
@@ -44,7 +44,7 @@ impl<T: Send + 'static> Aside<T> {
     }
 }
 
-impl<T: Send + 'static> Deref for Aside<T> {
+impl<T: Send + 'static> Deref for BackgroundDrop<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -52,13 +52,13 @@ impl<T: Send + 'static> Deref for Aside<T> {
     }
 }
 
-impl<T: Send + 'static> DerefMut for Aside<T> {
+impl<T: Send + 'static> DerefMut for BackgroundDrop<T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }
 }
 
-impl<T: Send + 'static> Drop for Aside<T> {
+impl<T: Send + 'static> Drop for BackgroundDrop<T> {
     fn drop(&mut self) {
         // SAFETY: not used after this.
         let value = unsafe { ManuallyDrop::take(&mut self.value) };
@@ -77,7 +77,7 @@ impl<T: Send + 'static> Drop for Aside<T> {
     }
 }
 
-impl<T: Send + fmt::Debug + 'static> fmt::Debug for Aside<T> {
+impl<T: Send + fmt::Debug + 'static> fmt::Debug for BackgroundDrop<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         T::fmt(self, f)
     }
@@ -119,8 +119,8 @@ mod tests {
         let (another, allow_another, another_end) = slow();
         // In a task, and by a thread that knows nothing of the runtime.
         let value = runtime.block_on(async {
-            drop(Aside::new(another));
-            Aside::new(value)
+            drop(BackgroundDrop::new(another));
+            BackgroundDrop::new(value)
         });
         drop(value.map(|value| (value, 7)));
         for (allow, end) in [(allow, end), (allow_another, another_end)] {
@@ -139,7 +139,7 @@ mod tests {
             .expect("runtime");
         let (value, allow, end) = slow();
         drop(allow);
-        runtime.block_on(async { drop(Aside::new(value)) });
+        runtime.block_on(async { drop(BackgroundDrop::new(value)) });
         assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
         drop(runtime);
         end.recv_timeout(PATIENCE).expect("its end");
@@ -149,16 +149,18 @@ mod tests {
     fn without_a_runtime_it_goes_in_place() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
         let (late, allow_late, late_end) = slow();
-        let late = runtime.block_on(async { Aside::new(late) });
+        let late = runtime.block_on(async { BackgroundDrop::new(late) });
         drop(runtime);
         let (value, allow, end) = slow();
-        for (value, allow, end) in [(late, allow_late, late_end), (Aside::new(value), allow, end)] {
+        for (value, allow, end) in
+            [(late, allow_late, late_end), (BackgroundDrop::new(value), allow, end)]
+        {
             drop(allow);
             drop(value);
             assert_eq!(end.try_recv(), Ok(thread::current().id()));
         }
         let (value, _allow, end) = slow();
-        let value = Aside::new(value).into_inner();
+        let value = BackgroundDrop::new(value).into_inner();
         assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
         std::mem::forget(value);
     }
