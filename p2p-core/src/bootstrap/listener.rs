@@ -29,7 +29,7 @@ use super::{
     MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
     read_message, write_message,
 };
-use crate::backend::shm::pass::{self, Nonce, Passed};
+use crate::backend::shm::pass::{self, Nonce, SlotDescriptors};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
 #[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
@@ -153,7 +153,7 @@ struct Shared {
 }
 
 /// What a rendezvous brought: descriptors, or the reason against whoever sent them.
-type Met = Result<(UnixStream, Passed), ShmError>;
+type Met = Result<(UnixStream, SlotDescriptors), ShmError>;
 
 impl Listener {
     /// Listens on `addr`; port 0 takes any free one.
@@ -652,7 +652,7 @@ impl<'a> Expected<'a> {
     }
 
     /// Waits for the descriptors, or for the end of the bootstrap connection.
-    async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, Passed), Ended> {
+    async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, SlotDescriptors), Ended> {
         let mut byte = [0u8; 1];
         tokio::select! {
             arrived = &mut self.arrived => match arrived {
