@@ -147,13 +147,13 @@ struct Shared {
     host: HostIdentity,
     rendezvous_name: Nonce,
     /// Handshakes that wait for descriptors.
-    waiting: Mutex<HashMap<Nonce, oneshot::Sender<Met>>>,
+    waiting: Mutex<HashMap<Nonce, oneshot::Sender<RendezvousResult>>>,
     peers: Arc<Semaphore>,
     stats: Arc<ListenerStats>,
 }
 
 /// What a rendezvous brought: descriptors, or the reason against whoever sent them.
-type Met = Result<(UnixStream, SlotDescriptors), ShmError>;
+type RendezvousResult = Result<(UnixStream, SlotDescriptors), ShmError>;
 
 impl Listener {
     /// Listens on `addr`; port 0 takes any free one.
@@ -216,7 +216,7 @@ impl Listener {
         let Self { tcp, rendezvous, shared, .. } = self;
         let handlers = Arc::new((accept, on_peer));
         let admission = Admission::new(shared.config.max_handshakes);
-        let meetings = Admission::new(shared.config.max_handshakes);
+        let rendezvous_admission = Admission::new(shared.config.max_handshakes);
         let mut tasks = JoinSet::new();
         tokio::pin!(shutdown);
         loop {
@@ -237,13 +237,13 @@ impl Listener {
                     }
                     Err(error) => pause_after(&error).await,
                 },
-                accepted = after(meetings.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
+                accepted = after(rendezvous_admission.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
-                        let (place, _) = meetings.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                        let (place, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
                         // Whoever comes here has been given the name in a handshake.
                         place.settle();
                         let shared = Arc::clone(&shared);
-                        tasks.spawn(async move { meet(&shared, stream, &place).await });
+                        tasks.spawn(async move { receive_descriptors(&shared, stream, &place).await });
                     }
                     Err(error) => pause_after(&error).await,
                 },
@@ -295,7 +295,7 @@ async fn pause_after(error: &io::Error) {
 }
 
 /// Takes descriptors from a Unix connection and hands them to the handshake that waits for them.
-async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
+async fn receive_descriptors(shared: &Shared, stream: UnixStream, place: &Place) {
     let received = tokio::select! {
         received = timeout(shared.config.handshake_timeout, pass::receive(&stream)) => received,
         () = place.evicted() => return,
@@ -303,10 +303,10 @@ async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
     match received {
         Ok(Ok(passed)) => {
             let waiting = lock(&shared.waiting).remove(&passed.nonce);
-            let met = pass::check_user(&stream).map(|()| (stream, passed));
+            let result = pass::check_user(&stream).map(|()| (stream, passed));
             match waiting {
                 // The handshake may have ended meanwhile; everything is closed then.
-                Some(handshake) => drop(handshake.send(met)),
+                Some(handshake) => drop(handshake.send(result)),
                 None => tracing::debug!("descriptors for a handshake that nobody waits for"),
             }
         }
@@ -317,20 +317,20 @@ async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
 
 /// How a handshake ended without a connection.
 #[derive(Debug)]
-enum Ended {
+enum HandshakeEnd {
     Rejected(Reject),
     TimedOut,
     Evicted,
     Broken(String),
 }
 
-impl From<Reject> for Ended {
+impl From<Reject> for HandshakeEnd {
     fn from(reject: Reject) -> Self {
         Self::Rejected(reject)
     }
 }
 
-impl From<ReadError> for Ended {
+impl From<ReadError> for HandshakeEnd {
     fn from(error: ReadError) -> Self {
         match error {
             ReadError::Wire(error) => Self::Rejected(refusal_of(&error)),
@@ -354,7 +354,7 @@ where
     let ended = tokio::select! {
         biased;
         result = timeout(limit, handshake(shared, &mut stream, &place, accept)) => match result {
-            Ok(Ok(agreed)) => match agreed.into_connection(shared, stream, addr) {
+            Ok(Ok(agreement)) => match agreement.into_connection(shared, stream, addr) {
                 Ok(connection) => {
                     shared.stats.connected.fetch_add(1, Ordering::Relaxed);
                     return Some(connection);
@@ -366,25 +366,25 @@ where
                 }
             },
             Ok(Err(ended)) => ended,
-            Err(_) => Ended::TimedOut,
+            Err(_) => HandshakeEnd::TimedOut,
         },
-        () = place.evicted() => Ended::Evicted,
+        () = place.evicted() => HandshakeEnd::Evicted,
     };
     let stats = &shared.stats;
     let (count, reject) = match ended {
-        Ended::Broken(error) => {
+        HandshakeEnd::Broken(error) => {
             tracing::debug!(%addr, %error, "a handshake broke");
             (&stats.broken, None)
         }
-        Ended::Rejected(reject) => {
+        HandshakeEnd::Rejected(reject) => {
             tracing::warn!(%addr, %reject, "a peer was rejected");
             (&stats.rejected, Some(reject))
         }
-        Ended::TimedOut => {
+        HandshakeEnd::TimedOut => {
             let message = format!("the handshake was not complete after {} ms", limit.as_millis());
             (&stats.timed_out, Some(Reject::new(RejectCode::TIMEOUT, message)))
         }
-        Ended::Evicted => {
+        HandshakeEnd::Evicted => {
             let message = "too many handshakes under way, and this was the oldest; try again";
             (&stats.evicted, Some(Reject::new(RejectCode::BUSY, message)))
         }
@@ -413,7 +413,7 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
 }
 
 /// Everything that a handshake agreed on.
-struct Agreed {
+struct Agreement {
     slots: BackgroundDrop<Slots>,
     peer: PeerHello,
     left_out: String,
@@ -425,7 +425,7 @@ struct Agreed {
 /// What a connection is made of. The permit comes last: a peer that is let in instead finds the memory free.
 type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, OwnedSemaphorePermit);
 
-impl Agreed {
+impl Agreement {
     fn into_connection(
         self,
         shared: &Shared,
@@ -454,18 +454,18 @@ async fn handshake<A>(
     stream: &mut TcpStream,
     place: &Place,
     accept: &A,
-) -> Result<Agreed, Ended>
+) -> Result<Agreement, HandshakeEnd>
 where
     A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
 {
-    let broken = |e: io::Error| Ended::Broken(e.to_string());
+    let broken = |e: io::Error| HandshakeEnd::Broken(e.to_string());
     stream.set_nodelay(true).map_err(broken)?;
     let (header, body) = read_message(stream).await?;
     if header.kind != KIND_HELLO {
         let error = WireError::Kind { found: header.kind, expected: "a hello" };
         return Err(refusal_of(&error).into());
     }
-    let hello = wire::decode_hello(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    let hello = wire::decode_hello(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     check_ticket(&shared.config, &hello)?;
     place.settle();
     check_slot(&shared.config, &hello)?;
@@ -483,7 +483,7 @@ where
     }
 
     let no_transport = |e: &dyn std::fmt::Display| {
-        Ended::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
+        HandshakeEnd::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
     };
     let layout = shared.layout;
     let route = Route {
@@ -523,26 +523,26 @@ where
         write_message(stream, &wire::encode_go()).await.map_err(broken)?;
         let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
         let Hello { peer, left_out, .. } = hello;
-        return Ok(Agreed { slots, peer, left_out, reply, transport, pages });
+        return Ok(Agreement { slots, peer, left_out, reply, transport, pages });
     }
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
     let pages = own.pages();
-    let expected = Expected::new(shared);
+    let entry = RendezvousEntry::new(shared);
     let kind = offer.kind;
     let welcome = Welcome {
         offer,
         side: SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() },
-        nonce: expected.nonce,
+        nonce: entry.nonce,
         rendezvous: shared.rendezvous_name,
         payload: reply,
     };
     write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
-    let (meeting, passed) = expected.wait(stream).await?;
+    let (socket, passed) = entry.wait(stream).await?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);
-    pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
+    pass::send(&socket, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
     let endpoint = MemoryEndpoint {
         kind,
         #[cfg(feature = "test-transports")]
@@ -551,7 +551,7 @@ where
     let channel = endpoint.join(layout, own, theirs).map_err(|e| no_transport(&e))?;
     let slots = match shared.config.device.clone() {
         Some(side) => {
-            let pair = exchange(side, &meeting, &welcome.nonce).await?;
+            let pair = exchange(side, &socket, &welcome.nonce).await?;
             pair.map(|pair| (channel, Some(pair), permit))
         }
         None => BackgroundDrop::new((channel, None, permit)),
@@ -559,7 +559,7 @@ where
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
     let Hello { peer, left_out, .. } = hello;
-    Ok(Agreed { slots, peer, left_out, reply, transport, pages })
+    Ok(Agreement { slots, peer, left_out, reply, transport, pages })
 }
 
 /// Opens a side of the first of `choices` that works here. `None` beside a transport that is no network.
@@ -602,29 +602,32 @@ async fn open_first(
 /// Joins device slots over the Unix connection on which the others were exchanged.
 async fn exchange(
     side: Arc<dyn DeviceMemory>,
-    meeting: &UnixStream,
+    socket: &UnixStream,
     nonce: &Nonce,
 ) -> Result<BackgroundDrop<DeviceSlots>, Reject> {
     let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
-    let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
+    let (found, [memory]) = pass::receive_exactly(socket).await.map_err(|e| refused(&e))?;
     if found != *nonce {
         return Err(refused(&"the descriptor of the device slot belongs to another handshake"));
     }
     let open = open_device(side).await.map_err(|e| refused(&e))?;
     let own = open.descriptor().try_clone_to_owned().map_err(|e| refused(&e))?;
     let pair = join_device(open, memory).await.map_err(|e| refused(&e))?;
-    pass::send(meeting, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
+    pass::send(socket, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
     Ok(pair)
 }
 
 /// The connecting side's last message.
-async fn read_ready(stream: &mut TcpStream, layout: &SlotLayout) -> Result<SideDescription, Ended> {
+async fn read_ready(
+    stream: &mut TcpStream,
+    layout: &SlotLayout,
+) -> Result<SideDescription, HandshakeEnd> {
     let (header, body) = read_message(stream).await?;
     if header.kind != KIND_READY {
         let error = WireError::Kind { found: header.kind, expected: "a ready" };
         return Err(refusal_of(&error).into());
     }
-    let side = wire::decode_ready(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    let side = wire::decode_ready(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     if side.bytes != layout.slot_bytes() as u64 {
         let error = WireError::Value {
             field: "side.bytes",
@@ -637,13 +640,13 @@ async fn read_ready(stream: &mut TcpStream, layout: &SlotLayout) -> Result<SideD
 }
 
 /// A handshake's entry in the table of those that wait for descriptors, removed when dropped.
-struct Expected<'a> {
+struct RendezvousEntry<'a> {
     shared: &'a Shared,
     nonce: Nonce,
-    arrived: oneshot::Receiver<Met>,
+    arrived: oneshot::Receiver<RendezvousResult>,
 }
 
-impl<'a> Expected<'a> {
+impl<'a> RendezvousEntry<'a> {
     fn new(shared: &'a Shared) -> Self {
         let nonce: Nonce = rand::random();
         let (sender, arrived) = oneshot::channel();
@@ -652,28 +655,31 @@ impl<'a> Expected<'a> {
     }
 
     /// Waits for the descriptors, or for the end of the bootstrap connection.
-    async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, SlotDescriptors), Ended> {
+    async fn wait(
+        mut self,
+        stream: &TcpStream,
+    ) -> Result<(UnixStream, SlotDescriptors), HandshakeEnd> {
         let mut byte = [0u8; 1];
         tokio::select! {
             arrived = &mut self.arrived => match arrived {
-                Ok(Ok(met)) => Ok(met),
+                Ok(Ok(received)) => Ok(received),
                 Ok(Err(error)) => Err(Reject::new(RejectCode::TRANSPORT, error.to_string()).into()),
-                Err(_) => Err(Ended::Broken("the rendezvous ended".to_owned())),
+                Err(_) => Err(HandshakeEnd::Broken("the rendezvous ended".to_owned())),
             },
             peeked = stream.peek(&mut byte) => match peeked {
-                Ok(0) => Err(Ended::Broken("the peer closed the connection".to_owned())),
+                Ok(0) => Err(HandshakeEnd::Broken("the peer closed the connection".to_owned())),
                 Ok(_) => Err(Reject::new(
                     RejectCode::MALFORMED,
                     "a message before the descriptors of the slot",
                 )
                 .into()),
-                Err(error) => Err(Ended::Broken(error.to_string())),
+                Err(error) => Err(HandshakeEnd::Broken(error.to_string())),
             },
         }
     }
 }
 
-impl Drop for Expected<'_> {
+impl Drop for RendezvousEntry<'_> {
     fn drop(&mut self) {
         lock(&self.shared.waiting).remove(&self.nonce);
     }
