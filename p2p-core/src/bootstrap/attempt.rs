@@ -19,7 +19,7 @@ pub(super) struct Attempt<'a> {
     /// Left out in the handshake under way.
     pub(super) left_out: Vec<LeftOut>,
     /// What the listening side chose in it.
-    chosen: Option<Chosen>,
+    choice: Option<Choice>,
     /// What did not work in this call.
     failed: Vec<LeftOut>,
     /// Nothing else is common to both: what did not work earlier is tried all the same.
@@ -28,7 +28,7 @@ pub(super) struct Attempt<'a> {
     error: Option<ConnectError>,
 }
 
-struct Chosen {
+struct Choice {
     offer: Offer,
     /// Of a network, which may reach nobody although both sides could join: the connection over which it
     /// was chosen. `None` where the system gave no second descriptor.
@@ -43,7 +43,7 @@ impl<'a> Attempt<'a> {
             fallback: config.fallback.clone(),
             all: offers(&config.transports, &config.networks, config.device.is_some()),
             left_out: Vec::new(),
-            chosen: None,
+            choice: None,
             failed: Vec::new(),
             no_choice: false,
             error: None,
@@ -51,7 +51,7 @@ impl<'a> Attempt<'a> {
     }
 
     pub(super) fn begin(&mut self) {
-        self.chosen = None;
+        self.choice = None;
         self.left_out = self.fallback.left_out();
         // What works on another link is not left out for good, but is in this call.
         for failed in &self.failed {
@@ -77,7 +77,7 @@ impl<'a> Attempt<'a> {
     /// The listening side chose `offer`, over `control` if it is a network.
     pub(super) fn choose(&mut self, offer: &Offer, control: Option<&TcpStream>) {
         let control = control.and_then(|stream| rustix::io::fcntl_dupfd_cloexec(stream, 0).ok());
-        self.chosen = Some(Chosen { offer: offer.clone(), control, since: Instant::now() });
+        self.choice = Some(Choice { offer: offer.clone(), control, since: Instant::now() });
     }
 
     /// Judges the end of a handshake. `Ok` says to try again with other offers, of which there are ever
@@ -94,15 +94,15 @@ impl<'a> Attempt<'a> {
             self.no_choice = true;
             return Ok(());
         }
-        let Some(chosen) = self.chosen.take() else { return Err(error) };
+        let Some(choice) = self.choice.take() else { return Err(error) };
         if error.reject().is_some_and(|reject| reject.code == RejectCode::TIMEOUT) {
-            self.note_unfinished(&chosen, &error);
+            self.note_unfinished(&choice, &error);
             return Err(error);
         }
         if !blames_transport(&error) {
             return Err(error);
         }
-        let failed = LeftOut { offer: chosen.offer, reason: error.to_string() };
+        let failed = LeftOut { offer: choice.offer, reason: error.to_string() };
         if let Some(pause) = self.fallback.note_failed(&failed.offer, failed.reason.as_str()) {
             self.warn(&failed.offer, &error, pause);
         }
@@ -118,17 +118,17 @@ impl<'a> Attempt<'a> {
     /// The time for the whole handshake is over.
     pub(super) fn ran_out(&mut self, limit: Duration) {
         // A peer that went meanwhile says nothing about the network, nor does one that was slow before.
-        if let Some(chosen) = self.chosen.take()
-            && chosen.since.elapsed() > limit / 2
-            && chosen.control.as_ref().is_some_and(|control| !is_over(control))
+        if let Some(choice) = self.choice.take()
+            && choice.since.elapsed() > limit / 2
+            && choice.control.as_ref().is_some_and(|control| !is_over(control))
         {
             let limit = limit.as_millis();
-            self.note_unfinished(&chosen, &format!("joining was not complete within {limit} ms"));
+            self.note_unfinished(&choice, &format!("joining was not complete within {limit} ms"));
         }
     }
 
-    fn note_unfinished(&self, chosen: &Chosen, reason: &dyn Display) {
-        let Chosen { offer, control, .. } = chosen;
+    fn note_unfinished(&self, choice: &Choice, reason: &dyn Display) {
+        let Choice { offer, control, .. } = choice;
         if control.is_some()
             && let Some(pause) = self.fallback.note_unfinished(offer, reason.to_string())
         {

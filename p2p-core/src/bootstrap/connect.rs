@@ -326,13 +326,13 @@ async fn connect_once(
         (slots, PageKind::Plain)
     } else {
         let kind = welcome.offer.kind;
-        let wanted = Wanted {
+        let request = SlotRequest {
             layout,
             #[cfg(feature = "test-transports")]
             disorder: config.disorder,
             device: config.device,
         };
-        let shared = share(&mut stream, name, kind, &welcome, wanted).await?;
+        let shared = share(&mut stream, name, kind, &welcome, request).await?;
         let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
         write_message(&mut stream, &wire::encode_ready(&ready))
             .await
@@ -359,7 +359,7 @@ async fn connect_once(
 type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>);
 
 /// What is exchanged over the Unix socket.
-struct Wanted {
+struct SlotRequest {
     layout: SlotLayout,
     #[cfg(feature = "test-transports")]
     disorder: Option<Disorder>,
@@ -372,14 +372,14 @@ async fn share(
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
-    wanted: Wanted,
+    request: SlotRequest,
 ) -> Result<(BackgroundDrop<Slots>, PageKind), ConnectError> {
-    let layout = wanted.layout;
+    let layout = request.layout;
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
-    let meeting = pass::reach(&welcome.rendezvous).await?;
-    pass::send(&meeting, &welcome.nonce, own.descriptors()).await?;
-    let passed = match pass::receive(&meeting).await {
+    let socket = pass::reach(&welcome.rendezvous).await?;
+    pass::send(&socket, &welcome.nonce, own.descriptors()).await?;
+    let passed = match pass::receive(&socket).await {
         Ok(passed) => passed,
         // If the listener refused, its reason comes over TCP and says more than a closed socket.
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
@@ -390,16 +390,16 @@ async fn share(
     let endpoint = MemoryEndpoint {
         kind,
         #[cfg(feature = "test-transports")]
-        disorder: wanted.disorder,
+        disorder: request.disorder,
     };
     let channel = endpoint.join(layout, own, theirs)?;
-    let Some(side) = wanted.device else {
+    let Some(side) = request.device else {
         return Ok((BackgroundDrop::new((channel, None)), pages));
     };
     let own = open_device(side).await.map_err(ConnectError::Device)?;
     let descriptor = own.descriptor();
-    pass::send(&meeting, &welcome.nonce, [descriptor]).await?;
-    let (nonce, [memory]) = match pass::receive_exactly(&meeting).await {
+    pass::send(&socket, &welcome.nonce, [descriptor]).await?;
+    let (nonce, [memory]) = match pass::receive_exactly(&socket).await {
         Ok(received) => received,
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
