@@ -31,22 +31,22 @@ pub const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// each other; [`of_one`](Self::of_one) is for those that may also fail by themselves.
 #[derive(Debug, Clone, Default)]
 pub struct Fallback {
-    known: Arc<Mutex<Known>>,
+    history: Arc<Mutex<History>>,
     /// Links that carried nothing while another by the same offer worked.
-    own: Arc<Mutex<Troubles>>,
+    own: Arc<Mutex<FailureList>>,
 }
 
-type Troubles = Vec<Trouble>;
+type FailureList = Vec<OfferFailures>;
 
 #[derive(Debug, Default)]
-struct Known {
-    troubles: Troubles,
+struct History {
+    failures: FailureList,
     /// Offers of links that carried something and are held, once each.
     working: Vec<Offer>,
 }
 
 #[derive(Debug)]
-struct Trouble {
+struct OfferFailures {
     offer: Offer,
     /// Links in a row that carried nothing.
     num_useless: u32,
@@ -82,9 +82,9 @@ pub struct Working {
 
 impl Drop for Working {
     fn drop(&mut self) {
-        let mut known = self.fallback.lock();
-        if let Some(at) = known.working.iter().position(|offer| *offer == self.offer) {
-            known.working.swap_remove(at);
+        let mut history = self.fallback.lock();
+        if let Some(at) = history.working.iter().position(|offer| *offer == self.offer) {
+            history.working.swap_remove(at);
         }
     }
 }
@@ -94,7 +94,7 @@ impl Fallback {
     /// nothing while another link by their offer works are counted for it alone.
     #[must_use]
     pub fn of_one(&self) -> Self {
-        Self { known: Arc::clone(&self.known), own: Arc::default() }
+        Self { history: Arc::clone(&self.history), own: Arc::default() }
     }
 
     /// The peers could not be joined by `offer`. Leaves it out, and says for how long if it was not left
@@ -119,11 +119,11 @@ impl Fallback {
     /// Something came over a link by `offer`: earlier failures count no more. To be held as long as the
     /// link is up.
     pub fn note_works(&self, offer: &Offer) -> Working {
-        let mut known = self.lock();
-        known.troubles.retain(|trouble| trouble.offer != *offer);
-        known.working.push(offer.clone());
-        drop(known);
-        self.lock_own().retain(|trouble| trouble.offer != *offer);
+        let mut history = self.lock();
+        history.failures.retain(|entry| entry.offer != *offer);
+        history.working.push(offer.clone());
+        drop(history);
+        self.lock_own().retain(|entry| entry.offer != *offer);
         Working { fallback: self.clone(), offer: offer.clone() }
     }
 
@@ -134,71 +134,71 @@ impl Fallback {
     }
 
     fn note_failed_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
-        let mut known = self.lock();
-        if known.working.contains(offer) {
+        let mut history = self.lock();
+        if history.working.contains(offer) {
             return None;
         }
-        trouble(&mut known.troubles, offer).leave_out(reason, now)
+        entry_of(&mut history.failures, offer).leave_out(reason, now)
     }
 
     fn note_unfinished_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
-        let mut known = self.lock();
-        if known.working.contains(offer) {
+        let mut history = self.lock();
+        if history.working.contains(offer) {
             return None;
         }
-        trouble(&mut known.troubles, offer).note_useless(&reason, now)
+        entry_of(&mut history.failures, offer).note_useless(&reason, now)
     }
 
     fn note_useless_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
-        let mut known = self.lock();
-        if known.working.contains(offer) {
-            drop(known);
-            return trouble(&mut self.lock_own(), offer).note_useless(&reason, now);
+        let mut history = self.lock();
+        if history.working.contains(offer) {
+            drop(history);
+            return entry_of(&mut self.lock_own(), offer).note_useless(&reason, now);
         }
-        trouble(&mut known.troubles, offer).note_useless(&reason, now)
+        entry_of(&mut history.failures, offer).note_useless(&reason, now)
     }
 
     fn left_out_at(&self, now: Instant) -> Vec<LeftOut> {
         let mut left_out = Vec::new();
-        let mut add = |troubles: &Troubles| {
-            for trouble in troubles.iter().filter(|trouble| trouble.is_left_out(now)) {
-                if !left_out.iter().any(|left: &LeftOut| left.offer == trouble.offer) {
-                    let (offer, reason) = (trouble.offer.clone(), trouble.reason.clone());
+        let mut add = |failures: &FailureList| {
+            for entry in failures.iter().filter(|entry| entry.is_left_out(now)) {
+                if !left_out.iter().any(|left: &LeftOut| left.offer == entry.offer) {
+                    let (offer, reason) = (entry.offer.clone(), entry.reason.clone());
                     left_out.push(LeftOut { offer, reason });
                 }
             }
         };
-        add(&self.lock().troubles);
+        add(&self.lock().failures);
         add(&self.lock_own());
         left_out
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, History> {
         // No code that holds the lock can leave the lists half changed.
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_own(&self) -> MutexGuard<'_, Troubles> {
+    fn lock_own(&self) -> MutexGuard<'_, FailureList> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What is known of the offer's troubles.
-fn trouble<'a>(troubles: &'a mut Troubles, offer: &Offer) -> &'a mut Trouble {
-    let idx = troubles.iter().position(|known| known.offer == *offer).unwrap_or_else(|| {
-        troubles.push(Trouble {
+/// What is known of the offer's failures.
+fn entry_of<'a>(failures: &'a mut FailureList, offer: &Offer) -> &'a mut OfferFailures {
+    let idx = failures.iter().position(|known| known.offer == *offer).unwrap_or_else(|| {
+        failures.push(OfferFailures {
             offer: offer.clone(),
             num_useless: 0,
             num_pauses: 0,
             until: None,
             reason: String::new(),
         });
-        troubles.len() - 1
+        failures.len() - 1
     });
-    &mut troubles[idx]
+    &mut failures[idx]
 }
 
-impl Trouble {
+impl OfferFailures {
     fn is_left_out(&self, now: Instant) -> bool {
         self.until.is_some_and(|until| now < until)
     }
