@@ -36,7 +36,9 @@ use tokio::net::TcpStream;
 
 pub use background_drop::BackgroundDrop;
 pub use connect::{ConnectConfig, ConnectError, connect};
-pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
+pub use fallback::{
+    ExcludedOffer, FIRST_PAUSE, Fallback, MAX_PAUSE, MAX_USELESS_LINKS, WorkingOffer,
+};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
 pub use liveness::{CloseReason, Liveness};
 pub use policy::equal_in_constant_time;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
     BackgroundDrop, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode,
-    Working, connect,
+    WorkingOffer, connect,
 };
 use p2p_core::device::DeviceSlots;
 use p2p_core::network::Offer;
@@ -335,7 +335,7 @@ struct TransportTrial {
     state: Arc<LinkState>,
     since: Instant,
     /// Set once something came over the link.
-    working: Option<Working>,
+    working: Option<WorkingOffer>,
 }
 
 impl Connector {

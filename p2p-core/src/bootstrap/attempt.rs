@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
 
-use super::fallback::{Fallback, LeftOut};
+use super::fallback::{ExcludedOffer, Fallback};
 use super::liveness::is_over;
 use super::{ConnectConfig, ConnectError, RejectCode};
 use crate::network::{Offer, offers};
@@ -17,11 +17,11 @@ pub(super) struct Attempt<'a> {
     fallback: Fallback,
     all: Vec<Offer>,
     /// Left out in the handshake under way.
-    pub(super) left_out: Vec<LeftOut>,
+    pub(super) left_out: Vec<ExcludedOffer>,
     /// What the listening side chose in it.
     choice: Option<Choice>,
     /// What did not work in this call.
-    failed: Vec<LeftOut>,
+    failed: Vec<ExcludedOffer>,
     /// Nothing else is common to both: what did not work earlier is tried all the same.
     no_choice: bool,
     /// Why the last of `failed` did not work.
@@ -102,7 +102,7 @@ impl<'a> Attempt<'a> {
         if !blames_transport(&error) {
             return Err(error);
         }
-        let failed = LeftOut { offer: choice.offer, reason: error.to_string() };
+        let failed = ExcludedOffer { offer: choice.offer, reason: error.to_string() };
         if let Some(pause) = self.fallback.note_failed(&failed.offer, failed.reason.as_str()) {
             self.warn(&failed.offer, &error, pause);
         }

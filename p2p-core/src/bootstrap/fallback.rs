@@ -58,14 +58,14 @@ struct OfferFailures {
 
 /// An offer that is not made at the moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct ExcludedOffer {
     /// Which.
     pub offer: Offer,
     /// What did not work.
     pub reason: String,
 }
 
-impl fmt::Display for LeftOut {
+impl fmt::Display for ExcludedOffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.offer, self.reason)
     }
@@ -75,12 +75,12 @@ impl fmt::Display for LeftOut {
 /// same offer meanwhile, it is not the network.
 #[derive(Debug)]
 #[must_use = "the offer counts as working only as long as this is held"]
-pub struct Working {
+pub struct WorkingOffer {
     fallback: Fallback,
     offer: Offer,
 }
 
-impl Drop for Working {
+impl Drop for WorkingOffer {
     fn drop(&mut self) {
         let mut history = self.fallback.lock();
         if let Some(at) = history.working.iter().position(|offer| *offer == self.offer) {
@@ -118,18 +118,18 @@ impl Fallback {
 
     /// Something came over a link by `offer`: earlier failures count no more. To be held as long as the
     /// link is up.
-    pub fn note_works(&self, offer: &Offer) -> Working {
+    pub fn note_works(&self, offer: &Offer) -> WorkingOffer {
         let mut history = self.lock();
         history.failures.retain(|entry| entry.offer != *offer);
         history.working.push(offer.clone());
         drop(history);
         self.lock_own().retain(|entry| entry.offer != *offer);
-        Working { fallback: self.clone(), offer: offer.clone() }
+        WorkingOffer { fallback: self.clone(), offer: offer.clone() }
     }
 
     /// What is left out now.
     #[must_use]
-    pub fn left_out(&self) -> Vec<LeftOut> {
+    pub fn left_out(&self) -> Vec<ExcludedOffer> {
         self.left_out_at(Instant::now())
     }
 
@@ -158,13 +158,13 @@ impl Fallback {
         entry_of(&mut history.failures, offer).note_useless(&reason, now)
     }
 
-    fn left_out_at(&self, now: Instant) -> Vec<LeftOut> {
+    fn left_out_at(&self, now: Instant) -> Vec<ExcludedOffer> {
         let mut left_out = Vec::new();
         let mut add = |failures: &FailureList| {
             for entry in failures.iter().filter(|entry| entry.is_left_out(now)) {
-                if !left_out.iter().any(|left: &LeftOut| left.offer == entry.offer) {
+                if !left_out.iter().any(|left: &ExcludedOffer| left.offer == entry.offer) {
                     let (offer, reason) = (entry.offer.clone(), entry.reason.clone());
-                    left_out.push(LeftOut { offer, reason });
+                    left_out.push(ExcludedOffer { offer, reason });
                 }
             }
         };
@@ -231,7 +231,7 @@ impl OfferFailures {
 }
 
 /// What a hello says of offers that are left out: as much as may travel.
-pub(super) fn text_of(left_out: &[LeftOut]) -> String {
+pub(super) fn text_of(left_out: &[ExcludedOffer]) -> String {
     let mut text = left_out.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     text.truncate(text.floor_char_boundary(MAX_LEFT_OUT_BYTES));
     text
