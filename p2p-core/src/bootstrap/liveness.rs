@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::sentry::Kept;
+use super::sentry::SentrySocket;
 use super::wire::{HEADER_BYTES, KIND_GOODBYE, decode_header};
 
 /// Why a connection is over.
@@ -42,7 +42,7 @@ pub enum CloseReason {
 #[derive(Debug)]
 pub struct Liveness {
     /// Its event wakes tasks of the runtime.
-    kept: AsyncFd<Kept>,
+    socket: AsyncFd<SentrySocket>,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -52,10 +52,10 @@ impl Liveness {
     pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         let socket = OwnedFd::from(stream.into_std()?);
         watch_half_open(&socket, timeout)?;
-        let kept = Kept::new(socket)?;
+        let socket = SentrySocket::new(socket)?;
         // SAFETY: it owns the event that it names, and names no other as long as it lives.
-        let kept = unsafe { AsyncFd::register_with_interest(kept, Interest::READABLE)? };
-        Ok(Self { kept, _permit: None })
+        let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE)? };
+        Ok(Self { socket, _permit: None })
     }
 
     /// The peer's place is taken as long as this lives.
@@ -66,9 +66,9 @@ impl Liveness {
     /// Waits until the connection is over. Any number of tasks may wait.
     pub async fn closed(&self) -> CloseReason {
         let waited = self
-            .kept
-            .async_io(Interest::READABLE, |kept| {
-                kept.reason().ok_or_else(|| io::ErrorKind::WouldBlock.into())
+            .socket
+            .async_io(Interest::READABLE, |socket| {
+                socket.reason().ok_or_else(|| io::ErrorKind::WouldBlock.into())
             })
             .await;
         // The runtime gives an error only when it shuts down itself.
@@ -80,13 +80,13 @@ impl Liveness {
     /// when it fires.
     #[must_use]
     pub fn closed_now(&self) -> Option<CloseReason> {
-        self.kept.get_ref().reason()
+        self.socket.get_ref().reason()
     }
 
     /// Says goodbye and closes the connection, both before this returns, unless no processor is free for that
     /// within a second. The peer sees [`CloseReason::Left`].
     pub fn close(&self) {
-        self.kept.get_ref().close();
+        self.socket.get_ref().close();
     }
 }
 
@@ -94,7 +94,7 @@ impl AsFd for Liveness {
     /// Readable anew, for waiters that are edge-triggered, when the connection is over. Whoever adds it to a
     /// [`WaitSet`](crate::wait::WaitSet) removes it: this is not its only copy.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.kept.get_ref().as_fd()
+        self.socket.get_ref().as_fd()
     }
 }
 
