@@ -104,12 +104,12 @@ pub trait Driver: Send + Sync + std::fmt::Debug {
 pub struct WaitSet {
     epoll: OwnedFd,
     kick: Arc<OwnedFd>,
-    drivers: RefCell<Vec<Driven>>,
+    drivers: RefCell<Vec<DriverEntry>>,
 }
 
 /// A driver, and how many endpoints of the set it serves.
 #[derive(Debug)]
-struct Driven {
+struct DriverEntry {
     driver: Arc<dyn Driver>,
     num_endpoints: usize,
 }
@@ -165,7 +165,7 @@ impl WaitSet {
         if let Some(fd) = driver.wait_fd() {
             self.add(fd)?;
         }
-        drivers.push(Driven { driver, num_endpoints: 1 });
+        drivers.push(DriverEntry { driver, num_endpoints: 1 });
         Ok(())
     }
 
@@ -192,8 +192,8 @@ impl WaitSet {
     /// Drives every driver of the set once. Costs nothing without one.
     #[inline]
     pub fn drive(&self) {
-        for driven in self.drivers.borrow().iter() {
-            driven.driver.drive();
+        for entry in self.drivers.borrow().iter() {
+            entry.driver.drive();
         }
     }
 
@@ -220,11 +220,11 @@ impl WaitSet {
     /// # Errors
     /// The system's, other than interruption.
     pub fn block(&self, mut timeout: Duration) -> io::Result<()> {
-        for driven in self.drivers.borrow().iter() {
-            if !driven.driver.may_sleep() {
+        for entry in self.drivers.borrow().iter() {
+            if !entry.driver.may_sleep() {
                 timeout = Duration::ZERO;
             }
-            timeout = timeout.min(driven.driver.max_sleep());
+            timeout = timeout.min(entry.driver.max_sleep());
         }
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),

@@ -3,7 +3,7 @@
 //! The number of handshakes under way is limited, but a newcomer is never turned away: it takes the
 //! place of the oldest one, of those that have not said anything useful yet, of the source that has
 //! the most of them. A healthy peer says its hello within one round trip, so whoever holds many silent
-//! connections pushes out its own. Everybody keeps its place for a moment, though, and newcomers wait in
+//! connections pushes out its entry. Everybody keeps its place for a moment, though, and newcomers wait in
 //! the accept queue meanwhile: many healthy peers at once do not push out each other.
 
 use std::collections::{BTreeMap, HashMap};
@@ -37,7 +37,7 @@ struct Entry {
 
 /// A place in the table, given back when dropped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct HandshakeEntry {
     id: u64,
     table: Arc<Mutex<Table>>,
     evicted: Arc<Notify>,
@@ -62,7 +62,7 @@ impl Admission {
     }
 
     /// Takes a place for a newcomer. True when somebody had to leave for it.
-    pub(super) fn admit(&self, source: IpAddr) -> (Place, bool) {
+    pub(super) fn admit(&self, source: IpAddr) -> (HandshakeEntry, bool) {
         let mut table = lock(&self.table);
         let full = table.entries.len() >= self.cap;
         if full
@@ -78,11 +78,11 @@ impl Admission {
         let since = Instant::now();
         let entry = Entry { source, settled: false, since, evicted: Arc::clone(&evicted) };
         table.entries.insert(id, entry);
-        (Place { id, table: Arc::clone(&self.table), evicted }, full)
+        (HandshakeEntry { id, table: Arc::clone(&self.table), evicted }, full)
     }
 }
 
-impl Place {
+impl HandshakeEntry {
     /// Marks this handshake as one that said a valid hello: it gives way last.
     pub(super) fn settle(&self) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
@@ -96,7 +96,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for HandshakeEntry {
     fn drop(&mut self) {
         lock(&self.table).entries.remove(&self.id);
     }
@@ -158,13 +158,13 @@ mod tests {
         let admission = Admission::new(1);
         let source = IpAddr::from([10, 0, 0, 1]);
         assert_eq!(admission.delay(), Duration::ZERO);
-        let (place, _) = admission.admit(source);
+        let (entry, _) = admission.admit(source);
         assert!(admission.delay() <= STAY_SILENT);
-        place.settle();
+        entry.settle();
         assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_SETTLED);
-        drop(place);
+        drop(entry);
         assert_eq!(admission.delay(), Duration::ZERO);
-        let (_place, _) = admission.admit(source);
+        let (_entry, _) = admission.admit(source);
         std::thread::sleep(STAY_SILENT);
         assert_eq!(admission.delay(), Duration::ZERO);
         assert!(admission.admit(source).1);
@@ -174,7 +174,7 @@ mod tests {
     fn a_place_is_given_back() {
         let admission = Admission::new(2);
         for _ in 0..10 {
-            let (_place, pushed) = admission.admit(IpAddr::from([127, 0, 0, 1]));
+            let (_entry, pushed) = admission.admit(IpAddr::from([127, 0, 0, 1]));
             assert!(!pushed);
         }
         assert!(lock(&admission.table).entries.is_empty());

@@ -19,7 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::admission::{Admission, Place};
+use super::admission::{Admission, HandshakeEntry};
 use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
@@ -225,11 +225,11 @@ impl Listener {
                 accepted = after(admission.delay(), tcp.accept()) => match accepted {
                     Ok((stream, addr)) => {
                         shared.stats.accepted.fetch_add(1, Ordering::Relaxed);
-                        let (place, _) = admission.admit(addr.ip());
+                        let (entry, _) = admission.admit(addr.ip());
                         let (shared, handlers) = (Arc::clone(&shared), Arc::clone(&handlers));
                         tasks.spawn(async move {
                             if let Some(connection) =
-                                run(&shared, stream, addr, place, &handlers.0).await
+                                run(&shared, stream, addr, entry, &handlers.0).await
                             {
                                 handlers.1(connection);
                             }
@@ -239,11 +239,11 @@ impl Listener {
                 },
                 accepted = after(rendezvous_admission.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
-                        let (place, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                        let (entry, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
                         // Whoever comes here has been given the name in a handshake.
-                        place.settle();
+                        entry.settle();
                         let shared = Arc::clone(&shared);
-                        tasks.spawn(async move { receive_descriptors(&shared, stream, &place).await });
+                        tasks.spawn(async move { receive_descriptors(&shared, stream, &entry).await });
                     }
                     Err(error) => pause_after(&error).await,
                 },
@@ -295,10 +295,10 @@ async fn pause_after(error: &io::Error) {
 }
 
 /// Takes descriptors from a Unix connection and hands them to the handshake that waits for them.
-async fn receive_descriptors(shared: &Shared, stream: UnixStream, place: &Place) {
+async fn receive_descriptors(shared: &Shared, stream: UnixStream, entry: &HandshakeEntry) {
     let received = tokio::select! {
         received = timeout(shared.config.handshake_timeout, pass::receive(&stream)) => received,
-        () = place.evicted() => return,
+        () = entry.evicted() => return,
     };
     match received {
         Ok(Ok(passed)) => {
@@ -344,7 +344,7 @@ async fn run<A>(
     shared: &Arc<Shared>,
     mut stream: TcpStream,
     addr: SocketAddr,
-    place: Place,
+    entry: HandshakeEntry,
     accept: &A,
 ) -> Option<Connection>
 where
@@ -353,7 +353,7 @@ where
     let limit = shared.config.handshake_timeout;
     let ended = tokio::select! {
         biased;
-        result = timeout(limit, handshake(shared, &mut stream, &place, accept)) => match result {
+        result = timeout(limit, handshake(shared, &mut stream, &entry, accept)) => match result {
             Ok(Ok(agreement)) => match agreement.into_connection(shared, stream, addr) {
                 Ok(connection) => {
                     shared.stats.connected.fetch_add(1, Ordering::Relaxed);
@@ -368,7 +368,7 @@ where
             Ok(Err(ended)) => ended,
             Err(_) => HandshakeEnd::TimedOut,
         },
-        () = place.evicted() => HandshakeEnd::Evicted,
+        () = entry.evicted() => HandshakeEnd::Evicted,
     };
     let stats = &shared.stats;
     let (count, reject) = match ended {
@@ -392,7 +392,7 @@ where
     count.fetch_add(1, Ordering::Relaxed);
     if let Some(reject) = reject {
         // Whoever was pushed out or timed out no longer counts, so the farewell must be short.
-        drop(place);
+        drop(entry);
         let _ = timeout(FAREWELL, farewell(&mut stream, &reject)).await;
     }
     None
@@ -452,7 +452,7 @@ impl Agreement {
 async fn handshake<A>(
     shared: &Shared,
     stream: &mut TcpStream,
-    place: &Place,
+    entry: &HandshakeEntry,
     accept: &A,
 ) -> Result<Agreement, HandshakeEnd>
 where
@@ -467,7 +467,7 @@ where
     }
     let hello = wire::decode_hello(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     check_ticket(&shared.config, &hello)?;
-    place.settle();
+    entry.settle();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
     let choices = choose_transports(&shared.config, &shared.host, &hello)?;
@@ -528,17 +528,17 @@ where
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
     let pages = own.pages();
-    let entry = RendezvousEntry::new(shared);
+    let rendezvous = RendezvousEntry::new(shared);
     let kind = offer.kind;
     let welcome = Welcome {
         offer,
         side: SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() },
-        nonce: entry.nonce,
+        nonce: rendezvous.nonce,
         rendezvous: shared.rendezvous_name,
         payload: reply,
     };
     write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
-    let (socket, passed) = entry.wait(stream).await?;
+    let (socket, passed) = rendezvous.wait(stream).await?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);

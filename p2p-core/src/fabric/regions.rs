@@ -6,12 +6,12 @@ use super::RegionId;
 /// Registrations by id.
 #[derive(Debug)]
 pub struct RegionTable<T> {
-    places: Vec<Place<T>>,
+    entries: Vec<Entry<T>>,
     free: Vec<u32>,
 }
 
 #[derive(Debug)]
-struct Place<T> {
+struct Entry<T> {
     /// How often it was taken, modulo what an id has room for.
     generation: u32,
     item: Option<T>,
@@ -19,7 +19,7 @@ struct Place<T> {
 
 impl<T> Default for RegionTable<T> {
     fn default() -> Self {
-        Self { places: Vec::new(), free: Vec::new() }
+        Self { entries: Vec::new(), free: Vec::new() }
     }
 }
 
@@ -28,29 +28,29 @@ impl<T> RegionTable<T> {
     pub fn insert(&mut self, item: T) -> Option<RegionId> {
         let idx = match self.free.pop() {
             Some(idx) => idx,
-            None if self.places.len() < MAX_PLACES => {
-                self.places.push(Place { generation: 0, item: None });
-                self.places.len() as u32 - 1
+            None if self.entries.len() < MAX_PLACES => {
+                self.entries.push(Entry { generation: 0, item: None });
+                self.entries.len() as u32 - 1
             }
             None => return None,
         };
-        let place = &mut self.places[idx as usize];
-        place.generation = (place.generation + 1) % GENERATIONS;
-        place.item = Some(item);
-        Some(RegionId(idx | place.generation << INDEX_BITS))
+        let entry = &mut self.entries[idx as usize];
+        entry.generation = (entry.generation + 1) % GENERATIONS;
+        entry.item = Some(item);
+        Some(RegionId(idx | entry.generation << INDEX_BITS))
     }
 
     /// The item of a registration, if it exists.
     pub fn get(&self, id: RegionId) -> Option<&T> {
-        let place = self.places.get((id.0 & INDEX_MASK) as usize)?;
-        place.item.as_ref().filter(|_| place.generation == id.0 >> INDEX_BITS)
+        let entry = self.entries.get((id.0 & INDEX_MASK) as usize)?;
+        entry.item.as_ref().filter(|_| entry.generation == id.0 >> INDEX_BITS)
     }
 
     /// The item of a registration, if it exists.
     pub fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
-        let place = self.places.get_mut((id.0 & INDEX_MASK) as usize)?;
-        let is_meant = place.generation == id.0 >> INDEX_BITS;
-        place.item.as_mut().filter(|_| is_meant)
+        let entry = self.entries.get_mut((id.0 & INDEX_MASK) as usize)?;
+        let is_meant = entry.generation == id.0 >> INDEX_BITS;
+        entry.item.as_mut().filter(|_| is_meant)
     }
 
     /// Removes a registration.
@@ -58,21 +58,21 @@ impl<T> RegionTable<T> {
         self.get(id)?;
         let idx = id.0 & INDEX_MASK;
         self.free.push(idx);
-        self.places[idx as usize].item.take()
+        self.entries[idx as usize].item.take()
     }
 
     /// Why `id` names nothing.
     pub fn missing(&self, id: RegionId) -> String {
         let (idx, generation) = (id.0 & INDEX_MASK, id.0 >> INDEX_BITS);
-        match self.places.get(idx as usize) {
+        match self.entries.get(idx as usize) {
             // The first is 1.
-            Some(place) if generation != 0 => {
+            Some(entry) if generation != 0 => {
                 let what = format!("registration {idx} of generation {generation}");
-                match &place.item {
+                match &entry.item {
                     None => format!("{what} was deregistered"),
                     Some(_) => format!(
                         "{what} was deregistered, and generation {} has its place",
-                        place.generation
+                        entry.generation
                     ),
                 }
             }
