@@ -121,7 +121,7 @@ pub trait OpenSide: Send + Debug {
     ///
     /// # Errors
     /// [`NetworkError`], also when the peer's bytes make no sense.
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError>;
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError>;
 
     /// As [`join`](Self::join), for a side of [`Network::open_device`].
     ///
@@ -130,7 +130,7 @@ pub trait OpenSide: Send + Debug {
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DeviceSlots), NetworkError> {
+    ) -> Result<(JoinedSide, DeviceSlots), NetworkError> {
         let kind = self.join(peer)?.endpoint.kind();
         Err(no_device_slots(kind))
     }
@@ -168,7 +168,7 @@ impl Opened {
     pub(crate) fn join(
         self,
         peer: &SideDescription,
-    ) -> Result<(Joined, Option<DeviceSlots>), NetworkError> {
+    ) -> Result<(JoinedSide, Option<DeviceSlots>), NetworkError> {
         if self.has_device {
             return self.side.join_device(peer).map(|(joined, pair)| (joined, Some(pair)));
         }
@@ -178,7 +178,7 @@ impl Opened {
 
 /// A joined pair.
 #[derive(Debug)]
-pub struct Joined {
+pub struct JoinedSide {
     /// Towards the peer's slot.
     pub endpoint: AnyEndpoint,
     /// This side's slot. The endpoint keeps it registered, and revokes the peer's key when dropped.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Listener, ListenerConfig, connect};
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::SlotKey;
 use p2p_core::{
     AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SlotLayout, TransportKind,
@@ -62,7 +62,8 @@ pub fn pair(
     let layout = SlotLayout::new(config).unwrap();
     let (here, there) = (a.open(&layout, ROUTE).unwrap(), b.open(&layout, ROUTE).unwrap());
     let (of_here, of_there) = (here.description(), there.description());
-    let channel = |side: Joined| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
+    let channel =
+        |side: JoinedSide| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
     (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
 }
 

@@ -31,7 +31,7 @@ use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, network_of,
+    JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -300,7 +300,7 @@ async fn connect_once(
         let (slots, ours) = blocking(move || {
             let side = Opened::open(network.as_ref(), &layout, route, device.as_deref())?;
             let ours = side.description();
-            let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
+            let (JoinedSide { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
             Ok::<_, ConnectError>((BackgroundDrop::new((channel, pair)), ours))
         })

@@ -38,7 +38,7 @@ use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, network_of,
+    JoinedSide, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -511,7 +511,7 @@ where
         let slots = blocking(move || {
             let (side, permit) = side.into_inner();
             let (joined, device) = side.join(&theirs).map_err(|e| e.to_string())?;
-            let Joined { endpoint, slot } = joined;
+            let JoinedSide { endpoint, slot } = joined;
             let channel = Channel::new(endpoint, layout, slot, SlotKey);
             channel
                 .map(|channel| BackgroundDrop::new((channel, device, permit)))

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::{
     AnyEndpoint, Endpoint, LocalRange, PostError, QuietError, Region, RemoteRange, SlotKey,
     SlotLayout, TransportKind,
@@ -168,7 +168,7 @@ impl OpenSide for Side {
         SideDescription { bytes, remote_key, ..SideDescription::default() }
     }
 
-    fn join(self: Box<Self>, theirs: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, theirs: &SideDescription) -> Result<JoinedSide, NetworkError> {
         std::thread::sleep(self.joining);
         if let Some(error) = self.refusal {
             return Err(error);
@@ -179,7 +179,7 @@ impl OpenSide for Side {
         let peer = SLOTS.lock().expect("slots").get(&theirs.remote_key).cloned();
         let peer = peer.filter(|_| !is_filtered);
         let endpoint = AnyEndpoint::Other(Box::new(Way { kind: self.kind, peer, _end: self.end }));
-        Ok(Joined { endpoint, slot: self.slot })
+        Ok(JoinedSide { endpoint, slot: self.slot })
     }
 }
 

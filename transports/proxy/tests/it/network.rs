@@ -18,7 +18,7 @@ use bench_harness::proxy::BenchEndpoint;
 use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
@@ -130,9 +130,9 @@ impl OpenSide for RecordingSide {
         SideDescription::default()
     }
 
-    fn join(self: Box<Self>, _: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, _: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let endpoint = AnyEndpoint::Other(Box::new(Recorder::new(self.0, 0)));
-        Ok(Joined { endpoint, slot: self.1 })
+        Ok(JoinedSide { endpoint, slot: self.1 })
     }
 }
 
@@ -300,12 +300,12 @@ impl OpenSide for LosingSide {
         SideDescription { address: self.number as u64, ..SideDescription::default() }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let target = self.slots.lock().unwrap()[peer.address as usize].clone();
         let event = Arc::new(p2p_core::wait::event_fd().unwrap());
         let inner = BenchEndpoint::copy(target, &event);
         let endpoint = LosingEndpoint { inner, num_puts: 0, lost: self.lost };
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot: self.slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot: self.slot })
     }
 }
 
