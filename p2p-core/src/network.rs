@@ -142,12 +142,12 @@ fn no_device_slots(kind: TransportKind) -> NetworkError {
 }
 
 /// One side of a pair, with device slots or without.
-pub(crate) struct Opened {
+pub(crate) struct HandshakeSide {
     side: Box<dyn OpenSide>,
     has_device: bool,
 }
 
-impl Opened {
+impl HandshakeSide {
     pub(crate) fn open(
         network: &dyn Network,
         layout: &SlotLayout,

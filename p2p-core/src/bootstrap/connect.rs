@@ -31,7 +31,8 @@ use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Route, SideDescription,
+    network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -298,7 +299,7 @@ async fn connect_once(
         let (network, theirs) = (Arc::clone(network), welcome.side.clone());
         let device = config.device;
         let (slots, ours) = blocking(move || {
-            let side = Opened::open(network.as_ref(), &layout, route, device.as_deref())?;
+            let side = HandshakeSide::open(network.as_ref(), &layout, route, device.as_deref())?;
             let ours = side.description();
             let (JoinedSide { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;

@@ -38,7 +38,7 @@ use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    JoinedSide, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, Offer, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -567,7 +567,7 @@ async fn open_first(
     shared: &Shared,
     choices: Vec<Offer>,
     route: Route,
-) -> Result<(Offer, Option<(BackgroundDrop<Opened>, SlotLayout)>), Reject> {
+) -> Result<(Offer, Option<(BackgroundDrop<HandshakeSide>, SlotLayout)>), Reject> {
     let mut errors = Vec::new();
     for offer in choices {
         let Some(network) = network_of(&offer, &shared.config.networks) else {
@@ -580,7 +580,7 @@ async fn open_first(
         };
         let open = |layout| {
             blocking(move || {
-                Opened::open(network.as_ref(), &layout, route, device.as_deref())
+                HandshakeSide::open(network.as_ref(), &layout, route, device.as_deref())
                     .map(BackgroundDrop::new)
             })
         };
