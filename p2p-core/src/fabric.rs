@@ -94,7 +94,7 @@ pub struct DmaBuf<'a> {
 /// Whether an operation was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
-pub enum Posted {
+pub enum PostOutcome {
     /// It will complete.
     Accepted,
     /// The queue is full: poll, then try again.
@@ -246,7 +246,7 @@ pub trait Fabric: Send + Debug {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
 
     /// Starts a copy from the peer's memory into `dst`.
     ///
@@ -261,7 +261,7 @@ pub trait Fabric: Send + Debug {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
 
     /// Moves everything forward, without waiting, and appends what completed to `out`.
     fn poll(&mut self, out: &mut Vec<Completion>);

@@ -33,7 +33,7 @@ use std::collections::{HashMap, VecDeque};
 use super::error::{CloseReason, TransferError};
 use super::wire::{Frame, FrameError, put_eager_header};
 use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Event};
-use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment};
+use crate::fabric::{LocalSegment, PostOutcome, RegionId, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// What one side takes from the other. Exchanged in the handshake.
@@ -88,13 +88,13 @@ pub(super) trait Port {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
     fn read(
         &mut self,
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
     /// Lets the peer into local memory, until the fabric closes it.
     fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError>;
     /// The message for which a part was granted has ended.

@@ -30,7 +30,7 @@ pub(in crate::fabric) use self::table::{check_detail, check_table, detail_sample
 use super::memory::{Refusal, Regions, index_of, unknown};
 use super::post::{self, Tenancy, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion, raw,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
@@ -139,7 +139,7 @@ impl CmaFabric {
         remote: RemoteSegment,
         local: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let name = op_name(is_write);
         let idx = self.find(name, peer)?;
         if self.peers[idx].joined.is_none() {
@@ -148,14 +148,14 @@ impl CmaFabric {
         let address = remote.checked(name, local.bytes)?;
         self.regions.local(name, local)?;
         if self.queue.len() >= MAX_OPS {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         let LocalSegment { region, offset, bytes } = local;
         let op =
             Op { token, peer, is_write, key: remote.region.key, address, region, offset, bytes };
         // Not copied at once: what comes behind it may go by the same call.
         self.queue.push_back(op);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     /// Copies a step of what is first in the queue, and by the same call of what follows it between the
@@ -435,7 +435,7 @@ impl Fabric for CmaFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(true, peer, dst, src, token)
     }
 
@@ -445,7 +445,7 @@ impl Fabric for CmaFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(false, peer, src, dst, token)
     }
 

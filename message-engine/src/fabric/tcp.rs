@@ -37,7 +37,7 @@ pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samp
 use super::memory::Regions;
 use super::post::{self, MAX_PLACES, Tenancy, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
@@ -166,7 +166,7 @@ impl TcpFabric {
         remote: RemoteSegment,
         local: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let name = op_name(is_write);
         let idx = self.find(name, peer)?;
         let offset = remote.checked(name, local.bytes)?;
@@ -184,7 +184,7 @@ impl TcpFabric {
             return Err(PostError::Disconnected { op: name });
         };
         if issuer.is_full() {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         let request = Request { is_write, key: remote.region.key, offset, bytes: local.bytes };
         let (region, bytes) = (local.region, local.bytes as usize);
@@ -192,7 +192,7 @@ impl TcpFabric {
         if !std::mem::replace(&mut peer.is_dirty, true) {
             self.dirty.push_back(idx as u32);
         }
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     fn advance_issuer(&mut self, idx: usize, writable: bool) {
@@ -386,7 +386,7 @@ impl Fabric for TcpFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(true, peer, dst, src, token)
     }
 
@@ -396,7 +396,7 @@ impl Fabric for TcpFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(false, peer, src, dst, token)
     }
 

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use p2p_core::fabric::{
-    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment,
+    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment,
     Token, WireRegion,
 };
 use p2p_core::network::{NetworkError, Route};
@@ -148,10 +148,10 @@ impl Fabric for Hooked {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert!(self.may_join, "used although it was refused");
         if !self.may_write {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         // SAFETY: the caller's promise.
         unsafe { self.inner.write(peer, dst, src, token) }
@@ -163,7 +163,7 @@ impl Fabric for Hooked {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert!(self.may_join, "used although it was refused");
         // SAFETY: the caller's promise.
         unsafe { self.inner.read(peer, dst, src, token) }

@@ -24,7 +24,7 @@ use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::fabric::post::{Registration, not_granted};
 use p2p_core::fabric::regions::RegionTable;
 use p2p_core::fabric::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use p2p_core::network::NetworkError;
@@ -166,15 +166,15 @@ impl LibfabricFabric {
         near: LocalSegment,
         distant: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let (ptr, len, descriptor) = self.local(op, near)?;
         let (address, region) = (distant.checked(op, near.bytes)?, distant.region);
         let (lane, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
-            return Ok(Posted::Accepted);
+            return Ok(PostOutcome::Accepted);
         }
-        let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
+        let Some(idx) = self.free.last().copied() else { return Ok(PostOutcome::Full) };
         let context = self.contexts[idx as usize].as_ptr();
         let far = Far { peer: addr, address, key: region.key };
         // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the completion;
@@ -203,9 +203,9 @@ impl LibfabricFabric {
                     peer.num_flights += 1;
                     peer.is_armed = false;
                 }
-                Ok(Posted::Accepted)
+                Ok(PostOutcome::Accepted)
             }
-            Ok(Taken::Again) => Ok(Posted::Full),
+            Ok(Taken::Again) => Ok(PostOutcome::Full),
             Err(CallError { op, code, text }) => {
                 Err(PostError::Transport { op, code, detail: text })
             }
@@ -386,7 +386,7 @@ impl Fabric for LibfabricFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(WRITE, peer, src, dst, token)
     }
 
@@ -396,7 +396,7 @@ impl Fabric for LibfabricFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(READ, peer, dst, src, token)
     }
 

@@ -11,7 +11,7 @@ use crate::engine::link::{Link, Port, Tag};
 use crate::engine::memory::Handle;
 use crate::engine::shared::{ConnKey, ConnShared, Shared};
 use crate::engine::wire::{Frame, HEADER_BYTES, Header};
-use crate::fabric::{Fabric, LocalSegment, PeerId, Posted, RemoteSegment, Token};
+use crate::fabric::{Fabric, LocalSegment, PeerId, PostOutcome, RemoteSegment, Token};
 use p2p_core::endpoint::PostError;
 
 /// The thread's side of a connection.
@@ -141,7 +141,7 @@ impl Port for Ports<'_> {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let token = token(self.peer.key.idx, tag);
         // SAFETY: the link holds the memory until the completion; the user has promised not to write
         // what is being sent.
@@ -153,7 +153,7 @@ impl Port for Ports<'_> {
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let token = token(self.peer.key.idx, tag);
         // SAFETY: the link holds the memory until the completion; it is reached by raw copies only.
         unsafe { self.fabric.read(self.peer.id, dst, src, token) }

@@ -55,11 +55,21 @@ impl Port for Anything {
         300
     }
 
-    fn write(&mut self, _: RemoteSegment, _: LocalSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn write(
+        &mut self,
+        _: RemoteSegment,
+        _: LocalSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         self.post(tag)
     }
 
-    fn read(&mut self, _: LocalSegment, _: RemoteSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn read(
+        &mut self,
+        _: LocalSegment,
+        _: RemoteSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         self.post(tag)
     }
 
@@ -90,12 +100,12 @@ impl Port for Anything {
 }
 
 impl Anything {
-    fn post(&mut self, tag: Tag) -> Result<Posted, PostError> {
+    fn post(&mut self, tag: Tag) -> Result<PostOutcome, PostError> {
         if self.is_full {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         self.pending.push(tag);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 }
 

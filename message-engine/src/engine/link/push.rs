@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::{Kind, Link, MAX_IN_FLIGHT, Memory, Port, Stage, Tag, TransferError};
 use crate::credit::{Admission, Credit, Event};
 use crate::engine::wire::{Frame, Outcome};
-use crate::fabric::{LocalSegment, Posted, RemoteSegment};
+use crate::fabric::{LocalSegment, PostOutcome, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// How far posting came.
@@ -209,8 +209,8 @@ impl<H: Memory> Link<H> {
                 port.write(there, here, tag)
             };
             match posted {
-                Ok(Posted::Accepted) => {}
-                Ok(Posted::Full) => {
+                Ok(PostOutcome::Accepted) => {}
+                Ok(PostOutcome::Full) => {
                     self.waits_for_fabric = true;
                     return Pass::Blocked;
                 }

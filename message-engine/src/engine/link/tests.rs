@@ -211,14 +211,24 @@ impl Port for Reader {
         u64::MAX
     }
 
-    fn write(&mut self, _: RemoteSegment, _: LocalSegment, _: Tag) -> Result<Posted, PostError> {
+    fn write(
+        &mut self,
+        _: RemoteSegment,
+        _: LocalSegment,
+        _: Tag,
+    ) -> Result<PostOutcome, PostError> {
         panic!("nobody writes")
     }
 
-    fn read(&mut self, dst: LocalSegment, _: RemoteSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn read(
+        &mut self,
+        dst: LocalSegment,
+        _: RemoteSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         *self.in_flight.borrow_mut() += dst.bytes;
         self.pending.push(tag);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     fn grant(&mut self, _: LocalSegment) -> Result<RemoteSegment, PostError> {

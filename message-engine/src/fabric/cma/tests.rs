@@ -64,7 +64,7 @@ fn what_goes_together_ends_by_itself() {
         let posted = unsafe {
             a.write(a_id, RemoteSegment { region, offset }, src, Token(nth as u64)).unwrap()
         };
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
     let mut done = Vec::new();
     while !a.may_sleep() {
@@ -109,7 +109,7 @@ fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() 
     let src = LocalSegment { region: local, offset: 0, bytes: 10 };
     // SAFETY: nobody writes the source.
     let posted = unsafe { b.write(b_id, RemoteSegment { region, offset: 0 }, src, Token(1)) };
-    assert_eq!(posted.unwrap(), Posted::Accepted);
+    assert_eq!(posted.unwrap(), PostOutcome::Accepted);
     let done = all_of(&mut b);
     assert!(done.len() == 1 && done[0].result.is_err(), "{done:?}");
     a.deregister(held).unwrap();
@@ -201,7 +201,7 @@ impl FarSide {
                 false => self.fabric.read(self.id, local, remote, Token(token)),
             }
         };
-        assert_eq!(posted.unwrap(), Posted::Accepted);
+        assert_eq!(posted.unwrap(), PostOutcome::Accepted);
     }
 }
 

@@ -42,14 +42,14 @@ impl Side {
         let src = self.local(bytes);
         // SAFETY: nobody writes the source before the completion.
         let posted = unsafe { self.fabric.write(peer, dst, src, Token(bytes)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
 
     fn read(&mut self, peer: PeerId, src: RemoteSegment, bytes: u64) {
         let dst = self.local(bytes);
         // SAFETY: nobody looks at the target before the completion.
         let posted = unsafe { self.fabric.read(peer, dst, src, Token(bytes)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
 
     fn set(&self, offset: usize, value: u64) {

@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
-use p2p_core::fabric::{Access, Fabric, LocalSegment, Posted, RemoteSegment, Token, WireRegion};
+use p2p_core::fabric::{
+    Access, Fabric, LocalSegment, PostOutcome, RemoteSegment, Token, WireRegion,
+};
 use p2p_core::network::{JoinedSide, Network, OpenSide, SideDescription};
 use p2p_core::{RemoteRange, SlotKey};
 use rand::{Rng, RngExt};
@@ -103,7 +105,7 @@ fn ib_write_bw_is_a_peer_of_a_fabric_too() {
         let src = LocalSegment { region: from, offset: 0, bytes: BYTES as u64 };
         let dst = RemoteSegment { region, offset: 0 };
         // SAFETY: the source is not written before the completion.
-        assert_eq!(unsafe { fabric.write(peer, dst, src, token) }.unwrap(), Posted::Accepted);
+        assert_eq!(unsafe { fabric.write(peer, dst, src, token) }.unwrap(), PostOutcome::Accepted);
         wait_one(fabric)
     };
     assert!(write(&mut fabric, region, Token(1)).result.is_ok());

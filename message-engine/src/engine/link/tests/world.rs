@@ -74,7 +74,7 @@ impl Port for Sim {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let to = (dst.region.key as u32, dst.offset);
         self.post(tag, (src.region.0, src.offset), to, src.bytes)
     }
@@ -84,7 +84,7 @@ impl Port for Sim {
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let from = (src.region.key as u32, src.offset);
         self.post(tag, from, (dst.region.0, dst.offset), dst.bytes)
     }
@@ -128,13 +128,13 @@ impl Sim {
         from: (u32, u64),
         to: (u32, u64),
         bytes: u64,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert_eq!(u64::from(tag.bytes), bytes);
         if self.pending.len() >= self.most_pending {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         self.pending.push(Pending { tag, from, to, bytes });
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 }
 
