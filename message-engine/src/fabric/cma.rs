@@ -28,7 +28,7 @@ use self::table::{Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::table::{check_detail, check_table, detail_samples};
 use super::memory::{Refusal, Regions, index_of, unknown};
-use super::post::{self, Tenancy, op_name};
+use super::post::{self, PeerEntry, op_name};
 use super::{
     Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion, raw,
@@ -53,7 +53,7 @@ pub struct CmaFabric {
 
 #[derive(Debug)]
 struct Peer {
-    tenancy: Tenancy,
+    entry: PeerEntry,
     joined: Option<Joined>,
 }
 
@@ -129,7 +129,7 @@ impl CmaFabric {
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.entry))
     }
 
     fn post(
@@ -385,12 +385,12 @@ impl Fabric for CmaFabric {
         let idx = match self.free_peers.pop() {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PEERS => {
-                self.peers.push(Peer { tenancy: Tenancy::default(), joined: None });
+                self.peers.push(Peer { entry: PeerEntry::default(), joined: None });
                 self.peers.len() - 1
             }
             None => return Err(network("open", "too many peers are there", None)),
         };
-        let id = self.peers[idx].tenancy.open(idx);
+        let id = self.peers[idx].entry.open(idx);
         Ok((id, self.table.detail(idx).encode()))
     }
 
@@ -413,7 +413,7 @@ impl Fabric for CmaFabric {
         queue.retain(|op| op.peer != peer);
         self.table.close_gate(idx);
         let found = &mut self.peers[idx];
-        found.tenancy.close();
+        found.entry.close();
         let Some(joined) = found.joined.take() else {
             return self.free_peers.push(idx as u32);
         };

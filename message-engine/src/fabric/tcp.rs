@@ -35,7 +35,7 @@ use self::wire::{Detail, Request, encode_hello};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samples};
 use super::memory::Regions;
-use super::post::{self, MAX_PLACES, Tenancy, op_name};
+use super::post::{self, MAX_PLACES, PeerEntry, op_name};
 use super::{
     Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
@@ -96,7 +96,7 @@ pub struct TcpFabric {
 
 #[derive(Debug)]
 struct Peer {
-    tenancy: Tenancy,
+    entry: PeerEntry,
     nonce: [u8; 16],
     issuer: Option<Issuer>,
     /// Whether it waits for its next turn.
@@ -156,7 +156,7 @@ impl TcpFabric {
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.entry))
     }
 
     fn post(
@@ -210,7 +210,7 @@ impl TcpFabric {
                 tracing::debug!(%error, peer = idx, "data connection ended");
                 issuer.fail(&mut self.done);
                 peer.issuer = None;
-                self.lost.push(peer.tenancy.id(idx));
+                self.lost.push(peer.entry.id(idx));
             }
         }
     }
@@ -306,7 +306,7 @@ impl Fabric for TcpFabric {
             // Half of a write cannot be taken back from the stream.
             if let Some(mut issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
                 issuer.fail(&mut self.done);
-                self.lost.push(peer.tenancy.id(idx));
+                self.lost.push(peer.entry.id(idx));
             }
         }
         Ok(())
@@ -326,7 +326,7 @@ impl Fabric for TcpFabric {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PLACES => {
                 self.peers.push(Peer {
-                    tenancy: Tenancy::default(),
+                    entry: PeerEntry::default(),
                     nonce: [0; 16],
                     issuer: None,
                     is_dirty: false,
@@ -342,7 +342,7 @@ impl Fabric for TcpFabric {
             _ => route.local.to_canonical(),
         };
         let peer = &mut self.peers[idx];
-        let id = peer.tenancy.open(idx);
+        let id = peer.entry.open(idx);
         peer.nonce = rand::random();
         self.by_nonce.insert(peer.nonce, idx as u32);
         let detail = Detail { address: SocketAddr::new(ip, self.port), nonce: peer.nonce };
@@ -364,7 +364,7 @@ impl Fabric for TcpFabric {
     fn close_peer(&mut self, peer: PeerId) {
         let Ok(idx) = self.find("close", peer) else { return };
         let found = &mut self.peers[idx];
-        found.tenancy.close();
+        found.entry.close();
         self.by_nonce.remove(&found.nonce);
         if let Some(mut issuer) = found.issuer.take() {
             issuer.fail(&mut self.done);

@@ -62,12 +62,12 @@ pub const fn op_name(is_write: bool) -> &'static str {
 /// Whether a place among the peers is taken, and how often it was: an id of an earlier peer is not taken
 /// for one of the present peer.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Tenancy {
+pub struct PeerEntry {
     generation: u32,
     is_open: bool,
 }
 
-impl Tenancy {
+impl PeerEntry {
     /// Takes place `idx`.
     pub fn open(&mut self, idx: usize) -> PeerId {
         self.is_open = true;
@@ -90,10 +90,10 @@ impl Tenancy {
 pub fn find<'a>(
     op: &'static str,
     peer: PeerId,
-    tenancy: impl FnOnce(usize) -> Option<&'a Tenancy>,
+    entry: impl FnOnce(usize) -> Option<&'a PeerEntry>,
 ) -> Result<usize, PostError> {
     let idx = (peer.0 & (MAX_PLACES as u32)) as usize;
-    match tenancy(idx) {
+    match entry(idx) {
         Some(found) if found.is_open && found.generation == peer.0 >> PLACE_BITS => Ok(idx),
         _ => Err(PostError::Disconnected { op }),
     }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn an_id_is_not_taken_for_its_successor() {
-        let mut places = [Tenancy::default(); 2];
+        let mut places = [PeerEntry::default(); 2];
         let first = places[1].open(1);
         assert_eq!(find("read", first, |idx| places.get(idx)).ok(), Some(1));
         places[1].close();
