@@ -26,12 +26,12 @@ pub enum TransportSpec {
     #[default]
     Auto,
     /// Exactly these.
-    List(Vec<Wish>),
+    List(Vec<TransportRequest>),
 }
 
 /// One transport that somebody asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Wish {
+pub struct TransportRequest {
     /// Kind.
     pub kind: TransportKind,
     /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; port of ibgda;
@@ -39,7 +39,7 @@ pub struct Wish {
     pub device: Option<String>,
 }
 
-impl fmt::Display for Wish {
+impl fmt::Display for TransportRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind.name())?;
         self.device.as_ref().map_or(Ok(()), |device| write!(f, ":{device}"))
@@ -50,10 +50,10 @@ impl fmt::Display for TransportSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
-            Self::List(wishes) => {
-                for (idx, wish) in wishes.iter().enumerate() {
+            Self::List(requests) => {
+                for (idx, request) in requests.iter().enumerate() {
                     let comma = if idx == 0 { "" } else { "," };
-                    write!(f, "{comma}{wish}")?;
+                    write!(f, "{comma}{request}")?;
                 }
                 Ok(())
             }
@@ -79,7 +79,7 @@ impl FromStr for TransportSpec {
         if text == "auto" {
             return Ok(Self::Auto);
         }
-        let wish = |part: &str| {
+        let request = |part: &str| {
             let (name, device) = match part.split_once(':') {
                 Some((name, device)) if !device.is_empty() => (name, Some(device.to_owned())),
                 Some(_) => ("", None),
@@ -88,9 +88,9 @@ impl FromStr for TransportSpec {
             let kind = CHOICES.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.filter(|kind| device.is_none() || kind.is_network());
             let kind = kind.ok_or_else(|| ParseSpecError { found: part.to_owned() })?;
-            Ok(Wish { kind, device })
+            Ok(TransportRequest { kind, device })
         };
-        Ok(Self::List(text.split(',').map(wish).collect::<Result<_, _>>()?))
+        Ok(Self::List(text.split(',').map(request).collect::<Result<_, _>>()?))
     }
 }
 
@@ -116,18 +116,18 @@ impl From<Vec<TransportKind>> for Transports {
 #[non_exhaustive]
 pub enum OpenError {
     /// This build does not have it.
-    #[error("transport {wish}: this build has no {}; build with `--features {}`, or use {here}", .wish.kind.name(), .wish.kind.name())]
+    #[error("transport {request}: this build has no {}; build with `--features {}`, or use {here}", .request.kind.name(), .request.kind.name())]
     NotBuilt {
         /// The transport that was asked for.
-        wish: Wish,
+        request: TransportRequest,
         /// The transports of this build.
         here: String,
     },
     /// This host does not have it, or not in working order.
-    #[error("transport {wish}: {source}; this host offers {here}")]
+    #[error("transport {request}: {source}; this host offers {here}")]
     NotHere {
         /// The transport that was asked for.
-        wish: Wish,
+        request: TransportRequest,
         /// The transport's own reason.
         source: Box<NetworkError>,
         /// The transports that work here.
@@ -140,11 +140,11 @@ pub enum OpenError {
 #[derive(Clone)]
 pub struct NetworkOpener {
     kind: TransportKind,
-    open: Arc<OpenWish>,
+    open: Arc<OpenFn>,
     auto: Auto,
 }
 
-type OpenWish = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
+type OpenFn = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
     + Send
     + Sync;
 
@@ -160,7 +160,7 @@ enum Auto {
 }
 
 impl NetworkOpener {
-    /// `open` opens the networks behind a wish, from its [`Wish::device`]. Networks that they need below them come
+    /// `open` opens the networks behind a request, from its [`TransportRequest::device`]. Networks that they need below them come
     /// from the networks that the process has open. `auto` leaves this kind out.
     #[must_use]
     pub fn new(
@@ -207,7 +207,7 @@ impl fmt::Debug for NetworkOpener {
 #[derive(Debug, Default)]
 pub struct OpenNetworks {
     openers: Vec<NetworkOpener>,
-    open: Vec<(Wish, Vec<Arc<dyn Network>>)>,
+    open: Vec<(TransportRequest, Vec<Arc<dyn Network>>)>,
 }
 
 impl OpenNetworks {
@@ -237,13 +237,13 @@ impl OpenNetworks {
     pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
         let mut transports = Transports::default();
         let is_auto = *spec == TransportSpec::Auto;
-        let wishes = match spec {
+        let requests = match spec {
             TransportSpec::Auto => self.auto(),
-            TransportSpec::List(wishes) => wishes.clone(),
+            TransportSpec::List(requests) => requests.clone(),
         };
-        for wish in wishes {
-            if wish.kind.is_network() {
-                match self.open_one(&wish, is_auto) {
+        for request in requests {
+            if request.kind.is_network() {
+                match self.open_one(&request, is_auto) {
                     Ok(networks) => transports.networks.extend(networks),
                     Err(error) if is_auto => {
                         transports.missing.push(error.to_string());
@@ -252,54 +252,61 @@ impl OpenNetworks {
                     Err(error) => return Err(error),
                 }
             }
-            if !transports.kinds.contains(&wish.kind) {
-                transports.kinds.push(wish.kind);
+            if !transports.kinds.contains(&request.kind) {
+                transports.kinds.push(request.kind);
             }
         }
         Ok(transports)
     }
 
     /// The transports that `auto` tries, the fastest first.
-    fn auto(&self) -> Vec<Wish> {
+    fn auto(&self) -> Vec<TransportRequest> {
         let networks = self.openers.iter().filter(|opener| opener.is_in_auto());
         let kinds = MEMORY.into_iter().chain(networks.map(NetworkOpener::kind));
-        kinds.map(|kind| Wish { kind, device: None }).collect()
+        kinds.map(|kind| TransportRequest { kind, device: None }).collect()
     }
 
-    fn open_one(&mut self, wish: &Wish, is_auto: bool) -> Result<Vec<Arc<dyn Network>>, OpenError> {
-        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
+    fn open_one(
+        &mut self,
+        request: &TransportRequest,
+        is_auto: bool,
+    ) -> Result<Vec<Arc<dyn Network>>, OpenError> {
+        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == request) {
             return Ok(networks.clone());
         }
-        let opener = self.openers.iter().find(|opener| opener.kind == wish.kind).cloned();
-        let opener = opener
-            .ok_or_else(|| OpenError::NotBuilt { wish: wish.clone(), here: self.built_in() })?;
+        let opener = self.openers.iter().find(|opener| opener.kind == request.kind).cloned();
+        let opener = opener.ok_or_else(|| OpenError::NotBuilt {
+            request: request.clone(),
+            here: self.built_in(),
+        })?;
         let opened = match &opener.auto {
             Auto::Lazy(make) if is_auto => Ok(vec![make()]),
-            _ => (opener.open)(wish.device.as_deref(), self),
+            _ => (opener.open)(request.device.as_deref(), self),
         };
         let networks = opened.map_err(|source| OpenError::NotHere {
-            wish: wish.clone(),
+            request: request.clone(),
             source: Box::new(source),
-            here: self.offered_here(wish, is_auto).join(", "),
+            here: self.offered_here(request, is_auto).join(", "),
         })?;
-        self.open.push((wish.clone(), networks.clone()));
+        self.open.push((request.clone(), networks.clone()));
         Ok(networks)
     }
 
-    /// The transports that this host offers instead of `missing`: the open ones and, for a wish of a user, others
+    /// The transports that this host offers instead of `missing`: the open ones and, for a request of a user, others
     /// that can be opened. `auto` tries these anyway, and must not search for devices early.
-    fn offered_here(&self, missing: &Wish, is_auto: bool) -> Vec<String> {
+    fn offered_here(&self, missing: &TransportRequest, is_auto: bool) -> Vec<String> {
         let mut here = MEMORY.map(|kind| kind.name().to_owned()).to_vec();
-        here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+        here.extend(self.open.iter().map(|(request, _)| request.to_string()));
         if is_auto {
             return here;
         }
         for opener in self.openers.iter().filter(|opener| opener.is_in_auto()) {
-            let wish = Wish { kind: opener.kind, device: None };
-            let is_new = wish != *missing && self.open.iter().all(|(known, _)| *known != wish);
+            let request = TransportRequest { kind: opener.kind, device: None };
+            let is_new =
+                request != *missing && self.open.iter().all(|(known, _)| *known != request);
             let mut trial = Self { openers: self.openers.clone(), open: Vec::new() };
             if is_new && (opener.open)(None, &mut trial).is_ok() {
-                here.push(wish.to_string());
+                here.push(request.to_string());
             }
         }
         here

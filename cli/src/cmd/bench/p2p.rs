@@ -10,7 +10,7 @@ use bench_harness::p2p::{
 };
 use clap::parser::ValueSource;
 use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::transports::Wish;
+use p2p_core::transports::TransportRequest;
 use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
 use super::engine;
@@ -69,7 +69,7 @@ pub struct Args {
 #[derive(Debug, Clone)]
 enum Transport {
     /// A transport with slots, and its text on the command line.
-    Slots(Wish, String),
+    Slots(TransportRequest, String),
     /// A transport of the message engine only.
     Engine(String),
 }
