@@ -77,7 +77,7 @@ impl Inbound {
     /// [`OrderError`]; the peer must be treated as lost.
     #[inline]
     pub fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
-        if header.then.is_unnumbered() {
+        if header.action.is_unnumbered() {
             return Ok(true);
         }
         let expected = self.next_seq;
@@ -197,11 +197,11 @@ mod tests {
     use rand::{RngExt, SeedableRng};
 
     use super::*;
-    use crate::counted::message::Then;
+    use crate::counted::message::Action;
 
     fn header(seq: u32, writes: u64) -> Header {
-        let (then, credit) = (Then::Nothing, Default::default());
-        Header { slot: 0, seq, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
+        let (action, credit) = (Action::Nothing, Default::default());
+        Header { slot: 0, seq, token: 0, writes, action, credit, num_parts: 0, mails: 0 }
     }
 
     #[test]
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_lost_message_is_noticed_and_answers_are_not_numbered() {
         let mut inbound = Inbound::default();
-        let answer = Header { then: Then::Answered { id: 3 }, ..header(77, 0) };
+        let answer = Header { action: Action::Answered { id: 3 }, ..header(77, 0) };
         assert_eq!(inbound.admit(&answer, b""), Ok(true));
         assert_eq!(inbound.admit(&header(0, 0), b""), Ok(true));
         let lost = OrderError::Sequence { found: 2, expected: 1 };

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use super::lane::{Descriptor, Taken};
-use super::message::{self, Header, Then};
+use super::message::{self, Action, Header};
 use p2p_core::region::{MapError, Region};
 
 /// An operation that waits its turn.
@@ -230,7 +230,7 @@ impl Ring {
     /// Makes the message that waits last stand for `newer` as well, if that can be.
     fn merge(&self, newer: &[u8]) -> bool {
         let Ok(header) = Header::decode(newer) else { return false };
-        if !matches!(header.then, Then::Add { .. }) || header.num_parts > 0 {
+        if !matches!(header.action, Action::Add { .. }) || header.num_parts > 0 {
             return false;
         }
         let last = self.cell(self.tail.load(Ordering::Relaxed).wrapping_sub(1));

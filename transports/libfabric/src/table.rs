@@ -8,7 +8,7 @@ use super::inbound::Inbound;
 use super::lane::Taken;
 use super::link::{Context, IDX_MASK, Link};
 use super::mail::{Head, Mailbox};
-use super::message::Then;
+use super::message::Action;
 use super::port::{Failure, Port, Registered};
 use super::receives::Receives;
 use super::sys;
@@ -164,7 +164,7 @@ impl State {
         if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
             let writes = if far.counts_writes { link.num_posted() } else { 0 };
             closing.has_said_farewell = link
-                .unnumbered(Then::Farewell, writes)
+                .unnumbered(Action::Farewell, writes)
                 .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
         }
         let is_joined = link.far().is_some();

@@ -6,7 +6,7 @@ use super::super::inbound::Inbound;
 use super::super::lane::Taken;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
 use super::super::mail::Head;
-use super::super::message::{Header, Then};
+use super::super::message::{Action, Header};
 use super::super::port::{Failure, Port};
 use super::super::sys;
 use super::super::table::{State, note_stall};
@@ -109,7 +109,7 @@ impl Device {
             Ok(header) => header,
             Err(error) => return end(format!("a bad mail: {error}")),
         };
-        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
+        if header.slot != link.id || header.token != link.token || header.action.is_unnumbered() {
             return end("a mail that does not belong here".to_owned());
         }
         link.note_mails_taken(header.mails);
@@ -155,7 +155,7 @@ impl Device {
             tracing::warn!(slot = link.id, "a message without the right to this slot");
             return;
         }
-        if header.then == Then::Farewell {
+        if header.action == Action::Farewell {
             entry.farewell = Some(header.writes);
             link.desert();
             return;
@@ -232,7 +232,7 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     match link.land(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
-            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
+            let Some(answer) = link.unnumbered(Action::Answered { id }, 0) else { return true };
             // A lost answer would be waited for until the deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {
