@@ -132,21 +132,21 @@ async fn nothing_is_left_out_where_nothing_else_is_common() {
 
 /// What a listener does once the other side has joined by the network that it chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Then {
+enum ListenerBehaviour {
     /// Its process ends, before the other side has joined.
-    GoesAtOnce,
+    ExitsBeforeJoin,
     /// Its process ends.
-    Goes,
+    Exits,
     /// The connection is reset.
     Resets,
     /// Nothing: it is there and still joins.
     Joins,
     /// It says that the time is over.
-    GivesUp,
+    ReportsTimeout,
 }
 
 /// A listener that chooses the fast network each time and never comes to an end with it.
-async fn serve_half(then: Then) -> SocketAddr {
+async fn serve_half(behaviour: ListenerBehaviour) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -154,7 +154,7 @@ async fn serve_half(then: Then) -> SocketAddr {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
             // A side that gave up meanwhile is no matter here.
-            if half_a_handshake(&mut stream, then).await.is_ok() {
+            if half_a_handshake(&mut stream, behaviour).await.is_ok() {
                 kept.push(stream);
             }
         }
@@ -162,7 +162,10 @@ async fn serve_half(then: Then) -> SocketAddr {
     addr
 }
 
-async fn half_a_handshake(stream: &mut TcpStream, then: Then) -> std::io::Result<()> {
+async fn half_a_handshake(
+    stream: &mut TcpStream,
+    behaviour: ListenerBehaviour,
+) -> std::io::Result<()> {
     read_raw(stream).await?;
     let bytes = SlotLayout::new(SLOT).unwrap().slot_bytes() as u64;
     let welcome = Welcome {
@@ -173,18 +176,20 @@ async fn half_a_handshake(stream: &mut TcpStream, then: Then) -> std::io::Result
         payload: Vec::new(),
     };
     stream.write_all(&wire::encode_welcome(&welcome)).await?;
-    if then == Then::GoesAtOnce {
+    if behaviour == ListenerBehaviour::ExitsBeforeJoin {
         return Err(std::io::ErrorKind::BrokenPipe.into());
     }
     assert_eq!(read_raw(stream).await?, KIND_READY);
-    match then {
-        Then::GoesAtOnce | Then::Goes => Err(std::io::ErrorKind::BrokenPipe.into()),
-        Then::Resets => {
+    match behaviour {
+        ListenerBehaviour::ExitsBeforeJoin | ListenerBehaviour::Exits => {
+            Err(std::io::ErrorKind::BrokenPipe.into())
+        }
+        ListenerBehaviour::Resets => {
             stream.set_zero_linger()?;
             Err(std::io::ErrorKind::ConnectionReset.into())
         }
-        Then::Joins => Ok(()),
-        Then::GivesUp => {
+        ListenerBehaviour::Joins => Ok(()),
+        ListenerBehaviour::ReportsTimeout => {
             let reject = Reject::new(RejectCode::TIMEOUT, "not complete after 5000 ms");
             stream.write_all(&wire::encode_reject(&reject)).await
         }
@@ -202,31 +207,36 @@ async fn read_raw(stream: &mut TcpStream) -> std::io::Result<u16> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_listener_that_goes_in_mid_handshake_says_nothing_about_the_network() {
-    for then in [Then::Goes, Then::Resets, Then::GoesAtOnce] {
-        let addr = serve_half(then).await;
+    for behaviour in
+        [ListenerBehaviour::Exits, ListenerBehaviour::Resets, ListenerBehaviour::ExitsBeforeJoin]
+    {
+        let addr = serve_half(behaviour).await;
         let (near, fallback) = (Host::new(), Fallback::default());
         let mut config = near.config(&fallback);
-        if then == Then::GoesAtOnce {
+        if behaviour == ListenerBehaviour::ExitsBeforeJoin {
             // This side still joins when its time is over.
             config.timeout = Duration::from_millis(300);
             near.fast.join_within(Duration::from_millis(600));
         }
         for round in 0..2 * MAX_USELESS_LINKS {
             let error = within(connect(addr, hello(b""), config.clone())).await.unwrap_err();
-            match (then, &error) {
-                (Then::GoesAtOnce, ConnectError::Timeout { .. }) => {}
-                (Then::Goes | Then::Resets, ConnectError::Broken { .. }) => {}
-                _ => panic!("{then:?} {round}: {error}"),
+            match (behaviour, &error) {
+                (ListenerBehaviour::ExitsBeforeJoin, ConnectError::Timeout { .. }) => {}
+                (
+                    ListenerBehaviour::Exits | ListenerBehaviour::Resets,
+                    ConnectError::Broken { .. },
+                ) => {}
+                _ => panic!("{behaviour:?} {round}: {error}"),
             }
-            assert_eq!(fallback.left_out(), [], "{then:?} {round}");
+            assert_eq!(fallback.left_out(), [], "{behaviour:?} {round}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn joining_that_never_ends_with_a_listener_that_is_there_counts() {
-    for then in [Then::Joins, Then::GivesUp] {
-        let addr = serve_half(then).await;
+    for behaviour in [ListenerBehaviour::Joins, ListenerBehaviour::ReportsTimeout] {
+        let addr = serve_half(behaviour).await;
         let (near, fallback) = (Host::new(), Fallback::default());
         let timeout = Duration::from_millis(400);
         let config = ConnectConfig { timeout, ..near.config(&fallback) };
@@ -235,9 +245,9 @@ async fn joining_that_never_ends_with_a_listener_that_is_there_counts() {
             within(connect(addr, hello(b""), config.clone())).await.unwrap_err();
             num_rounds += 1;
             // More where a busy machine took the time before joining began.
-            assert!(num_rounds < 30, "{then:?}");
+            assert!(num_rounds < 30, "{behaviour:?}");
         }
-        assert!(num_rounds >= MAX_USELESS_LINKS, "{then:?}: {num_rounds}");
+        assert!(num_rounds >= MAX_USELESS_LINKS, "{behaviour:?}: {num_rounds}");
         let why = fallback.left_out()[0].to_string();
         assert!(why.contains("verbs:fast") && why.contains("not complete"), "{why}");
     }
@@ -250,7 +260,7 @@ async fn an_offer_that_works_is_not_left_out_for_a_handshake_beside_it() {
     let fallback = Fallback::default();
     let (first, _) = meet(&mut server, near.config(&fallback)).await;
     let working = fallback.note_works(&first.transport);
-    let addr = serve_half(Then::GivesUp).await;
+    let addr = serve_half(ListenerBehaviour::ReportsTimeout).await;
     for _ in 0..2 * MAX_USELESS_LINKS {
         within(connect(addr, hello(b""), near.config(&fallback))).await.unwrap_err();
         assert_eq!(fallback.left_out(), []);

@@ -178,26 +178,27 @@ impl OpenSide for Side {
         let _ = self.num_filtered.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
         let peer = SLOTS.lock().expect("slots").get(&theirs.remote_key).cloned();
         let peer = peer.filter(|_| !is_filtered);
-        let endpoint = AnyEndpoint::Other(Box::new(Way { kind: self.kind, peer, _end: self.end }));
+        let endpoint =
+            AnyEndpoint::Other(Box::new(StandInEndpoint { kind: self.kind, peer, _end: self.end }));
         Ok(JoinedSide { endpoint, slot: self.slot })
     }
 }
 
 /// The way to the peer's slot, if any.
 #[derive(Debug)]
-struct Way {
+struct StandInEndpoint {
     kind: TransportKind,
     peer: Option<Region>,
     _end: End,
 }
 
-impl Way {
+impl StandInEndpoint {
     fn at(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         Some(self.peer.as_ref()?.range(offset, len).expect("a range of the slot").as_ptr())
     }
 }
 
-impl Endpoint for Way {
+impl Endpoint for StandInEndpoint {
     type RemoteKey = SlotKey;
 
     fn kind(&self) -> TransportKind {
