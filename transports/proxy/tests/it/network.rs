@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{Behaviour, Recorder, config};
-use crate::parties::{Way, in_processes, in_threads, pair, var};
+use crate::parties::{TransportSetup, in_processes, in_threads, pair, var};
 use bench_harness::proxy::BenchEndpoint;
 use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use kernels::gpu::Gpu;
@@ -453,12 +453,12 @@ fn a_quiet_ends_at_its_deadline_and_is_asked_for_once() {
 
 fn processes(name: &str) {
     let Some(network) = named(name) else { return };
-    let way = Way::over(Arc::new(behind(network))).with("NETWORK", name);
-    in_processes(&way, |_| true);
+    let setup = TransportSetup::over(Arc::new(behind(network))).with("NETWORK", name);
+    in_processes(&setup, |_| true);
 }
 
 /// The other half of the tests with two processes.
 pub fn child_process() {
     let network = named(&var("NETWORK").expect("a name")).expect("found by the parent");
-    parties::perform_all(&Way::over(Arc::new(behind(network))));
+    parties::perform_all(&TransportSetup::over(Arc::new(behind(network))));
 }
