@@ -1,5 +1,5 @@
-//! The registrations of a fabric whose device or library checks accesses: by an id that does not name the
-//! next one that has the same place.
+//! The registrations of a fabric whose device or library checks accesses. The id of a removed
+//! registration does not name the next one in the same table entry.
 
 use super::RegionId;
 
@@ -12,7 +12,7 @@ pub struct RegionTable<T> {
 
 #[derive(Debug)]
 struct Entry<T> {
-    /// How often it was taken, modulo what an id has room for.
+    /// How often the entry was taken, modulo [`GENERATIONS`].
     generation: u32,
     item: Option<T>,
 }
@@ -24,7 +24,7 @@ impl<T> Default for RegionTable<T> {
 }
 
 impl<T> RegionTable<T> {
-    /// Adds an item. `None` when the table is full; the item is dropped then.
+    /// Adds an item. Returns `None` when the table is full, and drops the item.
     pub fn insert(&mut self, item: T) -> Option<RegionId> {
         let idx = match self.free.pop() {
             Some(idx) => idx,
@@ -61,11 +61,11 @@ impl<T> RegionTable<T> {
         self.entries[idx as usize].item.take()
     }
 
-    /// Why `id` names nothing.
+    /// Tells why `id` names no registration.
     pub fn missing(&self, id: RegionId) -> String {
         let (idx, generation) = (id.0 & INDEX_MASK, id.0 >> INDEX_BITS);
         match self.entries.get(idx as usize) {
-            // The first is 1.
+            // The first generation is 1.
             Some(entry) if generation != 0 => {
                 let what = format!("registration {idx} of generation {generation}");
                 match &entry.item {
@@ -81,13 +81,13 @@ impl<T> RegionTable<T> {
     }
 }
 
-/// Most registrations: the last id is left out, which stands for none.
-/// Bits of a [`RegionId`] that hold the index of its place.
+/// Bits of a [`RegionId`] that hold the index of its table entry.
 pub const INDEX_BITS: u32 = 20;
 /// Mask of these bits.
 pub const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
-/// Number of registrations that follow one another in a place before an id comes again.
+/// Number of registrations in one table entry before an id comes again.
 pub const GENERATIONS: u32 = 1 << (32 - INDEX_BITS);
+/// Largest number of registrations. The last index is left out, since it stands for none.
 const MAX_PLACES: usize = INDEX_MASK as usize;
 
 #[cfg(test)]
@@ -117,7 +117,7 @@ mod tests {
             assert_eq!(table.remove(unknown), None);
             assert!(table.missing(unknown).starts_with("there is no registration"));
         }
-        // Places are used again.
+        // Entries are reused.
         for _ in 0..3 * GENERATIONS {
             let id = table.insert('d').unwrap();
             assert_eq!((id.0 & INDEX_MASK, table.remove(id)), (2, Some('d')));
