@@ -1,10 +1,12 @@
-//! Who may be in the middle of a handshake.
+//! Limits the number of handshakes under way.
 //!
-//! The number of handshakes under way is limited, but a newcomer is never turned away: it takes the
-//! place of the oldest one, of those that have not said anything useful yet, of the source that has
-//! the most of them. A healthy peer says its hello within one round trip, so whoever holds many silent
-//! connections pushes out its entry. Everybody keeps its place for a moment, though, and newcomers wait in
-//! the accept queue meanwhile: many healthy peers at once do not push out each other.
+//! A newcomer is never turned away. If the limit is reached, it evicts another handshake: one
+//! without a valid hello if there is any, from the source that has the most of them, and there the
+//! oldest. A healthy peer sends its hello within one round trip. So a source with many silent
+//! connections evicts its own.
+//!
+//! No handshake is evicted in its first moments. Newcomers wait in the accept queue meanwhile, so
+//! many healthy peers at once do not evict each other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -23,7 +25,7 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct Table {
     next_id: u64,
-    // Ordered by id, that is by age.
+    // Ordered by id, which is also the order of age.
     entries: BTreeMap<u64, Entry>,
 }
 
@@ -35,7 +37,7 @@ struct Entry {
     evicted: Arc<Notify>,
 }
 
-/// A place in the table, given back when dropped.
+/// A handshake's entry in the table, removed when dropped.
 #[derive(Debug)]
 pub(super) struct HandshakeEntry {
     id: u64,
@@ -48,7 +50,7 @@ impl Admission {
         Self { cap: cap.max(1), table: Arc::default() }
     }
 
-    /// How long a newcomer has to wait, unless a place becomes free before.
+    /// Time that a newcomer has to wait, unless an entry becomes free before.
     pub(super) fn delay(&self) -> Duration {
         let table = lock(&self.table);
         if table.entries.len() < self.cap {
@@ -61,7 +63,7 @@ impl Admission {
         })
     }
 
-    /// Takes a place for a newcomer. True when somebody had to leave for it.
+    /// Adds an entry for a newcomer. The flag is true if another handshake was evicted for it.
     pub(super) fn admit(&self, source: IpAddr) -> (HandshakeEntry, bool) {
         let mut table = lock(&self.table);
         let full = table.entries.len() >= self.cap;
@@ -69,7 +71,7 @@ impl Admission {
             && let Some(victim) = table.victim()
             && let Some(entry) = table.entries.remove(&victim)
         {
-            // A permit is kept if the task does not wait yet.
+            // The notification is stored if the task does not wait yet.
             entry.evicted.notify_one();
         }
         let id = table.next_id;
@@ -83,14 +85,14 @@ impl Admission {
 }
 
 impl HandshakeEntry {
-    /// Marks this handshake as one that said a valid hello: it gives way last.
+    /// Marks this handshake as one with a valid hello. Such handshakes are evicted last.
     pub(super) fn settle(&self) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
             entry.settled = true;
         }
     }
 
-    /// Returns when this handshake must give way.
+    /// Returns when this handshake is evicted.
     pub(super) async fn evicted(&self) {
         self.evicted.notified().await;
     }
@@ -123,7 +125,7 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A place is safe for so long before a hello has come, and after.
+/// An entry cannot be evicted for this long: before a hello has come, and after.
 const STAY_SILENT: Duration = Duration::from_millis(100);
 const STAY_SETTLED: Duration = Duration::from_secs(1);
 

@@ -1,7 +1,7 @@
 //! The listening side of the handshake.
 //!
-//! Accepting never waits for a peer: every handshake runs in a task of its own, under a limit on its
-//! time, and [`Admission`] limits how many there are.
+//! Accepting never waits for a peer. Every handshake runs in a task of its own, under a time limit,
+//! and [`Admission`] limits the number of handshakes.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -49,23 +49,23 @@ use crate::transport::AnyEndpoint;
 pub struct ListenerConfig {
     /// Slots to use. Peers must have the same.
     pub slot: SlotConfig,
-    /// Shared secret that peers must show; `None` admits everybody.
+    /// Shared secret that peers must show; `None` admits every peer.
     pub ticket: Option<String>,
     /// Transports to offer.
     pub transports: Vec<TransportKind>,
-    /// Networks of this process, for those of `transports` that are networks.
+    /// Networks of this process, for the network kinds among `transports`.
     pub networks: Vec<Arc<dyn Network>>,
-    /// Device slots to make beside the others. Peers must want the same.
+    /// Memory for device slots beside the host slots. Peers must want the same.
     pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
-    /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
+    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one.
     pub max_handshakes: usize,
     /// Most peers connected at the same time.
     pub max_peers: usize,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
-    /// How a staged transport delays and reorders. For tests.
+    /// Delays and reordering of a staged transport. For tests.
     #[cfg(feature = "test-transports")]
     pub disorder: Option<Disorder>,
 }
@@ -91,21 +91,14 @@ impl Default for ListenerConfig {
 /// A listener could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum BindError {
-    /// Somebody else listens there.
+    /// Another process listens there.
     #[error("{addr} is in use by another process; choose another port or stop that process")]
-    InUse {
-        /// Where.
-        addr: String,
-    },
+    InUse { addr: String },
     /// The system refuses to listen there.
     #[error("cannot listen on {addr}: {source}")]
-    Listen {
-        /// Where.
-        addr: String,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Listen { addr: String, source: io::Error },
     /// The Unix socket for shared memory cannot be made.
     #[error("cannot listen on an abstract Unix socket for shared memory: {0}")]
     Rendezvous(io::Error),
@@ -114,18 +107,18 @@ pub enum BindError {
     Slot(#[from] SlotConfigError),
 }
 
-/// What a listener has seen so far. Every connection ends in exactly one of the last five counts.
+/// Counts of a listener. Every connection ends in exactly one of the last five counts.
 #[derive(Debug, Default)]
 pub struct ListenerStats {
     /// Connections taken from the accept queue.
     pub accepted: AtomicU64,
     /// Handshakes that became a [`Connection`].
     pub connected: AtomicU64,
-    /// Handshakes that were answered with a [`Reject`] for what the peer said.
+    /// Handshakes answered with a [`Reject`] because of the peer's data.
     pub rejected: AtomicU64,
     /// Handshakes that took too long.
     pub timed_out: AtomicU64,
-    /// Handshakes that gave way to a newer one.
+    /// Handshakes evicted for a newer one.
     pub evicted: AtomicU64,
     /// Handshakes whose connection broke.
     pub broken: AtomicU64,
@@ -152,7 +145,7 @@ struct Shared {
     stats: Arc<ListenerStats>,
 }
 
-/// What a rendezvous brought: descriptors, or the reason against whoever sent them.
+/// Result of a rendezvous: descriptors, or the reason to refuse their sender.
 type RendezvousResult = Result<(UnixStream, SlotDescriptors), ShmError>;
 
 impl Listener {
@@ -191,7 +184,7 @@ impl Listener {
         Ok(Self { tcp, rendezvous, local_addr, shared: Arc::new(shared) })
     }
 
-    /// Where this listener can be reached.
+    /// Address of this listener, with the port in use.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local_addr
@@ -203,10 +196,10 @@ impl Listener {
         Arc::clone(&self.shared.stats)
     }
 
-    /// Serves until `shutdown` completes; handshakes under way are then given up.
+    /// Serves until `shutdown` completes, and then ends the handshakes under way.
     ///
-    /// `accept` judges a peer whose slot, transport and ticket are in order, and gives the reply
-    /// payload (at most [`MAX_PAYLOAD_BYTES`]) or the reason against it. `on_peer` gets every
+    /// `accept` judges a peer whose slot, transport and ticket are in order. It returns the reply
+    /// payload (at most [`MAX_PAYLOAD_BYTES`]) or the reason to refuse. `on_peer` gets every
     /// connection. Both run on the handshake's task and should be quick.
     pub async fn serve<A, P>(self, accept: A, on_peer: P, shutdown: impl Future<Output = ()> + Send)
     where
@@ -240,7 +233,7 @@ impl Listener {
                 accepted = after(rendezvous_admission.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
                         let (entry, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
-                        // Whoever comes here has been given the name in a handshake.
+                        // The peer got the name of the rendezvous in a handshake.
                         entry.settle();
                         let shared = Arc::clone(&shared);
                         tasks.spawn(async move { receive_descriptors(&shared, stream, &entry).await });
@@ -273,7 +266,8 @@ async fn listen(addr: impl ToSocketAddrs) -> io::Result<TcpListener> {
     Err(last)
 }
 
-/// Begins only when nobody has to be pushed out early. Whenever a handshake ends, this begins anew.
+/// Accepts after `delay`, so that no handshake is evicted too early. The caller starts this anew
+/// whenever a handshake ends.
 async fn after<T>(delay: Duration, accept: impl Future<Output = T>) -> T {
     if !delay.is_zero() {
         sleep(delay).await;
@@ -288,7 +282,7 @@ async fn accept_unix(listener: Option<&UnixListener>) -> io::Result<UnixStream> 
     }
 }
 
-/// Accepting fails when descriptors run out; trying again at once would only burn time.
+/// Accepting fails when descriptors run out. An immediate retry would only burn time.
 async fn pause_after(error: &io::Error) {
     tracing::warn!(%error, "cannot accept a connection");
     sleep(Duration::from_millis(20)).await;
@@ -305,7 +299,7 @@ async fn receive_descriptors(shared: &Shared, stream: UnixStream, entry: &Handsh
             let waiting = lock(&shared.waiting).remove(&passed.nonce);
             let result = pass::check_user(&stream).map(|()| (stream, passed));
             match waiting {
-                // The handshake may have ended meanwhile; everything is closed then.
+                // The handshake may have ended meanwhile. Everything is closed then.
                 Some(handshake) => drop(handshake.send(result)),
                 None => tracing::debug!("descriptors for a handshake that nobody waits for"),
             }
@@ -339,7 +333,7 @@ impl From<ReadError> for HandshakeEnd {
     }
 }
 
-/// One handshake from its first byte to a connection or an end.
+/// Runs one handshake from its first byte to a connection or an end.
 async fn run<A>(
     shared: &Arc<Shared>,
     mut stream: TcpStream,
@@ -391,15 +385,15 @@ where
     };
     count.fetch_add(1, Ordering::Relaxed);
     if let Some(reject) = reject {
-        // Whoever was pushed out or timed out no longer counts, so the farewell must be short.
+        // An evicted or late handshake no longer counts, so the farewell must be short.
         drop(entry);
         let _ = timeout(FAREWELL, farewell(&mut stream, &reject)).await;
     }
     None
 }
 
-/// Says why, then waits until the peer has read it: closing a socket with unread input would reset the
-/// connection and could take the reason away from the peer.
+/// Sends the reason, then waits until the peer has read it. Closing a socket with unread input
+/// would reset the connection, and the reason could be lost.
 async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
     write_message(stream, &wire::encode_reject(reject)).await?;
     stream.shutdown().await?;
@@ -412,7 +406,7 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
     Ok(())
 }
 
-/// Everything that a handshake agreed on.
+/// The results of a handshake.
 struct Agreement {
     slots: BackgroundDrop<Slots>,
     peer: PeerHello,
@@ -422,7 +416,8 @@ struct Agreement {
     pages: PageKind,
 }
 
-/// What a connection is made of. The permit comes last: a peer that is let in instead finds the memory free.
+/// The slots of a connection. The permit is dropped last, so a peer that is admitted instead finds
+/// the memory free.
 type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, OwnedSemaphorePermit);
 
 impl Agreement {
@@ -562,7 +557,8 @@ where
     Ok(Agreement { slots, peer, left_out, reply, transport, pages })
 }
 
-/// Opens a side of the first of `choices` that works here. `None` beside a transport that is no network.
+/// Opens a side of the first of `choices` that works here. Returns `None` beside a transport that
+/// is no network.
 async fn open_first(
     shared: &Shared,
     choices: Vec<Offer>,
@@ -599,7 +595,7 @@ async fn open_first(
     Err(Reject::new(RejectCode::TRANSPORT, errors.join("; ")))
 }
 
-/// Joins device slots over the Unix connection on which the others were exchanged.
+/// Joins device slots over the Unix connection on which the host slots were exchanged.
 async fn exchange(
     side: Arc<dyn DeviceMemory>,
     socket: &UnixStream,
@@ -617,7 +613,7 @@ async fn exchange(
     Ok(pair)
 }
 
-/// The connecting side's last message.
+/// Reads the connecting side's last message.
 async fn read_ready(
     stream: &mut TcpStream,
     layout: &SlotLayout,
@@ -639,7 +635,7 @@ async fn read_ready(
     Ok(side)
 }
 
-/// A handshake's entry in the table of those that wait for descriptors, removed when dropped.
+/// A handshake's entry in the table of handshakes that wait for descriptors. Removed when dropped.
 struct RendezvousEntry<'a> {
     shared: &'a Shared,
     nonce: Nonce,

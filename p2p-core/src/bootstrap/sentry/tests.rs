@@ -7,7 +7,7 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Sentries with tables of their own, and without.
+/// One sentry with its own table, and one without.
 fn sentries() -> [Arc<Sentry>; 2] {
     let leaves: [fn(RawFd) -> bool; 2] = [unshare_descriptors, |_| false];
     leaves.map(|leave| Arc::new(Sentry::start(leave).expect("a sentry")))
@@ -47,7 +47,7 @@ fn a_socket_is_in_the_sentrys_table_and_in_no_other() {
         let name = name.expect("a socket's name");
         let copies = |folder: &str| {
             let entries = std::fs::read_dir(folder).expect("descriptors").flatten();
-            // What is closed meanwhile is not it.
+            // A descriptor that was closed meanwhile is another one.
             let is_it = |at: PathBuf| std::fs::read_link(at).is_ok_and(|found| found == name);
             entries.filter(|entry| is_it(entry.path())).count()
         };
@@ -87,7 +87,7 @@ fn the_sentry_takes_no_signal() {
 }
 
 #[test]
-fn what_the_other_end_does_is_told_with_an_event() {
+fn an_event_announces_the_end_by_the_other_side() {
     for sentry in sentries() {
         for (bytes, expected) in [
             (&encode_goodbye()[..], CloseReason::Left),
@@ -141,7 +141,7 @@ fn a_goodbye_is_sent_before_close_returns() {
 }
 
 #[test]
-fn what_is_dropped_ends_without_a_goodbye() {
+fn a_dropped_socket_ends_without_a_goodbye() {
     for sentry in sentries() {
         let (socket, mut theirs) = pair(&sentry);
         drop(socket);
@@ -152,12 +152,12 @@ fn what_is_dropped_ends_without_a_goodbye() {
 }
 
 #[test]
-fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
+fn without_a_sentry_all_connections_are_refused_and_ended() {
     for sentry in sentries() {
         let (socket, mut theirs) = pair(&sentry);
         let underway = Arc::new(ConnectionState::default());
         lock(&sentry.shared.inbox).incoming.insert(77, Arc::clone(&underway));
-        // What nobody sends: it ends the thread.
+        // No other code sends such a message. It ends the thread.
         rustix::net::send(&sentry.handoff, b"short", SendFlags::NOSIGNAL).expect("sent");
         let refused = Stage::Refused(Errno::PIPE);
         assert_eq!(underway.wait_while_in(Stage::Sent, PATIENCE), refused);
@@ -178,7 +178,7 @@ fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
 #[test]
 fn a_message_without_all_descriptors_is_refused_and_the_next_is_taken() {
     for sentry in sentries() {
-        // As they arrive where the table is full.
+        // Messages arrive like this if the table is full.
         for num_fds in [0, 1] {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
             theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
@@ -197,7 +197,7 @@ fn a_message_without_all_descriptors_is_refused_and_the_next_is_taken() {
 }
 
 #[test]
-fn what_nobody_waits_for_any_more_is_closed() {
+fn a_socket_without_a_waiter_is_closed() {
     for sentry in sentries() {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
