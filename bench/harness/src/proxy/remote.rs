@@ -81,7 +81,7 @@ pub(super) enum Line {
         bytes: u64,
         detail: Vec<u8>,
     },
-    JoinedSide,
+    Joined,
     Check(Check),
     Checked {
         objects: u64,
