@@ -7,10 +7,13 @@
 //! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
 //! ```
 //!
-//! All numbers are little-endian. The receiving side gave `slot` and `token` in the handshake; the token is a secret
-//! of the pair. `writes` counts the writes that were issued before. `credit` is the sum of all additions to one flag
-//! that were allowed to wait. It may come several times, or late, or not at all if a later one comes. `mails` counts
-//! the mails of the receiving side that the sender has read, modulo 2³².
+//! All numbers are little-endian. The receiving side gave `slot` and `token` in the handshake; the
+//! token is a secret of the pair.
+//!
+//! - `writes` counts the writes that were issued before the message.
+//! - `credit` is the sum of all additions to one flag that were allowed to wait. It may come
+//!   several times, or late, or not at all if a later one comes.
+//! - `mails` counts the mails of the receiving side that the sender has read, modulo 2³².
 
 use thiserror::Error;
 
@@ -19,31 +22,31 @@ pub const HEADER_BYTES: usize = 56;
 /// Bytes of a part before its payload.
 pub const PART_BYTES: usize = 8;
 
-/// What a message asks for after its parts are in place.
+/// The receiver's action after it has put the parts in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Nothing.
+    /// No action.
     Nothing,
-    /// An addition to a flag.
+    /// Adds to a flag.
     Add {
-        /// Offset of the flag.
+        /// Offset of the flag in bytes.
         offset: u32,
         /// Summand.
         value: u64,
     },
-    /// An answer.
+    /// Asks for an answer, which repeats the id.
     Answer {
-        /// To be repeated in it.
+        /// Number of the question.
         id: u64,
     },
-    /// This is the answer.
+    /// Answers a question.
     Answered {
-        /// Of the question.
+        /// Number of the question.
         id: u64,
     },
-    /// Nothing but the credit.
+    /// Carries only the credit.
     Credit,
-    /// The sender is gone; after the writes that the message counts nothing comes any more.
+    /// The sender is gone. After the writes that the message counts, nothing more comes.
     Farewell,
 }
 
@@ -63,11 +66,11 @@ pub struct Header {
     pub seq: u32,
     /// Secret of the pair.
     pub token: u64,
-    /// Counted writes that were issued before the message.
+    /// Number of counted writes that were issued before the message.
     pub writes: u64,
     /// The action after the parts.
     pub action: Action,
-    /// Additions that were allowed to wait.
+    /// Additions to a flag that were allowed to wait.
     pub credit: Credit,
     /// Parts behind the header.
     pub num_parts: u16,
@@ -156,8 +159,8 @@ impl Header {
         })
     }
 
-    /// Checks the parts and the flag of `message` against a slot of `slot_bytes`, all of them before
-    /// the first is used, and gives the parts to `place`.
+    /// Checks all parts and flags of `message` against a slot of `slot_bytes`, then passes each
+    /// part to `place`. If any check fails, no part is placed.
     #[inline]
     pub fn for_each_part(
         &self,
@@ -203,8 +206,8 @@ pub fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
     out.extend_from_slice(&len.to_le_bytes());
 }
 
-/// Makes `message`, which waits, stand for `newer` as well, if both only add to the same flag. False
-/// when they do not, and nothing is changed then.
+/// Merges `newer` into `message`, which still waits, if both only add to the same flag. Otherwise
+/// returns false and changes nothing.
 pub fn merge_add(message: &mut [u8], newer: &Header) -> bool {
     let Ok(header) = Header::decode(message) else { return false };
     let (Action::Add { offset, value }, Action::Add { offset: same, value: more }) =
