@@ -1,4 +1,4 @@
-//! Which transports a process offers: what the user asked for, and what the host has.
+//! The transports that a process offers, from the user's request and the host's devices.
 //!
 //! ```
 //! use switchyard_p2p_core::transports::{OpenNetworks, TransportSpec};
@@ -22,20 +22,21 @@ use crate::network::{Network, NetworkError};
 /// `shm,verbs:mlx5_0:1+mlx5_1:1,libfabric:tcp;ofi_rxm`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum TransportSpec {
-    /// Whatever works here, the fastest first: within a process, shared memory, verbs, libfabric.
+    /// All transports that work here, the fastest first: within a process, shared memory, verbs,
+    /// libfabric.
     #[default]
     Auto,
-    /// Exactly these.
+    /// Exactly these transports.
     List(Vec<TransportRequest>),
 }
 
-/// One transport that somebody asked for.
+/// One transport that the user asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct TransportRequest {
     /// Kind.
     pub kind: TransportKind,
-    /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; port of ibgda;
-    /// `None` leaves the choice.
+    /// Ports of verbs, joined by `+` or as `near=PCI` or `node=N`; provider of libfabric; port of
+    /// ibgda. `None` leaves the choice to the transport.
     pub device: Option<String>,
 }
 
@@ -68,7 +69,7 @@ impl fmt::Display for TransportSpec {
     CHOICES.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ")
 )]
 pub struct ParseSpecError {
-    /// What was found.
+    /// The part that is no transport.
     pub found: String,
 }
 
@@ -94,14 +95,14 @@ impl FromStr for TransportSpec {
     }
 }
 
-/// What a process offers to its peers.
+/// The transports that a process offers to its peers.
 #[derive(Debug, Clone, Default)]
 pub struct Transports {
     /// Kinds, the best first.
     pub kinds: Vec<TransportKind>,
-    /// Networks behind those kinds that are networks.
+    /// Networks behind the network kinds.
     pub networks: Vec<Arc<dyn Network>>,
-    /// What `auto` found missing here, a line each.
+    /// Transports that `auto` did not find here, one line each.
     pub missing: Vec<String>,
 }
 
@@ -111,11 +112,11 @@ impl From<Vec<TransportKind>> for Transports {
     }
 }
 
-/// A transport that was asked for by name cannot be had.
+/// A transport that the user named is not available.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// This build does not have it.
+    /// This build does not include it.
     #[error("transport {request}: this build has no {}; build with `--features {}`, or use {here}", .request.kind.name(), .request.kind.name())]
     NotBuilt {
         /// The transport that was asked for.
@@ -123,7 +124,7 @@ pub enum OpenError {
         /// The transports of this build.
         here: String,
     },
-    /// This host does not have it, or not in working order.
+    /// This host does not have it, or it does not work.
     #[error("transport {request}: {source}; this host offers {here}")]
     NotHere {
         /// The transport that was asked for.
@@ -135,8 +136,8 @@ pub enum OpenError {
     },
 }
 
-/// How to open the networks of one transport kind. The crate of the transport makes it, the program registers it
-/// with [`OpenNetworks::with`].
+/// Opens the networks of one transport kind. The crate of the transport makes it, and the program
+/// registers it with [`OpenNetworks::with`].
 #[derive(Clone)]
 pub struct NetworkOpener {
     kind: TransportKind,
@@ -148,20 +149,21 @@ type OpenFn = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Netw
     + Send
     + Sync;
 
-/// How `auto` treats a transport.
+/// Treatment of a transport by `auto`.
 #[derive(Clone)]
 enum Auto {
-    /// It leaves the transport out.
+    /// `auto` leaves the transport out.
     Never,
-    /// It opens the transport.
+    /// `auto` opens the transport.
     Open,
-    /// It takes a network that opens its device when the first peer needs it.
+    /// `auto` takes a network that opens its device when the first peer needs it.
     Lazy(Arc<dyn Fn() -> Arc<dyn Network> + Send + Sync>),
 }
 
 impl NetworkOpener {
-    /// `open` opens the networks behind a request, from its [`TransportRequest::device`]. Networks that they need below them come
-    /// from the networks that the process has open. `auto` leaves this kind out.
+    /// Makes an opener. `open` opens the networks behind a request, from its
+    /// [`TransportRequest::device`]. It takes networks that it needs below them from the networks
+    /// that the process has open. `auto` leaves this kind out.
     #[must_use]
     pub fn new(
         kind: TransportKind,
@@ -179,8 +181,8 @@ impl NetworkOpener {
         Self { auto: Auto::Open, ..self }
     }
 
-    /// Lets `auto` use `make`, whose network opens its device when the first peer needs it: for transports whose
-    /// search for devices can take seconds.
+    /// Lets `auto` use `make`, whose network opens its device when the first peer needs it. For
+    /// transports whose search for devices can take seconds.
     #[must_use]
     pub fn lazy_in_auto(self, make: impl Fn() -> Arc<dyn Network> + Send + Sync + 'static) -> Self {
         Self { auto: Auto::Lazy(Arc::new(make)), ..self }
@@ -211,8 +213,8 @@ pub struct OpenNetworks {
 }
 
 impl OpenNetworks {
-    /// Adds a transport, if this build has it. `auto` prefers transports that were added earlier; an opener of a
-    /// known kind replaces the earlier one.
+    /// Adds a transport, if this build has it. `auto` prefers transports that were added earlier.
+    /// An opener of a known kind replaces the earlier one.
     #[must_use]
     pub fn with(mut self, opener: impl Into<Option<NetworkOpener>>) -> Self {
         let Some(opener) = opener.into() else { return self };
@@ -229,11 +231,12 @@ impl OpenNetworks {
         self.openers.iter().any(|opener| opener.kind == kind)
     }
 
-    /// Opens the transports of `spec`. `auto` leaves out transports that are not here, and lists them in
-    /// [`Transports::missing`]. May block for seconds while libraries look for devices.
+    /// Opens the transports of `spec`. `auto` leaves out transports that do not work here, and
+    /// lists them in [`Transports::missing`]. May block for seconds while libraries look for
+    /// devices.
     ///
     /// # Errors
-    /// [`OpenError`], when a transport that `spec` names is not here.
+    /// [`OpenError`] if a transport that `spec` names does not work here.
     pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
         let mut transports = Transports::default();
         let is_auto = *spec == TransportSpec::Auto;
@@ -292,8 +295,9 @@ impl OpenNetworks {
         Ok(networks)
     }
 
-    /// The transports that this host offers instead of `missing`: the open ones and, for a request of a user, others
-    /// that can be opened. `auto` tries these anyway, and must not search for devices early.
+    /// Lists the transports that this host offers instead of `missing`: the open ones and, for a
+    /// user's request, others that can be opened. `auto` tries these anyway, and must not search
+    /// for devices early.
     fn offered_here(&self, missing: &TransportRequest, is_auto: bool) -> Vec<String> {
         let mut here = MEMORY.map(|kind| kind.name().to_owned()).to_vec();
         here.extend(self.open.iter().map(|(request, _)| request.to_string()));
@@ -374,7 +378,7 @@ mod tests {
         }
     }
 
-    /// Nobody opens a side of it.
+    /// A network that no test opens a side of.
     #[derive(Debug)]
     struct Stub(String);
 
@@ -402,7 +406,7 @@ mod tests {
         let counted = Arc::clone(&opened);
         let open = move |device: Option<&str>, networks: &mut OpenNetworks| {
             counted.fetch_add(1, Ordering::Relaxed);
-            // Networks below it come from the same place.
+            // Networks below it come from the same set.
             let below = networks.open(&"shm".parse().unwrap()).unwrap();
             assert_eq!(below.kinds, [TransportKind::Shm]);
             match device {
