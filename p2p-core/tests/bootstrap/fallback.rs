@@ -1,4 +1,4 @@
-//! Networks that both sides offer and that do not work between them.
+//! Networks that both sides offer, but that do not work between them.
 
 use p2p_core::SlotLayout;
 use p2p_core::bootstrap::wire::{KIND_READY, Welcome};
@@ -65,12 +65,12 @@ async fn a_network_by_which_the_peers_cannot_join_gives_way_to_the_next() {
         let why = here.left_out;
         assert!(why.contains("verbs:fast") && why.contains("no way to the peer"), "{why}");
         assert_eq!((near.fast.opened(), far.fast.opened()), (2, 2));
-        // It is not tried again at once, even if it works again by now.
+        // The transport is not tried again at once, even if it works again.
         broken.fast.refuse(false);
         let (here, _) = meet(&mut server, near.config(&fallback)).await;
         assert_eq!(here.transport.to_string(), "libfabric:slow");
         assert_eq!((near.fast.opened(), far.fast.opened()), (2, 2));
-        // Another peer's troubles are another's.
+        // Failures with one peer do not affect another peer.
         let (here, _) = meet(&mut server, near.config(&Fallback::default())).await;
         assert_eq!(here.transport.to_string(), "verbs:fast");
     }
@@ -114,7 +114,7 @@ async fn nothing_is_left_out_where_nothing_else_is_common() {
         || ConnectConfig { transports: vec![TransportKind::Verbs], ..near.config(&fallback) };
     far.fast.refuse(true);
     for round in 1..4 {
-        // What is in the way is said each time, and not that there is nothing in common.
+        // Each rejection names the real obstacle, not the lack of a common transport.
         let reject = rejected(server.addr, hello(b""), only_fast()).await;
         assert_eq!(reject.code, RejectCode::TRANSPORT, "{reject}");
         assert_eq!(far.fast.opened(), round);
@@ -130,22 +130,22 @@ async fn nothing_is_left_out_where_nothing_else_is_common() {
     assert_eq!(here.left_out, "");
 }
 
-/// What a listener does once the other side has joined by the network that it chose.
+/// Behaviour of a listener once the other side has joined by the chosen network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ListenerBehaviour {
-    /// Its process ends, before the other side has joined.
+    /// Its process exits before the other side has joined.
     ExitsBeforeJoin,
-    /// Its process ends.
+    /// Its process exits.
     Exits,
-    /// The connection is reset.
+    /// It resets the connection.
     Resets,
-    /// Nothing: it is there and still joins.
+    /// It stays, and is still joining.
     Joins,
-    /// It says that the time is over.
+    /// It reports that the time is over.
     ReportsTimeout,
 }
 
-/// A listener that chooses the fast network each time and never comes to an end with it.
+/// A listener that chooses the fast network each time and never completes a handshake.
 async fn serve_half(behaviour: ListenerBehaviour) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
@@ -153,7 +153,7 @@ async fn serve_half(behaviour: ListenerBehaviour) -> SocketAddr {
         let mut kept = Vec::new();
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
-            // A side that gave up meanwhile is no matter here.
+            // A side that gave up meanwhile does not matter here.
             if half_a_handshake(&mut stream, behaviour).await.is_ok() {
                 kept.push(stream);
             }
@@ -196,7 +196,7 @@ async fn half_a_handshake(
     }
 }
 
-/// The kind of the next message.
+/// Reads a message and returns its kind.
 async fn read_raw(stream: &mut TcpStream) -> std::io::Result<u16> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).await?;
@@ -214,7 +214,7 @@ async fn a_listener_that_goes_in_mid_handshake_says_nothing_about_the_network() 
         let (near, fallback) = (Host::new(), Fallback::default());
         let mut config = near.config(&fallback);
         if behaviour == ListenerBehaviour::ExitsBeforeJoin {
-            // This side still joins when its time is over.
+            // This side is still joining when its time is over.
             config.timeout = Duration::from_millis(300);
             near.fast.join_within(Duration::from_millis(600));
         }
@@ -244,7 +244,7 @@ async fn joining_that_never_ends_with_a_listener_that_is_there_counts() {
         while fallback.left_out().is_empty() {
             within(connect(addr, hello(b""), config.clone())).await.unwrap_err();
             num_rounds += 1;
-            // More where a busy machine took the time before joining began.
+            // A busy machine may need more rounds, if the time runs out before joining begins.
             assert!(num_rounds < 30, "{behaviour:?}");
         }
         assert!(num_rounds >= MAX_USELESS_LINKS, "{behaviour:?}: {num_rounds}");
@@ -265,7 +265,7 @@ async fn an_offer_that_works_is_not_left_out_for_a_handshake_beside_it() {
         within(connect(addr, hello(b""), near.config(&fallback))).await.unwrap_err();
         assert_eq!(fallback.left_out(), []);
     }
-    // A side that cannot join one more takes the next best for that one.
+    // A side that fails to join takes the next best transport for that connection.
     far.fast.refuse(true);
     let (here, _) = meet(&mut server, near.config(&fallback)).await;
     assert_eq!(here.transport.to_string(), "libfabric:slow");
