@@ -1,9 +1,9 @@
 //! Limits the number of handshakes under way.
 //!
-//! A newcomer is never turned away. If the limit is reached, it evicts another handshake: one
-//! without a valid hello if there is any, from the source that has the most of them, and there the
-//! oldest. A healthy peer sends its hello within one round trip. So a source with many silent
-//! connections evicts its own.
+//! A newcomer is never turned away. If the limit is reached, it evicts another handshake.
+//! Handshakes without a valid hello are evicted first. Among these, the oldest one of the source
+//! with the most handshakes goes first. A healthy peer sends its hello within one round trip. So a
+//! source with many silent connections evicts its own.
 //!
 //! No handshake is evicted in its first moments. Newcomers wait in the accept queue meanwhile, so
 //! many healthy peers at once do not evict each other.

@@ -583,9 +583,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Number of threads that die after the sentry. Measured with 120 kills for each count, on two
-/// processors, in a process of few threads: 94 ends were late with no such thread, 9 with one, 3
-/// with two, 2 with four and 1 with eight.
+/// Number of threads that die after the sentry. It was measured with 120 kills for each count, on
+/// two processors, in a process of few threads. 94 ends were late with no such thread, 9 with one,
+/// 3 with two, 2 with four and 1 with eight.
 const NUM_IDLE_THREADS: usize = 4;
 const HIGH_FD: i32 = 700;
 /// From `<linux/close_range.h>`. Not every C library has a name for it.
