@@ -108,7 +108,7 @@ fn the_death_of_a_process_is_noticed_at_once() {
     let runtime = runtime();
     let waiting = runtime.spawn(async move {
         let closed = tokio::time::timeout(bounded::LIMIT, connection.liveness.closed());
-        let reason = closed.await.expect("nobody has noticed the death");
+        let reason = closed.await.expect("the death is noticed in time");
         (reason, connection.liveness.closed_now())
     });
     let start = std::time::Instant::now();

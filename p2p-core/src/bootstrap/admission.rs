@@ -32,7 +32,7 @@ struct Table {
 #[derive(Debug)]
 struct Entry {
     source: IpAddr,
-    settled: bool,
+    is_valid: bool,
     since: Instant,
     evicted: Arc<Notify>,
 }
@@ -58,7 +58,7 @@ impl Admission {
         }
         let victim = table.victim().and_then(|id| table.entries.get(&id));
         victim.map_or(Duration::ZERO, |entry| {
-            let stay = if entry.settled { STAY_SETTLED } else { STAY_SILENT };
+            let stay = if entry.is_valid { STAY_VALID } else { STAY_SILENT };
             stay.saturating_sub(entry.since.elapsed())
         })
     }
@@ -78,7 +78,7 @@ impl Admission {
         table.next_id += 1;
         let evicted = Arc::new(Notify::new());
         let since = Instant::now();
-        let entry = Entry { source, settled: false, since, evicted: Arc::clone(&evicted) };
+        let entry = Entry { source, is_valid: false, since, evicted: Arc::clone(&evicted) };
         table.entries.insert(id, entry);
         (HandshakeEntry { id, table: Arc::clone(&self.table), evicted }, full)
     }
@@ -86,9 +86,9 @@ impl Admission {
 
 impl HandshakeEntry {
     /// Marks this handshake as one with a valid hello. Such handshakes are evicted last.
-    pub(super) fn settle(&self) {
+    pub(super) fn mark_valid(&self) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
-            entry.settled = true;
+            entry.is_valid = true;
         }
     }
 
@@ -106,15 +106,17 @@ impl Drop for HandshakeEntry {
 
 impl Table {
     fn victim(&self) -> Option<u64> {
-        [false, true].into_iter().find_map(|settled| {
+        [false, true].into_iter().find_map(|is_valid| {
             let mut num_by_source: HashMap<IpAddr, usize> = HashMap::new();
-            for entry in self.entries.values().filter(|e| e.settled == settled) {
+            for entry in self.entries.values().filter(|e| e.is_valid == is_valid) {
                 *num_by_source.entry(entry.source).or_default() += 1;
             }
             let most = *num_by_source.values().max()?;
             self.entries
                 .iter()
-                .find(|(_, e)| e.settled == settled && num_by_source.get(&e.source) == Some(&most))
+                .find(|(_, e)| {
+                    e.is_valid == is_valid && num_by_source.get(&e.source) == Some(&most)
+                })
                 .map(|(id, _)| *id)
         })
     }
@@ -127,7 +129,7 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
 
 /// An entry cannot be evicted for this long: before a hello has come, and after.
 const STAY_SILENT: Duration = Duration::from_millis(100);
-const STAY_SETTLED: Duration = Duration::from_secs(1);
+const STAY_VALID: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -138,8 +140,8 @@ mod tests {
         let admission = Admission::new(4);
         let [quiet, busy] = [IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2])];
         let (healthy, _) = admission.admit(quiet);
-        let (settled, _) = admission.admit(busy);
-        settled.settle();
+        let (valid, _) = admission.admit(busy);
+        valid.mark_valid();
         let (silent_old, _) = admission.admit(busy);
         let (_silent_new, pushed) = admission.admit(busy);
         assert!(!pushed);
@@ -148,7 +150,7 @@ mod tests {
         silent_old.evicted().await;
         assert!(
             tokio::time::timeout(std::time::Duration::from_millis(20), async {
-                tokio::select! { () = healthy.evicted() => {}, () = settled.evicted() => {} }
+                tokio::select! { () = healthy.evicted() => {}, () = valid.evicted() => {} }
             })
             .await
             .is_err()
@@ -162,8 +164,8 @@ mod tests {
         assert_eq!(admission.delay(), Duration::ZERO);
         let (entry, _) = admission.admit(source);
         assert!(admission.delay() <= STAY_SILENT);
-        entry.settle();
-        assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_SETTLED);
+        entry.mark_valid();
+        assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_VALID);
         drop(entry);
         assert_eq!(admission.delay(), Duration::ZERO);
         let (_entry, _) = admission.admit(source);

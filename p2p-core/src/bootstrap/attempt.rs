@@ -82,7 +82,7 @@ impl<'a> Attempt<'a> {
 
     /// Judges the end of a handshake. `Ok` asks for a retry with other offers. Each retry has fewer
     /// offers.
-    pub(super) fn failed(&mut self, error: ConnectError) -> Result<(), ConnectError> {
+    pub(super) fn judge_failure(&mut self, error: ConnectError) -> Result<(), ConnectError> {
         if error.reject().is_some_and(|reject| reject.code == RejectCode::NO_TRANSPORT) {
             if let Some(known) = self.error.take() {
                 // The remaining offers are not common to both sides. The earlier error is the real
@@ -117,7 +117,7 @@ impl<'a> Attempt<'a> {
     }
 
     /// Notes that the time for the whole handshake is over.
-    pub(super) fn ran_out(&mut self, limit: Duration) {
+    pub(super) fn note_timeout(&mut self, limit: Duration) {
         // If the peer went away meanwhile, or was slow before, the timeout says nothing about the
         // network.
         if let Some(choice) = self.choice.take()

@@ -72,7 +72,7 @@ impl<T: Send + 'static> Drop for BackgroundDrop<T> {
                 let drop_there = || drop(runtime.spawn_blocking(move || drop(value)));
                 if catch_unwind(AssertUnwindSafe(drop_there)).is_err() {
                     tracing::warn!(
-                        "no thread can be started to give memory back: it is kept until there is one"
+                        "no thread can be started to free memory: it is kept until one can"
                     );
                 }
             }

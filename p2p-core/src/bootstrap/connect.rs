@@ -202,14 +202,14 @@ pub async fn connect(
                     // together.
                     sleep(Duration::from_millis(rand::random_range(5..50))).await;
                 }
-                Err(error) => attempt.failed(error)?,
+                Err(error) => attempt.judge_failure(error)?,
                 Ok(connection) => return Ok(connection),
             }
         }
     })
     .await;
     if result.is_err() {
-        attempt.ran_out(limit);
+        attempt.note_timeout(limit);
     }
     match (result, busy) {
         (Ok(result), _) => result,

@@ -234,7 +234,7 @@ impl Listener {
                     Ok(stream) => {
                         let (entry, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
                         // The peer got the name of the rendezvous in a handshake.
-                        entry.settle();
+                        entry.mark_valid();
                         let shared = Arc::clone(&shared);
                         tasks.spawn(async move { receive_descriptors(&shared, stream, &entry).await });
                     }
@@ -301,7 +301,7 @@ async fn receive_descriptors(shared: &Shared, stream: UnixStream, entry: &Handsh
             match waiting {
                 // The handshake may have ended meanwhile. Everything is closed then.
                 Some(handshake) => drop(handshake.send(result)),
-                None => tracing::debug!("descriptors for a handshake that nobody waits for"),
+                None => tracing::debug!("descriptors arrived for a handshake that has ended"),
             }
         }
         Ok(Err(error)) => tracing::warn!(%error, "shared memory rendezvous failed"),
@@ -462,7 +462,7 @@ where
     }
     let hello = wire::decode_hello(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     check_ticket(&shared.config, &hello)?;
-    entry.settle();
+    entry.mark_valid();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
     let choices = choose_transports(&shared.config, &shared.host, &hello)?;

@@ -229,7 +229,7 @@ impl Sentry {
             IDLE_THREADS.call_once(start_idle_threads);
         } else {
             tracing::debug!(
-                "no thread of this system has descriptors of its own: a death may be known later"
+                "this system gives no thread its own descriptors: peers may learn of a death later"
             );
         }
         *sentry = Some(Arc::clone(&started));
@@ -425,7 +425,7 @@ fn start_idle_threads() {
             }
         };
         if let Err(error) = behind.spawn(idle) {
-            tracing::debug!(%error, "too few threads: a death may be known later");
+            tracing::debug!(%error, "cannot start an idle thread: peers may learn of a death later");
         }
     }
 }

@@ -101,7 +101,7 @@ impl Inbound {
         }
         if header.writes <= self.num_writes && self.held.is_empty() {
             self.next_seq = expected.wrapping_add(1);
-            self.move_on();
+            self.advance();
             return Ok(true);
         }
         self.keep(message.len())?;
@@ -152,7 +152,7 @@ impl Inbound {
     }
 
     /// Notes that a message was applied. Writes that the next one needs count from now on.
-    fn move_on(&mut self) {
+    fn advance(&mut self) {
         self.num_done = self.num_done.wrapping_add(1);
         let (front, len) = (self.front() as usize, self.later.len());
         if let Some(later) = front.checked_rem(len).map(|idx| &mut self.later[idx]) {
@@ -175,7 +175,7 @@ impl Inbound {
         }
         let (header, message) = self.held.pop_front()?;
         self.held_bytes -= held_bytes_of(message.len());
-        self.move_on();
+        self.advance();
         Some((header, message))
     }
 

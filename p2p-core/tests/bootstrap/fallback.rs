@@ -63,7 +63,7 @@ async fn a_network_by_which_the_peers_cannot_join_gives_way_to_the_next() {
         let (here, _) = meet(&mut server, near.config(&fallback)).await;
         assert_eq!(here.transport.to_string(), "libfabric:slow");
         let why = here.left_out;
-        assert!(why.contains("verbs:fast") && why.contains("no way to the peer"), "{why}");
+        assert!(why.contains("verbs:fast") && why.contains("no path to the peer"), "{why}");
         assert_eq!((near.fast.opened(), far.fast.opened()), (2, 2));
         // The transport is not tried again at once, even if it works again.
         broken.fast.refuse(false);
@@ -87,7 +87,7 @@ async fn a_network_that_the_listener_cannot_open_gives_way_in_the_same_handshake
     far.slow.is_absent.store(true, Ordering::SeqCst);
     let reject = rejected(server.addr, hello(b""), near.config(&Fallback::default())).await;
     assert_eq!(reject.code, RejectCode::TRANSPORT);
-    assert_eq!(reject.message.matches("no way to the peer").count(), 2, "{reject}");
+    assert_eq!(reject.message.matches("no path to the peer").count(), 2, "{reject}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -269,7 +269,7 @@ async fn an_offer_that_works_is_not_left_out_for_a_handshake_beside_it() {
     far.fast.refuse(true);
     let (here, _) = meet(&mut server, near.config(&fallback)).await;
     assert_eq!(here.transport.to_string(), "libfabric:slow");
-    assert!(here.left_out.contains("no way to the peer"), "{}", here.left_out);
+    assert!(here.left_out.contains("no path to the peer"), "{}", here.left_out);
     far.fast.refuse(false);
     let (here, _) = meet(&mut server, near.config(&fallback)).await;
     assert_eq!(here.transport.to_string(), "verbs:fast");

@@ -80,7 +80,7 @@ impl StandIn {
     }
 
     fn error(&self, op: &'static str) -> NetworkError {
-        let detail = "no way to the peer".to_owned();
+        let detail = "no path to the peer".to_owned();
         NetworkError { network: self.flavour.to_owned(), op, code: Some(-113), detail }
     }
 }
