@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn every_event_wakes_once_although_nobody_reads_it() {
+    fn every_event_wakes_once_even_if_unread() {
         let event = event_fd().unwrap();
         let set = quiet_set(&[&event]);
         for signal in [signal_event, signal_peer, signal_peer, signal_event] {
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_fills_the_counter_and_lets_writes_block_holds_nobody_up() {
+    fn a_peer_that_fills_the_counter_and_lets_writes_block_delays_no_signal() {
         let event = event_fd().unwrap();
         let set = quiet_set(&[&event]);
         fill(&event);
