@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::device::Device;
 use super::keeper::Stay;
 use super::lane::{Descriptor, Taken};
-use super::link::{FarSide, Link};
+use super::link::{Link, RemoteEndpoint};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
 use super::outbox::{Local, Op};
 use super::port::{Registered, Rights};
@@ -22,7 +22,7 @@ use p2p_core::wait::Driver;
 #[derive(Debug)]
 pub struct LibfabricEndpoint {
     lease: Lease,
-    far: FarSide,
+    remote: RemoteEndpoint,
     /// The message that is being put together: room for the header, then parts.
     message: Vec<u8>,
     num_parts: u16,
@@ -64,12 +64,12 @@ impl Drop for Lease {
 }
 
 impl LibfabricEndpoint {
-    pub(super) fn new(lease: Lease, far: FarSide, max_message_bytes: usize) -> Self {
+    pub(super) fn new(lease: Lease, remote: RemoteEndpoint, max_message_bytes: usize) -> Self {
         let mut message = Vec::with_capacity(max_message_bytes);
         message.resize(HEADER_BYTES, 0);
         Self {
             lease,
-            far,
+            remote,
             message,
             num_parts: 0,
             max_message_bytes,
@@ -88,7 +88,7 @@ impl LibfabricEndpoint {
     }
 
     fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        let region_bytes = self.far.slot_bytes;
+        let region_bytes = self.remote.slot_bytes;
         match offset.checked_add(len) {
             Some(end) if end <= region_bytes => Ok(()),
             _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
@@ -112,11 +112,11 @@ impl LibfabricEndpoint {
 
     /// Sends the message that was put together.
     fn send(&mut self, op: &'static str, then: Then) -> Result<(), PostError> {
-        let counts = self.far.counts_writes;
+        let counts = self.remote.counts_writes;
         let header = Header {
-            slot: self.far.id,
+            slot: self.remote.id,
             seq: self.next_seq,
-            token: self.far.token,
+            token: self.remote.token,
             writes: if counts { self.num_writes } else { 0 },
             then,
             credit: self.lease.link.take_credit(),
@@ -144,7 +144,7 @@ impl LibfabricEndpoint {
             return Ok(true);
         }
         if device.posts_here() && link.backlog() == 0 && link.may_send(after_writes) {
-            if self.far.mail.is_some() {
+            if self.remote.mail.is_some() {
                 match link.post_mail(device.port(), self.num_mails + 1, &self.message) {
                     Ok(Taken::Yes) => {
                         self.num_mails += 1;

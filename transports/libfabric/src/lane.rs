@@ -37,7 +37,7 @@ impl Descriptor {
 
 /// Memory of a peer.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Far {
+pub(super) struct RemoteMemory {
     pub(super) peer: sys::FiAddr,
     pub(super) address: u64,
     pub(super) key: u64,
@@ -132,7 +132,7 @@ impl Lane {
     /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
     /// told.
     #[inline]
-    pub(super) fn inject_write(&self, to: Far, bytes: &[u8]) -> Result<Taken, CallError> {
+    pub(super) fn inject_write(&self, to: RemoteMemory, bytes: &[u8]) -> Result<Taken, CallError> {
         // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
         // and follows a null pointer when the peer has died.
         let (first, second) = bytes.split_at(8.min(bytes.len()));
@@ -165,7 +165,7 @@ impl Lane {
     /// `ptr..ptr+len` is mapped and not written, and the context stays, until the completion.
     pub(super) unsafe fn write(
         &self,
-        to: Far,
+        to: RemoteMemory,
         (ptr, len): (*const u8, usize),
         descriptor: Descriptor,
         completes: Completes,
@@ -203,7 +203,7 @@ impl Lane {
     /// completion.
     pub(super) unsafe fn read(
         &self,
-        from: Far,
+        from: RemoteMemory,
         (ptr, len): (*mut u8, usize),
         descriptor: Descriptor,
         context: *mut c_void,

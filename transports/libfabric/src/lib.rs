@@ -60,7 +60,7 @@ use device::Device;
 use endpoint::Lease;
 use keeper::{Patience, Stay};
 use lazy::LazyDefault;
-use link::FarSide;
+use link::RemoteEndpoint;
 use load::Library;
 use p2p_core::counted::{inbound, message};
 use p2p_core::endpoint::TransportKind;
@@ -232,7 +232,7 @@ impl OpenSide for Side {
         }
         let detail = Detail::decode(&peer.detail).map_err(|error| failed(error.to_string()))?;
         let counts_writes = detail.counts_writes && device.port().traits().counts_writes;
-        let far = FarSide {
+        let remote = RemoteEndpoint {
             peer: device.locate(&lease.link, &detail.address)?,
             id: detail.slot,
             token: detail.token,
@@ -242,10 +242,10 @@ impl OpenSide for Side {
             mail: detail.mail,
             counts_writes,
         };
-        lease.link.join(far.clone());
+        lease.link.join(remote.clone());
         let max_message_bytes = device.max_message_bytes().min(detail.max_message_bytes as usize);
         let slot = lease.link.slot.clone();
-        let endpoint = LibfabricEndpoint::new(lease, far, max_message_bytes);
+        let endpoint = LibfabricEndpoint::new(lease, remote, max_message_bytes);
         Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::lane::{Completes, ContextRoom, Far, Taken};
+use super::lane::{Completes, ContextRoom, RemoteMemory, Taken};
 use super::mail::{self, MailOffer, NUM_CELLS};
 use super::message::{self, Credit, Header, Then};
 use super::outbox::{Local, Op, Outbox, Queued};
@@ -31,7 +31,7 @@ pub(super) struct Link {
     pub(super) mail: Option<MailOffer>,
     waiting_offset: usize,
     wake: OwnedFd,
-    far: OnceLock<FarSide>,
+    remote: OnceLock<RemoteEndpoint>,
     /// Operations that the library would not take yet, or that another thread gives it.
     outbox: Outbox,
     contexts: Box<[Context]>,
@@ -62,7 +62,7 @@ pub(super) struct Link {
 
 /// The peer's side, known once joined.
 #[derive(Debug, Clone)]
-pub(super) struct FarSide {
+pub(super) struct RemoteEndpoint {
     pub(super) peer: sys::FiAddr,
     /// The peer's slot, as messages to it must name it.
     pub(super) id: u32,
@@ -132,7 +132,7 @@ impl Link {
             mail,
             waiting_offset,
             wake,
-            far: OnceLock::new(),
+            remote: OnceLock::new(),
             outbox,
             contexts: (0..NUM_CONTEXTS).map(|_| Context::new(false, idx)).collect(),
             outstanding: AtomicUsize::new(0),
@@ -152,13 +152,13 @@ impl Link {
         }
     }
 
-    pub(super) fn join(&self, far: FarSide) {
-        let _ = self.far.set(far);
+    pub(super) fn join(&self, remote: RemoteEndpoint) {
+        let _ = self.remote.set(remote);
     }
 
     #[inline]
-    pub(super) fn far(&self) -> Option<&FarSide> {
-        self.far.get()
+    pub(super) fn remote(&self) -> Option<&RemoteEndpoint> {
+        self.remote.get()
     }
 
     pub(super) const fn wake_fd(&self) -> &OwnedFd {
@@ -330,9 +330,9 @@ impl Link {
         then: Then,
         writes: u64,
     ) -> Option<[u8; message::HEADER_BYTES]> {
-        let far = self.far.get()?;
+        let remote = self.remote.get()?;
         let credit = self.take_credit();
-        let (slot, token) = (far.id, far.token);
+        let (slot, token) = (remote.id, remote.token);
         let mails = self.mails_read();
         let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0, mails };
         let mut message = [0; message::HEADER_BYTES];
@@ -391,8 +391,8 @@ impl Link {
 
     #[inline]
     pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        port.lane().inject(far.peer, bytes)
+        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
+        port.lane().inject(remote.peer, bytes)
     }
 
     /// Mails of the peer that were read, modulo 2³².
@@ -426,18 +426,20 @@ impl Link {
         number: u64,
         message: &[u8],
     ) -> Result<Taken, CallError> {
-        let Some((far, offer)) = self.far.get().and_then(|far| Some((far, far.mail?))) else {
+        let Some((remote, offer)) =
+            self.remote.get().and_then(|remote| Some((remote, remote.mail?)))
+        else {
             return Ok(Taken::Again);
         };
         let taken = self.mails_taken.load(Ordering::Acquire);
         if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
             return Ok(Taken::Again);
         }
-        let Some((cell, len)) = mail::seal(number, far.token, message) else {
+        let Some((cell, len)) = mail::seal(number, remote.token, message) else {
             return Ok(Taken::Again);
         };
         let address = offer.address + mail::offset_of(number);
-        let to = Far { peer: far.peer, address, key: offer.key };
+        let to = RemoteMemory { peer: remote.peer, address, key: offer.key };
         port.lane().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
     }
 
@@ -451,13 +453,17 @@ impl Link {
         src: Local,
         offset: usize,
     ) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        let completes = if far.counts_writes {
-            Completes::Sent { note: note_of(far.id, far.token, port.traits().has_wide_notes) }
+        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
+        let completes = if remote.counts_writes {
+            Completes::Sent { note: note_of(remote.id, remote.token, port.traits().has_wide_notes) }
         } else {
             Completes::Delivered
         };
-        let to = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        let to = RemoteMemory {
+            peer: remote.peer,
+            address: remote.address + offset as u64,
+            key: remote.key,
+        };
         let taken = self.with_context(true, |context| {
             // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
             unsafe { port.lane().write(to, (src.ptr, src.len), src.descriptor, completes, context) }
@@ -478,8 +484,12 @@ impl Link {
         dst: Local,
         offset: usize,
     ) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        let from = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
+        let from = RemoteMemory {
+            peer: remote.peer,
+            address: remote.address + offset as u64,
+            key: remote.key,
+        };
         self.with_context(false, |context| {
             // SAFETY: as for a write.
             unsafe { port.lane().read(from, (dst.ptr, dst.len), dst.descriptor, context) }

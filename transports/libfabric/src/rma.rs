@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::lane::{Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Taken};
+use super::lane::{Completes, Descriptor, Lane, MAX_ADDRESS_BYTES, RemoteMemory, Taken};
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
@@ -163,12 +163,12 @@ impl LibfabricFabric {
         &mut self,
         op: &'static str,
         peer: PeerId,
-        near: LocalSegment,
-        distant: RemoteSegment,
+        local: LocalSegment,
+        remote: RemoteSegment,
         token: Token,
     ) -> Result<Posted, PostError> {
-        let (ptr, len, descriptor) = self.local(op, near)?;
-        let (address, region) = (distant.checked(op, near.bytes)?, distant.region);
+        let (ptr, len, descriptor) = self.local(op, local)?;
+        let (address, region) = (remote.checked(op, local.bytes)?, remote.region);
         let (lane, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
@@ -176,14 +176,14 @@ impl LibfabricFabric {
         }
         let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
         let context = self.contexts[idx as usize].as_ptr();
-        let far = Far { peer: addr, address, key: region.key };
+        let to = RemoteMemory { peer: addr, address, key: region.key };
         // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the completion;
         // the context is free, and stays until the port is closed.
         let taken = unsafe {
             if op == WRITE {
-                lane.write(far, (ptr, len), descriptor, Completes::Delivered, context)
+                lane.write(to, (ptr, len), descriptor, Completes::Delivered, context)
             } else {
-                lane.read(far, (ptr, len), descriptor, context)
+                lane.read(to, (ptr, len), descriptor, context)
             }
         };
         match taken {
@@ -192,10 +192,10 @@ impl LibfabricFabric {
                 self.flights[idx as usize] = Some(Flight {
                     token,
                     peer: Some(peer),
-                    region: near.region,
+                    region: local.region,
                     op,
                     address,
-                    bytes: near.bytes,
+                    bytes: local.bytes,
                     key: region.key,
                     is_reported: false,
                 });

@@ -161,13 +161,13 @@ impl State {
             // The library may still use this side's memory.
             return false;
         }
-        if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
-            let writes = if far.counts_writes { link.num_posted() } else { 0 };
+        if let (Some(remote), false) = (link.remote(), closing.has_said_farewell) {
+            let writes = if remote.counts_writes { link.num_posted() } else { 0 };
             closing.has_said_farewell = link
                 .unnumbered(Then::Farewell, writes)
                 .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
         }
-        let is_joined = link.far().is_some();
+        let is_joined = link.remote().is_some();
         let is_peer_done =
             entry.farewell.is_some_and(|writes| entry.inbound.num_writes() >= writes);
         let has_waited = closing.since.elapsed() >= FAREWELL_PATIENCE;

@@ -45,8 +45,8 @@ fn slots_allocate_nothing_after_warm_up() {
 /// Two sides of a pair, and what they exchange, made before anything is counted.
 struct Rig {
     networks: [FabricNetwork; 2],
-    near: Channel<AnyEndpoint>,
-    far: Channel<AnyEndpoint>,
+    local: Channel<AnyEndpoint>,
+    remote: Channel<AnyEndpoint>,
     bytes: Vec<u8>,
     found: Vec<u8>,
 }
@@ -62,16 +62,16 @@ impl Rig {
                 return None;
             }
         };
-        let (near, far) = pair(&networks[0], &networks[1]);
+        let (local, remote) = pair(&networks[0], &networks[1]);
         let (bytes, found) = (vec![7; SIZES[2]], vec![0; SIZES[2]]);
-        Some(Self { networks, near, far, bytes, found })
+        Some(Self { networks, local, remote, bytes, found })
     }
 
     /// How often memory was allocated meanwhile.
     fn rounds(&mut self, num_rounds: usize) -> u64 {
         let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..num_rounds {
-            round(&mut self.near, &mut self.far, &self.bytes, &mut self.found);
+            round(&mut self.local, &mut self.remote, &self.bytes, &mut self.found);
         }
         PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before
     }
@@ -86,7 +86,7 @@ impl Rig {
                 std::fs::remove_file(entry.path()).unwrap();
             }
         }
-        std::mem::forget((self.near, self.far, self.networks));
+        std::mem::forget((self.local, self.remote, self.networks));
     }
 }
 

@@ -214,7 +214,7 @@ impl Device {
 
 /// Whether `source` is the peer of `link`, as far as the provider knows.
 fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
-    source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
+    source == sys::FI_ADDR_UNSPEC || link.remote().is_none_or(|remote| remote.peer == source)
 }
 
 /// Puts in place what was kept and may be put in place now. False when something was bad.

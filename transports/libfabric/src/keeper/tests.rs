@@ -153,42 +153,42 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     let _alone = alone();
     let patience = Patience { library: Duration::from_secs(5), ..Patience::DEFAULT };
     let (Some(a), Some(b)) = (network(patience), network(patience)) else { return };
-    let (mut near, mut far) = pair(&a, &b);
-    let (second, _second_far) = pair(&a, &b);
-    exchange(&mut near, &far);
-    exchange(&mut far, &near);
+    let (mut local, mut remote) = pair(&a, &b);
+    let (second, _second_remote) = pair(&a, &b);
+    exchange(&mut local, &remote);
+    exchange(&mut remote, &local);
     let device = a.device(route()).unwrap();
     let stuck = Stuck::at(&device);
 
     // Nobody who waits waits for ever, and nothing that is called stays inside.
-    near.endpoint.add_flag(FLAG, 1).unwrap();
-    let result = near.endpoint.quiet(Instant::now() + Duration::from_millis(50));
+    local.endpoint.add_flag(FLAG, 1).unwrap();
+    let result = local.endpoint.quiet(Instant::now() + Duration::from_millis(50));
     assert!(matches!(result, Err(QuietError::Deadline { .. })), "{result:?}");
     let half_open = a.open(&layout(), route());
     println!("meanwhile: {:?}", half_open.as_ref().err().map(ToString::to_string));
-    for side in [&near, &second] {
+    for side in [&local, &second] {
         eventually("the end of the pair", || side.endpoint.health().is_err());
         let error = side.endpoint.health().unwrap_err().to_string();
         assert!(error.contains("has not come back for 5s"), "{error}");
     }
-    assert!(near.endpoint.add_flag(FLAG, 1).is_err());
-    let result = near.endpoint.quiet(Instant::now() + LIMIT);
+    assert!(local.endpoint.add_flag(FLAG, 1).is_err());
+    let result = local.endpoint.quiet(Instant::now() + LIMIT);
     assert!(matches!(result, Err(QuietError::Post(_))), "{result:?}");
-    assert!(far.endpoint.health().is_ok(), "its own library does come back");
+    assert!(remote.endpoint.health().is_ok(), "its own library does come back");
 
     // New pairs have a new device, and go on.
-    let (mut again, far_again) = pair(&a, &b);
-    exchange(&mut again, &far_again);
+    let (mut local_again, remote_again) = pair(&a, &b);
+    exchange(&mut local_again, &remote_again);
     assert!(!Arc::ptr_eq(&device, &a.device(route()).unwrap()));
 
     // What uses the old one can be dropped, and is done with when it comes back after all.
-    drop((near, second, half_open));
+    drop((local, second, half_open));
     let (sender, is_back) = sync_channel(1);
     device.keeper().unwrap().hand_over(move |_| sender.send(()).unwrap_or_default());
     assert!(is_back.recv_timeout(Duration::from_millis(50)).is_err(), "it is still away");
     drop(stuck);
     is_back.recv_timeout(LIMIT).expect("it goes on with what it was asked for");
-    exchange(&mut again, &far_again);
+    exchange(&mut local_again, &remote_again);
     leave_open([a, b]);
     std::mem::forget(device);
 }
@@ -201,21 +201,21 @@ const UNBOUNDED: Patience =
 fn whoever_ends_an_endpoint_does_not_wait_and_what_it_posted_still_goes() {
     let _alone = alone();
     let (Some(a), Some(b)) = (network(UNBOUNDED), network(UNBOUNDED)) else { return };
-    let (mut near, far) = pair(&a, &b);
-    exchange(&mut near, &far);
-    let before = flag_of(&far);
+    let (mut local, remote) = pair(&a, &b);
+    exchange(&mut local, &remote);
+    let before = flag_of(&remote);
     let stuck = Stuck::at(&a.device(route()).unwrap());
-    near.endpoint.add_flag(FLAG, 3).unwrap();
-    assert!(!near.endpoint.is_settled().unwrap(), "it waits for the library");
+    local.endpoint.add_flag(FLAG, 3).unwrap();
+    assert!(!local.endpoint.is_settled().unwrap(), "it waits for the library");
     let (sender, is_gone) = sync_channel(1);
     std::thread::spawn(move || {
-        drop(near);
+        drop(local);
         sender.send(()).unwrap_or_default();
     });
     is_gone.recv_timeout(LIMIT).expect("the library holds up who ends an endpoint");
-    assert_eq!(flag_of(&far), before);
+    assert_eq!(flag_of(&remote), before);
     drop(stuck);
-    eventually("what was posted before the end", || flag_of(&far) == before + 3);
+    eventually("what was posted before the end", || flag_of(&remote) == before + 3);
     leave_open([a, b]);
 }
 
@@ -223,24 +223,24 @@ fn whoever_ends_an_endpoint_does_not_wait_and_what_it_posted_still_goes() {
 fn the_last_user_of_a_device_waits_until_what_was_posted_is_taken() {
     let _alone = alone();
     let (Some(a), Some(b)) = (network(UNBOUNDED), network(UNBOUNDED)) else { return };
-    let (mut near, far) = pair(&a, &b);
-    exchange(&mut near, &far);
-    let before = flag_of(&far);
+    let (mut local, remote) = pair(&a, &b);
+    exchange(&mut local, &remote);
+    let before = flag_of(&remote);
     let device = a.device(route()).unwrap();
     let stuck = Stuck::at(&device);
-    near.endpoint.add_flag(FLAG, 3).unwrap();
+    local.endpoint.add_flag(FLAG, 3).unwrap();
     let (sender, is_gone) = sync_channel(1);
     std::thread::spawn(move || {
         // The network first: who is the last one is not known before.
         drop(a);
-        drop(near);
+        drop(local);
         sender.send(IS_HELD.load(Ordering::Acquire)).unwrap_or_default();
     });
     std::thread::sleep(Duration::from_millis(20));
     drop(stuck);
     let was_held = is_gone.recv_timeout(LIMIT).expect("the last user waits for ever");
     assert!(!was_held, "the process could have ended with something posted and not taken");
-    eventually("what was posted before the end", || flag_of(&far) == before + 3);
+    eventually("what was posted before the end", || flag_of(&remote) == before + 3);
     leave_open([b]);
     std::mem::forget(device);
 }
@@ -251,14 +251,14 @@ fn the_last_user_of_a_device_waits_within_a_bound() {
     let _alone = alone();
     let patience = Patience { last: Duration::from_millis(1), ..UNBOUNDED };
     let (Some(a), Some(b)) = (network(patience), network(patience)) else { return };
-    let (mut near, far) = pair(&a, &b);
-    exchange(&mut near, &far);
+    let (mut local, remote) = pair(&a, &b);
+    exchange(&mut local, &remote);
     let device = a.device(route()).unwrap();
     let stuck = Stuck::at(&device);
-    near.endpoint.add_flag(FLAG, 3).unwrap();
+    local.endpoint.add_flag(FLAG, 3).unwrap();
     let (sender, is_gone) = sync_channel(1);
     std::thread::spawn(move || {
-        drop(near);
+        drop(local);
         drop(a);
         sender.send(()).unwrap_or_default();
     });
