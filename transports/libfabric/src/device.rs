@@ -20,9 +20,9 @@ use crossbeam_queue::ArrayQueue;
 use super::keeper::{Keeper, Patience};
 use super::link::Link;
 use super::load::Library;
-use super::outbox::{Op, Queued};
+use super::outbox::{Op, PushStatus};
 use super::owner::{CallError, Info};
-use super::port::{Polled, Port, network_error};
+use super::port::{PollOutcome, Port, network_error};
 use super::receives::Receives;
 use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
 use super::waits::Waits;
@@ -174,8 +174,8 @@ impl Device {
                 detail: format!("an operation that must wait found no room: {error}"),
             })?;
             match queued {
-                (Queued::Merged, _) => return Ok(false),
-                (Queued::Yes, is_first) => {
+                (PushStatus::Merged, _) => return Ok(false),
+                (PushStatus::Queued, is_first) => {
                     if is_first {
                         self.num_backlogged.fetch_add(1, Ordering::AcqRel);
                     }
@@ -184,7 +184,7 @@ impl Device {
                     self.push_on();
                     return Ok(true);
                 }
-                (Queued::Full, _) => {
+                (PushStatus::Full, _) => {
                     let now = Instant::now();
                     if now >= *deadline.get_or_insert(now + POST_PATIENCE) {
                         let code = sys::FI_EAGAIN;
@@ -320,7 +320,7 @@ impl Device {
         // Mail first: what else came may have been sent after it.
         let mut is_news = self.handle_mails(state);
         match polled {
-            Ok(Polled::Nothing) => {
+            Ok(PollOutcome::Nothing) => {
                 if !state.stalls.is_empty() {
                     Self::sweep_stalls(state);
                 }
@@ -331,7 +331,7 @@ impl Device {
                     state.sweep_closing(&self.port);
                 }
             }
-            Ok(Polled::Entries(num)) => {
+            Ok(PollOutcome::Entries(num)) => {
                 for nth in 0..num.min(NUM_ENTRIES) {
                     self.handle(state, nth);
                 }
@@ -340,7 +340,7 @@ impl Device {
                 }
                 is_news = true;
             }
-            Ok(Polled::Failed(failure)) => self.handle_failure(state, &failure),
+            Ok(PollOutcome::Failed(failure)) => self.handle_failure(state, &failure),
             Err(error) => self.fail_all(state, &error),
         }
         if is_news && self.port.wait_fd().is_none() {

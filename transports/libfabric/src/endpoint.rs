@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::keeper::Stay;
-use super::lane::{Descriptor, Taken};
+use super::lane::{Descriptor, PostStatus};
 use super::link::{Link, RemoteEndpoint};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
-use super::outbox::{Local, Op};
+use super::outbox::{LocalMemory, Op};
 use super::port::{Registered, Rights};
 use super::table::Source;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
@@ -146,17 +146,17 @@ impl LibfabricEndpoint {
         if device.posts_here() && link.backlog() == 0 && link.may_send(after_writes) {
             if self.remote.mail.is_some() {
                 match link.post_mail(device.port(), self.num_mails + 1, &self.message) {
-                    Ok(Taken::Yes) => {
+                    Ok(PostStatus::Accepted) => {
                         self.num_mails += 1;
                         return Ok(true);
                     }
-                    Ok(Taken::Again) => {}
+                    Ok(PostStatus::Again) => {}
                     Err(error) => return Err(link.fail_call(&error)),
                 }
             }
             match link.inject(device.port(), &self.message) {
-                Ok(Taken::Yes) => return Ok(true),
-                Ok(Taken::Again) => {}
+                Ok(PostStatus::Accepted) => return Ok(true),
+                Ok(PostStatus::Again) => {}
                 Err(error) => return Err(link.fail_call(&error)),
             }
         }
@@ -183,8 +183,8 @@ impl LibfabricEndpoint {
             let piece = (len - start).min(max_bytes);
             // SAFETY: within the caller's range.
             let ptr = unsafe { ptr.add(start) }.as_ptr();
-            let (local, at) = (Local { ptr, len: piece, descriptor }, offset + start);
-            let mut taken = Taken::Again;
+            let (local, at) = (LocalMemory { ptr, len: piece, descriptor }, offset + start);
+            let mut taken = PostStatus::Again;
             if device.posts_here() && link.backlog() == 0 {
                 // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until a
                 // `quiet`; the lease keeps it registered and mapped, beyond its own end if need be.
@@ -197,7 +197,7 @@ impl LibfabricEndpoint {
                 };
                 taken = result.map_err(|error| link.fail_call(&error))?;
             }
-            if taken == Taken::Again {
+            if taken == PostStatus::Again {
                 let waiting = if is_write {
                     Op::Write { src: local, offset: at }
                 } else {

@@ -15,9 +15,9 @@ pub(super) type ContextRoom = [u64; 8];
 
 /// Whether the library took an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Taken {
+pub(super) enum PostStatus {
     /// It will be carried out.
-    Yes,
+    Accepted,
     /// Not now.
     Again,
 }
@@ -45,7 +45,7 @@ pub(super) struct RemoteMemory {
 
 /// When a write counts as complete.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Completes {
+pub(super) enum CompletionPoint {
     /// When the source may be reused; the target is told this.
     Sent {
         /// What the target is told.
@@ -100,13 +100,13 @@ impl Lane {
 
     /// Sends a small message; the bytes may be reused at once.
     #[inline]
-    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<Taken, CallError> {
+    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<PostStatus, CallError> {
         // SAFETY: a live endpoint and valid bytes, which the call copies.
         let result = unsafe {
             let inject = (*(*self.ep.as_ptr()).msg).inject;
             inject(self.ep.as_ptr(), bytes.as_ptr().cast(), bytes.len(), peer)
         };
-        self.taken("fi_inject", result)
+        self.status_of("fi_inject", result)
     }
 
     /// Offers a buffer for the next message.
@@ -119,20 +119,24 @@ impl Lane {
         (ptr, len): (*mut u8, usize),
         descriptor: Descriptor,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         // SAFETY: a live endpoint; the caller's promise.
         let result = unsafe {
             let recv = (*(*self.ep.as_ptr()).msg).recv;
             let any = sys::FI_ADDR_UNSPEC;
             recv(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, any, context)
         };
-        self.taken("fi_recv", result)
+        self.status_of("fi_recv", result)
     }
 
     /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
     /// told.
     #[inline]
-    pub(super) fn inject_write(&self, to: RemoteMemory, bytes: &[u8]) -> Result<Taken, CallError> {
+    pub(super) fn inject_write(
+        &self,
+        to: RemoteMemory,
+        bytes: &[u8],
+    ) -> Result<PostStatus, CallError> {
         // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
         // and follows a null pointer when the peer has died.
         let (first, second) = bytes.split_at(8.min(bytes.len()));
@@ -156,7 +160,7 @@ impl Lane {
             let write = (*(*self.ep.as_ptr()).rma).writemsg;
             write(self.ep.as_ptr(), &raw const message, sys::FI_INJECT)
         };
-        self.taken("fi_writemsg", result)
+        self.status_of("fi_writemsg", result)
     }
 
     /// Starts a copy into a peer's memory.
@@ -168,15 +172,15 @@ impl Lane {
         to: RemoteMemory,
         (ptr, len): (*const u8, usize),
         descriptor: Descriptor,
-        completes: Completes,
+        completion: CompletionPoint,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         let iov = sys::Iovec { base: ptr.cast_mut().cast(), len };
         let rma = sys::RmaIov { addr: to.address, len, key: to.key };
         let mut desc = descriptor.0;
-        let (flags, data) = match completes {
-            Completes::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
-            Completes::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
+        let (flags, data) = match completion {
+            CompletionPoint::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
+            CompletionPoint::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
         };
         let message = sys::MsgRma {
             iov: &raw const iov,
@@ -193,7 +197,7 @@ impl Lane {
             let write = (*(*self.ep.as_ptr()).rma).writemsg;
             write(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION | flags)
         };
-        self.taken("fi_writemsg", result)
+        self.status_of("fi_writemsg", result)
     }
 
     /// Starts a copy from a peer's memory.
@@ -207,7 +211,7 @@ impl Lane {
         (ptr, len): (*mut u8, usize),
         descriptor: Descriptor,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         let iov = sys::Iovec { base: ptr.cast(), len };
         let rma = sys::RmaIov { addr: from.address, len, key: from.key };
         let mut desc = descriptor.0;
@@ -226,14 +230,14 @@ impl Lane {
             let read = (*(*self.ep.as_ptr()).rma).readmsg;
             read(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION)
         };
-        self.taken("fi_readmsg", result)
+        self.status_of("fi_readmsg", result)
     }
 
     #[inline]
-    fn taken(&self, op: &'static str, result: isize) -> Result<Taken, CallError> {
+    fn status_of(&self, op: &'static str, result: isize) -> Result<PostStatus, CallError> {
         match result as i64 {
-            0 => Ok(Taken::Yes),
-            code if code == -sys::FI_EAGAIN => Ok(Taken::Again),
+            0 => Ok(PostStatus::Accepted),
+            code if code == -sys::FI_EAGAIN => Ok(PostStatus::Again),
             code => Err(CallError { op, code: -code, text: self.library.describe(code) }),
         }
     }

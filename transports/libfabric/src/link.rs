@@ -7,10 +7,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::lane::{Completes, ContextRoom, RemoteMemory, Taken};
+use super::lane::{CompletionPoint, ContextRoom, PostStatus, RemoteMemory};
 use super::mail::{self, MailOffer, NUM_CELLS};
 use super::message::{self, Credit, Header, Then};
-use super::outbox::{Local, Op, Outbox, Queued};
+use super::outbox::{LocalMemory, Op, Outbox, PushStatus};
 use super::owner::CallError;
 use super::port::Port;
 use super::sys;
@@ -311,8 +311,8 @@ impl Link {
         }
         let Some(message) = self.unnumbered(Then::Credit, 0) else { return true };
         match self.inject(port, &message) {
-            Ok(Taken::Yes) => true,
-            Ok(Taken::Again) => {
+            Ok(PostStatus::Accepted) => true,
+            Ok(PostStatus::Again) => {
                 self.is_credit_queued.store(true, Ordering::Release);
                 self.credit_sent.store(sent, Ordering::Release);
                 false
@@ -360,7 +360,7 @@ impl Link {
 
     /// Puts `op` behind those that wait. True beside: it is the only one.
     #[inline]
-    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(PushStatus, bool), MapError> {
         self.outbox.push(op)
     }
 
@@ -372,7 +372,7 @@ impl Link {
             }
             let taken = match op {
                 Op::Message { after_writes, .. } if !self.may_send(after_writes) => {
-                    Ok(Taken::Again)
+                    Ok(PostStatus::Again)
                 }
                 Op::Message { bytes, .. } => self.inject(port, bytes),
                 // SAFETY: whoever made the operation keeps its memory until it is over.
@@ -390,8 +390,8 @@ impl Link {
     }
 
     #[inline]
-    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
-        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
+    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
         port.lane().inject(remote.peer, bytes)
     }
 
@@ -425,18 +425,18 @@ impl Link {
         port: &Port,
         number: u64,
         message: &[u8],
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         let Some((remote, offer)) =
             self.remote.get().and_then(|remote| Some((remote, remote.mail?)))
         else {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         };
         let taken = self.mails_taken.load(Ordering::Acquire);
         if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         }
         let Some((cell, len)) = mail::seal(number, remote.token, message) else {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         };
         let address = offer.address + mail::offset_of(number);
         let to = RemoteMemory { peer: remote.peer, address, key: offer.key };
@@ -450,14 +450,16 @@ impl Link {
     pub(super) unsafe fn write(
         &self,
         port: &Port,
-        src: Local,
+        src: LocalMemory,
         offset: usize,
-    ) -> Result<Taken, CallError> {
-        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
-        let completes = if remote.counts_writes {
-            Completes::Sent { note: note_of(remote.id, remote.token, port.traits().has_wide_notes) }
+    ) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
+        let completion = if remote.counts_writes {
+            CompletionPoint::Sent {
+                note: note_of(remote.id, remote.token, port.traits().has_wide_notes),
+            }
         } else {
-            Completes::Delivered
+            CompletionPoint::Delivered
         };
         let to = RemoteMemory {
             peer: remote.peer,
@@ -466,9 +468,11 @@ impl Link {
         };
         let taken = self.with_context(true, |context| {
             // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
-            unsafe { port.lane().write(to, (src.ptr, src.len), src.descriptor, completes, context) }
+            unsafe {
+                port.lane().write(to, (src.ptr, src.len), src.descriptor, completion, context)
+            }
         })?;
-        if taken == Taken::Yes {
+        if taken == PostStatus::Accepted {
             self.num_posted.fetch_add(1, Ordering::Release);
         }
         Ok(taken)
@@ -481,10 +485,10 @@ impl Link {
     pub(super) unsafe fn read(
         &self,
         port: &Port,
-        dst: Local,
+        dst: LocalMemory,
         offset: usize,
-    ) -> Result<Taken, CallError> {
-        let Some(remote) = self.remote.get() else { return Ok(Taken::Again) };
+    ) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
         let from = RemoteMemory {
             peer: remote.peer,
             address: remote.address + offset as u64,
@@ -499,17 +503,17 @@ impl Link {
     fn with_context(
         &self,
         is_write: bool,
-        post: impl FnOnce(*mut c_void) -> Result<Taken, CallError>,
-    ) -> Result<Taken, CallError> {
+        post: impl FnOnce(*mut c_void) -> Result<PostStatus, CallError>,
+    ) -> Result<PostStatus, CallError> {
         let Some(context) =
             self.contexts.iter().find(|context| !context.is_busy.swap(true, Ordering::AcqRel))
         else {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         };
         context.is_write.store(is_write, Ordering::Relaxed);
         self.outstanding.fetch_add(1, Ordering::AcqRel);
         let taken = post(context.as_ptr());
-        if !matches!(taken, Ok(Taken::Yes)) {
+        if !matches!(taken, Ok(PostStatus::Accepted)) {
             self.outstanding.fetch_sub(1, Ordering::AcqRel);
             context.is_busy.store(false, Ordering::Release);
         }

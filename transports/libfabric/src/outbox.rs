@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use super::lane::{Descriptor, Taken};
+use super::lane::{Descriptor, PostStatus};
 use super::message::{self, Header, Then};
 use p2p_core::region::{MapError, Region};
 
@@ -20,28 +20,28 @@ pub(super) enum Op<'a> {
     /// A message, once as many writes are complete.
     Message { bytes: &'a [u8], after_writes: u64 },
     /// A copy into the peer's slot.
-    Write { src: Local, offset: usize },
+    Write { src: LocalMemory, offset: usize },
     /// A copy from the peer's slot.
-    Read { dst: Local, offset: usize },
+    Read { dst: LocalMemory, offset: usize },
 }
 
 /// Local memory of an operation. Whoever makes one keeps the memory registered and mapped until the
 /// operation is over.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Local {
+pub(super) struct LocalMemory {
     pub(super) ptr: *mut u8,
     pub(super) len: usize,
     pub(super) descriptor: Descriptor,
 }
 
 // SAFETY: memory without thread affinity; see the type's documentation.
-unsafe impl Send for Local {}
+unsafe impl Send for LocalMemory {}
 
 /// What became of an operation for the outbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Queued {
+pub(super) enum PushStatus {
     /// It waits.
-    Yes,
+    Queued,
     /// It became part of the message before it, which waits, and its number is still free.
     Merged,
     /// There is no room.
@@ -77,7 +77,7 @@ struct Ring {
 }
 
 struct Cell {
-    /// [`EMPTY`], [`READY`] or [`HELD`].
+    /// [`EMPTY`], [`READY`] or [`LOCKED`].
     state: AtomicU8,
     content: UnsafeCell<Content>,
 }
@@ -85,19 +85,19 @@ struct Cell {
 /// What a cell keeps. `end` is how many bytes were given out when it was filled.
 #[derive(Debug, Clone, Copy)]
 struct Content {
-    op: Stored,
+    op: StoredOp,
     end: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Stored {
+enum StoredOp {
     Nothing,
     Message { at: usize, len: usize, after_writes: u64 },
-    Write { src: Local, offset: usize },
-    Read { dst: Local, offset: usize },
+    Write { src: LocalMemory, offset: usize },
+    Read { dst: LocalMemory, offset: usize },
 }
 
-// SAFETY: the content is used only by whoever has set the state to `HELD`.
+// SAFETY: the content is used only by whoever has set the state to `LOCKED`.
 unsafe impl Sync for Cell {}
 
 impl std::fmt::Debug for Cell {
@@ -141,48 +141,50 @@ impl Outbox {
     ///
     /// # Errors
     /// [`MapError`] when it would be the first and the system gives no memory.
-    pub(super) fn push(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+    pub(super) fn push(&self, op: Op<'_>) -> Result<(PushStatus, bool), MapError> {
         if self.num.load(Ordering::Acquire) & CLOSED != 0 {
             // Thrown away like the others.
-            return Ok((Queued::Merged, false));
+            return Ok((PushStatus::Merged, false));
         }
         self.prepare()?;
-        let (Some(ring), Some(_turn)) = (self.ring.get(), Turn::take(&self.is_posting)) else {
-            return Ok((Queued::Full, false));
+        let (Some(ring), Some(_lock)) = (self.ring.get(), SideLock::try_lock(&self.is_posting))
+        else {
+            return Ok((PushStatus::Full, false));
         };
         if let Op::Message { bytes, .. } = op
             && ring.merge(bytes)
         {
-            return Ok((Queued::Merged, false));
+            return Ok((PushStatus::Merged, false));
         }
         if !ring.push(op) {
-            return Ok((Queued::Full, false));
+            return Ok((PushStatus::Full, false));
         }
         let before = self.num.fetch_add(1, Ordering::AcqRel);
         if before & CLOSED != 0 {
-            return Ok((Queued::Merged, false));
+            return Ok((PushStatus::Merged, false));
         }
-        Ok((Queued::Yes, before == 0))
+        Ok((PushStatus::Queued, before == 0))
     }
 
     /// Gives operations to `post`, as far as it takes them. `None` from it: nothing can be posted any
     /// more, and what waits is thrown away. True when the last one went. One thread at a time: a second one
     /// does nothing.
-    pub(super) fn flush(&self, mut post: impl FnMut(Op<'_>) -> Option<Taken>) -> bool {
-        let (Some(ring), Some(_turn)) = (self.ring.get(), Turn::take(&self.is_driving)) else {
+    pub(super) fn flush(&self, mut post: impl FnMut(Op<'_>) -> Option<PostStatus>) -> bool {
+        let (Some(ring), Some(_lock)) = (self.ring.get(), SideLock::try_lock(&self.is_driving))
+        else {
             return false;
         };
         let mut is_over = false;
         while self.num() > 0 {
             let taken = ring.first(|op| {
                 if is_over {
-                    return Some(Taken::Yes);
+                    return Some(PostStatus::Accepted);
                 }
                 let taken = post(op);
                 is_over |= taken.is_none();
-                taken.or(Some(Taken::Yes))
+                taken.or(Some(PostStatus::Accepted))
             });
-            if taken != Some(Taken::Yes) {
+            if taken != Some(PostStatus::Accepted) {
                 // Not now, or whoever posts is just adding to it.
                 return false;
             }
@@ -208,7 +210,7 @@ impl Ring {
     fn new(max_message_bytes: usize) -> Result<Self, MapError> {
         let cell = |_| Cell {
             state: AtomicU8::new(EMPTY),
-            content: UnsafeCell::new(Content { op: Stored::Nothing, end: 0 }),
+            content: UnsafeCell::new(Content { op: StoredOp::Nothing, end: 0 }),
         };
         Ok(Self {
             // Every operation may be a message of full length; memory is committed page by page, and used
@@ -234,16 +236,16 @@ impl Ring {
             return false;
         }
         let last = self.cell(self.tail.load(Ordering::Relaxed).wrapping_sub(1));
-        let Some(held) = last.hold(READY) else { return false };
-        let merged = match held.content().op {
-            Stored::Message { at, len, .. } => {
+        let Some(cell) = last.try_lock(READY) else { return false };
+        let merged = match cell.content().op {
+            StoredOp::Message { at, len, .. } => {
                 // SAFETY: the message's own bytes, which belong to whoever holds its cell.
                 let bytes = unsafe { std::slice::from_raw_parts_mut(self.byte(at).as_ptr(), len) };
                 message::merge_add(bytes, &header)
             }
             _ => false,
         };
-        held.leave(READY);
+        cell.unlock(READY);
         merged
     }
 
@@ -252,24 +254,26 @@ impl Ring {
         // Relaxed: only whoever posts writes these.
         let tail = self.tail.load(Ordering::Relaxed);
         let given = self.given.load(Ordering::Relaxed);
-        let Some(held) = self.cell(tail).hold(EMPTY) else { return false };
+        let Some(cell) = self.cell(tail).try_lock(EMPTY) else { return false };
         let content = match op {
             Op::Message { bytes, after_writes } => {
                 let len = bytes.len();
                 let Some((at, end)) = self.room(given, len) else {
-                    held.leave(EMPTY);
+                    cell.unlock(EMPTY);
                     return false;
                 };
                 // SAFETY: `len` bytes of the region from `at` on, given to nobody else.
                 unsafe { self.byte(at).copy_from_nonoverlapping(NonNull::from(bytes).cast(), len) };
-                Content { op: Stored::Message { at, len, after_writes }, end }
+                Content { op: StoredOp::Message { at, len, after_writes }, end }
             }
-            Op::Write { src, offset } => Content { op: Stored::Write { src, offset }, end: given },
-            Op::Read { dst, offset } => Content { op: Stored::Read { dst, offset }, end: given },
+            Op::Write { src, offset } => {
+                Content { op: StoredOp::Write { src, offset }, end: given }
+            }
+            Op::Read { dst, offset } => Content { op: StoredOp::Read { dst, offset }, end: given },
         };
         self.given.store(content.end, Ordering::Relaxed);
-        held.fill(content);
-        held.leave(READY);
+        cell.fill(content);
+        cell.unlock(READY);
         self.tail.store(tail.wrapping_add(1), Ordering::Relaxed);
         true
     }
@@ -298,29 +302,29 @@ impl Ring {
     }
 
     /// Gives the first operation to `post`. `None` when there is none, or when it is in other hands.
-    fn first(&self, post: impl FnOnce(Op<'_>) -> Option<Taken>) -> Option<Taken> {
+    fn first(&self, post: impl FnOnce(Op<'_>) -> Option<PostStatus>) -> Option<PostStatus> {
         // Relaxed: only whoever drives writes it.
         let head = self.head.load(Ordering::Relaxed);
-        let held = self.cell(head).hold(READY)?;
-        let Content { op, end } = held.content();
+        let cell = self.cell(head).try_lock(READY)?;
+        let Content { op, end } = cell.content();
         let op = match op {
-            Stored::Nothing => return None,
-            Stored::Message { at, len, after_writes } => {
+            StoredOp::Nothing => return None,
+            StoredOp::Message { at, len, after_writes } => {
                 // SAFETY: the message's own bytes, which belong to whoever holds its cell.
                 let bytes = unsafe { std::slice::from_raw_parts(self.byte(at).as_ptr(), len) };
                 Op::Message { bytes, after_writes }
             }
-            Stored::Write { src, offset } => Op::Write { src, offset },
-            Stored::Read { dst, offset } => Op::Read { dst, offset },
+            StoredOp::Write { src, offset } => Op::Write { src, offset },
+            StoredOp::Read { dst, offset } => Op::Read { dst, offset },
         };
         let taken = post(op);
-        if taken == Some(Taken::Yes) {
+        if taken == Some(PostStatus::Accepted) {
             // SYNC POINT `outbox`: releases the bytes, and then the cell.
             self.freed.store(end, Ordering::Release);
             self.head.store(head.wrapping_add(1), Ordering::Relaxed);
-            held.leave(EMPTY);
+            cell.unlock(EMPTY);
         } else {
-            held.leave(READY);
+            cell.unlock(READY);
         }
         taken
     }
@@ -334,17 +338,18 @@ impl Ring {
 
 impl Cell {
     /// Takes the cell in hand, if it is in that state.
-    fn hold(&self, state: u8) -> Option<Held<'_>> {
+    fn try_lock(&self, state: u8) -> Option<LockedCell<'_>> {
         // SYNC POINT `outbox`: sees what whoever left it in that state had done.
-        let result = self.state.compare_exchange(state, HELD, Ordering::Acquire, Ordering::Relaxed);
-        result.is_ok().then_some(Held(self))
+        let result =
+            self.state.compare_exchange(state, LOCKED, Ordering::Acquire, Ordering::Relaxed);
+        result.is_ok().then_some(LockedCell(self))
     }
 }
 
 /// A cell in hand. Whoever drops it without a word keeps it from everybody.
-struct Held<'a>(&'a Cell);
+struct LockedCell<'a>(&'a Cell);
 
-impl Held<'_> {
+impl LockedCell<'_> {
     fn content(&self) -> Content {
         // SAFETY: whoever holds the cell alone uses the content.
         unsafe { *self.0.content.get() }
@@ -355,23 +360,23 @@ impl Held<'_> {
         unsafe { *self.0.content.get() = content }
     }
 
-    fn leave(self, state: u8) {
+    fn unlock(self, state: u8) {
         // SYNC POINT `outbox`: releases what was done to the content.
         self.0.state.store(state, Ordering::Release);
     }
 }
 
 /// One side's turn, for one thread at a time.
-struct Turn<'a>(&'a AtomicBool);
+struct SideLock<'a>(&'a AtomicBool);
 
-impl<'a> Turn<'a> {
-    fn take(is_taken: &'a AtomicBool) -> Option<Self> {
+impl<'a> SideLock<'a> {
+    fn try_lock(is_locked: &'a AtomicBool) -> Option<Self> {
         // SYNC POINT `outbox`: sees what the thread before has left of this side.
-        (!is_taken.swap(true, Ordering::Acquire)).then_some(Self(is_taken))
+        (!is_locked.swap(true, Ordering::Acquire)).then_some(Self(is_locked))
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for SideLock<'_> {
     fn drop(&mut self) {
         // SYNC POINT `outbox`: releases it to the next thread of this side.
         self.0.store(false, Ordering::Release);
@@ -387,7 +392,7 @@ const EMPTY: u8 = 0;
 /// Of whoever drives, or of whoever posts if something is to be added to it.
 const READY: u8 = 1;
 /// In somebody's hands.
-const HELD: u8 = 2;
+const LOCKED: u8 = 2;
 
 #[cfg(test)]
 mod tests;

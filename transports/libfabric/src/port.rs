@@ -17,7 +17,7 @@ use p2p_core::network::NetworkError;
 use p2p_core::region::Region;
 
 /// What reading the completion queue brought.
-pub(super) enum Polled {
+pub(super) enum PollOutcome {
     /// As many entries.
     Entries(usize),
     /// Nothing.

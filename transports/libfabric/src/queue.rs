@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::load::Library;
 use super::owner::{self, CallError, Owned, check};
-use super::port::{Failure, Polled};
+use super::port::{Failure, PollOutcome};
 use super::sys;
 use super::waits::Waits;
 
@@ -70,7 +70,7 @@ impl Queue {
         &self,
         entries: &mut [sys::CqDataEntry],
         sources: &mut [sys::FiAddr],
-    ) -> Result<Polled, CallError> {
+    ) -> Result<PollOutcome, CallError> {
         let room = entries.len().min(sources.len());
         // SAFETY: a live queue of this entry format, and room for as many entries.
         let result = unsafe {
@@ -83,9 +83,9 @@ impl Queue {
             }
         };
         match result as i64 {
-            num @ 1.. => Ok(Polled::Entries(num as usize)),
-            0 => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
+            num @ 1.. => Ok(PollOutcome::Entries(num as usize)),
+            0 => Ok(PollOutcome::Nothing),
+            code if code == -sys::FI_EAGAIN => Ok(PollOutcome::Nothing),
             code if code == -sys::FI_EAVAIL => self.read_failure(),
             code => {
                 let text = self.library.describe(code);
@@ -104,7 +104,7 @@ impl Queue {
         result == 0
     }
 
-    fn read_failure(&self) -> Result<Polled, CallError> {
+    fn read_failure(&self) -> Result<PollOutcome, CallError> {
         let mut entry = sys::CqErrEntry {
             op_context: null_mut(),
             flags: 0,
@@ -123,14 +123,14 @@ impl Queue {
             unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
                 as i64;
         if result == -sys::FI_EAGAIN || result == 0 {
-            return Ok(Polled::Nothing);
+            return Ok(PollOutcome::Nothing);
         }
         check(self.library, "fi_cq_readerr", result)?;
         let code = i64::from(entry.err);
         let text =
             format!("{} (provider's code {})", self.library.describe(code), entry.prov_errno);
         let (context, flags) = (entry.op_context, entry.flags);
-        Ok(Polled::Failed(Failure { context, flags, code, text }))
+        Ok(PollOutcome::Failed(Failure { context, flags, code, text }))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Buffers for messages that come.
 
-use super::lane::{Descriptor, Taken};
+use super::lane::{Descriptor, PostStatus};
 use super::link::Context;
 use super::owner::CallError;
 use super::port::{Port, Registered, Rights};
@@ -84,7 +84,7 @@ impl Receives {
                     context.as_ptr(),
                 )?
             };
-            if taken == Taken::Again {
+            if taken == PostStatus::Again {
                 break;
             }
             self.spare.pop();

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::lane::{Completes, Descriptor, Lane, MAX_ADDRESS_BYTES, RemoteMemory, Taken};
+use super::lane::{CompletionPoint, Descriptor, Lane, MAX_ADDRESS_BYTES, PostStatus, RemoteMemory};
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
@@ -181,13 +181,13 @@ impl LibfabricFabric {
         // the context is free, and stays until the port is closed.
         let taken = unsafe {
             if op == WRITE {
-                lane.write(to, (ptr, len), descriptor, Completes::Delivered, context)
+                lane.write(to, (ptr, len), descriptor, CompletionPoint::Delivered, context)
             } else {
                 lane.read(to, (ptr, len), descriptor, context)
             }
         };
         match taken {
-            Ok(Taken::Yes) => {
+            Ok(PostStatus::Accepted) => {
                 self.free.pop();
                 self.flights[idx as usize] = Some(Flight {
                     token,
@@ -205,7 +205,7 @@ impl LibfabricFabric {
                 }
                 Ok(Posted::Accepted)
             }
-            Ok(Taken::Again) => Ok(Posted::Full),
+            Ok(PostStatus::Again) => Ok(Posted::Full),
             Err(CallError { op, code, text }) => {
                 Err(PostError::Transport { op, code, detail: text })
             }

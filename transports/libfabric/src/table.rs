@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbound::Inbound;
-use super::lane::Taken;
+use super::lane::PostStatus;
 use super::link::{Context, IDX_MASK, Link};
 use super::mail::{Head, Mailbox};
 use super::message::Then;
@@ -163,9 +163,10 @@ impl State {
         }
         if let (Some(remote), false) = (link.remote(), closing.has_said_farewell) {
             let writes = if remote.counts_writes { link.num_posted() } else { 0 };
-            closing.has_said_farewell = link
-                .unnumbered(Then::Farewell, writes)
-                .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
+            closing.has_said_farewell =
+                link.unnumbered(Then::Farewell, writes).is_none_or(|message| {
+                    !matches!(link.inject(port, &message), Ok(PostStatus::Again))
+                });
         }
         let is_joined = link.remote().is_some();
         let is_peer_done =

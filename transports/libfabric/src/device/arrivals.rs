@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::super::inbound::Inbound;
-use super::super::lane::Taken;
+use super::super::lane::PostStatus;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
 use super::super::mail::Head;
 use super::super::message::{Header, Then};
@@ -236,8 +236,8 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
             // A lost answer would be waited for until the deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {
-                    Ok(Taken::Yes) => break,
-                    Ok(Taken::Again) => std::hint::spin_loop(),
+                    Ok(PostStatus::Accepted) => break,
+                    Ok(PostStatus::Again) => std::hint::spin_loop(),
                     Err(error) => {
                         let _ = link.fail_call(&error);
                         break;

@@ -4,7 +4,7 @@ use rustix::event::epoll;
 
 use super::super::link::Context;
 use super::super::owner::CallError;
-use super::super::port::Polled;
+use super::super::port::PollOutcome;
 use super::super::sys;
 use super::LibfabricFabric;
 use p2p_core::endpoint::PostError;
@@ -61,12 +61,12 @@ impl LibfabricFabric {
             let own = peer.and_then(|idx| self.peers.get(idx)?.as_ref()?.own.as_ref());
             let queue = own.map_or(self.port.queue(), |(_, queue)| queue);
             let polled = queue.poll(&mut entries, &mut sources);
-            if !matches!(polled, Ok(Polled::Nothing)) {
+            if !matches!(polled, Ok(PollOutcome::Nothing)) {
                 self.disarm(peer);
             }
             match polled {
-                Ok(Polled::Nothing) => return,
-                Ok(Polled::Entries(num)) => {
+                Ok(PollOutcome::Nothing) => return,
+                Ok(PollOutcome::Entries(num)) => {
                     let num = num.min(entries.len());
                     for entry in &entries[..num] {
                         self.land(entry.op_context, None, out);
@@ -75,7 +75,7 @@ impl LibfabricFabric {
                         return;
                     }
                 }
-                Ok(Polled::Failed(failure)) => {
+                Ok(PollOutcome::Failed(failure)) => {
                     self.land(failure.context, Some((failure.code, failure.text)), out);
                 }
                 Err(error) => return self.fail_queue(peer, &error, out),
