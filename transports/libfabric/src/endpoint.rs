@@ -11,7 +11,7 @@ use super::lane::{Descriptor, PostStatus};
 use super::link::{Link, RemoteEndpoint};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
 use super::outbox::{LocalMemory, Op};
-use super::port::{Registered, Rights};
+use super::port::{MemoryRegistration, Rights};
 use super::table::Source;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
@@ -44,14 +44,14 @@ pub(super) struct Lease {
     pub(super) device: Arc<Device>,
     pub(super) link: Arc<Link>,
     /// This side's slot. Dropped first, which revokes the peer's key.
-    pub(super) slot: Option<Registered>,
+    pub(super) slot: Option<MemoryRegistration>,
     sources: Vec<Source>,
     // After what was given back.
     _stay: Stay,
 }
 
 impl Lease {
-    pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: Registered) -> Self {
+    pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: MemoryRegistration) -> Self {
         let _stay = Stay::another(device.keeper());
         Self { device, link, slot: Some(slot), sources: Vec::new(), _stay }
     }
@@ -103,9 +103,10 @@ impl LibfabricEndpoint {
             first >= start && first + len <= start + source.region.len()
         };
         match self.lease.sources.iter().find(holds) {
-            Some(source) => {
-                Ok(source.registered.as_ref().map_or(Descriptor::NONE, Registered::descriptor))
-            }
+            Some(source) => Ok(source
+                .registered
+                .as_ref()
+                .map_or(Descriptor::NONE, MemoryRegistration::descriptor)),
             None => Err(PostError::Unregistered { op, address: first, len }),
         }
     }

@@ -5,7 +5,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::load::Library;
-use super::owner::{self, CallError, Info, Owned, check};
+use super::owner::{self, CallError, Info, Object, check};
 use super::sys;
 
 /// Largest address of an endpoint in bytes.
@@ -57,7 +57,7 @@ pub(super) enum CompletionPoint {
 
 /// One endpoint. Operations on different ones of a port share its queue and its addresses.
 pub(super) struct Lane {
-    ep: Arc<Owned<sys::FidEp>>,
+    ep: Arc<Object<sys::FidEp>>,
     library: &'static Library,
     name: Vec<u8>,
 }
@@ -71,10 +71,10 @@ impl std::fmt::Debug for Lane {
 impl Lane {
     pub(super) fn open(
         library: &'static Library,
-        domain: &Arc<Owned<sys::FidDomain>>,
+        domain: &Arc<Object<sys::FidDomain>>,
         info: &Info,
-        av: &Arc<Owned<sys::FidAv>>,
-        cq: &Arc<Owned<sys::FidCq>>,
+        av: &Arc<Object<sys::FidAv>>,
+        cq: &Arc<Object<sys::FidCq>>,
     ) -> Result<Self, CallError> {
         let ep = owner::open_ep(library, domain, info, av, cq)?;
         let mut name = vec![0u8; MAX_ADDRESS_BYTES];
@@ -89,7 +89,7 @@ impl Lane {
     }
 
     /// For registrations that belong to it, which keep it alive.
-    pub(super) const fn owner(&self) -> &Arc<Owned<sys::FidEp>> {
+    pub(super) const fn owner(&self) -> &Arc<Object<sys::FidEp>> {
         &self.ep
     }
 

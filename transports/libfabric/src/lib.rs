@@ -204,7 +204,7 @@ impl OpenSide for Side {
         };
         SideDescription {
             address: slot.as_ref().map_or(0, |slot| slot.base),
-            remote_key: slot.as_ref().map_or(0, port::Registered::key),
+            remote_key: slot.as_ref().map_or(0, port::MemoryRegistration::key),
             bytes: self.layout.slot_bytes() as u64,
             detail: detail.encode(),
         }

@@ -18,7 +18,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::owner::CallError;
-use super::port::{Port, Registered, Rights};
+use super::port::{MemoryRegistration, Port, Rights};
 use p2p_core::region::Region;
 
 /// Bytes of a cell. Providers over TCP take as much by inject without a copy of their own.
@@ -39,7 +39,7 @@ pub(super) struct MailOffer {
 #[derive(Debug)]
 pub(super) struct Mailbox {
     // Before the memory.
-    registered: Registered,
+    registered: MemoryRegistration,
     pub(super) memory: Region,
 }
 

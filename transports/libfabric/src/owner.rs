@@ -209,7 +209,7 @@ impl Drop for Hints {
 }
 
 /// An object of the library, closed when dropped. `parents` outlive it.
-pub(super) struct Owned<T> {
+pub(super) struct Object<T> {
     ptr: NonNull<T>,
     name: &'static str,
     library: &'static Library,
@@ -218,11 +218,11 @@ pub(super) struct Owned<T> {
 }
 
 // SAFETY: objects of a domain opened as FI_THREAD_SAFE have no thread affinity; closed once.
-unsafe impl<T> Send for Owned<T> {}
+unsafe impl<T> Send for Object<T> {}
 // SAFETY: the same promise of the library covers calls from several threads at a time.
-unsafe impl<T> Sync for Owned<T> {}
+unsafe impl<T> Sync for Object<T> {}
 
-impl<T> Owned<T> {
+impl<T> Object<T> {
     pub(super) const fn as_ptr(&self) -> *mut T {
         self.ptr.as_ptr()
     }
@@ -236,7 +236,7 @@ impl<T> Owned<T> {
     ///
     /// # Safety
     /// If `result` is 0 then `ptr` is a fresh object of the library that begins with a `fid`.
-    unsafe fn made(
+    unsafe fn from_result(
         library: &'static Library,
         name: &'static str,
         result: c_int,
@@ -270,7 +270,7 @@ impl<T> Owned<T> {
     }
 }
 
-impl<T> Drop for Owned<T> {
+impl<T> Drop for Object<T> {
     fn drop(&mut self) {
         if let Err(error) = self.close() {
             tracing::error!(object = self.name, %error, "libfabric object not closed");
@@ -282,37 +282,37 @@ impl<T> Drop for Owned<T> {
 pub(super) fn open_fabric(
     library: &'static Library,
     info: &Info,
-) -> Result<Arc<Owned<sys::FidFabric>>, CallError> {
+) -> Result<Arc<Object<sys::FidFabric>>, CallError> {
     let mut fabric = null_mut();
     // SAFETY: the attributes are the library's own.
     unsafe {
         let attr = (*info.head.as_ptr()).fabric_attr;
         let result = (library.fabric)(attr, &raw mut fabric, null_mut());
-        Ok(Arc::new(Owned::made(library, "fi_fabric", result, fabric, Vec::new())?))
+        Ok(Arc::new(Object::from_result(library, "fi_fabric", result, fabric, Vec::new())?))
     }
 }
 
 /// Opens the domain of `info`.
 pub(super) fn open_domain(
     library: &'static Library,
-    fabric: &Arc<Owned<sys::FidFabric>>,
+    fabric: &Arc<Object<sys::FidFabric>>,
     info: &Info,
-) -> Result<Arc<Owned<sys::FidDomain>>, CallError> {
+) -> Result<Arc<Object<sys::FidDomain>>, CallError> {
     let mut domain = null_mut();
     // SAFETY: a live fabric and the library's own info.
     unsafe {
         let open = (*(*fabric.as_ptr()).ops).domain;
         let result = open(fabric.as_ptr(), info.head.as_ptr(), &raw mut domain, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(fabric) as _];
-        Ok(Arc::new(Owned::made(library, "fi_domain", result, domain, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_domain", result, domain, parents)?))
     }
 }
 
 /// Opens an address vector.
 pub(super) fn open_av(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
-) -> Result<Arc<Owned<sys::FidAv>>, CallError> {
+    domain: &Arc<Object<sys::FidDomain>>,
+) -> Result<Arc<Object<sys::FidAv>>, CallError> {
     let mut attr = sys::AvAttr {
         kind: sys::FI_AV_TABLE,
         rx_ctx_bits: 0,
@@ -328,17 +328,17 @@ pub(super) fn open_av(
         let open = (*(*domain.as_ptr()).ops).av_open;
         let result = open(domain.as_ptr(), &raw mut attr, &raw mut av, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
-        Ok(Arc::new(Owned::made(library, "fi_av_open", result, av, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_av_open", result, av, parents)?))
     }
 }
 
 /// Opens a completion queue whose entries carry data; with a descriptor to wait on, if so wanted.
 pub(super) fn open_cq(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
+    domain: &Arc<Object<sys::FidDomain>>,
     num_entries: usize,
     wait_obj: u32,
-) -> Result<Arc<Owned<sys::FidCq>>, CallError> {
+) -> Result<Arc<Object<sys::FidCq>>, CallError> {
     let mut attr = sys::CqAttr {
         size: num_entries,
         flags: 0,
@@ -354,18 +354,18 @@ pub(super) fn open_cq(
         let open = (*(*domain.as_ptr()).ops).cq_open;
         let result = open(domain.as_ptr(), &raw mut attr, &raw mut cq, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
-        Ok(Arc::new(Owned::made(library, "fi_cq_open", result, cq, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_cq_open", result, cq, parents)?))
     }
 }
 
 /// Opens an endpoint, binds it and enables it.
 pub(super) fn open_ep(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
+    domain: &Arc<Object<sys::FidDomain>>,
     info: &Info,
-    av: &Arc<Owned<sys::FidAv>>,
-    cq: &Arc<Owned<sys::FidCq>>,
-) -> Result<Arc<Owned<sys::FidEp>>, CallError> {
+    av: &Arc<Object<sys::FidAv>>,
+    cq: &Arc<Object<sys::FidCq>>,
+) -> Result<Arc<Object<sys::FidEp>>, CallError> {
     let mut ep = null_mut();
     // SAFETY: a live domain and the library's own info.
     let ep = unsafe {
@@ -373,7 +373,7 @@ pub(super) fn open_ep(
         let result = open(domain.as_ptr(), info.head.as_ptr(), &raw mut ep, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> =
             vec![Arc::clone(domain) as _, Arc::clone(av) as _, Arc::clone(cq) as _];
-        Owned::made(library, "fi_endpoint", result, ep, parents)?
+        Object::from_result(library, "fi_endpoint", result, ep, parents)?
     };
     // SAFETY: live objects of one domain.
     unsafe {
@@ -395,7 +395,7 @@ pub(super) fn open_ep(
 /// number of its own. A process that was killed leaves such memory, and who gets its number next finds it:
 /// the library (1.17) takes it for that of a living process, because this one lives, removes its name, and
 /// says `EBUSY`. The name is free after that.
-fn enable(library: &'static Library, ep: &Owned<sys::FidEp>) -> Result<(), CallError> {
+fn enable(library: &'static Library, ep: &Object<sys::FidEp>) -> Result<(), CallError> {
     for attempt in 1.. {
         // SAFETY: a live endpoint with all that it must be bound to.
         let result = unsafe { ((*(*ep.fid()).ops).control)(ep.fid(), sys::FI_ENABLE, null_mut()) };
@@ -423,12 +423,12 @@ const MAX_ENABLE_ATTEMPTS: u32 = 4;
 /// `ptr..ptr+len` stays mapped as long as the registration.
 pub(super) unsafe fn register(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
-    ep: Option<&Arc<Owned<sys::FidEp>>>,
+    domain: &Arc<Object<sys::FidDomain>>,
+    ep: Option<&Arc<Object<sys::FidEp>>>,
     (ptr, len): (*mut u8, usize),
     access: u64,
     requested_key: u64,
-) -> Result<Owned<sys::FidMr>, CallError> {
+) -> Result<Object<sys::FidMr>, CallError> {
     let iov = sys::Iovec { base: ptr.cast(), len };
     let attr = sys::MrAttr {
         iov: &raw const iov,
@@ -449,7 +449,7 @@ pub(super) unsafe fn register(
         let result = regattr(domain.fid(), &raw const attr, 0, &raw mut mr);
         let mut parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
         parents.extend(ep.map(|ep| Arc::clone(ep) as _));
-        Owned::made(library, "fi_mr_regattr", result, mr, parents)?
+        Object::from_result(library, "fi_mr_regattr", result, mr, parents)?
     };
     if let Some(ep) = ep {
         // SAFETY: live objects of one domain.

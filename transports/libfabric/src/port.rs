@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::lane::{Descriptor, Lane, MAX_ADDRESS_BYTES};
 use super::load::Library;
-use super::owner::{self, CallError, Entry, Hints, Info, Owned, check};
+use super::owner::{self, CallError, Entry, Hints, Info, Object, check};
 use super::queue::Queue;
 use super::touch::touch;
 use super::waits::Waits;
@@ -64,9 +64,9 @@ pub(super) struct Port {
     // Closed in this order.
     lane: Lane,
     queue: Queue,
-    av: Arc<Owned<sys::FidAv>>,
-    domain: Arc<Owned<sys::FidDomain>>,
-    fabric: Arc<Owned<sys::FidFabric>>,
+    av: Arc<Object<sys::FidAv>>,
+    domain: Arc<Object<sys::FidDomain>>,
+    fabric: Arc<Object<sys::FidFabric>>,
     library: &'static Library,
     info: Info,
     traits: Traits,
@@ -79,22 +79,22 @@ impl std::fmt::Debug for Port {
     }
 }
 
-/// Registered memory.
-pub(super) struct Registered {
-    mr: Owned<sys::FidMr>,
+/// MemoryRegistration memory.
+pub(super) struct MemoryRegistration {
+    mr: Object<sys::FidMr>,
     /// Stays mapped as long as the registration is in force, whatever becomes of `self`.
     memory: Option<Region>,
     /// What a peer adds to an offset to address the first byte.
     pub(super) base: u64,
 }
 
-impl std::fmt::Debug for Registered {
+impl std::fmt::Debug for MemoryRegistration {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Registered").field("base", &self.base).finish_non_exhaustive()
+        f.debug_struct("MemoryRegistration").field("base", &self.base).finish_non_exhaustive()
     }
 }
 
-impl Registered {
+impl MemoryRegistration {
     /// Remote key.
     pub(super) fn key(&self) -> u64 {
         // SAFETY: a live registration; the field is set once, while registering.
@@ -121,7 +121,7 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for MemoryRegistration {
     fn drop(&mut self) {
         if let Err(error) = self.close() {
             // Who holds the key may still write there: the memory is given to nobody else.
@@ -304,7 +304,7 @@ impl Port {
         &self,
         region: &Region,
         rights: Rights,
-    ) -> Result<Registered, CallError> {
+    ) -> Result<MemoryRegistration, CallError> {
         // SAFETY: the registration keeps a clone of the region.
         let mut registered = unsafe { self.register(region.as_ptr(), region.len(), rights)? };
         registered.memory = Some(region.clone());
@@ -320,7 +320,7 @@ impl Port {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-    ) -> Result<Registered, CallError> {
+    ) -> Result<MemoryRegistration, CallError> {
         let local = sys::FI_READ | sys::FI_WRITE | sys::FI_TRANSMIT | sys::FI_RECV;
         let access = match rights {
             Rights::Local => local,
@@ -347,7 +347,7 @@ impl Port {
                 Ok(mr) => {
                     let is_virtual = has(sys::FI_MR_VIRT_ADDR);
                     let base = if is_virtual { ptr.as_ptr().addr() as u64 } else { 0 };
-                    return Ok(Registered { mr, memory: None, base });
+                    return Ok(MemoryRegistration { mr, memory: None, base });
                 }
             }
         }

@@ -5,15 +5,15 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::load::Library;
-use super::owner::{self, CallError, Owned, check};
+use super::owner::{self, CallError, Object, check};
 use super::port::{Failure, PollOutcome};
 use super::sys;
 use super::waits::Waits;
 
 /// A queue of completions. Reading it also moves everything forward that its endpoints have to do.
 pub(super) struct Queue {
-    cq: Arc<Owned<sys::FidCq>>,
-    fabric: Arc<Owned<sys::FidFabric>>,
+    cq: Arc<Object<sys::FidCq>>,
+    fabric: Arc<Object<sys::FidFabric>>,
     library: &'static Library,
     knows_source: bool,
     wait_fd: Option<RawFd>,
@@ -29,8 +29,8 @@ impl Queue {
     /// Opens a queue, with a descriptor if that is wanted and the provider has them.
     pub(super) fn open(
         library: &'static Library,
-        fabric: &Arc<Owned<sys::FidFabric>>,
-        domain: &Arc<Owned<sys::FidDomain>>,
+        fabric: &Arc<Object<sys::FidFabric>>,
+        domain: &Arc<Object<sys::FidDomain>>,
         knows_source: bool,
         waits: Waits,
     ) -> Result<Self, CallError> {
@@ -53,7 +53,7 @@ impl Queue {
     }
 
     /// For endpoints, which keep it alive.
-    pub(super) const fn owner(&self) -> &Arc<Owned<sys::FidCq>> {
+    pub(super) const fn owner(&self) -> &Arc<Object<sys::FidCq>> {
         &self.cq
     }
 

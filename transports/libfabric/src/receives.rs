@@ -3,14 +3,14 @@
 use super::lane::{Descriptor, PostStatus};
 use super::link::Context;
 use super::owner::CallError;
-use super::port::{Port, Registered, Rights};
+use super::port::{MemoryRegistration, Port, Rights};
 use p2p_core::region::Region;
 
 /// All buffers of a device. The library holds most of them; the others are spare.
 #[derive(Debug)]
 pub(super) struct Receives {
     // Before the memory.
-    registered: Option<Registered>,
+    registered: Option<MemoryRegistration>,
     memory: Region,
     contexts: Box<[Context]>,
     buffer_bytes: usize,
@@ -71,7 +71,8 @@ impl Receives {
 
     /// Gives the library what is spare.
     pub(super) fn post(&mut self, port: &Port) -> Result<(), CallError> {
-        let descriptor = self.registered.as_ref().map_or(Descriptor::NONE, Registered::descriptor);
+        let descriptor =
+            self.registered.as_ref().map_or(Descriptor::NONE, MemoryRegistration::descriptor);
         while let Some(buffer) = self.spare.last().copied() {
             let context = &self.contexts[buffer as usize];
             // SAFETY: a spare buffer: nobody reads it. Memory and contexts live as long as the device's

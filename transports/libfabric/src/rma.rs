@@ -15,7 +15,7 @@ use super::lane::{CompletionPoint, Descriptor, Lane, MAX_ADDRESS_BYTES, PostStat
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
-use super::port::{self, Port, Registered, Rights, network_error};
+use super::port::{self, MemoryRegistration, Port, Rights, network_error};
 use super::queue::Queue;
 use super::sys;
 use grants::Grants;
@@ -38,7 +38,7 @@ pub struct LibfabricFabric {
     // Endpoints before the port.
     peers: Vec<Option<Peer>>,
     regions: RegionTable<Memory>,
-    grants: Grants<Registered>,
+    grants: Grants<MemoryRegistration>,
     port: Port,
     /// Whether all peers share the port's endpoint, as they must where registrations belong to it.
     is_shared: bool,
@@ -68,7 +68,7 @@ struct Peer {
 
 #[derive(Debug)]
 struct Memory {
-    registered: Registered,
+    registered: MemoryRegistration,
     ptr: NonNull<u8>,
     bytes: usize,
     access: Access,

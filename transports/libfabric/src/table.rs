@@ -9,7 +9,7 @@ use super::lane::PostStatus;
 use super::link::{Context, IDX_MASK, Link};
 use super::mail::{Head, Mailbox};
 use super::message::Then;
-use super::port::{Failure, Port, Registered};
+use super::port::{Failure, MemoryRegistration, Port};
 use super::receives::Receives;
 use super::sys;
 use p2p_core::region::Region;
@@ -74,7 +74,7 @@ pub(super) struct Closing {
 pub(super) struct Leaving {
     pub(super) since: Instant,
     pub(super) link: Arc<Link>,
-    pub(super) slot: Option<Registered>,
+    pub(super) slot: Option<MemoryRegistration>,
     pub(super) sources: Vec<Source>,
 }
 
@@ -97,7 +97,7 @@ pub(super) struct Address {
 #[derive(Debug)]
 pub(super) struct Source {
     // Before the memory.
-    pub(super) registered: Option<Registered>,
+    pub(super) registered: Option<MemoryRegistration>,
     pub(super) region: Region,
 }
 

@@ -10,7 +10,7 @@ use super::super::link::{IDX_MASK, Link};
 use super::super::mail::{Mailbox, NUM_CELLS};
 use super::super::outbox::Outbox;
 use super::super::owner::CallError;
-use super::super::port::{Registered, Rights, network_error};
+use super::super::port::{MemoryRegistration, Rights, network_error};
 use super::super::sys;
 use super::super::table::{Address, Closing, Entry, Leaving, Source};
 use super::{Device, lock};
@@ -120,7 +120,7 @@ impl Device {
     pub(in super::super) fn close(
         &self,
         link: &Arc<Link>,
-        slot: Option<Registered>,
+        slot: Option<MemoryRegistration>,
         sources: Vec<Source>,
     ) {
         match &self.keeper {
@@ -156,7 +156,7 @@ impl Device {
         }
     }
 
-    fn close_here(&self, link: &Arc<Link>, slot: Option<Registered>, sources: Vec<Source>) {
+    fn close_here(&self, link: &Arc<Link>, slot: Option<MemoryRegistration>, sources: Vec<Source>) {
         drop(slot);
         if link.discard() {
             self.num_backlogged.fetch_sub(1, Ordering::AcqRel);

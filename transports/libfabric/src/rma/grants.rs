@@ -8,7 +8,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use crate::owner::CallError;
-use crate::port::Registered;
+use crate::port::MemoryRegistration;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{LocalSegment, PeerId, RegionId};
 
@@ -19,7 +19,7 @@ pub(super) trait Key {
     fn revoke(&mut self) -> Result<(), CallError>;
 }
 
-impl Key for Registered {
+impl Key for MemoryRegistration {
     fn revoke(&mut self) -> Result<(), CallError> {
         self.close()
     }
@@ -28,8 +28,8 @@ impl Key for Registered {
 /// The keys of all peers, at most one for every window of each.
 #[derive(Debug)]
 pub(super) struct Grants<K> {
-    held: HashMap<(PeerId, Window), Held<K>>,
-    idle: Idle,
+    entries: HashMap<(PeerId, Window), Grant<K>>,
+    idle: IdleQueue,
     /// Keys of peers that are gone, which the library did not take back: their memory must stay mapped.
     unrevoked: Vec<(Window, K)>,
     /// What both of them open.
@@ -40,7 +40,7 @@ pub(super) struct Grants<K> {
 }
 
 #[derive(Debug)]
-struct Held<K> {
+struct Grant<K> {
     key: K,
     /// Messages under way.
     num_users: u32,
@@ -50,7 +50,7 @@ struct Held<K> {
 
 /// The keys that no message uses, in order, so that nobody has to look through all for the oldest.
 #[derive(Debug, Default)]
-struct Idle {
+struct IdleQueue {
     /// Since when, and which. One that was used again is left here: its time is another now.
     queue: VecDeque<(u64, (PeerId, Window))>,
     num_keys: usize,
@@ -58,10 +58,10 @@ struct Idle {
     bytes: u64,
 }
 
-impl Idle {
+impl IdleQueue {
     /// A key is used again, or goes. One that is in use already is not counted here.
-    fn leave<K>(&mut self, held: &mut Held<K>, window: Window) {
-        if std::mem::take(&mut held.idle_since) != 0 {
+    fn remove<K>(&mut self, grant: &mut Grant<K>, window: Window) {
+        if std::mem::take(&mut grant.idle_since) != 0 {
             self.num_keys -= 1;
             self.bytes -= window.bytes;
         }
@@ -106,8 +106,8 @@ impl Window {
 impl<K> Default for Grants<K> {
     fn default() -> Self {
         let limits = Limits { bytes: MAX_BYTES, num_keys: MAX_KEYS };
-        let (held, idle) = (HashMap::new(), Idle::default());
-        Self { held, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
+        let (entries, idle) = (HashMap::new(), IdleQueue::default());
+        Self { entries, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
     }
 }
 
@@ -122,22 +122,22 @@ impl<K: Key> Grants<K> {
         mut make: impl FnMut(Window) -> Result<K, PostError>,
     ) -> Result<(Window, &K), PostError> {
         let (around, exact) = (Window::around(part, total), Window::of(part));
-        let known = [exact, around].into_iter().find(|w| self.held.contains_key(&(peer, *w)));
+        let known = [exact, around].into_iter().find(|w| self.entries.contains_key(&(peer, *w)));
         let window = match known {
             Some(known) => known,
             None => {
                 let (window, key) = self.make(around, exact, &mut make)?;
                 self.bytes += window.bytes;
-                self.held.insert((peer, window), Held { key, num_users: 0, idle_since: 0 });
+                self.entries.insert((peer, window), Grant { key, num_users: 0, idle_since: 0 });
                 window
             }
         };
-        let Some(held) = self.held.get_mut(&(peer, window)) else {
+        let Some(grant) = self.entries.get_mut(&(peer, window)) else {
             unreachable!("it was found, or made")
         };
-        self.idle.leave(held, window);
-        held.num_users += 1;
-        Ok((window, &held.key))
+        self.idle.remove(grant, window);
+        grant.num_users += 1;
+        Ok((window, &grant.key))
     }
 
     /// A message into this part has ended.
@@ -145,12 +145,12 @@ impl<K: Key> Grants<K> {
         // The narrow one is only made where there is no other, and is preferred from then on: as long as
         // messages use it, it is the one of this part.
         for window in [Window::of(part), Window::around(part, total)] {
-            if let Some(held) = self.held.get_mut(&(peer, window))
-                && held.num_users > 0
+            if let Some(grant) = self.entries.get_mut(&(peer, window))
+                && grant.num_users > 0
             {
-                held.num_users -= 1;
-                if held.num_users == 0 {
-                    self.rest((peer, window));
+                grant.num_users -= 1;
+                if grant.num_users == 0 {
+                    self.mark_idle((peer, window));
                 }
                 return;
             }
@@ -161,15 +161,15 @@ impl<K: Key> Grants<K> {
     pub(super) fn revoke(&mut self, region: RegionId) -> Result<(), CallError> {
         let mut result = Ok(());
         let (bytes, idle) = (&mut self.bytes, &mut self.idle);
-        self.held.retain(|(_, window), held| {
+        self.entries.retain(|(_, window), grant| {
             let is_due = window.region == region && result.is_ok();
             if is_due {
-                result = held.key.revoke();
+                result = grant.key.revoke();
             }
             let is_gone = is_due && result.is_ok();
             if is_gone {
                 *bytes -= window.bytes;
-                idle.leave(held, *window);
+                idle.remove(grant, *window);
             }
             !is_gone
         });
@@ -184,13 +184,13 @@ impl<K: Key> Grants<K> {
 
     /// Revokes all keys of a peer, and remembers those that stay in force.
     pub(super) fn close_peer(&mut self, peer: PeerId) {
-        for ((_, window), mut held) in self.held.extract_if(|(of, _), _| *of == peer) {
-            self.idle.leave(&mut held, window);
-            match held.key.revoke() {
+        for ((_, window), mut grant) in self.entries.extract_if(|(of, _), _| *of == peer) {
+            self.idle.remove(&mut grant, window);
+            match grant.key.revoke() {
                 Ok(()) => self.bytes -= window.bytes,
                 Err(error) => {
                     tracing::error!(%error, "a closed peer can still write memory that it was granted");
-                    self.unrevoked.push((window, held.key));
+                    self.unrevoked.push((window, grant.key));
                 }
             }
         }
@@ -227,7 +227,7 @@ impl<K: Key> Grants<K> {
             return Ok(true);
         }
         let in_use = (self.bytes - self.idle.bytes, self.num_keys() - self.idle.num_keys);
-        if self.idle.num_keys < self.held.len() && !self.has_room(in_use, bytes) {
+        if self.idle.num_keys < self.entries.len() && !self.has_room(in_use, bytes) {
             return Ok(false);
         }
         while !self.has_room((self.bytes, self.num_keys()), bytes) && self.evict_oldest()? {}
@@ -239,18 +239,19 @@ impl<K: Key> Grants<K> {
     }
 
     fn num_keys(&self) -> usize {
-        self.held.len() + self.unrevoked.len()
+        self.entries.len() + self.unrevoked.len()
     }
 
     /// No message uses this key from now on.
-    fn rest(&mut self, at: (PeerId, Window)) {
-        let Some(held) = self.held.get_mut(&at) else { return };
+    fn mark_idle(&mut self, at: (PeerId, Window)) {
+        let Some(grant) = self.entries.get_mut(&at) else { return };
         self.clock += 1;
-        held.idle_since = self.clock;
-        let Idle { queue, num_keys, bytes } = &mut self.idle;
+        grant.idle_since = self.clock;
+        let IdleQueue { queue, num_keys, bytes } = &mut self.idle;
         (*num_keys, *bytes) = (*num_keys + 1, *bytes + at.1.bytes);
         if queue.len() >= 2 * *num_keys + MAX_STALE {
-            queue.retain(|(since, at)| self.held.get(at).is_some_and(|h| h.idle_since == *since));
+            queue
+                .retain(|(since, at)| self.entries.get(at).is_some_and(|h| h.idle_since == *since));
         }
         queue.push_back((self.clock, at));
     }
@@ -258,17 +259,17 @@ impl<K: Key> Grants<K> {
     /// Takes back the key that was used longest ago, of those that no message uses. False: there is none.
     fn evict_oldest(&mut self) -> Result<bool, PostError> {
         while let Some((since, at)) = self.idle.queue.pop_front() {
-            let Some(held) = self.held.get_mut(&at) else { continue };
-            if held.idle_since != since {
+            let Some(grant) = self.entries.get_mut(&at) else { continue };
+            if grant.idle_since != since {
                 continue;
             }
-            self.idle.leave(held, at.1);
-            if let Err(CallError { op, code, text }) = held.key.revoke() {
+            self.idle.remove(grant, at.1);
+            if let Err(CallError { op, code, text }) = grant.key.revoke() {
                 // Another one is tried the next time.
-                self.rest(at);
+                self.mark_idle(at);
                 return Err(PostError::Transport { op, code, detail: text });
             }
-            self.held.remove(&at);
+            self.entries.remove(&at);
             self.bytes -= at.1.bytes;
             return Ok(true);
         }

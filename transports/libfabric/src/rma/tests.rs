@@ -448,7 +448,7 @@ unsafe extern "C" fn refuse(_: *mut sys::Fid) -> std::ffi::c_int {
 }
 
 impl Refusing {
-    fn at(registered: &Registered) -> Self {
+    fn at(registered: &MemoryRegistration) -> Self {
         let fid = registered.fid();
         // SAFETY: a live object that only this thread uses; its table is copied bit by bit, and the
         // copy stays for ever.

@@ -80,16 +80,16 @@ impl Rig {
         let sum: u64 = self.world.open.borrow().iter().map(|window| window.bytes).sum();
         assert_eq!(sum, self.grants.bytes);
         // What nobody uses is in the queue once, in order.
-        let Grants { held, idle, .. } = &self.grants;
+        let Grants { entries, idle, .. } = &self.grants;
         let queue = idle.queue.iter();
         let in_queue =
-            queue.filter(|(since, at)| held.get(at).is_some_and(|h| h.idle_since == *since));
-        let mut unused: Vec<_> = held.iter().filter(|(_, held)| held.num_users == 0).collect();
-        unused.sort_by_key(|(_, held)| held.idle_since);
+            queue.filter(|(since, at)| entries.get(at).is_some_and(|h| h.idle_since == *since));
+        let mut unused: Vec<_> = entries.iter().filter(|(_, grant)| grant.num_users == 0).collect();
+        unused.sort_by_key(|(_, grant)| grant.idle_since);
         assert!(in_queue.map(|(_, at)| at).eq(unused.iter().map(|(at, _)| *at)));
         let unused_bytes: u64 = unused.iter().map(|((_, window), _)| window.bytes).sum();
         assert_eq!((idle.num_keys, idle.bytes), (unused.len(), unused_bytes));
-        assert!(idle.queue.len() <= 2 * held.len() + MAX_STALE + 1);
+        assert!(idle.queue.len() <= 2 * entries.len() + MAX_STALE + 1);
         regions
     }
 }
@@ -230,7 +230,7 @@ fn many_idle_keys_are_taken_back_at_once() {
             false => Ok(Light),
         });
         assert_eq!(opened.map(|(window, _)| window.bytes).unwrap(), total);
-        assert_eq!((grants.held.len(), grants.bytes), (1, total));
+        assert_eq!((grants.entries.len(), grants.bytes), (1, total));
     }
     assert!(begin.elapsed() < std::time::Duration::from_secs(20), "{:?}", begin.elapsed());
 }
