@@ -18,8 +18,8 @@ use super::owner::CallError;
 use super::port::{self, MemoryRegistration, Port, Rights, network_error};
 use super::queue::Queue;
 use super::sys;
+use completions::Operation;
 use grants::Grants;
-use landing::Flight;
 use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::fabric::post::{Registration, not_granted};
 use p2p_core::fabric::regions::RegionTable;
@@ -29,8 +29,8 @@ use p2p_core::fabric::{
 };
 use p2p_core::network::NetworkError;
 
+mod completions;
 mod grants;
-mod landing;
 
 /// One provider of this process, for one thread.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ pub struct LibfabricFabric {
     /// Whether all peers share the port's endpoint, as they must where registrations belong to it.
     is_shared: bool,
     contexts: Box<[Context]>,
-    flights: Vec<Option<Flight>>,
+    operations: Vec<Option<Operation>>,
     free: Vec<u32>,
     /// Where the peers' queues can be slept on together, with the index of the peer as data. `None` where
     /// the provider has no descriptors.
@@ -60,7 +60,7 @@ struct Peer {
     /// `None` where all share the port's. Ends before its queue.
     own: Option<(Lane, Queue)>,
     /// Operations that have not ended.
-    num_flights: u32,
+    num_operations: u32,
     /// Whether its queue may be slept on, and nothing has come since.
     is_armed: bool,
     addr: Option<sys::FiAddr>,
@@ -112,7 +112,7 @@ impl LibfabricFabric {
             is_shared,
             port,
             contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
-            flights: vec![None; NUM_CONTEXTS as usize],
+            operations: vec![None; NUM_CONTEXTS as usize],
             free: (0..NUM_CONTEXTS).collect(),
             set,
             num_polls: 0,
@@ -189,7 +189,7 @@ impl LibfabricFabric {
         match taken {
             Ok(PostStatus::Accepted) => {
                 self.free.pop();
-                self.flights[idx as usize] = Some(Flight {
+                self.operations[idx as usize] = Some(Operation {
                     token,
                     peer: Some(peer),
                     region: local.region,
@@ -200,7 +200,7 @@ impl LibfabricFabric {
                     is_reported: false,
                 });
                 if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
-                    peer.num_flights += 1;
+                    peer.num_operations += 1;
                     peer.is_armed = false;
                 }
                 Ok(Posted::Accepted)
@@ -281,16 +281,16 @@ impl Fabric for LibfabricFabric {
     /// share an endpoint nothing can be stopped, and it is an error while there are such operations.
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
         let failed = |bytes, detail| Err(PostError::Register { bytes, detail });
-        while let Some(flight) = self.flights.iter().flatten().find(|f| f.region == region) {
-            match flight.peer {
+        while let Some(operation) = self.operations.iter().flatten().find(|f| f.region == region) {
+            match operation.peer {
                 Some(peer) if !self.is_shared => {
                     let mut ended = std::mem::take(&mut self.ended);
-                    self.end_lane(peer, &mut ended, Flight::disconnected);
+                    self.close_endpoint(peer, &mut ended, Operation::disconnected);
                     self.ended = ended;
                     self.lost.push(peer);
                 }
                 _ => {
-                    let Flight { op, bytes, .. } = *flight;
+                    let Operation { op, bytes, .. } = *operation;
                     let detail = format!(
                         "a {op} of {bytes} bytes is under way, which the provider cannot take back; \
                          deregister it again when that has ended"
@@ -323,7 +323,7 @@ impl Fabric for LibfabricFabric {
         let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
         let mut detail = DETAIL_MAGIC.to_vec();
         detail.extend(name);
-        let peer = Peer { own, num_flights: 0, is_armed: false, addr: None };
+        let peer = Peer { own, num_operations: 0, is_armed: false, addr: None };
         let peer = place(&mut self.peers, Some(peer));
         if let Some(Some(Peer { own: Some((_, queue)), .. })) = self.peers.get(peer as usize)
             && let Err(error) = self.watch(queue, peer.into())
@@ -362,7 +362,7 @@ impl Fabric for LibfabricFabric {
 
     fn close_peer(&mut self, peer: PeerId) {
         let mut ended = std::mem::take(&mut self.ended);
-        self.end_lane(peer, &mut ended, Flight::disconnected);
+        self.close_endpoint(peer, &mut ended, Operation::disconnected);
         self.ended = ended;
         if self.peers.get_mut(peer.0 as usize).and_then(Option::take).is_none() {
             return;
@@ -371,8 +371,8 @@ impl Fabric for LibfabricFabric {
         self.lost.retain(|lost| *lost != peer);
         // On an endpoint that all share the library goes on with them, and tells when they end: nobody
         // else's count goes down then.
-        for flight in self.flights.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
-            flight.peer = None;
+        for operation in self.operations.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
+            operation.peer = None;
         }
     }
 
@@ -410,7 +410,8 @@ impl Fabric for LibfabricFabric {
         self.num_polls = self.num_polls.wrapping_add(1);
         let is_full_round = self.set.is_none() || self.num_polls.is_multiple_of(FULL_ROUND);
         for idx in 0..self.peers.len() {
-            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_flights > 0) {
+            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_operations > 0)
+            {
                 self.poll_queue(Some(idx), out);
             }
         }
@@ -425,7 +426,8 @@ impl Fabric for LibfabricFabric {
         for event in &events[..num_ready] {
             let idx = event.data.u64() as usize;
             self.disarm(Some(idx));
-            let is_idle = |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_flights == 0);
+            let is_idle =
+                |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_operations == 0);
             if self.peers.get(idx).is_some_and(is_idle) {
                 self.poll_queue(Some(idx), out);
             }

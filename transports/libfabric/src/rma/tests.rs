@@ -419,13 +419,14 @@ fn what_ends_after_its_peer_was_closed_counts_for_nobody_else() {
     assert!(error.contains("a read of 1048576 bytes is under way"), "{error}");
     let (again, _) = joined(&mut a, &mut b);
     assert_eq!(again, to_b, "numbers are used again");
-    let num_flights = |a: &LibfabricFabric| a.peers[again.0 as usize].as_ref().unwrap().num_flights;
-    assert_eq!(num_flights(&a), 0);
+    let num_operations =
+        |a: &LibfabricFabric| a.peers[again.0 as usize].as_ref().unwrap().num_operations;
+    assert_eq!(num_operations(&a), 0);
     collect(&mut a, &mut b, &mut done, 4);
     let mut tokens: Vec<u64> = done.iter().map(|completion| completion.token.0).collect();
     tokens.sort_unstable();
     assert_eq!(tokens, [0, 1, 2, 3], "{done:?}");
-    assert_eq!(num_flights(&a), 0, "nobody counts below nothing");
+    assert_eq!(num_operations(&a), 0, "nobody counts below nothing");
     assert_eq!(a.free.len(), NUM_CONTEXTS as usize, "contexts came back");
     done.clear();
     insist(&mut a, &mut b, &mut done, |a| {

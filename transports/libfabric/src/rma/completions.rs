@@ -12,7 +12,7 @@ use p2p_core::fabric::{Completion, PeerId, RegionId, Token};
 
 /// An operation that the library has taken.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Flight {
+pub(super) struct Operation {
     pub(super) token: Token,
     /// `None` once it is closed: another one may have its number.
     pub(super) peer: Option<PeerId>,
@@ -26,7 +26,7 @@ pub(super) struct Flight {
     pub(super) is_reported: bool,
 }
 
-impl Flight {
+impl Operation {
     /// Its failure when the peer is gone.
     pub(super) const fn disconnected(&self) -> PostError {
         PostError::Disconnected { op: self.op }
@@ -69,14 +69,14 @@ impl LibfabricFabric {
                 Ok(PollOutcome::Entries(num)) => {
                     let num = num.min(entries.len());
                     for entry in &entries[..num] {
-                        self.land(entry.op_context, None, out);
+                        self.complete(entry.op_context, None, out);
                     }
                     if num < entries.len() {
                         return;
                     }
                 }
                 Ok(PollOutcome::Failed(failure)) => {
-                    self.land(failure.context, Some((failure.code, failure.text)), out);
+                    self.complete(failure.context, Some((failure.code, failure.text)), out);
                 }
                 Err(error) => return self.fail_queue(peer, &error, out),
             }
@@ -93,28 +93,30 @@ impl LibfabricFabric {
         error: &CallError,
         out: &mut Vec<Completion>,
     ) {
-        let failure = |flight: &Flight| {
-            let detail = format!("{}: {}", flight.op, error.text);
+        let failure = |operation: &Operation| {
+            let detail = format!("{}: {}", operation.op, error.text);
             PostError::Transport { op: error.op, code: error.code, detail }
         };
         if let Some(idx) = peer {
             let peer = PeerId(idx as u32);
-            self.end_lane(peer, out, failure);
+            self.close_endpoint(peer, out, failure);
             return self.lost.push(peer);
         }
-        for flight in self.flights.iter_mut().flatten().filter(|flight| !flight.is_reported) {
-            flight.is_reported = true;
-            out.push(Completion { token: flight.token, result: Err(failure(flight)) });
+        for operation in
+            self.operations.iter_mut().flatten().filter(|operation| !operation.is_reported)
+        {
+            operation.is_reported = true;
+            out.push(Completion { token: operation.token, result: Err(failure(operation)) });
         }
     }
 
     /// Ends a peer's own endpoint, if it has one: the library uses no memory and no context of the
     /// operations on it any more, and they end with `failure`. Later ones are refused.
-    pub(super) fn end_lane(
+    pub(super) fn close_endpoint(
         &mut self,
         id: PeerId,
         out: &mut Vec<Completion>,
-        failure: impl Fn(&Flight) -> PostError,
+        failure: impl Fn(&Operation) -> PostError,
     ) {
         let Some(Some(peer)) = self.peers.get_mut(id.0 as usize) else { return };
         let (own, addr) = (peer.own.take(), peer.addr.take());
@@ -132,11 +134,13 @@ impl LibfabricFabric {
         if !has_own {
             return;
         }
-        peer.num_flights = 0;
-        for (idx, flight) in self.flights.iter_mut().enumerate() {
-            let Some(flight) = flight.take_if(|flight| flight.peer == Some(id)) else { continue };
+        peer.num_operations = 0;
+        for (idx, operation) in self.operations.iter_mut().enumerate() {
+            let Some(operation) = operation.take_if(|operation| operation.peer == Some(id)) else {
+                continue;
+            };
             self.free.push(idx as u32);
-            out.push(Completion { token: flight.token, result: Err(failure(&flight)) });
+            out.push(Completion { token: operation.token, result: Err(failure(&operation)) });
         }
     }
 
@@ -148,7 +152,7 @@ impl LibfabricFabric {
     }
 
     /// The library is done with an operation.
-    fn land(
+    fn complete(
         &mut self,
         context: *mut std::ffi::c_void,
         failure: Option<(i64, String)>,
@@ -156,13 +160,13 @@ impl LibfabricFabric {
     ) {
         // SAFETY: null, or the context of an operation of ours.
         let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
-        let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
+        let Some(operation) = self.operations.get_mut(context.owner as usize) else { return };
         // Without a flight its endpoint has ended, and the operation was reported then.
-        let Some(flight) = flight.take() else { return };
-        let Flight { token, op, peer, is_reported, .. } = flight;
+        let Some(operation) = operation.take() else { return };
+        let Operation { token, op, peer, is_reported, .. } = operation;
         self.free.push(context.owner);
         if let Some(Some(peer)) = peer.and_then(|peer| self.peers.get_mut(peer.0 as usize)) {
-            peer.num_flights -= 1;
+            peer.num_operations -= 1;
         }
         if is_reported {
             return;
@@ -170,7 +174,7 @@ impl LibfabricFabric {
         let result = match failure {
             None => Ok(()),
             Some((code, text)) => {
-                let detail = flight.explain(code, &text);
+                let detail = operation.explain(code, &text);
                 Err(PostError::Transport { op, code, detail })
             }
         };
