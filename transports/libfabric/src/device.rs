@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
 
-use super::keeper::{Keeper, Patience};
+use super::library_thread::{LibraryThread, Timeouts};
 use super::link::Link;
 use super::load::Library;
 use super::outbox::{Op, PushStatus};
@@ -26,7 +26,7 @@ use super::port::{PollOutcome, Port, network_error};
 use super::receives::Receives;
 use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
 use super::waits::Waits;
-use super::{keeper, service, sys};
+use super::{library_thread, service, sys};
 use p2p_core::endpoint::PostError;
 use p2p_core::network::NetworkError;
 use p2p_core::wait::Driver;
@@ -54,7 +54,7 @@ pub(super) struct Device {
     last_news_ns: AtomicU64,
     start: Instant,
     /// Who alone calls the library, where calls may not return.
-    keeper: Option<Arc<Keeper>>,
+    library_thread: Option<Arc<LibraryThread>>,
 }
 
 impl Device {
@@ -63,10 +63,10 @@ impl Device {
     pub(super) fn open(
         library: &'static Library,
         (info, waits): (Info, Waits),
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> Result<Arc<Self>, NetworkError> {
-        let is_kept = keeper::is_needed(&info.first().provider());
-        let port = Port::open(library, (info, if is_kept { Waits::Poll } else { waits }))?;
+        let has_thread = library_thread::is_needed(&info.first().provider());
+        let port = Port::open(library, (info, if has_thread { Waits::Poll } else { waits }))?;
         let traits = port.traits();
         let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
         let provider = traits.provider.clone();
@@ -102,7 +102,8 @@ impl Device {
             entries: [EMPTY_ENTRY; NUM_ENTRIES],
             sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
         };
-        let keeper = is_kept.then(|| Keeper::new(&provider, port.lane().name(), patience));
+        let library_thread =
+            has_thread.then(|| LibraryThread::new(&provider, port.lane().name(), timeouts));
         let device = Arc::new(Self {
             port,
             state: Mutex::new(state),
@@ -113,10 +114,10 @@ impl Device {
             is_watched: AtomicBool::new(false),
             last_news_ns: AtomicU64::new(0),
             start: Instant::now(),
-            keeper,
+            library_thread,
         });
-        match &device.keeper {
-            Some(keeper) => keeper::start(&device, keeper),
+        match &device.library_thread {
+            Some(library_thread) => library_thread::start(&device, library_thread),
             None => service::start(&device),
         }
         .map_err(|error| NetworkError {
@@ -145,16 +146,16 @@ impl Device {
     /// Whether posts are made by whoever wants them, and not by the keeper.
     #[inline]
     pub(super) const fn posts_here(&self) -> bool {
-        self.keeper.is_none()
+        self.library_thread.is_none()
     }
 
-    pub(super) const fn keeper(&self) -> Option<&Arc<Keeper>> {
-        self.keeper.as_ref()
+    pub(super) const fn library_thread(&self) -> Option<&Arc<LibraryThread>> {
+        self.library_thread.as_ref()
     }
 
     /// Whether the library does not come back. Nothing of this device works any more then.
     pub(super) fn is_stuck(&self) -> bool {
-        self.keeper.as_ref().is_some_and(|keeper| keeper.is_stuck())
+        self.library_thread.as_ref().is_some_and(|library_thread| library_thread.is_stuck())
     }
 
     /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
@@ -204,8 +205,8 @@ impl Device {
 
     /// Something is to be done soon.
     fn push_on(&self) {
-        match &self.keeper {
-            Some(keeper) => keeper.wake(),
+        match &self.library_thread {
+            Some(library_thread) => library_thread.wake(),
             None => self.turn(),
         }
     }
@@ -219,9 +220,9 @@ impl Device {
             Some(true) => {
                 if let Err(link) = self.credits.push(Arc::clone(link)) {
                     // More pairs than there is room for: at once, then.
-                    match &self.keeper {
-                        Some(keeper) => {
-                            keeper.hand_over(move |device| {
+                    match &self.library_thread {
+                        Some(library_thread) => {
+                            library_thread.submit(move |device| {
                                 let _ = link.flush_credit(&device.port);
                             });
                         }
@@ -271,16 +272,16 @@ impl Device {
 
 impl Driver for Device {
     fn drive(&self) {
-        if self.keeper.is_none() {
+        if self.library_thread.is_none() {
             self.turn();
         }
     }
 
     fn may_sleep(&self) -> bool {
-        if let Some(keeper) = &self.keeper {
+        if let Some(library_thread) = &self.library_thread {
             // Whatever comes wakes whoever it is for.
             if self.has_credits() {
-                keeper.wake();
+                library_thread.wake();
             }
             return true;
         }
@@ -296,7 +297,7 @@ impl Driver for Device {
     }
 
     fn max_sleep(&self) -> Duration {
-        if self.keeper.is_some() { WATCHED_TICK } else { self.nap() }
+        if self.library_thread.is_some() { WATCHED_TICK } else { self.nap() }
     }
 }
 
@@ -363,7 +364,7 @@ impl Device {
     /// Longest time until the next turn.
     pub(super) fn nap(&self) -> Duration {
         if self.num_backlogged.load(Ordering::Acquire) > 0 {
-            return if self.keeper.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
+            return if self.library_thread.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
         }
         if self.port.wait_fd().is_some() {
             return WATCHED_TICK;

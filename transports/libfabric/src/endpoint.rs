@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
-use super::keeper::Stay;
 use super::lane::{Descriptor, PostStatus};
+use super::library_thread::UserGuard;
 use super::link::{Link, RemoteEndpoint};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
 use super::outbox::{LocalMemory, Op};
@@ -47,13 +47,13 @@ pub(super) struct Lease {
     pub(super) slot: Option<MemoryRegistration>,
     sources: Vec<Source>,
     // After what was given back.
-    _stay: Stay,
+    _user: UserGuard,
 }
 
 impl Lease {
     pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: MemoryRegistration) -> Self {
-        let _stay = Stay::another(device.keeper());
-        Self { device, link, slot: Some(slot), sources: Vec::new(), _stay }
+        let _user = UserGuard::another(device.library_thread());
+        Self { device, link, slot: Some(slot), sources: Vec::new(), _user }
     }
 }
 

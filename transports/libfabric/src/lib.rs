@@ -24,9 +24,9 @@ mod device;
 mod endpoint;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod keeper;
 mod lane;
 mod lazy;
+mod library_thread;
 mod link;
 mod load;
 mod mail;
@@ -58,8 +58,8 @@ pub use waits::WAIT_VARIABLE;
 use detail::Detail;
 use device::Device;
 use endpoint::Lease;
-use keeper::{Patience, Stay};
 use lazy::LazyDefault;
+use library_thread::{Timeouts, UserGuard};
 use link::RemoteEndpoint;
 use load::Library;
 use p2p_core::counted::{inbound, message};
@@ -117,7 +117,7 @@ pub struct FabricNetwork {
     provider: String,
     is_ip: bool,
     /// Where calls of the library may never return.
-    patience: Patience,
+    timeouts: Timeouts,
     devices: Mutex<HashMap<Option<IpAddr>, Opened>>,
 }
 
@@ -126,7 +126,7 @@ pub struct FabricNetwork {
 struct Opened {
     // Before the stay.
     device: Arc<Device>,
-    _stay: Stay,
+    _user: UserGuard,
 }
 
 impl FabricNetwork {
@@ -141,8 +141,8 @@ impl FabricNetwork {
             entry.address_format(),
             sys::FI_SOCKADDR | sys::FI_SOCKADDR_IN | sys::FI_SOCKADDR_IN6
         );
-        let patience = Patience::DEFAULT;
-        Ok(Self { provider: entry.provider(), is_ip, patience, devices: Mutex::default() })
+        let timeouts = Timeouts::DEFAULT;
+        Ok(Self { provider: entry.provider(), is_ip, timeouts, devices: Mutex::default() })
     }
 
     /// Name of the provider.
@@ -160,9 +160,9 @@ impl FabricNetwork {
         }
         let library = library()?;
         let found = port::find(library, &self.provider, local)?;
-        let device = Device::open(library, found, self.patience)?;
-        let _stay = Stay::first(device.keeper());
-        devices.insert(local, Opened { device: Arc::clone(&device), _stay });
+        let device = Device::open(library, found, self.timeouts)?;
+        let _user = UserGuard::first(device.library_thread());
+        devices.insert(local, Opened { device: Arc::clone(&device), _user });
         Ok(device)
     }
 }

@@ -25,9 +25,9 @@ impl Device {
         slot_bytes: usize,
         waiting_offset: usize,
     ) -> Result<Lease, NetworkError> {
-        match &self.keeper {
-            Some(keeper) => keeper
-                .ask("make a slot", move |device| device.add_here(slot_bytes, waiting_offset))?,
+        match &self.library_thread {
+            Some(library_thread) => library_thread
+                .call("make a slot", move |device| device.add_here(slot_bytes, waiting_offset))?,
             None => self.add_here(slot_bytes, waiting_offset),
         }
     }
@@ -47,7 +47,7 @@ impl Device {
         let slot =
             Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
         let outbox = Outbox::new(self.max_message_bytes);
-        if self.keeper.is_some() {
+        if self.library_thread.is_some() {
             // Everything goes through it.
             outbox.prepare().map_err(|e| failed("make an outbox", e.to_string()))?;
         }
@@ -76,8 +76,8 @@ impl Device {
         entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
         entry.mailbox = mailbox;
         state.heads[usize::from(idx)] = head;
-        if let Some(keeper) = &self.keeper {
-            keeper.add(&link);
+        if let Some(library_thread) = &self.library_thread {
+            library_thread.add_link(&link);
         }
         Ok(Lease::new(Arc::clone(self), link, registered))
     }
@@ -90,11 +90,11 @@ impl Device {
     ) -> Result<sys::FiAddr, NetworkError> {
         let provider = &self.port.traits().provider;
         let failed = |error: CallError| network_error(provider, error.op, &error);
-        let Some(keeper) = &self.keeper else {
+        let Some(library_thread) = &self.library_thread else {
             return self.locate_here(link.id, address).map_err(failed);
         };
         let (id, address) = (link.id, address.to_vec());
-        keeper.ask("join", move |device| device.locate_here(id, &address))?.map_err(failed)
+        library_thread.call("join", move |device| device.locate_here(id, &address))?.map_err(failed)
     }
 
     fn locate_here(&self, id: u32, address: &[u8]) -> Result<sys::FiAddr, CallError> {
@@ -123,10 +123,10 @@ impl Device {
         slot: Option<MemoryRegistration>,
         sources: Vec<Source>,
     ) {
-        match &self.keeper {
-            Some(keeper) => {
+        match &self.library_thread {
+            Some(library_thread) => {
                 let link = Arc::clone(link);
-                keeper.hand_over(move |device| {
+                library_thread.submit(move |device| {
                     let leaving = Leaving { since: Instant::now(), link, slot, sources };
                     lock(&device.state).leaving.push(leaving);
                 });
@@ -137,13 +137,13 @@ impl Device {
 
     /// Closes pairs whose endpoint is gone, as soon as what was posted before is taken, as it is where it is
     /// posted at once, or after `patience`. Whether there are no more of them.
-    pub(in super::super) fn close_leaving(&self, patience: Duration) -> bool {
+    pub(in super::super) fn close_requested(&self, timeout: Duration) -> bool {
         let is_due = |leaving: &mut Leaving| {
             let link = &leaving.link;
             link.backlog() == 0
                 || link.is_failed()
                 || link.is_deserted()
-                || leaving.since.elapsed() >= patience
+                || leaving.since.elapsed() >= timeout
         };
         loop {
             let mut state = lock(&self.state);

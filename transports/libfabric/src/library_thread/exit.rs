@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-static IS_ENDING: AtomicBool = AtomicBool::new(false);
-static NUM_INSIDE: AtomicUsize = AtomicUsize::new(0);
+static IS_EXITING: AtomicBool = AtomicBool::new(false);
+static NUM_CALLERS: AtomicUsize = AtomicUsize::new(0);
 
 /// A thread that may be in the library, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Inside(());
+pub(super) struct CallGuard(());
 
-impl Inside {
+impl CallGuard {
     /// One more. The library is loaded: what it does at the end, it does after what is registered here.
     pub(super) fn new() -> Self {
         static REGISTERED: Once = Once::new();
@@ -25,15 +25,15 @@ impl Inside {
             // 32, the end of the process is as it was.
             let _ = unsafe { libc::atexit(wait_at_exit) };
         });
-        NUM_INSIDE.fetch_add(1, Ordering::SeqCst);
+        NUM_CALLERS.fetch_add(1, Ordering::SeqCst);
         Self(())
     }
 
     /// To be called before the library is. Does not come back when the process ends.
     #[inline]
-    pub(super) fn stay_out_at_exit(&self) {
-        if IS_ENDING.load(Ordering::SeqCst) {
-            NUM_INSIDE.fetch_sub(1, Ordering::SeqCst);
+    pub(super) fn park_if_exiting(&self) {
+        if IS_EXITING.load(Ordering::SeqCst) {
+            NUM_CALLERS.fetch_sub(1, Ordering::SeqCst);
             loop {
                 thread::park();
             }
@@ -41,19 +41,19 @@ impl Inside {
     }
 }
 
-impl Drop for Inside {
+impl Drop for CallGuard {
     fn drop(&mut self) {
-        NUM_INSIDE.fetch_sub(1, Ordering::SeqCst);
+        NUM_CALLERS.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 extern "C" fn wait_at_exit() {
-    IS_ENDING.store(true, Ordering::SeqCst);
-    let deadline = Instant::now() + PATIENCE;
-    while NUM_INSIDE.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
+    IS_EXITING.store(true, Ordering::SeqCst);
+    let deadline = Instant::now() + EXIT_TIMEOUT;
+    while NUM_CALLERS.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
     }
 }
 
 /// A library that does not come back must not keep a process from its end.
-const PATIENCE: Duration = Duration::from_millis(500);
+const EXIT_TIMEOUT: Duration = Duration::from_millis(500);

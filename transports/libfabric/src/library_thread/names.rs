@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// Removes the name of an endpoint's memory, which nobody needs any more: a process may end before the
 /// endpoint is closed, and would leave the memory behind. The library does not mind when it closes the
 /// endpoint later.
-pub(super) fn forget(address: &[u8]) {
+pub(super) fn unlink(address: &[u8]) {
     let Some(path) = path_of(address, std::process::id()) else {
         return;
     };

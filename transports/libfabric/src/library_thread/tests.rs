@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const FLAG: RemoteRange<SlotKey> = RemoteRange { key: SlotKey, offset: 8, len: 8 };
 
 #[test]
-fn only_providers_that_may_stand_still_have_a_keeper() {
+fn only_providers_that_may_stand_still_have_a_library_thread() {
     assert!(is_needed("shm") && is_needed("sm2") && is_needed("shm;ofi_hook"));
     assert!(!is_needed("tcp;ofi_rxm") && !is_needed("verbs;ofi_rxm") && !is_needed("efa"));
 }
@@ -29,9 +29,9 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// A network over `shm`, or `None`, loudly.
-fn network(patience: Patience) -> Option<FabricNetwork> {
+fn network(timeouts: Timeouts) -> Option<FabricNetwork> {
     match FabricNetwork::open("shm") {
-        Ok(network) => Some(FabricNetwork { patience, ..network }),
+        Ok(network) => Some(FabricNetwork { timeouts, ..network }),
         Err(error) => {
             skip("libfabric", &error.to_string());
             None
@@ -44,7 +44,7 @@ fn network(patience: Patience) -> Option<FabricNetwork> {
 fn leave_open<const N: usize>(networks: [FabricNetwork; N]) {
     for network in &networks {
         for opened in network.devices.lock().unwrap().values() {
-            names::forget(opened.device.port().lane().name());
+            names::unlink(opened.device.port().lane().name());
         }
     }
     std::mem::forget(networks);
@@ -151,8 +151,8 @@ impl Drop for Stuck {
 #[test]
 fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     let _alone = alone();
-    let patience = Patience { library: Duration::from_secs(5), ..Patience::DEFAULT };
-    let (Some(a), Some(b)) = (network(patience), network(patience)) else { return };
+    let timeouts = Timeouts { call: Duration::from_secs(5), ..Timeouts::DEFAULT };
+    let (Some(a), Some(b)) = (network(timeouts), network(timeouts)) else { return };
     let (mut local, mut remote) = pair(&a, &b);
     let (second, _second_remote) = pair(&a, &b);
     exchange(&mut local, &remote);
@@ -184,7 +184,7 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     // What uses the old one can be dropped, and is done with when it comes back after all.
     drop((local, second, half_open));
     let (sender, is_back) = sync_channel(1);
-    device.keeper().unwrap().hand_over(move |_| sender.send(()).unwrap_or_default());
+    device.library_thread().unwrap().submit(move |_| sender.send(()).unwrap_or_default());
     assert!(is_back.recv_timeout(Duration::from_millis(50)).is_err(), "it is still away");
     drop(stuck);
     is_back.recv_timeout(LIMIT).expect("it goes on with what it was asked for");
@@ -194,8 +194,8 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
 }
 
 /// For ever, as far as a test goes.
-const UNBOUNDED: Patience =
-    Patience { library: Duration::from_secs(100_000), last: Duration::from_secs(100_000) };
+const UNBOUNDED: Timeouts =
+    Timeouts { call: Duration::from_secs(100_000), drain: Duration::from_secs(100_000) };
 
 #[test]
 fn whoever_ends_an_endpoint_does_not_wait_and_what_it_posted_still_goes() {
@@ -249,8 +249,8 @@ fn the_last_user_of_a_device_waits_until_what_was_posted_is_taken() {
 #[test]
 fn the_last_user_of_a_device_waits_within_a_bound() {
     let _alone = alone();
-    let patience = Patience { last: Duration::from_millis(1), ..UNBOUNDED };
-    let (Some(a), Some(b)) = (network(patience), network(patience)) else { return };
+    let timeouts = Timeouts { drain: Duration::from_millis(1), ..UNBOUNDED };
+    let (Some(a), Some(b)) = (network(timeouts), network(timeouts)) else { return };
     let (mut local, remote) = pair(&a, &b);
     exchange(&mut local, &remote);
     let device = a.device(route()).unwrap();

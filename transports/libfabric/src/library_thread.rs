@@ -11,14 +11,14 @@
 //! |---|---|---|
 //! | puts, gets, flags, questions | the pair's outbox | for room there, at most a second |
 //! | additions that may wait | the device's queue of pairs | never |
-//! | a new pair, the address of its peer | a task, in memory of its own | for the answer, at most [`Patience::library`] |
+//! | a new pair, the address of its peer | a task, in memory of its own | for the answer, at most [`Timeouts::call`] |
 //! | the end of a pair | a task, in memory of its own | never |
 //!
 //! What is posted allocates nothing and takes no lock: it is put into a ring that was made with the pair, and the
 //! thread is woken, which is a system call if it sleeps. Tasks allocate. The one lock besides is that of the
 //! list of pairs to end, taken when a pair begins.
 //!
-//! The thread closes a pair that has ended when what was posted before is taken, or after [`Patience::last`].
+//! The thread closes a pair that has ended when what was posted before is taken, or after [`Timeouts::drain`].
 //! Nobody waits for that but the last user of the device, network or endpoint, since the process may end next:
 //! asleep, and within about the same bound. A process that ends waits until the thread is out of the library.
 
@@ -48,28 +48,28 @@ pub(super) fn is_needed(provider: &str) -> bool {
 
 /// How long is waited.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct Timeouts {
     /// A library that does not come back for so long never will.
-    pub(super) library: Duration,
+    pub(super) call: Duration,
     /// What was posted before the end of its endpoint has so long to be taken.
-    pub(super) last: Duration,
+    pub(super) drain: Duration,
 }
 
-impl Patience {
+impl Timeouts {
     pub(super) const DEFAULT: Self =
-        Self { library: Duration::from_secs(10), last: Duration::from_millis(100) };
+        Self { call: Duration::from_secs(10), drain: Duration::from_millis(100) };
 }
 
 /// What the thread of a device and everybody else share. See the [module](self).
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct LibraryThread {
     provider: String,
-    patience: Patience,
+    timeouts: Timeouts,
     pulse: Pulse,
     /// Those who may open pairs or post. None again once there is none.
     num_users: AtomicUsize,
     /// Ends when nobody is a user and all that they posted was taken, or given up.
-    settled: OnceLock<Mutex<Receiver<()>>>,
+    drained: OnceLock<Mutex<Receiver<()>>>,
     tasks: SegQueue<Task>,
     thread: OnceLock<Thread>,
     /// Who must be told.
@@ -90,15 +90,15 @@ impl std::fmt::Debug for Task {
     }
 }
 
-impl Keeper {
+impl LibraryThread {
     /// For a device with one user, who opens it.
-    pub(super) fn new(provider: &str, address: &[u8], patience: Patience) -> Arc<Self> {
+    pub(super) fn new(provider: &str, address: &[u8], timeouts: Timeouts) -> Arc<Self> {
         Arc::new(Self {
             provider: provider.to_owned(),
-            patience,
-            pulse: Pulse::new(patience.library),
+            timeouts,
+            pulse: Pulse::new(timeouts.call),
             num_users: AtomicUsize::new(1),
-            settled: OnceLock::new(),
+            drained: OnceLock::new(),
             tasks: SegQueue::new(),
             thread: OnceLock::new(),
             links: Mutex::default(),
@@ -121,7 +121,7 @@ impl Keeper {
     }
 
     /// Has `task` done some time.
-    pub(super) fn hand_over(&self, task: impl FnOnce(&Arc<Device>) + Send + 'static) {
+    pub(super) fn submit(&self, task: impl FnOnce(&Arc<Device>) + Send + 'static) {
         self.tasks.push(Task(Box::new(task)));
         self.wake();
     }
@@ -131,7 +131,7 @@ impl Keeper {
     ///
     /// # Errors
     /// [`NetworkError`] when the library does not come back.
-    pub(super) fn ask<T: Send + 'static>(
+    pub(super) fn call<T: Send + 'static>(
         &self,
         op: &'static str,
         task: impl FnOnce(&Arc<Device>) -> T + Send + 'static,
@@ -140,134 +140,139 @@ impl Keeper {
             network: format!("libfabric {}", self.provider),
             op,
             code: None,
-            detail: self.why(),
+            detail: self.stuck_reason(),
         };
         if self.is_stuck() {
             return Err(failed());
         }
         let (sender, receiver) = sync_channel(1);
-        self.hand_over(move |device| drop(sender.send(task(device))));
-        receiver.recv_timeout(self.patience.library).map_err(|_| failed())
+        self.submit(move |device| drop(sender.send(task(device))));
+        receiver.recv_timeout(self.timeouts.call).map_err(|_| failed())
     }
 
     /// Remembers whom to tell when the library does not come back.
-    pub(super) fn add(&self, link: &Arc<Link>) {
+    pub(super) fn add_link(&self, link: &Arc<Link>) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         links.retain(|link| link.strong_count() > 0);
         links.push(Arc::downgrade(link));
     }
 
     /// One user less. The last one waits until what was posted is taken: the process may end next.
-    fn leave(&self) {
+    fn remove_user(&self) {
         let is_last = self.num_users.fetch_sub(1, Ordering::AcqRel) == 1;
         let this = std::thread::current().id();
         if !is_last || self.is_stuck() || self.thread.get().is_none_or(|own| own.id() == this) {
             return;
         }
-        let Some(settled) = self.settled.get() else { return };
+        let Some(drained) = self.drained.get() else { return };
         self.wake();
-        let settled = settled.lock().unwrap_or_else(PoisonError::into_inner);
-        let patience = self.patience.last + LONGEST_NAP;
-        if settled.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+        let drained = drained.lock().unwrap_or_else(PoisonError::into_inner);
+        let timeout = self.timeouts.drain + LONGEST_NAP;
+        if drained.recv_timeout(timeout) == Err(RecvTimeoutError::Timeout) {
             let provider = &self.provider;
-            tracing::debug!(provider, ?patience, "the last user of a device does not wait longer");
-            names::forget(&self.address);
+            tracing::debug!(provider, ?timeout, "the last user of a device does not wait longer");
+            names::unlink(&self.address);
         }
     }
 
-    fn why(&self) -> String {
+    fn stuck_reason(&self) -> String {
         format!(
             "the library has not come back for {:?}: a process that was killed may have left one of its \
              locks closed; new pairs get new locks",
-            self.patience.library
+            self.timeouts.call
         )
     }
 
-    fn give_up(&self) {
+    fn fail_all(&self) {
         self.is_stuck.store(true, Ordering::Release);
         let links = std::mem::take(&mut *self.links.lock().unwrap_or_else(PoisonError::into_inner));
         let links: Vec<Arc<Link>> = links.iter().filter_map(Weak::upgrade).collect();
         let (provider, num_pairs) = (&self.provider, links.len());
-        tracing::error!(provider, num_pairs, "pairs end: {}", self.why());
+        tracing::error!(provider, num_pairs, "pairs end: {}", self.stuck_reason());
         // Nobody is to find it any more, and it may never be closed.
-        names::forget(&self.address);
+        names::unlink(&self.address);
         for link in links {
-            link.fail("drive", 0, self.why());
+            link.fail("drive", 0, self.stuck_reason());
         }
     }
 }
 
 /// A user of a device, until it is dropped. The last one waits until what was posted is taken, within a bound.
 #[derive(Debug)]
-pub(super) struct Stay(Option<Arc<Keeper>>);
+pub(super) struct UserGuard(Option<Arc<LibraryThread>>);
 
-impl Stay {
+impl UserGuard {
     /// Whoever has opened the device.
-    pub(super) fn first(keeper: Option<&Arc<Keeper>>) -> Self {
-        Self(keeper.cloned())
+    pub(super) fn first(library_thread: Option<&Arc<LibraryThread>>) -> Self {
+        Self(library_thread.cloned())
     }
 
     /// One more, while there is another.
-    pub(super) fn another(keeper: Option<&Arc<Keeper>>) -> Self {
-        if let Some(keeper) = keeper {
-            keeper.num_users.fetch_add(1, Ordering::AcqRel);
+    pub(super) fn another(library_thread: Option<&Arc<LibraryThread>>) -> Self {
+        if let Some(library_thread) = library_thread {
+            library_thread.num_users.fetch_add(1, Ordering::AcqRel);
         }
-        Self(keeper.cloned())
+        Self(library_thread.cloned())
     }
 }
 
-impl Drop for Stay {
+impl Drop for UserGuard {
     fn drop(&mut self) {
-        if let Some(keeper) = &self.0 {
-            keeper.leave();
+        if let Some(library_thread) = &self.0 {
+            library_thread.remove_user();
         }
     }
 }
 
 /// Starts the thread that calls the library for `device`, and the one that watches it. The first ends
 /// with the last owner of the device, the second soon after.
-pub(super) fn start(device: &Arc<Device>, keeper: &Arc<Keeper>) -> io::Result<()> {
-    let watched = Arc::downgrade(keeper);
-    let watch = std::thread::Builder::new().name("sy-libfabric-w".to_owned());
-    watch.spawn(move || watch_over(&watched))?;
+pub(super) fn start(device: &Arc<Device>, library_thread: &Arc<LibraryThread>) -> io::Result<()> {
+    let watched = Arc::downgrade(library_thread);
+    let watchdog = std::thread::Builder::new().name("sy-libfabric-w".to_owned());
+    watchdog.spawn(move || watch(&watched))?;
     let device = Arc::clone(device);
     let thread = std::thread::Builder::new().name("sy-libfabric".to_owned());
-    let (unsettled, settled) = sync_channel(0);
-    let _ = keeper.settled.set(Mutex::new(settled));
+    let (undrained, drained) = sync_channel(0);
+    let _ = library_thread.drained.set(Mutex::new(drained));
     let thread = {
-        let (keeper, inside) = (Arc::clone(keeper), exit::Inside::new());
+        let (library_thread, guard) = (Arc::clone(library_thread), exit::CallGuard::new());
         thread.spawn(move || {
-            keep(&device, &keeper, unsettled, &inside);
+            run(&device, &library_thread, undrained, &guard);
             // Closes the device, unless somebody else has it.
             drop(device);
-            drop(inside);
+            drop(guard);
         })?
     };
-    let _ = keeper.thread.set(thread.thread().clone());
+    let _ = library_thread.thread.set(thread.thread().clone());
     Ok(())
 }
 
-/// `unsettled` goes when nobody is a user and all that they posted was taken, or given up.
-fn keep(device: &Arc<Device>, keeper: &Keeper, unsettled: SyncSender<()>, inside: &exit::Inside) {
-    let mut unsettled = Some(unsettled);
+/// `undrained` goes when nobody is a user and all that they posted was taken, or given up.
+fn run(
+    device: &Arc<Device>,
+    library_thread: &LibraryThread,
+    undrained: SyncSender<()>,
+    guard: &exit::CallGuard,
+) {
+    let mut undrained = Some(undrained);
     loop {
-        inside.stay_out_at_exit();
-        keeper.pulse.beat();
+        guard.park_if_exiting();
+        library_thread.pulse.beat();
         // Before the tasks: whoever leaves has handed over his last one.
-        let is_unused = keeper.num_users.load(Ordering::Acquire) == 0;
+        let is_unused = library_thread.num_users.load(Ordering::Acquire) == 0;
         // Nobody else can ask for anything any more, nor make another owner.
         let is_last = Arc::strong_count(device) == 1;
         fence(Ordering::Acquire);
-        while let Some(Task(task)) = keeper.tasks.pop() {
+        while let Some(Task(task)) = library_thread.tasks.pop() {
             task(device);
-            keeper.pulse.beat();
+            library_thread.pulse.beat();
         }
-        let is_settled = device.close_leaving(keeper.patience.last);
-        if is_unused && is_settled && unsettled.is_some() {
-            names::forget(&keeper.address);
-            drop(unsettled.take());
+        let is_drained = device.close_requested(library_thread.timeouts.drain);
+        if is_unused && is_drained && undrained.is_some() {
+            names::unlink(&library_thread.address);
+            drop(undrained.take());
         }
-        if is_last && is_settled {
+        if is_last && is_drained {
             return;
         }
         device.turn();
@@ -283,14 +288,22 @@ fn keep(device: &Arc<Device>, keeper: &Keeper, unsettled: SyncSender<()>, inside
     }
 }
 
-fn watch_over(keeper: &Weak<Keeper>) {
-    let Some(mut watch) = keeper.upgrade().map(|keeper| keeper.pulse.watch()) else { return };
+fn watch(library_thread: &Weak<LibraryThread>) {
+    let Some(mut watch) =
+        library_thread.upgrade().map(|library_thread| library_thread.pulse.watch())
+    else {
+        return;
+    };
     loop {
-        let Some(interval) = keeper.upgrade().map(|keeper| keeper.pulse.interval()) else { return };
+        let Some(interval) =
+            library_thread.upgrade().map(|library_thread| library_thread.pulse.interval())
+        else {
+            return;
+        };
         std::thread::sleep(interval);
-        let Some(keeper) = keeper.upgrade() else { return };
-        if watch.finds_stuck(&keeper.pulse) {
-            return keeper.give_up();
+        let Some(library_thread) = library_thread.upgrade() else { return };
+        if watch.finds_stuck(&library_thread.pulse) {
+            return library_thread.fail_all();
         }
     }
 }
