@@ -25,7 +25,7 @@ use super::owner::{CallError, Info};
 use super::port::{PollOutcome, Port, network_error};
 use super::receives::Receives;
 use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
-use super::waits::Waits;
+use super::wait_mode::WaitMode;
 use super::{library_thread, service, sys};
 use p2p_core::endpoint::PostError;
 use p2p_core::network::NetworkError;
@@ -62,11 +62,12 @@ impl Device {
     /// back, that is known after `patience`.
     pub(super) fn open(
         library: &'static Library,
-        (info, waits): (Info, Waits),
+        (info, wait_mode): (Info, WaitMode),
         timeouts: Timeouts,
     ) -> Result<Arc<Self>, NetworkError> {
         let has_thread = library_thread::is_needed(&info.first().provider());
-        let port = Port::open(library, (info, if has_thread { Waits::Poll } else { waits }))?;
+        let port =
+            Port::open(library, (info, if has_thread { WaitMode::Poll } else { wait_mode }))?;
         let traits = port.traits();
         let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
         let provider = traits.provider.clone();
@@ -88,10 +89,10 @@ impl Device {
         let state = State {
             receives,
             table: Vec::new(),
-            heads: Vec::new(),
+            cursors: Vec::new(),
             hot: Vec::with_capacity(MAX_HOT),
             next_victim: 0,
-            next_head: 0,
+            next_cursor: 0,
             stalls: Vec::new(),
             free: Vec::new(),
             addresses: HashMap::new(),
@@ -103,7 +104,7 @@ impl Device {
             sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
         };
         let library_thread =
-            has_thread.then(|| LibraryThread::new(&provider, port.lane().name(), timeouts));
+            has_thread.then(|| LibraryThread::new(&provider, port.endpoint().name(), timeouts));
         let device = Arc::new(Self {
             port,
             state: Mutex::new(state),
@@ -319,7 +320,7 @@ impl Device {
         }
         let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
         // Mail first: what else came may have been sent after it.
-        let mut is_news = self.handle_mails(state);
+        let mut is_news = self.read_mailboxes(state);
         match polled {
             Ok(PollOutcome::Nothing) => {
                 if !state.stalls.is_empty() {
@@ -381,9 +382,11 @@ impl Device {
     /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
     fn has_mail(&self) -> bool {
         match self.state.try_lock() {
-            Ok(state) => {
-                state.heads.iter().flatten().any(|head| head.has_news() && head.read().is_some())
-            }
+            Ok(state) => state
+                .cursors
+                .iter()
+                .flatten()
+                .any(|cursor| cursor.has_started() && cursor.read().is_some()),
             Err(TryLockError::WouldBlock) => true,
             Err(TryLockError::Poisoned(_)) => false,
         }

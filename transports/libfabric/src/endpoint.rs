@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
-use super::lane::{Descriptor, PostStatus};
+use super::fi_endpoint::{Descriptor, PostStatus};
 use super::library_thread::UserGuard;
 use super::link::{Link, RemoteEndpoint};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};

@@ -2,7 +2,7 @@
 
 use super::detail::Detail;
 use super::inbound::Inbound;
-use super::mail::{self, MailOffer};
+use super::mailbox::{self, MailboxAddress};
 use super::message::{Credit, HEADER_BYTES, Header, Then, push_part_head};
 
 /// Messages of every kind, one of them with parts.
@@ -61,7 +61,7 @@ pub fn check_message(bytes: &[u8]) {
 
 /// Reads bytes as a cell of a mailbox, and what it holds as a message.
 pub fn check_mail(bytes: &[u8]) {
-    mail::check(bytes, check_message);
+    mailbox::check(bytes, check_message);
 }
 
 /// Reads bytes as what comes of one peer, and in which order: whatever that is, messages are put in place
@@ -121,7 +121,7 @@ fn placed(header: &Header, next: &mut u32, num_writes: u64) {
 /// Descriptions of a side, with and without a mailbox.
 #[must_use]
 pub fn detail_samples() -> Vec<Vec<u8>> {
-    let mail = Some(MailOffer { address: 4096, key: 8 });
+    let mail = Some(MailboxAddress { address: 4096, key: 8 });
     let detail = Detail {
         slot: 1,
         max_message_bytes: 8192,

@@ -22,17 +22,18 @@
 mod detail;
 mod device;
 mod endpoint;
+mod fi_endpoint;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod lane;
 mod lazy;
 mod library_thread;
 mod link;
 mod load;
-mod mail;
+mod mailbox;
 mod outbox;
 mod owner;
 mod port;
+mod prefault;
 mod queue;
 mod receives;
 mod rma;
@@ -43,8 +44,7 @@ mod service;
 mod skip;
 mod sys;
 mod table;
-mod touch;
-mod waits;
+mod wait_mode;
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -53,7 +53,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use endpoint::LibfabricEndpoint;
 pub use load::{LIBRARY_VARIABLE, LoadError};
 pub use rma::LibfabricFabric;
-pub use waits::WAIT_VARIABLE;
+pub use wait_mode::WAIT_VARIABLE;
 
 use detail::Detail;
 use device::Device;
@@ -200,7 +200,7 @@ impl OpenSide for Side {
             counts_writes: traits.counts_writes,
             token: link.token,
             mail: link.mail,
-            address: device.port().lane().name().to_vec(),
+            address: device.port().endpoint().name().to_vec(),
         };
         SideDescription {
             address: slot.as_ref().map_or(0, |slot| slot.base),

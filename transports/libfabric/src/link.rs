@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::lane::{CompletionPoint, ContextRoom, PostStatus, RemoteMemory};
-use super::mail::{self, MailOffer, NUM_CELLS};
+use super::fi_endpoint::{CompletionPoint, ContextRoom, PostStatus, RemoteMemory};
+use super::mailbox::{self, MailboxAddress, NUM_CELLS};
 use super::message::{self, Credit, Header, Then};
 use super::outbox::{LocalMemory, Op, Outbox, PushStatus};
 use super::owner::CallError;
@@ -28,7 +28,7 @@ pub(super) struct Link {
     pub(super) token: u64,
     pub(super) slot: Region,
     /// Where the peer may write mail.
-    pub(super) mail: Option<MailOffer>,
+    pub(super) mail: Option<MailboxAddress>,
     waiting_offset: usize,
     wake: OwnedFd,
     remote: OnceLock<RemoteEndpoint>,
@@ -71,7 +71,7 @@ pub(super) struct RemoteEndpoint {
     pub(super) key: u64,
     pub(super) slot_bytes: usize,
     /// Where small messages may be written, if anywhere.
-    pub(super) mail: Option<MailOffer>,
+    pub(super) mail: Option<MailboxAddress>,
     /// Whether messages count the writes before them, and the peer puts both in order.
     pub(super) counts_writes: bool,
 }
@@ -119,7 +119,7 @@ impl Link {
     pub(super) fn new(
         id: u32,
         slot: Region,
-        mail: Option<MailOffer>,
+        mail: Option<MailboxAddress>,
         waiting_offset: usize,
         wake: OwnedFd,
         outbox: Outbox,
@@ -392,7 +392,7 @@ impl Link {
     #[inline]
     pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<PostStatus, CallError> {
         let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
-        port.lane().inject(remote.peer, bytes)
+        port.endpoint().inject(remote.peer, bytes)
     }
 
     /// Mails of the peer that were read, modulo 2³².
@@ -435,12 +435,12 @@ impl Link {
         if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
             return Ok(PostStatus::Again);
         }
-        let Some((cell, len)) = mail::seal(number, remote.token, message) else {
+        let Some((cell, len)) = mailbox::encode_cell(number, remote.token, message) else {
             return Ok(PostStatus::Again);
         };
-        let address = offer.address + mail::offset_of(number);
+        let address = offer.address + mailbox::offset_of(number);
         let to = RemoteMemory { peer: remote.peer, address, key: offer.key };
-        port.lane().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
+        port.endpoint().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
     }
 
     /// Starts a copy of `src` to `offset` of the peer's slot.
@@ -469,7 +469,7 @@ impl Link {
         let taken = self.with_context(true, |context| {
             // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
             unsafe {
-                port.lane().write(to, (src.ptr, src.len), src.descriptor, completion, context)
+                port.endpoint().write(to, (src.ptr, src.len), src.descriptor, completion, context)
             }
         })?;
         if taken == PostStatus::Accepted {
@@ -496,7 +496,7 @@ impl Link {
         };
         self.with_context(false, |context| {
             // SAFETY: as for a write.
-            unsafe { port.lane().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
+            unsafe { port.endpoint().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
         })
     }
 

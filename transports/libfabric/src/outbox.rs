@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use super::lane::{Descriptor, PostStatus};
+use super::fi_endpoint::{Descriptor, PostStatus};
 use super::message::{self, Header, Then};
 use p2p_core::region::{MapError, Region};
 

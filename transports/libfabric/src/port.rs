@@ -6,12 +6,12 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use super::lane::{Descriptor, Lane, MAX_ADDRESS_BYTES};
+use super::fi_endpoint::{Descriptor, FiEndpoint, MAX_ADDRESS_BYTES};
 use super::load::Library;
 use super::owner::{self, CallError, Entry, Hints, Info, Object, check};
+use super::prefault::prefault;
 use super::queue::Queue;
-use super::touch::touch;
-use super::waits::Waits;
+use super::wait_mode::WaitMode;
 use super::{rxm, sys};
 use p2p_core::network::NetworkError;
 use p2p_core::region::Region;
@@ -54,7 +54,7 @@ pub(super) struct Traits {
     pub(super) num_receives: usize,
     /// Whether a write that nobody is told of is put in place by the target's own calls, and makes its
     /// queue's descriptor readable: then it can replace a message.
-    pub(super) takes_mail: bool,
+    pub(super) has_mailbox: bool,
     mr_mode: i32,
     key_mask: u64,
 }
@@ -62,7 +62,7 @@ pub(super) struct Traits {
 /// An endpoint with its queue, addresses and registrations. See the [module](self).
 pub(super) struct Port {
     // Closed in this order.
-    lane: Lane,
+    endpoint: FiEndpoint,
     queue: Queue,
     av: Arc<Object<sys::FidAv>>,
     domain: Arc<Object<sys::FidDomain>>,
@@ -70,7 +70,7 @@ pub(super) struct Port {
     library: &'static Library,
     info: Info,
     traits: Traits,
-    waits: Waits,
+    wait_mode: WaitMode,
 }
 
 impl std::fmt::Debug for Port {
@@ -149,7 +149,7 @@ pub(super) fn find(
     library: &'static Library,
     name: &str,
     local: Option<IpAddr>,
-) -> Result<(Info, Waits), NetworkError> {
+) -> Result<(Info, WaitMode), NetworkError> {
     let failed = |op: &'static str, error: &CallError| network_error(name, op, error);
     let candidates = [name.to_owned(), format!("{name};ofi_rxm")];
     let is_layered = name.contains(';');
@@ -184,9 +184,9 @@ pub(super) fn find(
             };
             let found = found.only(&found.first()).map_err(|e| failed("fi_dupinfo", &e))?;
             let provider = found.first().provider();
-            let waits = Waits::of_environment(&provider);
-            return match rxm::refusal(&provider).map_or(waits, Err) {
-                Ok(waits) => Ok((found, waits)),
+            let wait_mode = WaitMode::from_environment(&provider);
+            return match rxm::refusal(&provider).map_or(wait_mode, Err) {
+                Ok(wait_mode) => Ok((found, wait_mode)),
                 Err(detail) => Err(NetworkError {
                     network: "libfabric".to_owned(),
                     op: "open",
@@ -223,32 +223,33 @@ impl Port {
     /// Opens everything.
     pub(super) fn open(
         library: &'static Library,
-        (info, waits): (Info, Waits),
+        (info, wait_mode): (Info, WaitMode),
     ) -> Result<Self, NetworkError> {
         let traits = Traits::of(&info.first());
         let failed = |error: CallError| network_error(&traits.provider, error.op, &error);
         let fabric = owner::open_fabric(library, &info).map_err(failed)?;
         let domain = owner::open_domain(library, &fabric, &info).map_err(failed)?;
         let av = owner::open_av(library, &domain).map_err(failed)?;
-        let queue =
-            Queue::open(library, &fabric, &domain, traits.knows_source, waits).map_err(failed)?;
-        let lane = Lane::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
-        Ok(Self { lane, queue, av, domain, fabric, library, info, traits, waits })
+        let queue = Queue::open(library, &fabric, &domain, traits.knows_source, wait_mode)
+            .map_err(failed)?;
+        let endpoint =
+            FiEndpoint::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
+        Ok(Self { endpoint, queue, av, domain, fabric, library, info, traits, wait_mode })
     }
 
     /// Another endpoint beside the first, with an address and a queue of its own. (`ofi_rxm` 1.17 leaves
     /// what belongs to a closed endpoint in the queue that it shared, and `fi_trywait` follows it.)
-    pub(super) fn open_lane(&self) -> Result<(Lane, Queue), CallError> {
+    pub(super) fn open_endpoint(&self) -> Result<(FiEndpoint, Queue), CallError> {
         let Self { library, fabric, domain, .. } = self;
-        let queue = Queue::open(library, fabric, domain, self.traits.knows_source, self.waits)?;
-        let lane = Lane::open(library, domain, &self.info, &self.av, queue.owner())?;
-        Ok((lane, queue))
+        let queue = Queue::open(library, fabric, domain, self.traits.knows_source, self.wait_mode)?;
+        let endpoint = FiEndpoint::open(library, domain, &self.info, &self.av, queue.owner())?;
+        Ok((endpoint, queue))
     }
 
     /// The first endpoint.
     #[inline]
-    pub(super) const fn lane(&self) -> &Lane {
-        &self.lane
+    pub(super) const fn endpoint(&self) -> &FiEndpoint {
+        &self.endpoint
     }
 
     pub(super) const fn traits(&self) -> &Traits {
@@ -330,9 +331,9 @@ impl Port {
         let has = |mode| self.traits.mr_mode & mode != 0;
         if has(sys::FI_MR_ALLOCATED) {
             // SAFETY: the caller's promise.
-            unsafe { touch(ptr, len) };
+            unsafe { prefault(ptr, len) };
         }
-        let ep = self.binds_memory().then(|| self.lane.owner());
+        let ep = self.binds_memory().then(|| self.endpoint.owner());
         for attempt in 1.. {
             // A key that nobody can guess; a provider that makes its own ignores it.
             let key = rand::random::<u64>() & self.traits.key_mask;
@@ -380,8 +381,8 @@ impl Traits {
             has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),
-            takes_mail: is_over_tcp(&entry.provider())
-                && entry.inject_bytes() >= super::mail::CELL_BYTES,
+            has_mailbox: is_over_tcp(&entry.provider())
+                && entry.inject_bytes() >= super::mailbox::CELL_BYTES,
             mr_mode: domain.mr_mode,
             key_mask: if key_bytes >= 8 { u64::MAX } else { (1 << (8 * key_bytes)) - 1 },
         }

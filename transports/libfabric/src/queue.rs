@@ -8,7 +8,7 @@ use super::load::Library;
 use super::owner::{self, CallError, Object, check};
 use super::port::{Failure, PollOutcome};
 use super::sys;
-use super::waits::Waits;
+use super::wait_mode::WaitMode;
 
 /// A queue of completions. Reading it also moves everything forward that its endpoints have to do.
 pub(super) struct Queue {
@@ -32,10 +32,10 @@ impl Queue {
         fabric: &Arc<Object<sys::FidFabric>>,
         domain: &Arc<Object<sys::FidDomain>>,
         knows_source: bool,
-        waits: Waits,
+        wait_mode: WaitMode,
     ) -> Result<Self, CallError> {
         let mut wait_fd = None;
-        let with_descriptor = (waits == Waits::Descriptor)
+        let with_descriptor = (wait_mode == WaitMode::Descriptor)
             .then(|| owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD));
         let cq = match with_descriptor {
             Some(Ok(cq)) => {

@@ -1,6 +1,6 @@
 //! Buffers for messages that come.
 
-use super::lane::{Descriptor, PostStatus};
+use super::fi_endpoint::{Descriptor, PostStatus};
 use super::link::Context;
 use super::owner::CallError;
 use super::port::{MemoryRegistration, Port, Rights};
@@ -79,7 +79,7 @@ impl Receives {
             // port, which is closed first.
             let taken = unsafe {
                 let first = self.memory.as_ptr().add(buffer as usize * self.buffer_bytes);
-                port.lane().receive(
+                port.endpoint().receive(
                     (first.as_ptr(), self.buffer_bytes),
                     descriptor,
                     context.as_ptr(),

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::lane::{CompletionPoint, Descriptor, Lane, MAX_ADDRESS_BYTES, PostStatus, RemoteMemory};
+use super::fi_endpoint::{
+    CompletionPoint, Descriptor, FiEndpoint, MAX_ADDRESS_BYTES, PostStatus, RemoteMemory,
+};
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
@@ -58,7 +60,7 @@ pub struct LibfabricFabric {
 #[derive(Debug)]
 struct Peer {
     /// `None` where all share the port's. Ends before its queue.
-    own: Option<(Lane, Queue)>,
+    own: Option<(FiEndpoint, Queue)>,
     /// Operations that have not ended.
     num_operations: u32,
     /// Whether its queue may be slept on, and nothing has come since.
@@ -139,11 +141,11 @@ impl LibfabricFabric {
     }
 
     /// The peer's endpoint and its address, if it is joined.
-    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&Lane, sys::FiAddr), PostError> {
+    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&FiEndpoint, sys::FiAddr), PostError> {
         let peer = self.peers.get(id.0 as usize).and_then(Option::as_ref);
         let joined = peer.and_then(|peer| Some((peer, peer.addr?)));
         let (peer, addr) = joined.ok_or(PostError::Disconnected { op })?;
-        Ok((peer.own.as_ref().map_or(self.port.lane(), |(lane, _)| lane), addr))
+        Ok((peer.own.as_ref().map_or(self.port.endpoint(), |(endpoint, _)| endpoint), addr))
     }
 
     /// Local memory of an operation, checked.
@@ -169,7 +171,7 @@ impl LibfabricFabric {
     ) -> Result<Posted, PostError> {
         let (ptr, len, descriptor) = self.local(op, local)?;
         let (address, region) = (remote.checked(op, local.bytes)?, remote.region);
-        let (lane, addr) = self.peer(op, peer)?;
+        let (endpoint, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
             return Ok(Posted::Accepted);
@@ -181,9 +183,9 @@ impl LibfabricFabric {
         // the context is free, and stays until the port is closed.
         let taken = unsafe {
             if op == WRITE {
-                lane.write(to, (ptr, len), descriptor, CompletionPoint::Delivered, context)
+                endpoint.write(to, (ptr, len), descriptor, CompletionPoint::Delivered, context)
             } else {
-                lane.read(to, (ptr, len), descriptor, context)
+                endpoint.read(to, (ptr, len), descriptor, context)
             }
         };
         match taken {
@@ -318,9 +320,9 @@ impl Fabric for LibfabricFabric {
             None
         } else {
             let provider = &self.port.traits().provider;
-            Some(self.port.open_lane().map_err(|e| network_error(provider, e.op, &e))?)
+            Some(self.port.open_endpoint().map_err(|e| network_error(provider, e.op, &e))?)
         };
-        let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
+        let name = own.as_ref().map_or(self.port.endpoint(), |(endpoint, _)| endpoint).name();
         let mut detail = DETAIL_MAGIC.to_vec();
         detail.extend(name);
         let peer = Peer { own, num_operations: 0, is_armed: false, addr: None };

@@ -45,7 +45,7 @@ fn serve(device: &Weak<Device>) {
     }
 }
 
-/// Waits until there is something to drive; gives the time to sleep where that cannot be waited for.
+/// WaitMode until there is something to drive; gives the time to sleep where that cannot be waited for.
 fn wait(device: &Device) -> Duration {
     let port = device.port();
     let Some(fd) = port.wait_fd() else { return device.max_sleep() };

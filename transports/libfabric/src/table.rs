@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::fi_endpoint::PostStatus;
 use super::inbound::Inbound;
-use super::lane::PostStatus;
 use super::link::{Context, IDX_MASK, Link};
-use super::mail::{Head, Mailbox};
+use super::mailbox::{Mailbox, MailboxCursor};
 use super::message::Then;
 use super::port::{Failure, MemoryRegistration, Port};
 use super::receives::Receives;
@@ -20,12 +20,12 @@ pub(super) struct State {
     pub(super) receives: Receives,
     pub(super) table: Vec<Entry>,
     /// Where the next mail of each place of the table is expected.
-    pub(super) heads: Vec<Option<Head>>,
+    pub(super) cursors: Vec<Option<MailboxCursor>>,
     /// Places that got mail lately, and the one to give its room away next.
     pub(super) hot: Vec<u16>,
     pub(super) next_victim: usize,
     /// Where the next look at some of all the others begins.
-    pub(super) next_head: usize,
+    pub(super) next_cursor: usize,
     /// Pairs in which something came before what it follows, and when that was noticed.
     pub(super) stalls: Vec<Stall>,
     pub(super) free: Vec<u16>,
@@ -108,7 +108,7 @@ impl State {
     }
 
     /// Looks at a pair's mailbox in every turn.
-    pub(super) fn heat(&mut self, idx: u16) {
+    pub(super) fn mark_hot(&mut self, idx: u16) {
         if self.hot.contains(&idx) {
             return;
         }
@@ -121,8 +121,8 @@ impl State {
     }
 
     /// Looks at a pair's mailbox no more.
-    pub(super) fn ignore_mail(&mut self, idx: u16) {
-        if let Some(head) = self.heads.get_mut(usize::from(idx)) {
+    pub(super) fn remove_cursor(&mut self, idx: u16) {
+        if let Some(head) = self.cursors.get_mut(usize::from(idx)) {
             *head = None;
         }
     }
@@ -154,7 +154,7 @@ impl State {
     }
 
     fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
-        self.ignore_mail(idx);
+        self.remove_cursor(idx);
         let entry = &mut self.table[usize::from(idx)];
         let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
         if link.outstanding() > 0 {

@@ -119,7 +119,7 @@ fn send(
     found.fill(0);
 }
 
-/// Waits for `find` to find something, and drives.
+/// WaitMode for `find` to find something, and drives.
 fn eventually<T>(
     a: &mut Channel<AnyEndpoint>,
     b: &mut Channel<AnyEndpoint>,

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use super::super::fi_endpoint::PostStatus;
 use super::super::inbound::Inbound;
-use super::super::lane::PostStatus;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
-use super::super::mail::Head;
+use super::super::mailbox::MailboxCursor;
 use super::super::message::{Header, Then};
 use super::super::port::{Failure, Port};
 use super::super::sys;
@@ -56,21 +56,21 @@ impl Device {
 
     /// Takes the mail that came. Whether there was some.
     #[inline]
-    pub(super) fn handle_mails(&self, state: &mut State) -> bool {
+    pub(super) fn read_mailboxes(&self, state: &mut State) -> bool {
         // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
         // mail waits some turns. Nobody sleeps before all were looked at.
         let mut had_some = false;
         for nth in 0..state.hot.len() {
-            had_some |= self.handle_mails_of(state, state.hot[nth].into());
+            had_some |= self.read_mailbox(state, state.hot[nth].into());
         }
-        let num_heads = state.heads.len();
-        for _ in 0..num_heads.min(MAX_COLD) {
-            let idx = state.next_head % num_heads;
-            state.next_head = idx + 1;
-            if self.handle_mails_of(state, idx) {
+        let num_cursors = state.cursors.len();
+        for _ in 0..num_cursors.min(MAX_COLD) {
+            let idx = state.next_cursor % num_cursors;
+            state.next_cursor = idx + 1;
+            if self.read_mailbox(state, idx) {
                 had_some = true;
-                if num_heads > MAX_COLD {
-                    state.heat(idx as u16);
+                if num_cursors > MAX_COLD {
+                    state.mark_hot(idx as u16);
                 }
             }
         }
@@ -79,11 +79,11 @@ impl Device {
 
     /// Takes the mail of one pair. Whether there was some.
     #[inline]
-    fn handle_mails_of(&self, state: &mut State, idx: usize) -> bool {
+    fn read_mailbox(&self, state: &mut State, idx: usize) -> bool {
         let mut had_some = false;
-        while let Some(head) = state.heads[idx]
-            && head.has_news()
-            && self.handle_mail(state, idx, head)
+        while let Some(cursor) = state.cursors[idx]
+            && cursor.has_started()
+            && self.handle_next_mail(state, idx, cursor)
         {
             had_some = true;
         }
@@ -91,14 +91,14 @@ impl Device {
     }
 
     /// One mail. False when it must wait, or ended the pair.
-    fn handle_mail(&self, state: &mut State, idx: usize, head: Head) -> bool {
-        let Some(mail) = head.read() else { return false };
-        let State { heads, table, stalls, .. } = state;
+    fn handle_next_mail(&self, state: &mut State, idx: usize, cursor: MailboxCursor) -> bool {
+        let Some(mail) = cursor.read() else { return false };
+        let State { cursors, table, stalls, .. } = state;
         let entry = &mut table[idx];
         let Some(link) = entry.link.clone() else { return false };
         let mut end = |detail: String| {
             link.fail("receive", 0, detail);
-            heads[idx] = None;
+            cursors[idx] = None;
             false
         };
         if link.is_failed() {
@@ -119,11 +119,11 @@ impl Device {
             return false;
         }
         let admitted = entry.inbound.admit(&header, message);
-        let head = head.next();
+        let cursor = cursor.next();
         match admitted {
             Ok(is_now) => {
-                heads[idx] = Some(head);
-                link.set_mails_read(head.num_read());
+                cursors[idx] = Some(cursor);
+                link.set_mails_read(cursor.num_read());
                 (!is_now || land(&self.port, &link, &header, message))
                     && land_ready(&self.port, &link, &mut entry.inbound)
             }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::super::endpoint::Lease;
 use super::super::inbound::Inbound;
 use super::super::link::{IDX_MASK, Link};
-use super::super::mail::{Mailbox, NUM_CELLS};
+use super::super::mailbox::{Mailbox, NUM_CELLS};
 use super::super::outbox::Outbox;
 use super::super::owner::CallError;
 use super::super::port::{MemoryRegistration, Rights, network_error};
@@ -54,28 +54,28 @@ impl Device {
         let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
         let registered = self.port.register_region(&slot, Rights::ReadWrite);
         let registered = registered.map_err(|e| network_error(provider, e.op, &e))?;
-        let mailbox = self.port.traits().takes_mail.then(|| Mailbox::new(&self.port)).transpose();
+        let mailbox = self.port.traits().has_mailbox.then(|| Mailbox::new(&self.port)).transpose();
         let mailbox = mailbox.map_err(|e| network_error(provider, e.op, &e))?;
         let mut state = lock(&self.state);
         let idx = match state.free.pop() {
             Some(idx) => idx,
             None if state.table.len() <= IDX_MASK as usize => {
                 state.table.push(Entry::default());
-                state.heads.push(None);
+                state.cursors.push(None);
                 (state.table.len() - 1) as u16
             }
             None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
         };
         let entry = &mut state.table[usize::from(idx)];
         let id = u32::from(entry.generation) << 16 | u32::from(idx);
-        let offer = mailbox.as_ref().map(Mailbox::offer);
+        let offer = mailbox.as_ref().map(Mailbox::address);
         let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake, outbox));
         entry.link = Some(Arc::clone(&link));
         // SAFETY: the head is taken away with the pair's end, before the mailbox.
-        let head = mailbox.as_ref().map(|mailbox| unsafe { mailbox.head(link.token) });
+        let cursor = mailbox.as_ref().map(|mailbox| unsafe { mailbox.cursor(link.token) });
         entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
         entry.mailbox = mailbox;
-        state.heads[usize::from(idx)] = head;
+        state.cursors[usize::from(idx)] = cursor;
         if let Some(library_thread) = &self.library_thread {
             library_thread.add_link(&link);
         }
@@ -164,7 +164,7 @@ impl Device {
         link.fail("close", 0, "closed by this side".to_owned());
         let mut state = lock(&self.state);
         let idx = (link.id & IDX_MASK) as u16;
-        state.ignore_mail(idx);
+        state.remove_cursor(idx);
         if let Some(entry) = state.table.get_mut(usize::from(idx)) {
             let closing =
                 Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };

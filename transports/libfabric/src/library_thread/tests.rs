@@ -44,7 +44,7 @@ fn network(timeouts: Timeouts) -> Option<FabricNetwork> {
 fn leave_open<const N: usize>(networks: [FabricNetwork; N]) {
     for network in &networks {
         for opened in network.devices.lock().unwrap().values() {
-            names::unlink(opened.device.port().lane().name());
+            names::unlink(opened.device.port().endpoint().name());
         }
     }
     std::mem::forget(networks);

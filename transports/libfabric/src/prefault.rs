@@ -9,7 +9,7 @@ use rustix::mm::{Advice, madvise};
 ///
 /// # Safety
 /// `ptr..ptr+len` is mapped and readable.
-pub(super) unsafe fn touch(ptr: NonNull<u8>, len: usize) {
+pub(super) unsafe fn prefault(ptr: NonNull<u8>, len: usize) {
     let page = rustix::param::page_size();
     let skipped = ptr.as_ptr().addr() % page;
     let first_page = ptr.as_ptr().wrapping_sub(skipped).cast();
@@ -43,7 +43,7 @@ mod tests {
         unsafe {
             let start =
                 mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE).unwrap();
-            touch(NonNull::new(start.cast::<u8>().add(100)).unwrap(), bytes - 200);
+            prefault(NonNull::new(start.cast::<u8>().add(100)).unwrap(), bytes - 200);
             assert_eq!(libc::mincore(start, bytes, there.as_mut_ptr()), 0);
             munmap(start, bytes).unwrap();
         }

@@ -9,7 +9,7 @@ pub const WAIT_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_WAIT";
 
 /// How whoever waits learns that something came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Waits {
+pub(super) enum WaitMode {
     /// From the queue's descriptor, where the provider has one: nobody looks in vain, and every packet
     /// costs a report to the sets that hold the descriptor.
     Descriptor,
@@ -17,13 +17,13 @@ pub(super) enum Waits {
     Poll,
 }
 
-impl Waits {
+impl WaitMode {
     /// What the environment asks for.
-    pub(super) fn of_environment(provider: &str) -> Result<Self, String> {
+    pub(super) fn from_environment(provider: &str) -> Result<Self, String> {
         let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (wish, rxm, tcp) = (value(WAIT_VARIABLE), value(RXM_VARIABLE), value(TCP_VARIABLE));
-        let waits = Self::choose(provider, wish.as_deref(), rxm.as_deref(), tcp.as_deref())?;
-        if waits == Self::Poll && wish.is_none() {
+        let wait_mode = Self::choose(provider, wish.as_deref(), rxm.as_deref(), tcp.as_deref())?;
+        if wait_mode == Self::Poll && wish.is_none() {
             static SAID: Once = Once::new();
             SAID.call_once(|| {
                 tracing::warn!(
@@ -33,7 +33,7 @@ impl Waits {
                 );
             });
         }
-        Ok(waits)
+        Ok(wait_mode)
     }
 
     /// `rxm` and `tcp` are the values of the library's own variables.
@@ -72,24 +72,27 @@ mod tests {
 
     #[test]
     fn queues_have_descriptors_unless_somebody_wants_to_look() {
-        assert_eq!(Waits::choose(TCP, None, None, None), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose(TCP, Some("descriptor"), None, None), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose("shm", Some("poll"), None, None), Ok(Waits::Poll));
-        let error = Waits::choose(TCP, Some("fd"), None, None).unwrap_err();
+        assert_eq!(WaitMode::choose(TCP, None, None, None), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose(TCP, Some("descriptor"), None, None), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose("shm", Some("poll"), None, None), Ok(WaitMode::Poll));
+        let error = WaitMode::choose(TCP, Some("fd"), None, None).unwrap_err();
         assert!(error.contains(WAIT_VARIABLE) && error.contains("`fd`"), "{error}");
     }
 
     #[test]
     fn descriptors_that_never_fire_are_not_slept_on() {
-        assert_eq!(Waits::choose(TCP, None, None, Some("pollfd")), Ok(Waits::Poll));
-        assert_eq!(Waits::choose(TCP, None, Some("PollFD"), None), Ok(Waits::Poll));
-        assert_eq!(Waits::choose(TCP, None, Some("pollfd"), Some("fd")), Ok(Waits::Descriptor));
-        let verbs = "verbs;ofi_rxm";
-        assert_eq!(Waits::choose(verbs, None, None, Some("pollfd")), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose(verbs, None, Some("pollfd"), None), Ok(Waits::Poll));
+        assert_eq!(WaitMode::choose(TCP, None, None, Some("pollfd")), Ok(WaitMode::Poll));
+        assert_eq!(WaitMode::choose(TCP, None, Some("PollFD"), None), Ok(WaitMode::Poll));
         assert_eq!(
-            Waits::choose("shm", None, Some("pollfd"), Some("pollfd")),
-            Ok(Waits::Descriptor)
+            WaitMode::choose(TCP, None, Some("pollfd"), Some("fd")),
+            Ok(WaitMode::Descriptor)
+        );
+        let verbs = "verbs;ofi_rxm";
+        assert_eq!(WaitMode::choose(verbs, None, None, Some("pollfd")), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose(verbs, None, Some("pollfd"), None), Ok(WaitMode::Poll));
+        assert_eq!(
+            WaitMode::choose("shm", None, Some("pollfd"), Some("pollfd")),
+            Ok(WaitMode::Descriptor)
         );
     }
 }

@@ -30,7 +30,7 @@ pub(super) const NUM_CELLS: u32 = 32;
 
 /// What a peer must know to send mail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct MailOffer {
+pub(super) struct MailboxAddress {
     pub(super) address: u64,
     pub(super) key: u64,
 }
@@ -45,14 +45,14 @@ pub(super) struct Mailbox {
 
 /// Where the next mail of a pair is expected.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Head {
+pub(super) struct MailboxCursor {
     first: NonNull<u8>,
     number: u64,
     token: u64,
 }
 
 // SAFETY: points into a mailbox that stays mapped as long as the head is in use; see `Mailbox::head`.
-unsafe impl Send for Head {}
+unsafe impl Send for MailboxCursor {}
 
 /// A message that was read out of a cell.
 #[derive(Debug)]
@@ -81,23 +81,23 @@ impl Mailbox {
     }
 
     /// What the peer must be told.
-    pub(super) fn offer(&self) -> MailOffer {
-        MailOffer { address: self.registered.base, key: self.registered.key() }
+    pub(super) fn address(&self) -> MailboxAddress {
+        MailboxAddress { address: self.registered.base, key: self.registered.key() }
     }
 
     /// The place of the first mail. Mail must show `token`.
     ///
     /// # Safety
-    /// Neither the head nor a copy of it is used once the mailbox is gone.
-    pub(super) unsafe fn head(&self, token: u64) -> Head {
-        Head { first: self.memory.as_ptr(), number: 1, token }
+    /// Neither the cursor nor a copy of it is used once the mailbox is gone.
+    pub(super) unsafe fn cursor(&self, token: u64) -> MailboxCursor {
+        MailboxCursor { first: self.memory.as_ptr(), number: 1, token }
     }
 }
 
-impl Head {
+impl MailboxCursor {
     /// Whether something has begun to come. One load.
     #[inline]
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_started(&self) -> bool {
         self.word(1).load(Ordering::Acquire) & NUMBER_MASK == self.number & NUMBER_MASK
     }
 
@@ -150,7 +150,11 @@ impl Mail {
 /// The cell for mail `number`, from 1 on, to whoever gave `token`, and the part of it to be written.
 /// `None` for a message that does not fit.
 #[inline]
-pub(super) fn seal(number: u64, token: u64, message: &[u8]) -> Option<([u64; NUM_WORDS], usize)> {
+pub(super) fn encode_cell(
+    number: u64,
+    token: u64,
+    message: &[u8],
+) -> Option<([u64; NUM_WORDS], usize)> {
     let len = message.len();
     if len > MAX_MAIL_BYTES {
         return None;
@@ -198,22 +202,22 @@ pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
     let used = cell.len().min(CELL_BYTES);
     bytes_of_mut(&mut words)[..used].copy_from_slice(&cell[..used]);
     MEMORY.with(|memory| {
-        let head = Head { first: memory.as_ptr(), number, token: TOKEN };
+        let cursor = MailboxCursor { first: memory.as_ptr(), number, token: TOKEN };
         let mut read = |words: &[u64; NUM_WORDS]| {
             for (nth, word) in words.iter().enumerate() {
-                head.word(nth).store(*word, Ordering::Relaxed);
+                cursor.word(nth).store(*word, Ordering::Relaxed);
             }
-            let mail = head.read()?;
-            assert!(head.has_news() && mail.message().len() <= MAX_MAIL_BYTES);
+            let mail = cursor.read()?;
+            assert!(cursor.has_started() && mail.message().len() <= MAX_MAIL_BYTES);
             each(mail.message());
             Some(mail.len)
         };
         read(&words);
         let len = (u64::from_le(words[1]) >> NUMBER_BITS) as usize;
         let message = &cast_slice(&words)[CELL_HEAD_BYTES..];
-        let sealed = message.get(..len).and_then(|message| seal(number, TOKEN, message));
-        let Some((sealed, _)) = sealed else { return };
-        assert_eq!(read(&sealed), Some(len));
+        let encoded = message.get(..len).and_then(|message| encode_cell(number, TOKEN, message));
+        let Some((encoded, _)) = encoded else { return };
+        assert_eq!(read(&encoded), Some(len));
     });
 }
 
@@ -242,8 +246,8 @@ mod tests {
         }
     }
 
-    fn head(memory: &Region, number: u64) -> Head {
-        Head { first: memory.as_ptr(), number, token: TOKEN }
+    fn cursor(memory: &Region, number: u64) -> MailboxCursor {
+        MailboxCursor { first: memory.as_ptr(), number, token: TOKEN }
     }
 
     #[test]
@@ -252,20 +256,23 @@ mod tests {
         println!("seed {seed}");
         let mut rng = StdRng::seed_from_u64(seed);
         let memory = Region::anonymous(MAILBOX_BYTES).unwrap();
-        let mut at = head(&memory, 1);
+        let mut at = cursor(&memory, 1);
         for number in 1..1000 {
             let mut message = vec![0; rng.random_range(0..=MAX_MAIL_BYTES)];
             rng.fill_bytes(&mut message);
             assert!(at.read().is_none(), "seed {seed}: mail {number} before it was sent");
-            let (words, len) = seal(number, TOKEN, &message).unwrap();
+            let (words, len) = encode_cell(number, TOKEN, &message).unwrap();
             place(&memory, number, &bytemuck::cast_slice(&words)[..len]);
-            assert!(at.has_news());
-            assert!(Head { token: !TOKEN, ..at }.read().is_none(), "mail of somebody else");
+            assert!(at.has_started());
+            assert!(
+                MailboxCursor { token: !TOKEN, ..at }.read().is_none(),
+                "mail of somebody else"
+            );
             assert_eq!(at.read().unwrap().message(), message, "seed {seed}");
             at = at.next();
             assert_eq!(u64::from(at.num_read()), number);
         }
-        assert!(seal(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
+        assert!(encode_cell(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
     }
 
     /// Any part of a cell over any part of the one of the lap before is not a mail.
@@ -279,9 +286,10 @@ mod tests {
             let number = rng.random_range(1..1u64 << 40);
             let mut message = vec![0; rng.random_range(1..=MAX_MAIL_BYTES)];
             rng.fill_bytes(&mut message);
-            let (new, len) = seal(number, TOKEN, &message).unwrap();
+            let (new, len) = encode_cell(number, TOKEN, &message).unwrap();
             rng.fill_bytes(&mut message);
-            let (old, _) = seal(number.wrapping_sub(NUM_CELLS.into()), TOKEN, &message).unwrap();
+            let (old, _) =
+                encode_cell(number.wrapping_sub(NUM_CELLS.into()), TOKEN, &message).unwrap();
             let new: &[u8] = &bytemuck::cast_slice(&new)[..len];
             let old: &[u8] = &bytemuck::cast_slice(&old)[..len];
             let mut torn = old.to_vec();
@@ -291,10 +299,10 @@ mod tests {
                 }
             }
             place(&memory, number, &torn);
-            let found = head(&memory, number).read().map(|mail| mail.message().to_vec());
+            let found = cursor(&memory, number).read().map(|mail| mail.message().to_vec());
             assert!(torn == new || found.is_none(), "seed {seed}");
             place(&memory, number, new);
-            assert!(head(&memory, number).read().is_some(), "seed {seed}");
+            assert!(cursor(&memory, number).read().is_some(), "seed {seed}");
         }
     }
 
@@ -310,7 +318,7 @@ mod tests {
             // The right number, any length.
             bytes[8..14].copy_from_slice(&7u64.to_le_bytes()[..6]);
             place(&memory, 7, &bytes);
-            assert!(head(&memory, 7).read().is_none(), "seed {seed}");
+            assert!(cursor(&memory, 7).read().is_none(), "seed {seed}");
         }
     }
 }

@@ -56,19 +56,19 @@ pub(super) enum CompletionPoint {
 }
 
 /// One endpoint. Operations on different ones of a port share its queue and its addresses.
-pub(super) struct Lane {
+pub(super) struct FiEndpoint {
     ep: Arc<Object<sys::FidEp>>,
     library: &'static Library,
     name: Vec<u8>,
 }
 
-impl std::fmt::Debug for Lane {
+impl std::fmt::Debug for FiEndpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("FiEndpoint").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-impl Lane {
+impl FiEndpoint {
     pub(super) fn open(
         library: &'static Library,
         domain: &Arc<Object<sys::FidDomain>>,
