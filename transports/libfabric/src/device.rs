@@ -97,7 +97,7 @@ impl Device {
             free: Vec::new(),
             addresses: HashMap::new(),
             credit_turns: 0,
-            leaving: Vec::new(),
+            close_requests: Vec::new(),
             closing: Vec::new(),
             quarantine: Quarantine::default(),
             entries: [EMPTY_ENTRY; NUM_ENTRIES],
@@ -183,21 +183,21 @@ impl Device {
                     }
                     // A provider that takes nothing may have moved what came instead, of which nobody
                     // is told if it was mail.
-                    self.push_on();
+                    self.progress();
                     return Ok(true);
                 }
                 (PushStatus::Full, _) => {
                     let now = Instant::now();
-                    if now >= *deadline.get_or_insert(now + POST_PATIENCE) {
+                    if now >= *deadline.get_or_insert(now + POST_TIMEOUT) {
                         let code = sys::FI_EAGAIN;
                         let detail = format!(
                             "the peer has taken nothing for {} ms",
-                            POST_PATIENCE.as_millis()
+                            POST_TIMEOUT.as_millis()
                         );
                         link.fail(name, code, detail.clone());
                         return Err(PostError::Transport { op: name, code, detail });
                     }
-                    self.push_on();
+                    self.progress();
                     std::thread::yield_now();
                 }
             }
@@ -205,7 +205,7 @@ impl Device {
     }
 
     /// Something is to be done soon.
-    fn push_on(&self) {
+    fn progress(&self) {
         match &self.library_thread {
             Some(library_thread) => library_thread.wake(),
             None => self.turn(),
@@ -414,7 +414,7 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     data: 0,
 };
 /// Longest time that a post waits for room.
-const POST_PATIENCE: Duration = Duration::from_secs(1);
+const POST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Turns of the driver for which additions wait: some 20 µs of polling.
 const CREDIT_TURNS: u32 = 32;
 /// Pairs whose additions may wait at the same time.

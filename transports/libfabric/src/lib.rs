@@ -118,12 +118,12 @@ pub struct FabricNetwork {
     is_ip: bool,
     /// Where calls of the library may never return.
     timeouts: Timeouts,
-    devices: Mutex<HashMap<Option<IpAddr>, Opened>>,
+    devices: Mutex<HashMap<Option<IpAddr>, OpenDevice>>,
 }
 
 /// A device that may get pairs.
 #[derive(Debug)]
-struct Opened {
+struct OpenDevice {
     // Before the stay.
     device: Arc<Device>,
     _user: UserGuard,
@@ -155,14 +155,14 @@ impl FabricNetwork {
         let local = self.is_ip.then(|| route.local.to_canonical());
         let mut devices = lock(&self.devices);
         // Pairs of one that stands still are lost; those to come need not be.
-        if let Some(opened) = devices.get(&local).filter(|opened| !opened.device.is_stuck()) {
-            return Ok(Arc::clone(&opened.device));
+        if let Some(open) = devices.get(&local).filter(|open| !open.device.is_stuck()) {
+            return Ok(Arc::clone(&open.device));
         }
         let library = library()?;
         let found = port::find(library, &self.provider, local)?;
         let device = Device::open(library, found, self.timeouts)?;
         let _user = UserGuard::first(device.library_thread());
-        devices.insert(local, Opened { device: Arc::clone(&device), _user });
+        devices.insert(local, OpenDevice { device: Arc::clone(&device), _user });
         Ok(device)
     }
 }

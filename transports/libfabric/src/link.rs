@@ -232,7 +232,7 @@ impl Link {
     /// Puts the parts of a message in place and does what it asks for; gives the question that is to
     /// be answered, if it is one.
     #[inline]
-    pub(super) fn land(
+    pub(super) fn deliver(
         &self,
         header: &Header,
         message: &[u8],

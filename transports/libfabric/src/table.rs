@@ -33,7 +33,7 @@ pub(super) struct State {
     /// Turns for which additions have waited.
     pub(super) credit_turns: u32,
     /// Pairs whose endpoint is gone, with operations that the keeper has not given away yet.
-    pub(super) leaving: Vec<Leaving>,
+    pub(super) close_requests: Vec<CloseRequest>,
     /// Pairs that are over but not yet forgotten.
     pub(super) closing: Vec<u16>,
     /// Slots and mailboxes into which a peer that is not known to be gone may still write. Their pages are given
@@ -55,23 +55,23 @@ pub(super) struct Entry {
     pub(super) mailbox: Option<Mailbox>,
     pub(super) inbound: Inbound,
     /// Set when this side's endpoint is gone.
-    pub(super) closing: Option<Closing>,
+    pub(super) close_state: Option<CloseState>,
     /// What the peer said of its writes when its endpoint went.
     pub(super) farewell: Option<u64>,
     pub(super) address: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
-pub(super) struct Closing {
+pub(super) struct CloseState {
     pub(super) since: Instant,
-    pub(super) has_said_farewell: bool,
+    pub(super) is_farewell_sent: bool,
     /// Registrations that operations under way may use.
     pub(super) _sources: Vec<Source>,
 }
 
 /// What the endpoint of a pair has left to its end.
 #[derive(Debug)]
-pub(super) struct Leaving {
+pub(super) struct CloseRequest {
     pub(super) since: Instant,
     pub(super) link: Arc<Link>,
     pub(super) slot: Option<MemoryRegistration>,
@@ -145,7 +145,7 @@ impl State {
         let mut nth = 0;
         while nth < self.closing.len() {
             let idx = self.closing[nth];
-            if self.try_forget(port, idx) {
+            if self.try_free(port, idx) {
                 self.closing.swap_remove(nth);
             } else {
                 nth += 1;
@@ -153,17 +153,19 @@ impl State {
         }
     }
 
-    fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
+    fn try_free(&mut self, port: &Port, idx: u16) -> bool {
         self.remove_cursor(idx);
         let entry = &mut self.table[usize::from(idx)];
-        let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
+        let (Some(link), Some(close_state)) = (&entry.link, &mut entry.close_state) else {
+            return true;
+        };
         if link.outstanding() > 0 {
             // The library may still use this side's memory.
             return false;
         }
-        if let (Some(remote), false) = (link.remote(), closing.has_said_farewell) {
+        if let (Some(remote), false) = (link.remote(), close_state.is_farewell_sent) {
             let writes = if remote.counts_writes { link.num_posted() } else { 0 };
-            closing.has_said_farewell =
+            close_state.is_farewell_sent =
                 link.unnumbered(Then::Farewell, writes).is_none_or(|message| {
                     !matches!(link.inject(port, &message), Ok(PostStatus::Again))
                 });
@@ -171,8 +173,8 @@ impl State {
         let is_joined = link.remote().is_some();
         let is_peer_done =
             entry.farewell.is_some_and(|writes| entry.inbound.num_writes() >= writes);
-        let has_waited = closing.since.elapsed() >= FAREWELL_PATIENCE;
-        if is_joined && !has_waited && !(is_peer_done && closing.has_said_farewell) {
+        let has_waited = close_state.since.elapsed() >= FAREWELL_TIMEOUT;
+        if is_joined && !has_waited && !(is_peer_done && close_state.is_farewell_sent) {
             return false;
         }
         if is_joined && !is_peer_done {
@@ -217,18 +219,18 @@ pub(super) struct Quarantine {
 
 impl Quarantine {
     fn add(&mut self, region: Region) {
-        give_pages_back(&region);
+        release_pages(&region);
         self.regions.push(region);
         // A late write may have touched pages of others again.
-        for _ in 0..NUM_RELEASED_AGAIN.min(self.regions.len()) {
+        for _ in 0..NUM_RELEASED_PER_ADD.min(self.regions.len()) {
             self.next = (self.next + 1) % self.regions.len();
-            give_pages_back(&self.regions[self.next]);
+            release_pages(&self.regions[self.next]);
         }
     }
 }
 
 /// Releases the pages of memory that nobody uses any more; its addresses stay taken.
-fn give_pages_back(memory: &Region) {
+fn release_pages(memory: &Region) {
     // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
     let result = unsafe {
         rustix::mm::madvise(
@@ -247,6 +249,6 @@ pub(super) const NUM_ENTRIES: usize = 16;
 /// Mailboxes that are looked at in every turn of the driver, beside some of all the others.
 pub(super) const MAX_HOT: usize = 64;
 /// Longest time that a pair is remembered for its peer's farewell.
-const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Regions in quarantine that are looked after whenever another one comes.
-const NUM_RELEASED_AGAIN: usize = 2;
+const NUM_RELEASED_PER_ADD: usize = 2;

@@ -51,7 +51,7 @@ impl Device {
             return;
         }
         entry.inbound.count_write();
-        land_ready(&self.port, link, &mut entry.inbound);
+        deliver_ready(&self.port, link, &mut entry.inbound);
     }
 
     /// Takes the mail that came. Whether there was some.
@@ -124,8 +124,8 @@ impl Device {
             Ok(is_now) => {
                 cursors[idx] = Some(cursor);
                 link.set_mails_read(cursor.num_read());
-                (!is_now || land(&self.port, &link, &header, message))
-                    && land_ready(&self.port, &link, &mut entry.inbound)
+                (!is_now || deliver(&self.port, &link, &header, message))
+                    && deliver_ready(&self.port, &link, &mut entry.inbound)
             }
             Err(error) => end(error.to_string()),
         }
@@ -160,14 +160,14 @@ impl Device {
             link.desert();
             return;
         }
-        if entry.closing.is_some() || link.is_failed() {
+        if entry.close_state.is_some() || link.is_failed() {
             return;
         }
         link.note_mails_taken(header.mails);
         match entry.inbound.admit(&header, message) {
             Ok(true) => {
-                if land(&self.port, &link, &header, message) {
-                    land_ready(&self.port, &link, &mut entry.inbound);
+                if deliver(&self.port, &link, &header, message) {
+                    deliver_ready(&self.port, &link, &mut entry.inbound);
                 }
             }
             Ok(false) if entry.inbound.has_gap() => {
@@ -187,7 +187,7 @@ impl Device {
                 return false;
             };
             let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
-            if is_there && stall.since.elapsed() >= STALL_PATIENCE {
+            if is_there && stall.since.elapsed() >= STALL_TIMEOUT {
                 let seq = stall.seq;
                 link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
                 return false;
@@ -218,9 +218,9 @@ fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
 }
 
 /// Puts in place what was kept and may be put in place now. False when something was bad.
-fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
+fn deliver_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
     while let Some((header, message)) = inbound.next_ready() {
-        if !land(port, link, &header, &message) {
+        if !deliver(port, link, &header, &message) {
             return false;
         }
     }
@@ -228,8 +228,8 @@ fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
 }
 
 /// Puts a message in place, and answers if it asks. False when it was bad.
-fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
-    match link.land(header, message) {
+fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
+    match link.deliver(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
             let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
@@ -256,5 +256,5 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
 /// Mailboxes that are looked at in turn, beside those that got mail lately.
 const MAX_COLD: usize = 64;
 /// How long something may come after what follows it.
-const STALL_PATIENCE: Duration = Duration::from_secs(1);
+const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;

@@ -12,7 +12,7 @@ use super::super::outbox::Outbox;
 use super::super::owner::CallError;
 use super::super::port::{MemoryRegistration, Rights, network_error};
 use super::super::sys;
-use super::super::table::{Address, Closing, Entry, Leaving, Source};
+use super::super::table::{Address, CloseRequest, CloseState, Entry, Source};
 use super::{Device, lock};
 use p2p_core::network::NetworkError;
 use p2p_core::region::Region;
@@ -127,8 +127,8 @@ impl Device {
             Some(library_thread) => {
                 let link = Arc::clone(link);
                 library_thread.submit(move |device| {
-                    let leaving = Leaving { since: Instant::now(), link, slot, sources };
-                    lock(&device.state).leaving.push(leaving);
+                    let request = CloseRequest { since: Instant::now(), link, slot, sources };
+                    lock(&device.state).close_requests.push(request);
                 });
             }
             None => self.close_here(link, slot, sources),
@@ -138,19 +138,19 @@ impl Device {
     /// Closes pairs whose endpoint is gone, as soon as what was posted before is taken, as it is where it is
     /// posted at once, or after `patience`. Whether there are no more of them.
     pub(in super::super) fn close_requested(&self, timeout: Duration) -> bool {
-        let is_due = |leaving: &mut Leaving| {
-            let link = &leaving.link;
+        let is_due = |request: &mut CloseRequest| {
+            let link = &request.link;
             link.backlog() == 0
                 || link.is_failed()
                 || link.is_deserted()
-                || leaving.since.elapsed() >= timeout
+                || request.since.elapsed() >= timeout
         };
         loop {
             let mut state = lock(&self.state);
-            let Some(due) = state.leaving.iter_mut().position(is_due) else {
-                return state.leaving.is_empty();
+            let Some(due) = state.close_requests.iter_mut().position(is_due) else {
+                return state.close_requests.is_empty();
             };
-            let Leaving { link, slot, sources, .. } = state.leaving.swap_remove(due);
+            let CloseRequest { link, slot, sources, .. } = state.close_requests.swap_remove(due);
             drop(state);
             self.close_here(&link, slot, sources);
         }
@@ -166,9 +166,9 @@ impl Device {
         let idx = (link.id & IDX_MASK) as u16;
         state.remove_cursor(idx);
         if let Some(entry) = state.table.get_mut(usize::from(idx)) {
-            let closing =
-                Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
-            entry.closing = Some(closing);
+            let close_state =
+                CloseState { since: Instant::now(), is_farewell_sent: false, _sources: sources };
+            entry.close_state = Some(close_state);
             state.closing.push(idx);
         }
         state.sweep_closing(&self.port);
