@@ -1,13 +1,14 @@
-//! One endpoint of this process and all pairs over it: the driver.
+//! A device: one libfabric endpoint of this process, all pairs over it, and their driver.
 //!
-//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no lock:
-//! whoever posts calls the library, unless it could not take something before, which waits in the pair's
-//! [`outbox`](super::outbox) until somebody drives.
+//! The thread that drives holds the lock of [`State`]. Other threads do not wait for it, because
+//! one driver is enough. Posting takes no lock: the poster calls the library itself. An operation
+//! that the library refuses, or that follows a refused one, waits in the pair's
+//! [`outbox`](super::outbox) for the next driver.
 //!
-//! With a [`keeper`] its thread alone drives and calls the library, once the device is open: everything
-//! that is posted goes through the outboxes, and pairs begin and end there. The lock of the state is never
-//! contended then. Posting allocates nothing, with one exception: an addition that may wait, when those of
-//! 4,096 other pairs wait already, is handed over in memory of its own.
+//! With a [`library_thread`], only that thread drives and calls the library once the device is
+//! open. Every post then goes through an outbox, and pairs begin and end on that thread. The lock
+//! of the state is never contended then. Posting allocates nothing, with one exception: a lazy
+//! addition allocates a task when the lazy additions of 4,096 other pairs are already queued.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -34,32 +35,33 @@ use p2p_core::wait::Driver;
 mod arrivals;
 mod pairs;
 
-/// One endpoint of this process. See the [module](self).
+/// One libfabric endpoint of this process. See the [module](self).
 #[derive(Debug)]
 pub(super) struct Device {
-    // Before what its operations use.
+    // Dropped before the memory that its operations use.
     port: Port,
     state: Mutex<State>,
     /// Longest message that this device sends.
     max_message_bytes: usize,
-    /// Pairs with operations that wait.
+    /// Pairs with operations in their outbox.
     num_backlogged: AtomicUsize,
-    /// Pairs with additions that wait for the next message, or the next turn of the driver.
+    /// Pairs with lazy additions, sent with the next message or by a later turn of the driver.
     credits: ArrayQueue<Arc<Link>>,
-    /// Times that somebody drove.
+    /// Number of turns of the driver so far.
     num_drives: AtomicU64,
-    /// Whether somebody sleeps on the descriptor and will drive when it fires.
+    /// True if a thread sleeps on the descriptor and drives when it becomes readable.
     is_watched: AtomicBool,
-    /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
+    /// Time of the last arrival, in nanoseconds since `start`. Only kept without a descriptor.
     last_news_ns: AtomicU64,
     start: Instant,
-    /// Who alone calls the library, where calls may not return.
+    /// The only thread that calls the library, for providers whose calls may never return.
     library_thread: Option<Arc<LibraryThread>>,
 }
 
 impl Device {
-    /// Opens an endpoint, and starts what drives it when nobody else does. Where the library may not come
-    /// back, that is known after `patience`.
+    /// Opens an endpoint and starts the thread that drives it while no other thread does.
+    ///
+    /// For providers whose calls may never return, a call counts as stuck after [`Timeouts::call`].
     pub(super) fn open(
         library: &'static Library,
         (info, wait_mode): (Info, WaitMode),
@@ -138,13 +140,13 @@ impl Device {
         self.max_message_bytes
     }
 
-    /// Times that somebody drove, and whether somebody will when something comes.
+    /// Number of turns so far, and whether a sleeping thread drives at the next arrival.
     pub(super) fn attention(&self) -> (u64, bool) {
         let is_watched = self.is_watched.load(Ordering::Acquire);
         (self.num_drives.load(Ordering::Relaxed), is_watched)
     }
 
-    /// Whether posts are made by whoever wants them, and not by the keeper.
+    /// True if posters call the library themselves. False if the library thread does it for them.
     #[inline]
     pub(super) const fn posts_here(&self) -> bool {
         self.library_thread.is_none()
@@ -154,13 +156,15 @@ impl Device {
         self.library_thread.as_ref()
     }
 
-    /// Whether the library does not come back. Nothing of this device works any more then.
+    /// True if a library call has not returned in time. The device stays unusable then.
     pub(super) fn is_stuck(&self) -> bool {
         self.library_thread.as_ref().is_some_and(|library_thread| library_thread.is_stuck())
     }
 
-    /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
-    /// much waits already. False when it was merged with what waits.
+    /// Queues `op` until the library accepts it.
+    ///
+    /// With a full outbox it drives, for at most [`POST_TIMEOUT`]; then the pair fails. Returns
+    /// false if `op` was merged into a queued message.
     pub(super) fn enqueue(
         &self,
         link: &Link,
@@ -181,8 +185,8 @@ impl Device {
                     if is_first {
                         self.num_backlogged.fetch_add(1, Ordering::AcqRel);
                     }
-                    // A provider that takes nothing may have moved what came instead, of which nobody
-                    // is told if it was mail.
+                    // A provider that refuses a post may have made progress on arrivals instead. No
+                    // completion reports those if they are mail.
                     self.progress();
                     return Ok(true);
                 }
@@ -204,7 +208,7 @@ impl Device {
         }
     }
 
-    /// Something is to be done soon.
+    /// Drives, or wakes the library thread to do so.
     fn progress(&self) {
         match &self.library_thread {
             Some(library_thread) => library_thread.wake(),
@@ -212,15 +216,15 @@ impl Device {
         }
     }
 
-    /// Lets an addition wait for the next message to the peer, or the next turn of the driver. False when
-    /// it cannot.
+    /// Delays an addition until the next message to the peer or a later turn of the driver. Returns
+    /// false if it cannot be delayed.
     pub(super) fn add_credit(&self, link: &Arc<Link>, offset: u32, value: u64) -> bool {
         match link.add_credit(offset, value) {
             None => false,
             Some(false) => true,
             Some(true) => {
                 if let Err(link) = self.credits.push(Arc::clone(link)) {
-                    // More pairs than there is room for: at once, then.
+                    // The queue is full: send this addition at once.
                     match &self.library_thread {
                         Some(library_thread) => {
                             library_thread.submit(move |device| {
@@ -237,12 +241,12 @@ impl Device {
         }
     }
 
-    /// Whether additions wait.
+    /// True if lazy additions are queued.
     pub(super) fn has_credits(&self) -> bool {
         !self.credits.is_empty()
     }
 
-    /// Sends the additions that no message has taken along.
+    /// Sends the lazy additions that no message has carried.
     pub(super) fn flush_credits(&self) {
         for _ in 0..self.credits.len() {
             let Some(link) = self.credits.pop() else { break };
@@ -254,7 +258,7 @@ impl Device {
         }
     }
 
-    /// The queue itself failed: nothing works any more.
+    /// Fails all pairs, because the completion queue itself failed.
     fn fail_all(&self, state: &State, error: &CallError) {
         tracing::error!(%error, provider = self.port.traits().provider, "libfabric queue failed");
         for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
@@ -280,7 +284,7 @@ impl Driver for Device {
 
     fn may_sleep(&self) -> bool {
         if let Some(library_thread) = &self.library_thread {
-            // Whatever comes wakes whoever it is for.
+            // The library thread wakes the owner of each arrival.
             if self.has_credits() {
                 library_thread.wake();
             }
@@ -303,23 +307,23 @@ impl Driver for Device {
 }
 
 impl Device {
-    /// Does what is due, unless somebody else does.
+    /// Runs one turn of the driver, unless another thread is driving.
     pub(super) fn turn(&self) {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
-            // Somebody drives.
+            // Another thread drives.
             Err(TryLockError::WouldBlock) => return,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
         let state = &mut *state;
-        // Only the holder of the lock counts.
+        // Relaxed: only the holder of the lock writes it.
         let num_drives = self.num_drives.load(Ordering::Relaxed) + 1;
         self.num_drives.store(num_drives, Ordering::Relaxed);
         if self.is_watched.load(Ordering::Relaxed) {
             self.is_watched.store(false, Ordering::Release);
         }
         let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
-        // Mail first: what else came may have been sent after it.
+        // Mail first: the completions just read may belong to messages sent after it.
         let mut is_news = self.read_mailboxes(state);
         match polled {
             Ok(PollOutcome::Nothing) => {
@@ -353,7 +357,7 @@ impl Device {
             self.flush_backlogs(state);
         }
         if self.has_credits() {
-            // A moment, in which most of them find a message to go along with.
+            // Wait some turns, in which most additions find a message that carries them.
             state.credit_turns += 1;
             if state.credit_turns >= CREDIT_TURNS {
                 state.credit_turns = 0;
@@ -375,11 +379,11 @@ impl Device {
         if quiet_ns < AWAKE_NS {
             return Duration::ZERO;
         }
-        // A hundredth of the time since something came: quick while there is traffic, cheap without.
+        // A hundredth of the time since the last arrival: quick under traffic, cheap when idle.
         Duration::from_nanos(quiet_ns / 100).clamp(SHORTEST_TICK, LONGEST_TICK)
     }
 
-    /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
+    /// True if unread mail has arrived. Also true while another thread drives.
     fn has_mail(&self) -> bool {
         match self.state.try_lock() {
             Ok(state) => state
@@ -400,11 +404,11 @@ impl Device {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    // Nothing that holds the lock can leave the state half changed.
+    // No code that holds the lock can leave the state half changed.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Longest message. Longer puts are writes.
+/// Longest message. Longer puts become writes.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
 const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     op_context: std::ptr::null_mut(),
@@ -413,15 +417,15 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     buf: std::ptr::null_mut(),
     data: 0,
 };
-/// Longest time that a post waits for room.
+/// Longest time that a post waits for room in the outbox.
 const POST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Turns of the driver for which additions wait: some 20 µs of polling.
+/// Turns of the driver for which lazy additions wait: about 20 µs of polling.
 const CREDIT_TURNS: u32 = 32;
-/// Pairs whose additions may wait at the same time.
+/// Pairs whose lazy additions may be queued at the same time.
 const MAX_CREDITS: usize = 4096;
 const BACKLOG_TICK: Duration = Duration::from_millis(1);
 const WATCHED_TICK: Duration = Duration::from_millis(100);
-/// Without a descriptor nobody sleeps this soon after something came.
+/// Without a descriptor no thread sleeps until this long after the last arrival.
 const AWAKE_NS: u64 = 200_000;
 const SHORTEST_TICK: Duration = Duration::from_micros(20);
 const LONGEST_TICK: Duration = Duration::from_millis(2);

@@ -1,26 +1,30 @@
-//! A thread that alone calls a library which may not come back.
+//! The only thread that calls the library, for providers whose calls may never return.
 //!
-//! libfabric's provider `shm` keeps locks in memory that processes share, and a process that is killed
-//! while it holds one never releases it: whoever calls the library then may stand still inside it for
-//! ever. So for such providers one thread of the device makes all calls behind its opening, which whoever asks
-//! for the first pair of a device makes himself, before anything is shared. A second thread watches the first,
-//! and ends all pairs of a device whose thread does not come back. What that thread holds stays as it is,
-//! memory mapped, because nobody can say when the library lets go of it.
+//! libfabric's provider `shm` keeps locks in memory that processes share. A process that is killed
+//! while it holds such a lock never releases it, and a caller of the library may then block
+//! forever. So for such providers one thread per device makes all calls after the device is opened.
+//! Opening is done by the thread that asks for the device's first pair, before any memory is
+//! shared.
 //!
-//! | wanted | given to the thread by | whoever wants it waits |
+//! A second thread watches the first. If a call does not return in time, it fails all pairs of the
+//! device. All that the blocked thread owns stays allocated and mapped, because the time at which
+//! the library stops using it is unknown.
+//!
+//! | request | handed to the thread by | the requester waits |
 //! |---|---|---|
 //! | puts, gets, flags, questions | the pair's outbox | for room there, at most a second |
-//! | additions that may wait | the device's queue of pairs | never |
+//! | lazy additions | the device's queue of pairs | never |
 //! | a new pair, the address of its peer | a task, in memory of its own | for the answer, at most [`Timeouts::call`] |
 //! | the end of a pair | a task, in memory of its own | never |
 //!
-//! What is posted allocates nothing and takes no lock: it is put into a ring that was made with the pair, and the
-//! thread is woken, which is a system call if it sleeps. Tasks allocate. The one lock besides is that of the
-//! list of pairs to end, taken when a pair begins.
+//! Posting allocates nothing and takes no lock. It fills a ring that was allocated with the pair
+//! and wakes the thread, which is a system call if the thread sleeps. Tasks allocate. The only
+//! other lock guards the list of links to fail, and is taken when a pair begins.
 //!
-//! The thread closes a pair that has ended when what was posted before is taken, or after [`Timeouts::drain`].
-//! Nobody waits for that but the last user of the device, network or endpoint, since the process may end next:
-//! asleep, and within about the same bound. A process that ends waits until the thread is out of the library.
+//! The thread closes a pair once its posts are accepted, or [`Timeouts::drain`] after the request.
+//! Only the last user of the device, network or endpoint waits for that, because the process may
+//! exit next. It sleeps for about the same bound at most. A process that exits waits until the
+//! thread is outside of the library.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
@@ -40,18 +44,18 @@ use p2p_core::pulse::Pulse;
 mod exit;
 mod names;
 
-/// Whether calls of `provider` may never return.
+/// True if calls of `provider` may never return.
 pub(super) fn is_needed(provider: &str) -> bool {
-    // `sm2` is a later implementation of the same.
+    // `sm2` is a later implementation of the same provider.
     matches!(core_of(provider), "shm" | "sm2")
 }
 
-/// How long is waited.
+/// Bounds on waiting for the library.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timeouts {
-    /// A library that does not come back for so long never will.
+    /// A library call that takes longer counts as stuck forever.
     pub(super) call: Duration,
-    /// What was posted before the end of its endpoint has so long to be taken.
+    /// Time that posts have to be accepted after their endpoint was dropped.
     pub(super) drain: Duration,
 }
 
@@ -60,28 +64,28 @@ impl Timeouts {
         Self { call: Duration::from_secs(10), drain: Duration::from_millis(100) };
 }
 
-/// What the thread of a device and everybody else share. See the [module](self).
+/// State that the library thread shares with all other threads. See the [module](self).
 #[derive(Debug)]
 pub(super) struct LibraryThread {
     provider: String,
     timeouts: Timeouts,
     pulse: Pulse,
-    /// Those who may open pairs or post. None again once there is none.
+    /// Users that may open pairs or post. Once it is zero, it stays zero.
     num_users: AtomicUsize,
-    /// Ends when nobody is a user and all that they posted was taken, or given up.
+    /// Disconnects once there is no user and all posts were accepted or dropped.
     drained: OnceLock<Mutex<Receiver<()>>>,
     tasks: SegQueue<Task>,
     thread: OnceLock<Thread>,
-    /// Who must be told.
+    /// Links to fail when a library call does not return.
     links: Mutex<Vec<Weak<Link>>>,
     is_stuck: AtomicBool,
-    /// Where peers reach the device.
+    /// The device's address, as its peers use it.
     address: Vec<u8>,
 }
 
 type Work = dyn FnOnce(&Arc<Device>) + Send;
 
-/// Something to be done by the thread.
+/// Work for the thread.
 struct Task(Box<Work>);
 
 impl std::fmt::Debug for Task {
@@ -91,7 +95,7 @@ impl std::fmt::Debug for Task {
 }
 
 impl LibraryThread {
-    /// For a device with one user, who opens it.
+    /// State for a device with one user: the caller.
     pub(super) fn new(provider: &str, address: &[u8], timeouts: Timeouts) -> Arc<Self> {
         Arc::new(Self {
             provider: provider.to_owned(),
@@ -107,12 +111,12 @@ impl LibraryThread {
         })
     }
 
-    /// Whether the library has not come back for too long. Stays so.
+    /// True if a library call has not returned in time. It stays true.
     pub(super) fn is_stuck(&self) -> bool {
         self.is_stuck.load(Ordering::Acquire)
     }
 
-    /// Lets the thread look at once.
+    /// Wakes the thread.
     #[inline]
     pub(super) fn wake(&self) {
         if let Some(thread) = self.thread.get() {
@@ -120,17 +124,17 @@ impl LibraryThread {
         }
     }
 
-    /// Has `task` done some time.
+    /// Queues `task` for the thread and returns at once.
     pub(super) fn submit(&self, task: impl FnOnce(&Arc<Device>) + Send + 'static) {
         self.tasks.push(Task(Box::new(task)));
         self.wake();
     }
 
-    /// Has `task` done and waits for what it gives, within a bound. What it gives later is dropped by
-    /// the thread.
+    /// Runs `task` on the thread and waits for its result for at most [`Timeouts::call`]. The
+    /// thread drops a later result.
     ///
     /// # Errors
-    /// [`NetworkError`] when the library does not come back.
+    /// [`NetworkError`] if the library is stuck.
     pub(super) fn call<T: Send + 'static>(
         &self,
         op: &'static str,
@@ -150,14 +154,15 @@ impl LibraryThread {
         receiver.recv_timeout(self.timeouts.call).map_err(|_| failed())
     }
 
-    /// Remembers whom to tell when the library does not come back.
+    /// Adds a link that fails when the library is stuck.
     pub(super) fn add_link(&self, link: &Arc<Link>) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         links.retain(|link| link.strong_count() > 0);
         links.push(Arc::downgrade(link));
     }
 
-    /// One user less. The last one waits until what was posted is taken: the process may end next.
+    /// Removes one user. The last one waits, within a bound, until its posts are accepted: the
+    /// process may exit next.
     fn remove_user(&self) {
         let is_last = self.num_users.fetch_sub(1, Ordering::AcqRel) == 1;
         let this = std::thread::current().id();
@@ -189,7 +194,7 @@ impl LibraryThread {
         let links: Vec<Arc<Link>> = links.iter().filter_map(Weak::upgrade).collect();
         let (provider, num_pairs) = (&self.provider, links.len());
         tracing::error!(provider, num_pairs, "pairs end: {}", self.stuck_reason());
-        // Nobody is to find it any more, and it may never be closed.
+        // New peers must not find this memory, and the endpoint may never be closed.
         names::unlink(&self.address);
         for link in links {
             link.fail("drive", 0, self.stuck_reason());
@@ -197,17 +202,18 @@ impl LibraryThread {
     }
 }
 
-/// A user of a device, until it is dropped. The last one waits until what was posted is taken, within a bound.
+/// Counts one user of a device until it is dropped. Dropping the last one waits, within a bound,
+/// until its posts are accepted.
 #[derive(Debug)]
 pub(super) struct UserGuard(Option<Arc<LibraryThread>>);
 
 impl UserGuard {
-    /// Whoever has opened the device.
+    /// The guard of the user that opened the device.
     pub(super) fn first(library_thread: Option<&Arc<LibraryThread>>) -> Self {
         Self(library_thread.cloned())
     }
 
-    /// One more, while there is another.
+    /// Counts one more user. The caller must have a guard already.
     pub(super) fn another(library_thread: Option<&Arc<LibraryThread>>) -> Self {
         if let Some(library_thread) = library_thread {
             library_thread.num_users.fetch_add(1, Ordering::AcqRel);
@@ -224,8 +230,8 @@ impl Drop for UserGuard {
     }
 }
 
-/// Starts the thread that calls the library for `device`, and the one that watches it. The first ends
-/// with the last owner of the device, the second soon after.
+/// Starts the thread that calls the library for `device`, and its watchdog. The first ends with the
+/// last owner of the device, the second soon after.
 pub(super) fn start(device: &Arc<Device>, library_thread: &Arc<LibraryThread>) -> io::Result<()> {
     let watched = Arc::downgrade(library_thread);
     let watchdog = std::thread::Builder::new().name("sy-libfabric-w".to_owned());
@@ -238,7 +244,7 @@ pub(super) fn start(device: &Arc<Device>, library_thread: &Arc<LibraryThread>) -
         let (library_thread, guard) = (Arc::clone(library_thread), exit::CallGuard::new());
         thread.spawn(move || {
             run(&device, &library_thread, undrained, &guard);
-            // Closes the device, unless somebody else has it.
+            // Closes the device, unless it has another owner.
             drop(device);
             drop(guard);
         })?
@@ -247,7 +253,8 @@ pub(super) fn start(device: &Arc<Device>, library_thread: &Arc<LibraryThread>) -
     Ok(())
 }
 
-/// `undrained` goes when nobody is a user and all that they posted was taken, or given up.
+/// The thread's loop. It drops `undrained` once there is no user and all posts were accepted or
+/// dropped.
 fn run(
     device: &Arc<Device>,
     library_thread: &LibraryThread,
@@ -258,9 +265,9 @@ fn run(
     loop {
         guard.park_if_exiting();
         library_thread.pulse.beat();
-        // Before the tasks: whoever leaves has handed over his last one.
+        // Read before the tasks: a user submits its last task before it leaves.
         let is_unused = library_thread.num_users.load(Ordering::Acquire) == 0;
-        // Nobody else can ask for anything any more, nor make another owner.
+        // True if no other thread can submit a task or clone the device any more.
         let is_last = Arc::strong_count(device) == 1;
         fence(Ordering::Acquire);
         while let Some(Task(task)) = library_thread.tasks.pop() {
@@ -308,7 +315,7 @@ fn watch(library_thread: &Weak<LibraryThread>) {
     }
 }
 
-/// The thread comes round as often as this.
+/// Longest time between two rounds of the thread.
 const LONGEST_NAP: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

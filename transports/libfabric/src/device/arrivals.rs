@@ -1,4 +1,4 @@
-//! What a device does with what comes.
+//! Handling of completions, messages and mail that arrive at a device.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::super::table::{State, note_stall};
 use super::Device;
 
 impl Device {
-    /// One completion.
+    /// Handles the completion in `state.entries[nth]`.
     pub(super) fn handle(&self, state: &mut State, nth: usize) {
         let entry = state.entries[nth];
         let source =
@@ -24,7 +24,8 @@ impl Device {
             }
             return;
         }
-        // SAFETY: the context of an operation of ours, which lives until its completion.
+        // SAFETY: the context belongs to an operation of this device and lives until its
+        // completion.
         let Some(context) = (unsafe { entry.op_context.cast::<Context>().as_ref() }) else {
             return;
         };
@@ -37,8 +38,8 @@ impl Device {
         }
     }
 
-    /// A peer's write landed. Who wrote is told by the note alone: providers name a source for messages,
-    /// and for writes some of them name a wrong one.
+    /// Counts a peer's completed write. The note alone identifies the writer: providers report a
+    /// source for messages, but some of them report a wrong one for writes.
     fn handle_write(&self, state: &mut State, note: u64) {
         let has_secret = self.port.traits().has_wide_notes;
         let Some(entry) = state.entry_of(note as u32) else {
@@ -54,11 +55,12 @@ impl Device {
         deliver_ready(&self.port, link, &mut entry.inbound);
     }
 
-    /// Takes the mail that came. Whether there was some.
+    /// Reads the mail that has arrived. Returns true if there was any.
     #[inline]
     pub(super) fn read_mailboxes(&self, state: &mut State) -> bool {
-        // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
-        // mail waits some turns. Nobody sleeps before all were looked at.
+        // With many pairs, each turn reads only some of the mailboxes. An idle pair costs next to
+        // nothing then, and its first mail waits some turns. No thread sleeps before all mailboxes
+        // were checked.
         let mut had_some = false;
         for nth in 0..state.hot.len() {
             had_some |= self.read_mailbox(state, state.hot[nth].into());
@@ -77,7 +79,7 @@ impl Device {
         had_some
     }
 
-    /// Takes the mail of one pair. Whether there was some.
+    /// Reads the mail of one pair. Returns true if there was any.
     #[inline]
     fn read_mailbox(&self, state: &mut State, idx: usize) -> bool {
         let mut had_some = false;
@@ -90,7 +92,7 @@ impl Device {
         had_some
     }
 
-    /// One mail. False when it must wait, or ended the pair.
+    /// Handles one mail. Returns false if it must wait, or if it ended the pair.
     fn handle_next_mail(&self, state: &mut State, idx: usize, cursor: MailboxCursor) -> bool {
         let Some(mail) = cursor.read() else { return false };
         let State { cursors, table, stalls, .. } = state;
@@ -131,7 +133,7 @@ impl Device {
         }
     }
 
-    /// A message came.
+    /// Handles one message.
     fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
         let State { receives, table, stalls, .. } = state;
         let message = receives.message(buffer, len);
@@ -151,7 +153,7 @@ impl Device {
             return;
         };
         if header.token != link.token || !comes_from(&link, source) {
-            // Whoever sent it is not the peer, so the pair does not suffer.
+            // The sender is not the peer, so the pair stays usable.
             tracing::warn!(slot = link.id, "a message without the right to this slot");
             return;
         }
@@ -178,7 +180,7 @@ impl Device {
         }
     }
 
-    /// Ends pairs in which something is expected that does not come.
+    /// Fails pairs in which a message with an earlier number stays missing.
     pub(super) fn sweep_stalls(state: &mut State) {
         let State { stalls, table, .. } = state;
         stalls.retain(|stall| {
@@ -197,7 +199,8 @@ impl Device {
     }
 
     pub(super) fn handle_failure(&self, state: &mut State, failure: &Failure) {
-        // SAFETY: the context of an operation of ours, which lives until its completion.
+        // SAFETY: the context belongs to an operation of this device and lives until its
+        // completion.
         match unsafe { failure.context.cast::<Context>().as_ref() } {
             Some(context) if context.is_receive => {
                 tracing::warn!(text = failure.text, "a message could not be received");
@@ -205,19 +208,20 @@ impl Device {
             }
             Some(context) => state.complete(context, Some(failure)),
             None => {
-                // Small messages have no context; the peers' sequence numbers tell what was lost.
+                // Small messages have no context. A gap in the sequence numbers shows the loss to
+                // the peer.
                 tracing::debug!(text = failure.text, flags = failure.flags, "a message was lost");
             }
         }
     }
 }
 
-/// Whether `source` is the peer of `link`, as far as the provider knows.
+/// True if `source` is the peer of `link`, or if the provider does not know the source.
 fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
     source == sys::FI_ADDR_UNSPEC || link.remote().is_none_or(|remote| remote.peer == source)
 }
 
-/// Puts in place what was kept and may be put in place now. False when something was bad.
+/// Delivers the buffered messages that are next in order. Returns false if one was invalid.
 fn deliver_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
     while let Some((header, message)) = inbound.next_ready() {
         if !deliver(port, link, &header, &message) {
@@ -227,13 +231,13 @@ fn deliver_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
     true
 }
 
-/// Puts a message in place, and answers if it asks. False when it was bad.
+/// Delivers a message, and replies if it asks for an answer. Returns false if it was invalid.
 fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     match link.deliver(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
             let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
-            // A lost answer would be waited for until the deadline.
+            // Retry: the peer would wait for a lost answer until its deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {
                     Ok(PostStatus::Accepted) => break,
@@ -253,8 +257,8 @@ fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     }
 }
 
-/// Mailboxes that are looked at in turn, beside those that got mail lately.
+/// Mailboxes that one turn reads in rotation, beside those that got mail lately.
 const MAX_COLD: usize = 64;
-/// How long something may come after what follows it.
+/// How much later than its successor a message may arrive.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;

@@ -1,4 +1,4 @@
-//! How the pairs of a device begin and end.
+//! Opening and closing of a device's pairs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,8 @@ use p2p_core::region::Region;
 use p2p_core::wait::event_fd;
 
 impl Device {
-    /// Makes a place for a pair with a fresh slot.
+    /// Adds a pair with a fresh slot to the table. Waits for the library thread, if there is one,
+    /// for at most [`Timeouts::call`](super::super::library_thread::Timeouts::call).
     pub(in super::super) fn add(
         self: &Arc<Self>,
         slot_bytes: usize,
@@ -48,7 +49,7 @@ impl Device {
             Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
         let outbox = Outbox::new(self.max_message_bytes);
         if self.library_thread.is_some() {
-            // Everything goes through it.
+            // All posts go through it, and later posts must not allocate.
             outbox.prepare().map_err(|e| failed("make an outbox", e.to_string()))?;
         }
         let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
@@ -71,7 +72,7 @@ impl Device {
         let offer = mailbox.as_ref().map(Mailbox::address);
         let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake, outbox));
         entry.link = Some(Arc::clone(&link));
-        // SAFETY: the head is taken away with the pair's end, before the mailbox.
+        // SAFETY: closing the pair removes the cursor before the mailbox.
         let cursor = mailbox.as_ref().map(|mailbox| unsafe { mailbox.cursor(link.token) });
         entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
         entry.mailbox = mailbox;
@@ -82,7 +83,8 @@ impl Device {
         Ok(Lease::new(Arc::clone(self), link, registered))
     }
 
-    /// Learns where the peer of a pair is.
+    /// Returns the provider's handle of the peer at `address`, and inserts the address if it is
+    /// new. Waits as [`add`](Self::add) does.
     pub(in super::super) fn locate(
         &self,
         link: &Link,
@@ -116,7 +118,9 @@ impl Device {
         Ok(addr)
     }
 
-    /// The endpoint of a pair is gone. The key of its slot goes first.
+    /// Closes a pair whose endpoint was dropped. The key of its slot is revoked first.
+    ///
+    /// With a library thread this only queues the request.
     pub(in super::super) fn close(
         &self,
         link: &Arc<Link>,
@@ -135,8 +139,10 @@ impl Device {
         }
     }
 
-    /// Closes pairs whose endpoint is gone, as soon as what was posted before is taken, as it is where it is
-    /// posted at once, or after `patience`. Whether there are no more of them.
+    /// Carries out requested closes. A pair is closed once its outbox is empty or `timeout` after
+    /// the request. Without a library thread its posts are already with the library by then.
+    ///
+    /// Returns true if no request is left.
     pub(in super::super) fn close_requested(&self, timeout: Duration) -> bool {
         let is_due = |request: &mut CloseRequest| {
             let link = &request.link;

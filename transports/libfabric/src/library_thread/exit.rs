@@ -1,8 +1,8 @@
-//! Threads that call the library while the process ends.
+//! Threads that call the library while the process exits.
 //!
-//! At the end of a process the library frees what its calls use, also of calls that are under way. So whoever
-//! ends it waits, within a bound, until no thread is in the library any more; those that would call it again
-//! stay out.
+//! At exit the library frees memory that its running calls still use. So the exiting thread waits,
+//! within a bound, until no thread is inside the library. Threads that would call it again are
+//! parked.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,24 +12,25 @@ use std::time::{Duration, Instant};
 static IS_EXITING: AtomicBool = AtomicBool::new(false);
 static NUM_CALLERS: AtomicUsize = AtomicUsize::new(0);
 
-/// A thread that may be in the library, until it is dropped.
+/// Marks a thread that may be inside the library, until it is dropped.
 #[derive(Debug)]
 pub(super) struct CallGuard(());
 
 impl CallGuard {
-    /// One more. The library is loaded: what it does at the end, it does after what is registered here.
+    /// Counts the calling thread. The library must be loaded: exit handlers run in reverse order,
+    /// so its own run after the one that is registered here.
     pub(super) fn new() -> Self {
         static REGISTERED: Once = Once::new();
         REGISTERED.call_once(|| {
-            // SAFETY: a function that unwinds nowhere. Without room for it, which does not happen for the first
-            // 32, the end of the process is as it was.
+            // SAFETY: the function never unwinds. Registration can only fail beyond the first 32
+            // handlers; then the process exits without waiting.
             let _ = unsafe { libc::atexit(wait_at_exit) };
         });
         NUM_CALLERS.fetch_add(1, Ordering::SeqCst);
         Self(())
     }
 
-    /// To be called before the library is. Does not come back when the process ends.
+    /// Call this before each call of the library. It never returns once the process exits.
     #[inline]
     pub(super) fn park_if_exiting(&self) {
         if IS_EXITING.load(Ordering::SeqCst) {
@@ -55,5 +56,5 @@ extern "C" fn wait_at_exit() {
     }
 }
 
-/// A library that does not come back must not keep a process from its end.
+/// Longest time that a stuck library may delay the exit.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
