@@ -1,4 +1,4 @@
-//! The end of operations.
+//! Completion of operations.
 
 use rustix::event::epoll;
 
@@ -10,29 +10,29 @@ use super::LibfabricFabric;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{Completion, PeerId, RegionId, Token};
 
-/// An operation that the library has taken.
+/// An operation that the library has accepted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operation {
     pub(super) token: Token,
-    /// `None` once it is closed: another one may have its number.
+    /// `None` once the peer is closed: another peer may reuse its number.
     pub(super) peer: Option<PeerId>,
     pub(super) region: RegionId,
     pub(super) op: &'static str,
-    /// What it was about, at the peer.
+    /// Address at the peer.
     pub(super) address: u64,
     pub(super) bytes: u64,
     pub(super) key: u64,
-    /// Whether its queue failed, which was reported as its end.
+    /// True if the failure of its queue was already reported as its completion.
     pub(super) is_reported: bool,
 }
 
 impl Operation {
-    /// Its failure when the peer is gone.
+    /// The operation's error if the peer is gone.
     pub(super) const fn disconnected(&self) -> PostError {
         PostError::Disconnected { op: self.op }
     }
 
-    /// A failure of this operation, with what to look at.
+    /// Describes a failure of this operation, with advice.
     fn explain(&self, code: i64, text: &str) -> String {
         let Self { op, address, bytes, key, .. } = self;
         let what = format!("{text}; {op} of {bytes} bytes at {address:#x} with key {key:#x}");
@@ -47,7 +47,7 @@ impl Operation {
 }
 
 impl LibfabricFabric {
-    /// Takes the completions of a peer's queue, or of the one that all share.
+    /// Reads the completions of a peer's queue, or of the shared one.
     pub(super) fn poll_queue(&mut self, peer: Option<usize>, out: &mut Vec<Completion>) {
         let mut entries = [sys::CqDataEntry {
             op_context: std::ptr::null_mut(),
@@ -83,10 +83,11 @@ impl LibfabricFabric {
         }
     }
 
-    /// A peer's queue, or the one that all share, is gone, and with it every completion still to come. A
-    /// peer's own endpoint ends with it, so that the library lets go of memory and contexts before anybody
-    /// is told. One that all share cannot end before the fabric: what was under way there is told to have
-    /// failed while the library may still use its memory.
+    /// Handles the loss of a queue, and so of all its completions.
+    ///
+    /// A peer's own endpoint is closed before its operations are reported, so that the library no
+    /// longer uses their memory and contexts. A shared endpoint cannot close before the fabric. Its
+    /// operations are reported as failed while the library may still use their memory.
     pub(super) fn fail_queue(
         &mut self,
         peer: Option<usize>,
@@ -110,8 +111,8 @@ impl LibfabricFabric {
         }
     }
 
-    /// Ends a peer's own endpoint, if it has one: the library uses no memory and no context of the
-    /// operations on it any more, and they end with `failure`. Later ones are refused.
+    /// Closes a peer's own endpoint, if it has one. The library then no longer uses memory or
+    /// contexts of its operations, and they complete with `failure`. Later operations are refused.
     pub(super) fn close_endpoint(
         &mut self,
         id: PeerId,
@@ -144,24 +145,24 @@ impl LibfabricFabric {
         }
     }
 
-    /// Before the next sleep the queue must be asked again.
+    /// Requires `may_sleep` to ask the queue again before the next sleep.
     pub(super) fn disarm(&mut self, peer: Option<usize>) {
         if let Some(Some(peer)) = peer.and_then(|idx| self.peers.get_mut(idx)) {
             peer.is_armed = false;
         }
     }
 
-    /// The library is done with an operation.
+    /// Completes an operation.
     fn complete(
         &mut self,
         context: *mut std::ffi::c_void,
         failure: Option<(i64, String)>,
         out: &mut Vec<Completion>,
     ) {
-        // SAFETY: null, or the context of an operation of ours.
+        // SAFETY: null, or the context of an operation of this fabric.
         let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
         let Some(operation) = self.operations.get_mut(context.owner as usize) else { return };
-        // Without a flight its endpoint has ended, and the operation was reported then.
+        // Otherwise its endpoint was closed, and the operation was reported then.
         let Some(operation) = operation.take() else { return };
         let Operation { token, op, peer, is_reported, .. } = operation;
         self.free.push(context.owner);
@@ -183,6 +184,6 @@ impl LibfabricFabric {
 }
 
 const MAX_ROUNDS: usize = 8;
-/// Codes with which operations end when their connection does: `EIO`, `EACCES`, `ENOTCONN`,
+/// Codes with which operations fail when their connection ends: `EIO`, `EACCES`, `ENOTCONN`,
 /// `ECONNABORTED`, `ECONNRESET`, `ESHUTDOWN`, `ECANCELED`, and the library's own for a bad key.
 const ENDINGS: [i64; 8] = [5, 13, 107, 103, 104, 108, 125, sys::FI_ENOKEY];

@@ -1,9 +1,9 @@
-//! Keys that one peer alone is told, for the buffers of its messages: when it goes, they go with it, and
-//! nobody else notices.
+//! Keys that are given to one peer alone, for the buffers of its messages. They are revoked with
+//! the peer, and other peers are not affected.
 //!
-//! A key is kept for further messages into the same window. What all keys of a fabric open at a time has
-//! a limit. Beyond it those are taken back that no message uses, the one that was used longest ago first;
-//! where messages use them all, one more is not granted.
+//! A key is cached for further messages into the same window. The keys of a fabric have limits on
+//! their number and on the bytes that they open in total. Beyond a limit, the least recently used
+//! of the idle keys is revoked. If messages use all keys, no further key is granted.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -12,7 +12,7 @@ use crate::port::MemoryRegistration;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{LocalSegment, PeerId, RegionId};
 
-/// What can be taken back.
+/// A key that can be revoked.
 pub(super) trait Key {
     /// # Errors
     /// [`CallError`]; it stays in force then, and the memory must stay mapped.
@@ -25,16 +25,16 @@ impl Key for MemoryRegistration {
     }
 }
 
-/// The keys of all peers, at most one for every window of each.
+/// The keys of all peers, at most one per peer and window.
 #[derive(Debug)]
 pub(super) struct Grants<K> {
     entries: HashMap<(PeerId, Window), Grant<K>>,
     idle: IdleQueue,
-    /// Keys of peers that are gone, which the library did not take back: their memory must stay mapped.
+    /// Keys of closed peers that the library failed to revoke: their memory must stay mapped.
     unrevoked: Vec<(Window, K)>,
-    /// What both of them open.
+    /// Bytes that `entries` and `unrevoked` open.
     bytes: u64,
-    /// Counts ends of use, and so orders them.
+    /// Logical clock that orders the ends of use.
     clock: u64,
     pub(super) limits: Limits,
 }
@@ -42,24 +42,24 @@ pub(super) struct Grants<K> {
 #[derive(Debug)]
 struct Grant<K> {
     key: K,
-    /// Messages under way.
+    /// Messages that use the key.
     num_users: u32,
-    /// When the last of them ended; 0 while there are some.
+    /// Value of the clock when the last message ended; 0 while a message uses the key.
     idle_since: u64,
 }
 
-/// The keys that no message uses, in order, so that nobody has to look through all for the oldest.
+/// The idle keys in LRU order, so that eviction need not search.
 #[derive(Debug, Default)]
 struct IdleQueue {
-    /// Since when, and which. One that was used again is left here: its time is another now.
+    /// Value of the clock, and the key. An entry becomes stale when its key is used again.
     queue: VecDeque<(u64, (PeerId, Window))>,
     num_keys: usize,
-    /// What they open.
+    /// Bytes that they open.
     bytes: u64,
 }
 
 impl IdleQueue {
-    /// A key is used again, or goes. One that is in use already is not counted here.
+    /// Uncounts a key that is used again or revoked, unless it is in use already.
     fn remove<K>(&mut self, grant: &mut Grant<K>, window: Window) {
         if std::mem::take(&mut grant.idle_since) != 0 {
             self.num_keys -= 1;
@@ -68,15 +68,15 @@ impl IdleQueue {
     }
 }
 
-/// How much may be open at a time.
+/// Limits of all keys of a fabric together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) bytes: u64,
     pub(super) num_keys: usize,
 }
 
-/// What a key opens: a registration, or, of a long one, a part with the buffer within. Some providers
-/// take a second for every few GB.
+/// The memory that a key opens: a registration or, if that is long, the part around the buffer.
+/// Some providers take a second per few GB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Window {
     pub(super) region: RegionId,
@@ -86,7 +86,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The one around a part of a registration of `total` bytes. Buffers close to each other share it.
+    /// The window around a part of a registration of `total` bytes. Nearby buffers share a window.
     pub(super) const fn around(part: LocalSegment, total: u64) -> Self {
         if total <= WINDOW_BYTES {
             return Self { region: part.region, start: 0, bytes: total };
@@ -97,7 +97,7 @@ impl Window {
         Self { region: part.region, start, bytes: end - start }
     }
 
-    /// No more than the part.
+    /// The window of exactly this part.
     const fn of(part: LocalSegment) -> Self {
         Self { region: part.region, start: part.offset, bytes: part.bytes }
     }
@@ -112,8 +112,8 @@ impl<K> Default for Grants<K> {
 }
 
 impl<K: Key> Grants<K> {
-    /// The peer's key for a part of a registration of `total` bytes, and the window that it opens, for one
-    /// message. It is made where there is none.
+    /// Returns the peer's key for a part of a registration of `total` bytes and the window that it
+    /// opens, for one message. Calls `make` if there is no such key.
     pub(super) fn open(
         &mut self,
         peer: PeerId,
@@ -140,10 +140,10 @@ impl<K: Key> Grants<K> {
         Ok((window, &grant.key))
     }
 
-    /// A message into this part has ended.
+    /// Ends the use of a key by one message into this part.
     pub(super) fn end(&mut self, peer: PeerId, part: LocalSegment, total: u64) {
-        // The narrow one is only made where there is no other, and is preferred from then on: as long as
-        // messages use it, it is the one of this part.
+        // An exact key is only made if there is no wide one, and `open` prefers it from then on. So
+        // while messages use it, it is the key of this part.
         for window in [Window::of(part), Window::around(part, total)] {
             if let Some(grant) = self.entries.get_mut(&(peer, window))
                 && grant.num_users > 0
@@ -157,7 +157,7 @@ impl<K: Key> Grants<K> {
         }
     }
 
-    /// Revokes the keys of `region`. On an error that one is still there, and in force.
+    /// Revokes the keys of `region`. After an error the failed key is still present and in force.
     pub(super) fn revoke(&mut self, region: RegionId) -> Result<(), CallError> {
         let mut result = Ok(());
         let (bytes, idle) = (&mut self.bytes, &mut self.idle);
@@ -182,7 +182,7 @@ impl<K: Key> Grants<K> {
         Ok(())
     }
 
-    /// Revokes all keys of a peer, and remembers those that stay in force.
+    /// Revokes all keys of a peer. Keys that stay in force go to `unrevoked`.
     pub(super) fn close_peer(&mut self, peer: PeerId) {
         for ((_, window), mut grant) in self.entries.extract_if(|(of, _), _| *of == peer) {
             self.idle.remove(&mut grant, window);
@@ -196,7 +196,7 @@ impl<K: Key> Grants<K> {
         }
     }
 
-    /// Makes the wide key where there is room, which serves more messages, or else the narrow one.
+    /// Makes the wide key if there is room, because it serves more messages, or else the exact one.
     fn make(
         &mut self,
         around: Window,
@@ -211,7 +211,7 @@ impl<K: Key> Grants<K> {
             return Err(self.full(exact.bytes));
         };
         match make(window) {
-            // The system has less room than the limits: once more with all there is.
+            // The system has less room than the limits: evict all idle keys and retry once.
             Err(PostError::Transport { code: ENOMEM, .. }) if self.idle.num_keys > 0 => {
                 while self.evict_oldest()? {}
                 Ok((exact, make(exact)?))
@@ -220,8 +220,8 @@ impl<K: Key> Grants<K> {
         }
     }
 
-    /// Takes keys back that nobody uses until there is room for one more of `bytes`. False: there is none,
-    /// and none is taken. What is wanted when no message is under way always fits, however long it is.
+    /// Evicts idle keys until one more of `bytes` fits. Returns false, without evicting, if keys in
+    /// use leave too little room. A key of any size fits while no message uses a key.
     fn make_room(&mut self, bytes: u64) -> Result<bool, PostError> {
         if self.has_room((self.bytes, self.num_keys()), bytes) {
             return Ok(true);
@@ -242,7 +242,7 @@ impl<K: Key> Grants<K> {
         self.entries.len() + self.unrevoked.len()
     }
 
-    /// No message uses this key from now on.
+    /// Marks a key as idle from now on.
     fn mark_idle(&mut self, at: (PeerId, Window)) {
         let Some(grant) = self.entries.get_mut(&at) else { return };
         self.clock += 1;
@@ -256,7 +256,7 @@ impl<K: Key> Grants<K> {
         queue.push_back((self.clock, at));
     }
 
-    /// Takes back the key that was used longest ago, of those that no message uses. False: there is none.
+    /// Revokes the least recently used idle key. Returns false if there is none.
     fn evict_oldest(&mut self) -> Result<bool, PostError> {
         while let Some((since, at)) = self.idle.queue.pop_front() {
             let Some(grant) = self.entries.get_mut(&at) else { continue };
@@ -265,7 +265,7 @@ impl<K: Key> Grants<K> {
             }
             self.idle.remove(grant, at.1);
             if let Err(CallError { op, code, text }) = grant.key.revoke() {
-                // Another one is tried the next time.
+                // The next call tries another key.
                 self.mark_idle(at);
                 return Err(PostError::Transport { op, code, detail: text });
             }
@@ -288,13 +288,13 @@ impl<K: Key> Grants<K> {
     }
 }
 
-/// Parts of this size are opened together.
+/// Size and alignment of a window.
 const WINDOW_BYTES: u64 = 64 << 20;
-/// Most bytes that keys of a fabric open at a time: 64 MiB for each of 1,024 peers.
+/// Most bytes that the keys of a fabric open at a time: 64 MiB for each of 1,024 peers.
 const MAX_BYTES: u64 = 64 << 30;
 /// Most keys of a fabric at a time.
 const MAX_KEYS: usize = 16 << 10;
-/// Places in the queue of idle keys whose key was used again: so many, beside as many as there are keys.
+/// Stale entries that the queue of idle keys may hold, beside as many as there are idle keys.
 const MAX_STALE: usize = 64;
 const ENOMEM: i64 = 12;
 
