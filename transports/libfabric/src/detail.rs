@@ -1,4 +1,4 @@
-//! What one side tells the other in the handshake, beside its slot.
+//! The part of the handshake that describes one side's endpoint, beside its slot.
 
 use thiserror::Error;
 
@@ -10,19 +10,19 @@ use super::mailbox::{MAILBOX_BYTES, MailboxAddress};
 pub(super) struct Detail {
     /// Slot that messages from the peer must name.
     pub(super) slot: u32,
-    /// Longest message that this side takes.
+    /// Longest message that this side accepts.
     pub(super) max_message_bytes: u32,
-    /// Whether this side's provider can tell targets of a write that it has landed.
+    /// True if this side's provider can notify the target once a write's bytes have arrived.
     pub(super) counts_writes: bool,
-    /// Secret that messages from the peer must show.
+    /// Secret that messages from the peer must carry.
     pub(super) token: u64,
-    /// Where small messages may be written, if anywhere.
+    /// Address of this side's mailbox, if it has one.
     pub(super) mail: Option<MailboxAddress>,
-    /// Address of the endpoint, as the provider has it.
+    /// Address of the endpoint in the provider's format.
     pub(super) address: Vec<u8>,
 }
 
-/// The peer's description makes no sense.
+/// The peer's description is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(super) enum DetailError {

@@ -17,13 +17,13 @@ use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
-/// Small puts wait for the flag behind them and travel with it in one message; large ones are writes,
+/// Small puts wait for the next flag and travel with it in one message. Large puts are writes,
 /// which the message counts. See `docs/explanation/memory-model.md`.
 #[derive(Debug)]
 pub struct LibfabricEndpoint {
     lease: Lease,
     remote: RemoteEndpoint,
-    /// The message that is being put together: room for the header, then parts.
+    /// The message under construction: room for the header, then parts.
     message: Vec<u8>,
     num_parts: u16,
     max_message_bytes: usize,
@@ -34,11 +34,11 @@ pub struct LibfabricEndpoint {
     num_writes: u64,
     /// Questions asked.
     num_asked: u64,
-    /// Whether anything was issued that no answer covers.
+    /// True if an operation was issued that no answer covers.
     is_open: bool,
 }
 
-/// A place in the device's table, given back when dropped.
+/// An entry of the device's table, freed when dropped.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub(super) device: Arc<Device>,
@@ -46,7 +46,7 @@ pub(super) struct Lease {
     /// This side's slot. Dropped first, which revokes the peer's key.
     pub(super) slot: Option<MemoryRegistration>,
     sources: Vec<Source>,
-    // After what was given back.
+    // Dropped last, after the other fields.
     _user: UserGuard,
 }
 
@@ -81,7 +81,7 @@ impl LibfabricEndpoint {
         }
     }
 
-    /// Name of the provider underneath.
+    /// Name of the provider.
     #[must_use]
     pub fn provider(&self) -> &str {
         &self.lease.device.port().traits().provider
@@ -95,7 +95,7 @@ impl LibfabricEndpoint {
         }
     }
 
-    /// What the library wants to know of local memory.
+    /// The library's descriptor of registered local memory.
     fn descriptor(&self, op: &'static str, range: &LocalRange) -> Result<Descriptor, PostError> {
         let (first, len) = (range.as_ptr().as_ptr().addr(), range.len());
         let holds = |source: &&Source| {
@@ -111,7 +111,7 @@ impl LibfabricEndpoint {
         }
     }
 
-    /// Sends the message that was put together.
+    /// Sends the message under construction.
     fn send(&mut self, op: &'static str, then: Then) -> Result<(), PostError> {
         let counts = self.remote.counts_writes;
         let header = Header {
@@ -127,7 +127,7 @@ impl LibfabricEndpoint {
         if let Some(head) = self.message.first_chunk_mut::<HEADER_BYTES>() {
             header.encode(head);
         }
-        // Without counting, a message may only go when all writes before it are known to be visible.
+        // Without counting, a message is sent only after all writes before it are visible.
         let after_writes = if counts { 0 } else { self.num_writes };
         let is_numbered = self.post(op, after_writes)?;
         self.next_seq = self.next_seq.wrapping_add(u32::from(is_numbered));
@@ -141,7 +141,7 @@ impl LibfabricEndpoint {
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
         if link.is_deserted() {
-            // As with memory that its owner has unmapped: nobody looks there any more.
+            // As with memory that its owner has unmapped: no thread reads it any more.
             return Ok(true);
         }
         if device.posts_here() && link.backlog() == 0 && link.may_send(after_writes) {
@@ -187,8 +187,9 @@ impl LibfabricEndpoint {
             let (local, at) = (LocalMemory { ptr, len: piece, descriptor }, offset + start);
             let mut taken = PostStatus::Again;
             if device.posts_here() && link.backlog() == 0 {
-                // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until a
-                // `quiet`; the lease keeps it registered and mapped, beyond its own end if need be.
+                // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until
+                // a `quiet`; the lease keeps it registered and mapped, beyond its own end if need
+                // be.
                 let result = unsafe {
                     if is_write {
                         link.write(device.port(), local, at)
@@ -212,7 +213,7 @@ impl LibfabricEndpoint {
         Ok(())
     }
 
-    /// Whether everything issued is complete, if the peer has answered the last question.
+    /// True if all operations are complete and the peer has answered the last question.
     fn is_quiet(&self) -> bool {
         let link = &self.lease.link;
         link.backlog() == 0 && link.outstanding() == 0 && link.answered() >= self.num_asked
@@ -381,5 +382,5 @@ const GET: &str = "get";
 const ADD: &str = "add_flag";
 /// Largest single write or read.
 const MAX_PIECE_BYTES: usize = 1 << 30;
-/// A fence completes what was before it, and gives up after this.
+/// Time limit of a fence, which completes all earlier operations.
 const FENCE_PATIENCE: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! One endpoint of a port, and what can be posted to it.
+//! One libfabric endpoint of a port, and the operations that it posts.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -10,23 +10,23 @@ use super::sys;
 
 /// Largest address of an endpoint in bytes.
 pub(super) const MAX_ADDRESS_BYTES: usize = 512;
-/// Bytes at the head of every context, which some providers use for themselves.
+/// Words at the start of every context that some providers use for themselves.
 pub(super) type ContextRoom = [u64; 8];
 
-/// Whether the library took an operation.
+/// Outcome of a post.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PostStatus {
-    /// It will be carried out.
+    /// The library will carry the operation out.
     Accepted,
-    /// Not now.
+    /// The library has no room. Retry later.
     Again,
 }
 
-/// The library's word for registered local memory. Null where it wants none.
+/// The library's descriptor of registered local memory. Null if the provider needs none.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Descriptor(pub(super) *mut c_void);
 
-// SAFETY: an opaque value that the library alone looks behind, from any thread.
+// SAFETY: an opaque value that only the library dereferences, from any thread.
 unsafe impl Send for Descriptor {}
 // SAFETY: as above.
 unsafe impl Sync for Descriptor {}
@@ -43,19 +43,19 @@ pub(super) struct RemoteMemory {
     pub(super) key: u64,
 }
 
-/// When a write counts as complete.
+/// The point at which a write completes.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum CompletionPoint {
-    /// When the source may be reused; the target is told this.
+    /// The source may be reused. The target is notified.
     Sent {
-        /// What the target is told.
+        /// Data of the notification.
         note: u64,
     },
-    /// When the bytes are visible at the target.
+    /// The bytes are visible at the target.
     Delivered,
 }
 
-/// One endpoint. Operations on different ones of a port share its queue and its addresses.
+/// One endpoint. Endpoints of a port share its address vector.
 pub(super) struct FiEndpoint {
     ep: Arc<Object<sys::FidEp>>,
     library: &'static Library,
@@ -88,17 +88,17 @@ impl FiEndpoint {
         Ok(Self { ep, library, name })
     }
 
-    /// For registrations that belong to it, which keep it alive.
+    /// For registrations that belong to the endpoint and keep it alive.
     pub(super) const fn owner(&self) -> &Arc<Object<sys::FidEp>> {
         &self.ep
     }
 
-    /// This endpoint's address, for peers.
+    /// The endpoint's address, for peers.
     pub(super) fn name(&self) -> &[u8] {
         &self.name
     }
 
-    /// Sends a small message; the bytes may be reused at once.
+    /// Sends a small message. The bytes may be reused at once.
     #[inline]
     pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<PostStatus, CallError> {
         // SAFETY: a live endpoint and valid bytes, which the call copies.
@@ -109,7 +109,7 @@ impl FiEndpoint {
         self.status_of("fi_inject", result)
     }
 
-    /// Offers a buffer for the next message.
+    /// Posts a receive buffer.
     ///
     /// # Safety
     /// The buffer is neither read nor written, and it and the context stay, until the completion or
@@ -129,16 +129,16 @@ impl FiEndpoint {
         self.status_of("fi_recv", result)
     }
 
-    /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
-    /// told.
+    /// Writes at least 9 bytes into a peer's memory, without a notification. The bytes may be
+    /// reused at once.
     #[inline]
     pub(super) fn inject_write(
         &self,
         to: RemoteMemory,
         bytes: &[u8],
     ) -> Result<PostStatus, CallError> {
-        // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
-        // and follows a null pointer when the peer has died.
+        // In two pieces: with one, `ofi_rxm` 1.17 passes the operation on without a context of its
+        // own, and dereferences a null pointer if the peer has died.
         let (first, second) = bytes.split_at(8.min(bytes.len()));
         let piece =
             |bytes: &[u8]| sys::Iovec { base: bytes.as_ptr().cast_mut().cast(), len: bytes.len() };

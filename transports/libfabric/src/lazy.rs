@@ -9,8 +9,8 @@ use p2p_core::slot::SlotLayout;
 
 use crate::{DEFAULT_PROVIDER, FabricNetwork};
 
-/// Something that one caller opens while the others wait for it. A failure is shared by those who waited,
-/// and found again by whoever comes later: what is missing may be installed meanwhile.
+/// A value that one caller opens while the others wait. All callers that waited share a failure.
+/// Later callers retry, because the cause may be gone by then.
 #[derive(Debug)]
 pub(super) struct RetryOnce<T> {
     opened: OnceLock<T>,
@@ -77,7 +77,7 @@ mod tests {
 
     use super::*;
 
-    /// How often a crowd that comes at once opens.
+    /// Number of times that simultaneous callers open.
     fn storm(place: &RetryOnce<u32>, works: bool) -> usize {
         const NUM_THREADS: usize = 64;
         let (start, opened) = (Barrier::new(NUM_THREADS), AtomicUsize::new(0));
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn a_crowd_opens_once_and_a_failure_is_no_verdict_for_ever() {
         let place = RetryOnce::default();
-        // Whoever was late by the length of a search looks again.
+        // A thread that starts late by the length of one attempt makes another.
         let num_searches = storm(&place, false);
         assert!((1..16).contains(&num_searches), "{num_searches} searches");
         assert_eq!(storm(&place, true), 1);

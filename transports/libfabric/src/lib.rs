@@ -1,23 +1,25 @@
-//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, `verbs;ofi_rxm`, `efa` and
-//! `cxi` where there is hardware.
+//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, and `verbs;ofi_rxm`,
+//! `efa` and `cxi` on hosts with that hardware.
 //!
-//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without it
-//! says so in one line and offers its other transports.
+//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without
+//! it reports that in one line and offers its other transports.
 //!
 //! | layer | files |
 //! |---|---|
 //! | sys | `sys` (structures, tables of functions), `load` (symbols) |
-//! | owner | `owner` (objects that close themselves), `lane` (one endpoint), `port` (with its queue and addresses) |
-//! | safe | `device` (the driver, shared by all pairs), `keeper` (a thread that alone calls the library, where it may not come back), `table` (its pairs), `link` (one pair), `outbox` (what waits there), `endpoint` |
+//! | owner | `owner` (objects that close themselves), `fi_endpoint` (one endpoint), `port` (with its queue and addresses) |
+//! | safe | `device` (the driver, shared by all pairs), `library_thread` (the only thread that calls a library whose calls may never return), `table` (a device's pairs), `link` (one pair), `outbox` (its queued operations), `endpoint` |
 //!
-//! How the ordering contract is kept without any promise of the provider about writes and messages is
-//! described in `docs/explanation/memory-model.md`.
+//! `docs/explanation/memory-model.md` describes how the ordering contract is kept without any
+//! promise of the provider about writes and messages.
 //!
-//! Queues have a descriptor to sleep on, to whose epoll set every packet reports. With [`WAIT_VARIABLE`] set
-//! to `poll` they have none: round trips over `tcp;ofi_rxm` get shorter, and whoever waits looks for what
-//! came, after a hundredth of the time since something came, at most 2 ms.
+//! Threads can sleep on a queue's descriptor, and every packet makes a report to its epoll set.
+//! With [`WAIT_VARIABLE`] set to `poll`, queues have no descriptor. Round trips over `tcp;ofi_rxm`
+//! get shorter then. A waiting thread polls instead, at intervals of a hundredth of the time since
+//! the last arrival and at most 2 ms.
 //!
-//! Not here: discovery, and any choice between providers. Whoever opens a [`FabricNetwork`] names one.
+//! Not here: discovery, and any choice between providers. The caller of [`FabricNetwork::open`]
+//! names one.
 
 mod detail;
 mod device;
@@ -73,22 +75,23 @@ use p2p_core::transports::NetworkOpener;
 /// Provider that works between any two hosts.
 pub const DEFAULT_PROVIDER: &str = "tcp;ofi_rxm";
 
-/// Names of the providers on this host that can carry a slot, the library's favourite first.
+/// Names of this host's providers that can carry a slot, in the library's order of preference.
 ///
 /// # Errors
-/// [`LoadError`] when there is no library.
+/// [`LoadError`] if there is no library.
 pub fn providers() -> Result<Vec<String>, LoadError> {
     Ok(port::providers(Library::get()?))
 }
 
-/// Why `provider` would be refused in this environment although it is here, if so.
+/// Why `provider` is refused in this environment although this host has it. `None` if it is not.
 #[must_use]
 pub fn refusal(provider: &str) -> Option<String> {
     rxm::refusal(provider)
 }
 
-/// How a program opens libfabric for slots: `libfabric`, `libfabric:PROVIDER`. `auto` opens the default provider when
-/// the first peer needs it, because the library's search for providers can take seconds.
+/// Opens libfabric for slots: `libfabric` or `libfabric:PROVIDER`. `auto` opens the default
+/// provider only when the first peer needs it, because the library's search for providers can take
+/// seconds.
 #[must_use]
 pub fn opener() -> NetworkOpener {
     NetworkOpener::new(TransportKind::Libfabric, |provider, _| {
@@ -98,7 +101,7 @@ pub fn opener() -> NetworkOpener {
     .lazy_in_auto(|| Arc::new(LazyDefault::default()))
 }
 
-/// How a program opens libfabric for the message engine: `libfabric`, `libfabric:PROVIDER`.
+/// Opens libfabric for the message engine: `libfabric` or `libfabric:PROVIDER`.
 #[must_use]
 pub fn fabric_opener() -> FabricOpener {
     FabricOpener {
@@ -111,20 +114,21 @@ pub fn fabric_opener() -> FabricOpener {
     }
 }
 
-/// One provider of this process. Endpoints are opened per local address, when the first peer needs one.
+/// One provider of this process. It opens an endpoint per local address, when the first peer needs
+/// it.
 #[derive(Debug)]
 pub struct FabricNetwork {
     provider: String,
     is_ip: bool,
-    /// Where calls of the library may never return.
+    /// Bounds for providers whose calls may never return.
     timeouts: Timeouts,
     devices: Mutex<HashMap<Option<IpAddr>, OpenDevice>>,
 }
 
-/// A device that may get pairs.
+/// A device that may get further pairs.
 #[derive(Debug)]
 struct OpenDevice {
-    // Before the stay.
+    // Dropped before the guard.
     device: Arc<Device>,
     _user: UserGuard,
 }
@@ -133,7 +137,8 @@ impl FabricNetwork {
     /// Finds `provider`, such as `tcp;ofi_rxm` (short: `tcp`), `shm` or `verbs;ofi_rxm`.
     ///
     /// # Errors
-    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    /// [`NetworkError`] if there is no library or no such provider; it names the providers that it
+    /// found.
     pub fn open(provider: &str) -> Result<Self, NetworkError> {
         let (info, _) = port::find(library()?, provider, None)?;
         let entry = info.first();
@@ -154,7 +159,7 @@ impl FabricNetwork {
     fn device(&self, route: Route) -> Result<Arc<Device>, NetworkError> {
         let local = self.is_ip.then(|| route.local.to_canonical());
         let mut devices = lock(&self.devices);
-        // Pairs of one that stands still are lost; those to come need not be.
+        // The pairs of a stuck device are lost, but new pairs can use a new device.
         if let Some(open) = devices.get(&local).filter(|open| !open.device.is_stuck()) {
             return Ok(Arc::clone(&open.device));
         }
@@ -183,7 +188,7 @@ impl Network for FabricNetwork {
     }
 }
 
-/// This side of a pair before the peer's is known.
+/// This side of a pair before the peer's side is known.
 #[derive(Debug)]
 struct Side {
     lease: Lease,
@@ -260,6 +265,6 @@ fn library() -> Result<&'static Library, NetworkError> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that holds the lock can leave the table half changed.
+    // No code that holds the lock can leave the table half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,18 +1,20 @@
-//! Small messages by a single write: a ring of cells in the receiver's memory.
+//! Mailboxes: small messages (*mail*) that one write puts into a ring of cells in the receiver's
+//! memory.
 //!
-//! A write of one cell costs a provider over TCP less than a message does: no receive is matched, nothing
-//! is completed, and nobody is signalled. It promises nothing either, so every cell carries its number
-//! and a sum over all of its words, and counts once both fit:
+//! Over TCP a write of one cell costs the provider less than a message: it matches no receive,
+//! completes nothing and signals no thread. The provider also promises nothing about such a write.
+//! So every cell carries its number and a checksum over all of its words, and is valid once both
+//! match:
 //!
 //! ```text
 //! 0     8                14    16
 //! | sum | number of mail | len | message: header, then parts | … | 128
 //! ```
 //!
-//! A cell that came in parts, or is still the one of the lap before, is looked at again later. Messages
-//! that do not fit a cell, or find no free one, go as messages; the sequence numbers of both put them
-//! back into one order ([`Inbound`](super::inbound::Inbound)). The receiver says in everything it sends
-//! how many cells it has read.
+//! A cell that is still incomplete, or still from the lap before, is read again later. Messages
+//! that do not fit a cell, or find no free one, are sent as messages. Both share sequence numbers,
+//! which restore the order ([`Inbound`](super::inbound::Inbound)). Every message of the receiver
+//! says how many cells it has read.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,14 +23,14 @@ use super::owner::CallError;
 use super::port::{MemoryRegistration, Port, Rights};
 use p2p_core::region::Region;
 
-/// Bytes of a cell. Providers over TCP take as much by inject without a copy of their own.
+/// Bytes of a cell. Providers over TCP inject this much without a copy of their own.
 pub(super) const CELL_BYTES: usize = 128;
 /// Longest message that fits a cell.
 pub(super) const MAX_MAIL_BYTES: usize = CELL_BYTES - CELL_HEAD_BYTES;
-/// Cells of a mailbox. One page.
+/// Cells of a mailbox. They fill one page.
 pub(super) const NUM_CELLS: u32 = 32;
 
-/// What a peer must know to send mail.
+/// Where a peer writes its mail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MailboxAddress {
     pub(super) address: u64,
@@ -38,12 +40,12 @@ pub(super) struct MailboxAddress {
 /// The mailbox of one pair, at its receiver.
 #[derive(Debug)]
 pub(super) struct Mailbox {
-    // Before the memory.
+    // Dropped before the memory.
     registered: MemoryRegistration,
     pub(super) memory: Region,
 }
 
-/// Where the next mail of a pair is expected.
+/// Position of the next mail of a pair.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MailboxCursor {
     first: NonNull<u8>,
@@ -51,10 +53,11 @@ pub(super) struct MailboxCursor {
     token: u64,
 }
 
-// SAFETY: points into a mailbox that stays mapped as long as the head is in use; see `Mailbox::head`.
+// SAFETY: points into a mailbox that stays mapped as long as the cursor is in use; see
+// `Mailbox::cursor`.
 unsafe impl Send for MailboxCursor {}
 
-/// A message that was read out of a cell.
+/// A message that was copied out of a cell.
 #[derive(Debug)]
 pub(super) struct Mail {
     words: [u64; NUM_WORDS],
@@ -62,7 +65,7 @@ pub(super) struct Mail {
 }
 
 impl Mailbox {
-    /// An empty one.
+    /// An empty mailbox.
     pub(super) fn new(port: &Port) -> Result<Self, CallError> {
         let memory = Region::anonymous(MAILBOX_BYTES).map_err(|error| CallError {
             op: "make a mailbox",
@@ -73,39 +76,39 @@ impl Mailbox {
         Ok(Self { registered, memory })
     }
 
-    /// Revokes the peer's right to write here. The memory is left, for what is under way.
+    /// Revokes the peer's key. Returns the memory, which writes on their way may still reach.
     pub(super) fn retire(self) -> Region {
         let Self { registered, memory } = self;
         drop(registered);
         memory
     }
 
-    /// What the peer must be told.
+    /// The address to send to the peer.
     pub(super) fn address(&self) -> MailboxAddress {
         MailboxAddress { address: self.registered.base, key: self.registered.key() }
     }
 
-    /// The place of the first mail. Mail must show `token`.
+    /// Position of the first mail. Valid mail carries `token`.
     ///
     /// # Safety
-    /// Neither the cursor nor a copy of it is used once the mailbox is gone.
+    /// Neither the cursor nor a copy of it is used once the mailbox is dropped.
     pub(super) unsafe fn cursor(&self, token: u64) -> MailboxCursor {
         MailboxCursor { first: self.memory.as_ptr(), number: 1, token }
     }
 }
 
 impl MailboxCursor {
-    /// Whether something has begun to come. One load.
+    /// True if the cell carries the expected number. The rest may still be on its way. One load.
     #[inline]
     pub(super) fn has_started(&self) -> bool {
         self.word(1).load(Ordering::Acquire) & NUMBER_MASK == self.number & NUMBER_MASK
     }
 
-    /// The mail, if all of it is there.
+    /// The mail, if it has arrived completely.
     #[inline]
     pub(super) fn read(&self) -> Option<Mail> {
         let mut words = [0; NUM_WORDS];
-        // SYNC POINT `mail`: whatever a peer writes meanwhile makes the sum wrong, not the reading.
+        // SYNC POINT `mail`: a concurrent write makes the checksum wrong, but is no data race.
         words[1] = self.word(1).load(Ordering::Acquire);
         let number_and_len = u64::from_le(words[1]);
         let len = (number_and_len >> NUMBER_BITS) as usize;
@@ -121,7 +124,7 @@ impl MailboxCursor {
             .then_some(Mail { words, len })
     }
 
-    /// The place of the mail behind this one.
+    /// Position of the next mail.
     pub(super) const fn next(self) -> Self {
         Self { number: self.number + 1, ..self }
     }
@@ -133,22 +136,21 @@ impl MailboxCursor {
 
     fn word(&self, nth: usize) -> &AtomicU64 {
         let cell = cell_of(self.number);
-        // SAFETY: within the mailbox, which is mapped (see `Mailbox::head`) and starts at a page;
+        // SAFETY: within the mailbox, which is mapped (see `Mailbox::cursor`) and starts at a page;
         // `nth < NUM_WORDS`. Words of a mailbox are only accessed atomically.
         unsafe { AtomicU64::from_ptr(self.first.as_ptr().add(cell * CELL_BYTES + nth * 8).cast()) }
     }
 }
 
 impl Mail {
-    /// The message.
     pub(super) fn message(&self) -> &[u8] {
         let bytes: &[u8] = bytemuck::cast_slice(&self.words[CELL_HEAD_WORDS..]);
         &bytes[..self.len]
     }
 }
 
-/// The cell for mail `number`, from 1 on, to whoever gave `token`, and the part of it to be written.
-/// `None` for a message that does not fit.
+/// Encodes mail `number`, counted from 1, for the receiver that chose `token`. Returns the cell and
+/// the number of bytes to write, or `None` if the message does not fit.
 #[inline]
 pub(super) fn encode_cell(
     number: u64,
@@ -168,7 +170,7 @@ pub(super) fn encode_cell(
     Some((words, num_words * 8))
 }
 
-/// Bytes from the begin of the mailbox to the cell of mail `number`.
+/// Offset of the cell of mail `number` in the mailbox.
 pub(super) const fn offset_of(number: u64) -> u64 {
     (cell_of(number) * CELL_BYTES) as u64
 }
@@ -177,8 +179,8 @@ const fn cell_of(number: u64) -> usize {
     ((number - 1) % NUM_CELLS as u64) as usize
 }
 
-/// A sum in which every bit of every word counts, and their order. It tells torn cells from whole ones,
-/// and cells of the peer from those of others; a peer can only deceive itself.
+/// A checksum that depends on every bit of every word and on their order. It rejects torn cells and
+/// cells that another peer wrote. A peer can only deceive itself.
 fn sum(token: u64, words: &[u64]) -> u64 {
     words.iter().fold(token ^ words.len() as u64, |sum, word| {
         let mixed = (sum ^ u64::from_le(*word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -186,8 +188,8 @@ fn sum(token: u64, words: &[u64]) -> u64 {
     })
 }
 
-/// Reads `bytes` as a cell, as they are and with the number and the sum that are expected, and gives what
-/// it holds to `each`.
+/// Reads `bytes` as a cell, first unchanged and then with the expected number and checksum. Passes
+/// each message found to `each`.
 #[cfg(fuzzing)]
 pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
     use bytemuck::{bytes_of_mut, cast_slice};
@@ -275,7 +277,7 @@ mod tests {
         assert!(encode_cell(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
     }
 
-    /// Any part of a cell over any part of the one of the lap before is not a mail.
+    /// A random mix of a cell and the one of the lap before is not read.
     #[test]
     fn torn_cells_are_not_read() {
         let seed = rand::random();

@@ -1,4 +1,4 @@
-//! Owners of the library's objects: each closes what it holds, and keeps its parents alive.
+//! Owners of the library's objects. Each closes its object and keeps the object's parents alive.
 
 use std::any::Any;
 use std::ffi::{CStr, CString, c_int};
@@ -8,19 +8,19 @@ use std::sync::Arc;
 use super::load::Library;
 use super::sys;
 
-/// A call of the library failed.
+/// A failed call of the library.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{op}: {text} (code {code})")]
 pub(super) struct CallError {
-    /// The call.
+    /// Name of the call.
     pub(super) op: &'static str,
-    /// Positive code.
+    /// Positive error code.
     pub(super) code: i64,
-    /// What it means.
+    /// The library's description of the code.
     pub(super) text: String,
 }
 
-/// Turns a negative result into an error.
+/// Converts a negative result into an error.
 pub(super) fn check(library: &Library, op: &'static str, result: i64) -> Result<i64, CallError> {
     if result >= 0 {
         return Ok(result);
@@ -28,7 +28,7 @@ pub(super) fn check(library: &Library, op: &'static str, result: i64) -> Result<
     Err(CallError { op, code: -result, text: library.describe(result) })
 }
 
-/// A list of ways to communicate, as `fi_getinfo` gives it.
+/// A list of providers with their capabilities, from `fi_getinfo`.
 pub(super) struct Info {
     library: &'static Library,
     head: NonNull<sys::FiInfo>,
@@ -40,7 +40,7 @@ unsafe impl Send for Info {}
 unsafe impl Sync for Info {}
 
 impl Info {
-    /// Asks for ways to communicate that fit `hints`, from `node` where it is given.
+    /// Queries the providers that fit `hints`, from the local address `node` if it is given.
     pub(super) fn query(
         library: &'static Library,
         node: Option<&str>,
@@ -55,7 +55,8 @@ impl Info {
         let flags = if node.is_some() { sys::FI_SOURCE } else { 0 };
         let node = node.as_ref().map_or(null(), |node| node.as_ptr());
         let mut head = null_mut();
-        // SAFETY: strings end with a zero byte or are null; the hints are the library's own structure.
+        // SAFETY: strings end with a zero byte or are null; the hints are the library's own
+        // structure.
         let result = unsafe {
             (library.getinfo)(
                 library.api_version(),
@@ -75,13 +76,13 @@ impl Info {
         Ok(Self { library, head })
     }
 
-    /// The first, which the library likes best.
+    /// The first member, which the library prefers.
     pub(super) fn first(&self) -> Entry<'_> {
         // SAFETY: the list lives as long as `self`.
         Entry { raw: unsafe { self.head.as_ref() } }
     }
 
-    /// All of them.
+    /// All members.
     pub(super) fn iter(&self) -> impl Iterator<Item = Entry<'_>> {
         std::iter::successors(Some(self.first()), |entry| {
             // SAFETY: a member of the same list, or null.
@@ -151,16 +152,17 @@ impl Entry<'_> {
     }
 }
 
-/// What a communication must be able to do.
+/// Required capabilities, for a query.
 pub(super) struct Hints {
     info: Info,
-    // Points into `info` while a query runs, and is freed here, not by the library.
+    // `info` points to it during a query. It is freed here, not by the library.
     provider: Option<CString>,
 }
 
 impl Hints {
-    /// Reliable datagrams with messages and remote memory access, safe for several threads.
-    /// `extra_caps` beside; small sends of `inject_bytes` without keeping the buffer, 0 for any.
+    /// Asks for reliable datagrams with messages and remote memory access, safe for several
+    /// threads, and for `extra_caps`. Messages of `inject_bytes` must be sent without keeping the
+    /// buffer; 0 accepts any limit.
     pub(super) fn new(
         library: &'static Library,
         provider: Option<&str>,
@@ -171,7 +173,7 @@ impl Hints {
         let head = unsafe { (library.dupinfo)(null()) };
         let head = NonNull::new(head).ok_or_else(|| out_of_memory("fi_allocinfo"))?;
         let mut hints = Self { info: Info { library, head }, provider: None };
-        // SAFETY: just made, owned by nobody else, all parts allocated by the library.
+        // SAFETY: just made, with no other user, all parts allocated by the library.
         unsafe {
             let info = head.as_ptr();
             (*info).caps = sys::FI_MSG | sys::FI_RMA | extra_caps;
@@ -202,7 +204,7 @@ impl Hints {
 impl Drop for Hints {
     fn drop(&mut self) {
         if self.provider.is_some() {
-            // SAFETY: owned; the library frees what stands here with its own allocator.
+            // SAFETY: this owns the string, which the library would free with its own allocator.
             unsafe { (*(*self.info.head.as_ptr()).fabric_attr).prov_name = null_mut() };
         }
     }
@@ -232,7 +234,7 @@ impl<T> Object<T> {
         self.ptr.as_ptr().cast()
     }
 
-    /// Takes over an object after a call that makes one.
+    /// Takes ownership of the object that a call has made.
     ///
     /// # Safety
     /// If `result` is 0 then `ptr` is a fresh object of the library that begins with a `fid`.
@@ -248,23 +250,22 @@ impl<T> Object<T> {
         Ok(Self { ptr, name, library, is_closed: false, _parents: parents })
     }
 
-    /// Closes it, and says if the library does not want to; it stays open then. Afterwards nothing but
-    /// dropping may be done with a closed one.
+    /// Closes the object. A closed object may only be dropped.
     ///
     /// # Errors
-    /// [`CallError`] with the library's reason, such as `EBUSY`.
+    /// [`CallError`] with the library's reason, such as `EBUSY`. The object stays open then.
     pub(super) fn close(&mut self) -> Result<(), CallError> {
         if self.is_closed {
             return Ok(());
         }
-        // SAFETY: a live object; nobody uses it after its only owner has closed it.
+        // SAFETY: a live object; it is not used after its only owner has closed it.
         let result = unsafe { ((*(*self.fid()).ops).close)(self.fid()) };
         check(self.library, "fi_close", result.into())?;
         self.is_closed = true;
         Ok(())
     }
 
-    /// Dropping it leaves it open, because it does not want to be closed.
+    /// Makes dropping leave the object open, after the library has refused to close it.
     pub(super) const fn leave_open(&mut self) {
         self.is_closed = true;
     }
@@ -332,7 +333,7 @@ pub(super) fn open_av(
     }
 }
 
-/// Opens a completion queue whose entries carry data; with a descriptor to wait on, if so wanted.
+/// Opens a completion queue whose entries carry data. `wait_obj` says if it has a descriptor.
 pub(super) fn open_cq(
     library: &'static Library,
     domain: &Arc<Object<sys::FidDomain>>,
@@ -389,12 +390,12 @@ pub(super) fn open_ep(
     Ok(Arc::new(ep))
 }
 
-/// Enables an endpoint, again if something is in the way.
+/// Enables an endpoint, with retries if the name of its memory is taken.
 ///
-/// The provider `shm` names an endpoint's memory in `/dev/shm` after the process's number, the user and a
-/// number of its own. A process that was killed leaves such memory, and who gets its number next finds it:
-/// the library (1.17) takes it for that of a living process, because this one lives, removes its name, and
-/// says `EBUSY`. The name is free after that.
+/// The provider `shm` names an endpoint's memory in `/dev/shm` after the process id, the user and a
+/// number of its own. A killed process leaves such memory behind, and a later process with the same
+/// id finds it. The library (1.17) sees that the process id is alive, because it is its own. It
+/// then removes the name and returns `EBUSY`. The name is free for the next attempt.
 fn enable(library: &'static Library, ep: &Object<sys::FidEp>) -> Result<(), CallError> {
     for attempt in 1.. {
         // SAFETY: a live endpoint with all that it must be bound to.
@@ -414,10 +415,10 @@ fn enable(library: &'static Library, ep: &Object<sys::FidEp>) -> Result<(), Call
     unreachable!("the last attempt returns")
 }
 
-/// Something may come between the removal of a name and the next attempt, but not again and again.
+/// Another object may take the name between its removal and the next attempt, but not every time.
 const MAX_ENABLE_ATTEMPTS: u32 = 4;
 
-/// Registers memory of this host, bound to `ep` if so given.
+/// Registers host memory, bound to `ep` if it is given.
 ///
 /// # Safety
 /// `ptr..ptr+len` stays mapped as long as the registration.

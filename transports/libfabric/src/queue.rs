@@ -10,7 +10,7 @@ use super::port::{Failure, PollOutcome};
 use super::sys;
 use super::wait_mode::WaitMode;
 
-/// A queue of completions. Reading it also moves everything forward that its endpoints have to do.
+/// A completion queue. Reading it also makes progress on all work of its endpoints.
 pub(super) struct Queue {
     cq: Arc<Object<sys::FidCq>>,
     fabric: Arc<Object<sys::FidFabric>>,
@@ -26,7 +26,7 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Opens a queue, with a descriptor if that is wanted and the provider has them.
+    /// Opens a queue, with a descriptor if `wait_mode` asks for one and the provider has them.
     pub(super) fn open(
         library: &'static Library,
         fabric: &Arc<Object<sys::FidFabric>>,
@@ -57,14 +57,14 @@ impl Queue {
         &self.cq
     }
 
-    /// Descriptor that becomes readable when there is something to read.
+    /// Descriptor that becomes readable when the queue has entries.
     #[inline]
     pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the queue owns it and lives as long as `self`.
         self.wait_fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Moves everything forward and takes completions, with their senders.
+    /// Makes progress and reads completions, with their senders. Does not block.
     #[inline]
     pub(super) fn poll(
         &self,
@@ -94,10 +94,10 @@ impl Queue {
         }
     }
 
-    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
+    /// Prepares for sleep on [`wait_fd`](Self::wait_fd). Returns false if the queue has entries.
     pub(super) fn may_sleep(&self) -> bool {
         let mut fids = [self.cq.fid()];
-        // SAFETY: live objects; one of them.
+        // SAFETY: live objects; the array has one element.
         let result = unsafe {
             ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
         };

@@ -1,4 +1,4 @@
-//! Whether queues have a descriptor to sleep on.
+//! The choice between sleeping on a descriptor and polling.
 
 use std::sync::Once;
 
@@ -7,18 +7,18 @@ use super::port::core_of;
 /// Variable that says how to wait for peers: `descriptor`, the default, or `poll`.
 pub const WAIT_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_WAIT";
 
-/// How whoever waits learns that something came.
+/// How a waiting thread learns of arrivals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitMode {
-    /// From the queue's descriptor, where the provider has one: nobody looks in vain, and every packet
-    /// costs a report to the sets that hold the descriptor.
+    /// By the queue's descriptor, if the provider has one. No thread polls in vain, but every
+    /// packet costs a report to the epoll sets with the descriptor.
     Descriptor,
-    /// By looking, the more seldom the longer nothing came.
+    /// By polling, at longer intervals the longer nothing has arrived.
     Poll,
 }
 
 impl WaitMode {
-    /// What the environment asks for.
+    /// Reads the mode from the environment.
     pub(super) fn from_environment(provider: &str) -> Result<Self, String> {
         let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (wish, rxm, tcp) = (value(WAIT_VARIABLE), value(RXM_VARIABLE), value(TCP_VARIABLE));
@@ -36,7 +36,7 @@ impl WaitMode {
         Ok(wait_mode)
     }
 
-    /// `rxm` and `tcp` are the values of the library's own variables.
+    /// Arguments `rxm` and `tcp` are the values of the library's own variables.
     fn choose(
         provider: &str,
         wish: Option<&str>,
@@ -56,7 +56,7 @@ impl WaitMode {
         let own = if core == "tcp" { tcp.or(rxm) } else { rxm };
         let is_dead = core.len() < provider.len()
             && own.is_some_and(|value| value.eq_ignore_ascii_case("pollfd"));
-        // There is a descriptor then, which never fires: `ofi_rxm` adds nothing to it.
+        // The descriptor exists in this case but never fires: `ofi_rxm` adds nothing to it.
         Ok(if is_dead { Self::Poll } else { Self::Descriptor })
     }
 }

@@ -1,4 +1,4 @@
-//! A library that does not come back, made of a real one: reading the queue of one device is replaced.
+//! Tests with a library that does not return: the read function of one device's queue is replaced.
 
 use std::ffi::c_void;
 use std::sync::MutexGuard;
@@ -22,13 +22,13 @@ fn only_providers_that_may_stand_still_have_a_library_thread() {
     assert!(!is_needed("tcp;ofi_rxm") && !is_needed("verbs;ofi_rxm") && !is_needed("efa"));
 }
 
-/// What stands still stands still for the whole process, so for one test at a time.
+/// A blocked library blocks for the whole process, so for one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A network over `shm`, or `None`, loudly.
+/// A network over `shm`, or `None` with a skip message.
 fn network(timeouts: Timeouts) -> Option<FabricNetwork> {
     match FabricNetwork::open("shm") {
         Ok(network) => Some(FabricNetwork { timeouts, ..network }),
@@ -39,8 +39,8 @@ fn network(timeouts: Timeouts) -> Option<FabricNetwork> {
     }
 }
 
-/// Within one process the library follows pointers into endpoints that were closed: they stay, but their
-/// memory goes with the process.
+/// Within one process the library follows pointers into closed endpoints. So they are never closed,
+/// but their memory is removed with the process.
 fn leave_open<const N: usize>(networks: [FabricNetwork; N]) {
     for network in &networks {
         for opened in network.devices.lock().unwrap().values() {
@@ -80,7 +80,7 @@ fn flag_of(side: &Joined) -> u64 {
     flag.load(Ordering::Acquire)
 }
 
-/// A flag that arrives, and a question that is answered.
+/// Sends a flag, and a question that is answered.
 fn exchange(from: &mut Joined, to: &Joined) {
     let before = flag_of(to);
     from.endpoint.add_flag(FLAG, 3).unwrap();
@@ -88,7 +88,7 @@ fn exchange(from: &mut Joined, to: &Joined) {
     assert_eq!(flag_of(to), before + 3);
 }
 
-/// The library stands still whenever it reads the queue of one device, until this is dropped.
+/// Blocks the library in each read of one device's queue, until it is dropped.
 struct Stuck(*mut sys::FidCq);
 
 static IS_HELD: AtomicBool = AtomicBool::new(false);
@@ -122,11 +122,11 @@ unsafe extern "C" fn readfrom(
 }
 
 impl Stuck {
-    /// Once the thread of `device` stands still.
+    /// Returns once the thread of `device` is blocked.
     fn at(device: &Device) -> Self {
         IS_INSIDE.store(false, Ordering::Release);
         let cq = device.port().queue().owner().as_ptr();
-        // SAFETY: a live queue; its table is copied bit by bit, and stays for ever.
+        // SAFETY: a live queue; its table is copied bit by bit, and the copy is never freed.
         unsafe {
             let real = (*cq).ops;
             REAL.store(real, Ordering::Release);
@@ -141,7 +141,7 @@ impl Stuck {
 
 impl Drop for Stuck {
     fn drop(&mut self) {
-        // SAFETY: the thread that stands still keeps the device, and the queue with it.
+        // SAFETY: the blocked thread keeps the device, and the queue with it.
         unsafe { AtomicPtr::from_ptr(&raw mut (*self.0).ops) }
             .store(REAL.load(Ordering::Acquire), Ordering::Release);
         IS_HELD.store(false, Ordering::Release);
@@ -160,7 +160,7 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     let device = a.device(route()).unwrap();
     let stuck = Stuck::at(&device);
 
-    // Nobody who waits waits for ever, and nothing that is called stays inside.
+    // All waits are bounded, and no call blocks inside the library.
     local.endpoint.add_flag(FLAG, 1).unwrap();
     let result = local.endpoint.quiet(Instant::now() + Duration::from_millis(50));
     assert!(matches!(result, Err(QuietError::Deadline { .. })), "{result:?}");
@@ -176,12 +176,13 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     assert!(matches!(result, Err(QuietError::Post(_))), "{result:?}");
     assert!(remote.endpoint.health().is_ok(), "its own library does come back");
 
-    // New pairs have a new device, and go on.
+    // New pairs get a new device, and work.
     let (mut local_again, remote_again) = pair(&a, &b);
     exchange(&mut local_again, &remote_again);
     assert!(!Arc::ptr_eq(&device, &a.device(route()).unwrap()));
 
-    // What uses the old one can be dropped, and is done with when it comes back after all.
+    // The users of the old device can be dropped. They are cleaned up when the library returns
+    // after all.
     drop((local, second, half_open));
     let (sender, is_back) = sync_channel(1);
     device.library_thread().unwrap().submit(move |_| sender.send(()).unwrap_or_default());
@@ -193,7 +194,7 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     std::mem::forget(device);
 }
 
-/// For ever, as far as a test goes.
+/// Longer than any test.
 const UNBOUNDED: Timeouts =
     Timeouts { call: Duration::from_secs(100_000), drain: Duration::from_secs(100_000) };
 
@@ -231,7 +232,7 @@ fn the_last_user_of_a_device_waits_until_what_was_posted_is_taken() {
     local.endpoint.add_flag(FLAG, 3).unwrap();
     let (sender, is_gone) = sync_channel(1);
     std::thread::spawn(move || {
-        // The network first: who is the last one is not known before.
+        // The network first: until then it is unknown which user is the last.
         drop(a);
         drop(local);
         sender.send(IS_HELD.load(Ordering::Acquire)).unwrap_or_default();
@@ -245,7 +246,7 @@ fn the_last_user_of_a_device_waits_until_what_was_posted_is_taken() {
     std::mem::forget(device);
 }
 
-/// A peer, or a library, that takes nothing.
+/// The cause may be a peer or a library that accepts nothing.
 #[test]
 fn the_last_user_of_a_device_waits_within_a_bound() {
     let _alone = alone();

@@ -74,7 +74,7 @@ fn operations_keep_their_order_when_the_library_takes_some_only() {
     assert_eq!((outbox.num(), seen), (0, vec![0, 1, 2, 3, 4]));
 }
 
-/// While the library has one, whether it ever comes back or not.
+/// Covers a library call that may never return.
 #[test]
 fn others_add_and_close_while_the_library_stands_still() {
     let outbox = outbox();
@@ -123,7 +123,7 @@ fn a_failed_pair_throws_away_what_waits() {
     assert_eq!(push(&outbox, op(0)), (PushStatus::Full, false));
 }
 
-/// Messages of full length, as many as operations; when some have gone, as many again.
+/// Queues as many messages of full length as operations, and as many again after some have left.
 #[test]
 fn every_operation_may_be_a_message_of_full_length() {
     let outbox = outbox();
@@ -154,7 +154,7 @@ fn every_operation_may_be_a_message_of_full_length() {
     }
 }
 
-/// What waits seldom stays on the pages of the first message.
+/// Messages in an otherwise empty queue reuse the pages of the first one.
 #[test]
 fn room_is_used_again_from_its_begin() {
     let outbox = outbox();
@@ -188,11 +188,12 @@ fn an_addition_joins_the_one_before_it_unless_the_library_has_that() {
         Some(PostStatus::Accepted)
     }));
     assert_eq!(sums, [(0, 8), (1, 7)]);
-    // Nor does it join what has gone.
+    // Nor does it join a message that has left.
     assert_eq!(send(2, 1), (PushStatus::Queued, true));
 }
 
-/// One posts, one drives, and the library takes what it likes: everything arrives once, in order.
+/// With one poster, one driver and a library that refuses at random, all operations arrive once, in
+/// order.
 #[test]
 fn two_threads_lose_nothing() {
     let seed = rand::random();
