@@ -206,7 +206,10 @@ async fn send(
     Ok(pass::send(stream, nonce, [own.descriptor.as_fd(), own.wake.as_fd()]).await?)
 }
 
-async fn receive(stream: &UnixStream, nonce: &pass::Nonce) -> Result<pass::SlotDescriptors, DeviceError> {
+async fn receive(
+    stream: &UnixStream,
+    nonce: &pass::Nonce,
+) -> Result<pass::SlotDescriptors, DeviceError> {
     let passed = pass::receive(stream).await?;
     if passed.nonce != *nonce {
         let text = "what came belongs to another exchange".to_owned();

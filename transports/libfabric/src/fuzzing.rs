@@ -1,8 +1,8 @@
-//! What fuzz targets reach of the decoders that peers' bytes go through.
+//! Entry points of fuzz targets into the decoders of peers' bytes.
 
 use super::detail::Detail;
 use super::inbound::Inbound;
-use super::mail::{self, MailOffer};
+use super::mailbox::{self, MailboxAddress};
 use super::message::{Action, Credit, HEADER_BYTES, Header, push_part_head};
 
 /// Messages of every kind, one of them with parts.
@@ -32,7 +32,7 @@ pub fn message_samples() -> Vec<Vec<u8>> {
     actions.map(|action| sample(action, 0)).into_iter().chain([sample(actions[1], 3)]).collect()
 }
 
-/// Reads bytes as a message: nothing of it is placed unless all of it is sound, and nothing beyond the
+/// Decodes bytes as a message. No part is placed unless all parts are valid, and none beyond the
 /// slot.
 pub fn check_message(bytes: &[u8]) {
     let Ok(header) = Header::decode(bytes) else { return };
@@ -59,17 +59,17 @@ pub fn check_message(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as a cell of a mailbox, and what it holds as a message.
+/// Decodes bytes as a cell of a mailbox, and its content as a message.
 pub fn check_mail(bytes: &[u8]) {
-    mail::check(bytes, check_message);
+    mailbox::check(bytes, check_message);
 }
 
-/// Reads bytes as what comes of one peer, and in which order: whatever that is, messages are put in place
-/// in the order of their numbers, each once, and none before its writes have landed.
+/// Decodes bytes as one peer's messages and writes, in any order. Messages must be delivered in the
+/// order of their numbers, each once, and none before its writes have arrived.
 pub fn check_order(bytes: &[u8]) {
     let Some((&max_missing, records)) = bytes.split_first() else { return };
     let limit = u32::from(max_missing % 40);
-    // Writes say where they belong, or there are mails.
+    // Writes name the message that they belong to, or there is a mailbox.
     let is_told = max_missing >= 128;
     let mut inbound = if is_told { Inbound::with_window(limit) } else { Inbound::new(limit) };
     let mut next = 0;
@@ -121,7 +121,7 @@ fn placed(header: &Header, next: &mut u32, num_writes: u64) {
 /// Descriptions of a side, with and without a mailbox.
 #[must_use]
 pub fn detail_samples() -> Vec<Vec<u8>> {
-    let mail = Some(MailOffer { address: 4096, key: 8 });
+    let mail = Some(MailboxAddress { address: 4096, key: 8 });
     let detail = Detail {
         slot: 1,
         max_message_bytes: 8192,
@@ -133,8 +133,8 @@ pub fn detail_samples() -> Vec<Vec<u8>> {
     vec![detail.encode(), Detail { mail: None, ..detail }.encode()]
 }
 
-/// Reads bytes as a peer's description of its side. What can be read must be the same when it is written
-/// and read again.
+/// Decodes bytes as a peer's description of its side. Encoding and decoding the result must
+/// reproduce it.
 pub fn check_detail(bytes: &[u8]) {
     if let Ok(detail) = Detail::decode(bytes) {
         assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
