@@ -43,9 +43,9 @@ mod link;
 mod mailbox;
 mod memory;
 mod metadata;
+mod pending;
 mod registering;
 mod shared;
-mod starting;
 mod transfer;
 mod wire;
 
