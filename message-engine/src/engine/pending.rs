@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::descriptor::Descriptor;
 use super::error::{SubmitError, TransferError};
 use super::memory::Span;
-use super::shared::{Command, ConnShared, Move, What};
+use super::shared::{Command, ConnShared, Operation, TransferPart};
 use super::transfer::{Transfer, TransferId};
 
 /// What the parts of a transfer do.
@@ -39,12 +39,12 @@ pub(super) struct PendingTransfer<'a> {
 }
 
 impl TransferKind<'_> {
-    fn what(self, nth: usize) -> What {
+    fn operation(self, nth: usize) -> Operation {
         match self {
-            Self::Send => What::Send,
-            Self::Recv => What::Recv,
-            Self::Write(remote) => What::Write(remote[nth].segment()),
-            Self::Read(remote) => What::Read(remote[nth].segment()),
+            Self::Send => Operation::Send,
+            Self::Recv => Operation::Recv,
+            Self::Write(remote) => Operation::Write(remote[nth].segment()),
+            Self::Read(remote) => Operation::Read(remote[nth].segment()),
         }
     }
 
@@ -138,9 +138,9 @@ impl<'a> PendingTransfer<'a> {
     /// Hands over one part, if there is room.
     fn push_part(&mut self) -> bool {
         let span = &self.spans[self.num_pushed];
-        let part = Command::Move(Move {
+        let part = Command::Transfer(TransferPart {
             conn: self.conn.key,
-            what: self.kind.what(self.num_pushed),
+            operation: self.kind.operation(self.num_pushed),
             transfer: self.id.0 as u32,
             deadline_ns: self.deadline_ns,
             handle: Arc::clone(&span.handle),

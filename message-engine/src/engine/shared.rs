@@ -27,7 +27,7 @@ use p2p_core::wait::signal_event;
 /// What users ask of the thread.
 #[derive(Debug)]
 pub(super) enum Command {
-    Move(Move),
+    Transfer(TransferPart),
     Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
     Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
     Register(Register),
@@ -39,9 +39,9 @@ pub(super) type ConnectReply = Result<Connection, ConnectError>;
 
 /// A part of a transfer.
 #[derive(Debug)]
-pub(super) struct Move {
+pub(super) struct TransferPart {
     pub(super) conn: ConnKey,
-    pub(super) what: What,
+    pub(super) operation: Operation,
     pub(super) transfer: u32,
     pub(super) deadline_ns: u64,
     pub(super) handle: Arc<Handle>,
@@ -51,14 +51,14 @@ pub(super) struct Move {
 
 /// Which transfer.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum What {
+pub(super) enum Operation {
     Send,
     Recv,
     Write(RemoteSegment),
     Read(RemoteSegment),
 }
 
-impl What {
+impl Operation {
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Send => "send",
@@ -339,7 +339,7 @@ impl Shared {
     pub(super) fn fail_queued(&self) {
         while let Some(command) = self.queue.pop() {
             let (transfer, op) = match &command {
-                Command::Move(part) => (part.transfer, part.what.name()),
+                Command::Transfer(part) => (part.transfer, part.operation.name()),
                 Command::Notify { transfer, .. } => (*transfer, "notify"),
                 Command::Connect { reply, .. } => {
                     reply.close();

@@ -1,4 +1,4 @@
-//! What users ask of the engine's thread.
+//! Commands of users to the engine's thread.
 
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use super::meet::Caller;
 use super::reach::start_connecting;
 use crate::engine::error::{CloseReason, ConnectError, TransferError};
 use crate::engine::link::Local;
-use crate::engine::shared::{Command, ConnKey, Move, Register, What};
+use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart};
 
 impl Io {
     /// Carries out what users have asked for.
@@ -37,7 +37,7 @@ impl Io {
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Move(part) => self.begin_move(part),
+            Command::Transfer(part) => self.start_part(part),
             Command::Notify { conn, transfer, deadline_ns, notification } => {
                 if !self.with_live(conn, |link, ports| {
                     link.notify(ports, transfer, deadline_ns, notification);
@@ -66,24 +66,24 @@ impl Io {
         }
     }
 
-    fn begin_move(&mut self, part: Move) {
-        let Move { conn, what, transfer, deadline_ns, handle, offset, bytes } = part;
+    fn start_part(&mut self, part: TransferPart) {
+        let TransferPart { conn, operation, transfer, deadline_ns, handle, offset, bytes } = part;
         let Some(live) = self.live(conn) else {
             drop(handle);
-            return self.too_late(conn, transfer, what.name());
+            return self.too_late(conn, transfer, operation.name());
         };
         let Some(region) = handle.keys.region(live.peer.fabric) else {
             drop(handle);
             let detail = "the memory is not registered with this transport any more".into();
-            let error = TransferError::Fabric { op: what.name(), code: 0, detail };
+            let error = TransferError::Fabric { op: operation.name(), code: 0, detail };
             return self.shared.transfers.finish(transfer, Err(error));
         };
         let local = Local { hold: handle, region, offset, bytes };
-        self.with_live(conn, |link, ports| match what {
-            What::Send => link.send(ports, transfer, deadline_ns, local),
-            What::Recv => link.recv(ports, transfer, deadline_ns, local),
-            What::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
-            What::Read(remote) => link.read(ports, transfer, deadline_ns, local, remote),
+        self.with_live(conn, |link, ports| match operation {
+            Operation::Send => link.send(ports, transfer, deadline_ns, local),
+            Operation::Recv => link.recv(ports, transfer, deadline_ns, local),
+            Operation::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
+            Operation::Read(remote) => link.read(ports, transfer, deadline_ns, local, remote),
         });
     }
 
