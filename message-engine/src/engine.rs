@@ -44,7 +44,7 @@ mod mailbox;
 mod memory;
 mod metadata;
 mod pending;
-mod registering;
+mod registration;
 mod shared;
 mod transfer;
 mod wire;
