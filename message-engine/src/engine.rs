@@ -33,12 +33,12 @@
 mod codec;
 mod config;
 mod connection;
+mod deregistration;
 mod descriptor;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod io;
-mod leaving;
 mod link;
 mod mailbox;
 mod memory;

@@ -170,7 +170,7 @@ impl Io {
             is_busy |= self.poll_sockets(Duration::ZERO);
             is_busy |= self.poll_fabrics();
             is_busy |= self.work(now);
-            self.registry.try_again(&mut self.fabrics, now);
+            self.registry.retry_deregistrations(&mut self.fabrics, now);
             if is_busy {
                 idle_since = None;
                 continue;
@@ -376,7 +376,7 @@ impl Io {
         if !self.stalled.is_empty() {
             timeout = timeout.min(STALLED_SLEEP);
         }
-        if let Some(at) = self.registry.next_try() {
+        if let Some(at) = self.registry.next_attempt() {
             timeout = timeout.min(at.saturating_duration_since(now));
         }
         for fabric in &mut self.fabrics {

@@ -11,8 +11,8 @@ use crossbeam_queue::ArrayQueue;
 
 use super::config::EngineConfig;
 use super::connection::Connection;
+use super::deregistration::DeregistrationReply;
 use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
-use super::leaving::Reply;
 use super::link::Limits;
 use super::mailbox::Mailbox;
 use super::memory::{Handle, Keys, Source};
@@ -31,7 +31,7 @@ pub(super) enum Command {
     Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
     Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
     Register(Register),
-    Release { idx: u32, is_full: bool, reply: Reply },
+    Release { idx: u32, is_full: bool, reply: DeregistrationReply },
     Stop,
 }
 

@@ -16,7 +16,7 @@ impl Io {
         if let Some(later) = self.shared.take_later() {
             is_busy = true;
             for (idx, is_full) in later.released {
-                self.registry.abandon(&mut self.fabrics, idx, is_full);
+                self.registry.deregister_abandoned(&mut self.fabrics, idx, is_full);
             }
             for key in later.closed {
                 if self.live(key).is_some() {
@@ -56,11 +56,11 @@ impl Io {
                 if let Err(Ok(keys)) = reply.push(keys) {
                     // Nobody waits for it any more, and nobody would ever give it back.
                     let is_full = keys.covers(ptr, bytes);
-                    self.registry.abandon(&mut self.fabrics, keys.idx, is_full);
+                    self.registry.deregister_abandoned(&mut self.fabrics, keys.idx, is_full);
                 }
             }
             Command::Release { idx, is_full, reply } => {
-                self.registry.give_back(&mut self.fabrics, idx, is_full, reply);
+                self.registry.deregister(&mut self.fabrics, idx, is_full, reply);
             }
             Command::Stop => self.is_stopping = true,
         }
