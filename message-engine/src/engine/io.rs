@@ -1,7 +1,7 @@
 //! The engine's thread: it owns the fabrics, the connections and the registrations.
 
+mod acceptor;
 mod commands;
-mod door;
 pub(super) mod hello;
 mod live;
 mod meet;
@@ -48,13 +48,13 @@ pub(super) struct Io {
     set: Arc<OwnedFd>,
     listener: TcpListener,
     /// When the listener may be asked again after it failed.
-    listener_rests: Option<Instant>,
+    listener_paused_until: Option<Instant>,
     listening: Outage,
     /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
     /// handshake itself says.
     strangers: BTreeSet<(Rank, u32)>,
     /// When somebody was last said to be turned away.
-    complained: Option<Instant>,
+    last_warning: Option<Instant>,
     places: Vec<Place>,
     /// Places of the connections that stand, by fabric and peer.
     by_peer: HashMap<(usize, PeerId), u32>,
@@ -142,10 +142,10 @@ impl Io {
             config,
             set: Arc::new(set),
             listener,
-            listener_rests: None,
+            listener_paused_until: None,
             listening: Outage::default(),
             strangers: BTreeSet::new(),
-            complained: None,
+            last_warning: None,
             places: Vec::new(),
             by_peer: HashMap::new(),
             free: Vec::new(),
@@ -221,10 +221,10 @@ impl Io {
     fn look_at(&mut self, idx: u32, writable: bool) {
         match std::mem::replace(&mut self.places[idx as usize], Place::Busy) {
             Place::Meeting(mut meeting) => {
-                self.leave_door(idx, &meeting);
+                self.remove_pending(idx, &meeting);
                 match self.advance_meeting(&mut meeting, writable) {
                     Outcome::Going => {
-                        self.enter_door(idx, &meeting);
+                        self.add_pending(idx, &meeting);
                         self.places[idx as usize] = Place::Meeting(meeting);
                     }
                     Outcome::Over => self.vacate(idx),
@@ -335,7 +335,9 @@ impl Io {
         self.next_deadline_ns = u64::MAX;
         for idx in 0..self.places.len() as u32 {
             match &mut self.places[idx as usize] {
-                Place::Meeting(meeting) if meeting.deadline <= now => self.turn_away(idx, None),
+                Place::Meeting(meeting) if meeting.deadline <= now => {
+                    self.abort_handshake(idx, None)
+                }
                 Place::Meeting(meeting) => {
                     let deadline_ns = self.shared.ns(meeting.deadline);
                     self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
@@ -363,7 +365,7 @@ impl Io {
                 _ => {}
             }
         }
-        self.wake_listener(now);
+        self.resume_listener(now);
     }
 
     fn sleep(&mut self, now: Instant) {
@@ -439,7 +441,7 @@ impl Drop for Io {
     fn drop(&mut self) {
         // Whatever is still there ends as a loss, also when the thread panics.
         for idx in 0..self.places.len() as u32 {
-            self.turn_away(idx, Some(ConnectError::Stopped));
+            self.abort_handshake(idx, Some(ConnectError::Stopped));
             self.close(idx, &CloseReason::Stopped);
         }
         self.registry.stop();

@@ -348,7 +348,7 @@ impl Io {
         if is_rejected {
             return Outcome::Over;
         }
-        self.complain_of_handshake(&message);
+        self.warn_refused(&message);
         meeting.say(&Message::Reject { message });
         meeting.step = Step::Rejected;
         let is_told = self.flush_meeting(meeting).is_ok();

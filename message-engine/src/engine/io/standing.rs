@@ -70,7 +70,7 @@ impl Io {
         // In the middle of its handshake, which happens to few.
         let is_theirs = |place: &Place| matches!(place, Place::Meeting(meeting) if meeting.has_joined(fabric, peer));
         if let Some(idx) = self.places.iter().position(is_theirs) {
-            self.turn_away(idx as u32, None);
+            self.abort_handshake(idx as u32, None);
         }
     }
 
@@ -117,7 +117,7 @@ impl Io {
         for idx in 0..self.places.len() as u32 {
             match &self.places[idx as usize] {
                 Place::Live(_) => self.close(idx, &CloseReason::Stopped),
-                Place::Meeting(_) => self.turn_away(idx, Some(ConnectError::Stopped)),
+                Place::Meeting(_) => self.abort_handshake(idx, Some(ConnectError::Stopped)),
                 _ => {}
             }
         }

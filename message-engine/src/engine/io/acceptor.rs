@@ -31,7 +31,7 @@ impl Io {
                     if let Some(num_failures) = self.listening.failed(Instant::now()) {
                         tracing::error!(%error, num_failures, "cannot accept connections; {HINT}");
                     }
-                    return self.rest_listener();
+                    return self.pause_listener();
                 }
             };
             if let Some(num_failures) = self.listening.worked() {
@@ -39,18 +39,18 @@ impl Io {
             }
             let Some(stream) = stream else { return };
             if self.strangers.len() >= self.config.max_handshakes {
-                self.turn_one_away(false);
+                self.evict_handshake(false);
             }
             let deadline = Instant::now() + self.config.handshake_timeout;
             if let Err((error, _)) = self.place(deadline, None, Ok(stream)) {
-                self.complain(|| format!("a connection is not served: {error}"));
+                self.warn_rate_limited(|| format!("a connection is not served: {error}"));
             }
         }
     }
 
     /// Listens again after a rest.
-    pub(super) fn wake_listener(&mut self, now: Instant) {
-        let Some(until) = self.listener_rests else { return };
+    pub(super) fn resume_listener(&mut self, now: Instant) {
+        let Some(until) = self.listener_paused_until else { return };
         if until > now {
             self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
             return;
@@ -58,19 +58,19 @@ impl Io {
         let (data, flags) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
         match epoll::add(&*self.set, &self.listener, data, flags) {
             // It may never have been taken out.
-            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_rests = None,
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
             Err(error) => {
                 if let Some(num_failures) = self.listening.failed(now) {
                     tracing::error!(%error, num_failures, "cannot listen; {HINT}");
                 }
-                self.rest_listener();
+                self.pause_listener();
             }
         }
     }
 
-    fn rest_listener(&mut self) {
-        let until = Instant::now() + LISTENER_REST;
-        self.listener_rests = Some(until);
+    fn pause_listener(&mut self) {
+        let until = Instant::now() + LISTENER_PAUSE;
+        self.listener_paused_until = Some(until);
         self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
         // Where it is not in the set any more, that is what is wanted.
         let _ = epoll::delete(&*self.set, &self.listener);
@@ -81,7 +81,7 @@ impl Io {
         let is_full = self.free.is_empty() && self.places.len() >= self.config.max_connections;
         if is_full {
             // Whoever has something to say has it before somebody who has said nothing.
-            self.turn_one_away(true);
+            self.evict_handshake(true);
         }
         if let Some(idx) = self.free.pop() {
             return Ok(idx);
@@ -114,7 +114,7 @@ impl Io {
             Ok(wire) => {
                 self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
                 let meeting = Meeting::new(wire, deadline, caller);
-                self.enter_door(idx, &meeting);
+                self.add_pending(idx, &meeting);
                 self.places[idx as usize] = Place::Meeting(Box::new(meeting));
                 Ok(())
             }
@@ -126,10 +126,10 @@ impl Io {
     }
 
     /// Ends a handshake. Its caller, if it has one, is told `error`, or that it took too long.
-    pub(super) fn turn_away(&mut self, idx: u32, error: Option<ConnectError>) {
+    pub(super) fn abort_handshake(&mut self, idx: u32, error: Option<ConnectError>) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
         if let Place::Meeting(mut meeting) = place {
-            self.leave_door(idx, &meeting);
+            self.remove_pending(idx, &meeting);
             self.end_meeting(&mut meeting, error);
             self.vacate(idx);
         } else {
@@ -138,49 +138,51 @@ impl Io {
     }
 
     /// Counts a handshake as long as it goes on, if a stranger has begun it.
-    pub(super) fn enter_door(&mut self, idx: u32, meeting: &Meeting) {
+    pub(super) fn add_pending(&mut self, idx: u32, meeting: &Meeting) {
         if meeting.is_strangers() {
             self.strangers.insert((meeting.rank(), idx));
         }
     }
 
     /// Does so no more: it is through, one way or the other, or about to say more.
-    pub(super) fn leave_door(&mut self, idx: u32, meeting: &Meeting) {
+    pub(super) fn remove_pending(&mut self, idx: u32, meeting: &Meeting) {
         self.strangers.remove(&(meeting.rank(), idx));
     }
 
-    /// Ends the handshake of the stranger who has said the least for the longest time; with `is_silent`
+    /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
     /// only one who has said nothing that counts.
-    fn turn_one_away(&mut self, is_silent: bool) {
+    fn evict_handshake(&mut self, only_silent: bool) {
         if let Some((rank, idx)) = self.strangers.first().copied()
-            && !(rank.has_introduced_itself && is_silent)
+            && !(rank.has_introduced_itself && only_silent)
         {
-            self.complain(|| "too many handshakes at once: the oldest is given up".to_owned());
-            self.turn_away(idx, None);
+            self.warn_rate_limited(|| {
+                "too many handshakes at once: the oldest is given up".to_owned()
+            });
+            self.abort_handshake(idx, None);
         }
     }
 
     /// Says that somebody is not served, now and then: whoever can cause it can cause it often.
-    fn complain(&mut self, what: impl FnOnce() -> String) {
+    fn warn_rate_limited(&mut self, what: impl FnOnce() -> String) {
         let now = Instant::now();
-        if self.complained.is_none_or(|last| now - last >= COMPLAINT_PAUSE) {
-            self.complained = Some(now);
+        if self.last_warning.is_none_or(|last| now - last >= WARNING_INTERVAL) {
+            self.last_warning = Some(now);
             tracing::warn!("{}", what());
         }
     }
 
     /// The same for a handshake that was refused.
-    pub(super) fn complain_of_handshake(&mut self, why: &str) {
-        self.complain(|| format!("handshake refused: {why}"));
+    pub(super) fn warn_refused(&mut self, why: &str) {
+        self.warn_rate_limited(|| format!("handshake refused: {why}"));
     }
 }
 
 /// Connections taken in before others have their turn.
 const MAX_ACCEPTS: usize = 64;
-const LISTENER_REST: Duration = Duration::from_millis(100);
+const LISTENER_PAUSE: Duration = Duration::from_millis(100);
 const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";
-const COMPLAINT_PAUSE: Duration = Duration::from_secs(1);
+const WARNING_INTERVAL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -189,16 +191,16 @@ mod tests {
 
     /// Other deadlines come and go while the listener rests, and none of them may be its last.
     #[test]
-    fn a_resting_listener_is_woken_whatever_expires_before() {
+    fn a_paused_listener_resumes_whatever_expires_before() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
-        io.rest_listener();
-        let until = io.listener_rests.unwrap();
-        let early = until - LISTENER_REST / 2;
+        io.pause_listener();
+        let until = io.listener_paused_until.unwrap();
+        let early = until - LISTENER_PAUSE / 2;
         io.expire(early, io.shared.ns(early));
         assert_eq!(io.next_deadline_ns, io.shared.ns(until));
-        assert_eq!(io.listener_rests, Some(until));
+        assert_eq!(io.listener_paused_until, Some(until));
         io.expire(until, io.shared.ns(until));
-        assert_eq!((io.listener_rests, io.next_deadline_ns), (None, u64::MAX));
+        assert_eq!((io.listener_paused_until, io.next_deadline_ns), (None, u64::MAX));
         let stream = TcpStream::connect(io.listener.local_addr().unwrap()).unwrap();
         io.poll_sockets(Duration::from_secs(30));
         assert_eq!(io.strangers.len(), 1, "{stream:?} was not heard");
@@ -220,7 +222,7 @@ mod tests {
         }
         let listed = |io: &Io| io.strangers.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
         assert_eq!(listed(&io), [0, 1, 2, 3, 4]);
-        io.turn_one_away(false);
+        io.evict_handshake(false);
         assert_eq!(listed(&io), [1, 2, 3, 4]);
         // Who leaves, or says nonsense and is told so, is looked at.
         drop(streams.remove(3));
@@ -241,7 +243,7 @@ mod tests {
             assert_eq!(meeting.rank(), *rank);
         }
         for num_left in (0..4).rev() {
-            io.turn_one_away(true);
+            io.evict_handshake(true);
             assert_eq!(io.strangers.len(), num_left);
         }
     }
