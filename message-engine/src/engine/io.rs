@@ -2,9 +2,9 @@
 
 mod acceptor;
 mod commands;
+mod handshake;
 pub(super) mod hello;
 mod live;
-mod meet;
 mod reach;
 mod socket;
 mod standing;
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
+use self::handshake::{EvictionKey, Handshake, Outcome};
 use self::live::{Live, Peer, Ports, parse_token};
-use self::meet::{Meeting, Outcome, Rank};
 use self::reach::outward;
 use super::config::{EngineConfig, default_fabrics};
 use super::error::{CloseReason, ConnectError, StartError};
@@ -52,7 +52,7 @@ pub(super) struct Io {
     listening: Outage,
     /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
     /// handshake itself says.
-    strangers: BTreeSet<(Rank, u32)>,
+    strangers: BTreeSet<(EvictionKey, u32)>,
     /// When somebody was last said to be turned away.
     last_warning: Option<Instant>,
     places: Vec<Place>,
@@ -77,7 +77,7 @@ enum Place {
     Free,
     /// Taken out while it is being looked at.
     Busy,
-    Meeting(Box<Meeting>),
+    Handshake(Box<Handshake>),
     Live(Box<Live>),
     /// Closed; the fabric still holds operations.
     Closing(Box<Link<Arc<Handle>>>, Peer),
@@ -220,16 +220,16 @@ impl Io {
 
     fn look_at(&mut self, idx: u32, writable: bool) {
         match std::mem::replace(&mut self.places[idx as usize], Place::Busy) {
-            Place::Meeting(mut meeting) => {
-                self.remove_pending(idx, &meeting);
-                match self.advance_meeting(&mut meeting, writable) {
-                    Outcome::Going => {
-                        self.add_pending(idx, &meeting);
-                        self.places[idx as usize] = Place::Meeting(meeting);
+            Place::Handshake(mut handshake) => {
+                self.remove_pending(idx, &handshake);
+                match self.advance_handshake(&mut handshake, writable) {
+                    Outcome::InProgress => {
+                        self.add_pending(idx, &handshake);
+                        self.places[idx as usize] = Place::Handshake(handshake);
                     }
-                    Outcome::Over => self.vacate(idx),
-                    Outcome::Stands { fabric, id, who } => {
-                        self.establish(idx, *meeting, fabric, id, &who);
+                    Outcome::Ended => self.vacate(idx),
+                    Outcome::Established { fabric, id, who } => {
+                        self.establish(idx, *handshake, fabric, id, &who);
                     }
                 }
             }
@@ -335,11 +335,11 @@ impl Io {
         self.next_deadline_ns = u64::MAX;
         for idx in 0..self.places.len() as u32 {
             match &mut self.places[idx as usize] {
-                Place::Meeting(meeting) if meeting.deadline <= now => {
+                Place::Handshake(handshake) if handshake.deadline <= now => {
                     self.abort_handshake(idx, None)
                 }
-                Place::Meeting(meeting) => {
-                    let deadline_ns = self.shared.ns(meeting.deadline);
+                Place::Handshake(handshake) => {
+                    let deadline_ns = self.shared.ns(handshake.deadline);
                     self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
                 }
                 Place::Live(live) => {

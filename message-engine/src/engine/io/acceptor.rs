@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::meet::{Caller, Meeting};
+use super::handshake::{ConnectCaller, Handshake};
 use super::socket::Wire;
 use super::{Io, LISTENER, Place};
 use crate::engine::error::ConnectError;
@@ -98,9 +98,9 @@ impl Io {
     pub(super) fn place(
         &mut self,
         deadline: Instant,
-        caller: Option<Caller>,
+        caller: Option<ConnectCaller>,
         stream: io::Result<TcpStream>,
-    ) -> Result<(), (io::Error, Option<Caller>)> {
+    ) -> Result<(), (io::Error, Option<ConnectCaller>)> {
         let stream = match stream {
             Ok(stream) => stream,
             Err(error) => return Err((error, caller)),
@@ -113,9 +113,9 @@ impl Io {
         match Wire::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
             Ok(wire) => {
                 self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
-                let meeting = Meeting::new(wire, deadline, caller);
-                self.add_pending(idx, &meeting);
-                self.places[idx as usize] = Place::Meeting(Box::new(meeting));
+                let handshake = Handshake::new(wire, deadline, caller);
+                self.add_pending(idx, &handshake);
+                self.places[idx as usize] = Place::Handshake(Box::new(handshake));
                 Ok(())
             }
             Err(error) => {
@@ -128,9 +128,9 @@ impl Io {
     /// Ends a handshake. Its caller, if it has one, is told `error`, or that it took too long.
     pub(super) fn abort_handshake(&mut self, idx: u32, error: Option<ConnectError>) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
-        if let Place::Meeting(mut meeting) = place {
-            self.remove_pending(idx, &meeting);
-            self.end_meeting(&mut meeting, error);
+        if let Place::Handshake(mut handshake) = place {
+            self.remove_pending(idx, &handshake);
+            self.close_handshake(&mut handshake, error);
             self.vacate(idx);
         } else {
             self.places[idx as usize] = place;
@@ -138,22 +138,22 @@ impl Io {
     }
 
     /// Counts a handshake as long as it goes on, if a stranger has begun it.
-    pub(super) fn add_pending(&mut self, idx: u32, meeting: &Meeting) {
-        if meeting.is_strangers() {
-            self.strangers.insert((meeting.rank(), idx));
+    pub(super) fn add_pending(&mut self, idx: u32, handshake: &Handshake) {
+        if handshake.is_incoming() {
+            self.strangers.insert((handshake.eviction_key(), idx));
         }
     }
 
     /// Does so no more: it is through, one way or the other, or about to say more.
-    pub(super) fn remove_pending(&mut self, idx: u32, meeting: &Meeting) {
-        self.strangers.remove(&(meeting.rank(), idx));
+    pub(super) fn remove_pending(&mut self, idx: u32, handshake: &Handshake) {
+        self.strangers.remove(&(handshake.eviction_key(), idx));
     }
 
     /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
     /// only one who has said nothing that counts.
     fn evict_handshake(&mut self, only_silent: bool) {
-        if let Some((rank, idx)) = self.strangers.first().copied()
-            && !(rank.has_introduced_itself && only_silent)
+        if let Some((eviction_key, idx)) = self.strangers.first().copied()
+            && !(eviction_key.is_identified && only_silent)
         {
             self.warn_rate_limited(|| {
                 "too many handshakes at once: the oldest is given up".to_owned()
@@ -238,9 +238,9 @@ mod tests {
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4, 3]);
-        for (rank, idx) in &io.strangers {
-            let Place::Meeting(meeting) = &io.places[*idx as usize] else { panic!("{idx}") };
-            assert_eq!(meeting.rank(), *rank);
+        for (eviction_key, idx) in &io.strangers {
+            let Place::Handshake(handshake) = &io.places[*idx as usize] else { panic!("{idx}") };
+            assert_eq!(handshake.eviction_key(), *eviction_key);
         }
         for num_left in (0..4).rev() {
             io.evict_handshake(true);

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::Io;
-use super::meet::Caller;
+use super::handshake::ConnectCaller;
 use super::reach::start_connecting;
 use crate::engine::error::{CloseReason, ConnectError, TransferError};
 use crate::engine::link::Local;
@@ -46,7 +46,7 @@ impl Io {
                 }
             }
             Command::Connect { addr, deadline, reply } => {
-                self.begin_connect(deadline, Caller { addr, reply });
+                self.begin_connect(deadline, ConnectCaller { addr, reply });
             }
             Command::Register(Register { ptr, bytes, access, source, reply }) => {
                 let fabrics = &mut self.fabrics;
@@ -95,7 +95,7 @@ impl Io {
         self.shared.transfers.finish(transfer, Err(error));
     }
 
-    fn begin_connect(&mut self, deadline: Instant, caller: Caller) {
+    fn begin_connect(&mut self, deadline: Instant, caller: ConnectCaller) {
         let stream = start_connecting(caller.addr);
         if let Err((error, Some(caller))) = self.place(deadline, Some(caller), stream) {
             let (addr, detail) = (caller.addr.to_string(), error.to_string());

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::handshake::Handshake;
 use super::live::{Live, Peer, Ports};
-use super::meet::Meeting;
 use super::{Io, Place, hello, offer_of};
 use crate::engine::connection::Connection;
 use crate::engine::error::{CloseReason, ConnectError};
@@ -18,7 +18,7 @@ impl Io {
     pub(super) fn establish(
         &mut self,
         idx: u32,
-        mut meeting: Meeting,
+        mut handshake: Handshake,
         fabric: usize,
         id: PeerId,
         who: &hello::Who,
@@ -30,10 +30,10 @@ impl Io {
                 tracing::warn!(%error, "a connection is not served");
                 self.fabrics[fabric].close_peer(id);
                 let addr =
-                    meeting.wire.addrs().map_or_else(|_| String::new(), |(_, to)| to.to_string());
+                    handshake.wire.addrs().map_or_else(|_| String::new(), |(_, to)| to.to_string());
                 let detail =
                     format!("this side cannot serve it: {error}; see `credit.max_senders`");
-                self.end_meeting(&mut meeting, Some(ConnectError::Foreign { addr, detail }));
+                self.close_handshake(&mut handshake, Some(ConnectError::Foreign { addr, detail }));
                 return self.vacate(idx);
             }
         };
@@ -42,15 +42,15 @@ impl Io {
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
         let transport = offer_of(&*self.fabrics[fabric]);
-        let peer = Self::peer_info(&meeting, who);
+        let peer = Self::peer_info(&handshake, who);
         let by = (fabric, transport);
         let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, who.limits));
         let weak = Arc::downgrade(&conn);
         lock(&self.shared.live).push(weak.clone());
         let link = Link::new(self.config.limits(), who.limits, self.config.chunk_bytes);
         let peer = Peer { key, conn: weak, engine_id: who.engine_id, fabric, id, sender, reads };
-        self.announce(&mut meeting, Connection { shared: conn });
-        let live = Live { wire: meeting.wire, peer, link, is_dirty: false, lost_ns: u64::MAX };
+        self.report_established(&mut handshake, Connection { shared: conn });
+        let live = Live { wire: handshake.wire, peer, link, is_dirty: false, lost_ns: u64::MAX };
         self.places[idx as usize] = Place::Live(Box::new(live));
         self.by_peer.insert((fabric, id), idx);
         // Frames may have come along with the last word.
@@ -68,7 +68,7 @@ impl Io {
             return;
         }
         // In the middle of its handshake, which happens to few.
-        let is_theirs = |place: &Place| matches!(place, Place::Meeting(meeting) if meeting.has_joined(fabric, peer));
+        let is_theirs = |place: &Place| matches!(place, Place::Handshake(handshake) if handshake.has_joined(fabric, peer));
         if let Some(idx) = self.places.iter().position(is_theirs) {
             self.abort_handshake(idx as u32, None);
         }
@@ -117,7 +117,7 @@ impl Io {
         for idx in 0..self.places.len() as u32 {
             match &self.places[idx as usize] {
                 Place::Live(_) => self.close(idx, &CloseReason::Stopped),
-                Place::Meeting(_) => self.abort_handshake(idx, Some(ConnectError::Stopped)),
+                Place::Handshake(_) => self.abort_handshake(idx, Some(ConnectError::Stopped)),
                 _ => {}
             }
         }
