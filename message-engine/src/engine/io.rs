@@ -52,7 +52,7 @@ pub(super) struct Io {
     listening: Outage,
     /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
     /// handshake itself says.
-    strangers: BTreeSet<(EvictionKey, u32)>,
+    pending_handshakes: BTreeSet<(EvictionKey, u32)>,
     /// When somebody was last said to be turned away.
     last_warning: Option<Instant>,
     places: Vec<Place>,
@@ -144,7 +144,7 @@ impl Io {
             listener,
             listener_paused_until: None,
             listening: Outage::default(),
-            strangers: BTreeSet::new(),
+            pending_handshakes: BTreeSet::new(),
             last_warning: None,
             places: Vec::new(),
             by_peer: HashMap::new(),

@@ -38,7 +38,7 @@ impl Io {
                 tracing::info!(num_failures, "connections are accepted again");
             }
             let Some(stream) = stream else { return };
-            if self.strangers.len() >= self.config.max_handshakes {
+            if self.pending_handshakes.len() >= self.config.max_handshakes {
                 self.evict_handshake(false);
             }
             let deadline = Instant::now() + self.config.handshake_timeout;
@@ -140,19 +140,19 @@ impl Io {
     /// Counts a handshake as long as it goes on, if a stranger has begun it.
     pub(super) fn add_pending(&mut self, idx: u32, handshake: &Handshake) {
         if handshake.is_incoming() {
-            self.strangers.insert((handshake.eviction_key(), idx));
+            self.pending_handshakes.insert((handshake.eviction_key(), idx));
         }
     }
 
     /// Does so no more: it is through, one way or the other, or about to say more.
     pub(super) fn remove_pending(&mut self, idx: u32, handshake: &Handshake) {
-        self.strangers.remove(&(handshake.eviction_key(), idx));
+        self.pending_handshakes.remove(&(handshake.eviction_key(), idx));
     }
 
     /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
     /// only one who has said nothing that counts.
     fn evict_handshake(&mut self, only_silent: bool) {
-        if let Some((eviction_key, idx)) = self.strangers.first().copied()
+        if let Some((eviction_key, idx)) = self.pending_handshakes.first().copied()
             && !(eviction_key.is_identified && only_silent)
         {
             self.warn_rate_limited(|| {
@@ -203,48 +203,49 @@ mod tests {
         assert_eq!((io.listener_paused_until, io.next_deadline_ns), (None, u64::MAX));
         let stream = TcpStream::connect(io.listener.local_addr().unwrap()).unwrap();
         io.poll_sockets(Duration::from_secs(30));
-        assert_eq!(io.strangers.len(), 1, "{stream:?} was not heard");
+        assert_eq!(io.pending_handshakes.len(), 1, "{stream:?} was not heard");
     }
 
     /// The list of strangers is what a look at every place would find, in the order in which they go.
     #[test]
-    fn strangers_go_in_the_order_in_which_they_came() {
+    fn handshakes_are_evicted_in_the_order_of_their_arrival() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
         let addr = io.listener.local_addr().unwrap();
         let mut streams = Vec::new();
         let limit = Instant::now() + Duration::from_secs(30);
         for num in 1..=5 {
             streams.push(TcpStream::connect(addr).unwrap());
-            while io.strangers.len() < num {
+            while io.pending_handshakes.len() < num {
                 assert!(Instant::now() < limit, "{num} strangers were not heard");
                 io.poll_sockets(Duration::from_millis(10));
             }
         }
-        let listed = |io: &Io| io.strangers.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
+        let listed =
+            |io: &Io| io.pending_handshakes.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
         assert_eq!(listed(&io), [0, 1, 2, 3, 4]);
         io.evict_handshake(false);
         assert_eq!(listed(&io), [1, 2, 3, 4]);
         // Who leaves, or says nonsense and is told so, is looked at.
         drop(streams.remove(3));
-        while io.strangers.len() == 4 {
+        while io.pending_handshakes.len() == 4 {
             assert!(Instant::now() < limit, "the end was not heard");
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4]);
         // The place of the one who has gone is taken again, by one who has more time.
         streams.push(TcpStream::connect(addr).unwrap());
-        while io.strangers.len() < 4 {
+        while io.pending_handshakes.len() < 4 {
             assert!(Instant::now() < limit, "the last one was not heard");
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4, 3]);
-        for (eviction_key, idx) in &io.strangers {
+        for (eviction_key, idx) in &io.pending_handshakes {
             let Place::Handshake(handshake) = &io.places[*idx as usize] else { panic!("{idx}") };
             assert_eq!(handshake.eviction_key(), *eviction_key);
         }
         for num_left in (0..4).rev() {
             io.evict_handshake(true);
-            assert_eq!(io.strangers.len(), num_left);
+            assert_eq!(io.pending_handshakes.len(), num_left);
         }
     }
 }
