@@ -228,8 +228,8 @@ impl Io {
                         self.places[idx as usize] = Place::Handshake(handshake);
                     }
                     Outcome::Ended => self.vacate(idx),
-                    Outcome::Established { fabric, id, who } => {
-                        self.establish(idx, *handshake, fabric, id, &who);
+                    Outcome::Established { fabric, id, hello } => {
+                        self.establish(idx, *handshake, fabric, id, &hello);
                     }
                 }
             }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hello::{HEADER_BYTES, Message, Side, Who};
+use super::hello::{HEADER_BYTES, Message, PeerHello, Side};
 use super::socket::{Read1, Wire};
 use super::{Io, offer_of};
 use crate::engine::PeerInfo;
@@ -29,7 +29,7 @@ pub(super) struct Handshake {
     /// Who wants to know how it ends.
     caller: Option<ConnectCaller>,
     is_incoming: bool,
-    peer: Option<Who>,
+    peer: Option<PeerHello>,
     /// What the connecting side offers and was not tried.
     offered: Vec<Side>,
 }
@@ -73,7 +73,7 @@ pub(super) enum Outcome {
     Established {
         fabric: usize,
         id: PeerId,
-        who: Who,
+        hello: PeerHello,
     },
 }
 
@@ -165,13 +165,13 @@ impl Io {
         }
     }
 
-    pub(super) fn peer_info(handshake: &Handshake, who: &Who) -> PeerInfo {
+    pub(super) fn peer_info(handshake: &Handshake, hello: &PeerHello) -> PeerInfo {
         let ip = handshake.wire.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
         PeerInfo {
-            engine_id: who.engine_id,
-            addr: SocketAddr::new(ip.ip(), who.port),
-            gpu_index: who.gpu_index,
-            pci_bdf: who.pci_bdf.clone(),
+            engine_id: hello.engine_id,
+            addr: SocketAddr::new(ip.ip(), hello.port),
+            gpu_index: hello.gpu_index,
+            pci_bdf: hello.pci_bdf.clone(),
         }
     }
 
@@ -220,7 +220,7 @@ impl Io {
         message: Message,
     ) -> Result<Option<Outcome>, Failure> {
         match (handshake.step, message) {
-            (Step::AwaitHello, Message::Hello { who, ticket, sides }) => {
+            (Step::AwaitHello, Message::Hello { hello, ticket, sides }) => {
                 if let Some(expected) = &self.config.ticket
                     && !equal_in_constant_time(expected.as_bytes(), &ticket)
                 {
@@ -233,7 +233,7 @@ impl Io {
                         "{untaken} bytes of notifications wait here to be taken, at most {most} may"
                     )));
                 }
-                handshake.peer = Some(who);
+                handshake.peer = Some(hello);
                 handshake.offered = sides;
                 self.choose(handshake)?;
             }
@@ -242,13 +242,13 @@ impl Io {
                 self.choose(handshake)?;
             }
             (Step::AwaitReady, Message::Ready) => {
-                if let (Some(FabricPeer { fabric, id }), Some(who)) =
+                if let (Some(FabricPeer { fabric, id }), Some(hello)) =
                     (handshake.opened.pop(), handshake.peer.take())
                 {
-                    return Ok(Some(Outcome::Established { fabric, id, who }));
+                    return Ok(Some(Outcome::Established { fabric, id, hello }));
                 }
             }
-            (Step::AwaitWelcome, Message::Welcome { who, side }) => {
+            (Step::AwaitWelcome, Message::Welcome { hello, side }) => {
                 let position = handshake
                     .opened
                     .iter()
@@ -262,7 +262,7 @@ impl Io {
                         self.close_opened(handshake);
                         handshake.say(&Message::Ready);
                         let FabricPeer { fabric, id } = opened;
-                        return Ok(Some(Outcome::Established { fabric, id, who }));
+                        return Ok(Some(Outcome::Established { fabric, id, hello }));
                     }
                     Err(error) => {
                         tracing::debug!(%error, "cannot join by {}", side.offer);
@@ -295,7 +295,7 @@ impl Io {
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
-        handshake.say(&Message::Hello { who: self.who(), ticket, sides });
+        handshake.say(&Message::Hello { hello: self.own_hello(), ticket, sides });
         handshake.step = Step::AwaitWelcome;
         Ok(())
     }
@@ -322,7 +322,7 @@ impl Io {
                 Ok((id, detail)) => {
                     handshake.opened.push(FabricPeer { fabric, id });
                     let side = Side { offer, detail };
-                    handshake.say(&Message::Welcome { who: self.who(), side });
+                    handshake.say(&Message::Welcome { hello: self.own_hello(), side });
                     handshake.step = Step::AwaitReady;
                     return Ok(());
                 }
@@ -394,9 +394,9 @@ impl Io {
         offer_of(&*self.fabrics[fabric])
     }
 
-    fn who(&self) -> Who {
+    fn own_hello(&self) -> PeerHello {
         let metadata = &self.shared.metadata;
-        Who {
+        PeerHello {
             engine_id: metadata.engine_id,
             port: metadata.addr.port(),
             gpu_index: metadata.gpu_index,

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::handshake::Handshake;
+use super::hello::PeerHello;
 use super::live::{Live, Peer, Ports};
-use super::{Io, Place, hello, offer_of};
+use super::{Io, Place, offer_of};
 use crate::engine::connection::Connection;
 use crate::engine::error::{CloseReason, ConnectError};
 use crate::engine::link::Link;
@@ -21,7 +22,7 @@ impl Io {
         mut handshake: Handshake,
         fabric: usize,
         id: PeerId,
-        who: &hello::Who,
+        hello: &PeerHello,
     ) {
         let places = self.credit.join().and_then(|sender| Ok((sender, self.credit.join()?)));
         let (sender, reads) = match places {
@@ -42,13 +43,13 @@ impl Io {
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
         let transport = offer_of(&*self.fabrics[fabric]);
-        let peer = Self::peer_info(&handshake, who);
+        let peer = Self::peer_info(&handshake, hello);
         let by = (fabric, transport);
-        let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, who.limits));
+        let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, hello.limits));
         let weak = Arc::downgrade(&conn);
         lock(&self.shared.live).push(weak.clone());
-        let link = Link::new(self.config.limits(), who.limits, self.config.chunk_bytes);
-        let peer = Peer { key, conn: weak, engine_id: who.engine_id, fabric, id, sender, reads };
+        let link = Link::new(self.config.limits(), hello.limits, self.config.chunk_bytes);
+        let peer = Peer { key, conn: weak, engine_id: hello.engine_id, fabric, id, sender, reads };
         self.report_established(&mut handshake, Connection { shared: conn });
         let live = Live { wire: handshake.wire, peer, link, is_dirty: false, lost_ns: u64::MAX };
         self.places[idx as usize] = Place::Live(Box::new(live));
