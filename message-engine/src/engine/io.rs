@@ -2,12 +2,12 @@
 
 mod acceptor;
 mod commands;
+mod establish;
 mod handshake;
 pub(super) mod hello;
 mod live;
 mod reach;
 mod socket;
-mod standing;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;

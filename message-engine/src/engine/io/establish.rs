@@ -63,7 +63,7 @@ impl Io {
     pub(super) fn lose(&mut self, fabric: usize, peer: PeerId) {
         let known = self.by_peer.get(&(fabric, peer));
         if let Some(Place::Live(live)) = known.and_then(|idx| self.places.get_mut(*idx as usize)) {
-            let lost_ns = self.shared.ns(Instant::now() + LAST_WORDS);
+            let lost_ns = self.shared.ns(Instant::now() + LOSS_DELAY);
             live.lost_ns = live.lost_ns.min(lost_ns);
             self.next_deadline_ns = self.next_deadline_ns.min(lost_ns);
             return;
@@ -134,5 +134,5 @@ impl Io {
 
 const MAX_ENDED: usize = 64;
 /// Time for what a peer has said before its data connection ended.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const LOSS_DELAY: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
