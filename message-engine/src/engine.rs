@@ -333,10 +333,10 @@ impl Engine {
 
     /// Connections that stand.
     fn connections(&self) -> impl Iterator<Item = Connection> + use<> {
-        let mut live = lock(&self.shared.live);
-        live.retain(|weak| weak.strong_count() > 0);
-        let found: Vec<_> = live.iter().filter_map(Weak::upgrade).collect();
-        drop(live);
+        let mut connections = lock(&self.shared.connections);
+        connections.retain(|weak| weak.strong_count() > 0);
+        let found: Vec<_> = connections.iter().filter_map(Weak::upgrade).collect();
+        drop(connections);
         found
             .into_iter()
             .filter(|shared| shared.closed.get().is_none())

@@ -2,10 +2,10 @@
 
 mod acceptor;
 mod commands;
+mod connection;
 mod establish;
 mod handshake;
 pub(super) mod hello;
-mod live;
 mod reach;
 mod socket;
 
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
+use self::connection::{ActiveConnection, Peer, Ports, parse_token};
 use self::handshake::{EvictionKey, Handshake, Outcome};
-use self::live::{Live, Peer, Ports, parse_token};
 use self::reach::outward;
 use super::config::{EngineConfig, default_fabrics};
 use super::error::{CloseReason, ConnectError, StartError};
@@ -78,7 +78,7 @@ enum Place {
     /// Taken out while it is being looked at.
     Busy,
     Handshake(Box<Handshake>),
-    Live(Box<Live>),
+    Active(Box<ActiveConnection>),
     /// Closed; the fabric still holds operations.
     Closing(Box<Link<Arc<Handle>>>, Peer),
 }
@@ -233,11 +233,11 @@ impl Io {
                     }
                 }
             }
-            Place::Live(mut live) => {
+            Place::Active(mut connection) => {
                 let now_ns = self.shared.ns(Instant::now());
-                let fabric = &mut *self.fabrics[live.peer.fabric];
-                let received = live.receive(fabric, &mut self.credit, &self.shared, now_ns);
-                self.places[idx as usize] = Place::Live(live);
+                let fabric = &mut *self.fabrics[connection.peer.fabric];
+                let received = connection.receive(fabric, &mut self.credit, &self.shared, now_ns);
+                self.places[idx as usize] = Place::Active(connection);
                 match received {
                     Ok(()) => self.touch(idx),
                     Err(reason) => self.close(idx, &reason),
@@ -257,7 +257,7 @@ impl Io {
             let (idx, tag) = parse_token(token);
             let Some(place) = self.places.get_mut(idx as usize) else { continue };
             let (link, peer) = match place {
-                Place::Live(live) => (&mut live.link, &live.peer),
+                Place::Active(connection) => (&mut connection.link, &connection.peer),
                 Place::Closing(link, peer) => (&mut **link, &*peer),
                 _ => continue,
             };
@@ -265,7 +265,7 @@ impl Io {
             link.on_done(&mut ports, tag, result);
             match place {
                 Place::Closing(link, _) if link.num_in_flight() == 0 => self.vacate(idx),
-                Place::Live(_) => self.touch(idx),
+                Place::Active(_) => self.touch(idx),
                 _ => {}
             }
         }
@@ -288,14 +288,14 @@ impl Io {
             match action {
                 Action::Credit { sender, credit } => {
                     let idx = self.by_sender[sender.slot()];
-                    let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else {
+                    let Some(Place::Active(connection)) = self.places.get_mut(idx as usize) else {
                         continue;
                     };
-                    if live.peer.sender == sender {
-                        live.link.say(Frame::Credit(credit));
+                    if connection.peer.sender == sender {
+                        connection.link.say(Frame::Credit(credit));
                         self.touch(idx);
-                    } else if live.peer.reads == sender {
-                        live.link.on_pull_credit(credit);
+                    } else if connection.peer.reads == sender {
+                        connection.link.on_pull_credit(credit);
                         self.touch(idx);
                     }
                 }
@@ -310,17 +310,24 @@ impl Io {
         }
         for _ in 0..self.dirty.len() {
             let Some(idx) = self.dirty.pop_front() else { break };
-            let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
-            live.is_dirty = false;
-            let mut ports =
-                Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &live.peer, now_ns);
-            live.link.progress(&mut ports);
-            if live.link.waits_for_fabric() {
+            let Some(Place::Active(connection)) = self.places.get_mut(idx as usize) else {
+                continue;
+            };
+            connection.is_dirty = false;
+            let mut ports = Ports::new(
+                &mut self.fabrics,
+                &mut self.credit,
+                &self.shared,
+                &connection.peer,
+                now_ns,
+            );
+            connection.link.progress(&mut ports);
+            if connection.link.waits_for_fabric() {
                 self.stalled.push(idx);
             }
-            self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
-            match live.flush(self.set.as_fd()) {
-                Ok(()) if live.link.has_room_again() => self.touch(idx),
+            self.next_deadline_ns = self.next_deadline_ns.min(connection.link.next_deadline_ns());
+            match connection.flush(self.set.as_fd()) {
+                Ok(()) if connection.link.has_room_again() => self.touch(idx),
                 Ok(()) => {}
                 Err(reason) => self.close(idx, &reason),
             }
@@ -342,19 +349,19 @@ impl Io {
                     let deadline_ns = self.shared.ns(handshake.deadline);
                     self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
                 }
-                Place::Live(live) => {
+                Place::Active(connection) => {
                     let mut ports = Ports::new(
                         &mut self.fabrics,
                         &mut self.credit,
                         &self.shared,
-                        &live.peer,
+                        &connection.peer,
                         now_ns,
                     );
-                    let expired = live.link.expire(&mut ports, now_ns);
-                    let next_ns = live.link.next_deadline_ns().min(live.lost_ns);
+                    let expired = connection.link.expire(&mut ports, now_ns);
+                    let next_ns = connection.link.next_deadline_ns().min(connection.lost_ns);
                     self.next_deadline_ns = self.next_deadline_ns.min(next_ns);
                     match expired {
-                        Ok(()) if live.lost_ns <= now_ns => {
+                        Ok(()) if connection.lost_ns <= now_ns => {
                             let how = "the connection for its data has ended".into();
                             self.close(idx, &CloseReason::Lost(how));
                         }
@@ -399,24 +406,26 @@ impl Io {
         self.free.push(idx);
     }
 
-    fn live(&self, key: ConnKey) -> Option<&Live> {
+    fn connection(&self, key: ConnKey) -> Option<&ActiveConnection> {
         match self.places.get(key.idx as usize) {
-            Some(Place::Live(live)) if live.peer.key == key => Some(live),
+            Some(Place::Active(connection)) if connection.peer.key == key => Some(connection),
             _ => None,
         }
     }
 
     /// Lets `act` work on a connection; false when it has ended.
-    fn with_live(
+    fn with_connection(
         &mut self,
         key: ConnKey,
         act: impl FnOnce(&mut Link<Arc<Handle>>, &mut Ports<'_>),
     ) -> bool {
-        let Some(Place::Live(live)) = self.places.get_mut(key.idx as usize) else { return false };
-        if live.peer.key != key {
+        let Some(Place::Active(connection)) = self.places.get_mut(key.idx as usize) else {
+            return false;
+        };
+        if connection.peer.key != key {
             return false;
         }
-        let Live { peer, link, .. } = &mut **live;
+        let ActiveConnection { peer, link, .. } = &mut **connection;
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
         act(link, &mut ports);
         self.touch(key.idx);
@@ -425,8 +434,8 @@ impl Io {
 
     /// Remembers to let a connection go on.
     fn touch(&mut self, idx: u32) {
-        if let Some(Place::Live(live)) = self.places.get_mut(idx as usize)
-            && !std::mem::replace(&mut live.is_dirty, true)
+        if let Some(Place::Active(connection)) = self.places.get_mut(idx as usize)
+            && !std::mem::replace(&mut connection.is_dirty, true)
         {
             self.dirty.push_back(idx);
         }

@@ -170,7 +170,7 @@ pub(super) struct Shared {
     pub(super) accepted: Mailbox<Connection>,
     later: Mutex<Later>,
     has_later: AtomicBool,
-    pub(super) live: Mutex<Vec<Weak<ConnShared>>>,
+    pub(super) connections: Mutex<Vec<Weak<ConnShared>>>,
     pub(super) endpoints: Mutex<Vec<Connection>>,
 }
 
@@ -202,7 +202,7 @@ impl Shared {
             accepted: Mailbox::default(),
             later: Mutex::default(),
             has_later: AtomicBool::new(false),
-            live: Mutex::default(),
+            connections: Mutex::default(),
             endpoints: Mutex::default(),
         }
     }
@@ -215,7 +215,7 @@ impl Shared {
     /// Takes a connection that is about to end out of every list: nobody is to be given it.
     pub(super) fn forget(&self, conn: &Weak<ConnShared>) {
         self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
-        lock(&self.live).retain(|other| !other.ptr_eq(conn));
+        lock(&self.connections).retain(|other| !other.ptr_eq(conn));
     }
 
     /// Puts a notification where users take it.

@@ -19,7 +19,7 @@ impl Io {
                 self.registry.deregister_abandoned(&mut self.fabrics, idx, is_full);
             }
             for key in later.closed {
-                if self.live(key).is_some() {
+                if self.connection(key).is_some() {
                     self.close(key.idx, &CloseReason::Local);
                 }
             }
@@ -39,7 +39,7 @@ impl Io {
         match command {
             Command::Transfer(part) => self.start_part(part),
             Command::Notify { conn, transfer, deadline_ns, notification } => {
-                if !self.with_live(conn, |link, ports| {
+                if !self.with_connection(conn, |link, ports| {
                     link.notify(ports, transfer, deadline_ns, notification);
                 }) {
                     self.too_late(conn, transfer, "notify");
@@ -68,18 +68,18 @@ impl Io {
 
     fn start_part(&mut self, part: TransferPart) {
         let TransferPart { conn, operation, transfer, deadline_ns, handle, offset, bytes } = part;
-        let Some(live) = self.live(conn) else {
+        let Some(connection) = self.connection(conn) else {
             drop(handle);
             return self.too_late(conn, transfer, operation.name());
         };
-        let Some(region) = handle.keys.region(live.peer.fabric) else {
+        let Some(region) = handle.keys.region(connection.peer.fabric) else {
             drop(handle);
             let detail = "the memory is not registered with this transport any more".into();
             let error = TransferError::Fabric { op: operation.name(), code: 0, detail };
             return self.shared.transfers.finish(transfer, Err(error));
         };
         let local = Local { hold: handle, region, offset, bytes };
-        self.with_live(conn, |link, ports| match operation {
+        self.with_connection(conn, |link, ports| match operation {
             Operation::Send => link.send(ports, transfer, deadline_ns, local),
             Operation::Recv => link.recv(ports, transfer, deadline_ns, local),
             Operation::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
@@ -104,9 +104,11 @@ impl Io {
     }
 
     fn open_notify_window(&mut self, key: ConnKey) {
-        if let Some(conn) = self.live(key).and_then(|live| live.peer.conn.upgrade()) {
+        if let Some(conn) =
+            self.connection(key).and_then(|connection| connection.peer.conn.upgrade())
+        {
             let taken = conn.all_taken();
-            self.with_live(key, |link, _| link.taken(taken));
+            self.with_connection(key, |link, _| link.taken(taken));
         }
     }
 }

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::connection::{ActiveConnection, Peer, Ports};
 use super::handshake::Handshake;
 use super::hello::PeerHello;
-use super::live::{Live, Peer, Ports};
 use super::{Io, Place, offer_of};
 use crate::engine::connection::Connection;
 use crate::engine::error::{CloseReason, ConnectError};
@@ -47,12 +47,18 @@ impl Io {
         let by = (fabric, transport);
         let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, hello.limits));
         let weak = Arc::downgrade(&conn);
-        lock(&self.shared.live).push(weak.clone());
+        lock(&self.shared.connections).push(weak.clone());
         let link = Link::new(self.config.limits(), hello.limits, self.config.chunk_bytes);
         let peer = Peer { key, conn: weak, engine_id: hello.engine_id, fabric, id, sender, reads };
         self.report_established(&mut handshake, Connection { shared: conn });
-        let live = Live { wire: handshake.wire, peer, link, is_dirty: false, lost_ns: u64::MAX };
-        self.places[idx as usize] = Place::Live(Box::new(live));
+        let connection = ActiveConnection {
+            wire: handshake.wire,
+            peer,
+            link,
+            is_dirty: false,
+            lost_ns: u64::MAX,
+        };
+        self.places[idx as usize] = Place::Active(Box::new(connection));
         self.by_peer.insert((fabric, id), idx);
         // Frames may have come along with the last word.
         self.look_at(idx, false);
@@ -62,9 +68,11 @@ impl Io {
     /// peer that has closed it in good order, which may be under way.
     pub(super) fn lose(&mut self, fabric: usize, peer: PeerId) {
         let known = self.by_peer.get(&(fabric, peer));
-        if let Some(Place::Live(live)) = known.and_then(|idx| self.places.get_mut(*idx as usize)) {
+        if let Some(Place::Active(connection)) =
+            known.and_then(|idx| self.places.get_mut(*idx as usize))
+        {
             let lost_ns = self.shared.ns(Instant::now() + LOSS_DELAY);
-            live.lost_ns = live.lost_ns.min(lost_ns);
+            connection.lost_ns = connection.lost_ns.min(lost_ns);
             self.next_deadline_ns = self.next_deadline_ns.min(lost_ns);
             return;
         }
@@ -78,11 +86,11 @@ impl Io {
     /// Ends a connection: first the peer's access, then its transfers.
     pub(super) fn close(&mut self, idx: u32, reason: &CloseReason) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
-        let Place::Live(live) = place else {
+        let Place::Active(connection) = place else {
             self.places[idx as usize] = place;
             return;
         };
-        let Live { mut wire, peer, mut link, .. } = *live;
+        let ActiveConnection { mut wire, peer, mut link, .. } = *connection;
         self.by_peer.remove(&(peer.fabric, peer.id));
         let conn = peer.conn.upgrade();
         self.shared.forget(&peer.conn);
@@ -117,7 +125,7 @@ impl Io {
     pub(super) fn stop(&mut self) {
         for idx in 0..self.places.len() as u32 {
             match &self.places[idx as usize] {
-                Place::Live(_) => self.close(idx, &CloseReason::Stopped),
+                Place::Active(_) => self.close(idx, &CloseReason::Stopped),
                 Place::Handshake(_) => self.abort_handshake(idx, Some(ConnectError::Stopped)),
                 _ => {}
             }

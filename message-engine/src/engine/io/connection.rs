@@ -16,7 +16,7 @@ use p2p_core::endpoint::PostError;
 
 /// The thread's side of a connection.
 #[derive(Debug)]
-pub(super) struct Live {
+pub(super) struct ActiveConnection {
     pub(super) wire: Wire,
     pub(super) peer: Peer,
     pub(super) link: Link<Arc<Handle>>,
@@ -61,7 +61,7 @@ impl<'a> Ports<'a> {
     }
 }
 
-impl Live {
+impl ActiveConnection {
     /// Takes in what has arrived. An error ends the connection.
     pub(super) fn receive(
         &mut self,
