@@ -1,12 +1,12 @@
 //! The engine's thread: it owns the fabrics, the connections and the registrations.
 
 mod acceptor;
+mod address;
 mod commands;
 mod connection;
 mod establish;
 mod handshake;
 pub(super) mod hello;
-mod reach;
 mod socket;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
+use self::address::reachable_ip;
 use self::connection::{ActiveConnection, Peer, Ports, parse_token};
 use self::handshake::{EvictionKey, Handshake, Outcome};
-use self::reach::outward;
 use super::config::{EngineConfig, default_fabrics};
 use super::error::{CloseReason, ConnectError, StartError};
 use super::link::Link;
@@ -106,7 +106,7 @@ impl Io {
         // The standard library's backlog is too short for a storm of peers.
         rustix::net::listen(&listener, BACKLOG).map_err(|e| system("listen")(e.into()))?;
         let port = listener.local_addr().map_err(system("listen"))?.port();
-        let ip = config.advertise.unwrap_or_else(|| outward(bind.ip()));
+        let ip = config.advertise.unwrap_or_else(|| reachable_ip(bind.ip()));
         let mut fabrics = std::mem::take(&mut config.fabrics);
         if fabrics.is_empty() {
             fabrics = default_fabrics(bind.ip(), config.advertise)?;

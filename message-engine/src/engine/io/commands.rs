@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use super::Io;
+use super::address::start_connecting;
 use super::handshake::ConnectCaller;
-use super::reach::start_connecting;
 use crate::engine::error::{CloseReason, ConnectError, TransferError};
 use crate::engine::link::Local;
 use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart};
