@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::handshake::{ConnectCaller, Handshake};
-use super::socket::Wire;
+use super::socket::ControlSocket;
 use super::{Io, LISTENER, Place};
 use crate::engine::error::ConnectError;
 
@@ -110,10 +110,10 @@ impl Io {
             Err(error) => return Err((error, caller)),
         };
         let timeout = self.config.liveness_timeout;
-        match Wire::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
-            Ok(wire) => {
+        match ControlSocket::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
+            Ok(socket) => {
                 self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
-                let handshake = Handshake::new(wire, deadline, caller);
+                let handshake = Handshake::new(socket, deadline, caller);
                 self.add_pending(idx, &handshake);
                 self.places[idx as usize] = Place::Handshake(Box::new(handshake));
                 Ok(())

@@ -30,8 +30,10 @@ impl Io {
             Err(error) => {
                 tracing::warn!(%error, "a connection is not served");
                 self.fabrics[fabric].close_peer(id);
-                let addr =
-                    handshake.wire.addrs().map_or_else(|_| String::new(), |(_, to)| to.to_string());
+                let addr = handshake
+                    .socket
+                    .addrs()
+                    .map_or_else(|_| String::new(), |(_, to)| to.to_string());
                 let detail =
                     format!("this side cannot serve it: {error}; see `credit.max_senders`");
                 self.close_handshake(&mut handshake, Some(ConnectError::Foreign { addr, detail }));
@@ -52,7 +54,7 @@ impl Io {
         let peer = Peer { key, conn: weak, engine_id: hello.engine_id, fabric, id, sender, reads };
         self.report_established(&mut handshake, Connection { shared: conn });
         let connection = ActiveConnection {
-            wire: handshake.wire,
+            socket: handshake.socket,
             peer,
             link,
             is_dirty: false,
@@ -90,7 +92,7 @@ impl Io {
             self.places[idx as usize] = place;
             return;
         };
-        let ActiveConnection { mut wire, peer, mut link, .. } = *connection;
+        let ActiveConnection { mut socket, peer, mut link, .. } = *connection;
         self.by_peer.remove(&(peer.fabric, peer.id));
         let conn = peer.conn.upgrade();
         self.shared.forget(&peer.conn);
@@ -104,8 +106,8 @@ impl Io {
         if matches!(reason, CloseReason::Local | CloseReason::Stopped) {
             // Best effort: a peer that does not read learns it from the end of the stream.
             link.say(Frame::Goodbye);
-            let _ = wire.write(link.output());
-            wire.finish();
+            let _ = socket.write(link.output());
+            socket.finish();
         }
         self.fabrics[peer.fabric].close_peer(peer.id);
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &peer, 0);

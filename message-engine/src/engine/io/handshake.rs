@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hello::{HEADER_BYTES, Message, PeerHello, Side};
-use super::socket::{Read1, Wire};
+use super::socket::{ControlSocket, ReadOutcome};
 use super::{Io, offer_of};
 use crate::engine::PeerInfo;
 use crate::engine::connection::Connection;
@@ -20,7 +20,7 @@ use p2p_core::network::{Offer, Route};
 /// A connection that does not stand yet.
 #[derive(Debug)]
 pub(super) struct Handshake {
-    pub(super) wire: Wire,
+    pub(super) socket: ControlSocket,
     pub(super) deadline: Instant,
     out: Vec<u8>,
     step: Step,
@@ -88,10 +88,14 @@ enum Failure {
 }
 
 impl Handshake {
-    pub(super) fn new(wire: Wire, deadline: Instant, caller: Option<ConnectCaller>) -> Self {
+    pub(super) fn new(
+        socket: ControlSocket,
+        deadline: Instant,
+        caller: Option<ConnectCaller>,
+    ) -> Self {
         let step = if caller.is_some() { Step::Connecting } else { Step::AwaitHello };
         Self {
-            wire,
+            socket,
             deadline,
             out: Vec::new(),
             step,
@@ -123,7 +127,8 @@ impl Handshake {
     }
 
     fn route(&self) -> Result<(Route, SocketAddr), Failure> {
-        let (local, remote) = self.wire.addrs().map_err(|error| Failure::Io(error.to_string()))?;
+        let (local, remote) =
+            self.socket.addrs().map_err(|error| Failure::Io(error.to_string()))?;
         Ok((Route { local: local.ip(), remote: remote.ip() }, remote))
     }
 }
@@ -166,7 +171,8 @@ impl Io {
     }
 
     pub(super) fn peer_info(handshake: &Handshake, hello: &PeerHello) -> PeerInfo {
-        let ip = handshake.wire.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
+        let ip =
+            handshake.socket.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
         PeerInfo {
             engine_id: hello.engine_id,
             addr: SocketAddr::new(ip.ip(), hello.port),
@@ -184,7 +190,7 @@ impl Io {
             if !writable {
                 return Ok(Outcome::InProgress);
             }
-            handshake.wire.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
+            handshake.socket.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
             self.say_hello(handshake)?;
         }
         loop {
@@ -196,20 +202,22 @@ impl Io {
                 }
                 continue;
             }
-            let head = handshake.wire.received().first_chunk();
+            let head = handshake.socket.received().first_chunk();
             let body_bytes = head.and_then(|head| Message::body_bytes(head).ok()).unwrap_or(0);
-            match handshake.wire.read(HEADER_BYTES + body_bytes) {
-                Read1::Some if handshake.step == Step::Rejected => {
-                    let received = handshake.wire.received().len();
-                    handshake.wire.consume(received);
+            match handshake.socket.read(HEADER_BYTES + body_bytes) {
+                ReadOutcome::Data if handshake.step == Step::Rejected => {
+                    let received = handshake.socket.received().len();
+                    handshake.socket.consume(received);
                     // Once a turn: it may send faster than this reads, and there are others, and a
                     // deadline to look at.
                     return Ok(Outcome::InProgress);
                 }
-                Read1::Some => {}
-                Read1::Nothing => return Ok(Outcome::InProgress),
-                Read1::Closed(_) if handshake.step == Step::Rejected => return Ok(Outcome::Ended),
-                Read1::Closed(how) => return Err(Failure::Io(how)),
+                ReadOutcome::Data => {}
+                ReadOutcome::WouldBlock => return Ok(Outcome::InProgress),
+                ReadOutcome::Closed(_) if handshake.step == Step::Rejected => {
+                    return Ok(Outcome::Ended);
+                }
+                ReadOutcome::Closed(how) => return Err(Failure::Io(how)),
             }
         }
     }
@@ -364,22 +372,22 @@ impl Io {
         handshake.say(&Message::Reject { message });
         handshake.step = Step::Rejected;
         let is_flushed = self.flush_handshake(handshake).is_ok();
-        let received = handshake.wire.received().len();
-        handshake.wire.consume(received);
+        let received = handshake.socket.received().len();
+        handshake.socket.consume(received);
         if is_flushed { Outcome::InProgress } else { Outcome::Ended }
     }
 
     fn flush_handshake(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
         while !handshake.out.is_empty() {
-            match handshake.wire.write(&handshake.out) {
+            match handshake.socket.write(&handshake.out) {
                 Ok(0) => break,
                 Ok(written) => drop(handshake.out.drain(..written)),
                 Err(error) => return Err(Failure::Io(error.to_string())),
             }
         }
-        handshake.wire.want_out(self.set(), !handshake.out.is_empty());
+        handshake.socket.want_out(self.set(), !handshake.out.is_empty());
         if handshake.out.is_empty() && handshake.step == Step::Rejected {
-            handshake.wire.finish();
+            handshake.socket.finish();
         }
         Ok(())
     }
@@ -411,13 +419,13 @@ fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
     if matches!(handshake.step, Step::Connecting | Step::Rejected) {
         return Ok(None);
     }
-    let received = handshake.wire.received();
+    let received = handshake.socket.received();
     let Some((header, rest)) = received.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };
     let body_bytes = Message::body_bytes(header).map_err(Failure::Foreign)?;
     let Some(body) = rest.get(..body_bytes) else { return Ok(None) };
     let message = Message::decode(header, body).map_err(Failure::Foreign)?;
-    handshake.wire.consume(HEADER_BYTES + body_bytes);
+    handshake.socket.consume(HEADER_BYTES + body_bytes);
     Ok(Some(message))
 }
