@@ -7,15 +7,15 @@ use super::{Credit, CreditConfig, CreditError, Demand, GrantOrder, within};
 /// A sender's place at a receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SenderId {
-    slot: u32,
+    index: u32,
     generation: u32,
 }
 
 impl SenderId {
     /// Its place, below [`CreditConfig::max_senders`]: free again when it has left.
     #[must_use]
-    pub const fn slot(self) -> usize {
-        self.slot as usize
+    pub const fn index(self) -> usize {
+        self.index as usize
     }
 }
 
@@ -145,12 +145,12 @@ impl CreditReceiver {
     /// # Errors
     /// [`CreditError::Full`].
     pub fn join(&mut self) -> Result<SenderId, CreditError> {
-        let slot = self.free.pop().ok_or(CreditError::Full { max: self.config.max_senders })?;
-        let sender = &mut self.senders[slot as usize];
+        let index = self.free.pop().ok_or(CreditError::Full { max: self.config.max_senders })?;
+        let sender = &mut self.senders[index as usize];
         let generation = sender.generation;
         *sender = Sender { present: true, generation, ..Sender::default() };
         self.num_senders += 1;
-        Ok(SenderId { slot, generation })
+        Ok(SenderId { index, generation })
     }
 
     /// Forgets a sender; what it was granted is free again. Call it when nothing of it can arrive any
@@ -232,7 +232,7 @@ impl CreditReceiver {
     pub fn next_action(&mut self) -> Option<Action> {
         let idx = self.news.first()?;
         let sender = &mut self.senders[idx as usize];
-        let id = SenderId { slot: idx, generation: sender.generation };
+        let id = SenderId { index: idx, generation: sender.generation };
         let action = if std::mem::take(&mut sender.tell_stall) {
             Action::Stalled { sender: id, outstanding_bytes: sender.outstanding() }
         } else {
@@ -284,9 +284,9 @@ impl CreditReceiver {
     }
 
     fn find(&self, id: SenderId) -> Result<u32, CreditError> {
-        match self.senders.get(id.slot()) {
-            Some(sender) if sender.present && sender.generation == id.generation => Ok(id.slot),
-            _ => Err(CreditError::Unknown { slot: id.slot, generation: id.generation }),
+        match self.senders.get(id.index()) {
+            Some(sender) if sender.present && sender.generation == id.generation => Ok(id.index),
+            _ => Err(CreditError::Unknown { index: id.index, generation: id.generation }),
         }
     }
 

@@ -287,7 +287,7 @@ impl Io {
         while let Some(action) = self.credit.next_action() {
             match action {
                 Action::Credit { sender, credit } => {
-                    let idx = self.by_sender[sender.slot()];
+                    let idx = self.by_sender[sender.index()];
                     let Some(Place::Active(connection)) = self.places.get_mut(idx as usize) else {
                         continue;
                     };

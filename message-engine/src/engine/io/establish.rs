@@ -40,8 +40,8 @@ impl Io {
                 return self.vacate(idx);
             }
         };
-        self.by_sender[sender.slot()] = idx;
-        self.by_sender[reads.slot()] = idx;
+        self.by_sender[sender.index()] = idx;
+        self.by_sender[reads.index()] = idx;
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
         let transport = offer_of(&*self.fabrics[fabric]);
