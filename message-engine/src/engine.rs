@@ -294,7 +294,7 @@ impl Engine {
     pub fn stats(&self) -> EngineStats {
         EngineStats {
             num_connections: self.connections().count(),
-            num_transfers: self.shared.transfers.num_taken(),
+            num_transfers: self.shared.transfers.num_in_use(),
             num_rounds: self.shared.transfers.pulse.num_rounds(),
         }
     }
