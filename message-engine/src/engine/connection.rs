@@ -50,7 +50,7 @@ impl Connection {
 
     /// Closes it. Transfers under way fail.
     pub fn close(&self) {
-        self.shared.shared.close_later(self.shared.key);
+        self.shared.shared.defer_close(self.shared.key);
     }
 
     /// Describes a range of this side's memory to the peer.

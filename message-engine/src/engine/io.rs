@@ -390,7 +390,7 @@ impl Io {
         }
         for fabric in &mut self.fabrics {
             if !fabric.may_sleep() {
-                return self.shared.woke();
+                return self.shared.end_sleep();
             }
             timeout = timeout.min(fabric.max_sleep());
             if fabric.wait_fd().is_none() {
@@ -398,7 +398,7 @@ impl Io {
             }
         }
         self.poll_sockets(timeout);
-        self.shared.woke();
+        self.shared.end_sleep();
     }
 
     fn vacate(&mut self, idx: u32) {

@@ -220,7 +220,7 @@ impl Memory for Arc<Handle> {
 impl Drop for Handle {
     fn drop(&mut self) {
         if !self.is_returned.load(Ordering::Acquire) {
-            self.shared.release_later(self.keys.idx, self.is_full());
+            self.shared.defer_release(self.keys.idx, self.is_full());
         }
     }
 }

@@ -132,7 +132,7 @@ impl ConnShared {
         self.taken.fetch_add(cost, Ordering::Relaxed);
         // Release: the thread that finds this set, or that has just taken it back, sees the count.
         if !self.has_taken.swap(true, Ordering::AcqRel) {
-            self.shared.tell_taken(self.key);
+            self.shared.defer_taken(self.key);
         }
     }
 
@@ -146,7 +146,7 @@ impl ConnShared {
 impl Drop for ConnShared {
     fn drop(&mut self) {
         if self.closed.get().is_none() {
-            self.shared.close_later(self.key);
+            self.shared.defer_close(self.key);
         }
     }
 }
@@ -168,8 +168,8 @@ pub(super) struct Shared {
     /// Cost of what is in the inbox.
     untaken: AtomicU64,
     pub(super) accepted: Mailbox<Connection>,
-    later: Mutex<Later>,
-    has_later: AtomicBool,
+    deferred: Mutex<DeferredCommands>,
+    has_deferred: AtomicBool,
     pub(super) connections: Mutex<Vec<Weak<ConnShared>>>,
     pub(super) endpoints: Mutex<Vec<Connection>>,
 }
@@ -177,7 +177,7 @@ pub(super) struct Shared {
 /// What destructors, and takers of notifications, leave to the thread: it cannot be refused, and nobody
 /// waits for it.
 #[derive(Debug, Default)]
-pub(super) struct Later {
+pub(super) struct DeferredCommands {
     /// Registrations: place and whether the handle covered all of it.
     pub(super) released: Vec<(u32, bool)>,
     pub(super) closed: Vec<ConnKey>,
@@ -200,8 +200,8 @@ impl Shared {
             inbox: Mailbox::default(),
             untaken: AtomicU64::new(0),
             accepted: Mailbox::default(),
-            later: Mutex::default(),
-            has_later: AtomicBool::new(false),
+            deferred: Mutex::default(),
+            has_deferred: AtomicBool::new(false),
             connections: Mutex::default(),
             endpoints: Mutex::default(),
         }
@@ -299,40 +299,42 @@ impl Shared {
         self.sleeping.store(true, Ordering::SeqCst);
         // SYNC POINT: engine-sleep.
         fence(Ordering::SeqCst);
-        let is_idle = self.queue.is_empty() && !self.has_later.load(Ordering::SeqCst);
+        let is_idle = self.queue.is_empty() && !self.has_deferred.load(Ordering::SeqCst);
         if !is_idle {
-            self.woke();
+            self.end_sleep();
         }
         is_idle
     }
 
-    pub(super) fn woke(&self) {
+    pub(super) fn end_sleep(&self) {
         self.sleeping.store(false, Ordering::SeqCst);
     }
 
-    pub(super) fn release_later(&self, idx: u32, is_full: bool) {
-        lock(&self.later).released.push((idx, is_full));
-        self.has_later.store(true, Ordering::SeqCst);
+    pub(super) fn defer_release(&self, idx: u32, is_full: bool) {
+        lock(&self.deferred).released.push((idx, is_full));
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    pub(super) fn close_later(&self, conn: ConnKey) {
-        lock(&self.later).closed.push(conn);
-        self.has_later.store(true, Ordering::SeqCst);
+    pub(super) fn defer_close(&self, conn: ConnKey) {
+        lock(&self.deferred).closed.push(conn);
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    fn tell_taken(&self, conn: ConnKey) {
-        lock(&self.later).taken.push(conn);
-        self.has_later.store(true, Ordering::SeqCst);
+    fn defer_taken(&self, conn: ConnKey) {
+        lock(&self.deferred).taken.push(conn);
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    pub(super) fn take_later(&self) -> Option<Later> {
-        if !self.has_later.load(Ordering::SeqCst) || !self.has_later.swap(false, Ordering::SeqCst) {
+    pub(super) fn take_deferred(&self) -> Option<DeferredCommands> {
+        if !self.has_deferred.load(Ordering::SeqCst)
+            || !self.has_deferred.swap(false, Ordering::SeqCst)
+        {
             return None;
         }
-        Some(std::mem::take(&mut *lock(&self.later)))
+        Some(std::mem::take(&mut *lock(&self.deferred)))
     }
 
     /// Ends what is in the queue of a thread that is no more.

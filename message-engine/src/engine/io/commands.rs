@@ -13,17 +13,17 @@ impl Io {
     /// Carries out what users have asked for.
     pub(super) fn take_commands(&mut self) -> bool {
         let mut is_busy = false;
-        if let Some(later) = self.shared.take_later() {
+        if let Some(deferred) = self.shared.take_deferred() {
             is_busy = true;
-            for (idx, is_full) in later.released {
+            for (idx, is_full) in deferred.released {
                 self.registry.deregister_abandoned(&mut self.fabrics, idx, is_full);
             }
-            for key in later.closed {
+            for key in deferred.closed {
                 if self.connection(key).is_some() {
                     self.close(key.idx, &CloseReason::Local);
                 }
             }
-            for key in later.taken {
+            for key in deferred.taken {
                 self.open_notify_window(key);
             }
         }
@@ -42,7 +42,7 @@ impl Io {
                 if !self.with_connection(conn, |link, ports| {
                     link.notify(ports, transfer, deadline_ns, notification);
                 }) {
-                    self.too_late(conn, transfer, "notify");
+                    self.fail_disconnected(conn, transfer, "notify");
                 }
             }
             Command::Connect { addr, deadline, reply } => {
@@ -70,7 +70,7 @@ impl Io {
         let TransferPart { conn, operation, transfer, deadline_ns, handle, offset, bytes } = part;
         let Some(connection) = self.connection(conn) else {
             drop(handle);
-            return self.too_late(conn, transfer, operation.name());
+            return self.fail_disconnected(conn, transfer, operation.name());
         };
         let Some(region) = handle.keys.region(connection.peer.fabric) else {
             drop(handle);
@@ -88,7 +88,7 @@ impl Io {
     }
 
     /// A transfer for a connection that has ended.
-    fn too_late(&self, conn: ConnKey, transfer: u32, op: &'static str) {
+    fn fail_disconnected(&self, conn: ConnKey, transfer: u32, op: &'static str) {
         let known = self.ended.iter().find(|(serial, _)| *serial == conn.serial);
         let reason = known.map_or(CloseReason::Local, |(_, reason)| reason.clone());
         let error = TransferError::Disconnected { op, reason };
