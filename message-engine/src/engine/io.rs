@@ -292,7 +292,7 @@ impl Io {
                         continue;
                     };
                     if connection.peer.sender == sender {
-                        connection.link.say(Frame::Credit(credit));
+                        connection.link.push_frame(Frame::Credit(credit));
                         self.touch(idx);
                     } else if connection.peer.reads == sender {
                         connection.link.on_pull_credit(credit);

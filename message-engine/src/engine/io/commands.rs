@@ -6,7 +6,7 @@ use super::Io;
 use super::address::start_connecting;
 use super::handshake::ConnectCaller;
 use crate::engine::error::{CloseReason, ConnectError, TransferError};
-use crate::engine::link::Local;
+use crate::engine::link::LocalRange;
 use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart};
 
 impl Io {
@@ -78,7 +78,7 @@ impl Io {
             let error = TransferError::Fabric { op: operation.name(), code: 0, detail };
             return self.shared.transfers.finish(transfer, Err(error));
         };
-        let local = Local { hold: handle, region, offset, bytes };
+        let local = LocalRange { hold: handle, region, offset, bytes };
         self.with_connection(conn, |link, ports| match operation {
             Operation::Send => link.send(ports, transfer, deadline_ns, local),
             Operation::Recv => link.recv(ports, transfer, deadline_ns, local),

@@ -105,7 +105,7 @@ impl Io {
         self.ended.push_back((peer.key.serial, reason.clone()));
         if matches!(reason, CloseReason::Local | CloseReason::Stopped) {
             // Best effort: a peer that does not read learns it from the end of the stream.
-            link.say(Frame::Goodbye);
+            link.push_frame(Frame::Goodbye);
             let _ = socket.write(link.output());
             socket.finish();
         }

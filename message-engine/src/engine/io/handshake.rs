@@ -122,7 +122,7 @@ impl Handshake {
         self.opened.iter().any(|opened| opened.fabric == fabric && opened.id == id)
     }
 
-    fn say(&mut self, message: &Message) {
+    fn push_message(&mut self, message: &Message) {
         self.out.extend(message.encode());
     }
 
@@ -268,14 +268,14 @@ impl Io {
                 match self.fabrics[opened.fabric].join_peer(opened.id, &side.detail) {
                     Ok(()) => {
                         self.close_opened(handshake);
-                        handshake.say(&Message::Ready);
+                        handshake.push_message(&Message::Ready);
                         let FabricPeer { fabric, id } = opened;
                         return Ok(Some(Outcome::Established { fabric, id, hello }));
                     }
                     Err(error) => {
                         tracing::debug!(%error, "cannot join by {}", side.offer);
                         self.fabrics[opened.fabric].close_peer(opened.id);
-                        handshake.say(&Message::Next);
+                        handshake.push_message(&Message::Next);
                     }
                 }
             }
@@ -303,7 +303,7 @@ impl Io {
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
-        handshake.say(&Message::Hello { hello: self.own_hello(), ticket, sides });
+        handshake.push_message(&Message::Hello { hello: self.own_hello(), ticket, sides });
         handshake.step = Step::AwaitWelcome;
         Ok(())
     }
@@ -330,7 +330,7 @@ impl Io {
                 Ok((id, detail)) => {
                     handshake.opened.push(FabricPeer { fabric, id });
                     let side = Side { offer, detail };
-                    handshake.say(&Message::Welcome { hello: self.own_hello(), side });
+                    handshake.push_message(&Message::Welcome { hello: self.own_hello(), side });
                     handshake.step = Step::AwaitReady;
                     return Ok(());
                 }
@@ -369,7 +369,7 @@ impl Io {
             return Outcome::Ended;
         }
         self.warn_refused(&message);
-        handshake.say(&Message::Reject { message });
+        handshake.push_message(&Message::Reject { message });
         handshake.step = Step::Rejected;
         let is_flushed = self.flush_handshake(handshake).is_ok();
         let received = handshake.socket.received().len();

@@ -194,7 +194,7 @@ proptest! {
         let mut reason = CloseReason::Left;
         for step in steps {
             let transfer = next;
-            let local = |bytes| Local { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes };
+            let local = |bytes| LocalRange { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes };
             let region = WireRegion { address: 0, bytes: BUFFER_BYTES, key: 1 };
             let remote = RemoteSegment { region, offset: 0 };
             let deadline = now + u64::from(next % 97) + 1;
@@ -279,7 +279,7 @@ fn buffers_of_messages_that_came_early_do_not_pile_up() {
         }
         for _ in waiting {
             let local =
-                Local { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes: 200 };
+                LocalRange { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes: 200 };
             link.recv(&mut port, transfer, u64::MAX, local);
             transfer += 1;
         }
