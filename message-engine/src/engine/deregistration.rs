@@ -252,7 +252,7 @@ mod tests {
             queue.add(idx as u32, Some(Arc::clone(reply)), clock.now());
         }
         let (begin, mut num_good) = (clock.now(), 0);
-        gone.give_up();
+        gone.close_and_pop();
         let answer = |reply: &DeregistrationReply| reply.pop(begin);
         while answer(&bad) == Err(WaitError::Deadline) {
             assert!(clock.now() < begin + CALLER_TIMEOUT, "nobody is told");

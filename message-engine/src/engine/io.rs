@@ -166,10 +166,10 @@ impl Io {
         while !self.is_stopping {
             let now = Instant::now();
             self.shared.transfers.pulse.beat();
-            let mut is_busy = self.take_commands();
+            let mut is_busy = self.execute_commands();
             is_busy |= self.poll_sockets(Duration::ZERO);
             is_busy |= self.poll_fabrics();
-            is_busy |= self.work(now);
+            is_busy |= self.advance_connections(now);
             self.registry.retry_deregistrations(&mut self.fabrics, now);
             if is_busy {
                 idle_since = None;
@@ -211,14 +211,14 @@ impl Io {
                     is_busy = true;
                     let broken = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
                     let writable = flags.intersects(epoll::EventFlags::OUT | broken);
-                    self.look_at(idx as u32, writable);
+                    self.handle_event(idx as u32, writable);
                 }
             }
         }
         is_busy
     }
 
-    fn look_at(&mut self, idx: u32, writable: bool) {
+    fn handle_event(&mut self, idx: u32, writable: bool) {
         match std::mem::replace(&mut self.places[idx as usize], Place::Busy) {
             Place::Handshake(mut handshake) => {
                 self.remove_pending(idx, &handshake);
@@ -227,7 +227,7 @@ impl Io {
                         self.add_pending(idx, &handshake);
                         self.places[idx as usize] = Place::Handshake(handshake);
                     }
-                    Outcome::Ended => self.vacate(idx),
+                    Outcome::Ended => self.free_place(idx),
                     Outcome::Established { fabric, id, hello } => {
                         self.establish(idx, *handshake, fabric, id, &hello);
                     }
@@ -239,7 +239,7 @@ impl Io {
                 let received = connection.receive(fabric, &mut self.credit, &self.shared, now_ns);
                 self.places[idx as usize] = Place::Active(connection);
                 match received {
-                    Ok(()) => self.touch(idx),
+                    Ok(()) => self.mark_dirty(idx),
                     Err(reason) => self.close(idx, &reason),
                 }
             }
@@ -264,22 +264,22 @@ impl Io {
             let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
             link.on_done(&mut ports, tag, result);
             match place {
-                Place::Closing(link, _) if link.num_in_flight() == 0 => self.vacate(idx),
-                Place::Active(_) => self.touch(idx),
+                Place::Closing(link, _) if link.num_in_flight() == 0 => self.free_place(idx),
+                Place::Active(_) => self.mark_dirty(idx),
                 _ => {}
             }
         }
         self.completions = completions;
         for fabric in 0..self.fabrics.len() {
             while let Some(peer) = self.fabrics[fabric].lost() {
-                self.lose(fabric, peer);
+                self.on_peer_lost(fabric, peer);
             }
         }
         is_busy
     }
 
     /// Lets connections go on, tells credits, ends what is late.
-    fn work(&mut self, now: Instant) -> bool {
+    fn advance_connections(&mut self, now: Instant) -> bool {
         let now_ns = self.shared.ns(now);
         if self.credit.next_expiry_ns().is_some_and(|at| at <= now_ns) {
             self.credit.expire(now_ns);
@@ -293,10 +293,10 @@ impl Io {
                     };
                     if connection.peer.sender == sender {
                         connection.link.push_frame(Frame::Credit(credit));
-                        self.touch(idx);
+                        self.mark_dirty(idx);
                     } else if connection.peer.reads == sender {
                         connection.link.on_pull_credit(credit);
-                        self.touch(idx);
+                        self.mark_dirty(idx);
                     }
                 }
                 Action::Stalled { outstanding_bytes, .. } => {
@@ -306,7 +306,7 @@ impl Io {
         }
         let is_busy = !self.dirty.is_empty();
         while let Some(idx) = self.stalled.pop() {
-            self.touch(idx);
+            self.mark_dirty(idx);
         }
         for _ in 0..self.dirty.len() {
             let Some(idx) = self.dirty.pop_front() else { break };
@@ -327,7 +327,7 @@ impl Io {
             }
             self.next_deadline_ns = self.next_deadline_ns.min(connection.link.next_deadline_ns());
             match connection.flush(self.set.as_fd()) {
-                Ok(()) if connection.link.has_room_again() => self.touch(idx),
+                Ok(()) if connection.link.has_room_again() => self.mark_dirty(idx),
                 Ok(()) => {}
                 Err(reason) => self.close(idx, &reason),
             }
@@ -365,7 +365,7 @@ impl Io {
                             let how = "the connection for its data has ended".into();
                             self.close(idx, &CloseReason::Lost(how));
                         }
-                        Ok(()) => self.touch(idx),
+                        Ok(()) => self.mark_dirty(idx),
                         Err(op) => self.close(idx, &CloseReason::Deadline(op)),
                     }
                 }
@@ -401,7 +401,7 @@ impl Io {
         self.shared.end_sleep();
     }
 
-    fn vacate(&mut self, idx: u32) {
+    fn free_place(&mut self, idx: u32) {
         self.places[idx as usize] = Place::Free;
         self.free.push(idx);
     }
@@ -428,12 +428,12 @@ impl Io {
         let ActiveConnection { peer, link, .. } = &mut **connection;
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
         act(link, &mut ports);
-        self.touch(key.idx);
+        self.mark_dirty(key.idx);
         true
     }
 
     /// Remembers to let a connection go on.
-    fn touch(&mut self, idx: u32) {
+    fn mark_dirty(&mut self, idx: u32) {
         if let Some(Place::Active(connection)) = self.places.get_mut(idx as usize)
             && !std::mem::replace(&mut connection.is_dirty, true)
         {

@@ -128,7 +128,7 @@ impl ConnShared {
     }
 
     /// A user has taken a notification of so much cost: the peer may send as much more.
-    pub(super) fn took(&self, cost: u64) {
+    pub(super) fn add_taken(&self, cost: u64) {
         self.taken.fetch_add(cost, Ordering::Relaxed);
         // Release: the thread that finds this set, or that has just taken it back, sees the count.
         if !self.has_taken.swap(true, Ordering::AcqRel) {
@@ -213,7 +213,7 @@ impl Shared {
     }
 
     /// Takes a connection that is about to end out of every list: nobody is to be given it.
-    pub(super) fn forget(&self, conn: &Weak<ConnShared>) {
+    pub(super) fn remove_connection(&self, conn: &Weak<ConnShared>) {
         self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
         lock(&self.connections).retain(|other| !other.ptr_eq(conn));
     }
@@ -226,7 +226,7 @@ impl Shared {
     }
 
     /// A user has taken a notification of so much cost.
-    pub(super) fn took(&self, cost: u64) {
+    pub(super) fn subtract_untaken(&self, cost: u64) {
         self.untaken.fetch_sub(cost, Ordering::Relaxed);
     }
 

@@ -119,7 +119,7 @@ impl Io {
                 Ok(())
             }
             Err(error) => {
-                self.vacate(idx);
+                self.free_place(idx);
                 Err((error, caller))
             }
         }
@@ -131,7 +131,7 @@ impl Io {
         if let Place::Handshake(mut handshake) = place {
             self.remove_pending(idx, &handshake);
             self.close_handshake(&mut handshake, error);
-            self.vacate(idx);
+            self.free_place(idx);
         } else {
             self.places[idx as usize] = place;
         }

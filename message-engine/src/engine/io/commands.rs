@@ -11,7 +11,7 @@ use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart}
 
 impl Io {
     /// Carries out what users have asked for.
-    pub(super) fn take_commands(&mut self) -> bool {
+    pub(super) fn execute_commands(&mut self) -> bool {
         let mut is_busy = false;
         if let Some(deferred) = self.shared.take_deferred() {
             is_busy = true;
@@ -30,12 +30,12 @@ impl Io {
         for _ in 0..MAX_COMMANDS {
             let Some(command) = self.shared.queue.pop() else { break };
             is_busy = true;
-            self.carry_out(command);
+            self.execute(command);
         }
         is_busy
     }
 
-    fn carry_out(&mut self, command: Command) {
+    fn execute(&mut self, command: Command) {
         match command {
             Command::Transfer(part) => self.start_part(part),
             Command::Notify { conn, transfer, deadline_ns, notification } => {

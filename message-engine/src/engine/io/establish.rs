@@ -37,7 +37,7 @@ impl Io {
                 let detail =
                     format!("this side cannot serve it: {error}; see `credit.max_senders`");
                 self.close_handshake(&mut handshake, Some(ConnectError::Foreign { addr, detail }));
-                return self.vacate(idx);
+                return self.free_place(idx);
             }
         };
         self.by_sender[sender.index()] = idx;
@@ -63,12 +63,12 @@ impl Io {
         self.places[idx as usize] = Place::Active(Box::new(connection));
         self.by_peer.insert((fabric, id), idx);
         // Frames may have come along with the last word.
-        self.look_at(idx, false);
+        self.handle_event(idx, false);
     }
 
     /// A fabric can do nothing towards a peer any more. The connection ends, but for the last words of a
     /// peer that has closed it in good order, which may be under way.
-    pub(super) fn lose(&mut self, fabric: usize, peer: PeerId) {
+    pub(super) fn on_peer_lost(&mut self, fabric: usize, peer: PeerId) {
         let known = self.by_peer.get(&(fabric, peer));
         if let Some(Place::Active(connection)) =
             known.and_then(|idx| self.places.get_mut(*idx as usize))
@@ -95,7 +95,7 @@ impl Io {
         let ActiveConnection { mut socket, peer, mut link, .. } = *connection;
         self.by_peer.remove(&(peer.fabric, peer.id));
         let conn = peer.conn.upgrade();
-        self.shared.forget(&peer.conn);
+        self.shared.remove_connection(&peer.conn);
         if let Some(conn) = conn {
             let _ = conn.closed.set(reason.clone());
         }
@@ -119,7 +119,7 @@ impl Io {
         if link.num_in_flight() > 0 {
             self.places[idx as usize] = Place::Closing(Box::new(link), peer);
         } else {
-            self.vacate(idx);
+            self.free_place(idx);
         }
     }
 
