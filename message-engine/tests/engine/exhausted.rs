@@ -9,7 +9,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 use switchyard_message_engine::engine::Engine;
 
 use crate::bounded::{line_with, lines_of};
-use crate::common::{By, config, soon, until};
+use crate::common::{TestTransport, config, soon, until};
 
 const ROLE: &str = "ENGINE_TEST_EXHAUSTED";
 /// Enough for a friend, and for some of the strangers.
@@ -22,7 +22,7 @@ fn child() {
         return;
     }
     tracing::subscriber::set_global_default(Lines).unwrap();
-    let engine = Engine::start(config(By::Tcp)).unwrap();
+    let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
     let control = engine.endpoint().addr.port();
     let data = listening_ports().into_iter().find(|port| *port != control).unwrap();
     let limit = num_descriptors().unwrap() + SPARE;
@@ -103,15 +103,15 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
             line.split(' ').map(|number| number.parse().unwrap()).collect()
         };
         let ports = told("ports");
-        let strangers: Vec<_> = (0..3 * SPARE)
+        let sockets: Vec<_> = (0..3 * SPARE)
             .map(|_| TcpStream::connect(("127.0.0.1", ports[usize::from(is_data)] as u16)).unwrap())
             .collect();
         let rounds = told("rounds")[0];
         assert!(rounds < 3000, "{rounds} rounds in half a second, for what cannot be done");
         let num_lines = told("lines")[0];
         assert!(num_lines <= 1, "{num_lines} lines in half a second, after the first");
-        drop(strangers);
-        let friend = Engine::start(config(By::Tcp)).unwrap();
+        drop(sockets);
+        let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
         let addr = format!("127.0.0.1:{}", ports[0]).parse().unwrap();
         let mut connection = None;
         until("the engine to listen again", || {

@@ -7,7 +7,7 @@ use rand::RngExt;
 use switchyard_message_engine::engine::{Access, Connection, Descriptor, Engine};
 
 use crate::bounded::{line_with, lines_of};
-use crate::common::{By, config, rng, soon};
+use crate::common::{TestTransport, config, rng, soon};
 use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
 
 const ROLE: &str = "ENGINE_TEST_VICTIM";
@@ -23,7 +23,7 @@ const MOST_KEPT: u64 = 48 << 10;
 fn victim() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let (by, hex) = role.split_once(' ').unwrap();
-    let by = By::of_name(by);
+    let by = TestTransport::of_name(by);
     let metadata: Vec<u8> = (0..hex.len())
         .step_by(2)
         .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
@@ -65,7 +65,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
     let rounds = std::env::var("SWITCHYARD_KILL_ROUNDS").ok().and_then(|text| text.parse().ok());
     let rounds: usize = rounds.unwrap_or(24);
     let mut rng = rng();
-    for by in By::robust() {
+    for by in TestTransport::robust() {
         let engine = Engine::start(config(by)).unwrap();
         let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
         let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();

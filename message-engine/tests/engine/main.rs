@@ -14,12 +14,12 @@ mod held;
 mod hooked;
 mod killed;
 mod large;
+mod pending_handshakes;
 mod resets;
 mod settings;
 mod sharing;
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
-mod strangers;
 mod stuck;
 mod tasks;
 mod transfers;

@@ -17,7 +17,7 @@ use crate::fabric::WireRegion;
 
 /// What was asked for, and how it must look in the end.
 #[derive(Debug)]
-struct Wanted {
+struct Expectation {
     side: usize,
     transfer: u32,
     from: RegionId,
@@ -59,11 +59,11 @@ proptest! {
                     link.recv(port, next, u64::MAX, local);
                 }
                 2 => {
-                    one_sided.push(Wanted { side, transfer: next, from: here, to: there, bytes: len as u64 });
+                    one_sided.push(Expectation { side, transfer: next, from: here, to: there, bytes: len as u64 });
                     link.write(port, next, u64::MAX, local, remote);
                 }
                 3 => {
-                    one_sided.push(Wanted { side, transfer: next, from: there, to: here, bytes: len as u64 });
+                    one_sided.push(Expectation { side, transfer: next, from: there, to: here, bytes: len as u64 });
                     link.read(port, next, u64::MAX, local, remote);
                 }
                 _ => {
@@ -77,7 +77,7 @@ proptest! {
             }
         }
         world.run();
-        for Wanted { side, transfer, from, to, bytes } in one_sided {
+        for Expectation { side, transfer, from, to, bytes } in one_sided {
             prop_assert_eq!(world.sides[side].port.finished.get(&transfer), Some(&Ok(bytes)));
             prop_assert!(contents(&world.heap, from, bytes) == contents(&world.heap, to, bytes));
         }
