@@ -516,4 +516,4 @@ const POLL_BYTES: u64 = 4 << 20;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

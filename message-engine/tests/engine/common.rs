@@ -13,7 +13,7 @@ use switchyard_message_engine::engine::{
 use switchyard_message_engine::fabric::cma::CmaFabric;
 use switchyard_message_engine::fabric::tcp::{TcpConfig, TcpFabric};
 
-use crate::skip;
+use test_support::skip;
 
 /// Long enough for any machine, short enough to end a test.
 pub fn soon() -> Instant {
@@ -52,7 +52,7 @@ impl TestTransport {
                 Ok(_) => all.push(by),
                 // No library, or no such provider in it.
                 Err(error) if matches!(error.op, "load" | "fi_getinfo") => {
-                    skip::skip("libfabric", &format!("{by:?}: {error}"));
+                    skip("libfabric", &format!("{by:?}: {error}"));
                 }
                 Err(error) => panic!("{by:?} is here and does not open: {error}"),
             }

@@ -1,8 +1,7 @@
 //! The message engine between engines of one process, over every fabric that needs nothing installed.
 #![cfg(not(loom))]
 
-#[path = "../../../tests/support/src/bounded.rs"]
-mod bounded;
+mod allocations;
 mod choice;
 mod common;
 mod device_memory;
@@ -18,8 +17,15 @@ mod pending_handshakes;
 mod resets;
 mod settings;
 mod sharing;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 mod stuck;
 mod tasks;
 mod transfers;
+
+#[global_allocator]
+static ALLOCATOR: test_support::allocations::CountingAllocator =
+    test_support::allocations::CountingAllocator;
+
+test_support::child_processes! {
+    "victim" => killed::victim,
+    "exhausted" => exhausted::engine_without_descriptors,
+}
