@@ -28,7 +28,7 @@ use rustix::event::{Timespec, epoll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use self::issue::{Issuer, Op};
-use self::listen::{GREETING_TIMEOUT, LISTENER_REST};
+use self::listen::{HELLO_TIMEOUT, LISTENER_PAUSE};
 use self::serve::{Server, Step};
 use self::stream::Stream;
 use self::wire::{Detail, Request, encode_hello};
@@ -71,10 +71,10 @@ pub struct TcpFabric {
     config: TcpConfig,
     listener: TcpListener,
     /// When it may be asked again after it failed.
-    listener_rests: Option<Instant>,
+    listener_paused_until: Option<Instant>,
     listening: Outage,
     /// Too many who do not say whose they are.
-    crowd: Outage,
+    overload: Outage,
     port: u16,
     set: OwnedFd,
     regions: Regions,
@@ -83,8 +83,8 @@ pub struct TcpFabric {
     by_nonce: HashMap<[u8; 16], u32>,
     servers: Vec<Option<Server>>,
     free_servers: Vec<usize>,
-    num_greeting: usize,
-    checked_greetings: Instant,
+    num_unidentified: usize,
+    last_hello_check: Instant,
     /// Peers with operations posted since the last poll, or more to do.
     dirty: VecDeque<u32>,
     /// Connections of peers with more to do.
@@ -135,9 +135,9 @@ impl TcpFabric {
         Ok(Self {
             config,
             listener,
-            listener_rests: None,
+            listener_paused_until: None,
             listening: Outage::default(),
-            crowd: Outage::default(),
+            overload: Outage::default(),
             port,
             set,
             regions: Regions::default(),
@@ -146,8 +146,8 @@ impl TcpFabric {
             by_nonce: HashMap::new(),
             servers: Vec::new(),
             free_servers: Vec::new(),
-            num_greeting: 0,
-            checked_greetings: Instant::now(),
+            num_unidentified: 0,
+            last_hello_check: Instant::now(),
             dirty: VecDeque::new(),
             busy_servers: VecDeque::new(),
             done: Vec::new(),
@@ -237,7 +237,7 @@ impl TcpFabric {
                     };
                     server.peer = Some(peer);
                     self.peers[peer as usize].server = Some(idx);
-                    self.num_greeting -= 1;
+                    self.num_unidentified -= 1;
                 }
                 Err(error) => {
                     if error.kind() == io::ErrorKind::InvalidData {
@@ -254,7 +254,7 @@ impl TcpFabric {
         self.free_servers.push(idx);
         match server.peer {
             Some(peer) => self.peers[peer as usize].server = None,
-            None => self.num_greeting -= 1,
+            None => self.num_unidentified -= 1,
         }
     }
 
@@ -401,8 +401,8 @@ impl Fabric for TcpFabric {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
-        if self.listener_rests.is_some() {
-            self.wake_listener();
+        if self.listener_paused_until.is_some() {
+            self.resume_listener();
         }
         // Those that put themselves back have their next turn at the next poll.
         for _ in 0..self.dirty.len() {
@@ -441,8 +441,8 @@ impl Fabric for TcpFabric {
                 self.advance_issuer((data >> 1) as usize, writable);
             }
         }
-        if self.num_greeting > 0 && self.checked_greetings.elapsed() > GREETING_TIMEOUT / 4 {
-            self.drop_greetings(GREETING_TIMEOUT);
+        if self.num_unidentified > 0 && self.last_hello_check.elapsed() > HELLO_TIMEOUT / 4 {
+            self.drop_unidentified(HELLO_TIMEOUT);
         }
         out.append(&mut self.done);
     }
@@ -452,7 +452,7 @@ impl Fabric for TcpFabric {
     }
 
     fn max_sleep(&self) -> Duration {
-        if self.listener_rests.is_some() { LISTENER_REST } else { Duration::MAX }
+        if self.listener_paused_until.is_some() { LISTENER_PAUSE } else { Duration::MAX }
     }
 
     fn may_sleep(&mut self) -> bool {

@@ -12,7 +12,7 @@ use p2p_core::fabric::{
 use p2p_core::network::{NetworkError, Route};
 use p2p_core::{PostError, TransportKind};
 
-pub struct Hooked {
+pub struct HookedFabric {
     pub inner: Box<dyn Fabric>,
     /// False: a host that does not allow copies between processes. Offered, tried, and refused.
     pub may_join: bool,
@@ -30,7 +30,7 @@ pub struct Hooked {
     pub before_deregister: Box<dyn FnMut() -> Result<(), PostError> + Send>,
 }
 
-impl Hooked {
+impl HookedFabric {
     pub fn new(inner: impl Fabric + 'static) -> Self {
         Self::of(Box::new(inner))
     }
@@ -50,13 +50,13 @@ impl Hooked {
     }
 }
 
-impl fmt::Debug for Hooked {
+impl fmt::Debug for HookedFabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.inner.fmt(f)
     }
 }
 
-impl Fabric for Hooked {
+impl Fabric for HookedFabric {
     fn kind(&self) -> TransportKind {
         self.inner.kind()
     }

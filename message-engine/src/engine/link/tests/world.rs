@@ -180,13 +180,13 @@ impl World {
     }
 
     /// Fresh memory with random contents.
-    pub(super) fn memory(&mut self, len: usize) -> Local<Bytes> {
+    pub(super) fn memory(&mut self, len: usize) -> LocalRange<Bytes> {
         let mut bytes = vec![0; len];
         self.rng.fill_bytes(&mut bytes);
         let hold = Rc::new(RefCell::new(bytes));
         self.heap.borrow_mut().push(Rc::clone(&hold));
         let region = RegionId(self.heap.borrow().len() as u32 - 1);
-        Local { hold, region, offset: 0, bytes: len as u64 }
+        LocalRange { hold, region, offset: 0, bytes: len as u64 }
     }
 
     /// One step of one side, chosen by chance. False: there was nothing to do.
@@ -208,7 +208,7 @@ impl World {
         while let Some(action) = port.credit.next_action() {
             match action {
                 Action::Credit { sender, credit } if sender == port.sender => {
-                    link.say(Frame::Credit(credit));
+                    link.push_frame(Frame::Credit(credit));
                 }
                 Action::Credit { credit, .. } => link.on_pull_credit(credit),
                 Action::Stalled { .. } => {}
