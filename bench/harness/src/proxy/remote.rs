@@ -5,6 +5,7 @@
 //! those that are left in the slots at the end.
 
 mod host;
+mod lines;
 mod plan;
 
 pub use self::plan::Plan;
@@ -21,8 +22,8 @@ use p2p_core::network::{JoinedSide, Network, Route, SideDescription};
 use p2p_core::{Region, SlotLayout};
 
 use self::host::from_host;
+use self::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
-use super::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::pattern;
 use crate::stats::Latency;
 use proxy::gpu::{self, GpuPoster};

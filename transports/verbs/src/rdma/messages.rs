@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::config::{SIGNALS_VARIABLE, SignalChoice};
 use super::detail::Signals;
 use super::owner::{CallError, ProtectionDomain};
-use super::qp::Capacity;
+use super::qp::{Buffer, Capacity};
 use super::registration::{MemoryRegion, Rights};
 use p2p_core::counted::inbound::{Inbound, OrderError};
 use p2p_core::counted::message::{Action, Credit, HEADER_BYTES, Header, MessageError};
@@ -81,14 +81,6 @@ pub(super) struct Messages {
     owed: AtomicU64,
     sent: AtomicU64,
     is_answering: AtomicBool,
-}
-
-/// Local memory of a request.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Buffer {
-    pub(super) address: u64,
-    pub(super) key: u32,
-    pub(super) bytes: u32,
 }
 
 impl Messages {

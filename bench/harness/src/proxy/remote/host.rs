@@ -6,8 +6,8 @@ use anyhow::{Result, bail, ensure};
 use p2p_core::network::JoinedSide;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
+use super::lines::{LIMIT, Lines};
 use super::{Plan, Samples, check, fill, peer_config};
-use crate::proxy::lines::{LIMIT, Lines};
 use proxy::command::{Command, Opcode};
 use proxy::lane::{Lanes, Poster};
 use proxy::threads::{Proxy, ProxyPeer};
