@@ -13,8 +13,8 @@ use p2p_core::region::SlotKey;
 use p2p_core::{
     AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SlotLayout, TransportKind,
 };
+use test_support::bounded;
 
-use crate::bounded;
 use crate::suite::{Party, Script, reset_meetings, scripts};
 
 pub const ROUTE: Route =

@@ -23,7 +23,7 @@ use verbs_transport::VerbsConfig;
 
 /// Environment variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
-/// Prefix of all lines for the parent. A test harness prints other lines.
+/// Prefix of all lines for the parent. The program may print other lines.
 pub(super) const LINE_PREFIX: &str = "p2p-bench: ";
 
 /// The job of one process.

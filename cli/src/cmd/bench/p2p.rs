@@ -58,7 +58,7 @@ pub struct Args {
     /// Seed of the payload. Not of GPUs.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
-    /// Measures GPUs instead, by kernels: the first process takes this one, the others those that follow.
+    /// Measures GPUs instead, by kernels: the first process takes this one, the others the following ones.
     #[arg(long, env = "SWITCHYARD_DEVICE", value_name = "cuda|cuda:N")]
     device: Option<DeviceName>,
     /// With --device: every split of the GPUs from that one on into senders and receivers.

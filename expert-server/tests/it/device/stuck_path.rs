@@ -93,7 +93,7 @@ async fn a_shutdown_does_not_wait_for_a_stuck_client() {
 fn emulated() -> Option<(DeviceName, Gpu)> {
     let (device, gpu) = devices()?;
     if !matches!(device, DeviceName::Emulated(_)) {
-        crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
+        test_support::skip("emulated", "slots of a real GPU are out of this test's reach");
         return None;
     }
     Some((device, gpu))

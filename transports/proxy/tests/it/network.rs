@@ -60,7 +60,7 @@ fn libfabric() -> Option<Arc<dyn Network>> {
     match FabricNetwork::open(provider.as_deref().unwrap_or("tcp;ofi_rxm")) {
         Ok(network) => Some(Arc::new(network)),
         Err(error) => {
-            crate::skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }
@@ -74,7 +74,7 @@ fn verbs() -> Option<Arc<dyn Network>> {
     match networks.open(&"verbs".parse().unwrap()) {
         Ok(opened) => opened.networks.into_iter().next(),
         Err(error) => {
-            crate::skip::skip("rdma", &error.to_string());
+            test_support::skip("rdma", &error.to_string());
             None
         }
     }
