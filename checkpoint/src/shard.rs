@@ -10,7 +10,8 @@ use memmap2::Mmap;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::tensor::{DType, TensorError, TensorView};
+use crate::dtype::DType;
+use crate::tensor::{TensorError, TensorView};
 
 /// A safetensors file mapped read-only.
 ///

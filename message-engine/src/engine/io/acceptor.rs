@@ -1,0 +1,251 @@
+//! Who comes in: sockets that others have opened, until their handshakes are through.
+//!
+//! A stranger costs little and not for long: a handshake ends at its deadline whatever the other side
+//! says, there are at most [`EngineConfig::max_handshakes`] of them, and when all of those are taken the
+//! one goes that has said the least for the longest time.
+//!
+//! [`EngineConfig::max_handshakes`]: crate::engine::EngineConfig::max_handshakes
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::handshake::{ConnectCaller, Handshake};
+use super::socket::ControlSocket;
+use super::{Io, LISTENER, Place};
+use crate::engine::error::ConnectError;
+
+impl Io {
+    /// Takes in connections that wait at the listener.
+    pub(super) fn accept(&mut self) {
+        for _ in 0..MAX_ACCEPTS {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => Some(stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
+                Err(error) => {
+                    // Out of descriptors, most likely: asking again at once would only burn time.
+                    if let Some(num_failures) = self.listening.failed(Instant::now()) {
+                        tracing::error!(%error, num_failures, "cannot accept connections; {HINT}");
+                    }
+                    return self.pause_listener();
+                }
+            };
+            if let Some(num_failures) = self.listening.worked() {
+                tracing::info!(num_failures, "connections are accepted again");
+            }
+            let Some(stream) = stream else { return };
+            if self.pending_handshakes.len() >= self.config.max_handshakes {
+                self.evict_handshake(false);
+            }
+            let deadline = Instant::now() + self.config.handshake_timeout;
+            if let Err((error, _)) = self.place(deadline, None, Ok(stream)) {
+                self.warn_rate_limited(|| format!("a connection is not served: {error}"));
+            }
+        }
+    }
+
+    /// Listens again after a rest.
+    pub(super) fn resume_listener(&mut self, now: Instant) {
+        let Some(until) = self.listener_paused_until else { return };
+        if until > now {
+            self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
+            return;
+        }
+        let (data, flags) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
+        match epoll::add(&*self.set, &self.listener, data, flags) {
+            // It may never have been taken out.
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
+            Err(error) => {
+                if let Some(num_failures) = self.listening.failed(now) {
+                    tracing::error!(%error, num_failures, "cannot listen; {HINT}");
+                }
+                self.pause_listener();
+            }
+        }
+    }
+
+    fn pause_listener(&mut self) {
+        let until = Instant::now() + LISTENER_PAUSE;
+        self.listener_paused_until = Some(until);
+        self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
+        // Where it is not in the set any more, that is what is wanted.
+        let _ = epoll::delete(&*self.set, &self.listener);
+    }
+
+    /// A free place, which is taken: whoever does not use it vacates it.
+    fn take_place(&mut self) -> io::Result<u32> {
+        let is_full = self.free.is_empty() && self.places.len() >= self.config.max_connections;
+        if is_full {
+            // Whoever has something to say has it before somebody who has said nothing.
+            self.evict_handshake(true);
+        }
+        if let Some(idx) = self.free.pop() {
+            return Ok(idx);
+        }
+        if is_full {
+            let most = self.config.max_connections;
+            return Err(io::Error::other(format!("{most} connections are there, the limit")));
+        }
+        self.places.push(Place::Free);
+        Ok(self.places.len() as u32 - 1)
+    }
+
+    /// Puts a socket into a place of its own.
+    pub(super) fn place(
+        &mut self,
+        deadline: Instant,
+        caller: Option<ConnectCaller>,
+        stream: io::Result<TcpStream>,
+    ) -> Result<(), (io::Error, Option<ConnectCaller>)> {
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => return Err((error, caller)),
+        };
+        let idx = match self.take_place() {
+            Ok(idx) => idx,
+            Err(error) => return Err((error, caller)),
+        };
+        let timeout = self.config.liveness_timeout;
+        match ControlSocket::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
+            Ok(socket) => {
+                self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
+                let handshake = Handshake::new(socket, deadline, caller);
+                self.add_pending(idx, &handshake);
+                self.places[idx as usize] = Place::Handshake(Box::new(handshake));
+                Ok(())
+            }
+            Err(error) => {
+                self.free_place(idx);
+                Err((error, caller))
+            }
+        }
+    }
+
+    /// Ends a handshake. Its caller, if it has one, is told `error`, or that it took too long.
+    pub(super) fn abort_handshake(&mut self, idx: u32, error: Option<ConnectError>) {
+        let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
+        if let Place::Handshake(mut handshake) = place {
+            self.remove_pending(idx, &handshake);
+            self.close_handshake(&mut handshake, error);
+            self.free_place(idx);
+        } else {
+            self.places[idx as usize] = place;
+        }
+    }
+
+    /// Counts a handshake as long as it goes on, if a stranger has begun it.
+    pub(super) fn add_pending(&mut self, idx: u32, handshake: &Handshake) {
+        if handshake.is_incoming() {
+            self.pending_handshakes.insert((handshake.eviction_key(), idx));
+        }
+    }
+
+    /// Does so no more: it is through, one way or the other, or about to say more.
+    pub(super) fn remove_pending(&mut self, idx: u32, handshake: &Handshake) {
+        self.pending_handshakes.remove(&(handshake.eviction_key(), idx));
+    }
+
+    /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
+    /// only one who has said nothing that counts.
+    fn evict_handshake(&mut self, only_silent: bool) {
+        if let Some((eviction_key, idx)) = self.pending_handshakes.first().copied()
+            && !(eviction_key.is_identified && only_silent)
+        {
+            self.warn_rate_limited(|| {
+                "too many handshakes at once: the oldest is given up".to_owned()
+            });
+            self.abort_handshake(idx, None);
+        }
+    }
+
+    /// Says that somebody is not served, now and then: whoever can cause it can cause it often.
+    fn warn_rate_limited(&mut self, what: impl FnOnce() -> String) {
+        let now = Instant::now();
+        if self.last_warning.is_none_or(|last| now - last >= WARNING_INTERVAL) {
+            self.last_warning = Some(now);
+            tracing::warn!("{}", what());
+        }
+    }
+
+    /// The same for a handshake that was refused.
+    pub(super) fn warn_refused(&mut self, why: &str) {
+        self.warn_rate_limited(|| format!("handshake refused: {why}"));
+    }
+}
+
+/// Connections taken in before others have their turn.
+const MAX_ACCEPTS: usize = 64;
+const LISTENER_PAUSE: Duration = Duration::from_millis(100);
+const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+                    is what is missing";
+const WARNING_INTERVAL: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::EngineConfig;
+
+    /// Other deadlines come and go while the listener rests, and none of them may be its last.
+    #[test]
+    fn a_paused_listener_resumes_whatever_expires_before() {
+        let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
+        io.pause_listener();
+        let until = io.listener_paused_until.unwrap();
+        let early = until - LISTENER_PAUSE / 2;
+        io.expire(early, io.shared.ns(early));
+        assert_eq!(io.next_deadline_ns, io.shared.ns(until));
+        assert_eq!(io.listener_paused_until, Some(until));
+        io.expire(until, io.shared.ns(until));
+        assert_eq!((io.listener_paused_until, io.next_deadline_ns), (None, u64::MAX));
+        let stream = TcpStream::connect(io.listener.local_addr().unwrap()).unwrap();
+        io.poll_sockets(Duration::from_secs(30));
+        assert_eq!(io.pending_handshakes.len(), 1, "{stream:?} was not heard");
+    }
+
+    /// The list of strangers is what a look at every place would find, in the order in which they go.
+    #[test]
+    fn handshakes_are_evicted_in_the_order_of_their_arrival() {
+        let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
+        let addr = io.listener.local_addr().unwrap();
+        let mut streams = Vec::new();
+        let limit = Instant::now() + Duration::from_secs(30);
+        for num in 1..=5 {
+            streams.push(TcpStream::connect(addr).unwrap());
+            while io.pending_handshakes.len() < num {
+                assert!(Instant::now() < limit, "{num} strangers were not heard");
+                io.poll_sockets(Duration::from_millis(10));
+            }
+        }
+        let listed =
+            |io: &Io| io.pending_handshakes.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
+        assert_eq!(listed(&io), [0, 1, 2, 3, 4]);
+        io.evict_handshake(false);
+        assert_eq!(listed(&io), [1, 2, 3, 4]);
+        // Who leaves, or says nonsense and is told so, is looked at.
+        drop(streams.remove(3));
+        while io.pending_handshakes.len() == 4 {
+            assert!(Instant::now() < limit, "the end was not heard");
+            io.poll_sockets(Duration::from_millis(10));
+        }
+        assert_eq!(listed(&io), [1, 2, 4]);
+        // The place of the one who has gone is taken again, by one who has more time.
+        streams.push(TcpStream::connect(addr).unwrap());
+        while io.pending_handshakes.len() < 4 {
+            assert!(Instant::now() < limit, "the last one was not heard");
+            io.poll_sockets(Duration::from_millis(10));
+        }
+        assert_eq!(listed(&io), [1, 2, 4, 3]);
+        for (eviction_key, idx) in &io.pending_handshakes {
+            let Place::Handshake(handshake) = &io.places[*idx as usize] else { panic!("{idx}") };
+            assert_eq!(handshake.eviction_key(), *eviction_key);
+        }
+        for num_left in (0..4).rev() {
+            io.evict_handshake(true);
+            assert_eq!(io.pending_handshakes.len(), num_left);
+        }
+    }
+}

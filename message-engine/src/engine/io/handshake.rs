@@ -1,0 +1,431 @@
+//! Handshakes: how connections come to stand.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::hello::{HEADER_BYTES, Message, PeerHello, Side};
+use super::socket::{ControlSocket, ReadOutcome};
+use super::{Io, offer_of};
+use crate::engine::PeerInfo;
+use crate::engine::connection::Connection;
+use crate::engine::error::ConnectError;
+use crate::engine::mailbox::Mailbox;
+use crate::engine::shared::ConnectReply;
+use crate::fabric::PeerId;
+use p2p_core::bootstrap::equal_in_constant_time;
+use p2p_core::host::names;
+use p2p_core::network::{Offer, Route};
+
+/// A connection that does not stand yet.
+#[derive(Debug)]
+pub(super) struct Handshake {
+    pub(super) socket: ControlSocket,
+    pub(super) deadline: Instant,
+    out: Vec<u8>,
+    step: Step,
+    /// Sides opened for this peer.
+    opened: Vec<FabricPeer>,
+    /// Who wants to know how it ends.
+    caller: Option<ConnectCaller>,
+    is_incoming: bool,
+    peer: Option<PeerHello>,
+    /// What the connecting side offers and was not tried.
+    offered: Vec<Side>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Connecting,
+    AwaitHello,
+    AwaitWelcome,
+    AwaitReady,
+    /// The last word is being sent; then the peer may close.
+    Rejected,
+}
+
+#[derive(Debug)]
+pub(super) struct ConnectCaller {
+    pub(super) addr: SocketAddr,
+    pub(super) reply: Arc<Mailbox<ConnectReply>>,
+}
+
+/// The first of several goes first: who has said the least for the longest time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct EvictionKey {
+    /// Whether the other side has said who it is, and was not refused.
+    pub(super) is_identified: bool,
+    deadline: Instant,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct FabricPeer {
+    fabric: usize,
+    id: PeerId,
+}
+
+/// What became of a step.
+pub(super) enum Outcome {
+    InProgress,
+    /// It is over; the caller was told.
+    Ended,
+    /// It stands, by this transport.
+    Established {
+        fabric: usize,
+        id: PeerId,
+        hello: PeerHello,
+    },
+}
+
+/// Why a handshake failed.
+enum Failure {
+    Io(String),
+    Foreign(String),
+    /// The peer is told why.
+    Refuse(String),
+    /// The peer has told why.
+    Rejected(String),
+}
+
+impl Handshake {
+    pub(super) fn new(
+        socket: ControlSocket,
+        deadline: Instant,
+        caller: Option<ConnectCaller>,
+    ) -> Self {
+        let step = if caller.is_some() { Step::Connecting } else { Step::AwaitHello };
+        Self {
+            socket,
+            deadline,
+            out: Vec::new(),
+            step,
+            opened: Vec::new(),
+            is_incoming: caller.is_none(),
+            caller,
+            peer: None,
+            offered: Vec::new(),
+        }
+    }
+
+    /// Whether somebody else began it.
+    pub(super) const fn is_incoming(&self) -> bool {
+        self.is_incoming
+    }
+
+    pub(super) const fn eviction_key(&self) -> EvictionKey {
+        let is_identified = matches!(self.step, Step::AwaitReady);
+        EvictionKey { is_identified, deadline: self.deadline }
+    }
+
+    /// Whether it is about this peer of a fabric.
+    pub(super) fn has_joined(&self, fabric: usize, id: PeerId) -> bool {
+        self.opened.iter().any(|opened| opened.fabric == fabric && opened.id == id)
+    }
+
+    fn push_message(&mut self, message: &Message) {
+        self.out.extend(message.encode());
+    }
+
+    fn route(&self) -> Result<(Route, SocketAddr), Failure> {
+        let (local, remote) =
+            self.socket.addrs().map_err(|error| Failure::Io(error.to_string()))?;
+        Ok((Route { local: local.ip(), remote: remote.ip() }, remote))
+    }
+}
+
+impl Io {
+    /// Goes on with a handshake. Whatever is not handed over is closed.
+    pub(super) fn advance_handshake(
+        &mut self,
+        handshake: &mut Handshake,
+        writable: bool,
+    ) -> Outcome {
+        match self.try_advance(handshake, writable) {
+            Ok(outcome) => outcome,
+            Err(failure) => self.fail_handshake(handshake, failure),
+        }
+    }
+
+    /// Ends a handshake at its deadline, or because the engine stops.
+    pub(super) fn close_handshake(
+        &mut self,
+        handshake: &mut Handshake,
+        error: Option<ConnectError>,
+    ) {
+        self.close_opened(handshake);
+        if let Some(ConnectCaller { addr, reply }) = handshake.caller.take() {
+            let late = ConnectError::Timeout { addr: addr.to_string() };
+            // Who has given up waiting needs no answer.
+            let _ = reply.push(Err(error.unwrap_or(late)));
+        }
+    }
+
+    /// Tells whoever waits for it that the connection stands.
+    pub(super) fn report_established(&self, handshake: &mut Handshake, connection: Connection) {
+        match handshake.caller.take() {
+            // Whoever has given up waiting gets none: it closes when it is dropped here.
+            Some(caller) => drop(caller.reply.push(Ok(connection))),
+            // It waits there until it is accepted, or over.
+            None => drop(self.shared.accepted.push(connection)),
+        }
+    }
+
+    pub(super) fn peer_info(handshake: &Handshake, hello: &PeerHello) -> PeerInfo {
+        let ip =
+            handshake.socket.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
+        PeerInfo {
+            engine_id: hello.engine_id,
+            addr: SocketAddr::new(ip.ip(), hello.port),
+            gpu_index: hello.gpu_index,
+            pci_bdf: hello.pci_bdf.clone(),
+        }
+    }
+
+    fn try_advance(
+        &mut self,
+        handshake: &mut Handshake,
+        writable: bool,
+    ) -> Result<Outcome, Failure> {
+        if handshake.step == Step::Connecting {
+            if !writable {
+                return Ok(Outcome::InProgress);
+            }
+            handshake.socket.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
+            self.say_hello(handshake)?;
+        }
+        loop {
+            self.flush_handshake(handshake)?;
+            if let Some(message) = next_message(handshake)? {
+                if let Some(established) = self.on_message(handshake, message)? {
+                    self.flush_handshake(handshake)?;
+                    return Ok(established);
+                }
+                continue;
+            }
+            let head = handshake.socket.received().first_chunk();
+            let body_bytes = head.and_then(|head| Message::body_bytes(head).ok()).unwrap_or(0);
+            match handshake.socket.read(HEADER_BYTES + body_bytes) {
+                ReadOutcome::Data if handshake.step == Step::Rejected => {
+                    let received = handshake.socket.received().len();
+                    handshake.socket.consume(received);
+                    // Once a turn: it may send faster than this reads, and there are others, and a
+                    // deadline to look at.
+                    return Ok(Outcome::InProgress);
+                }
+                ReadOutcome::Data => {}
+                ReadOutcome::WouldBlock => return Ok(Outcome::InProgress),
+                ReadOutcome::Closed(_) if handshake.step == Step::Rejected => {
+                    return Ok(Outcome::Ended);
+                }
+                ReadOutcome::Closed(how) => return Err(Failure::Io(how)),
+            }
+        }
+    }
+
+    fn on_message(
+        &mut self,
+        handshake: &mut Handshake,
+        message: Message,
+    ) -> Result<Option<Outcome>, Failure> {
+        match (handshake.step, message) {
+            (Step::AwaitHello, Message::Hello { hello, ticket, sides }) => {
+                if let Some(expected) = &self.config.ticket
+                    && !equal_in_constant_time(expected.as_bytes(), &ticket)
+                {
+                    let found = if ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
+                    return Err(Failure::Refuse(format!("the peer has {found}")));
+                }
+                let (untaken, most) = (self.shared.untaken(), self.config.max_untaken_bytes);
+                if untaken > most {
+                    return Err(Failure::Refuse(format!(
+                        "{untaken} bytes of notifications wait here to be taken, at most {most} may"
+                    )));
+                }
+                handshake.peer = Some(hello);
+                handshake.offered = sides;
+                self.choose(handshake)?;
+            }
+            (Step::AwaitReady, Message::Next) => {
+                self.close_opened(handshake);
+                self.choose(handshake)?;
+            }
+            (Step::AwaitReady, Message::Ready) => {
+                if let (Some(FabricPeer { fabric, id }), Some(hello)) =
+                    (handshake.opened.pop(), handshake.peer.take())
+                {
+                    return Ok(Some(Outcome::Established { fabric, id, hello }));
+                }
+            }
+            (Step::AwaitWelcome, Message::Welcome { hello, side }) => {
+                let position = handshake
+                    .opened
+                    .iter()
+                    .position(|opened| self.offer(opened.fabric) == side.offer);
+                let position = position.ok_or_else(|| {
+                    Failure::Foreign(format!("it chose {}, which was not offered", side.offer))
+                })?;
+                let opened = handshake.opened.swap_remove(position);
+                match self.fabrics[opened.fabric].join_peer(opened.id, &side.detail) {
+                    Ok(()) => {
+                        self.close_opened(handshake);
+                        handshake.push_message(&Message::Ready);
+                        let FabricPeer { fabric, id } = opened;
+                        return Ok(Some(Outcome::Established { fabric, id, hello }));
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "cannot join by {}", side.offer);
+                        self.fabrics[opened.fabric].close_peer(opened.id);
+                        handshake.push_message(&Message::Next);
+                    }
+                }
+            }
+            (_, Message::Reject { message }) if handshake.caller.is_some() => {
+                return Err(Failure::Rejected(message));
+            }
+            (step, message) => {
+                tracing::debug!(?step, ?message, "out of turn");
+                return Err(Failure::Foreign("it said something out of turn".to_owned()));
+            }
+        }
+        Ok(None)
+    }
+
+    fn say_hello(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let (route, _) = handshake.route()?;
+        let mut sides = Vec::new();
+        for fabric in 0..self.fabrics.len() {
+            match self.fabrics[fabric].open_peer_on(route) {
+                Ok((id, detail)) => {
+                    handshake.opened.push(FabricPeer { fabric, id });
+                    sides.push(Side { offer: self.offer(fabric), detail });
+                }
+                Err(error) => tracing::warn!(%error, "not offered"),
+            }
+        }
+        let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
+        handshake.push_message(&Message::Hello { hello: self.own_hello(), ticket, sides });
+        handshake.step = Step::AwaitWelcome;
+        Ok(())
+    }
+
+    /// Joins by the best transport of this side that the peer offers, and says so.
+    fn choose(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let (route, _) = handshake.route()?;
+        for fabric in 0..self.fabrics.len() {
+            let offer = self.offer(fabric);
+            let found = handshake.offered.iter().position(|side| side.offer == offer);
+            let Some(found) = found else { continue };
+            let theirs = handshake.offered.swap_remove(found);
+            let opened =
+                self.fabrics[fabric].open_peer_on(route).and_then(|(id, detail)| {
+                    match self.fabrics[fabric].join_peer(id, &theirs.detail) {
+                        Ok(()) => Ok((id, detail)),
+                        Err(error) => {
+                            self.fabrics[fabric].close_peer(id);
+                            Err(error)
+                        }
+                    }
+                });
+            match opened {
+                Ok((id, detail)) => {
+                    handshake.opened.push(FabricPeer { fabric, id });
+                    let side = Side { offer, detail };
+                    handshake.push_message(&Message::Welcome { hello: self.own_hello(), side });
+                    handshake.step = Step::AwaitReady;
+                    return Ok(());
+                }
+                Err(error) => tracing::debug!(%error, "cannot join by {offer}"),
+            }
+        }
+        let here: Vec<Offer> = (0..self.fabrics.len()).map(|fabric| self.offer(fabric)).collect();
+        Err(Failure::Refuse(format!(
+            "no transport works between the peers; this side has {}",
+            names(&here)
+        )))
+    }
+
+    fn fail_handshake(&mut self, handshake: &mut Handshake, failure: Failure) -> Outcome {
+        let is_rejected = handshake.step == Step::Rejected;
+        if let Some(ConnectCaller { addr, .. }) = &handshake.caller {
+            let addr = addr.to_string();
+            let error = match failure {
+                Failure::Io(detail) if handshake.step == Step::Connecting => {
+                    ConnectError::Unreachable { addr, detail }
+                }
+                Failure::Io(detail) | Failure::Foreign(detail) | Failure::Refuse(detail) => {
+                    ConnectError::Foreign { addr, detail }
+                }
+                Failure::Rejected(message) => ConnectError::Rejected { addr, message },
+            };
+            self.close_handshake(handshake, Some(error));
+            return Outcome::Ended;
+        }
+        self.close_opened(handshake);
+        let message = match failure {
+            Failure::Io(_) | Failure::Rejected(_) => return Outcome::Ended,
+            Failure::Foreign(message) | Failure::Refuse(message) => message,
+        };
+        if is_rejected {
+            return Outcome::Ended;
+        }
+        self.warn_refused(&message);
+        handshake.push_message(&Message::Reject { message });
+        handshake.step = Step::Rejected;
+        let is_flushed = self.flush_handshake(handshake).is_ok();
+        let received = handshake.socket.received().len();
+        handshake.socket.consume(received);
+        if is_flushed { Outcome::InProgress } else { Outcome::Ended }
+    }
+
+    fn flush_handshake(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        while !handshake.out.is_empty() {
+            match handshake.socket.write(&handshake.out) {
+                Ok(0) => break,
+                Ok(written) => drop(handshake.out.drain(..written)),
+                Err(error) => return Err(Failure::Io(error.to_string())),
+            }
+        }
+        handshake.socket.want_out(self.set(), !handshake.out.is_empty());
+        if handshake.out.is_empty() && handshake.step == Step::Rejected {
+            handshake.socket.finish();
+        }
+        Ok(())
+    }
+
+    fn close_opened(&mut self, handshake: &mut Handshake) {
+        for opened in handshake.opened.drain(..) {
+            self.fabrics[opened.fabric].close_peer(opened.id);
+        }
+    }
+
+    fn offer(&self, fabric: usize) -> Offer {
+        offer_of(&*self.fabrics[fabric])
+    }
+
+    fn own_hello(&self) -> PeerHello {
+        let metadata = &self.shared.metadata;
+        PeerHello {
+            engine_id: metadata.engine_id,
+            port: metadata.addr.port(),
+            gpu_index: metadata.gpu_index,
+            pci_bdf: metadata.pci_bdf.clone(),
+            limits: self.config.limits(),
+        }
+    }
+}
+
+/// Takes a whole message out of what was received. Frames that follow a handshake stay.
+fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
+    if matches!(handshake.step, Step::Connecting | Step::Rejected) {
+        return Ok(None);
+    }
+    let received = handshake.socket.received();
+    let Some((header, rest)) = received.split_first_chunk::<HEADER_BYTES>() else {
+        return Ok(None);
+    };
+    let body_bytes = Message::body_bytes(header).map_err(Failure::Foreign)?;
+    let Some(body) = rest.get(..body_bytes) else { return Ok(None) };
+    let message = Message::decode(header, body).map_err(Failure::Foreign)?;
+    handshake.socket.consume(HEADER_BYTES + body_bytes);
+    Ok(Some(message))
+}
