@@ -17,12 +17,12 @@ it decodes the files from their bytes and `config.json`. Each folder is checked 
 is made: every expert, bit for bit against the library's own dequantisation.
 """
 
-import contextlib
-import importlib
+import importlib.util
 import json
 import pathlib
 import re
 import sys
+import tempfile
 import types
 
 import numpy as np
@@ -67,7 +67,7 @@ def e4m3_table():
 
 E4M3 = e4m3_table()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-E8M0 = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
+E8M0 = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)
 
 
 def decode(tensor):
@@ -120,7 +120,9 @@ def from_compressed_tensors(t, quantization):
         offset = 1 << (bits - 1)
         scales = t["weight_scale"]
         groups = scales.shape[1]
-        column_group = t.get("weight_g_idx", np.arange(cols) // (cols // groups))
+        column_group = t.get("weight_g_idx", np.array([-1]))
+        if -1 in column_group:
+            column_group = np.arange(cols) // (cols // groups)
         q = fields(t["weight_packed"], bits, 1, cols)
         if args["symmetric"]:
             z = np.full((rows, groups), offset, np.int32)
@@ -435,6 +437,15 @@ def observe(weight, args, helpers):
     return scale, zero, kwargs.get("global_scale")
 
 
+def written_config(compressor):
+    """The `quantization_config` that the library writes into a `config.json`."""
+    with tempfile.TemporaryDirectory() as tmp:
+        path = pathlib.Path(tmp) / "config.json"
+        path.write_text("{}")
+        compressor.update_config(tmp)
+        return json.loads(path.read_text())["quantization_config"]
+
+
 def make_compressed_tensors(scheme, out):
     import torch
     from compressed_tensors.compressors import BaseCompressor, ModelCompressor
@@ -466,14 +477,7 @@ def make_compressed_tensors(scheme, out):
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     tensors = {k: v for k, v in model.state_dict().items() if ".experts." in k}
-    with contextlib.ExitStack() as stack:
-        import tempfile
-
-        tmp = stack.enter_context(tempfile.TemporaryDirectory())
-        (pathlib.Path(tmp) / "config.json").write_text("{}")
-        compressor.update_config(tmp)
-        quantization = json.loads((pathlib.Path(tmp) / "config.json").read_text())[
-            "quantization_config"]
+    quantization = written_config(compressor)
     reader = BaseCompressor.get_value_from_registry(quantization["format"])
     dequantised = {}
     for expert, projection, name in layer.names():
@@ -483,9 +487,281 @@ def make_compressed_tensors(scheme, out):
     layer.save(out, tensors, dequantised, quantization)
 
 
-MAKERS = {}
-for _scheme in compressed_tensors_args():
-    MAKERS[_scheme] = make_compressed_tensors
+def make_compressed_tensors_g_idx(scheme, out):
+    """Groups by a column permutation, as versions before its removal in 2026 wrote them."""
+    import torch
+    from compressed_tensors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import helpers
+
+    layer = Layer(scheme)
+    model = layer.model()
+    args = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32,
+                actorder="group")
+    config = QuantizationConfig(
+        config_groups={"group_0": dict(targets=["Linear"], weights=args)}, ignore=[ROUTER, "lm_head"])
+    apply_quantization_config(model, config)
+    for _, _, name in layer.names():
+        module = model.get_submodule(name)
+        args = module.quantization_scheme.weights
+        cols = module.weight.shape[1]
+        g_idx = (torch.randperm(cols, generator=layer.generator) // args.group_size).int()
+        ordered = module.weight[:, torch.argsort(g_idx)]
+        module.weight_scale.data.copy_(observe(ordered, args, helpers)[0])
+        module.weight_zero_point.data.zero_()
+        module.weight_g_idx.data.copy_(g_idx)
+        module.quantization_status = "frozen"
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    tensors = {k: v.clone() for k, v in model.state_dict().items() if ".experts." in k}
+    quantization = written_config(compressor)
+    compressor.decompress_model(model)
+    dequantised = {
+        (expert, projection): model.get_submodule(name).weight.detach()
+        for expert, projection, name in layer.names()
+    }
+    layer.save(out, tensors, dequantised, quantization)
+
+
+# ---------------------------------------------------------------------------------------------
+# Hugging Face `fp8`.
+# ---------------------------------------------------------------------------------------------
+
+ACTIVATION_NAMES = {"weight_scale_inv": "activation_scale", "weight_scale": "input_scale"}
+
+
+def make_fp8(scheme, out):
+    import torch
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    block, scale_dtype, width = {
+        "hf-fp8-block128": ((128, 128), torch.float32, 128),
+        "hf-fp8-block64": ((64, 64), torch.float32, 64),
+        "hf-fp8-block32x64": ((32, 64), torch.float32, 64),
+        "hf-fp8-bf16-scales": ((64, 64), torch.bfloat16, 64),
+        "hf-fp8-ue8m0": ((64, 64), torch.float8_e8m0fnu, 64),
+        "hf-fp8-tensor-static": (None, torch.float32, 64),
+        "autofp8-tensor-static": (None, torch.float32, 64),
+    }[scheme]
+    layer = Layer(scheme, width=width)
+    config = FineGrainedFP8Config(
+        activation_scheme="dynamic" if block else "static",
+        weight_block_size=block,
+        modules_to_not_convert=[ROUTER, "lm_head"],
+        scale_fmt="ue8m0" if scheme == "hf-fp8-ue8m0" else "float",
+    )
+    quantizer = types.SimpleNamespace(quantization_config=config)
+    quantise, dequantise = Fp8Quantize(quantizer), Fp8Dequantize(quantizer)
+    quantization = json.loads(json.dumps(config.to_dict()))
+    scale_name = "weight_scale_inv"
+    if scheme == "autofp8-tensor-static":
+        # AutoFP8 is on no package index: its arithmetic and its configuration, written out.
+        scale_name = "weight_scale"
+        quantization = dict(
+            quant_method="fp8", activation_scheme="static", ignored_layers=["lm_head", ROUTER])
+    tensors, dequantised = {}, {}
+    for index, (expert, projection, name) in enumerate(layer.names()):
+        weight = layer.experts[expert, projection]
+        if scale_name == "weight_scale":
+            limits = torch.finfo(torch.float8_e4m3fn)
+            factor = limits.max / torch.maximum(*(v.abs() for v in weight.aminmax())).clamp(min=1e-12)
+            stored = (weight * factor).clamp(limits.min, limits.max).to(torch.float8_e4m3fn)
+            scales = factor.float().reciprocal()
+        else:
+            stored, scales = quantise.convert({"weight": weight}).values()
+            if scale_dtype == torch.bfloat16:
+                # The library divides by scales in f32; files of the Hub round them to bf16.
+                scales = scales.to(torch.bfloat16)
+        if block is None:
+            scales = scales.reshape([])
+            tensors[f"{name}.{ACTIVATION_NAMES[scale_name]}"] = torch.tensor(0.01 + 0.001 * index)
+        assert scales.dtype == scale_dtype, scales.dtype
+        tensors[name + ".weight"], tensors[f"{name}.{scale_name}"] = stored, scales
+        if scale_name == "weight_scale":
+            dequantised[expert, projection] = stored.float() * scales
+        else:
+            dequantised[expert, projection] = dequantise._dequantize_one(
+                stored, scales, output_dtype=torch.float32)
+    layer.save(out, tensors, dequantised, quantization)
+
+
+# ---------------------------------------------------------------------------------------------
+# GPTQ.
+# ---------------------------------------------------------------------------------------------
+
+
+def make_gptq(scheme, out):
+    import torch
+    from gptqmodel import QuantizeConfig
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT
+    from gptqmodel.quantization.quantizer import Quantizer
+    from gptqmodel.utils.model import (
+        convert_gptq_v1_to_v2_format_module,
+        convert_gptq_v2_to_v1_format_module,
+    )
+
+    bits, group, sym, desc_act, version, width = {
+        "gptq-int4": (4, 32, True, False, FORMAT.GPTQ, 64),
+        "gptq-int4-g128": (4, 128, True, False, FORMAT.GPTQ, 128),
+        "gptq-int4-desc-act": (4, 32, True, True, FORMAT.GPTQ, 64),
+        "gptq-int4-asym": (4, 32, False, False, FORMAT.GPTQ, 64),
+        "gptq-int8": (8, 32, True, False, FORMAT.GPTQ, 64),
+        "gptq-int8-asym-desc-act": (8, 32, False, True, FORMAT.GPTQ, 64),
+        "gptq-v2-int4-asym": (4, 32, False, False, FORMAT.GPTQ_V2, 64),
+        "gptq-v2-int4-desc-act": (4, 32, True, True, FORMAT.GPTQ_V2, 64),
+    }[scheme]
+    layer = Layer(scheme, width=width)
+    config = QuantizeConfig(bits=bits, group_size=group, sym=sym, desc_act=desc_act, format=version)
+    tensors, dequantised = {}, {}
+
+    def new_linear(linear):
+        return TorchLinear(
+            bits=bits, group_size=group, sym=sym, desc_act=desc_act, bias=False, format=version,
+            in_features=linear.in_features, out_features=linear.out_features).eval()
+
+    for expert, projection, name in layer.names():
+        linear = layer.linear(expert, projection, torch.float32)
+        # The order in which GPTQ visits columns: by the Hessian's diagonal, here drawn.
+        cols = linear.in_features
+        order = torch.arange(cols)
+        if desc_act:
+            order = torch.randperm(cols, generator=layer.generator)
+        g_idx = torch.empty(cols, dtype=torch.int32)
+        g_idx[order] = torch.arange(cols, dtype=torch.int32) // group
+        scales, zeros = [], []
+        for start in range(0, cols, group):
+            quantizer = Quantizer(config)
+            quantizer.configure(perchannel=True)
+            quantizer.find_params(linear.weight[:, order[start : start + group]], weight=True)
+            scales.append(quantizer.scale.reshape(-1, 1))
+            zeros.append(quantizer.zero.reshape(-1, 1))
+        packed = new_linear(linear)
+        packed.pack_block(linear, torch.cat(scales, 1), torch.cat(zeros, 1), g_idx)
+        if version == FORMAT.GPTQ:
+            convert_gptq_v2_to_v1_format_module(packed, config)
+        stored = {k: v.clone() for k, v in packed.state_dict().items()}
+        tensors.update({f"{name}.{k}": v for k, v in stored.items()})
+
+        loaded = new_linear(linear)
+        loaded.load_state_dict(stored)
+        if version == FORMAT.GPTQ:
+            convert_gptq_v1_to_v2_format_module(loaded, bits, torch.int32)
+        dequantised[expert, projection] = loaded.dequantize_weight().T
+    with tempfile.TemporaryDirectory() as tmp:
+        config.save_pretrained(tmp)
+        written = json.loads((pathlib.Path(tmp) / "quantize_config.json").read_text())
+    layer.save(out, tensors, dequantised, written, {"quantize_config.json": written})
+
+
+# ---------------------------------------------------------------------------------------------
+# AWQ.
+# ---------------------------------------------------------------------------------------------
+
+
+def import_awq():
+    """Imports parts of autoawq without its model classes, which need an older transformers."""
+    if "awq" in sys.modules:
+        return
+    root = pathlib.Path(importlib.util.find_spec("awq").submodule_search_locations[0])
+    package = types.ModuleType("awq")
+    package.__path__ = [str(root)]
+    sys.modules["awq"] = package
+    sys.modules.setdefault("datasets", types.SimpleNamespace(load_dataset=None))
+
+
+def make_awq(scheme, out):
+    import torch
+
+    import_awq()
+    from awq.models._config import AwqConfig
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.quantize.quantizer import AwqQuantizer
+    from awq.utils.packing_utils import dequantize_gemm
+
+    group, width = {"awq-g128": (128, 128), "awq-g32": (32, 64)}[scheme]
+    layer = Layer(scheme, width=width)
+    quantizer = AwqQuantizer.__new__(AwqQuantizer)
+    quantizer.w_bit, quantizer.group_size, quantizer.zero_point = 4, group, True
+    tensors, dequantised = {}, {}
+    for expert, projection, name in layer.names():
+        linear = layer.linear(expert, projection, torch.float16)
+        linear.weight.data, scales, zeros = quantizer.pseudo_quantize_tensor(linear.weight.data)
+        packed = WQLinear_GEMM.from_linear(
+            linear, 4, group, scales=scales.t().contiguous(), zeros=zeros.t().contiguous())
+        tensors.update({f"{name}.{k}": v for k, v in packed.state_dict().items()})
+        dequantised[expert, projection] = dequantize_gemm(
+            packed.qweight, packed.qzeros, packed.scales, 4, group).T
+    config = AwqConfig(q_group_size=group, modules_to_not_convert=["gate"])
+    layer.save(out, tensors, dequantised, config.to_transformers_dict())
+
+
+# ---------------------------------------------------------------------------------------------
+# nvidia-modelopt.
+# ---------------------------------------------------------------------------------------------
+
+
+def make_modelopt(scheme, out):
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    from safetensors.torch import load_file
+    from transformers import Qwen3MoeForCausalLM
+
+    layer = Layer(scheme)
+    layer.config.dtype = torch.bfloat16
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(layer.config).bfloat16().eval()
+    block = model.model.layers[0].mlp
+    with torch.no_grad():
+        block.gate.weight.copy_(layer.router)
+        for expert in range(NUM_EXPERTS):
+            gate, up, down = (layer.experts[expert, p] for p in PROJECTIONS)
+            block.experts.gate_up_proj[expert].copy_(torch.cat([gate, up]))
+            block.experts.down_proj[expert].copy_(down)
+
+    def calibrate(model):
+        with torch.no_grad():
+            model(torch.randint(0, 64, (4, 64), generator=layer.generator))
+
+    recipe = mtq.NVFP4_DEFAULT_CFG if scheme == "modelopt-nvfp4" else mtq.FP8_DEFAULT_CFG
+    model = mtq.quantize(model, recipe, calibrate)
+    with tempfile.TemporaryDirectory() as tmp:
+        export_hf_checkpoint(model, export_dir=tmp)
+        written = load_file(pathlib.Path(tmp) / "model.safetensors")
+        quantization = json.loads((pathlib.Path(tmp) / "config.json").read_text())
+        beside = json.loads((pathlib.Path(tmp) / "hf_quant_config.json").read_text())
+    assert torch.equal(written[PREFIX + "gate.weight"], layer.router)
+    tensors = {k: v for k, v in written.items() if ".experts." in k}
+    dequantised = {}
+    for expert, projection, name in layer.names():
+        stored, scale = tensors[name + ".weight"], tensors[name + ".weight_scale"]
+        shape = layer.experts[expert, projection].shape
+        if scheme == "modelopt-nvfp4":
+            weight = NVFP4QTensor(shape, torch.bfloat16, stored).dequantize(
+                torch.float32, scale=scale, double_scale=tensors[name + ".weight_scale_2"],
+                block_sizes={-1: 16})
+        else:
+            weight = FP8QTensor(shape, torch.bfloat16, stored).dequantize(torch.float32, scale=scale)
+        dequantised[expert, projection] = weight
+    layer.config.dtype = "bfloat16"
+    layer.config._experts_implementation = "eager"
+    layer.save(out, tensors, dequantised, quantization["quantization_config"],
+               {"hf_quant_config.json": beside})
+
+
+MAKERS = {scheme: make_compressed_tensors for scheme in compressed_tensors_args()}
+MAKERS["ct-int4-g-idx"] = make_compressed_tensors_g_idx
+for _scheme in ("hf-fp8-block128", "hf-fp8-block64", "hf-fp8-block32x64", "hf-fp8-bf16-scales",
+                "hf-fp8-ue8m0", "hf-fp8-tensor-static", "autofp8-tensor-static"):
+    MAKERS[_scheme] = make_fp8
+for _scheme in ("gptq-int4", "gptq-int4-g128", "gptq-int4-desc-act", "gptq-int4-asym", "gptq-int8",
+                "gptq-int8-asym-desc-act", "gptq-v2-int4-asym", "gptq-v2-int4-desc-act"):
+    MAKERS[_scheme] = make_gptq
+MAKERS.update({"awq-g128": make_awq, "awq-g32": make_awq})
+MAKERS.update({"modelopt-nvfp4": make_modelopt, "modelopt-fp8": make_modelopt})
 
 
 def main():
