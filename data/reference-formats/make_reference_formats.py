@@ -145,6 +145,9 @@ def from_compressed_tensors(t, quantization):
 
 
 def from_fp8(t, quantization):
+    if quantization.get("expert_dtype") == "fp4":
+        codes = nibbles(t["weight"].view(np.uint8))
+        return E2M1[codes] * t["weight_scale_inv"].repeat(32, 1)
     weight = t["weight"]
     scales = t["weight_scale_inv"] if "weight_scale_inv" in t else t["weight_scale"]
     block = quantization.get("weight_block_size")
@@ -541,15 +544,18 @@ def make_fp8(scheme, out):
         "hf-fp8-block32x64": ((32, 64), torch.float32, 64),
         "hf-fp8-bf16-scales": ((64, 64), torch.bfloat16, 64),
         "hf-fp8-ue8m0": ((64, 64), torch.float8_e8m0fnu, 64),
+        "hf-fp4-experts": ((1, 32), torch.float8_e8m0fnu, 64),
         "hf-fp8-tensor-static": (None, torch.float32, 64),
         "autofp8-tensor-static": (None, torch.float32, 64),
     }[scheme]
     layer = Layer(scheme, width=width)
     config = FineGrainedFP8Config(
         activation_scheme="dynamic" if block else "static",
-        weight_block_size=block,
+        # Experts in fp4 have blocks of their own; the size belongs to the other layers.
+        weight_block_size=(128, 128) if scheme == "hf-fp4-experts" else block,
         modules_to_not_convert=[ROUTER, "lm_head"],
-        scale_fmt="ue8m0" if scheme == "hf-fp8-ue8m0" else "float",
+        scale_fmt="ue8m0" if scale_dtype == torch.float8_e8m0fnu else "float",
+        expert_dtype="fp4" if scheme == "hf-fp4-experts" else "fp8",
     )
     quantizer = types.SimpleNamespace(quantization_config=config)
     quantise, dequantise = Fp8Quantize(quantizer), Fp8Dequantize(quantizer)
@@ -568,6 +574,15 @@ def make_fp8(scheme, out):
             factor = limits.max / torch.maximum(*(v.abs() for v in weight.aminmax())).clamp(min=1e-12)
             stored = (weight * factor).clamp(limits.min, limits.max).to(torch.float8_e4m3fn)
             scales = factor.float().reciprocal()
+        elif scheme == "hf-fp4-experts":
+            # The library reads fp4 but does not write it: nearest code, packed as it reads them.
+            tiles = weight.float().unflatten(1, (-1, 32))
+            scales = torch.exp2(torch.ceil(torch.log2(tiles.abs().amax(2) / 6)))
+            values = (tiles / scales.unsqueeze(2)).flatten(1)
+            table = torch.tensor(E2M1[:8])
+            codes = (values.abs().unsqueeze(2) - table).abs().argmin(2) + 8 * (values < 0)
+            stored = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+            scales = scales.to(scale_dtype)
         else:
             stored, scales = quantise.convert({"weight": weight}).values()
             if scale_dtype == torch.bfloat16:
@@ -613,7 +628,8 @@ def make_gptq(scheme, out):
         "gptq-v2-int4-desc-act": (4, 32, True, True, FORMAT.GPTQ_V2, 64),
     }[scheme]
     layer = Layer(scheme, width=width)
-    config = QuantizeConfig(bits=bits, group_size=group, sym=sym, desc_act=desc_act, format=version)
+    config = QuantizeConfig(bits=bits, group_size=group, sym=sym, desc_act=desc_act, format=version,
+                            offload_to_disk=False)
     tensors, dequantised = {}, {}
 
     def new_linear(linear):
@@ -668,7 +684,10 @@ def import_awq():
     package = types.ModuleType("awq")
     package.__path__ = [str(root)]
     sys.modules["awq"] = package
-    sys.modules.setdefault("datasets", types.SimpleNamespace(load_dataset=None))
+    # The quantiser imports a loader of calibration texts, which this script does not call.
+    calibration = types.ModuleType("awq.utils.calib_data")
+    calibration.get_calib_dataset = None
+    sys.modules["awq.utils.calib_data"] = calibration
 
 
 def make_awq(scheme, out):
@@ -755,7 +774,7 @@ def make_modelopt(scheme, out):
 MAKERS = {scheme: make_compressed_tensors for scheme in compressed_tensors_args()}
 MAKERS["ct-int4-g-idx"] = make_compressed_tensors_g_idx
 for _scheme in ("hf-fp8-block128", "hf-fp8-block64", "hf-fp8-block32x64", "hf-fp8-bf16-scales",
-                "hf-fp8-ue8m0", "hf-fp8-tensor-static", "autofp8-tensor-static"):
+                "hf-fp8-ue8m0", "hf-fp4-experts", "hf-fp8-tensor-static", "autofp8-tensor-static"):
     MAKERS[_scheme] = make_fp8
 for _scheme in ("gptq-int4", "gptq-int4-g128", "gptq-int4-desc-act", "gptq-int4-asym", "gptq-int8",
                 "gptq-int8-asym-desc-act", "gptq-v2-int4-asym", "gptq-v2-int4-desc-act"):
