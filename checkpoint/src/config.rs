@@ -89,7 +89,8 @@ pub enum Activation {
 
 impl Activation {
     /// `silu(gate) · up`.
-    pub const SILU: Activation = Activation::Swiglu { alpha: 1.0, limit: f32::INFINITY, offset: 0.0 };
+    pub const SILU: Activation =
+        Activation::Swiglu { alpha: 1.0, limit: f32::INFINITY, offset: 0.0 };
 
     /// Returns true if the expert has a gate matrix.
     #[must_use]
@@ -292,10 +293,8 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
 
 /// Refuses settings that change the experts' arithmetic and that the family's description does not use.
 fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), ConfigError> {
-    let clamps = matches!(
-        family.activation,
-        ActivationRule::Clamped | ActivationRule::ClampedOffset { .. }
-    );
+    let clamps =
+        matches!(family.activation, ActivationRule::Clamped | ActivationRule::ClampedOffset { .. });
     for key in ["swiglu_limit", "swiglu_alpha"] {
         if !clamps && let Some(value) = keys.get(key) {
             return Err(ConfigError::Unsupported { field: key, found: clip(value), family });
@@ -343,10 +342,14 @@ pub enum ConfigError {
     #[error("{first} contradicts {second}; remove the one that is wrong")]
     Contradiction { first: String, second: String },
     /// A setting changes the arithmetic in a way that is not supported for the family.
-    #[error("'{field}' is {found}, which {family} does not have: its experts would give wrong results")]
+    #[error(
+        "'{field}' is {found}, which {family} does not have: its experts would give wrong results"
+    )]
     Unsupported { field: &'static str, found: String, family: &'static Family },
     /// The family's router is not computed here.
-    #[error("the router of {family} is not computed by this library; take the choice of experts from the engine")]
+    #[error(
+        "the router of {family} is not computed by this library; take the choice of experts from the engine"
+    )]
     Router { family: &'static Family },
 }
 

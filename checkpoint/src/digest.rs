@@ -90,13 +90,13 @@ impl Checkpoint {
             found
         };
         let mut found = std::thread::scope(|scope| {
-            let helpers: Vec<_> =
-                (1..threads.max(1)).map(|_| scope.spawn(work)).collect();
+            let helpers: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(work)).collect();
             let mut found = work();
             progress(done.load(Ordering::Relaxed), names.len());
             for helper in helpers {
                 // A panic of a helper is one of this thread.
-                found.extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+                found
+                    .extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             }
             progress(names.len(), names.len());
             found

@@ -42,9 +42,10 @@ impl<'a> ExpertTensors<'a> {
     /// Bytes of all matrices and biases in the form for computing.
     #[must_use]
     pub fn computing_bytes(&self) -> usize {
-        let biases = self.biases.as_ref().map_or(0, |b| {
-            (b.gate.len() + b.up.len() + b.down.len()) * size_of::<f32>()
-        });
+        let biases = self
+            .biases
+            .as_ref()
+            .map_or(0, |b| (b.gate.len() + b.up.len() + b.down.len()) * size_of::<f32>());
         self.matrices().map(WeightView::computing_bytes).sum::<usize>() + biases
     }
 }
@@ -75,9 +76,11 @@ impl Checkpoint {
         let layout = self.layout_of(layer)?;
         let block = layout.block_of(layer);
         match layout.stored {
-            Stored::PerExpert { names } => {
-                self.single_expert(&format!("{block}experts.{expert}"), names, config.moe_intermediate)
-            }
+            Stored::PerExpert { names } => self.single_expert(
+                &format!("{block}experts.{expert}"),
+                names,
+                config.moe_intermediate,
+            ),
             Stored::Fused { gate_up, down } => {
                 self.fused_expert(&format!("{block}{gate_up}"), &format!("{block}{down}"), expert)
             }
@@ -284,7 +287,8 @@ impl Checkpoint {
     ) -> Result<Option<ExpertBiases>, TensorError> {
         let config = self.config();
         let (hidden, width) = (config.hidden, config.moe_intermediate);
-        let [gate_up, down] = [gate_up, down].map(|name| format!("{}_bias", name.trim_end_matches(".weight")));
+        let [gate_up, down] =
+            [gate_up, down].map(|name| format!("{}_bias", name.trim_end_matches(".weight")));
         match (self.contains(&gate_up), self.contains(&down)) {
             (false, false) => return Ok(None),
             (true, false) => return Err(self.lone_bias(&gate_up, &down)),

@@ -156,15 +156,30 @@ mod tests {
         let cases: &[(&str, &str, &str, bool)] = &[
             ("model.layers.1.mlp.experts.0.up_proj.weight", "model.", "mlp.", false),
             ("model.layers.1.mlp.experts.7.down_proj.qweight", "model.", "mlp.", false),
-            ("model.layers.1.block_sparse_moe.experts.0.w3.weight", "model.", "block_sparse_moe.", false),
+            (
+                "model.layers.1.block_sparse_moe.experts.0.w3.weight",
+                "model.",
+                "block_sparse_moe.",
+                false,
+            ),
             ("model.layers.1.mlp.experts.0.w2.weight", "model.", "mlp.", false),
             ("backbone.layers.1.mixer.experts.3.up_proj.weight", "backbone.", "mixer.", false),
             ("layers.1.experts.0.w1.weight", "", "", false),
-            ("model.language_model.layers.1.mlp.experts.gate_up_proj", "model.language_model.", "mlp.", true),
+            (
+                "model.language_model.layers.1.mlp.experts.gate_up_proj",
+                "model.language_model.",
+                "mlp.",
+                true,
+            ),
             ("model.layers.1.mlp.experts.gate_up_proj_blocks", "model.", "mlp.", true),
             ("model.layers.1.feed_forward.experts.gate_up_proj", "model.", "feed_forward.", true),
             ("model.layers.1.experts.gate_up_proj", "model.", "", true),
-            ("model.layers.1.block_sparse_moe.input_linear.weight", "model.", "block_sparse_moe.", true),
+            (
+                "model.layers.1.block_sparse_moe.input_linear.weight",
+                "model.",
+                "block_sparse_moe.",
+                true,
+            ),
         ];
         for (name, root, block, fused) in cases {
             let (layout, layers) = find(&[name]).unwrap_or_else(|| panic!("{name}"));

@@ -172,7 +172,10 @@ impl Checkpoint {
     pub(crate) fn root(&self) -> &'static str {
         let has_layers = |root: &&&str| {
             let prefix = format!("{root}layers.");
-            self.tensors.range(prefix.clone()..).next().is_some_and(|(name, _)| name.starts_with(&prefix))
+            self.tensors
+                .range(prefix.clone()..)
+                .next()
+                .is_some_and(|(name, _)| name.starts_with(&prefix))
         };
         ROOTS.iter().find(has_layers).copied().unwrap_or(ROOTS[0])
     }

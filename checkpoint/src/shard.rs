@@ -143,8 +143,7 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
     let Some(header) = rest.get(..header_bytes as usize) else {
         return Err(truncated(path, found_bytes, header_end));
     };
-    let header: Header =
-        serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
+    let header: Header = serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
     let (mut tensors, aliases, data_bytes) = header.check().map_err(header_error)?;
     let expected_bytes = header_end
         .checked_add(data_bytes as u64)
@@ -194,7 +193,8 @@ impl<'de> Deserialize<'de> for Header {
                         // Texts by the format. Anything else carries no alias.
                         let metadata: serde_json::Value = map.next_value()?;
                         let texts = metadata.as_object().into_iter().flatten();
-                        let texts = texts.filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned())));
+                        let texts =
+                            texts.filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned())));
                         header.metadata.extend(texts);
                         continue;
                     }
@@ -227,10 +227,15 @@ impl Header {
         for (name, entry) in &in_order {
             let start = entry.bytes.start;
             if start < end {
-                return Err(format!("tensors '{before}' and '{name}' overlap: '{name}' starts at byte {start}, '{before}' ends at {end}"));
+                return Err(format!(
+                    "tensors '{before}' and '{name}' overlap: '{name}' starts at byte {start}, '{before}' ends at {end}"
+                ));
             }
             if start > end {
-                return Err(format!("{} bytes between {before} and tensor '{name}' belong to no tensor", start - end));
+                return Err(format!(
+                    "{} bytes between {before} and tensor '{name}' belong to no tensor",
+                    start - end
+                ));
             }
             (before, end) = (name, entry.bytes.end);
         }

@@ -241,7 +241,8 @@ mod tests {
 
     #[test]
     fn pythons_numbers_become_null_outside_of_texts_only() {
-        let json = r#"{"a": NaN, "b": "NaN \" Infinity", "c": [-Infinity, Infinity], "hidden_size": 4}"#;
+        let json =
+            r#"{"a": NaN, "b": "NaN \" Infinity", "c": [-Infinity, Infinity], "hidden_size": 4}"#;
         let keys = Keys::parse(json).unwrap();
         assert_eq!(keys.get("a"), None);
         assert_eq!(keys.text("b").unwrap(), Some("NaN \" Infinity"));

@@ -81,10 +81,7 @@ pub(super) fn parse(
 }
 
 /// A token id, or a list of such; empty without the key.
-pub(crate) fn token_ids(
-    key: &'static str,
-    value: Option<&Value>,
-) -> Result<Vec<u32>, ConfigError> {
+pub(crate) fn token_ids(key: &'static str, value: Option<&Value>) -> Result<Vec<u32>, ConfigError> {
     let id = |value: &Value| {
         as_whole(value)
             .and_then(|id| u32::try_from(id).ok())
@@ -107,11 +104,7 @@ impl Family {
     }
 }
 
-fn attention(
-    family: &Family,
-    keys: &Keys,
-    hidden: usize,
-) -> Result<AttentionConfig, ConfigError> {
+fn attention(family: &Family, keys: &Keys, hidden: usize) -> Result<AttentionConfig, ConfigError> {
     let num_heads = keys.dim(&["num_attention_heads"])?;
     let num_kv_heads = match keys.get("num_key_value_heads") {
         None => num_heads,

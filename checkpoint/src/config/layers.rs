@@ -40,9 +40,9 @@ pub(super) fn moe_layers(
         }
         LayerRule::Period => {
             let period = positive(keys, "expert_layer_period", 2)?;
-            let offset = keys.get("expert_layer_offset").map_or(Ok(1), |v| {
-                small("expert_layer_offset", v)
-            })?;
+            let offset = keys
+                .get("expert_layer_offset")
+                .map_or(Ok(1), |v| small("expert_layer_offset", v))?;
             all.filter(|l| l % period == offset).collect()
         }
         LayerRule::Interleaved => match numbers(keys, "moe_layers")? {
@@ -53,7 +53,9 @@ pub(super) fn moe_layers(
             }
         },
         LayerRule::Range => {
-            let of = |key, default| keys.get(key).map_or(Ok(default), |v| small_or_last(key, v, num_layers));
+            let of = |key, default| {
+                keys.get(key).map_or(Ok(default), |v| small_or_last(key, v, num_layers))
+            };
             let start = of("moe_layer_start_index", 1)?;
             let end = of("moe_layer_end_index", num_layers - 1)?;
             let interval = positive(keys, "moe_layer_interval", 1)?;

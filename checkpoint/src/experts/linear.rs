@@ -161,7 +161,9 @@ impl Checkpoint {
                 let block = self.fp8_block(&scale, scale.shape, rows, cols)?;
                 (block, Cow::Borrowed(scale.data))
             }
-            Some((place, transposed)) => self.fused_scales(&scale, rows, cols, place, transposed)?,
+            Some((place, transposed)) => {
+                self.fused_scales(&scale, rows, cols, place, transposed)?
+            }
         };
         let stored_bytes = code_bytes + data.len();
         let scales = Scales { dtype: scale_dtype(&scale)?, data, factor: 1.0 };
@@ -207,7 +209,9 @@ impl Checkpoint {
                 "one scale or [{rows}, 1], since the configuration declares static activation scales \
                  and no weight_block_size"
             ),
-            (None, false) => format!("one scale, [{rows}, 1], or a weight_block_size in the configuration"),
+            (None, false) => {
+                format!("one scale, [{rows}, 1], or a weight_block_size in the configuration")
+            }
         };
         Err(TensorError::Format {
             name: scale.name.to_owned(),
@@ -283,17 +287,14 @@ impl Checkpoint {
                     let shape = [rows.div_ceil(32 / bits), groups];
                     let zeros = zeros.expect_shape(&shape)?.expect_dtype(&[DType::I32])?;
                     let order = ZeroOrder::CompressedTensors;
-                    let zeros = unpack_zeros(zeros.data, bits, rows, groups, order);
+                    let zeros = unpack_zeros(zeros.data, bits, rows, groups, order, 0);
                     Ok::<Vec<i32>, TensorError>(zeros.into_iter().map(i32::from).collect())
                 }
             }
         });
         let zeros = zeros.transpose()?;
-        let scales = Scales {
-            dtype: scale_dtype(&scale)?,
-            data: Cow::Borrowed(scale.data),
-            factor: 1.0,
-        };
+        let scales =
+            Scales { dtype: scale_dtype(&scale)?, data: Cow::Borrowed(scale.data), factor: 1.0 };
         let codes = match bits {
             4 => Codes::Strided(Strided::whole(packed.data, 1, rows, cols / 2)),
             _ => Codes::Unpacked(packed.data.iter().map(|code| code ^ 0x80).collect()),
@@ -318,16 +319,16 @@ impl Checkpoint {
             true => {
                 let zeros = self.tensor(&zero_name)?.expect_dtype(&[DType::I8])?;
                 if zeros.num_elements() != rows * groups {
-                    return Err(zeros.expect_shape(&[rows, groups]).err().unwrap_or_else(|| unreachable_shape(&zero_name)));
+                    return Err(zeros
+                        .expect_shape(&[rows, groups])
+                        .err()
+                        .unwrap_or_else(|| unreachable_shape(&zero_name)));
                 }
                 Some(zeros.data.iter().map(|zero| i32::from(*zero as i8) + 128).collect())
             }
         };
-        let scales = Scales {
-            dtype: scale_dtype(&scale)?,
-            data: Cow::Borrowed(scale.data),
-            factor: 1.0,
-        };
+        let scales =
+            Scales { dtype: scale_dtype(&scale)?, data: Cow::Borrowed(scale.data), factor: 1.0 };
         let codes = Codes::Strided(Strided::whole(weight.data, 1, rows, cols));
         Ok(integers(weight, 8, [rows, cols], group, codes, scales, zeros))
     }
@@ -371,13 +372,16 @@ impl Checkpoint {
             .expect_shape(&[groups, rows * bits / 32])?
             .expect_dtype(&[DType::I32])?;
         let order = if is_awq { ZeroOrder::Awq } else { ZeroOrder::Gptq };
-        let less_one = !is_awq
-            && self.config().quantization.as_ref().is_none_or(|q| q.gptq_zeros_less_one);
-        let mask = (1 << bits) - 1;
-        let zeros: Vec<i32> = unpack_zeros(zeros.data, bits, rows, groups, order)
+        let less_one =
+            !is_awq && self.config().quantization.as_ref().is_none_or(|q| q.gptq_zeros_less_one);
+        let add = match (less_one, bits) {
+            (false, _) => 0,
+            (true, 4) => 0x1111_1111,
+            (true, _) => 0x0101_0101,
+        };
+        let zeros: Vec<i32> = unpack_zeros(zeros.data, bits, rows, groups, order, add)
             .into_iter()
-            // The first format wraps around: a stored 15 stands for 16, which is 0 in four bits.
-            .map(|zero| if less_one { (i32::from(zero) + 1) & (2 * mask + 1) } else { i32::from(zero) })
+            .map(i32::from)
             .collect();
         let scale_size = size(scale.dtype);
         let by_row = Strided {
@@ -433,7 +437,8 @@ impl Checkpoint {
                 return Err(TensorError::Format {
                     name: scale.name.to_owned(),
                     found: "is F8_E4M3".to_owned(),
-                    expected: "beside it one of 'weight_global_scale' and 'weight_scale_2'".to_owned(),
+                    expected: "beside it one of 'weight_global_scale' and 'weight_scale_2'"
+                        .to_owned(),
                 });
             }
             _ => 1.0,
@@ -510,12 +515,7 @@ impl Checkpoint {
     }
 
     /// Refuses groups that are not runs of neighbouring columns.
-    fn sequential_groups(
-        &self,
-        name: &str,
-        group: usize,
-        cols: usize,
-    ) -> Result<(), TensorError> {
+    fn sequential_groups(&self, name: &str, group: usize, cols: usize) -> Result<(), TensorError> {
         if !self.contains(name) {
             return Ok(());
         }

@@ -86,11 +86,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
         ..DEEPSEEK_V3
     },
-    Family {
-        model_type: "deepseek_v32",
-        classes: &["DeepseekV32ForCausalLM"],
-        ..DEEPSEEK_V3
-    },
+    Family { model_type: "deepseek_v32", classes: &["DeepseekV32ForCausalLM"], ..DEEPSEEK_V3 },
     Family { model_type: "qwen2_moe", classes: &["Qwen2MoeForCausalLM"], ..QWEN_SHARED },
     Family { model_type: "qwen3_next", classes: &["Qwen3NextForCausalLM"], ..QWEN_SHARED },
     Family {
@@ -106,9 +102,5 @@ pub(super) static FAMILIES: &[Family] = &[
         gate: &["mlp.router.weight"],
         ..BASE
     },
-    Family {
-        model_type: "granitemoe",
-        classes: &["GraniteMoeForCausalLM"],
-        ..GRANITE
-    },
+    Family { model_type: "granitemoe", classes: &["GraniteMoeForCausalLM"], ..GRANITE },
 ];

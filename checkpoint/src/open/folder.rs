@@ -22,7 +22,9 @@ pub(super) fn check(dir: &Path) -> Result<(), OpenError> {
         return match is_hub_name {
             true => refuse(
                 "is no folder here; it looks like the name of a model on the Hugging Face Hub",
-                format!("download it (`hf download {text} --local-dir FOLDER`) and give the folder"),
+                format!(
+                    "download it (`hf download {text} --local-dir FOLDER`) and give the folder"
+                ),
             ),
             false => refuse("does not exist", "give the folder of a checkpoint".to_owned()),
         };
@@ -32,12 +34,16 @@ pub(super) fn check(dir: &Path) -> Result<(), OpenError> {
             return refuse("is a GGUF file", GGUF_REMEDY.to_owned());
         }
         let parent = dir.parent().unwrap_or(Path::new(".")).display();
-        return refuse("is a file", format!("give the folder that holds it with its {CONFIG_FILE}: {parent}"));
+        return refuse(
+            "is a file",
+            format!("give the folder that holds it with its {CONFIG_FILE}: {parent}"),
+        );
     }
     if !dir.join(CONFIG_FILE).exists() {
         let snapshots = entries(&dir.join("snapshots"));
         if !snapshots.is_empty() {
-            let list: Vec<String> = snapshots.iter().map(|path| path.display().to_string()).collect();
+            let list: Vec<String> =
+                snapshots.iter().map(|path| path.display().to_string()).collect();
             return refuse(
                 "is an entry of the Hugging Face cache, whose checkpoints are in its folder 'snapshots'",
                 format!("give one of: {}", list.join(", ")),
@@ -79,13 +85,18 @@ fn describe(dir: &Path) -> (String, String) {
         return (format!("has a link {name} to a missing blob"), UNFINISHED.to_owned());
     }
     if let Some(partial) = with(".incomplete").or_else(|| with(".part")) {
-        return (format!("holds {partial}, a download that is not finished"), UNFINISHED.to_owned());
+        return (
+            format!("holds {partial}, a download that is not finished"),
+            UNFINISHED.to_owned(),
+        );
     }
     let shards: Vec<&String> = names.iter().filter(|n| n.ends_with(".safetensors")).collect();
     if let Some(first) = shards.first() {
         let number = shards.len();
         return (
-            format!("holds {number} safetensors file(s), such as {first}, but {INDEX_FILE} is missing"),
+            format!(
+                "holds {number} safetensors file(s), such as {first}, but {INDEX_FILE} is missing"
+            ),
             format!("download {INDEX_FILE}, or rename a single complete file to {SINGLE_FILE}"),
         );
     }
@@ -100,10 +111,7 @@ fn describe(dir: &Path) -> (String, String) {
                 .to_owned(),
         );
     }
-    (
-        format!("has neither {SINGLE_FILE} nor {INDEX_FILE}"),
-        "download the weights, too".to_owned(),
-    )
+    (format!("has neither {SINGLE_FILE} nor {INDEX_FILE}"), "download the weights, too".to_owned())
 }
 
 /// A note on a missing file for messages.

@@ -19,21 +19,28 @@ pub(crate) fn unpack_gptq(data: &[u8], bits: usize, rows: usize, cols: usize) ->
 pub(crate) fn unpack_awq(data: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     let (words, _) = data.as_chunks::<4>();
     let per_row = rows / 8;
-    pack_rows(4, rows, cols, |row, col| {
-        code(words, 4, col * per_row + row / 8, AWQ_PLACE[row % 8])
-    })
+    pack_rows(4, rows, cols, |row, col| code(words, 4, col * per_row + row / 8, AWQ_PLACE[row % 8]))
 }
 
 /// Zero points `[groups, rows]` or `[rows, groups]` out of words that are packed along `packed` values of the first
 /// (`along_rows`) or second dimension. Returns one for each row and group, `[rows, groups]`.
+///
+/// `add` is added to every word as a whole before it is split: GPTQ's first file format stores zero points less one,
+/// and its readers add one to each field so, carries included.
 pub(crate) fn unpack_zeros(
     data: &[u8],
     bits: usize,
     rows: usize,
     groups: usize,
     order: ZeroOrder,
+    add: u32,
 ) -> Vec<u8> {
     let (words, _) = data.as_chunks::<4>();
+    let words: Vec<[u8; 4]> = words
+        .iter()
+        .map(|word| u32::from_le_bytes(*word).wrapping_add(add).to_le_bytes())
+        .collect();
+    let words = words.as_slice();
     let per_word = 32 / bits;
     let row_words = rows.div_ceil(per_word);
     let mut zeros = Vec::with_capacity(rows * groups);
@@ -67,18 +74,13 @@ pub(crate) enum ZeroOrder {
 }
 
 /// Packs one code for each row and column into bytes: 4-bit codes in pairs, 8-bit codes as signed bytes.
-fn pack_rows(
-    bits: usize,
-    rows: usize,
-    cols: usize,
-    code: impl Fn(usize, usize) -> u8,
-) -> Vec<u8> {
+fn pack_rows(bits: usize, rows: usize, cols: usize, code: impl Fn(usize, usize) -> u8) -> Vec<u8> {
     let mut out = Vec::with_capacity(rows * cols * bits / 8);
     for row in 0..rows {
         match bits {
-            4 => out.extend((0..cols / 2).map(|pair| {
-                code(row, 2 * pair) | code(row, 2 * pair + 1) << 4
-            })),
+            4 => out.extend(
+                (0..cols / 2).map(|pair| code(row, 2 * pair) | code(row, 2 * pair + 1) << 4),
+            ),
             _ => out.extend((0..cols).map(|col| code(row, col) ^ 0x80)),
         }
     }
