@@ -26,6 +26,7 @@
 mod config;
 mod convert;
 mod digest;
+mod dtype;
 mod experts;
 mod family;
 mod layout;
@@ -43,6 +44,7 @@ pub use convert::{
     FP4_VALUES, bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3, f32_from_e8m0,
 };
 pub use digest::{Coverage, Fingerprint, ParseFingerprintError, TensorDigest, TensorDigests};
+pub use dtype::DType;
 pub use experts::{ExpertBiases, ExpertTensors, RouterTensors};
 pub use family::{Family, Weighting};
 pub use make::{
@@ -50,7 +52,7 @@ pub use make::{
 };
 pub use open::{Checkpoint, OpenError};
 pub use shard::{TensorFile, TensorFileError};
-pub use tensor::{DType, TensorError, TensorView};
+pub use tensor::{TensorError, TensorView};
 pub use weight::{Scales, WeightFormat, WeightView};
 
 /// Rows and columns of one fp8 scale block of DeepSeek's checkpoints.

@@ -10,7 +10,8 @@ use std::borrow::Cow;
 use std::fmt;
 
 use crate::convert::{self, FP4_VALUES, f32_from_e4m3};
-use crate::tensor::{DType, TensorView};
+use crate::dtype::DType;
+use crate::tensor::TensorView;
 pub(crate) use packed::{ZeroOrder, unpack_awq, unpack_gptq, unpack_zeros};
 
 /// The form of a weight matrix for computing. Values are `code × scale`, or `code × scale + minimum`.

@@ -5,8 +5,9 @@
 
 use std::borrow::Cow;
 
+use crate::dtype::DType;
 use crate::open::Checkpoint;
-use crate::tensor::{DType, SCALES, TensorError, TensorView};
+use crate::tensor::{SCALES, TensorError, TensorView};
 use crate::weight::{
     Codes, Scales, Strided, WeightFormat, WeightView, ZeroOrder, unpack_awq, unpack_gptq,
     unpack_zeros,
