@@ -33,6 +33,7 @@ import zlib
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from plain_blocks import PlainBlock
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
@@ -229,12 +230,15 @@ for unused in ("n_group", "topk_group", "routed_scaling_factor"):
 VARIANTS = {
     "cohere2_moe-sigmoid": (
         "cohere2_moe",
-        mix(expert_selection_fn="sigmoid", shared_expert_combination_strategy="sum"),
+        dict(expert_selection_fn="sigmoid", shared_expert_combination_strategy="sum"),
     ),
-    "deepseek_v2-greedy": ("deepseek_v2", mix(topk_method="greedy")),
-    "deepseek_v4-hash": ("deepseek_v4", mix(mlp_layer_types=["hash_moe"])),
-    "nemotron_h-latent": ("nemotron_h", mix(moe_latent_size=24)),
+    "deepseek_v2-greedy": ("deepseek_v2", dict(topk_method="greedy")),
+    "deepseek_v4-hash": ("deepseek_v4", dict(mlp_layer_types=["hash_moe"])),
+    "gpt_oss-mxfp4": ("gpt_oss", dict(hidden_size=96, intermediate_size=32, swiglu_limit=7.0)),
+    "nemotron_h-latent": ("nemotron_h", dict(moe_latent_size=24)),
+    "qwen3_vl_moe-transposed": ("qwen3_vl_moe", {}),
 }
+MXFP4_GROUP = 32
 
 # Small towers, so that whole nested models can be saved.
 TOWER = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
@@ -326,6 +330,67 @@ def check_table(family):
     check(family)
 
 
+LAYER_SETTINGS = [
+    {},
+    dict(first_k_dense_replace=2),
+    dict(num_dense_layers=3),
+    dict(dense_mlp_idx=2),
+    dict(mlp_layer_types=["sparse", "dense", "sparse", "dense", "sparse"]),
+    dict(mlp_layer_types=["sparse", "dense", "sparse", "dense", "sparse"], first_k_dense_replace=3),
+    dict(decoder_sparse_step=2),
+    dict(mlp_only_layers=[1, 3]),
+    dict(decoder_sparse_step=2, mlp_only_layers=[3]),
+    dict(moe_layers=[1, 2]),
+    dict(interleave_moe_layer_step=2),
+    dict(moe_layer_freq=2),
+    dict(moe_layer_freq=[0, 1, 1, 0, 1]),
+    dict(moe_layer_interval=2),
+    dict(moe_layer_start_index=2, moe_layer_end_index=3),
+    dict(expert_layer_period=3, expert_layer_offset=2),
+    dict(hybrid_override_pattern="*E-E*"),
+    dict(layers_block_type=["full_attention", "moe", "moe", "full_attention", "moe"]),
+    dict(enable_moe_block=False),
+    dict(num_hash_layers=2),
+]
+LAYER_KEYS = {key for settings in LAYER_SETTINGS for key in settings} | {"layer_types"}
+
+
+def check_layers(family):
+    """Compares the layers with experts, as the table gives them, with those that transformers builds.
+
+    Every key is tried with every family: families ignore most of them. Returns the number of models.
+    """
+    nested, checked = bool(family["config"]), 0
+    base = without(SETTINGS[family["folder"]], *LAYER_KEYS - {"enable_moe_block"})
+    for settings in LAYER_SETTINGS:
+        text = mix(base, num_hidden_layers=5, **settings)
+        if family["folder"] == "lfm2_moe":
+            text["layer_types"] = ["full_attention"] * 5
+        if family["folder"] == "kimi_k25":
+            text["model_type"] = "kimi_k2"
+        config = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=text) if nested else text
+        config = dict(config, model_type=family["model_type"])
+        try:
+            found = CONFIG_MAPPING[family["model_type"]].from_dict(json.loads(json.dumps(config)))
+            with torch.device("meta"):
+                model = getattr(transformers, family["architectures"][0])(found)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, StrictDataclassError) as error:
+            print(f"  {family['folder']} {settings}: transformers refuses: {type(error).__name__}")
+            continue
+        actual = sorted(int(re.search(r"layers\.(\d+)", name).group(1)) for name in expert_modules(model))
+        block = PlainBlock(family, config, {}, 0)
+        described = block.moe_layers()
+        assert described == actual, (family["folder"], settings, described, actual)
+        if "hash" in family["router"]:
+            hashed = [
+                int(re.search(r"layers\.(\d+)", n).group(1)) for n in model.state_dict() if n.endswith("tid2eid")
+            ]
+            own = [i for i in range(5) if PlainBlock(family, config, {}, i).is_hash_layer()]
+            assert own == hashed, (settings, own, hashed)
+        checked += 1
+    return checked
+
+
 # Building
 
 
@@ -343,13 +408,17 @@ def build(family, settings):
     return model_class(config).float().eval()
 
 
-def moe_parts(model):
-    """Returns the index of the layer with experts, its name and the name of the experts' module."""
-    found = [
+def expert_modules(model):
+    return [
         name
         for name, module in model.named_modules()
         if name.endswith(".experts") and (hasattr(module, "gate_up_proj") or hasattr(module, "up_proj"))
     ]
+
+
+def moe_parts(model):
+    """Returns the index of the layer with experts, its name and the name of the experts' module."""
+    found = expert_modules(model)
     assert len(found) == 1, found
     layer_name = re.match(r".*?layers\.\d+", found[0]).group()
     return int(layer_name.rsplit(".", 1)[1]), layer_name, found[0]
@@ -483,7 +552,7 @@ def check_block(family, config, tensors, reference, layer):
     worst["topk_weights"] = difference(own_weights, weights)
     for key, found in worst.items():
         assert found < TOLERANCE, (key, found)
-    unused = set(tensors) - block.used - {n for n in tensors if "experts." in n}
+    unused = set(tensors) - block.used - block.expert_names()
     assert not unused, ("not described", unused)
     return max(worst.values())
 
@@ -509,21 +578,86 @@ def make(name, family, settings, out):
     layer, layer_name, experts_name = moe_parts(model)
     block_name = experts_name.rsplit(".", 1)[0]
     names = block_names(model, layer_name, block_name)
-    text_config = model.config.get_text_config()
+    hidden = model.config.get_text_config().hidden_size
     reader = PlainBlock(family, model.config.to_dict(), {}, layer)
     with torch.no_grad():
         fill(model, names, experts_name, reader.num_experts, generator)
-    x = rounded(torch.randn(NUM_TOKENS, text_config.hidden_size, generator=generator))
-    token_ids = None
-    if reader.is_hash_layer():
-        token_ids = torch.randint(text_config.vocab_size, (NUM_TOKENS,), generator=generator)
-    reference = run(model, layer_name, block_name, experts_name, reader.top_k, x, token_ids)
-
     whole, config = saved(model)
     state = model.state_dict()
-    on_disk = revert_weight_conversion(model, {n: state[n].clone() for n in names})
-    tensors = {n: whole[n].contiguous() for n in on_disk}
+    kept = list(revert_weight_conversion(model, {n: state[n].clone() for n in names}))
+    if name in HUB_LAYOUTS:
+        whole, kept, config = HUB_LAYOUTS[name](whole, kept, config, generator)
+        model = reload(model, whole, config)
+
+    x = rounded(torch.randn(NUM_TOKENS, hidden, generator=generator))
+    token_ids = None
+    if reader.is_hash_layer():
+        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
+    reference = run(model, layer_name, block_name, experts_name, reader.top_k, x, token_ids)
+    tensors = {n: whole[n].contiguous() for n in kept}
     finish(name, family, config, tensors, reference, layer, out)
+
+
+# Layouts of the Hub's files that transformers reads but does not write. Each function takes the whole
+# model's tensors, the names of the block and the configuration, and returns them changed.
+
+
+def reload(model, tensors, config):
+    """The model as transformers loads it from these files, dequantised to float32."""
+    quantised = {}
+    if "quantization_config" in config:
+        quantised["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        save_file(tensors, pathlib.Path(tmp) / "model.safetensors", metadata={"format": "pt"})
+        (pathlib.Path(tmp) / "config.json").write_text(json.dumps(config))
+        loaded, info = type(model).from_pretrained(
+            tmp,
+            dtype=torch.float32,
+            experts_implementation="eager",
+            attn_implementation="eager",
+            output_loading_info=True,
+            **quantised,
+        )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return loaded.eval()
+
+
+def kimi_names(tensors, kept, config, _generator):
+    """transformers 5.23 writes `blocks` for `layers` in the language model, too."""
+
+    def rename(name):
+        return name.replace("language_model.model.blocks.", "language_model.model.layers.")
+
+    return {rename(n): t for n, t in tensors.items()}, [rename(n) for n in kept], config
+
+
+def transposed_experts(tensors, kept, config, _generator):
+    tensors = {
+        n: t.transpose(1, 2).contiguous() if n in kept and t.dim() == 3 else t for n, t in tensors.items()
+    }
+    return tensors, kept, config
+
+
+def mxfp4_experts(tensors, kept, config, generator):
+    """Random 4-bit values and exponents; the experts' shapes with rows and columns exchanged."""
+    tensors = dict(tensors)
+    for name in [n for n in kept if n.endswith("_proj")]:
+        experts, cols, rows = tensors.pop(name).shape
+        shape = (experts, rows, cols // MXFP4_GROUP)
+        blocks = torch.randint(256, (*shape, MXFP4_GROUP // 2), generator=generator)
+        tensors[name + "_blocks"] = blocks.to(torch.uint8)
+        tensors[name + "_scales"] = torch.randint(120, 125, shape, generator=generator).to(torch.uint8)
+        kept = [n for n in kept if n != name] + [name + "_blocks", name + "_scales"]
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = dict(quant_method="mxfp4", modules_to_not_convert=skipped)
+    return tensors, kept, dict(config, quantization_config=quantization)
+
+
+HUB_LAYOUTS = {
+    "kimi_k25": kimi_names,
+    "gpt_oss-mxfp4": mxfp4_experts,
+    "qwen3_vl_moe-transposed": transposed_experts,
+}
 
 
 def finish(name, family, config, tensors, reference, layer, out):
@@ -548,6 +682,7 @@ def main():
     failed = []
     for family in table().values():
         check_table(family)
+        print(f"{family['folder']}: {check_layers(family)} rules for layers")
     for name, family, settings in blocks():
         if only and name not in only:
             continue

@@ -55,15 +55,20 @@ class PlainBlock:
     # Which layers have experts
 
     def moe_layers(self):
-        num_layers = self.config.get("num_hidden_layers")
         rule = self.family["moe_layers"]
-        if num_layers is None:
-            num_layers = len(self.config[rule["keys"][0]])
+        num_layers = self.config.get("num_hidden_layers")
+        if rule.get("length_is_num_layers"):
+            lists = [*rule["keys"], *rule["fallback"]["keys"]]
+            found = (self.config[k] for k in lists if k in self.config)
+            num_layers = len(next(found, rule["fallback"]["default"]))
         return [i for i in range(num_layers) if self.is_moe_layer(rule, i, num_layers)]
 
     def is_moe_layer(self, rule, i, num_layers):
         if "keys" in rule:
-            listed = next((self.config[k] for k in rule["keys"] if self.config.get(k) is not None), None)
+            given = (self.config[k] for k in rule["keys"] if self.config.get(k) is not None)
+            listed = next(given, None)
+            if listed is None and "default" in rule:
+                listed = rule["default"]
             if listed is None:
                 return self.is_moe_layer(rule["fallback"], i, num_layers)
         name = rule["rule"]
@@ -294,6 +299,13 @@ class PlainBlock:
         if "gate" in shared:
             out = out * torch.sigmoid(x @ self.tensor(shared["gate"]).T)
         return out
+
+    def expert_names(self):
+        """Names of all tensors of routed experts, used or not."""
+        if self.family["experts"]["form"] == "fused":
+            return set()
+        parts = [v for k, v in self.family["experts"].items() if k != "form"]
+        return {self.prefix + p.format(expert=e) for p in parts for e in range(self.num_experts)}
 
     def latent(self, which, x):
         latent = self.family.get("latent")
