@@ -8,7 +8,7 @@ mod router;
 
 use std::fmt;
 
-use crate::family::{ActivationRule, Family, SharedWidth, Weighting};
+use crate::family::{ActivationRule, Family, LayerRule, SharedWidth, Weighting};
 use keys::{Keys, clip, invalid};
 pub(crate) use language::token_ids;
 pub use language::{AttentionConfig, LanguageConfig};
@@ -123,7 +123,7 @@ impl ModelConfig {
         let keys = Keys::parse(json)?;
         let family = family(&keys)?;
         let hidden = keys.dim(&["hidden_size"])?;
-        let num_layers = keys.count(&["num_hidden_layers", "num_layers", "n_layers"])?;
+        let num_layers = num_layers(family, &keys)?;
         let num_experts = keys.count(NUM_EXPERTS)?;
         let top_k = keys.dim(TOP_K)?;
         if top_k > num_experts as usize {
@@ -253,6 +253,19 @@ fn family(keys: &Keys) -> Result<&'static Family, ConfigError> {
         Some(found) => ConfigError::UnknownArchitecture { found: found.chars().take(80).collect() },
         None => ConfigError::Missing { field: "architectures".to_owned() },
     })
+}
+
+fn num_layers(family: &Family, keys: &Keys) -> Result<u32, ConfigError> {
+    if family.layers == LayerRule::BlockTypes
+        && let Some(blocks) = layers::block_types(keys)?
+    {
+        let expected = "a block for each layer, 1 to 65536 of them";
+        return match u32::try_from(blocks.len()) {
+            Ok(number @ 1..=65_536) => Ok(number),
+            _ => Err(invalid("layers_block_type", format!("{} blocks", blocks.len()), expected)),
+        };
+    }
+    keys.count(&["num_hidden_layers", "num_layers", "n_layers"])
 }
 
 fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, ConfigError> {

@@ -135,6 +135,9 @@ pub(crate) enum LayerRule {
     Interleaved,
     /// From `moe_layer_start_index` to `moe_layer_end_index` every `moe_layer_interval`-th.
     Range,
+    /// The blocks of a hybrid model that `layers_block_type` or `hybrid_override_pattern` marks; their number is the
+    /// number of layers.
+    BlockTypes,
     /// The layers whose experts are stored.
     Stored,
 }

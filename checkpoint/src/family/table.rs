@@ -450,7 +450,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "nemotron_h",
         classes: &["NemotronHForCausalLM"],
         activation: ActivationRule::Relu2,
-        layers: LayerRule::Stored,
+        layers: LayerRule::BlockTypes,
         router: RouterRule::DeepseekV3,
         gate: &["mixer.gate.weight"],
         choice_bias: &["mixer.gate.e_score_correction_bias"],
