@@ -12,8 +12,5 @@ pub mod local;
 pub mod mapped;
 #[cfg(not(loom))]
 pub mod shm;
-#[cfg(test)]
-#[path = "../../tests/support/src/skip.rs"]
-mod skip;
 #[cfg(feature = "test-transports")]
 pub mod staged;

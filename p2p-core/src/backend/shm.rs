@@ -227,7 +227,7 @@ mod tests {
         let layout = SlotLayout::new(SlotConfig { slot_bytes: 4 << 20, num_frames: 2 }).unwrap();
         if !pages::huge_pages_fit(layout.slot_bytes()) {
             let reason = "the pool is empty: sysctl vm.nr_hugepages=16";
-            return crate::backend::skip::skip("huge-pages", reason);
+            return test_support::skip("huge-pages", reason);
         }
         let slot = SharedSlot::create(&layout).unwrap();
         assert_eq!(slot.pages(), PageKind::HugeTlb);

@@ -14,6 +14,7 @@ pub mod model;
 pub mod namespaces;
 pub mod own_process;
 pub mod procfs;
+pub mod resources;
 pub mod seed;
 pub mod skip;
 pub mod stopped;
