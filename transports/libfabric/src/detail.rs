@@ -1,28 +1,28 @@
-//! What one side tells the other in the handshake, beside its slot.
+//! The part of the handshake that describes one side's endpoint, beside its slot.
 
 use thiserror::Error;
 
-use super::lane::MAX_ADDRESS_BYTES;
-use super::mail::{MAILBOX_BYTES, MailOffer};
+use super::fi_endpoint::MAX_ADDRESS_BYTES;
+use super::mailbox::{MAILBOX_BYTES, MailboxAddress};
 
 /// One side of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Detail {
     /// Slot that messages from the peer must name.
     pub(super) slot: u32,
-    /// Longest message that this side takes.
+    /// Longest message that this side accepts.
     pub(super) max_message_bytes: u32,
-    /// Whether this side's provider can tell targets of a write that it has landed.
+    /// True if this side's provider can notify the target once a write's bytes have arrived.
     pub(super) counts_writes: bool,
-    /// Secret that messages from the peer must show.
+    /// Secret that messages from the peer must carry.
     pub(super) token: u64,
-    /// Where small messages may be written, if anywhere.
-    pub(super) mail: Option<MailOffer>,
-    /// Address of the endpoint, as the provider has it.
+    /// Address of this side's mailbox, if it has one.
+    pub(super) mail: Option<MailboxAddress>,
+    /// Address of the endpoint in the provider's format.
     pub(super) address: Vec<u8>,
 }
 
-/// The peer's description makes no sense.
+/// The peer's description is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(super) enum DetailError {
@@ -53,7 +53,7 @@ impl Detail {
         out.extend(self.max_message_bytes.to_le_bytes());
         out.extend(self.token.to_le_bytes());
         out.extend((self.address.len() as u32).to_le_bytes());
-        let mail = self.mail.unwrap_or(MailOffer { address: 0, key: 0 });
+        let mail = self.mail.unwrap_or(MailboxAddress { address: 0, key: 0 });
         out.extend(mail.address.to_le_bytes());
         out.extend(mail.key.to_le_bytes());
         out.extend(&self.address);
@@ -89,8 +89,9 @@ impl Detail {
         if (max_message_bytes as usize) < MIN_MESSAGE_BYTES {
             return Err(DetailError::Message { found: max_message_bytes });
         }
-        let mail = (flags & 2 != 0).then(|| MailOffer { address: u64_at(28), key: u64_at(36) });
-        if let Some(MailOffer { address, .. }) = mail
+        let mail =
+            (flags & 2 != 0).then(|| MailboxAddress { address: u64_at(28), key: u64_at(36) });
+        if let Some(MailboxAddress { address, .. }) = mail
             && address.checked_add(MAILBOX_BYTES as u64).is_none()
         {
             return Err(DetailError::Mailbox { address });
@@ -125,7 +126,7 @@ mod tests {
             max_message_bytes: 8192,
             counts_writes: true,
             token: 0x1122_3344_5566_7788,
-            mail: Some(MailOffer { address: 0x99aa_bbcc, key: 0xddee_ff00_1234_5678 }),
+            mail: Some(MailboxAddress { address: 0x99aa_bbcc, key: 0xddee_ff00_1234_5678 }),
             address: (1..=28).collect(),
         }
     }
@@ -153,7 +154,7 @@ mod tests {
         assert_eq!(with(26, 1), DetailError::Address { found: 28 | 1 << 16 });
         assert!(matches!(with(24, 27), DetailError::Length { found: 72, expected: 71 }));
         let with_mail_at = |address| {
-            let mail = Some(MailOffer { address, key: 1 });
+            let mail = Some(MailboxAddress { address, key: 1 });
             Detail::decode(&Detail { mail, ..detail() }.encode())
         };
         let (last, beyond) = (u64::MAX - MAILBOX_BYTES as u64, u64::MAX - 100);

@@ -1,13 +1,14 @@
-//! One endpoint of this process and all pairs over it: the driver.
+//! A device: one libfabric endpoint of this process, all pairs over it, and their driver.
 //!
-//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no lock:
-//! whoever posts calls the library, unless it could not take something before, which waits in the pair's
-//! [`outbox`](super::outbox) until somebody drives.
+//! The thread that drives holds the lock of [`State`]. Other threads do not wait for it, because
+//! one driver is enough. Posting takes no lock: the poster calls the library itself. An operation
+//! that the library refuses, or that follows a refused one, waits in the pair's
+//! [`outbox`](super::outbox) for the next driver.
 //!
-//! With a [`keeper`] its thread alone drives and calls the library, once the device is open: everything
-//! that is posted goes through the outboxes, and pairs begin and end there. The lock of the state is never
-//! contended then. Posting allocates nothing, with one exception: an addition that may wait, when those of
-//! 4,096 other pairs wait already, is handed over in memory of its own.
+//! With a [`library_thread`], only that thread drives and calls the library once the device is
+//! open. Every post then goes through an outbox, and pairs begin and end on that thread. The lock
+//! of the state is never contended then. Posting allocates nothing, with one exception: a lazy
+//! addition allocates a task when the lazy additions of 4,096 other pairs are already queued.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -17,16 +18,16 @@ use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
 
-use super::keeper::{Keeper, Patience};
+use super::library_thread::{LibraryThread, Timeouts};
 use super::link::Link;
 use super::load::Library;
-use super::outbox::{Op, Queued};
+use super::outbox::{Op, PushStatus};
 use super::owner::{CallError, Info};
-use super::port::{Polled, Port, network_error};
+use super::port::{PollOutcome, Port, network_error};
 use super::receives::Receives;
 use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
-use super::waits::Waits;
-use super::{keeper, service, sys};
+use super::wait_mode::WaitMode;
+use super::{library_thread, service, sys};
 use p2p_core::endpoint::PostError;
 use p2p_core::network::NetworkError;
 use p2p_core::wait::Driver;
@@ -34,39 +35,41 @@ use p2p_core::wait::Driver;
 mod arrivals;
 mod pairs;
 
-/// One endpoint of this process. See the [module](self).
+/// One libfabric endpoint of this process. See the [module](self).
 #[derive(Debug)]
 pub(super) struct Device {
-    // Before what its operations use.
+    // Dropped before the memory that its operations use.
     port: Port,
     state: Mutex<State>,
     /// Longest message that this device sends.
     max_message_bytes: usize,
-    /// Pairs with operations that wait.
+    /// Pairs with operations in their outbox.
     num_backlogged: AtomicUsize,
-    /// Pairs with additions that wait for the next message, or the next turn of the driver.
+    /// Pairs with lazy additions, sent with the next message or by a later turn of the driver.
     credits: ArrayQueue<Arc<Link>>,
-    /// Times that somebody drove.
+    /// Number of turns of the driver so far.
     num_drives: AtomicU64,
-    /// Whether somebody sleeps on the descriptor and will drive when it fires.
+    /// True if a thread sleeps on the descriptor and drives when it becomes readable.
     is_watched: AtomicBool,
-    /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
+    /// Time of the last arrival, in nanoseconds since `start`. Only kept without a descriptor.
     last_news_ns: AtomicU64,
     start: Instant,
-    /// Who alone calls the library, where calls may not return.
-    keeper: Option<Arc<Keeper>>,
+    /// The only thread that calls the library, for providers whose calls may never return.
+    library_thread: Option<Arc<LibraryThread>>,
 }
 
 impl Device {
-    /// Opens an endpoint, and starts what drives it when nobody else does. Where the library may not come
-    /// back, that is known after `patience`.
+    /// Opens an endpoint and starts the thread that drives it while no other thread does.
+    ///
+    /// For providers whose calls may never return, a call counts as stuck after [`Timeouts::call`].
     pub(super) fn open(
         library: &'static Library,
-        (info, waits): (Info, Waits),
-        patience: Patience,
+        (info, wait_mode): (Info, WaitMode),
+        timeouts: Timeouts,
     ) -> Result<Arc<Self>, NetworkError> {
-        let is_kept = keeper::is_needed(&info.first().provider());
-        let port = Port::open(library, (info, if is_kept { Waits::Poll } else { waits }))?;
+        let has_thread = library_thread::is_needed(&info.first().provider());
+        let port =
+            Port::open(library, (info, if has_thread { WaitMode::Poll } else { wait_mode }))?;
         let traits = port.traits();
         let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
         let provider = traits.provider.clone();
@@ -88,21 +91,22 @@ impl Device {
         let state = State {
             receives,
             table: Vec::new(),
-            heads: Vec::new(),
+            cursors: Vec::new(),
             hot: Vec::with_capacity(MAX_HOT),
             next_victim: 0,
-            next_head: 0,
+            next_cursor: 0,
             stalls: Vec::new(),
             free: Vec::new(),
             addresses: HashMap::new(),
             credit_turns: 0,
-            leaving: Vec::new(),
+            close_requests: Vec::new(),
             closing: Vec::new(),
             quarantine: Quarantine::default(),
             entries: [EMPTY_ENTRY; NUM_ENTRIES],
             sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
         };
-        let keeper = is_kept.then(|| Keeper::new(&provider, port.lane().name(), patience));
+        let library_thread =
+            has_thread.then(|| LibraryThread::new(&provider, port.endpoint().name(), timeouts));
         let device = Arc::new(Self {
             port,
             state: Mutex::new(state),
@@ -113,10 +117,10 @@ impl Device {
             is_watched: AtomicBool::new(false),
             last_news_ns: AtomicU64::new(0),
             start: Instant::now(),
-            keeper,
+            library_thread,
         });
-        match &device.keeper {
-            Some(keeper) => keeper::start(&device, keeper),
+        match &device.library_thread {
+            Some(library_thread) => library_thread::start(&device, library_thread),
             None => service::start(&device),
         }
         .map_err(|error| NetworkError {
@@ -136,29 +140,31 @@ impl Device {
         self.max_message_bytes
     }
 
-    /// Times that somebody drove, and whether somebody will when something comes.
+    /// Number of turns so far, and whether a sleeping thread drives at the next arrival.
     pub(super) fn attention(&self) -> (u64, bool) {
         let is_watched = self.is_watched.load(Ordering::Acquire);
         (self.num_drives.load(Ordering::Relaxed), is_watched)
     }
 
-    /// Whether posts are made by whoever wants them, and not by the keeper.
+    /// True if posters call the library themselves. False if the library thread does it for them.
     #[inline]
     pub(super) const fn posts_here(&self) -> bool {
-        self.keeper.is_none()
+        self.library_thread.is_none()
     }
 
-    pub(super) const fn keeper(&self) -> Option<&Arc<Keeper>> {
-        self.keeper.as_ref()
+    pub(super) const fn library_thread(&self) -> Option<&Arc<LibraryThread>> {
+        self.library_thread.as_ref()
     }
 
-    /// Whether the library does not come back. Nothing of this device works any more then.
+    /// True if a library call has not returned in time. The device stays unusable then.
     pub(super) fn is_stuck(&self) -> bool {
-        self.keeper.as_ref().is_some_and(|keeper| keeper.is_stuck())
+        self.library_thread.as_ref().is_some_and(|library_thread| library_thread.is_stuck())
     }
 
-    /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
-    /// much waits already. False when it was merged with what waits.
+    /// Queues `op` until the library accepts it.
+    ///
+    /// With a full outbox it drives, for at most [`POST_TIMEOUT`]; then the pair fails. Returns
+    /// false if `op` was merged into a queued message.
     pub(super) fn enqueue(
         &self,
         link: &Link,
@@ -174,54 +180,54 @@ impl Device {
                 detail: format!("an operation that must wait found no room: {error}"),
             })?;
             match queued {
-                (Queued::Merged, _) => return Ok(false),
-                (Queued::Yes, is_first) => {
+                (PushStatus::Merged, _) => return Ok(false),
+                (PushStatus::Queued, is_first) => {
                     if is_first {
                         self.num_backlogged.fetch_add(1, Ordering::AcqRel);
                     }
-                    // A provider that takes nothing may have moved what came instead, of which nobody
-                    // is told if it was mail.
-                    self.push_on();
+                    // A provider that refuses a post may have made progress on arrivals instead. No
+                    // completion reports those if they are mail.
+                    self.progress();
                     return Ok(true);
                 }
-                (Queued::Full, _) => {
+                (PushStatus::Full, _) => {
                     let now = Instant::now();
-                    if now >= *deadline.get_or_insert(now + POST_PATIENCE) {
+                    if now >= *deadline.get_or_insert(now + POST_TIMEOUT) {
                         let code = sys::FI_EAGAIN;
                         let detail = format!(
                             "the peer has taken nothing for {} ms",
-                            POST_PATIENCE.as_millis()
+                            POST_TIMEOUT.as_millis()
                         );
                         link.fail(name, code, detail.clone());
                         return Err(PostError::Transport { op: name, code, detail });
                     }
-                    self.push_on();
+                    self.progress();
                     std::thread::yield_now();
                 }
             }
         }
     }
 
-    /// Something is to be done soon.
-    fn push_on(&self) {
-        match &self.keeper {
-            Some(keeper) => keeper.wake(),
+    /// Drives, or wakes the library thread to do so.
+    fn progress(&self) {
+        match &self.library_thread {
+            Some(library_thread) => library_thread.wake(),
             None => self.turn(),
         }
     }
 
-    /// Lets an addition wait for the next message to the peer, or the next turn of the driver. False when
-    /// it cannot.
+    /// Delays an addition until the next message to the peer or a later turn of the driver. Returns
+    /// false if it cannot be delayed.
     pub(super) fn add_credit(&self, link: &Arc<Link>, offset: u32, value: u64) -> bool {
         match link.add_credit(offset, value) {
             None => false,
             Some(false) => true,
             Some(true) => {
                 if let Err(link) = self.credits.push(Arc::clone(link)) {
-                    // More pairs than there is room for: at once, then.
-                    match &self.keeper {
-                        Some(keeper) => {
-                            keeper.hand_over(move |device| {
+                    // The queue is full: send this addition at once.
+                    match &self.library_thread {
+                        Some(library_thread) => {
+                            library_thread.submit(move |device| {
                                 let _ = link.flush_credit(&device.port);
                             });
                         }
@@ -235,12 +241,12 @@ impl Device {
         }
     }
 
-    /// Whether additions wait.
+    /// True if lazy additions are queued.
     pub(super) fn has_credits(&self) -> bool {
         !self.credits.is_empty()
     }
 
-    /// Sends the additions that no message has taken along.
+    /// Sends the lazy additions that no message has carried.
     pub(super) fn flush_credits(&self) {
         for _ in 0..self.credits.len() {
             let Some(link) = self.credits.pop() else { break };
@@ -252,7 +258,7 @@ impl Device {
         }
     }
 
-    /// The queue itself failed: nothing works any more.
+    /// Fails all pairs, because the completion queue itself failed.
     fn fail_all(&self, state: &State, error: &CallError) {
         tracing::error!(%error, provider = self.port.traits().provider, "libfabric queue failed");
         for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
@@ -271,16 +277,16 @@ impl Device {
 
 impl Driver for Device {
     fn drive(&self) {
-        if self.keeper.is_none() {
+        if self.library_thread.is_none() {
             self.turn();
         }
     }
 
     fn may_sleep(&self) -> bool {
-        if let Some(keeper) = &self.keeper {
-            // Whatever comes wakes whoever it is for.
+        if let Some(library_thread) = &self.library_thread {
+            // The library thread wakes the owner of each arrival.
             if self.has_credits() {
-                keeper.wake();
+                library_thread.wake();
             }
             return true;
         }
@@ -296,31 +302,31 @@ impl Driver for Device {
     }
 
     fn max_sleep(&self) -> Duration {
-        if self.keeper.is_some() { WATCHED_TICK } else { self.nap() }
+        if self.library_thread.is_some() { WATCHED_TICK } else { self.nap() }
     }
 }
 
 impl Device {
-    /// Does what is due, unless somebody else does.
+    /// Runs one turn of the driver, unless another thread is driving.
     pub(super) fn turn(&self) {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
-            // Somebody drives.
+            // Another thread drives.
             Err(TryLockError::WouldBlock) => return,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
         let state = &mut *state;
-        // Only the holder of the lock counts.
+        // Relaxed: only the holder of the lock writes it.
         let num_drives = self.num_drives.load(Ordering::Relaxed) + 1;
         self.num_drives.store(num_drives, Ordering::Relaxed);
         if self.is_watched.load(Ordering::Relaxed) {
             self.is_watched.store(false, Ordering::Release);
         }
         let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
-        // Mail first: what else came may have been sent after it.
-        let mut is_news = self.handle_mails(state);
+        // Mail first: the completions just read may belong to messages sent after it.
+        let mut is_news = self.read_mailboxes(state);
         match polled {
-            Ok(Polled::Nothing) => {
+            Ok(PollOutcome::Nothing) => {
                 if !state.stalls.is_empty() {
                     Self::sweep_stalls(state);
                 }
@@ -331,7 +337,7 @@ impl Device {
                     state.sweep_closing(&self.port);
                 }
             }
-            Ok(Polled::Entries(num)) => {
+            Ok(PollOutcome::Entries(num)) => {
                 for nth in 0..num.min(NUM_ENTRIES) {
                     self.handle(state, nth);
                 }
@@ -340,7 +346,7 @@ impl Device {
                 }
                 is_news = true;
             }
-            Ok(Polled::Failed(failure)) => self.handle_failure(state, &failure),
+            Ok(PollOutcome::Failed(failure)) => self.handle_failure(state, &failure),
             Err(error) => self.fail_all(state, &error),
         }
         if is_news && self.port.wait_fd().is_none() {
@@ -351,7 +357,7 @@ impl Device {
             self.flush_backlogs(state);
         }
         if self.has_credits() {
-            // A moment, in which most of them find a message to go along with.
+            // Wait some turns, in which most additions find a message that carries them.
             state.credit_turns += 1;
             if state.credit_turns >= CREDIT_TURNS {
                 state.credit_turns = 0;
@@ -363,7 +369,7 @@ impl Device {
     /// Longest time until the next turn.
     pub(super) fn nap(&self) -> Duration {
         if self.num_backlogged.load(Ordering::Acquire) > 0 {
-            return if self.keeper.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
+            return if self.library_thread.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
         }
         if self.port.wait_fd().is_some() {
             return WATCHED_TICK;
@@ -373,16 +379,18 @@ impl Device {
         if quiet_ns < AWAKE_NS {
             return Duration::ZERO;
         }
-        // A hundredth of the time since something came: quick while there is traffic, cheap without.
+        // A hundredth of the time since the last arrival: quick under traffic, cheap when idle.
         Duration::from_nanos(quiet_ns / 100).clamp(SHORTEST_TICK, LONGEST_TICK)
     }
 
-    /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
+    /// True if unread mail has arrived. Also true while another thread drives.
     fn has_mail(&self) -> bool {
         match self.state.try_lock() {
-            Ok(state) => {
-                state.heads.iter().flatten().any(|head| head.has_news() && head.read().is_some())
-            }
+            Ok(state) => state
+                .cursors
+                .iter()
+                .flatten()
+                .any(|cursor| cursor.has_started() && cursor.read().is_some()),
             Err(TryLockError::WouldBlock) => true,
             Err(TryLockError::Poisoned(_)) => false,
         }
@@ -396,11 +404,11 @@ impl Device {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    // Nothing that holds the lock can leave the state half changed.
+    // No code that holds the lock can leave the state half changed.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Longest message. Longer puts are writes.
+/// Longest message. Longer puts become writes.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
 const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     op_context: std::ptr::null_mut(),
@@ -409,15 +417,15 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     buf: std::ptr::null_mut(),
     data: 0,
 };
-/// Longest time that a post waits for room.
-const POST_PATIENCE: Duration = Duration::from_secs(1);
-/// Turns of the driver for which additions wait: some 20 µs of polling.
+/// Longest time that a post waits for room in the outbox.
+const POST_TIMEOUT: Duration = Duration::from_secs(1);
+/// Turns of the driver for which lazy additions wait: about 20 µs of polling.
 const CREDIT_TURNS: u32 = 32;
-/// Pairs whose additions may wait at the same time.
+/// Pairs whose lazy additions may be queued at the same time.
 const MAX_CREDITS: usize = 4096;
 const BACKLOG_TICK: Duration = Duration::from_millis(1);
 const WATCHED_TICK: Duration = Duration::from_millis(100);
-/// Without a descriptor nobody sleeps this soon after something came.
+/// Without a descriptor no thread sleeps until this long after the last arrival.
 const AWAKE_NS: u64 = 200_000;
 const SHORTEST_TICK: Duration = Duration::from_micros(20);
 const LONGEST_TICK: Duration = Duration::from_millis(2);

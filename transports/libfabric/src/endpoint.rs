@@ -6,24 +6,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
-use super::keeper::Stay;
-use super::lane::{Descriptor, Taken};
-use super::link::{FarSide, Link};
-use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
-use super::outbox::{Local, Op};
-use super::port::{Registered, Rights};
+use super::fi_endpoint::{Descriptor, PostStatus};
+use super::library_thread::UserGuard;
+use super::link::{Link, RemoteEndpoint};
+use super::message::{self, Action, HEADER_BYTES, Header, part_bytes};
+use super::outbox::{LocalMemory, Op};
+use super::port::{MemoryRegistration, Rights};
 use super::table::Source;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
-/// Small puts wait for the flag behind them and travel with it in one message; large ones are writes,
+/// Small puts wait for the next flag and travel with it in one message. Large puts are writes,
 /// which the message counts. See `docs/explanation/memory-model.md`.
 #[derive(Debug)]
 pub struct LibfabricEndpoint {
     lease: Lease,
-    far: FarSide,
-    /// The message that is being put together: room for the header, then parts.
+    remote: RemoteEndpoint,
+    /// The message under construction: room for the header, then parts.
     message: Vec<u8>,
     num_parts: u16,
     max_message_bytes: usize,
@@ -34,26 +34,26 @@ pub struct LibfabricEndpoint {
     num_writes: u64,
     /// Questions asked.
     num_asked: u64,
-    /// Whether anything was issued that no answer covers.
+    /// True if an operation was issued that no answer covers.
     is_open: bool,
 }
 
-/// A place in the device's table, given back when dropped.
+/// An entry of the device's table, freed when dropped.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub(super) device: Arc<Device>,
     pub(super) link: Arc<Link>,
     /// This side's slot. Dropped first, which revokes the peer's key.
-    pub(super) slot: Option<Registered>,
+    pub(super) slot: Option<MemoryRegistration>,
     sources: Vec<Source>,
-    // After what was given back.
-    _stay: Stay,
+    // Dropped last, after the other fields.
+    _user: UserGuard,
 }
 
 impl Lease {
-    pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: Registered) -> Self {
-        let _stay = Stay::another(device.keeper());
-        Self { device, link, slot: Some(slot), sources: Vec::new(), _stay }
+    pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: MemoryRegistration) -> Self {
+        let _user = UserGuard::another(device.library_thread());
+        Self { device, link, slot: Some(slot), sources: Vec::new(), _user }
     }
 }
 
@@ -64,12 +64,12 @@ impl Drop for Lease {
 }
 
 impl LibfabricEndpoint {
-    pub(super) fn new(lease: Lease, far: FarSide, max_message_bytes: usize) -> Self {
+    pub(super) fn new(lease: Lease, remote: RemoteEndpoint, max_message_bytes: usize) -> Self {
         let mut message = Vec::with_capacity(max_message_bytes);
         message.resize(HEADER_BYTES, 0);
         Self {
             lease,
-            far,
+            remote,
             message,
             num_parts: 0,
             max_message_bytes,
@@ -81,21 +81,21 @@ impl LibfabricEndpoint {
         }
     }
 
-    /// Name of the provider underneath.
+    /// Name of the provider.
     #[must_use]
     pub fn provider(&self) -> &str {
         &self.lease.device.port().traits().provider
     }
 
     fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        let region_bytes = self.far.slot_bytes;
+        let region_bytes = self.remote.slot_bytes;
         match offset.checked_add(len) {
             Some(end) if end <= region_bytes => Ok(()),
             _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
         }
     }
 
-    /// What the library wants to know of local memory.
+    /// The library's descriptor of registered local memory.
     fn descriptor(&self, op: &'static str, range: &LocalRange) -> Result<Descriptor, PostError> {
         let (first, len) = (range.as_ptr().as_ptr().addr(), range.len());
         let holds = |source: &&Source| {
@@ -103,22 +103,23 @@ impl LibfabricEndpoint {
             first >= start && first + len <= start + source.region.len()
         };
         match self.lease.sources.iter().find(holds) {
-            Some(source) => {
-                Ok(source.registered.as_ref().map_or(Descriptor::NONE, Registered::descriptor))
-            }
+            Some(source) => Ok(source
+                .registered
+                .as_ref()
+                .map_or(Descriptor::NONE, MemoryRegistration::descriptor)),
             None => Err(PostError::Unregistered { op, address: first, len }),
         }
     }
 
-    /// Sends the message that was put together.
-    fn send(&mut self, op: &'static str, then: Then) -> Result<(), PostError> {
-        let counts = self.far.counts_writes;
+    /// Sends the message under construction.
+    fn send(&mut self, op: &'static str, action: Action) -> Result<(), PostError> {
+        let counts = self.remote.counts_writes;
         let header = Header {
-            slot: self.far.id,
+            slot: self.remote.id,
             seq: self.next_seq,
-            token: self.far.token,
+            token: self.remote.token,
             writes: if counts { self.num_writes } else { 0 },
-            then,
+            action,
             credit: self.lease.link.take_credit(),
             num_parts: self.num_parts,
             mails: self.lease.link.mails_read(),
@@ -126,7 +127,7 @@ impl LibfabricEndpoint {
         if let Some(head) = self.message.first_chunk_mut::<HEADER_BYTES>() {
             header.encode(head);
         }
-        // Without counting, a message may only go when all writes before it are known to be visible.
+        // Without counting, a message is sent only after all writes before it are visible.
         let after_writes = if counts { 0 } else { self.num_writes };
         let is_numbered = self.post(op, after_writes)?;
         self.next_seq = self.next_seq.wrapping_add(u32::from(is_numbered));
@@ -140,23 +141,23 @@ impl LibfabricEndpoint {
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
         if link.is_deserted() {
-            // As with memory that its owner has unmapped: nobody looks there any more.
+            // As with memory that its owner has unmapped: no thread reads it any more.
             return Ok(true);
         }
         if device.posts_here() && link.backlog() == 0 && link.may_send(after_writes) {
-            if self.far.mail.is_some() {
+            if self.remote.mail.is_some() {
                 match link.post_mail(device.port(), self.num_mails + 1, &self.message) {
-                    Ok(Taken::Yes) => {
+                    Ok(PostStatus::Accepted) => {
                         self.num_mails += 1;
                         return Ok(true);
                     }
-                    Ok(Taken::Again) => {}
+                    Ok(PostStatus::Again) => {}
                     Err(error) => return Err(link.fail_call(&error)),
                 }
             }
             match link.inject(device.port(), &self.message) {
-                Ok(Taken::Yes) => return Ok(true),
-                Ok(Taken::Again) => {}
+                Ok(PostStatus::Accepted) => return Ok(true),
+                Ok(PostStatus::Again) => {}
                 Err(error) => return Err(link.fail_call(&error)),
             }
         }
@@ -183,11 +184,12 @@ impl LibfabricEndpoint {
             let piece = (len - start).min(max_bytes);
             // SAFETY: within the caller's range.
             let ptr = unsafe { ptr.add(start) }.as_ptr();
-            let (local, at) = (Local { ptr, len: piece, descriptor }, offset + start);
-            let mut taken = Taken::Again;
+            let (local, at) = (LocalMemory { ptr, len: piece, descriptor }, offset + start);
+            let mut taken = PostStatus::Again;
             if device.posts_here() && link.backlog() == 0 {
-                // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until a
-                // `quiet`; the lease keeps it registered and mapped, beyond its own end if need be.
+                // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until
+                // a `quiet`; the lease keeps it registered and mapped, beyond its own end if need
+                // be.
                 let result = unsafe {
                     if is_write {
                         link.write(device.port(), local, at)
@@ -197,7 +199,7 @@ impl LibfabricEndpoint {
                 };
                 taken = result.map_err(|error| link.fail_call(&error))?;
             }
-            if taken == Taken::Again {
+            if taken == PostStatus::Again {
                 let waiting = if is_write {
                     Op::Write { src: local, offset: at }
                 } else {
@@ -211,7 +213,7 @@ impl LibfabricEndpoint {
         Ok(())
     }
 
-    /// Whether everything issued is complete, if the peer has answered the last question.
+    /// True if all operations are complete and the peer has answered the last question.
     fn is_quiet(&self) -> bool {
         let link = &self.lease.link;
         link.backlog() == 0 && link.outstanding() == 0 && link.answered() >= self.num_asked
@@ -266,7 +268,7 @@ impl Endpoint for LibfabricEndpoint {
             return self.transfer(PUT, (src.as_ptr(), len), dst.offset, descriptor);
         }
         if self.message.len() + bytes > self.max_message_bytes {
-            self.send(PUT, Then::Nothing)?;
+            self.send(PUT, Action::Nothing)?;
         }
         // The slot has at most 4 GiB, and the range is within it and not empty.
         message::push_part_head(&mut self.message, dst.offset as u32, len as u32);
@@ -297,7 +299,7 @@ impl Endpoint for LibfabricEndpoint {
             return Err(PostError::Misaligned { op: ADD, offset: dst.offset });
         }
         self.is_open = true;
-        self.send(ADD, Then::Add { offset: dst.offset as u32, value })
+        self.send(ADD, Action::Add { offset: dst.offset as u32, value })
     }
 
     fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
@@ -327,7 +329,7 @@ impl Endpoint for LibfabricEndpoint {
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
         if self.is_open {
             let id = self.num_asked + 1;
-            self.send("quiet", Then::Answer { id })?;
+            self.send("quiet", Action::Answer { id })?;
             self.num_asked = id;
             self.is_open = false;
         }
@@ -380,5 +382,5 @@ const GET: &str = "get";
 const ADD: &str = "add_flag";
 /// Largest single write or read.
 const MAX_PIECE_BYTES: usize = 1 << 30;
-/// A fence completes what was before it, and gives up after this.
+/// Time limit of a fence, which completes all earlier operations.
 const FENCE_PATIENCE: Duration = Duration::from_secs(5);

@@ -1,25 +1,25 @@
-//! What fuzz targets reach of the decoders that peers' bytes go through.
+//! Entry points of fuzz targets into the decoders of peers' bytes.
 
 use super::detail::Detail;
 use super::inbound::Inbound;
-use super::mail::{self, MailOffer};
-use super::message::{Credit, HEADER_BYTES, Header, Then, push_part_head};
+use super::mailbox::{self, MailboxAddress};
+use super::message::{Action, Credit, HEADER_BYTES, Header, push_part_head};
 
 /// Messages of every kind, one of them with parts.
 #[must_use]
 pub fn message_samples() -> Vec<Vec<u8>> {
-    let thens = [
-        Then::Nothing,
-        Then::Add { offset: 64, value: 1 },
-        Then::Answer { id: 2 },
-        Then::Answered { id: 3 },
-        Then::Credit,
-        Then::Farewell,
+    let actions = [
+        Action::Nothing,
+        Action::Add { offset: 64, value: 1 },
+        Action::Answer { id: 2 },
+        Action::Answered { id: 3 },
+        Action::Credit,
+        Action::Farewell,
     ];
     let credit = Credit { offset: 128, total: 4 };
-    let sample = |then, num_parts| {
+    let sample = |action, num_parts| {
         let header =
-            Header { slot: 5, seq: 6, token: 7, writes: 8, then, credit, num_parts, mails: 9 };
+            Header { slot: 5, seq: 6, token: 7, writes: 8, action, credit, num_parts, mails: 9 };
         let mut head = [0; HEADER_BYTES];
         header.encode(&mut head);
         let mut message = head.to_vec();
@@ -29,10 +29,10 @@ pub fn message_samples() -> Vec<Vec<u8>> {
         }
         message
     };
-    thens.map(|then| sample(then, 0)).into_iter().chain([sample(thens[1], 3)]).collect()
+    actions.map(|action| sample(action, 0)).into_iter().chain([sample(actions[1], 3)]).collect()
 }
 
-/// Reads bytes as a message: nothing of it is placed unless all of it is sound, and nothing beyond the
+/// Decodes bytes as a message. No part is placed unless all parts are valid, and none beyond the
 /// slot.
 pub fn check_message(bytes: &[u8]) {
     let Ok(header) = Header::decode(bytes) else { return };
@@ -46,8 +46,8 @@ pub fn check_message(bytes: &[u8]) {
             num_placed += 1;
         });
         assert_eq!(num_placed, placed.map_or(0, |()| header.num_parts));
-        let flag = match header.then {
-            Then::Add { offset, .. } => Some(offset),
+        let flag = match header.action {
+            Action::Add { offset, .. } => Some(offset),
             _ => None,
         };
         let credit = (header.credit.total > 0).then_some(header.credit.offset);
@@ -59,17 +59,17 @@ pub fn check_message(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as a cell of a mailbox, and what it holds as a message.
+/// Decodes bytes as a cell of a mailbox, and its content as a message.
 pub fn check_mail(bytes: &[u8]) {
-    mail::check(bytes, check_message);
+    mailbox::check(bytes, check_message);
 }
 
-/// Reads bytes as what comes of one peer, and in which order: whatever that is, messages are put in place
-/// in the order of their numbers, each once, and none before its writes have landed.
+/// Decodes bytes as one peer's messages and writes, in any order. Messages must be delivered in the
+/// order of their numbers, each once, and none before its writes have arrived.
 pub fn check_order(bytes: &[u8]) {
     let Some((&max_missing, records)) = bytes.split_first() else { return };
     let limit = u32::from(max_missing % 40);
-    // Writes say where they belong, or there are mails.
+    // Writes name the message that they belong to, or there is a mailbox.
     let is_told = max_missing >= 128;
     let mut inbound = if is_told { Inbound::with_window(limit) } else { Inbound::new(limit) };
     let mut next = 0;
@@ -92,7 +92,7 @@ pub fn check_order(bytes: &[u8]) {
                     seq,
                     token: 0,
                     writes,
-                    then: Then::Nothing,
+                    action: Action::Nothing,
                     credit: Credit::default(),
                     num_parts: 0,
                     mails: 0,
@@ -121,7 +121,7 @@ fn placed(header: &Header, next: &mut u32, num_writes: u64) {
 /// Descriptions of a side, with and without a mailbox.
 #[must_use]
 pub fn detail_samples() -> Vec<Vec<u8>> {
-    let mail = Some(MailOffer { address: 4096, key: 8 });
+    let mail = Some(MailboxAddress { address: 4096, key: 8 });
     let detail = Detail {
         slot: 1,
         max_message_bytes: 8192,
@@ -133,8 +133,8 @@ pub fn detail_samples() -> Vec<Vec<u8>> {
     vec![detail.encode(), Detail { mail: None, ..detail }.encode()]
 }
 
-/// Reads bytes as a peer's description of its side. What can be read must be the same when it is written
-/// and read again.
+/// Decodes bytes as a peer's description of its side. Encoding and decoding the result must
+/// reproduce it.
 pub fn check_detail(bytes: &[u8]) {
     if let Ok(detail) = Detail::decode(bytes) {
         assert_eq!(Detail::decode(&detail.encode()), Ok(detail));

@@ -9,21 +9,21 @@ use p2p_core::slot::SlotLayout;
 
 use crate::{DEFAULT_PROVIDER, FabricNetwork};
 
-/// Something that one caller opens while the others wait for it. A failure is shared by those who waited,
-/// and found again by whoever comes later: what is missing may be installed meanwhile.
+/// A value that one caller opens while the others wait. All callers that waited share a failure.
+/// Later callers retry, because the cause may be gone by then.
 #[derive(Debug)]
-pub(super) struct Postponed<T> {
+pub(super) struct RetryOnce<T> {
     opened: OnceLock<T>,
     failed: Mutex<Option<(Instant, NetworkError)>>,
 }
 
-impl<T> Default for Postponed<T> {
+impl<T> Default for RetryOnce<T> {
     fn default() -> Self {
         Self { opened: OnceLock::new(), failed: Mutex::default() }
     }
 }
 
-impl<T> Postponed<T> {
+impl<T> RetryOnce<T> {
     pub(super) fn get(
         &self,
         open: impl FnOnce() -> Result<T, NetworkError>,
@@ -52,7 +52,7 @@ impl<T> Postponed<T> {
 /// The default provider.
 #[derive(Debug, Default)]
 pub(super) struct LazyDefault {
-    network: Postponed<FabricNetwork>,
+    network: RetryOnce<FabricNetwork>,
 }
 
 impl Network for LazyDefault {
@@ -77,8 +77,8 @@ mod tests {
 
     use super::*;
 
-    /// How often a crowd that comes at once opens.
-    fn storm(place: &Postponed<u32>, works: bool) -> usize {
+    /// Number of times that simultaneous callers open.
+    fn storm(place: &RetryOnce<u32>, works: bool) -> usize {
         const NUM_THREADS: usize = 64;
         let (start, opened) = (Barrier::new(NUM_THREADS), AtomicUsize::new(0));
         let open = || {
@@ -108,8 +108,8 @@ mod tests {
 
     #[test]
     fn a_crowd_opens_once_and_a_failure_is_no_verdict_for_ever() {
-        let place = Postponed::default();
-        // Whoever was late by the length of a search looks again.
+        let place = RetryOnce::default();
+        // A thread that starts late by the length of one attempt makes another.
         let num_searches = storm(&place, false);
         assert!((1..16).contains(&num_searches), "{num_searches} searches");
         assert_eq!(storm(&place, true), 1);

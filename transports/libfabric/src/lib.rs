@@ -1,38 +1,41 @@
-//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, `verbs;ofi_rxm`, `efa` and
-//! `cxi` where there is hardware.
+//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, and `verbs;ofi_rxm`,
+//! `efa` and `cxi` on hosts with that hardware.
 //!
-//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without it
-//! says so in one line and offers its other transports.
+//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without
+//! it reports that in one line and offers its other transports.
 //!
 //! | layer | files |
 //! |---|---|
 //! | sys | `sys` (structures, tables of functions), `load` (symbols) |
-//! | owner | `owner` (objects that close themselves), `lane` (one endpoint), `port` (with its queue and addresses) |
-//! | safe | `device` (the driver, shared by all pairs), `keeper` (a thread that alone calls the library, where it may not come back), `table` (its pairs), `link` (one pair), `outbox` (what waits there), `endpoint` |
+//! | owner | `owner` (objects that close themselves), `fi_endpoint` (one endpoint), `port` (with its queue and addresses) |
+//! | safe | `device` (the driver, shared by all pairs), `library_thread` (the only thread that calls a library whose calls may never return), `table` (a device's pairs), `link` (one pair), `outbox` (its queued operations), `endpoint` |
 //!
-//! How the ordering contract is kept without any promise of the provider about writes and messages is
-//! described in `docs/explanation/memory-model.md`.
+//! `docs/explanation/memory-model.md` describes how the ordering contract is kept without any
+//! promise of the provider about writes and messages.
 //!
-//! Queues have a descriptor to sleep on, to whose epoll set every packet reports. With [`WAIT_VARIABLE`] set
-//! to `poll` they have none: round trips over `tcp;ofi_rxm` get shorter, and whoever waits looks for what
-//! came, after a hundredth of the time since something came, at most 2 ms.
+//! Threads can sleep on a queue's descriptor, and every packet makes a report to its epoll set.
+//! With [`WAIT_VARIABLE`] set to `poll`, queues have no descriptor. Round trips over `tcp;ofi_rxm`
+//! get shorter then. A waiting thread polls instead, at intervals of a hundredth of the time since
+//! the last arrival and at most 2 ms.
 //!
-//! Not here: discovery, and any choice between providers. Whoever opens a [`FabricNetwork`] names one.
+//! Not here: discovery, and any choice between providers. The caller of [`FabricNetwork::open`]
+//! names one.
 
 mod detail;
 mod device;
 mod endpoint;
+mod fi_endpoint;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod keeper;
-mod lane;
 mod lazy;
+mod library_thread;
 mod link;
 mod load;
-mod mail;
+mod mailbox;
 mod outbox;
 mod owner;
 mod port;
+mod prefault;
 mod queue;
 mod receives;
 mod rma;
@@ -43,8 +46,7 @@ mod service;
 mod skip;
 mod sys;
 mod table;
-mod touch;
-mod waits;
+mod wait_mode;
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -53,19 +55,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use endpoint::LibfabricEndpoint;
 pub use load::{LIBRARY_VARIABLE, LoadError};
 pub use rma::LibfabricFabric;
-pub use waits::WAIT_VARIABLE;
+pub use wait_mode::WAIT_VARIABLE;
 
 use detail::Detail;
 use device::Device;
 use endpoint::Lease;
-use keeper::{Patience, Stay};
 use lazy::LazyDefault;
-use link::FarSide;
+use library_thread::{Timeouts, UserGuard};
+use link::RemoteEndpoint;
 use load::Library;
 use p2p_core::counted::{inbound, message};
 use p2p_core::endpoint::TransportKind;
 use p2p_core::fabric::FabricOpener;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::slot::{SlotLayout, WAITING};
 use p2p_core::transport::AnyEndpoint;
 use p2p_core::transports::NetworkOpener;
@@ -73,22 +75,23 @@ use p2p_core::transports::NetworkOpener;
 /// Provider that works between any two hosts.
 pub const DEFAULT_PROVIDER: &str = "tcp;ofi_rxm";
 
-/// Names of the providers on this host that can carry a slot, the library's favourite first.
+/// Names of this host's providers that can carry a slot, in the library's order of preference.
 ///
 /// # Errors
-/// [`LoadError`] when there is no library.
+/// [`LoadError`] if there is no library.
 pub fn providers() -> Result<Vec<String>, LoadError> {
     Ok(port::providers(Library::get()?))
 }
 
-/// Why `provider` would be refused in this environment although it is here, if so.
+/// Why `provider` is refused in this environment although this host has it. `None` if it is not.
 #[must_use]
 pub fn refusal(provider: &str) -> Option<String> {
     rxm::refusal(provider)
 }
 
-/// How a program opens libfabric for slots: `libfabric`, `libfabric:PROVIDER`. `auto` opens the default provider when
-/// the first peer needs it, because the library's search for providers can take seconds.
+/// Opens libfabric for slots: `libfabric` or `libfabric:PROVIDER`. `auto` opens the default
+/// provider only when the first peer needs it, because the library's search for providers can take
+/// seconds.
 #[must_use]
 pub fn opener() -> NetworkOpener {
     NetworkOpener::new(TransportKind::Libfabric, |provider, _| {
@@ -98,7 +101,7 @@ pub fn opener() -> NetworkOpener {
     .lazy_in_auto(|| Arc::new(LazyDefault::default()))
 }
 
-/// How a program opens libfabric for the message engine: `libfabric`, `libfabric:PROVIDER`.
+/// Opens libfabric for the message engine: `libfabric` or `libfabric:PROVIDER`.
 #[must_use]
 pub fn fabric_opener() -> FabricOpener {
     FabricOpener {
@@ -111,29 +114,31 @@ pub fn fabric_opener() -> FabricOpener {
     }
 }
 
-/// One provider of this process. Endpoints are opened per local address, when the first peer needs one.
+/// One provider of this process. It opens an endpoint per local address, when the first peer needs
+/// it.
 #[derive(Debug)]
 pub struct FabricNetwork {
     provider: String,
     is_ip: bool,
-    /// Where calls of the library may never return.
-    patience: Patience,
-    devices: Mutex<HashMap<Option<IpAddr>, Opened>>,
+    /// Bounds for providers whose calls may never return.
+    timeouts: Timeouts,
+    devices: Mutex<HashMap<Option<IpAddr>, OpenDevice>>,
 }
 
-/// A device that may get pairs.
+/// A device that may get further pairs.
 #[derive(Debug)]
-struct Opened {
-    // Before the stay.
+struct OpenDevice {
+    // Dropped before the guard.
     device: Arc<Device>,
-    _stay: Stay,
+    _user: UserGuard,
 }
 
 impl FabricNetwork {
     /// Finds `provider`, such as `tcp;ofi_rxm` (short: `tcp`), `shm` or `verbs;ofi_rxm`.
     ///
     /// # Errors
-    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    /// [`NetworkError`] if there is no library or no such provider; it names the providers that it
+    /// found.
     pub fn open(provider: &str) -> Result<Self, NetworkError> {
         let (info, _) = port::find(library()?, provider, None)?;
         let entry = info.first();
@@ -141,8 +146,8 @@ impl FabricNetwork {
             entry.address_format(),
             sys::FI_SOCKADDR | sys::FI_SOCKADDR_IN | sys::FI_SOCKADDR_IN6
         );
-        let patience = Patience::DEFAULT;
-        Ok(Self { provider: entry.provider(), is_ip, patience, devices: Mutex::default() })
+        let timeouts = Timeouts::DEFAULT;
+        Ok(Self { provider: entry.provider(), is_ip, timeouts, devices: Mutex::default() })
     }
 
     /// Name of the provider.
@@ -154,15 +159,15 @@ impl FabricNetwork {
     fn device(&self, route: Route) -> Result<Arc<Device>, NetworkError> {
         let local = self.is_ip.then(|| route.local.to_canonical());
         let mut devices = lock(&self.devices);
-        // Pairs of one that stands still are lost; those to come need not be.
-        if let Some(opened) = devices.get(&local).filter(|opened| !opened.device.is_stuck()) {
-            return Ok(Arc::clone(&opened.device));
+        // The pairs of a stuck device are lost, but new pairs can use a new device.
+        if let Some(open) = devices.get(&local).filter(|open| !open.device.is_stuck()) {
+            return Ok(Arc::clone(&open.device));
         }
         let library = library()?;
         let found = port::find(library, &self.provider, local)?;
-        let device = Device::open(library, found, self.patience)?;
-        let _stay = Stay::first(device.keeper());
-        devices.insert(local, Opened { device: Arc::clone(&device), _stay });
+        let device = Device::open(library, found, self.timeouts)?;
+        let _user = UserGuard::first(device.library_thread());
+        devices.insert(local, OpenDevice { device: Arc::clone(&device), _user });
         Ok(device)
     }
 }
@@ -183,7 +188,7 @@ impl Network for FabricNetwork {
     }
 }
 
-/// This side of a pair before the peer's is known.
+/// This side of a pair before the peer's side is known.
 #[derive(Debug)]
 struct Side {
     lease: Lease,
@@ -200,17 +205,17 @@ impl OpenSide for Side {
             counts_writes: traits.counts_writes,
             token: link.token,
             mail: link.mail,
-            address: device.port().lane().name().to_vec(),
+            address: device.port().endpoint().name().to_vec(),
         };
         SideDescription {
             address: slot.as_ref().map_or(0, |slot| slot.base),
-            remote_key: slot.as_ref().map_or(0, port::Registered::key),
+            remote_key: slot.as_ref().map_or(0, port::MemoryRegistration::key),
             bytes: self.layout.slot_bytes() as u64,
             detail: detail.encode(),
         }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let Self { lease, layout } = *self;
         let device = Arc::clone(&lease.device);
         let provider = &device.port().traits().provider;
@@ -232,7 +237,7 @@ impl OpenSide for Side {
         }
         let detail = Detail::decode(&peer.detail).map_err(|error| failed(error.to_string()))?;
         let counts_writes = detail.counts_writes && device.port().traits().counts_writes;
-        let far = FarSide {
+        let remote = RemoteEndpoint {
             peer: device.locate(&lease.link, &detail.address)?,
             id: detail.slot,
             token: detail.token,
@@ -242,11 +247,11 @@ impl OpenSide for Side {
             mail: detail.mail,
             counts_writes,
         };
-        lease.link.join(far.clone());
+        lease.link.join(remote.clone());
         let max_message_bytes = device.max_message_bytes().min(detail.max_message_bytes as usize);
         let slot = lease.link.slot.clone();
-        let endpoint = LibfabricEndpoint::new(lease, far, max_message_bytes);
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        let endpoint = LibfabricEndpoint::new(lease, remote, max_message_bytes);
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 
@@ -260,6 +265,6 @@ fn library() -> Result<&'static Library, NetworkError> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that holds the lock can leave the table half changed.
+    // No code that holds the lock can leave the table half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! What the endpoint of a pair and the driver of its device share.
+//! State that a pair's endpoint shares with the driver of its device.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -7,10 +7,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::lane::{Completes, ContextRoom, Far, Taken};
-use super::mail::{self, MailOffer, NUM_CELLS};
-use super::message::{self, Credit, Header, Then};
-use super::outbox::{Local, Op, Outbox, Queued};
+use super::fi_endpoint::{CompletionPoint, ContextRoom, PostStatus, RemoteMemory};
+use super::mailbox::{self, MailboxAddress, NUM_CELLS};
+use super::message::{self, Action, Credit, Header};
+use super::outbox::{LocalMemory, Op, Outbox, PushStatus};
 use super::owner::CallError;
 use super::port::Port;
 use super::sys;
@@ -24,45 +24,45 @@ use p2p_core::wait::signal_event;
 pub(super) struct Link {
     /// This side's slot, as the peer's messages must name it.
     pub(super) id: u32,
-    /// Secret that the peer's messages must show.
+    /// Secret that the peer's messages must carry.
     pub(super) token: u64,
     pub(super) slot: Region,
-    /// Where the peer may write mail.
-    pub(super) mail: Option<MailOffer>,
+    /// Address of this side's mailbox, if it has one.
+    pub(super) mail: Option<MailboxAddress>,
     waiting_offset: usize,
     wake: OwnedFd,
-    far: OnceLock<FarSide>,
-    /// Operations that the library would not take yet, or that another thread gives it.
+    remote: OnceLock<RemoteEndpoint>,
+    /// Operations that the library has refused so far, or that the library thread must post.
     outbox: Outbox,
     contexts: Box<[Context]>,
-    /// Writes and reads that the library took and has not completed.
+    /// Accepted writes and reads that are not complete.
     outstanding: AtomicUsize,
-    /// Writes that the library took.
+    /// Accepted writes.
     num_posted: AtomicU64,
-    /// Writes that the library completed.
+    /// Completed writes.
     num_written: AtomicU64,
-    /// Highest question that the peer answered.
+    /// Number of the last question that the peer answered.
     answered: AtomicU64,
-    /// Additions that were allowed to wait: their sum, their flag, what was sent of the sum, and whether
-    /// the driver knows that there are some.
+    /// Lazy additions of this side: their sum, their flag, the part of the sum that was sent, and
+    /// whether the pair is in the driver's queue.
     credit_total: AtomicU64,
     credit_offset: OnceLock<u32>,
     credit_sent: AtomicU64,
     is_credit_queued: AtomicBool,
-    /// Of the peer's such sum, what was added here. Only the driving thread uses it.
+    /// The part of the peer's sum that was added here. Only the driving thread uses it.
     credit_landed: AtomicU64,
-    /// Mails of the peer that were read here, and mails of this side that the peer says it has read.
+    /// Mails of the peer that were read here, and mails of this side that the peer reports as read.
     mails_read: AtomicU32,
     mails_taken: AtomicU32,
-    /// Whether the peer has closed its side: what is sent to it now, nobody would ever see.
+    /// True once the peer has closed its side: it no longer sees later messages.
     is_deserted: AtomicBool,
     failed: AtomicBool,
     failure: Mutex<Option<(&'static str, i64, String)>>,
 }
 
-/// The peer's side, known once joined.
+/// The peer's side of a joined pair.
 #[derive(Debug, Clone)]
-pub(super) struct FarSide {
+pub(super) struct RemoteEndpoint {
     pub(super) peer: sys::FiAddr,
     /// The peer's slot, as messages to it must name it.
     pub(super) id: u32,
@@ -70,17 +70,17 @@ pub(super) struct FarSide {
     pub(super) address: u64,
     pub(super) key: u64,
     pub(super) slot_bytes: usize,
-    /// Where small messages may be written, if anywhere.
-    pub(super) mail: Option<MailOffer>,
-    /// Whether messages count the writes before them, and the peer puts both in order.
+    /// Address of the peer's mailbox, if it has one.
+    pub(super) mail: Option<MailboxAddress>,
+    /// True if messages count the writes before them, and the peer restores the order of both.
     pub(super) counts_writes: bool,
 }
 
-/// What the library gets with an operation and gives back with its completion.
+/// Context of a posted operation. The library returns it with the completion.
 #[repr(C)]
 pub(super) struct Context {
     room: UnsafeCell<ContextRoom>,
-    /// Whether this belongs to a receive buffer, and not to an operation.
+    /// True for a receive buffer, false for another operation.
     pub(super) is_receive: bool,
     /// Index of the buffer, or of the pair in the device's table.
     pub(super) owner: u32,
@@ -88,7 +88,7 @@ pub(super) struct Context {
     is_busy: AtomicBool,
 }
 
-// SAFETY: plain values; `room` is the library's alone while an operation is under way.
+// SAFETY: plain values; only the library uses `room` while an operation runs.
 unsafe impl Sync for Context {}
 // SAFETY: as above.
 unsafe impl Send for Context {}
@@ -119,7 +119,7 @@ impl Link {
     pub(super) fn new(
         id: u32,
         slot: Region,
-        mail: Option<MailOffer>,
+        mail: Option<MailboxAddress>,
         waiting_offset: usize,
         wake: OwnedFd,
         outbox: Outbox,
@@ -132,7 +132,7 @@ impl Link {
             mail,
             waiting_offset,
             wake,
-            far: OnceLock::new(),
+            remote: OnceLock::new(),
             outbox,
             contexts: (0..NUM_CONTEXTS).map(|_| Context::new(false, idx)).collect(),
             outstanding: AtomicUsize::new(0),
@@ -152,13 +152,13 @@ impl Link {
         }
     }
 
-    pub(super) fn join(&self, far: FarSide) {
-        let _ = self.far.set(far);
+    pub(super) fn join(&self, remote: RemoteEndpoint) {
+        let _ = self.remote.set(remote);
     }
 
     #[inline]
-    pub(super) fn far(&self) -> Option<&FarSide> {
-        self.far.get()
+    pub(super) fn remote(&self) -> Option<&RemoteEndpoint> {
+        self.remote.get()
     }
 
     pub(super) const fn wake_fd(&self) -> &OwnedFd {
@@ -194,13 +194,14 @@ impl Link {
         self.is_deserted.load(Ordering::Acquire)
     }
 
-    /// The peer has closed its side.
+    /// Records that the peer has closed its side.
     pub(super) fn desert(&self) {
         self.is_deserted.store(true, Ordering::Release);
         self.wake_owner();
     }
 
-    /// Why the pair is over, if it is.
+    /// # Errors
+    /// The reason why the pair failed, if it has.
     pub(super) fn health(&self) -> Result<(), PostError> {
         if !self.is_failed() {
             return Ok(());
@@ -210,7 +211,7 @@ impl Link {
         Err(PostError::Transport { op, code, detail })
     }
 
-    /// Ends the pair. The first reason stays. Whoever sleeps on it learns it.
+    /// Fails the pair and wakes its owner. Only the first reason is kept.
     pub(super) fn fail(&self, op: &'static str, code: i64, detail: String) {
         {
             let mut failure = lock(&self.failure);
@@ -229,17 +230,17 @@ impl Link {
         PostError::Transport { op: error.op, code: error.code, detail: error.text.clone() }
     }
 
-    /// Puts the parts of a message in place and does what it asks for; gives the question that is to
-    /// be answered, if it is one.
+    /// Copies the parts of a message into the slot and carries out its action. Returns the number
+    /// of the question to answer, if it is one.
     #[inline]
-    pub(super) fn land(
+    pub(super) fn deliver(
         &self,
         header: &Header,
         message: &[u8],
     ) -> Result<Option<u64>, message::MessageError> {
         header.for_each_part(message, self.slot.len(), |offset, payload| {
-            // SAFETY: the range was checked against the slot's length, which stays mapped; the source
-            // is the driver's own buffer.
+            // SAFETY: the range was checked against the slot's length, which stays mapped; the
+            // source is the driver's own buffer.
             unsafe {
                 let dst = self.slot.as_ptr().add(offset).as_ptr();
                 p2p_core::copy::copy_out(payload.as_ptr(), dst, payload.len());
@@ -253,14 +254,14 @@ impl Link {
                 self.add(header.credit.offset, header.credit.total - landed);
             }
         }
-        match header.then {
-            Then::Nothing | Then::Credit | Then::Farewell => Ok(None),
-            Then::Answer { id } => Ok(Some(id)),
-            Then::Answered { id } => {
+        match header.action {
+            Action::Nothing | Action::Credit | Action::Farewell => Ok(None),
+            Action::Answer { id } => Ok(Some(id)),
+            Action::Answered { id } => {
                 self.answered.fetch_max(id, Ordering::Release);
                 Ok(None)
             }
-            Then::Add { offset, value } => {
+            Action::Add { offset, value } => {
                 self.add(offset, value);
                 Ok(None)
             }
@@ -270,26 +271,28 @@ impl Link {
     /// Adds to a flag of the slot on the peer's behalf. `offset` was checked.
     #[inline]
     fn add(&self, offset: u32, value: u64) {
-        // SYNC POINT `published`, SYNC POINT `consumed`: releases what was put in place before.
+        // SYNC POINT `published`, SYNC POINT `consumed`: releases the bytes copied before.
         flags::add::<Contract>(self.word(offset as usize), value);
-        // SYNC POINT `waiting`: either this sees the owner's request, or its second look sees the sum.
+        // SYNC POINT `waiting`: either this sees the owner's request, or its second look sees the
+        // sum.
         if flags::must_wake::<Contract, _>(self.word(self.waiting_offset)) {
             self.wake_owner();
         }
     }
 
-    /// An addition that may wait for the next message. `None` when it is to another flag than those
-    /// before; else whether the driver must be told.
+    /// Records a lazy addition. Returns `None` if earlier ones are to another flag. Otherwise
+    /// returns true if the caller must put the pair into the driver's queue.
     pub(super) fn add_credit(&self, offset: u32, value: u64) -> Option<bool> {
         if *self.credit_offset.get_or_init(|| offset) != offset {
             return None;
         }
-        // Release: whoever sends the sum sends it after this thread's reads of what it gives back.
+        // Release: this thread's reads of the frames that it gives back come before the sum is
+        // sent.
         self.credit_total.fetch_add(value, Ordering::Release);
         Some(!self.is_credit_queued.swap(true, Ordering::AcqRel))
     }
 
-    /// All additions so far, for a message that takes them along.
+    /// The sum of all lazy additions so far, for a message that carries it.
     #[inline]
     pub(super) fn take_credit(&self) -> Credit {
         let total = self.credit_total.load(Ordering::Acquire);
@@ -300,19 +303,19 @@ impl Link {
         Credit { offset: self.credit_offset.get().copied().unwrap_or_default(), total }
     }
 
-    /// Sends what no message has taken along. False when it must be tried again.
+    /// Sends lazy additions that no message has carried. Returns false if it must be retried.
     pub(super) fn flush_credit(&self, port: &Port) -> bool {
-        // Whoever adds from now on tells the driver again; what was added before is seen below.
+        // Later additions queue the pair again; earlier ones are in the sum that is read below.
         self.is_credit_queued.swap(false, Ordering::AcqRel);
         let total = self.credit_total.load(Ordering::Acquire);
         let sent = self.credit_sent.load(Ordering::Acquire);
         if sent >= total || self.is_failed() || self.is_deserted() {
             return true;
         }
-        let Some(message) = self.unnumbered(Then::Credit, 0) else { return true };
+        let Some(message) = self.unnumbered(Action::Credit, 0) else { return true };
         match self.inject(port, &message) {
-            Ok(Taken::Yes) => true,
-            Ok(Taken::Again) => {
+            Ok(PostStatus::Accepted) => true,
+            Ok(PostStatus::Again) => {
                 self.is_credit_queued.store(true, Ordering::Release);
                 self.credit_sent.store(sent, Ordering::Release);
                 false
@@ -324,17 +327,17 @@ impl Link {
         }
     }
 
-    /// A message that the driver sends by itself. `None` before the peer is known.
+    /// A message that the driver sends by itself. `None` before the peer is joined.
     pub(super) fn unnumbered(
         &self,
-        then: Then,
+        action: Action,
         writes: u64,
     ) -> Option<[u8; message::HEADER_BYTES]> {
-        let far = self.far.get()?;
+        let remote = self.remote.get()?;
         let credit = self.take_credit();
-        let (slot, token) = (far.id, far.token);
+        let (slot, token) = (remote.id, remote.token);
         let mails = self.mails_read();
-        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0, mails };
+        let header = Header { slot, seq: 0, token, writes, action, credit, num_parts: 0, mails };
         let mut message = [0; message::HEADER_BYTES];
         header.encode(&mut message);
         Some(message)
@@ -348,23 +351,25 @@ impl Link {
 
     /// A 64-bit word of the slot. `offset` was checked to be aligned and within it.
     fn word(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: aligned and within the slot, which stays mapped; flags are only accessed atomically.
+        // SAFETY: aligned and within the slot, which stays mapped; flags are only accessed
+        // atomically.
         unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(offset).as_ptr().cast()) }
     }
 
-    /// Whether a message behind `after_writes` writes may go now.
+    /// True if `after_writes` writes are complete, so that a message behind them may be sent.
     #[inline]
     pub(super) fn may_send(&self, after_writes: u64) -> bool {
         self.num_written.load(Ordering::Acquire) >= after_writes
     }
 
-    /// Puts `op` behind those that wait. True beside: it is the only one.
+    /// Queues `op`. Also returns true if it is the only queued operation.
     #[inline]
-    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(PushStatus, bool), MapError> {
         self.outbox.push(op)
     }
 
-    /// Gives the library what waits, as far as it takes it. True when the last one went.
+    /// Passes queued operations to the library until it refuses one. Returns true if the last one
+    /// left.
     pub(super) fn flush(&self, port: &Port) -> bool {
         self.outbox.flush(|op| {
             if self.is_failed() || self.is_deserted() {
@@ -372,10 +377,10 @@ impl Link {
             }
             let taken = match op {
                 Op::Message { after_writes, .. } if !self.may_send(after_writes) => {
-                    Ok(Taken::Again)
+                    Ok(PostStatus::Again)
                 }
                 Op::Message { bytes, .. } => self.inject(port, bytes),
-                // SAFETY: whoever made the operation keeps its memory until it is over.
+                // SAFETY: the creator of the operation keeps its memory until it is complete.
                 Op::Write { src, offset } => unsafe { self.write(port, src, offset) },
                 // SAFETY: as above.
                 Op::Read { dst, offset } => unsafe { self.read(port, dst, offset) },
@@ -384,15 +389,15 @@ impl Link {
         })
     }
 
-    /// Throws away what waits. True when there was something.
+    /// Drops queued operations for good. Returns true if there were any.
     pub(super) fn discard(&self) -> bool {
         self.outbox.close()
     }
 
     #[inline]
-    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        port.lane().inject(far.peer, bytes)
+    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
+        port.endpoint().inject(remote.peer, bytes)
     }
 
     /// Mails of the peer that were read, modulo 2³².
@@ -401,68 +406,80 @@ impl Link {
         self.mails_read.load(Ordering::Acquire)
     }
 
-    /// A mail was read: its cell is free as soon as the peer learns it.
+    /// Records that a mail was read. The peer may reuse its cell once it learns that.
     #[inline]
     pub(super) fn set_mails_read(&self, num_read: u32) {
         // SYNC POINT `mail`: releases the cell after it was copied.
         self.mails_read.store(num_read, Ordering::Release);
     }
 
-    /// The peer says how many mails it has read.
+    /// Records how many mails the peer reports as read.
     #[inline]
     pub(super) fn note_mails_taken(&self, num_taken: u32) {
-        // Only the driving thread stores. What waited on its way may be older than what is known.
+        // Only the driving thread stores. A delayed message may carry an older number.
         let known = self.mails_taken.load(Ordering::Relaxed);
         if num_taken.wrapping_sub(known).cast_signed() > 0 {
             self.mails_taken.store(num_taken, Ordering::Release);
         }
     }
 
-    /// Writes `message` as mail `number` to the peer, if there is a free cell and it fits.
+    /// Writes `message` as mail `number` to the peer. Returns [`PostStatus::Again`] if it does not
+    /// fit or no cell is free.
     #[inline]
     pub(super) fn post_mail(
         &self,
         port: &Port,
         number: u64,
         message: &[u8],
-    ) -> Result<Taken, CallError> {
-        let Some((far, offer)) = self.far.get().and_then(|far| Some((far, far.mail?))) else {
-            return Ok(Taken::Again);
+    ) -> Result<PostStatus, CallError> {
+        let Some((remote, offer)) =
+            self.remote.get().and_then(|remote| Some((remote, remote.mail?)))
+        else {
+            return Ok(PostStatus::Again);
         };
         let taken = self.mails_taken.load(Ordering::Acquire);
         if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         }
-        let Some((cell, len)) = mail::seal(number, far.token, message) else {
-            return Ok(Taken::Again);
+        let Some((cell, len)) = mailbox::encode_cell(number, remote.token, message) else {
+            return Ok(PostStatus::Again);
         };
-        let address = offer.address + mail::offset_of(number);
-        let to = Far { peer: far.peer, address, key: offer.key };
-        port.lane().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
+        let address = offer.address + mailbox::offset_of(number);
+        let to = RemoteMemory { peer: remote.peer, address, key: offer.key };
+        port.endpoint().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
     }
 
     /// Starts a copy of `src` to `offset` of the peer's slot.
     ///
     /// # Safety
-    /// The memory of `src` stays registered, mapped and unwritten until the operation is over.
+    /// The memory of `src` stays registered, mapped and unwritten until the operation is complete.
     pub(super) unsafe fn write(
         &self,
         port: &Port,
-        src: Local,
+        src: LocalMemory,
         offset: usize,
-    ) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        let completes = if far.counts_writes {
-            Completes::Sent { note: note_of(far.id, far.token, port.traits().has_wide_notes) }
+    ) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
+        let completion = if remote.counts_writes {
+            CompletionPoint::Sent {
+                note: note_of(remote.id, remote.token, port.traits().has_wide_notes),
+            }
         } else {
-            Completes::Delivered
+            CompletionPoint::Delivered
         };
-        let to = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        let to = RemoteMemory {
+            peer: remote.peer,
+            address: remote.address + offset as u64,
+            key: remote.key,
+        };
         let taken = self.with_context(true, |context| {
-            // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
-            unsafe { port.lane().write(to, (src.ptr, src.len), src.descriptor, completes, context) }
+            // SAFETY: the caller's promise; the context belongs to this pair, which outlives its
+            // operations.
+            unsafe {
+                port.endpoint().write(to, (src.ptr, src.len), src.descriptor, completion, context)
+            }
         })?;
-        if taken == Taken::Yes {
+        if taken == PostStatus::Accepted {
             self.num_posted.fetch_add(1, Ordering::Release);
         }
         Ok(taken)
@@ -471,42 +488,46 @@ impl Link {
     /// Starts a copy from `offset` of the peer's slot into `dst`.
     ///
     /// # Safety
-    /// The memory of `dst` stays registered, mapped and untouched until the operation is over.
+    /// The memory of `dst` stays registered, mapped and untouched until the operation is complete.
     pub(super) unsafe fn read(
         &self,
         port: &Port,
-        dst: Local,
+        dst: LocalMemory,
         offset: usize,
-    ) -> Result<Taken, CallError> {
-        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        let from = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+    ) -> Result<PostStatus, CallError> {
+        let Some(remote) = self.remote.get() else { return Ok(PostStatus::Again) };
+        let from = RemoteMemory {
+            peer: remote.peer,
+            address: remote.address + offset as u64,
+            key: remote.key,
+        };
         self.with_context(false, |context| {
             // SAFETY: as for a write.
-            unsafe { port.lane().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
+            unsafe { port.endpoint().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
         })
     }
 
     fn with_context(
         &self,
         is_write: bool,
-        post: impl FnOnce(*mut c_void) -> Result<Taken, CallError>,
-    ) -> Result<Taken, CallError> {
+        post: impl FnOnce(*mut c_void) -> Result<PostStatus, CallError>,
+    ) -> Result<PostStatus, CallError> {
         let Some(context) =
             self.contexts.iter().find(|context| !context.is_busy.swap(true, Ordering::AcqRel))
         else {
-            return Ok(Taken::Again);
+            return Ok(PostStatus::Again);
         };
         context.is_write.store(is_write, Ordering::Relaxed);
         self.outstanding.fetch_add(1, Ordering::AcqRel);
         let taken = post(context.as_ptr());
-        if !matches!(taken, Ok(Taken::Yes)) {
+        if !matches!(taken, Ok(PostStatus::Accepted)) {
             self.outstanding.fetch_sub(1, Ordering::AcqRel);
             context.is_busy.store(false, Ordering::Release);
         }
         taken
     }
 
-    /// An operation of this pair is over.
+    /// Records the completion of one of this pair's operations.
     pub(super) fn complete(&self, context: &Context) {
         if context.is_write.load(Ordering::Relaxed) {
             self.num_written.fetch_add(1, Ordering::Release);
@@ -517,15 +538,15 @@ impl Link {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that holds these locks can leave the contents half changed.
+    // No code that holds these locks can leave the contents half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Part of a slot's name that is its index in the device's table.
+/// The bits of a slot's name that are its index in the device's table.
 pub(super) const IDX_MASK: u32 = 0xffff;
-/// Writes and reads of one pair that may be under way.
+/// Most running writes and reads of one pair.
 const NUM_CONTEXTS: usize = 64;
-/// Data that goes with a counted write: the slot, and where there is room half of the pair's secret, so
+/// Notification of a counted write: the slot and, if there is room, half of the pair's secret, so
 /// that no peer can count for another.
 pub(super) fn note_of(slot: u32, token: u64, has_secret: bool) -> u64 {
     u64::from(slot) | if has_secret { token << 32 } else { 0 }

@@ -1,4 +1,4 @@
-//! Finding the library at run time.
+//! Loading of the library at run time.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::OnceLock;
@@ -14,26 +14,26 @@ pub const LIBRARY_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_SO";
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The library is not there, or cannot be loaded.
+    /// The library is missing or cannot be loaded.
     #[error(
         "libfabric is not available: {detail}; install it (Debian: libfabric1) or name it in {LIBRARY_VARIABLE}"
     )]
     Absent {
-        /// The loader's answer.
+        /// The loader's error text.
         detail: String,
     },
-    /// A library was found that is something else.
+    /// The file is another library.
     #[error("`{library}` is not a usable libfabric: it has no symbol `{symbol}`")]
     Symbol {
-        /// Which library.
+        /// Path of the library.
         library: String,
-        /// What is missing.
+        /// The missing symbol.
         symbol: &'static str,
     },
     /// The library is too old.
     #[error("`{library}` is libfabric {}.{}, expected {}.{} or later", found >> 16, found & 0xffff, oldest >> 16, oldest & 0xffff)]
     Version {
-        /// Which library.
+        /// Path of the library.
         library: String,
         /// Its version.
         found: u32,
@@ -42,7 +42,7 @@ pub enum LoadError {
     },
 }
 
-/// The library's symbols. It is loaded once and stays.
+/// The library's symbols. It is loaded once and never unloaded.
 pub(super) struct Library {
     pub(super) getinfo: sys::GetInfo,
     pub(super) freeinfo: sys::FreeInfo,
@@ -68,8 +68,8 @@ impl Library {
         let name = CString::new(library)
             .map_err(|_| LoadError::Absent { detail: format!("`{library}` is not a path") })?;
         let handle = keeping_signal_handlers(|| {
-            // SAFETY: a string that ends with a zero byte. Constructors of the library run, which is
-            // what whoever names it asks for.
+            // SAFETY: a string that ends with a zero byte. Constructors of the library run, as the
+            // user who names it intends.
             unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) }
         });
         if handle.is_null() {
@@ -106,15 +106,15 @@ impl Library {
         Ok(library_symbols)
     }
 
-    /// API version to ask for.
+    /// API version to request.
     pub(super) fn api_version(&self) -> u32 {
         self.version.min(sys::API_VERSION)
     }
 
-    /// What a code means. The sign does not matter.
+    /// The library's description of an error code of either sign.
     pub(super) fn describe(&self, code: i64) -> String {
         let code = c_int::try_from(code.unsigned_abs()).unwrap_or(c_int::MAX);
-        // SAFETY: the library gives a string that it keeps, for every code.
+        // SAFETY: the library returns a static string for every code.
         let text = unsafe { (self.strerror)(code) };
         if text.is_null() {
             return format!("error {code}");
@@ -124,9 +124,9 @@ impl Library {
     }
 }
 
-/// Does `work`, then puts this process's signal handlers back. Libraries below libfabric (PSM is one)
-/// install their own when they are loaded, for SIGTERM and SIGINT too, and those end the process on the
-/// spot: no server would drain any more.
+/// Runs `work` and restores this process's signal handlers afterwards. Libraries below libfabric,
+/// such as PSM, install handlers when they are loaded, for SIGTERM and SIGINT too. Those handlers
+/// end the process at once, so that no server would drain.
 fn keeping_signal_handlers<T>(work: impl FnOnce() -> T) -> T {
     let before = SIGNALS.map(|signal| {
         // SAFETY: all zero is a valid action, for the system to write over.
@@ -156,7 +156,7 @@ fn loader_error(library: &str) -> String {
 }
 
 const DEFAULT_LIBRARY: &str = "libfabric.so.1";
-/// Those that end a process and can be caught.
+/// Signals that end a process by default and can be caught.
 const SIGNALS: [c_int; 10] = [
     libc::SIGHUP,
     libc::SIGINT,

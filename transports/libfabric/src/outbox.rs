@@ -1,48 +1,47 @@
-//! Operations of a pair that wait until the library takes them, in order: a ring of fixed size, from whoever
-//! posts to whoever drives.
+//! Queue of a pair's operations that the library has not accepted yet: a ring of fixed size from
+//! the posting thread (the poster) to the driving thread (the driver).
 //!
-//! Neither takes a lock or waits for the other. Every cell says whose it is, and who finds one in the other's
-//! hands comes back later: so nobody who posts stands still with a library that does. Cells, and room for the
-//! bytes of messages, are made once, and nothing is allocated after that.
+//! Neither side takes a lock or waits for the other. Every cell says which side owns it. A thread
+//! that finds a cell locked by the other side returns and retries later, so a stuck library never
+//! blocks a poster. Cells and room for the bytes of messages are allocated once.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use super::lane::{Descriptor, Taken};
-use super::message::{self, Header, Then};
+use super::fi_endpoint::{Descriptor, PostStatus};
+use super::message::{self, Action, Header};
 use p2p_core::region::{MapError, Region};
 
-/// An operation that waits its turn.
+/// A queued operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Op<'a> {
-    /// A message, once as many writes are complete.
+    /// A message, to be sent once `after_writes` writes are complete.
     Message { bytes: &'a [u8], after_writes: u64 },
     /// A copy into the peer's slot.
-    Write { src: Local, offset: usize },
+    Write { src: LocalMemory, offset: usize },
     /// A copy from the peer's slot.
-    Read { dst: Local, offset: usize },
+    Read { dst: LocalMemory, offset: usize },
 }
 
-/// Local memory of an operation. Whoever makes one keeps the memory registered and mapped until the
-/// operation is over.
+/// Local memory of an operation. The creator keeps the memory registered and mapped until the
+/// operation is complete.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Local {
+pub(super) struct LocalMemory {
     pub(super) ptr: *mut u8,
     pub(super) len: usize,
     pub(super) descriptor: Descriptor,
 }
 
 // SAFETY: memory without thread affinity; see the type's documentation.
-unsafe impl Send for Local {}
+unsafe impl Send for LocalMemory {}
 
-/// What became of an operation for the outbox.
+/// Outcome of adding an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Queued {
-    /// It waits.
-    Yes,
-    /// It became part of the message before it, which waits, and its number is still free.
+pub(super) enum PushStatus {
+    Queued,
+    /// The operation became part of the last queued message, and its number is still free.
     Merged,
     /// There is no room.
     Full,
@@ -52,10 +51,10 @@ pub(super) enum Queued {
 #[derive(Debug)]
 pub(super) struct Outbox {
     max_message_bytes: usize,
-    /// Made for the first operation that waits, or by [`prepare`](Self::prepare).
+    /// Allocated for the first queued operation, or by [`prepare`](Self::prepare).
     ring: OnceLock<Ring>,
-    /// How many there are, with the one that the library has at the moment; [`CLOSED`] and anything
-    /// once it is closed.
+    /// Number of queued operations, with the one that the driver is posting. Has the bit
+    /// [`CLOSED`], with any number, once the outbox is closed.
     num: AtomicUsize,
     is_posting: AtomicBool,
     is_driving: AtomicBool,
@@ -64,40 +63,40 @@ pub(super) struct Outbox {
 #[derive(Debug)]
 struct Ring {
     cells: Box<[Cell]>,
-    /// Where the bytes of messages are, the next one behind the last one, as far as one piece of it goes.
+    /// Bytes of messages, each contiguous, one behind the other.
     bytes: Region,
-    /// Of whoever posts: where the next operation goes, how many bytes were given out, with those left
-    /// out, and how many of them were given back at least.
+    /// Owned by the poster: index of the next cell, bytes allocated so far with skipped ones, and a
+    /// lower bound of the bytes freed.
     tail: AtomicUsize,
     given: AtomicU64,
     floor: AtomicU64,
-    /// Of whoever drives: the operation that is the next one, and how many bytes were given back.
+    /// Owned by the driver: index of the first operation, and bytes freed so far.
     head: AtomicUsize,
     freed: AtomicU64,
 }
 
 struct Cell {
-    /// [`EMPTY`], [`READY`] or [`HELD`].
+    /// [`EMPTY`], [`READY`] or [`LOCKED`].
     state: AtomicU8,
     content: UnsafeCell<Content>,
 }
 
-/// What a cell keeps. `end` is how many bytes were given out when it was filled.
+/// Content of a cell. `end` is the number of bytes allocated when it was filled.
 #[derive(Debug, Clone, Copy)]
 struct Content {
-    op: Stored,
+    op: StoredOp,
     end: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Stored {
+enum StoredOp {
     Nothing,
     Message { at: usize, len: usize, after_writes: u64 },
-    Write { src: Local, offset: usize },
-    Read { dst: Local, offset: usize },
+    Write { src: LocalMemory, offset: usize },
+    Read { dst: LocalMemory, offset: usize },
 }
 
-// SAFETY: the content is used only by whoever has set the state to `HELD`.
+// SAFETY: only the thread that has set the state to `LOCKED` uses the content.
 unsafe impl Sync for Cell {}
 
 impl std::fmt::Debug for Cell {
@@ -107,7 +106,7 @@ impl std::fmt::Debug for Cell {
 }
 
 impl Outbox {
-    /// For messages of at most `max_message_bytes`.
+    /// An outbox for messages of at most `max_message_bytes`.
     pub(super) const fn new(max_message_bytes: usize) -> Self {
         Self {
             max_message_bytes,
@@ -118,10 +117,10 @@ impl Outbox {
         }
     }
 
-    /// Makes what operations wait in, unless there is one. Nothing is allocated later.
+    /// Allocates the ring, unless there is one. No later call allocates.
     ///
     /// # Errors
-    /// [`MapError`] when the system gives no memory.
+    /// [`MapError`] if the system has no memory left.
     pub(super) fn prepare(&self) -> Result<(), MapError> {
         if self.ring.get().is_none() {
             let _ = self.ring.set(Ring::new(self.max_message_bytes)?);
@@ -129,75 +128,77 @@ impl Outbox {
         Ok(())
     }
 
-    /// Operations that wait. Nobody may overtake them.
+    /// Number of queued operations. Later posts must not overtake them.
     #[inline]
     pub(super) fn num(&self) -> usize {
         let num = self.num.load(Ordering::Acquire);
         if num & CLOSED == 0 { num } else { 0 }
     }
 
-    /// Puts `op` behind those that wait. True beside: it is the only one. One thread at a time: a second one
-    /// is told that there is no room.
+    /// Queues `op`. Also returns true if it is the only operation. One thread at a time may push: a
+    /// concurrent call returns [`PushStatus::Full`].
     ///
     /// # Errors
-    /// [`MapError`] when it would be the first and the system gives no memory.
-    pub(super) fn push(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+    /// [`MapError`] if the ring must be allocated and the system has no memory left.
+    pub(super) fn push(&self, op: Op<'_>) -> Result<(PushStatus, bool), MapError> {
         if self.num.load(Ordering::Acquire) & CLOSED != 0 {
-            // Thrown away like the others.
-            return Ok((Queued::Merged, false));
+            // Dropped, like all operations of a closed outbox.
+            return Ok((PushStatus::Merged, false));
         }
         self.prepare()?;
-        let (Some(ring), Some(_turn)) = (self.ring.get(), Turn::take(&self.is_posting)) else {
-            return Ok((Queued::Full, false));
+        let (Some(ring), Some(_lock)) = (self.ring.get(), SideLock::try_lock(&self.is_posting))
+        else {
+            return Ok((PushStatus::Full, false));
         };
         if let Op::Message { bytes, .. } = op
             && ring.merge(bytes)
         {
-            return Ok((Queued::Merged, false));
+            return Ok((PushStatus::Merged, false));
         }
         if !ring.push(op) {
-            return Ok((Queued::Full, false));
+            return Ok((PushStatus::Full, false));
         }
         let before = self.num.fetch_add(1, Ordering::AcqRel);
         if before & CLOSED != 0 {
-            return Ok((Queued::Merged, false));
+            return Ok((PushStatus::Merged, false));
         }
-        Ok((Queued::Yes, before == 0))
+        Ok((PushStatus::Queued, before == 0))
     }
 
-    /// Gives operations to `post`, as far as it takes them. `None` from it: nothing can be posted any
-    /// more, and what waits is thrown away. True when the last one went. One thread at a time: a second one
-    /// does nothing.
-    pub(super) fn flush(&self, mut post: impl FnMut(Op<'_>) -> Option<Taken>) -> bool {
-        let (Some(ring), Some(_turn)) = (self.ring.get(), Turn::take(&self.is_driving)) else {
+    /// Passes operations to `post` until it refuses one. If `post` returns `None`, posting is
+    /// impossible and the queued operations are dropped. Returns true if the last one left the
+    /// queue. One thread at a time may flush: a concurrent call does nothing.
+    pub(super) fn flush(&self, mut post: impl FnMut(Op<'_>) -> Option<PostStatus>) -> bool {
+        let (Some(ring), Some(_lock)) = (self.ring.get(), SideLock::try_lock(&self.is_driving))
+        else {
             return false;
         };
         let mut is_over = false;
         while self.num() > 0 {
             let taken = ring.first(|op| {
                 if is_over {
-                    return Some(Taken::Yes);
+                    return Some(PostStatus::Accepted);
                 }
                 let taken = post(op);
                 is_over |= taken.is_none();
-                taken.or(Some(Taken::Yes))
+                taken.or(Some(PostStatus::Accepted))
             });
-            if taken != Some(Taken::Yes) {
-                // Not now, or whoever posts is just adding to it.
+            if taken != Some(PostStatus::Accepted) {
+                // Refused, or the poster is merging into it.
                 return false;
             }
             let fewer = |num: usize| (num & CLOSED == 0).then(|| num - 1);
             match self.num.fetch_update(Ordering::AcqRel, Ordering::Acquire, fewer) {
                 Ok(1) => return true,
                 Ok(_) => {}
-                // Closed meanwhile.
+                // Closed in the meantime.
                 Err(_) => return false,
             }
         }
         false
     }
 
-    /// Throws away what waits, for good. True when there was something.
+    /// Drops all queued operations and rejects later ones. Returns true if there were any.
     pub(super) fn close(&self) -> bool {
         let num = self.num.swap(CLOSED, Ordering::AcqRel);
         num & CLOSED == 0 && num > 0
@@ -208,11 +209,11 @@ impl Ring {
     fn new(max_message_bytes: usize) -> Result<Self, MapError> {
         let cell = |_| Cell {
             state: AtomicU8::new(EMPTY),
-            content: UnsafeCell::new(Content { op: Stored::Nothing, end: 0 }),
+            content: UnsafeCell::new(Content { op: StoredOp::Nothing, end: 0 }),
         };
         Ok(Self {
-            // Every operation may be a message of full length; memory is committed page by page, and used
-            // again from its begin whenever nothing waits.
+            // Every operation may be a message of full length. Pages are committed on first use,
+            // and the region is used from its start again whenever the queue is empty.
             bytes: Region::anonymous((MAX_WAITING + 1) * max_message_bytes.max(1))?,
             cells: (0..MAX_WAITING).map(cell).collect(),
             tail: AtomicUsize::new(0),
@@ -227,67 +228,70 @@ impl Ring {
         &self.cells[number % MAX_WAITING]
     }
 
-    /// Makes the message that waits last stand for `newer` as well, if that can be.
+    /// Merges `newer` into the last queued message, if possible.
     fn merge(&self, newer: &[u8]) -> bool {
         let Ok(header) = Header::decode(newer) else { return false };
-        if !matches!(header.then, Then::Add { .. }) || header.num_parts > 0 {
+        if !matches!(header.action, Action::Add { .. }) || header.num_parts > 0 {
             return false;
         }
         let last = self.cell(self.tail.load(Ordering::Relaxed).wrapping_sub(1));
-        let Some(held) = last.hold(READY) else { return false };
-        let merged = match held.content().op {
-            Stored::Message { at, len, .. } => {
-                // SAFETY: the message's own bytes, which belong to whoever holds its cell.
+        let Some(cell) = last.try_lock(READY) else { return false };
+        let merged = match cell.content().op {
+            StoredOp::Message { at, len, .. } => {
+                // SAFETY: the message's own bytes, which belong to the thread that locked its cell.
                 let bytes = unsafe { std::slice::from_raw_parts_mut(self.byte(at).as_ptr(), len) };
                 message::merge_add(bytes, &header)
             }
             _ => false,
         };
-        held.leave(READY);
+        cell.unlock(READY);
         merged
     }
 
-    /// False when there is no room.
+    /// Returns false if there is no room.
     fn push(&self, op: Op<'_>) -> bool {
-        // Relaxed: only whoever posts writes these.
+        // Relaxed: only the poster writes these.
         let tail = self.tail.load(Ordering::Relaxed);
         let given = self.given.load(Ordering::Relaxed);
-        let Some(held) = self.cell(tail).hold(EMPTY) else { return false };
+        let Some(cell) = self.cell(tail).try_lock(EMPTY) else { return false };
         let content = match op {
             Op::Message { bytes, after_writes } => {
                 let len = bytes.len();
                 let Some((at, end)) = self.room(given, len) else {
-                    held.leave(EMPTY);
+                    cell.unlock(EMPTY);
                     return false;
                 };
-                // SAFETY: `len` bytes of the region from `at` on, given to nobody else.
+                // SAFETY: `len` bytes of the region from `at` on, allocated to this message alone.
                 unsafe { self.byte(at).copy_from_nonoverlapping(NonNull::from(bytes).cast(), len) };
-                Content { op: Stored::Message { at, len, after_writes }, end }
+                Content { op: StoredOp::Message { at, len, after_writes }, end }
             }
-            Op::Write { src, offset } => Content { op: Stored::Write { src, offset }, end: given },
-            Op::Read { dst, offset } => Content { op: Stored::Read { dst, offset }, end: given },
+            Op::Write { src, offset } => {
+                Content { op: StoredOp::Write { src, offset }, end: given }
+            }
+            Op::Read { dst, offset } => Content { op: StoredOp::Read { dst, offset }, end: given },
         };
         self.given.store(content.end, Ordering::Relaxed);
-        held.fill(content);
-        held.leave(READY);
+        cell.fill(content);
+        cell.unlock(READY);
         self.tail.store(tail.wrapping_add(1), Ordering::Relaxed);
         true
     }
 
-    /// Room for a message of `len` bytes when `given` were given out: where, and how many are given out then.
+    /// Allocates a message of `len` bytes after `given` bytes were allocated. Returns its offset,
+    /// and the number of bytes allocated afterwards.
     fn room(&self, given: u64, len: usize) -> Option<(usize, u64)> {
         let capacity = self.bytes.len() as u64;
         let len = len as u64;
-        // SYNC POINT `outbox`: what is given back was read.
+        // SYNC POINT `outbox`: bytes that are freed were read.
         let freed = self.freed.load(Ordering::Acquire);
         let mut floor = self.floor.load(Ordering::Relaxed).max(freed);
         let mut start = given;
         if floor == given {
-            // Nothing waits: from the begin, whose pages are there.
+            // The queue is empty: use the start, whose pages are committed.
             start = given.next_multiple_of(capacity);
             floor = start;
         } else if start % capacity + len > capacity {
-            // In one piece.
+            // A message is contiguous: skip the rest.
             start = start.next_multiple_of(capacity);
         }
         if start + len - floor > capacity {
@@ -297,56 +301,58 @@ impl Ring {
         Some(((start % capacity) as usize, start + len))
     }
 
-    /// Gives the first operation to `post`. `None` when there is none, or when it is in other hands.
-    fn first(&self, post: impl FnOnce(Op<'_>) -> Option<Taken>) -> Option<Taken> {
-        // Relaxed: only whoever drives writes it.
+    /// Passes the first operation to `post`. Returns `None` if there is none, or if its cell is
+    /// locked.
+    fn first(&self, post: impl FnOnce(Op<'_>) -> Option<PostStatus>) -> Option<PostStatus> {
+        // Relaxed: only the driver writes it.
         let head = self.head.load(Ordering::Relaxed);
-        let held = self.cell(head).hold(READY)?;
-        let Content { op, end } = held.content();
+        let cell = self.cell(head).try_lock(READY)?;
+        let Content { op, end } = cell.content();
         let op = match op {
-            Stored::Nothing => return None,
-            Stored::Message { at, len, after_writes } => {
-                // SAFETY: the message's own bytes, which belong to whoever holds its cell.
+            StoredOp::Nothing => return None,
+            StoredOp::Message { at, len, after_writes } => {
+                // SAFETY: the message's own bytes, which belong to the thread that locked its cell.
                 let bytes = unsafe { std::slice::from_raw_parts(self.byte(at).as_ptr(), len) };
                 Op::Message { bytes, after_writes }
             }
-            Stored::Write { src, offset } => Op::Write { src, offset },
-            Stored::Read { dst, offset } => Op::Read { dst, offset },
+            StoredOp::Write { src, offset } => Op::Write { src, offset },
+            StoredOp::Read { dst, offset } => Op::Read { dst, offset },
         };
         let taken = post(op);
-        if taken == Some(Taken::Yes) {
+        if taken == Some(PostStatus::Accepted) {
             // SYNC POINT `outbox`: releases the bytes, and then the cell.
             self.freed.store(end, Ordering::Release);
             self.head.store(head.wrapping_add(1), Ordering::Relaxed);
-            held.leave(EMPTY);
+            cell.unlock(EMPTY);
         } else {
-            held.leave(READY);
+            cell.unlock(READY);
         }
         taken
     }
 
     fn byte(&self, at: usize) -> NonNull<u8> {
         debug_assert!(at < self.bytes.len(), "{at}");
-        // SAFETY: `room` gives places within the region only.
+        // SAFETY: `room` returns offsets within the region only.
         unsafe { self.bytes.as_ptr().add(at) }
     }
 }
 
 impl Cell {
-    /// Takes the cell in hand, if it is in that state.
-    fn hold(&self, state: u8) -> Option<Held<'_>> {
-        // SYNC POINT `outbox`: sees what whoever left it in that state had done.
-        let result = self.state.compare_exchange(state, HELD, Ordering::Acquire, Ordering::Relaxed);
-        result.is_ok().then_some(Held(self))
+    /// Locks the cell if it is in `state`.
+    fn try_lock(&self, state: u8) -> Option<LockedCell<'_>> {
+        // SYNC POINT `outbox`: acquires what the previous owner of the cell did.
+        let result =
+            self.state.compare_exchange(state, LOCKED, Ordering::Acquire, Ordering::Relaxed);
+        result.is_ok().then_some(LockedCell(self))
     }
 }
 
-/// A cell in hand. Whoever drops it without a word keeps it from everybody.
-struct Held<'a>(&'a Cell);
+/// A locked cell. Call [`unlock`](Self::unlock): without it the cell stays locked forever.
+struct LockedCell<'a>(&'a Cell);
 
-impl Held<'_> {
+impl LockedCell<'_> {
     fn content(&self) -> Content {
-        // SAFETY: whoever holds the cell alone uses the content.
+        // SAFETY: the thread that locked the cell alone uses the content.
         unsafe { *self.0.content.get() }
     }
 
@@ -355,39 +361,39 @@ impl Held<'_> {
         unsafe { *self.0.content.get() = content }
     }
 
-    fn leave(self, state: u8) {
-        // SYNC POINT `outbox`: releases what was done to the content.
+    fn unlock(self, state: u8) {
+        // SYNC POINT `outbox`: releases the changes to the content.
         self.0.state.store(state, Ordering::Release);
     }
 }
 
-/// One side's turn, for one thread at a time.
-struct Turn<'a>(&'a AtomicBool);
+/// Lets one thread at a time act as the poster, or as the driver.
+struct SideLock<'a>(&'a AtomicBool);
 
-impl<'a> Turn<'a> {
-    fn take(is_taken: &'a AtomicBool) -> Option<Self> {
-        // SYNC POINT `outbox`: sees what the thread before has left of this side.
-        (!is_taken.swap(true, Ordering::Acquire)).then_some(Self(is_taken))
+impl<'a> SideLock<'a> {
+    fn try_lock(is_locked: &'a AtomicBool) -> Option<Self> {
+        // SYNC POINT `outbox`: acquires this side's state from the previous thread.
+        (!is_locked.swap(true, Ordering::Acquire)).then_some(Self(is_locked))
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for SideLock<'_> {
     fn drop(&mut self) {
-        // SYNC POINT `outbox`: releases it to the next thread of this side.
+        // SYNC POINT `outbox`: releases this side's state to the next thread.
         self.0.store(false, Ordering::Release);
     }
 }
 
-/// Operations of one pair that may wait.
+/// Most queued operations of one pair.
 const MAX_WAITING: usize = 1024;
-/// Nothing waits any more.
+/// Bit of `num`: the outbox is closed.
 const CLOSED: usize = 1 << (usize::BITS - 1);
-/// Of whoever posts.
+/// The cell belongs to the poster.
 const EMPTY: u8 = 0;
-/// Of whoever drives, or of whoever posts if something is to be added to it.
+/// The cell belongs to the driver. The poster may lock it to merge an operation into it.
 const READY: u8 = 1;
-/// In somebody's hands.
-const HELD: u8 = 2;
+/// A thread uses the content.
+const LOCKED: u8 = 2;
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! Owners of the library's objects: each closes what it holds, and keeps its parents alive.
+//! Owners of the library's objects. Each closes its object and keeps the object's parents alive.
 
 use std::any::Any;
 use std::ffi::{CStr, CString, c_int};
@@ -8,19 +8,19 @@ use std::sync::Arc;
 use super::load::Library;
 use super::sys;
 
-/// A call of the library failed.
+/// A failed call of the library.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{op}: {text} (code {code})")]
 pub(super) struct CallError {
-    /// The call.
+    /// Name of the call.
     pub(super) op: &'static str,
-    /// Positive code.
+    /// Positive error code.
     pub(super) code: i64,
-    /// What it means.
+    /// The library's description of the code.
     pub(super) text: String,
 }
 
-/// Turns a negative result into an error.
+/// Converts a negative result into an error.
 pub(super) fn check(library: &Library, op: &'static str, result: i64) -> Result<i64, CallError> {
     if result >= 0 {
         return Ok(result);
@@ -28,7 +28,7 @@ pub(super) fn check(library: &Library, op: &'static str, result: i64) -> Result<
     Err(CallError { op, code: -result, text: library.describe(result) })
 }
 
-/// A list of ways to communicate, as `fi_getinfo` gives it.
+/// A list of providers with their capabilities, from `fi_getinfo`.
 pub(super) struct Info {
     library: &'static Library,
     head: NonNull<sys::FiInfo>,
@@ -40,7 +40,7 @@ unsafe impl Send for Info {}
 unsafe impl Sync for Info {}
 
 impl Info {
-    /// Asks for ways to communicate that fit `hints`, from `node` where it is given.
+    /// Queries the providers that fit `hints`, from the local address `node` if it is given.
     pub(super) fn query(
         library: &'static Library,
         node: Option<&str>,
@@ -55,7 +55,8 @@ impl Info {
         let flags = if node.is_some() { sys::FI_SOURCE } else { 0 };
         let node = node.as_ref().map_or(null(), |node| node.as_ptr());
         let mut head = null_mut();
-        // SAFETY: strings end with a zero byte or are null; the hints are the library's own structure.
+        // SAFETY: strings end with a zero byte or are null; the hints are the library's own
+        // structure.
         let result = unsafe {
             (library.getinfo)(
                 library.api_version(),
@@ -75,13 +76,13 @@ impl Info {
         Ok(Self { library, head })
     }
 
-    /// The first, which the library likes best.
+    /// The first member, which the library prefers.
     pub(super) fn first(&self) -> Entry<'_> {
         // SAFETY: the list lives as long as `self`.
         Entry { raw: unsafe { self.head.as_ref() } }
     }
 
-    /// All of them.
+    /// All members.
     pub(super) fn iter(&self) -> impl Iterator<Item = Entry<'_>> {
         std::iter::successors(Some(self.first()), |entry| {
             // SAFETY: a member of the same list, or null.
@@ -151,16 +152,17 @@ impl Entry<'_> {
     }
 }
 
-/// What a communication must be able to do.
+/// Required capabilities, for a query.
 pub(super) struct Hints {
     info: Info,
-    // Points into `info` while a query runs, and is freed here, not by the library.
+    // `info` points to it during a query. It is freed here, not by the library.
     provider: Option<CString>,
 }
 
 impl Hints {
-    /// Reliable datagrams with messages and remote memory access, safe for several threads.
-    /// `extra_caps` beside; small sends of `inject_bytes` without keeping the buffer, 0 for any.
+    /// Asks for reliable datagrams with messages and remote memory access, safe for several
+    /// threads, and for `extra_caps`. Messages of `inject_bytes` must be sent without keeping the
+    /// buffer; 0 accepts any limit.
     pub(super) fn new(
         library: &'static Library,
         provider: Option<&str>,
@@ -171,7 +173,7 @@ impl Hints {
         let head = unsafe { (library.dupinfo)(null()) };
         let head = NonNull::new(head).ok_or_else(|| out_of_memory("fi_allocinfo"))?;
         let mut hints = Self { info: Info { library, head }, provider: None };
-        // SAFETY: just made, owned by nobody else, all parts allocated by the library.
+        // SAFETY: just made, with no other user, all parts allocated by the library.
         unsafe {
             let info = head.as_ptr();
             (*info).caps = sys::FI_MSG | sys::FI_RMA | extra_caps;
@@ -202,14 +204,14 @@ impl Hints {
 impl Drop for Hints {
     fn drop(&mut self) {
         if self.provider.is_some() {
-            // SAFETY: owned; the library frees what stands here with its own allocator.
+            // SAFETY: this owns the string, which the library would free with its own allocator.
             unsafe { (*(*self.info.head.as_ptr()).fabric_attr).prov_name = null_mut() };
         }
     }
 }
 
 /// An object of the library, closed when dropped. `parents` outlive it.
-pub(super) struct Owned<T> {
+pub(super) struct Object<T> {
     ptr: NonNull<T>,
     name: &'static str,
     library: &'static Library,
@@ -218,11 +220,11 @@ pub(super) struct Owned<T> {
 }
 
 // SAFETY: objects of a domain opened as FI_THREAD_SAFE have no thread affinity; closed once.
-unsafe impl<T> Send for Owned<T> {}
+unsafe impl<T> Send for Object<T> {}
 // SAFETY: the same promise of the library covers calls from several threads at a time.
-unsafe impl<T> Sync for Owned<T> {}
+unsafe impl<T> Sync for Object<T> {}
 
-impl<T> Owned<T> {
+impl<T> Object<T> {
     pub(super) const fn as_ptr(&self) -> *mut T {
         self.ptr.as_ptr()
     }
@@ -232,11 +234,11 @@ impl<T> Owned<T> {
         self.ptr.as_ptr().cast()
     }
 
-    /// Takes over an object after a call that makes one.
+    /// Takes ownership of the object that a call has made.
     ///
     /// # Safety
     /// If `result` is 0 then `ptr` is a fresh object of the library that begins with a `fid`.
-    unsafe fn made(
+    unsafe fn from_result(
         library: &'static Library,
         name: &'static str,
         result: c_int,
@@ -248,29 +250,28 @@ impl<T> Owned<T> {
         Ok(Self { ptr, name, library, is_closed: false, _parents: parents })
     }
 
-    /// Closes it, and says if the library does not want to; it stays open then. Afterwards nothing but
-    /// dropping may be done with a closed one.
+    /// Closes the object. A closed object may only be dropped.
     ///
     /// # Errors
-    /// [`CallError`] with the library's reason, such as `EBUSY`.
+    /// [`CallError`] with the library's reason, such as `EBUSY`. The object stays open then.
     pub(super) fn close(&mut self) -> Result<(), CallError> {
         if self.is_closed {
             return Ok(());
         }
-        // SAFETY: a live object; nobody uses it after its only owner has closed it.
+        // SAFETY: a live object; it is not used after its only owner has closed it.
         let result = unsafe { ((*(*self.fid()).ops).close)(self.fid()) };
         check(self.library, "fi_close", result.into())?;
         self.is_closed = true;
         Ok(())
     }
 
-    /// Dropping it leaves it open, because it does not want to be closed.
+    /// Makes dropping leave the object open, after the library has refused to close it.
     pub(super) const fn leave_open(&mut self) {
         self.is_closed = true;
     }
 }
 
-impl<T> Drop for Owned<T> {
+impl<T> Drop for Object<T> {
     fn drop(&mut self) {
         if let Err(error) = self.close() {
             tracing::error!(object = self.name, %error, "libfabric object not closed");
@@ -282,37 +283,37 @@ impl<T> Drop for Owned<T> {
 pub(super) fn open_fabric(
     library: &'static Library,
     info: &Info,
-) -> Result<Arc<Owned<sys::FidFabric>>, CallError> {
+) -> Result<Arc<Object<sys::FidFabric>>, CallError> {
     let mut fabric = null_mut();
     // SAFETY: the attributes are the library's own.
     unsafe {
         let attr = (*info.head.as_ptr()).fabric_attr;
         let result = (library.fabric)(attr, &raw mut fabric, null_mut());
-        Ok(Arc::new(Owned::made(library, "fi_fabric", result, fabric, Vec::new())?))
+        Ok(Arc::new(Object::from_result(library, "fi_fabric", result, fabric, Vec::new())?))
     }
 }
 
 /// Opens the domain of `info`.
 pub(super) fn open_domain(
     library: &'static Library,
-    fabric: &Arc<Owned<sys::FidFabric>>,
+    fabric: &Arc<Object<sys::FidFabric>>,
     info: &Info,
-) -> Result<Arc<Owned<sys::FidDomain>>, CallError> {
+) -> Result<Arc<Object<sys::FidDomain>>, CallError> {
     let mut domain = null_mut();
     // SAFETY: a live fabric and the library's own info.
     unsafe {
         let open = (*(*fabric.as_ptr()).ops).domain;
         let result = open(fabric.as_ptr(), info.head.as_ptr(), &raw mut domain, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(fabric) as _];
-        Ok(Arc::new(Owned::made(library, "fi_domain", result, domain, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_domain", result, domain, parents)?))
     }
 }
 
 /// Opens an address vector.
 pub(super) fn open_av(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
-) -> Result<Arc<Owned<sys::FidAv>>, CallError> {
+    domain: &Arc<Object<sys::FidDomain>>,
+) -> Result<Arc<Object<sys::FidAv>>, CallError> {
     let mut attr = sys::AvAttr {
         kind: sys::FI_AV_TABLE,
         rx_ctx_bits: 0,
@@ -328,17 +329,17 @@ pub(super) fn open_av(
         let open = (*(*domain.as_ptr()).ops).av_open;
         let result = open(domain.as_ptr(), &raw mut attr, &raw mut av, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
-        Ok(Arc::new(Owned::made(library, "fi_av_open", result, av, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_av_open", result, av, parents)?))
     }
 }
 
-/// Opens a completion queue whose entries carry data; with a descriptor to wait on, if so wanted.
+/// Opens a completion queue whose entries carry data. `wait_obj` says if it has a descriptor.
 pub(super) fn open_cq(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
+    domain: &Arc<Object<sys::FidDomain>>,
     num_entries: usize,
     wait_obj: u32,
-) -> Result<Arc<Owned<sys::FidCq>>, CallError> {
+) -> Result<Arc<Object<sys::FidCq>>, CallError> {
     let mut attr = sys::CqAttr {
         size: num_entries,
         flags: 0,
@@ -354,18 +355,18 @@ pub(super) fn open_cq(
         let open = (*(*domain.as_ptr()).ops).cq_open;
         let result = open(domain.as_ptr(), &raw mut attr, &raw mut cq, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
-        Ok(Arc::new(Owned::made(library, "fi_cq_open", result, cq, parents)?))
+        Ok(Arc::new(Object::from_result(library, "fi_cq_open", result, cq, parents)?))
     }
 }
 
 /// Opens an endpoint, binds it and enables it.
 pub(super) fn open_ep(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
+    domain: &Arc<Object<sys::FidDomain>>,
     info: &Info,
-    av: &Arc<Owned<sys::FidAv>>,
-    cq: &Arc<Owned<sys::FidCq>>,
-) -> Result<Arc<Owned<sys::FidEp>>, CallError> {
+    av: &Arc<Object<sys::FidAv>>,
+    cq: &Arc<Object<sys::FidCq>>,
+) -> Result<Arc<Object<sys::FidEp>>, CallError> {
     let mut ep = null_mut();
     // SAFETY: a live domain and the library's own info.
     let ep = unsafe {
@@ -373,7 +374,7 @@ pub(super) fn open_ep(
         let result = open(domain.as_ptr(), info.head.as_ptr(), &raw mut ep, null_mut());
         let parents: Vec<Arc<dyn Any + Send + Sync>> =
             vec![Arc::clone(domain) as _, Arc::clone(av) as _, Arc::clone(cq) as _];
-        Owned::made(library, "fi_endpoint", result, ep, parents)?
+        Object::from_result(library, "fi_endpoint", result, ep, parents)?
     };
     // SAFETY: live objects of one domain.
     unsafe {
@@ -389,13 +390,13 @@ pub(super) fn open_ep(
     Ok(Arc::new(ep))
 }
 
-/// Enables an endpoint, again if something is in the way.
+/// Enables an endpoint, with retries if the name of its memory is taken.
 ///
-/// The provider `shm` names an endpoint's memory in `/dev/shm` after the process's number, the user and a
-/// number of its own. A process that was killed leaves such memory, and who gets its number next finds it:
-/// the library (1.17) takes it for that of a living process, because this one lives, removes its name, and
-/// says `EBUSY`. The name is free after that.
-fn enable(library: &'static Library, ep: &Owned<sys::FidEp>) -> Result<(), CallError> {
+/// The provider `shm` names an endpoint's memory in `/dev/shm` after the process id, the user and a
+/// number of its own. A killed process leaves such memory behind, and a later process with the same
+/// id finds it. The library (1.17) sees that the process id is alive, because it is its own. It
+/// then removes the name and returns `EBUSY`. The name is free for the next attempt.
+fn enable(library: &'static Library, ep: &Object<sys::FidEp>) -> Result<(), CallError> {
     for attempt in 1.. {
         // SAFETY: a live endpoint with all that it must be bound to.
         let result = unsafe { ((*(*ep.fid()).ops).control)(ep.fid(), sys::FI_ENABLE, null_mut()) };
@@ -414,21 +415,21 @@ fn enable(library: &'static Library, ep: &Owned<sys::FidEp>) -> Result<(), CallE
     unreachable!("the last attempt returns")
 }
 
-/// Something may come between the removal of a name and the next attempt, but not again and again.
+/// Another object may take the name between its removal and the next attempt, but not every time.
 const MAX_ENABLE_ATTEMPTS: u32 = 4;
 
-/// Registers memory of this host, bound to `ep` if so given.
+/// Registers host memory, bound to `ep` if it is given.
 ///
 /// # Safety
 /// `ptr..ptr+len` stays mapped as long as the registration.
 pub(super) unsafe fn register(
     library: &'static Library,
-    domain: &Arc<Owned<sys::FidDomain>>,
-    ep: Option<&Arc<Owned<sys::FidEp>>>,
+    domain: &Arc<Object<sys::FidDomain>>,
+    ep: Option<&Arc<Object<sys::FidEp>>>,
     (ptr, len): (*mut u8, usize),
     access: u64,
     requested_key: u64,
-) -> Result<Owned<sys::FidMr>, CallError> {
+) -> Result<Object<sys::FidMr>, CallError> {
     let iov = sys::Iovec { base: ptr.cast(), len };
     let attr = sys::MrAttr {
         iov: &raw const iov,
@@ -449,7 +450,7 @@ pub(super) unsafe fn register(
         let result = regattr(domain.fid(), &raw const attr, 0, &raw mut mr);
         let mut parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
         parents.extend(ep.map(|ep| Arc::clone(ep) as _));
-        Owned::made(library, "fi_mr_regattr", result, mr, parents)?
+        Object::from_result(library, "fi_mr_regattr", result, mr, parents)?
     };
     if let Some(ep) = ep {
         // SAFETY: live objects of one domain.

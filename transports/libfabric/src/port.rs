@@ -6,71 +6,68 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use super::lane::{Descriptor, Lane, MAX_ADDRESS_BYTES};
+use super::fi_endpoint::{Descriptor, FiEndpoint, MAX_ADDRESS_BYTES};
 use super::load::Library;
-use super::owner::{self, CallError, Entry, Hints, Info, Owned, check};
+use super::owner::{self, CallError, Entry, Hints, Info, Object, check};
+use super::prefault::prefault;
 use super::queue::Queue;
-use super::touch::touch;
-use super::waits::Waits;
+use super::wait_mode::WaitMode;
 use super::{rxm, sys};
 use p2p_core::network::NetworkError;
 use p2p_core::region::Region;
 
-/// What reading the completion queue brought.
-pub(super) enum Polled {
-    /// As many entries.
+/// Outcome of one read of the completion queue.
+pub(super) enum PollOutcome {
+    /// The number of entries that were read.
     Entries(usize),
-    /// Nothing.
+    /// The queue is empty.
     Nothing,
-    /// An operation failed.
     Failed(Failure),
 }
 
-/// A failed operation.
 pub(super) struct Failure {
-    /// The operation's context, if it had one.
+    /// The operation's context, or null.
     pub(super) context: *mut c_void,
-    /// Its flags.
     pub(super) flags: u64,
-    /// Positive code.
+    /// Positive error code.
     pub(super) code: i64,
-    /// What it means.
+    /// The library's description of the code.
     pub(super) text: String,
 }
 
-/// What the provider of a port can do.
+/// Capabilities of a port's provider.
 #[derive(Debug, Clone)]
 pub(super) struct Traits {
     pub(super) provider: String,
     /// Largest message that is sent without keeping the caller's buffer.
     pub(super) inject_bytes: usize,
     pub(super) max_message_bytes: usize,
-    /// Whether a write can tell the target that it has landed.
+    /// True if a write can notify the target once its bytes have arrived.
     pub(super) counts_writes: bool,
-    /// Whether such data has 64 bits, and room for a part of the pair's secret.
+    /// True if that notification has 64 bits, with room for a part of the pair's secret.
     pub(super) has_wide_notes: bool,
-    /// Whether completions say who sent.
+    /// True if completions name the sender.
     pub(super) knows_source: bool,
     pub(super) num_receives: usize,
-    /// Whether a write that nobody is told of is put in place by the target's own calls, and makes its
-    /// queue's descriptor readable: then it can replace a message.
-    pub(super) takes_mail: bool,
+    /// True if the target's own calls carry out a write without notification, and such a write
+    /// makes the descriptor of the target's queue readable. It can then replace a message.
+    pub(super) has_mailbox: bool,
     mr_mode: i32,
     key_mask: u64,
 }
 
 /// An endpoint with its queue, addresses and registrations. See the [module](self).
 pub(super) struct Port {
-    // Closed in this order.
-    lane: Lane,
+    // Fields are dropped, and so closed, in this order.
+    endpoint: FiEndpoint,
     queue: Queue,
-    av: Arc<Owned<sys::FidAv>>,
-    domain: Arc<Owned<sys::FidDomain>>,
-    fabric: Arc<Owned<sys::FidFabric>>,
+    av: Arc<Object<sys::FidAv>>,
+    domain: Arc<Object<sys::FidDomain>>,
+    fabric: Arc<Object<sys::FidFabric>>,
     library: &'static Library,
     info: Info,
     traits: Traits,
-    waits: Waits,
+    wait_mode: WaitMode,
 }
 
 impl std::fmt::Debug for Port {
@@ -79,22 +76,22 @@ impl std::fmt::Debug for Port {
     }
 }
 
-/// Registered memory.
-pub(super) struct Registered {
-    mr: Owned<sys::FidMr>,
-    /// Stays mapped as long as the registration is in force, whatever becomes of `self`.
+/// A registration of local memory.
+pub(super) struct MemoryRegistration {
+    mr: Object<sys::FidMr>,
+    /// Stays mapped while the registration is in force, even after `self` is dropped.
     memory: Option<Region>,
-    /// What a peer adds to an offset to address the first byte.
+    /// Remote address of the first byte: a peer adds its offset to it.
     pub(super) base: u64,
 }
 
-impl std::fmt::Debug for Registered {
+impl std::fmt::Debug for MemoryRegistration {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Registered").field("base", &self.base).finish_non_exhaustive()
+        f.debug_struct("MemoryRegistration").field("base", &self.base).finish_non_exhaustive()
     }
 }
 
-impl Registered {
+impl MemoryRegistration {
     /// Remote key.
     pub(super) fn key(&self) -> u64 {
         // SAFETY: a live registration; the field is set once, while registering.
@@ -121,10 +118,10 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for MemoryRegistration {
     fn drop(&mut self) {
         if let Err(error) = self.close() {
-            // Who holds the key may still write there: the memory is given to nobody else.
+            // A holder of the key may still write there, so the memory is never reused.
             let bytes = self.memory.as_ref().map(Region::len);
             tracing::error!(%error, bytes, "a registration stays in force, and its memory mapped");
             std::mem::forget(self.memory.take());
@@ -133,29 +130,28 @@ impl Drop for Registered {
     }
 }
 
-/// What others may do with registered memory.
+/// Access that peers have to registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rights {
-    /// Nothing.
+    /// None.
     Local,
-    /// Read.
     Read,
-    /// Read and write.
     ReadWrite,
 }
 
-/// The provider that `name` stands for with what it offers from `local`, and how to wait for its peers.
+/// Finds the provider `name` at the local address `local`. Returns what it offers and how to wait
+/// for its peers.
 pub(super) fn find(
     library: &'static Library,
     name: &str,
     local: Option<IpAddr>,
-) -> Result<(Info, Waits), NetworkError> {
+) -> Result<(Info, WaitMode), NetworkError> {
     let failed = |op: &'static str, error: &CallError| network_error(name, op, error);
     let candidates = [name.to_owned(), format!("{name};ofi_rxm")];
     let is_layered = name.contains(';');
     let mut last = None;
     for candidate in &candidates[..if is_layered { 1 } else { 2 }] {
-        // The more a message can hold the fewer operations are needed; some providers refuse wishes.
+        // Larger messages save operations, but some providers refuse the larger requests.
         for (caps, inject_bytes) in
             [(sys::FI_SOURCE, PREFERRED_INJECT_BYTES), (sys::FI_SOURCE, 4096), (0, 4096), (0, 0)]
         {
@@ -184,9 +180,9 @@ pub(super) fn find(
             };
             let found = found.only(&found.first()).map_err(|e| failed("fi_dupinfo", &e))?;
             let provider = found.first().provider();
-            let waits = Waits::of_environment(&provider);
-            return match rxm::refusal(&provider).map_or(waits, Err) {
-                Ok(waits) => Ok((found, waits)),
+            let wait_mode = WaitMode::from_environment(&provider);
+            return match rxm::refusal(&provider).map_or(wait_mode, Err) {
+                Ok(wait_mode) => Ok((found, wait_mode)),
                 Err(detail) => Err(NetworkError {
                     network: "libfabric".to_owned(),
                     op: "open",
@@ -203,7 +199,7 @@ pub(super) fn find(
     Err(NetworkError { network: "libfabric".to_owned(), op: "fi_getinfo", code, detail })
 }
 
-/// Names of the providers that could be used, the library's favourite first.
+/// Names of the usable providers, in the library's order of preference.
 pub(super) fn providers(library: &'static Library) -> Vec<String> {
     let mut names = Vec::new();
     let found =
@@ -220,56 +216,57 @@ pub(super) fn providers(library: &'static Library) -> Vec<String> {
 }
 
 impl Port {
-    /// Opens everything.
+    /// Opens the fabric, domain, address vector, queue and endpoint of a provider.
     pub(super) fn open(
         library: &'static Library,
-        (info, waits): (Info, Waits),
+        (info, wait_mode): (Info, WaitMode),
     ) -> Result<Self, NetworkError> {
         let traits = Traits::of(&info.first());
         let failed = |error: CallError| network_error(&traits.provider, error.op, &error);
         let fabric = owner::open_fabric(library, &info).map_err(failed)?;
         let domain = owner::open_domain(library, &fabric, &info).map_err(failed)?;
         let av = owner::open_av(library, &domain).map_err(failed)?;
-        let queue =
-            Queue::open(library, &fabric, &domain, traits.knows_source, waits).map_err(failed)?;
-        let lane = Lane::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
-        Ok(Self { lane, queue, av, domain, fabric, library, info, traits, waits })
+        let queue = Queue::open(library, &fabric, &domain, traits.knows_source, wait_mode)
+            .map_err(failed)?;
+        let endpoint =
+            FiEndpoint::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
+        Ok(Self { endpoint, queue, av, domain, fabric, library, info, traits, wait_mode })
     }
 
-    /// Another endpoint beside the first, with an address and a queue of its own. (`ofi_rxm` 1.17 leaves
-    /// what belongs to a closed endpoint in the queue that it shared, and `fi_trywait` follows it.)
-    pub(super) fn open_lane(&self) -> Result<(Lane, Queue), CallError> {
+    /// Opens another endpoint with an address and a queue of its own. `ofi_rxm` 1.17 leaves entries
+    /// of a closed endpoint in a shared queue, and `fi_trywait` dereferences them.
+    pub(super) fn open_endpoint(&self) -> Result<(FiEndpoint, Queue), CallError> {
         let Self { library, fabric, domain, .. } = self;
-        let queue = Queue::open(library, fabric, domain, self.traits.knows_source, self.waits)?;
-        let lane = Lane::open(library, domain, &self.info, &self.av, queue.owner())?;
-        Ok((lane, queue))
+        let queue = Queue::open(library, fabric, domain, self.traits.knows_source, self.wait_mode)?;
+        let endpoint = FiEndpoint::open(library, domain, &self.info, &self.av, queue.owner())?;
+        Ok((endpoint, queue))
     }
 
-    /// The first endpoint.
+    /// The port's own endpoint.
     #[inline]
-    pub(super) const fn lane(&self) -> &Lane {
-        &self.lane
+    pub(super) const fn endpoint(&self) -> &FiEndpoint {
+        &self.endpoint
     }
 
     pub(super) const fn traits(&self) -> &Traits {
         &self.traits
     }
 
-    /// The first endpoint's queue.
+    /// The queue of the port's own endpoint.
     #[inline]
     pub(super) const fn queue(&self) -> &Queue {
         &self.queue
     }
 
-    /// Descriptor that becomes readable when there is something to read.
+    /// Descriptor that becomes readable when the queue has entries.
     #[inline]
     pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.wait_fd()
     }
 
-    /// Learns a peer's address.
+    /// Inserts a peer's address.
     pub(super) fn insert(&self, name: &[u8]) -> Result<sys::FiAddr, CallError> {
-        // The library reads as many bytes as its format has, so short ones are padded.
+        // The library reads as many bytes as its address format has, so shorter ones are padded.
         let mut padded = [0u8; MAX_ADDRESS_BYTES];
         let len = name.len().min(padded.len());
         padded[..len].copy_from_slice(&name[..len]);
@@ -287,7 +284,7 @@ impl Port {
         Ok(addr)
     }
 
-    /// Forgets a peer's address.
+    /// Removes a peer's address.
     pub(super) fn remove(&self, mut addr: sys::FiAddr) {
         // SAFETY: a live address vector.
         let result = unsafe {
@@ -299,19 +296,19 @@ impl Port {
         }
     }
 
-    /// Registers a whole region, and keeps it mapped as long as its key is in force.
+    /// Registers a whole region, and keeps it mapped while its key is in force.
     pub(super) fn register_region(
         &self,
         region: &Region,
         rights: Rights,
-    ) -> Result<Registered, CallError> {
+    ) -> Result<MemoryRegistration, CallError> {
         // SAFETY: the registration keeps a clone of the region.
         let mut registered = unsafe { self.register(region.as_ptr(), region.len(), rights)? };
         registered.memory = Some(region.clone());
         Ok(registered)
     }
 
-    /// Registers memory, with a random key where keys can be chosen.
+    /// Registers memory, with a random key if the provider lets the caller choose keys.
     ///
     /// # Safety
     /// `ptr..ptr+len` is readable, and stays mapped as long as the registration.
@@ -320,7 +317,7 @@ impl Port {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-    ) -> Result<Registered, CallError> {
+    ) -> Result<MemoryRegistration, CallError> {
         let local = sys::FI_READ | sys::FI_WRITE | sys::FI_TRANSMIT | sys::FI_RECV;
         let access = match rights {
             Rights::Local => local,
@@ -330,11 +327,11 @@ impl Port {
         let has = |mode| self.traits.mr_mode & mode != 0;
         if has(sys::FI_MR_ALLOCATED) {
             // SAFETY: the caller's promise.
-            unsafe { touch(ptr, len) };
+            unsafe { prefault(ptr, len) };
         }
-        let ep = self.binds_memory().then(|| self.lane.owner());
+        let ep = self.binds_memory().then(|| self.endpoint.owner());
         for attempt in 1.. {
-            // A key that nobody can guess; a provider that makes its own ignores it.
+            // An unguessable key. A provider that makes its own keys ignores it.
             let key = rand::random::<u64>() & self.traits.key_mask;
             // SAFETY: the caller's promise.
             let made = unsafe {
@@ -347,19 +344,19 @@ impl Port {
                 Ok(mr) => {
                     let is_virtual = has(sys::FI_MR_VIRT_ADDR);
                     let base = if is_virtual { ptr.as_ptr().addr() as u64 } else { 0 };
-                    return Ok(Registered { mr, memory: None, base });
+                    return Ok(MemoryRegistration { mr, memory: None, base });
                 }
             }
         }
         unreachable!("the last attempt returns")
     }
 
-    /// Whether registrations belong to the first endpoint alone.
+    /// True if registrations belong to the port's own endpoint alone.
     pub(super) const fn binds_memory(&self) -> bool {
         self.traits.mr_mode & sys::FI_MR_ENDPOINT != 0
     }
 
-    /// Whether local buffers need a registration.
+    /// True if local buffers need a registration.
     pub(super) const fn needs_local(&self) -> bool {
         self.traits.mr_mode & (sys::FI_MR_LOCAL | sys::FI_MR_HMEM) != 0
     }
@@ -373,15 +370,16 @@ impl Traits {
             provider: entry.provider(),
             inject_bytes: entry.inject_bytes(),
             max_message_bytes: entry.max_message_bytes(),
-            // Writes do not say which message they belong to: among those that keep no order one could stand in
-            // for another. Over verbs, besides, such a write uses up a receive, and `ofi_rxm` with shared
-            // receives takes its completion for a message.
+            // A notification does not say which message its write belongs to. Without an order
+            // among writes, one write could stand in for another. Over verbs, such a write also
+            // consumes a receive, and `ofi_rxm` with shared receives takes its completion for that
+            // of a message.
             counts_writes: domain.cq_data_size >= 4 && is_over_tcp(&entry.provider()),
             has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),
-            takes_mail: is_over_tcp(&entry.provider())
-                && entry.inject_bytes() >= super::mail::CELL_BYTES,
+            has_mailbox: is_over_tcp(&entry.provider())
+                && entry.inject_bytes() >= super::mailbox::CELL_BYTES,
             mr_mode: domain.mr_mode,
             key_mask: if key_bytes >= 8 { u64::MAX } else { (1 << (8 * key_bytes)) - 1 },
         }
@@ -393,12 +391,12 @@ pub(super) fn core_of(provider: &str) -> &str {
     provider.split_once(';').map_or(provider, |(core, _)| core)
 }
 
-/// Providers whose target's side of a write is software of the target's process, behind a socket.
+/// True for providers that carry out a write in software of the target's process, behind a socket.
 fn is_over_tcp(provider: &str) -> bool {
     matches!(core_of(provider), "tcp" | "net")
 }
 
-/// A failure of this provider.
+/// Converts a failed call of this provider.
 pub(super) fn network_error(provider: &str, op: &'static str, error: &CallError) -> NetworkError {
     NetworkError {
         network: format!("libfabric {provider}"),

@@ -5,15 +5,15 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::load::Library;
-use super::owner::{self, CallError, Owned, check};
-use super::port::{Failure, Polled};
+use super::owner::{self, CallError, Object, check};
+use super::port::{Failure, PollOutcome};
 use super::sys;
-use super::waits::Waits;
+use super::wait_mode::WaitMode;
 
-/// A queue of completions. Reading it also moves everything forward that its endpoints have to do.
+/// A completion queue. Reading it also makes progress on all work of its endpoints.
 pub(super) struct Queue {
-    cq: Arc<Owned<sys::FidCq>>,
-    fabric: Arc<Owned<sys::FidFabric>>,
+    cq: Arc<Object<sys::FidCq>>,
+    fabric: Arc<Object<sys::FidFabric>>,
     library: &'static Library,
     knows_source: bool,
     wait_fd: Option<RawFd>,
@@ -26,16 +26,16 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Opens a queue, with a descriptor if that is wanted and the provider has them.
+    /// Opens a queue, with a descriptor if `wait_mode` asks for one and the provider has them.
     pub(super) fn open(
         library: &'static Library,
-        fabric: &Arc<Owned<sys::FidFabric>>,
-        domain: &Arc<Owned<sys::FidDomain>>,
+        fabric: &Arc<Object<sys::FidFabric>>,
+        domain: &Arc<Object<sys::FidDomain>>,
         knows_source: bool,
-        waits: Waits,
+        wait_mode: WaitMode,
     ) -> Result<Self, CallError> {
         let mut wait_fd = None;
-        let with_descriptor = (waits == Waits::Descriptor)
+        let with_descriptor = (wait_mode == WaitMode::Descriptor)
             .then(|| owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD));
         let cq = match with_descriptor {
             Some(Ok(cq)) => {
@@ -53,24 +53,24 @@ impl Queue {
     }
 
     /// For endpoints, which keep it alive.
-    pub(super) const fn owner(&self) -> &Arc<Owned<sys::FidCq>> {
+    pub(super) const fn owner(&self) -> &Arc<Object<sys::FidCq>> {
         &self.cq
     }
 
-    /// Descriptor that becomes readable when there is something to read.
+    /// Descriptor that becomes readable when the queue has entries.
     #[inline]
     pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the queue owns it and lives as long as `self`.
         self.wait_fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Moves everything forward and takes completions, with their senders.
+    /// Makes progress and reads completions, with their senders. Does not block.
     #[inline]
     pub(super) fn poll(
         &self,
         entries: &mut [sys::CqDataEntry],
         sources: &mut [sys::FiAddr],
-    ) -> Result<Polled, CallError> {
+    ) -> Result<PollOutcome, CallError> {
         let room = entries.len().min(sources.len());
         // SAFETY: a live queue of this entry format, and room for as many entries.
         let result = unsafe {
@@ -83,9 +83,9 @@ impl Queue {
             }
         };
         match result as i64 {
-            num @ 1.. => Ok(Polled::Entries(num as usize)),
-            0 => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
+            num @ 1.. => Ok(PollOutcome::Entries(num as usize)),
+            0 => Ok(PollOutcome::Nothing),
+            code if code == -sys::FI_EAGAIN => Ok(PollOutcome::Nothing),
             code if code == -sys::FI_EAVAIL => self.read_failure(),
             code => {
                 let text = self.library.describe(code);
@@ -94,17 +94,17 @@ impl Queue {
         }
     }
 
-    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
+    /// Prepares for sleep on [`wait_fd`](Self::wait_fd). Returns false if the queue has entries.
     pub(super) fn may_sleep(&self) -> bool {
         let mut fids = [self.cq.fid()];
-        // SAFETY: live objects; one of them.
+        // SAFETY: live objects; the array has one element.
         let result = unsafe {
             ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
         };
         result == 0
     }
 
-    fn read_failure(&self) -> Result<Polled, CallError> {
+    fn read_failure(&self) -> Result<PollOutcome, CallError> {
         let mut entry = sys::CqErrEntry {
             op_context: null_mut(),
             flags: 0,
@@ -123,14 +123,14 @@ impl Queue {
             unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
                 as i64;
         if result == -sys::FI_EAGAIN || result == 0 {
-            return Ok(Polled::Nothing);
+            return Ok(PollOutcome::Nothing);
         }
         check(self.library, "fi_cq_readerr", result)?;
         let code = i64::from(entry.err);
         let text =
             format!("{} (provider's code {})", self.library.describe(code), entry.prov_errno);
         let (context, flags) = (entry.op_context, entry.flags);
-        Ok(Polled::Failed(Failure { context, flags, code, text }))
+        Ok(PollOutcome::Failed(Failure { context, flags, code, text }))
     }
 }
 

@@ -1,16 +1,16 @@
-//! Buffers for messages that come.
+//! Receive buffers.
 
-use super::lane::{Descriptor, Taken};
+use super::fi_endpoint::{Descriptor, PostStatus};
 use super::link::Context;
 use super::owner::CallError;
-use super::port::{Port, Registered, Rights};
+use super::port::{MemoryRegistration, Port, Rights};
 use p2p_core::region::Region;
 
-/// All buffers of a device. The library holds most of them; the others are spare.
+/// All receive buffers of a device. Most of them are posted; the others are spare.
 #[derive(Debug)]
 pub(super) struct Receives {
-    // Before the memory.
-    registered: Option<Registered>,
+    // Dropped before the memory.
+    registered: Option<MemoryRegistration>,
     memory: Region,
     contexts: Box<[Context]>,
     buffer_bytes: usize,
@@ -40,22 +40,22 @@ impl Receives {
         })
     }
 
-    /// The first `len` bytes of a buffer that the library gave back and that is not spare yet.
+    /// The first `len` bytes of a completed buffer that is not spare yet.
     pub(super) fn message(&self, buffer: u32, len: usize) -> &[u8] {
         let (buffer, len) = (buffer as usize, len.min(self.buffer_bytes));
         if buffer >= self.contexts.len() {
             return &[];
         }
         // SAFETY: within the memory; the library writes a buffer only between `post` and its
-        // completion, and this one is completed and not posted again before `give_back`, which needs
-        // `&mut self`. No peer can write it.
+        // completion, and this one is completed and not posted again before `give_back`, which
+        // needs `&mut self`. No peer can write it.
         unsafe {
             let first = self.memory.as_ptr().add(buffer * self.buffer_bytes);
             std::slice::from_raw_parts(first.as_ptr(), len)
         }
     }
 
-    /// A buffer was read and may be posted again.
+    /// Makes a buffer spare once its message was read.
     pub(super) fn give_back(&mut self, buffer: u32) {
         self.spare.push(buffer);
     }
@@ -64,27 +64,28 @@ impl Receives {
         !self.spare.is_empty()
     }
 
-    /// Whether the library has few left.
+    /// True if less than half of the buffers are posted.
     pub(super) fn is_low(&self) -> bool {
         self.spare.len() * 2 > self.contexts.len()
     }
 
-    /// Gives the library what is spare.
+    /// Posts the spare buffers until the library has no room for more.
     pub(super) fn post(&mut self, port: &Port) -> Result<(), CallError> {
-        let descriptor = self.registered.as_ref().map_or(Descriptor::NONE, Registered::descriptor);
+        let descriptor =
+            self.registered.as_ref().map_or(Descriptor::NONE, MemoryRegistration::descriptor);
         while let Some(buffer) = self.spare.last().copied() {
             let context = &self.contexts[buffer as usize];
-            // SAFETY: a spare buffer: nobody reads it. Memory and contexts live as long as the device's
-            // port, which is closed first.
+            // SAFETY: a spare buffer: no thread reads it. Memory and contexts live as long as the
+            // device's port, which is closed first.
             let taken = unsafe {
                 let first = self.memory.as_ptr().add(buffer as usize * self.buffer_bytes);
-                port.lane().receive(
+                port.endpoint().receive(
                     (first.as_ptr(), self.buffer_bytes),
                     descriptor,
                     context.as_ptr(),
                 )?
             };
-            if taken == Taken::Again {
+            if taken == PostStatus::Again {
                 break;
             }
             self.spare.pop();

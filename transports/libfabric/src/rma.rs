@@ -1,8 +1,9 @@
 //! One-sided operations for the message engine.
 //!
-//! Every peer has an endpoint of its own, so that closing it ends what is under way for certain: the
-//! library cannot withdraw single operations. Where registrations belong to an endpoint (`cxi`), all
-//! peers share one, and operations towards a closed peer end when the provider gives them up.
+//! Every peer has an endpoint of its own, because the library cannot cancel single operations.
+//! Closing the endpoint ends all operations towards the peer. With a provider whose registrations
+//! belong to an endpoint (`cxi`), all peers share one endpoint. Operations towards a closed peer
+//! then end when the provider gives up on them.
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,64 +12,67 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::lane::{Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Taken};
+use super::fi_endpoint::{
+    CompletionPoint, Descriptor, FiEndpoint, MAX_ADDRESS_BYTES, PostStatus, RemoteMemory,
+};
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
-use super::port::{self, Port, Registered, Rights, network_error};
+use super::port::{self, MemoryRegistration, Port, Rights, network_error};
 use super::queue::Queue;
 use super::sys;
+use completions::Operation;
 use grants::Grants;
-use landing::Flight;
 use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::fabric::post::{Registration, not_granted};
 use p2p_core::fabric::regions::RegionTable;
 use p2p_core::fabric::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use p2p_core::network::NetworkError;
 
+mod completions;
 mod grants;
-mod landing;
 
-/// One provider of this process, for one thread.
+/// One provider of this process, for use by one thread.
 #[derive(Debug)]
 pub struct LibfabricFabric {
-    // Endpoints before the port.
+    // Endpoints are dropped before the port.
     peers: Vec<Option<Peer>>,
     regions: RegionTable<Memory>,
-    grants: Grants<Registered>,
+    grants: Grants<MemoryRegistration>,
     port: Port,
-    /// Whether all peers share the port's endpoint, as they must where registrations belong to it.
+    /// True if all peers share the port's endpoint, because registrations belong to it.
     is_shared: bool,
     contexts: Box<[Context]>,
-    flights: Vec<Option<Flight>>,
+    operations: Vec<Option<Operation>>,
     free: Vec<u32>,
-    /// Where the peers' queues can be slept on together, with the index of the peer as data. `None` where
-    /// the provider has no descriptors.
+    /// An epoll set of the peers' queues, with the index of the peer as data. `None` if the
+    /// provider has no descriptors.
     set: Option<OwnedFd>,
     num_polls: u32,
-    /// Operations that ended outside of `poll`.
+    /// Completions of operations that ended outside of `poll`.
     ended: Vec<Completion>,
-    /// Peers whose endpoint has ended, to be told.
+    /// Peers whose endpoint was closed here, to be reported by `lost`.
     lost: Vec<PeerId>,
 }
 
 #[derive(Debug)]
 struct Peer {
-    /// `None` where all share the port's. Ends before its queue.
-    own: Option<(Lane, Queue)>,
+    /// `None` if all peers share the port's endpoint. The endpoint is dropped before its queue.
+    own: Option<(FiEndpoint, Queue)>,
     /// Operations that have not ended.
-    num_flights: u32,
-    /// Whether its queue may be slept on, and nothing has come since.
+    num_operations: u32,
+    /// True if a thread may sleep on the queue: it was empty when last asked, and no entry came
+    /// since.
     is_armed: bool,
     addr: Option<sys::FiAddr>,
 }
 
 #[derive(Debug)]
 struct Memory {
-    registered: Registered,
+    registered: MemoryRegistration,
     ptr: NonNull<u8>,
     bytes: usize,
     access: Access,
@@ -84,15 +88,17 @@ impl Registration for Memory {
     }
 }
 
-// SAFETY: an address without thread affinity; whoever registered it keeps it mapped.
+// SAFETY: an address without thread affinity; the caller of `register` keeps it mapped.
 unsafe impl Send for Memory {}
 
 impl LibfabricFabric {
-    /// Opens `provider` (see [`FabricNetwork::open`](super::FabricNetwork::open)), reachable at `local`
-    /// where the provider has IP addresses; `None` leaves the choice to the library.
+    /// Opens `provider` (see [`FabricNetwork::open`](super::FabricNetwork::open)) at the local
+    /// address `local`, if the provider has IP addresses. With `None` the library chooses the
+    /// address.
     ///
     /// # Errors
-    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    /// [`NetworkError`] if there is no library or no such provider; it names the providers that it
+    /// found.
     pub fn open(provider: &str, local: Option<IpAddr>) -> Result<Self, NetworkError> {
         let library: &'static Library = super::library()?;
         let local = local.map(|local| local.to_canonical());
@@ -112,7 +118,7 @@ impl LibfabricFabric {
             is_shared,
             port,
             contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
-            flights: vec![None; NUM_CONTEXTS as usize],
+            operations: vec![None; NUM_CONTEXTS as usize],
             free: (0..NUM_CONTEXTS).collect(),
             set,
             num_polls: 0,
@@ -125,7 +131,7 @@ impl LibfabricFabric {
         Ok(fabric)
     }
 
-    /// Lets sleepers on the set see `queue`.
+    /// Adds `queue` to the epoll set.
     fn watch(&self, queue: &Queue, data: u64) -> Result<(), NetworkError> {
         let (Some(set), Some(fd)) = (&self.set, queue.wait_fd()) else { return Ok(()) };
         epoll::add(set, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN).map_err(
@@ -138,15 +144,15 @@ impl LibfabricFabric {
         )
     }
 
-    /// The peer's endpoint and its address, if it is joined.
-    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&Lane, sys::FiAddr), PostError> {
+    /// Endpoint and address of a joined peer.
+    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&FiEndpoint, sys::FiAddr), PostError> {
         let peer = self.peers.get(id.0 as usize).and_then(Option::as_ref);
         let joined = peer.and_then(|peer| Some((peer, peer.addr?)));
         let (peer, addr) = joined.ok_or(PostError::Disconnected { op })?;
-        Ok((peer.own.as_ref().map_or(self.port.lane(), |(lane, _)| lane), addr))
+        Ok((peer.own.as_ref().map_or(self.port.endpoint(), |(endpoint, _)| endpoint), addr))
     }
 
-    /// Local memory of an operation, checked.
+    /// Checks the local memory of an operation.
     fn local(
         &self,
         op: &'static str,
@@ -163,49 +169,49 @@ impl LibfabricFabric {
         &mut self,
         op: &'static str,
         peer: PeerId,
-        near: LocalSegment,
-        distant: RemoteSegment,
+        local: LocalSegment,
+        remote: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
-        let (ptr, len, descriptor) = self.local(op, near)?;
-        let (address, region) = (distant.checked(op, near.bytes)?, distant.region);
-        let (lane, addr) = self.peer(op, peer)?;
+    ) -> Result<PostOutcome, PostError> {
+        let (ptr, len, descriptor) = self.local(op, local)?;
+        let (address, region) = (remote.checked(op, local.bytes)?, remote.region);
+        let (endpoint, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
-            return Ok(Posted::Accepted);
+            return Ok(PostOutcome::Accepted);
         }
-        let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
+        let Some(idx) = self.free.last().copied() else { return Ok(PostOutcome::Full) };
         let context = self.contexts[idx as usize].as_ptr();
-        let far = Far { peer: addr, address, key: region.key };
-        // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the completion;
-        // the context is free, and stays until the port is closed.
+        let to = RemoteMemory { peer: addr, address, key: region.key };
+        // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the
+        // completion; the context is free, and stays until the port is closed.
         let taken = unsafe {
             if op == WRITE {
-                lane.write(far, (ptr, len), descriptor, Completes::Delivered, context)
+                endpoint.write(to, (ptr, len), descriptor, CompletionPoint::Delivered, context)
             } else {
-                lane.read(far, (ptr, len), descriptor, context)
+                endpoint.read(to, (ptr, len), descriptor, context)
             }
         };
         match taken {
-            Ok(Taken::Yes) => {
+            Ok(PostStatus::Accepted) => {
                 self.free.pop();
-                self.flights[idx as usize] = Some(Flight {
+                self.operations[idx as usize] = Some(Operation {
                     token,
                     peer: Some(peer),
-                    region: near.region,
+                    region: local.region,
                     op,
                     address,
-                    bytes: near.bytes,
+                    bytes: local.bytes,
                     key: region.key,
                     is_reported: false,
                 });
                 if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
-                    peer.num_flights += 1;
+                    peer.num_operations += 1;
                     peer.is_armed = false;
                 }
-                Ok(Posted::Accepted)
+                Ok(PostOutcome::Accepted)
             }
-            Ok(Taken::Again) => Ok(Posted::Full),
+            Ok(PostStatus::Again) => Ok(PostOutcome::Full),
             Err(CallError { op, code, text }) => {
                 Err(PostError::Transport { op, code, detail: text })
             }
@@ -246,8 +252,8 @@ impl Fabric for LibfabricFabric {
         })
     }
 
-    /// A key of the peer's own: that of the registration would have to be taken from everybody to take it
-    /// from one.
+    /// Makes a key for this peer alone. The key of the whole registration could only be revoked for
+    /// all peers at once.
     fn grant(&mut self, peer: PeerId, part: LocalSegment) -> Result<RemoteSegment, PostError> {
         let found = self.peers.get(peer.0 as usize).and_then(Option::as_ref);
         found.ok_or(PostError::Disconnected { op: GRANT })?;
@@ -256,7 +262,7 @@ impl Fabric for LibfabricFabric {
             return Err(not_granted());
         }
         let (window, key) = self.grants.open(peer, part, memory.bytes as u64, |window| {
-            // SAFETY: within the memory, which whoever registered it keeps mapped until it is
+            // SAFETY: within the memory, which the caller of `register` keeps mapped until it is
             // deregistered; that revokes this key before.
             let registered = unsafe {
                 let ptr = memory.ptr.add(window.start as usize);
@@ -276,21 +282,23 @@ impl Fabric for LibfabricFabric {
         self.grants.end(peer, part, memory.bytes as u64);
     }
 
-    /// Where the library may still use the memory, the only way to stop it is to end the endpoint of
-    /// the peer concerned: a peer with operations under way that use `region` is lost. Where peers
-    /// share an endpoint nothing can be stopped, and it is an error while there are such operations.
+    /// Closes the endpoints of peers with running operations on `region`: the library cannot be
+    /// stopped from using the memory in another way. These peers are lost.
+    ///
+    /// With a shared endpoint no operation can be stopped. Then it is an error while such
+    /// operations run.
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
         let failed = |bytes, detail| Err(PostError::Register { bytes, detail });
-        while let Some(flight) = self.flights.iter().flatten().find(|f| f.region == region) {
-            match flight.peer {
+        while let Some(operation) = self.operations.iter().flatten().find(|f| f.region == region) {
+            match operation.peer {
                 Some(peer) if !self.is_shared => {
                     let mut ended = std::mem::take(&mut self.ended);
-                    self.end_lane(peer, &mut ended, Flight::disconnected);
+                    self.close_endpoint(peer, &mut ended, Operation::disconnected);
                     self.ended = ended;
                     self.lost.push(peer);
                 }
                 _ => {
-                    let Flight { op, bytes, .. } = *flight;
+                    let Operation { op, bytes, .. } = *operation;
                     let detail = format!(
                         "a {op} of {bytes} bytes is under way, which the provider cannot take back; \
                          deregister it again when that has ended"
@@ -318,12 +326,12 @@ impl Fabric for LibfabricFabric {
             None
         } else {
             let provider = &self.port.traits().provider;
-            Some(self.port.open_lane().map_err(|e| network_error(provider, e.op, &e))?)
+            Some(self.port.open_endpoint().map_err(|e| network_error(provider, e.op, &e))?)
         };
-        let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
+        let name = own.as_ref().map_or(self.port.endpoint(), |(endpoint, _)| endpoint).name();
         let mut detail = DETAIL_MAGIC.to_vec();
         detail.extend(name);
-        let peer = Peer { own, num_flights: 0, is_armed: false, addr: None };
+        let peer = Peer { own, num_operations: 0, is_armed: false, addr: None };
         let peer = place(&mut self.peers, Some(peer));
         if let Some(Some(Peer { own: Some((_, queue)), .. })) = self.peers.get(peer as usize)
             && let Err(error) = self.watch(queue, peer.into())
@@ -362,17 +370,17 @@ impl Fabric for LibfabricFabric {
 
     fn close_peer(&mut self, peer: PeerId) {
         let mut ended = std::mem::take(&mut self.ended);
-        self.end_lane(peer, &mut ended, Flight::disconnected);
+        self.close_endpoint(peer, &mut ended, Operation::disconnected);
         self.ended = ended;
         if self.peers.get_mut(peer.0 as usize).and_then(Option::take).is_none() {
             return;
         }
         self.grants.close_peer(peer);
         self.lost.retain(|lost| *lost != peer);
-        // On an endpoint that all share the library goes on with them, and tells when they end: nobody
-        // else's count goes down then.
-        for flight in self.flights.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
-            flight.peer = None;
+        // On a shared endpoint the library continues these operations and reports their end. They
+        // must not change the count of another peer that reuses the number.
+        for operation in self.operations.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
+            operation.peer = None;
         }
     }
 
@@ -386,7 +394,7 @@ impl Fabric for LibfabricFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(WRITE, peer, src, dst, token)
     }
 
@@ -396,7 +404,7 @@ impl Fabric for LibfabricFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(READ, peer, dst, src, token)
     }
 
@@ -405,12 +413,13 @@ impl Fabric for LibfabricFabric {
         if self.is_shared {
             return self.poll_queue(None, out);
         }
-        // Idle peers cost a look at a number. Now and then all are polled: providers also have things to
-        // do that no descriptor shows.
+        // An idle peer costs one check of a number. Every [`FULL_ROUND`] polls all peers are
+        // polled, because providers also have work that no descriptor shows.
         self.num_polls = self.num_polls.wrapping_add(1);
         let is_full_round = self.set.is_none() || self.num_polls.is_multiple_of(FULL_ROUND);
         for idx in 0..self.peers.len() {
-            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_flights > 0) {
+            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_operations > 0)
+            {
                 self.poll_queue(Some(idx), out);
             }
         }
@@ -420,12 +429,13 @@ impl Fabric for LibfabricFabric {
             data: epoll::EventData::new_u64(0),
         }; 16];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Interrupted: whatever is there is there the next time.
+        // An interrupted wait loses nothing: the next poll sees the same events.
         let num_ready = epoll::wait(set, &mut events[..], Some(&now)).unwrap_or(0);
         for event in &events[..num_ready] {
             let idx = event.data.u64() as usize;
             self.disarm(Some(idx));
-            let is_idle = |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_flights == 0);
+            let is_idle =
+                |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_operations == 0);
             if self.peers.get(idx).is_some_and(is_idle) {
                 self.poll_queue(Some(idx), out);
             }
@@ -437,8 +447,8 @@ impl Fabric for LibfabricFabric {
     }
 
     fn max_sleep(&self) -> Duration {
-        // Providers without threads of their own answer peers only while they are polled, and not all
-        // that they wait for shows at the descriptor.
+        // Providers without threads of their own answer peers only while they are polled, and not
+        // all of their pending work shows at the descriptor.
         Duration::from_millis(1)
     }
 
@@ -465,7 +475,7 @@ impl Fabric for LibfabricFabric {
 
 impl Drop for LibfabricFabric {
     fn drop(&mut self) {
-        // Endpoints end before the memory that their operations use is given up.
+        // Endpoints close before the memory of their operations is released.
         self.peers.clear();
     }
 }
@@ -478,7 +488,7 @@ const fn rights(access: Access) -> Rights {
     }
 }
 
-/// Puts `item` where there is room, and gives its index.
+/// Stores `item` at the first free index and returns the index.
 fn place<T>(items: &mut Vec<Option<T>>, item: Option<T>) -> u32 {
     let idx = items.iter().position(Option::is_none).unwrap_or_else(|| {
         items.push(None);
@@ -492,9 +502,9 @@ const GRANT: &str = "grant";
 const WRITE: &str = "write";
 const READ: &str = "read";
 const DETAIL_MAGIC: [u8; 4] = *b"SYL1";
-/// Operations under way. The queue of the provider holds more completions.
+/// Limit of running operations. The provider's queue holds more completions.
 const NUM_CONTEXTS: u32 = 512;
-/// Polls of which one looks at every peer.
+/// One of this many polls polls every peer.
 const FULL_ROUND: u32 = 64;
 const SHARED_QUEUE: u64 = u64::MAX;
 const MAX_OPERATION_BYTES: u64 = 1 << 30;

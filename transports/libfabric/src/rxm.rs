@@ -1,16 +1,17 @@
-//! What `ofi_rxm` needs of its environment to carry slots over `verbs`.
+//! Environment variables that `ofi_rxm` needs to carry slots over `verbs`.
 //!
-//! Each of these was met on Soft-RoCE with libfabric 1.17; `tests/rxe/ofi_rxm.c` shows them without us.
+//! Each need was observed on Soft-RoCE with libfabric 1.17. `tests/rxe/ofi_rxm.c` reproduces them
+//! without this crate.
 
 use super::port::core_of;
 
-/// Whether `provider` is `ofi_rxm` over `verbs`.
+/// True if `provider` is `ofi_rxm` over `verbs`.
 pub(super) fn is_over_verbs(provider: &str) -> bool {
     let core = core_of(provider);
     core == "verbs" && core.len() < provider.len()
 }
 
-/// Why `provider` must not be used in this environment, if so.
+/// Why `provider` must not be used in this environment. `None` if it may.
 pub(super) fn refusal(provider: &str) -> Option<String> {
     if !is_over_verbs(provider) {
         return None;
@@ -35,15 +36,15 @@ fn missing(value: impl Fn(&str) -> Option<String>) -> Option<String> {
     (!missing.is_empty()).then(|| missing.join(" and "))
 }
 
-/// What the library takes for true.
+/// The values that the library reads as true.
 fn is_true(value: &str) -> bool {
     ["1", "true", "yes", "on"].iter().any(|word| value.eq_ignore_ascii_case(word))
 }
 
-/// By which the connections of an endpoint share their receives.
+/// Lets the connections of an endpoint share their receives.
 const SHARED_RECEIVES: &str = "FI_OFI_RXM_USE_SRX";
-/// The cache of registrations, and what tells it of unmapped memory: calls of the C library, but not the
-/// system calls by which slots are unmapped.
+/// The registration cache and its monitor of unmapped memory. The monitor sees calls of the C
+/// library, but not the system calls that unmap slots.
 const CACHE_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
 const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 

@@ -1,4 +1,4 @@
-//! The thread that drives a device when nobody else does.
+//! The thread that drives a device while no other thread does.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -24,11 +24,11 @@ fn serve(device: &Weak<Device>) {
         let Some(device) = device.upgrade() else { return };
         let (num_drives, is_watched) = device.attention();
         if device.has_credits() {
-            // Whoever gave them does something else at the moment.
+            // The thread that added them is not driving at the moment.
             device.flush_credits();
         }
         let nap = if is_watched {
-            // Somebody sleeps on the descriptor, or wakes often enough, and drives then.
+            // Another thread sleeps on the descriptor or wakes often enough, and drives then.
             WATCHED_NAP
         } else if num_drives != last_seen {
             last_seen = num_drives;
@@ -45,7 +45,8 @@ fn serve(device: &Weak<Device>) {
     }
 }
 
-/// Waits until there is something to drive; gives the time to sleep where that cannot be waited for.
+/// Blocks until the device may have work. Without a descriptor it returns at once, with the time to
+/// sleep.
 fn wait(device: &Device) -> Duration {
     let port = device.port();
     let Some(fd) = port.wait_fd() else { return device.max_sleep() };
@@ -55,14 +56,14 @@ fn wait(device: &Device) -> Duration {
             tv_sec: longest.as_secs().cast_signed(),
             tv_nsec: longest.subsec_nanos().into(),
         };
-        // Whatever it says, the next round looks.
+        // The result does not matter: the next round drives in any case.
         let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
     }
     Duration::ZERO
 }
 
-/// While others drive, and while they sleep.
+/// Intervals while another thread drives, and while another thread sleeps on the descriptor.
 const DRIVEN_NAP: Duration = Duration::from_millis(5);
 const WATCHED_NAP: Duration = Duration::from_millis(10);
-/// How long the device outlives its last owner at most.
+/// Longest time that the device outlives its last owner.
 const LONGEST_WAIT: Duration = Duration::from_millis(50);

@@ -1,16 +1,17 @@
-//! The part of libfabric's C interface that is used here, field by field.
+//! The part of libfabric's C interface that this crate uses, field by field.
 //!
-//! Only six functions are symbols of the library; everything else is called through tables of function
-//! pointers that the objects carry. The layouts are those of API 1.17. Structures that the library
-//! makes only ever grow at their end, and of those that are made here the library reads what the
-//! requested API version knows. A test compares sizes and offsets with the system's headers.
+//! Only six functions are symbols of the library. All others are called through tables of function
+//! pointers in the library's objects. The layouts are those of API 1.17. Structures that the
+//! library allocates only grow at their end. From structures that this crate allocates, the library
+//! reads the fields of the requested API version. A test compares sizes and offsets with the
+//! system's headers.
 
 use std::ffi::{c_char, c_int, c_void};
 
 /// Handle of a peer's address.
 pub(super) type FiAddr = u64;
 
-/// API version that is asked for: `major << 16 | minor`.
+/// Requested API version: `major << 16 | minor`.
 pub(super) const API_VERSION: u32 = version(1, 17);
 /// Oldest library that is accepted.
 pub(super) const OLDEST_VERSION: u32 = version(1, 14);
@@ -33,7 +34,7 @@ pub(super) const FI_COMPLETION: u64 = 1 << 24;
 pub(super) const FI_INJECT: u64 = 1 << 25;
 pub(super) const FI_DELIVERY_COMPLETE: u64 = 1 << 28;
 pub(super) const FI_SOURCE: u64 = 1 << 57;
-/// Of the binding to a queue: operations complete there only if they ask for it.
+/// Flag of the binding to a queue: only operations that ask for a completion get one.
 pub(super) const FI_SELECTIVE_COMPLETION: u64 = 1 << 59;
 
 // Mode bits.
@@ -204,7 +205,7 @@ pub(super) struct Ops {
     pub(super) ops_set: Unused,
 }
 
-/// A function pointer that is never called from here.
+/// A function pointer that this crate never calls.
 pub(super) type Unused = Option<unsafe extern "C" fn()>;
 
 #[repr(C)]

@@ -1,43 +1,43 @@
-//! The table of a device's pairs: what only the driving thread touches.
+//! The table of a device's pairs: state that only the driving thread uses.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::fi_endpoint::PostStatus;
 use super::inbound::Inbound;
-use super::lane::Taken;
 use super::link::{Context, IDX_MASK, Link};
-use super::mail::{Head, Mailbox};
-use super::message::Then;
-use super::port::{Failure, Port, Registered};
+use super::mailbox::{Mailbox, MailboxCursor};
+use super::message::Action;
+use super::port::{Failure, MemoryRegistration, Port};
 use super::receives::Receives;
 use super::sys;
 use p2p_core::region::Region;
 
-/// What only the driving thread touches.
+/// State that only the driving thread uses.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) receives: Receives,
     pub(super) table: Vec<Entry>,
-    /// Where the next mail of each place of the table is expected.
-    pub(super) heads: Vec<Option<Head>>,
-    /// Places that got mail lately, and the one to give its room away next.
+    /// For each entry of the table, the position of its next mail.
+    pub(super) cursors: Vec<Option<MailboxCursor>>,
+    /// Indexes of pairs that got mail lately, and the position to replace next.
     pub(super) hot: Vec<u16>,
     pub(super) next_victim: usize,
-    /// Where the next look at some of all the others begins.
-    pub(super) next_head: usize,
-    /// Pairs in which something came before what it follows, and when that was noticed.
+    /// Index at which the next turn begins its reads of the other mailboxes.
+    pub(super) next_cursor: usize,
+    /// Pairs with a gap in their sequence numbers, and when it was noticed.
     pub(super) stalls: Vec<Stall>,
     pub(super) free: Vec<u16>,
     pub(super) addresses: HashMap<Vec<u8>, Address>,
-    /// Turns for which additions have waited.
+    /// Turns for which lazy additions have waited.
     pub(super) credit_turns: u32,
-    /// Pairs whose endpoint is gone, with operations that the keeper has not given away yet.
-    pub(super) leaving: Vec<Leaving>,
-    /// Pairs that are over but not yet forgotten.
+    /// Pairs whose endpoint was dropped, with posts that the library thread has not passed on yet.
+    pub(super) close_requests: Vec<CloseRequest>,
+    /// Indexes of closed pairs that still occupy their entry.
     pub(super) closing: Vec<u16>,
-    /// Slots and mailboxes into which a peer that is not known to be gone may still write. Their pages are given
-    /// back; only their addresses are kept from others.
+    /// Slots and mailboxes that a peer may still write because it never reported its end. Their
+    /// pages are released; only their addresses stay reserved.
     pub(super) quarantine: Quarantine,
     pub(super) entries: [sys::CqDataEntry; NUM_ENTRIES],
     pub(super) sources: [sys::FiAddr; NUM_ENTRIES],
@@ -46,39 +46,39 @@ pub(super) struct State {
 // SAFETY: the pointers in `entries` are scratch, written and read within one call under the lock.
 unsafe impl Send for State {}
 
-/// One place of the table.
+/// One entry of the table.
 #[derive(Debug, Default)]
 pub(super) struct Entry {
     pub(super) generation: u16,
     pub(super) link: Option<Arc<Link>>,
-    /// Stays registered until the peer has said farewell: mail under way must find it.
+    /// Stays registered until the peer has said farewell, because mail may still be on its way.
     pub(super) mailbox: Option<Mailbox>,
     pub(super) inbound: Inbound,
-    /// Set when this side's endpoint is gone.
-    pub(super) closing: Option<Closing>,
-    /// What the peer said of its writes when its endpoint went.
+    /// Set once this side's endpoint was dropped.
+    pub(super) close_state: Option<CloseState>,
+    /// Number of writes that the peer had issued when its endpoint was dropped.
     pub(super) farewell: Option<u64>,
     pub(super) address: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
-pub(super) struct Closing {
+pub(super) struct CloseState {
     pub(super) since: Instant,
-    pub(super) has_said_farewell: bool,
-    /// Registrations that operations under way may use.
+    pub(super) is_farewell_sent: bool,
+    /// Registrations that running operations may use.
     pub(super) _sources: Vec<Source>,
 }
 
-/// What the endpoint of a pair has left to its end.
+/// A dropped endpoint's pair, to be closed.
 #[derive(Debug)]
-pub(super) struct Leaving {
+pub(super) struct CloseRequest {
     pub(super) since: Instant,
     pub(super) link: Arc<Link>,
-    pub(super) slot: Option<Registered>,
+    pub(super) slot: Option<MemoryRegistration>,
     pub(super) sources: Vec<Source>,
 }
 
-/// Something that is expected at a pair.
+/// A missing message of a pair.
 #[derive(Debug)]
 pub(super) struct Stall {
     pub(super) idx: u16,
@@ -96,8 +96,8 @@ pub(super) struct Address {
 /// Local memory that an endpoint may use.
 #[derive(Debug)]
 pub(super) struct Source {
-    // Before the memory.
-    pub(super) registered: Option<Registered>,
+    // Dropped before the memory.
+    pub(super) registered: Option<MemoryRegistration>,
     pub(super) region: Region,
 }
 
@@ -107,8 +107,8 @@ impl State {
         (u32::from(entry.generation) == id >> 16 && entry.link.is_some()).then_some(entry)
     }
 
-    /// Looks at a pair's mailbox in every turn.
-    pub(super) fn heat(&mut self, idx: u16) {
+    /// Makes every turn read this pair's mailbox.
+    pub(super) fn mark_hot(&mut self, idx: u16) {
         if self.hot.contains(&idx) {
             return;
         }
@@ -120,14 +120,14 @@ impl State {
         }
     }
 
-    /// Looks at a pair's mailbox no more.
-    pub(super) fn ignore_mail(&mut self, idx: u16) {
-        if let Some(head) = self.heads.get_mut(usize::from(idx)) {
+    /// Stops reading a pair's mailbox.
+    pub(super) fn remove_cursor(&mut self, idx: u16) {
+        if let Some(head) = self.cursors.get_mut(usize::from(idx)) {
             *head = None;
         }
     }
 
-    /// A write or read is over.
+    /// Completes a write or read.
     pub(super) fn complete(&mut self, context: &Context, failure: Option<&Failure>) {
         let Some(link) =
             self.table.get(context.owner as usize).and_then(|entry| entry.link.as_ref())
@@ -140,12 +140,12 @@ impl State {
         link.complete(context);
     }
 
-    /// Forgets pairs that are over as soon as nothing can refer to them.
+    /// Frees the entries of closed pairs once no operation, mail or message can refer to them.
     pub(super) fn sweep_closing(&mut self, port: &Port) {
         let mut nth = 0;
         while nth < self.closing.len() {
             let idx = self.closing[nth];
-            if self.try_forget(port, idx) {
+            if self.try_free(port, idx) {
                 self.closing.swap_remove(nth);
             } else {
                 nth += 1;
@@ -153,31 +153,35 @@ impl State {
         }
     }
 
-    fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
-        self.ignore_mail(idx);
+    fn try_free(&mut self, port: &Port, idx: u16) -> bool {
+        self.remove_cursor(idx);
         let entry = &mut self.table[usize::from(idx)];
-        let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
+        let (Some(link), Some(close_state)) = (&entry.link, &mut entry.close_state) else {
+            return true;
+        };
         if link.outstanding() > 0 {
             // The library may still use this side's memory.
             return false;
         }
-        if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
-            let writes = if far.counts_writes { link.num_posted() } else { 0 };
-            closing.has_said_farewell = link
-                .unnumbered(Then::Farewell, writes)
-                .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
+        if let (Some(remote), false) = (link.remote(), close_state.is_farewell_sent) {
+            let writes = if remote.counts_writes { link.num_posted() } else { 0 };
+            close_state.is_farewell_sent =
+                link.unnumbered(Action::Farewell, writes).is_none_or(|message| {
+                    !matches!(link.inject(port, &message), Ok(PostStatus::Again))
+                });
         }
-        let is_joined = link.far().is_some();
+        let is_joined = link.remote().is_some();
         let is_peer_done =
             entry.farewell.is_some_and(|writes| entry.inbound.num_writes() >= writes);
-        let has_waited = closing.since.elapsed() >= FAREWELL_PATIENCE;
-        if is_joined && !has_waited && !(is_peer_done && closing.has_said_farewell) {
+        let has_waited = close_state.since.elapsed() >= FAREWELL_TIMEOUT;
+        if is_joined && !has_waited && !(is_peer_done && close_state.is_farewell_sent) {
             return false;
         }
         if is_joined && !is_peer_done {
-            // The peer, or what it left in the network, may write until its connection ends, which
-            // nobody tells. The memory goes back to the system, the addresses to nobody. The keys are
-            // gone by then, so that only a write that was let in before can touch the pages again.
+            // The peer, or its data in the network, may write until its connection ends, and no
+            // event reports that end. The memory goes back to the system and its addresses stay
+            // reserved. The keys are revoked by then, so only a write that was admitted before can
+            // touch the pages.
             let mailbox = entry.mailbox.take().map(Mailbox::retire);
             for memory in [Some(link.slot.clone()), mailbox].into_iter().flatten() {
                 self.quarantine.add(memory);
@@ -200,14 +204,14 @@ impl State {
     }
 }
 
-/// Remembers that something before what came has not come.
+/// Records that the message before an arrived one is missing.
 pub(super) fn note_stall(stalls: &mut Vec<Stall>, id: u32, seq: u32) {
     if !stalls.iter().any(|stall| stall.id == id && stall.seq == seq) {
         stalls.push(Stall { idx: (id & IDX_MASK) as u16, id, seq, since: Instant::now() });
     }
 }
 
-/// Memory whose addresses nobody may have any more, without its pages.
+/// Memory without pages, whose addresses stay reserved.
 #[derive(Debug, Default)]
 pub(super) struct Quarantine {
     regions: Vec<Region>,
@@ -216,19 +220,19 @@ pub(super) struct Quarantine {
 
 impl Quarantine {
     fn add(&mut self, region: Region) {
-        give_pages_back(&region);
+        release_pages(&region);
         self.regions.push(region);
-        // A late write may have touched pages of others again.
-        for _ in 0..NUM_RELEASED_AGAIN.min(self.regions.len()) {
+        // A late write may have touched pages of other regions again.
+        for _ in 0..NUM_RELEASED_PER_ADD.min(self.regions.len()) {
             self.next = (self.next + 1) % self.regions.len();
-            give_pages_back(&self.regions[self.next]);
+            release_pages(&self.regions[self.next]);
         }
     }
 }
 
-/// Releases the pages of memory that nobody uses any more; its addresses stay taken.
-fn give_pages_back(memory: &Region) {
-    // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
+/// Releases the pages of unused memory; its addresses stay reserved.
+fn release_pages(memory: &Region) {
+    // SAFETY: the whole mapping; later reads of it return zeros.
     let result = unsafe {
         rustix::mm::madvise(
             memory.as_ptr().as_ptr().cast(),
@@ -241,11 +245,11 @@ fn give_pages_back(memory: &Region) {
     }
 }
 
-/// Completions that are read at once.
+/// Completions that one read returns at most.
 pub(super) const NUM_ENTRIES: usize = 16;
-/// Mailboxes that are looked at in every turn of the driver, beside some of all the others.
+/// Mailboxes that every turn of the driver reads, beside some of the others.
 pub(super) const MAX_HOT: usize = 64;
-/// Longest time that a pair is remembered for its peer's farewell.
-const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
-/// Regions in quarantine that are looked after whenever another one comes.
-const NUM_RELEASED_AGAIN: usize = 2;
+/// Longest time that a closed pair waits for its peer's farewell.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Older regions whose pages are released again with each added one.
+const NUM_RELEASED_PER_ADD: usize = 2;

@@ -1,6 +1,6 @@
-//! After warm-up, slots over libfabric allocate nothing, on neither side. The counting allocator counts for the
-//! whole process, in which both sides live with the threads that drive them, so this test has a binary of
-//! its own. What libfabric allocates is the C library's and is not counted.
+//! After warm-up, slots over libfabric allocate nothing on either side. The counting allocator
+//! covers the whole process, with both sides and the threads that drive them, so this test has a
+//! binary of its own. Allocations of libfabric use the C library's allocator and are not counted.
 
 #[path = "../../../tests/support/src/counting.rs"]
 mod counting;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use counting::PROCESS_ALLOCATIONS;
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig, SlotKey, SlotLayout};
 use switchyard_libfabric::FabricNetwork;
 
@@ -23,12 +23,12 @@ const ROUNDS: usize = 200;
 const MAX_BATCHES: usize = 20;
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// One test: what another one allocates would be counted.
+/// One test, because allocations of a second one would be counted.
 #[test]
 fn slots_allocate_nothing_after_warm_up() {
-    // Over `shm` everything goes through another thread; over TCP only what the provider does not take at
-    // once, for which a side gets room when that happens first. A message that comes before its writes is
-    // kept in memory of its own, which is rare: some batches may be needed.
+    // Over `shm` all operations go through another thread. Over TCP only those do that the provider
+    // refuses at first, and a side allocates room for them once. A message that arrives before its
+    // writes is kept in memory of its own. That is rare, so some batches may be needed.
     for provider in ["shm", "tcp;ofi_rxm"] {
         let Some(mut rig) = Rig::open(provider) else { continue };
         rig.rounds(WARM_UP);
@@ -42,17 +42,17 @@ fn slots_allocate_nothing_after_warm_up() {
     }
 }
 
-/// Two sides of a pair, and what they exchange, made before anything is counted.
+/// Two sides of a pair and the frames that they exchange, allocated before the count begins.
 struct Rig {
     networks: [FabricNetwork; 2],
-    near: Channel<AnyEndpoint>,
-    far: Channel<AnyEndpoint>,
+    local: Channel<AnyEndpoint>,
+    remote: Channel<AnyEndpoint>,
     bytes: Vec<u8>,
     found: Vec<u8>,
 }
 
 impl Rig {
-    /// `None`, which is told, where the provider is not.
+    /// `None`, with a skip message, if the provider is missing.
     fn open(provider: &str) -> Option<Self> {
         let open = || FabricNetwork::open(provider);
         let networks = match open().and_then(|a| Ok([a, open()?])) {
@@ -62,22 +62,22 @@ impl Rig {
                 return None;
             }
         };
-        let (near, far) = pair(&networks[0], &networks[1]);
+        let (local, remote) = pair(&networks[0], &networks[1]);
         let (bytes, found) = (vec![7; SIZES[2]], vec![0; SIZES[2]]);
-        Some(Self { networks, near, far, bytes, found })
+        Some(Self { networks, local, remote, bytes, found })
     }
 
-    /// How often memory was allocated meanwhile.
+    /// Number of allocations in `num_rounds` rounds.
     fn rounds(&mut self, num_rounds: usize) -> u64 {
         let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..num_rounds {
-            round(&mut self.near, &mut self.far, &self.bytes, &mut self.found);
+            round(&mut self.local, &mut self.remote, &self.bytes, &mut self.found);
         }
         PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before
     }
 
-    /// Within one process the library follows pointers into endpoints of `shm` that were closed: they stay,
-    /// but their memory goes with the process.
+    /// Within one process the library follows pointers into closed endpoints of `shm`. So they are
+    /// never closed, but their memory is removed with the process.
     fn leave_open(self) {
         let own = format!("{}:", std::process::id());
         for entry in std::fs::read_dir("/dev/shm").unwrap() {
@@ -86,7 +86,7 @@ impl Rig {
                 std::fs::remove_file(entry.path()).unwrap();
             }
         }
-        std::mem::forget((self.near, self.far, self.networks));
+        std::mem::forget((self.local, self.remote, self.networks));
     }
 }
 
@@ -119,7 +119,7 @@ fn send(
     found.fill(0);
 }
 
-/// Waits for `find` to find something, and drives.
+/// Drives until `find` returns a value.
 fn eventually<T>(
     a: &mut Channel<AnyEndpoint>,
     b: &mut Channel<AnyEndpoint>,
@@ -144,6 +144,7 @@ fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (Channel<AnyEndpoint>, Channel<
     let (a, b) = (a.open(&layout, route).unwrap(), b.open(&layout, route).unwrap());
     let (of_a, of_b) = (a.description(), b.description());
     let (a, b) = (a.join(&of_b).unwrap(), b.join(&of_a).unwrap());
-    let channel = |side: Joined| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
+    let channel =
+        |side: JoinedSide| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
     (channel(a), channel(b))
 }

@@ -1,5 +1,5 @@
 //! Peers over libfabric in two network namespaces that a pair of virtual interfaces joins: lost
-//! packets, a link that goes down, a peer that is half open.
+//! packets, a link that goes down, a half-open peer.
 
 #[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../../tests/support/src/namespaces.rs"]
@@ -32,7 +32,7 @@ const ROUND_LIMIT: Duration = Duration::from_secs(20);
 struct Wire(Star);
 
 impl Wire {
-    /// `None`, loudly, where this is not permitted or the tools are missing.
+    /// `None`, with a skip message, without the permission or the tools.
     fn lay() -> Option<Self> {
         if let Err(error) = FabricNetwork::open("tcp;ofi_rxm") {
             skip::skip("libfabric", &error.to_string());
@@ -47,7 +47,7 @@ impl Wire {
         }
     }
 
-    /// This binary again, at one end.
+    /// Starts this binary again, at one end.
     fn spawn(&self, is_server: bool, num_rounds: u32) -> Talker {
         let site = if is_server { Site::Hub } else { Site::Spoke(0) };
         let this = std::env::current_exe().unwrap();
@@ -84,7 +84,7 @@ struct Talker {
 }
 
 impl Talker {
-    /// The next line that begins with `key`, which must come soon.
+    /// The next line that begins with `key`. Panics if it does not come soon.
     fn expect(&self, key: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -133,7 +133,7 @@ fn a_link_that_goes_down_is_an_error_within_its_bound() {
     let client = wire.spawn(false, 0);
     client.expect("halfway");
     wire.0.set_link(0, false).unwrap();
-    // Both sides, each by itself.
+    // Both sides notice independently.
     for talker in [&client, &server] {
         let error = talker.expect("gave up:");
         println!("{error}");
@@ -147,7 +147,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     let mut server = wire.spawn(true, 0);
     let client = wire.spawn(false, 0);
     client.expect("halfway");
-    // The server's host falls silent first, so that its end is never told.
+    // The server's host falls silent first, so that no packet reports its end.
     if let Err(error) = wire.0.lose(100) {
         skip::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
@@ -158,7 +158,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     assert!(error.contains("does not answer") || error.contains("transport"), "{error}");
 }
 
-/// One end. Does nothing when run on its own.
+/// One end of the connection. Does nothing when run on its own.
 #[test]
 fn child_process() {
     let Ok(role) = std::env::var("NETNS_ROLE") else { return };
@@ -217,7 +217,7 @@ fn child_process() {
     }
 }
 
-/// Random frames there and back, every byte compared; without an end where `num_rounds` is 0.
+/// Sends random frames there and back and compares every byte. Never ends if `num_rounds` is 0.
 fn talk(connection: &mut Connection, is_client: bool, num_rounds: u32) -> Result<(), String> {
     let Connection { channel, liveness, .. } = connection;
     let set = WaitSet::new().unwrap();

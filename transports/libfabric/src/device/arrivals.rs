@@ -1,19 +1,19 @@
-//! What a device does with what comes.
+//! Handling of completions, messages and mail that arrive at a device.
 
 use std::time::Duration;
 
+use super::super::fi_endpoint::PostStatus;
 use super::super::inbound::Inbound;
-use super::super::lane::Taken;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
-use super::super::mail::Head;
-use super::super::message::{Header, Then};
+use super::super::mailbox::MailboxCursor;
+use super::super::message::{Action, Header};
 use super::super::port::{Failure, Port};
 use super::super::sys;
 use super::super::table::{State, note_stall};
 use super::Device;
 
 impl Device {
-    /// One completion.
+    /// Handles the completion in `state.entries[nth]`.
     pub(super) fn handle(&self, state: &mut State, nth: usize) {
         let entry = state.entries[nth];
         let source =
@@ -24,7 +24,8 @@ impl Device {
             }
             return;
         }
-        // SAFETY: the context of an operation of ours, which lives until its completion.
+        // SAFETY: the context belongs to an operation of this device and lives until its
+        // completion.
         let Some(context) = (unsafe { entry.op_context.cast::<Context>().as_ref() }) else {
             return;
         };
@@ -37,8 +38,8 @@ impl Device {
         }
     }
 
-    /// A peer's write landed. Who wrote is told by the note alone: providers name a source for messages,
-    /// and for writes some of them name a wrong one.
+    /// Counts a peer's completed write. The note alone identifies the writer: providers report a
+    /// source for messages, but some of them report a wrong one for writes.
     fn handle_write(&self, state: &mut State, note: u64) {
         let has_secret = self.port.traits().has_wide_notes;
         let Some(entry) = state.entry_of(note as u32) else {
@@ -51,54 +52,55 @@ impl Device {
             return;
         }
         entry.inbound.count_write();
-        land_ready(&self.port, link, &mut entry.inbound);
+        deliver_ready(&self.port, link, &mut entry.inbound);
     }
 
-    /// Takes the mail that came. Whether there was some.
+    /// Reads the mail that has arrived. Returns true if there was any.
     #[inline]
-    pub(super) fn handle_mails(&self, state: &mut State) -> bool {
-        // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
-        // mail waits some turns. Nobody sleeps before all were looked at.
+    pub(super) fn read_mailboxes(&self, state: &mut State) -> bool {
+        // With many pairs, each turn reads only some of the mailboxes. An idle pair costs next to
+        // nothing then, and its first mail waits some turns. No thread sleeps before all mailboxes
+        // were checked.
         let mut had_some = false;
         for nth in 0..state.hot.len() {
-            had_some |= self.handle_mails_of(state, state.hot[nth].into());
+            had_some |= self.read_mailbox(state, state.hot[nth].into());
         }
-        let num_heads = state.heads.len();
-        for _ in 0..num_heads.min(MAX_COLD) {
-            let idx = state.next_head % num_heads;
-            state.next_head = idx + 1;
-            if self.handle_mails_of(state, idx) {
+        let num_cursors = state.cursors.len();
+        for _ in 0..num_cursors.min(MAX_COLD) {
+            let idx = state.next_cursor % num_cursors;
+            state.next_cursor = idx + 1;
+            if self.read_mailbox(state, idx) {
                 had_some = true;
-                if num_heads > MAX_COLD {
-                    state.heat(idx as u16);
+                if num_cursors > MAX_COLD {
+                    state.mark_hot(idx as u16);
                 }
             }
         }
         had_some
     }
 
-    /// Takes the mail of one pair. Whether there was some.
+    /// Reads the mail of one pair. Returns true if there was any.
     #[inline]
-    fn handle_mails_of(&self, state: &mut State, idx: usize) -> bool {
+    fn read_mailbox(&self, state: &mut State, idx: usize) -> bool {
         let mut had_some = false;
-        while let Some(head) = state.heads[idx]
-            && head.has_news()
-            && self.handle_mail(state, idx, head)
+        while let Some(cursor) = state.cursors[idx]
+            && cursor.has_started()
+            && self.handle_next_mail(state, idx, cursor)
         {
             had_some = true;
         }
         had_some
     }
 
-    /// One mail. False when it must wait, or ended the pair.
-    fn handle_mail(&self, state: &mut State, idx: usize, head: Head) -> bool {
-        let Some(mail) = head.read() else { return false };
-        let State { heads, table, stalls, .. } = state;
+    /// Handles one mail. Returns false if it must wait, or if it ended the pair.
+    fn handle_next_mail(&self, state: &mut State, idx: usize, cursor: MailboxCursor) -> bool {
+        let Some(mail) = cursor.read() else { return false };
+        let State { cursors, table, stalls, .. } = state;
         let entry = &mut table[idx];
         let Some(link) = entry.link.clone() else { return false };
         let mut end = |detail: String| {
             link.fail("receive", 0, detail);
-            heads[idx] = None;
+            cursors[idx] = None;
             false
         };
         if link.is_failed() {
@@ -109,7 +111,7 @@ impl Device {
             Ok(header) => header,
             Err(error) => return end(format!("a bad mail: {error}")),
         };
-        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
+        if header.slot != link.id || header.token != link.token || header.action.is_unnumbered() {
             return end("a mail that does not belong here".to_owned());
         }
         link.note_mails_taken(header.mails);
@@ -119,19 +121,19 @@ impl Device {
             return false;
         }
         let admitted = entry.inbound.admit(&header, message);
-        let head = head.next();
+        let cursor = cursor.next();
         match admitted {
             Ok(is_now) => {
-                heads[idx] = Some(head);
-                link.set_mails_read(head.num_read());
-                (!is_now || land(&self.port, &link, &header, message))
-                    && land_ready(&self.port, &link, &mut entry.inbound)
+                cursors[idx] = Some(cursor);
+                link.set_mails_read(cursor.num_read());
+                (!is_now || deliver(&self.port, &link, &header, message))
+                    && deliver_ready(&self.port, &link, &mut entry.inbound)
             }
             Err(error) => end(error.to_string()),
         }
     }
 
-    /// A message came.
+    /// Handles one message.
     fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
         let State { receives, table, stalls, .. } = state;
         let message = receives.message(buffer, len);
@@ -151,23 +153,23 @@ impl Device {
             return;
         };
         if header.token != link.token || !comes_from(&link, source) {
-            // Whoever sent it is not the peer, so the pair does not suffer.
+            // The sender is not the peer, so the pair stays usable.
             tracing::warn!(slot = link.id, "a message without the right to this slot");
             return;
         }
-        if header.then == Then::Farewell {
+        if header.action == Action::Farewell {
             entry.farewell = Some(header.writes);
             link.desert();
             return;
         }
-        if entry.closing.is_some() || link.is_failed() {
+        if entry.close_state.is_some() || link.is_failed() {
             return;
         }
         link.note_mails_taken(header.mails);
         match entry.inbound.admit(&header, message) {
             Ok(true) => {
-                if land(&self.port, &link, &header, message) {
-                    land_ready(&self.port, &link, &mut entry.inbound);
+                if deliver(&self.port, &link, &header, message) {
+                    deliver_ready(&self.port, &link, &mut entry.inbound);
                 }
             }
             Ok(false) if entry.inbound.has_gap() => {
@@ -178,7 +180,7 @@ impl Device {
         }
     }
 
-    /// Ends pairs in which something is expected that does not come.
+    /// Fails pairs in which a message with an earlier number stays missing.
     pub(super) fn sweep_stalls(state: &mut State) {
         let State { stalls, table, .. } = state;
         stalls.retain(|stall| {
@@ -187,7 +189,7 @@ impl Device {
                 return false;
             };
             let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
-            if is_there && stall.since.elapsed() >= STALL_PATIENCE {
+            if is_there && stall.since.elapsed() >= STALL_TIMEOUT {
                 let seq = stall.seq;
                 link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
                 return false;
@@ -197,7 +199,8 @@ impl Device {
     }
 
     pub(super) fn handle_failure(&self, state: &mut State, failure: &Failure) {
-        // SAFETY: the context of an operation of ours, which lives until its completion.
+        // SAFETY: the context belongs to an operation of this device and lives until its
+        // completion.
         match unsafe { failure.context.cast::<Context>().as_ref() } {
             Some(context) if context.is_receive => {
                 tracing::warn!(text = failure.text, "a message could not be received");
@@ -205,39 +208,40 @@ impl Device {
             }
             Some(context) => state.complete(context, Some(failure)),
             None => {
-                // Small messages have no context; the peers' sequence numbers tell what was lost.
+                // Small messages have no context. A gap in the sequence numbers shows the loss to
+                // the peer.
                 tracing::debug!(text = failure.text, flags = failure.flags, "a message was lost");
             }
         }
     }
 }
 
-/// Whether `source` is the peer of `link`, as far as the provider knows.
+/// True if `source` is the peer of `link`, or if the provider does not know the source.
 fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
-    source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
+    source == sys::FI_ADDR_UNSPEC || link.remote().is_none_or(|remote| remote.peer == source)
 }
 
-/// Puts in place what was kept and may be put in place now. False when something was bad.
-fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
+/// Delivers the buffered messages that are next in order. Returns false if one was invalid.
+fn deliver_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
     while let Some((header, message)) = inbound.next_ready() {
-        if !land(port, link, &header, &message) {
+        if !deliver(port, link, &header, &message) {
             return false;
         }
     }
     true
 }
 
-/// Puts a message in place, and answers if it asks. False when it was bad.
-fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
-    match link.land(header, message) {
+/// Delivers a message, and replies if it asks for an answer. Returns false if it was invalid.
+fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
+    match link.deliver(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
-            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
-            // A lost answer would be waited for until the deadline.
+            let Some(answer) = link.unnumbered(Action::Answered { id }, 0) else { return true };
+            // Retry: the peer would wait for a lost answer until its deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {
-                    Ok(Taken::Yes) => break,
-                    Ok(Taken::Again) => std::hint::spin_loop(),
+                    Ok(PostStatus::Accepted) => break,
+                    Ok(PostStatus::Again) => std::hint::spin_loop(),
                     Err(error) => {
                         let _ = link.fail_call(&error);
                         break;
@@ -253,8 +257,8 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     }
 }
 
-/// Mailboxes that are looked at in turn, beside those that got mail lately.
+/// Mailboxes that one turn reads in rotation, beside those that got mail lately.
 const MAX_COLD: usize = 64;
-/// How long something may come after what follows it.
-const STALL_PATIENCE: Duration = Duration::from_secs(1);
+/// How much later than its successor a message may arrive.
+const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;

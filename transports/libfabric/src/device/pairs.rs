@@ -1,4 +1,4 @@
-//! How the pairs of a device begin and end.
+//! Opening and closing of a device's pairs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,27 +7,28 @@ use std::time::{Duration, Instant};
 use super::super::endpoint::Lease;
 use super::super::inbound::Inbound;
 use super::super::link::{IDX_MASK, Link};
-use super::super::mail::{Mailbox, NUM_CELLS};
+use super::super::mailbox::{Mailbox, NUM_CELLS};
 use super::super::outbox::Outbox;
 use super::super::owner::CallError;
-use super::super::port::{Registered, Rights, network_error};
+use super::super::port::{MemoryRegistration, Rights, network_error};
 use super::super::sys;
-use super::super::table::{Address, Closing, Entry, Leaving, Source};
+use super::super::table::{Address, CloseRequest, CloseState, Entry, Source};
 use super::{Device, lock};
 use p2p_core::network::NetworkError;
 use p2p_core::region::Region;
 use p2p_core::wait::event_fd;
 
 impl Device {
-    /// Makes a place for a pair with a fresh slot.
+    /// Adds a pair with a fresh slot to the table. Waits for the library thread, if there is one,
+    /// for at most [`Timeouts::call`](super::super::library_thread::Timeouts::call).
     pub(in super::super) fn add(
         self: &Arc<Self>,
         slot_bytes: usize,
         waiting_offset: usize,
     ) -> Result<Lease, NetworkError> {
-        match &self.keeper {
-            Some(keeper) => keeper
-                .ask("make a slot", move |device| device.add_here(slot_bytes, waiting_offset))?,
+        match &self.library_thread {
+            Some(library_thread) => library_thread
+                .call("make a slot", move |device| device.add_here(slot_bytes, waiting_offset))?,
             None => self.add_here(slot_bytes, waiting_offset),
         }
     }
@@ -47,42 +48,43 @@ impl Device {
         let slot =
             Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
         let outbox = Outbox::new(self.max_message_bytes);
-        if self.keeper.is_some() {
-            // Everything goes through it.
+        if self.library_thread.is_some() {
+            // All posts go through it, and later posts must not allocate.
             outbox.prepare().map_err(|e| failed("make an outbox", e.to_string()))?;
         }
         let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
         let registered = self.port.register_region(&slot, Rights::ReadWrite);
         let registered = registered.map_err(|e| network_error(provider, e.op, &e))?;
-        let mailbox = self.port.traits().takes_mail.then(|| Mailbox::new(&self.port)).transpose();
+        let mailbox = self.port.traits().has_mailbox.then(|| Mailbox::new(&self.port)).transpose();
         let mailbox = mailbox.map_err(|e| network_error(provider, e.op, &e))?;
         let mut state = lock(&self.state);
         let idx = match state.free.pop() {
             Some(idx) => idx,
             None if state.table.len() <= IDX_MASK as usize => {
                 state.table.push(Entry::default());
-                state.heads.push(None);
+                state.cursors.push(None);
                 (state.table.len() - 1) as u16
             }
             None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
         };
         let entry = &mut state.table[usize::from(idx)];
         let id = u32::from(entry.generation) << 16 | u32::from(idx);
-        let offer = mailbox.as_ref().map(Mailbox::offer);
+        let offer = mailbox.as_ref().map(Mailbox::address);
         let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake, outbox));
         entry.link = Some(Arc::clone(&link));
-        // SAFETY: the head is taken away with the pair's end, before the mailbox.
-        let head = mailbox.as_ref().map(|mailbox| unsafe { mailbox.head(link.token) });
+        // SAFETY: closing the pair removes the cursor before the mailbox.
+        let cursor = mailbox.as_ref().map(|mailbox| unsafe { mailbox.cursor(link.token) });
         entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
         entry.mailbox = mailbox;
-        state.heads[usize::from(idx)] = head;
-        if let Some(keeper) = &self.keeper {
-            keeper.add(&link);
+        state.cursors[usize::from(idx)] = cursor;
+        if let Some(library_thread) = &self.library_thread {
+            library_thread.add_link(&link);
         }
         Ok(Lease::new(Arc::clone(self), link, registered))
     }
 
-    /// Learns where the peer of a pair is.
+    /// Returns the provider's handle of the peer at `address`, and inserts the address if it is
+    /// new. Waits as [`add`](Self::add) does.
     pub(in super::super) fn locate(
         &self,
         link: &Link,
@@ -90,11 +92,11 @@ impl Device {
     ) -> Result<sys::FiAddr, NetworkError> {
         let provider = &self.port.traits().provider;
         let failed = |error: CallError| network_error(provider, error.op, &error);
-        let Some(keeper) = &self.keeper else {
+        let Some(library_thread) = &self.library_thread else {
             return self.locate_here(link.id, address).map_err(failed);
         };
         let (id, address) = (link.id, address.to_vec());
-        keeper.ask("join", move |device| device.locate_here(id, &address))?.map_err(failed)
+        library_thread.call("join", move |device| device.locate_here(id, &address))?.map_err(failed)
     }
 
     fn locate_here(&self, id: u32, address: &[u8]) -> Result<sys::FiAddr, CallError> {
@@ -116,47 +118,51 @@ impl Device {
         Ok(addr)
     }
 
-    /// The endpoint of a pair is gone. The key of its slot goes first.
+    /// Closes a pair whose endpoint was dropped. The key of its slot is revoked first.
+    ///
+    /// With a library thread this only queues the request.
     pub(in super::super) fn close(
         &self,
         link: &Arc<Link>,
-        slot: Option<Registered>,
+        slot: Option<MemoryRegistration>,
         sources: Vec<Source>,
     ) {
-        match &self.keeper {
-            Some(keeper) => {
+        match &self.library_thread {
+            Some(library_thread) => {
                 let link = Arc::clone(link);
-                keeper.hand_over(move |device| {
-                    let leaving = Leaving { since: Instant::now(), link, slot, sources };
-                    lock(&device.state).leaving.push(leaving);
+                library_thread.submit(move |device| {
+                    let request = CloseRequest { since: Instant::now(), link, slot, sources };
+                    lock(&device.state).close_requests.push(request);
                 });
             }
             None => self.close_here(link, slot, sources),
         }
     }
 
-    /// Closes pairs whose endpoint is gone, as soon as what was posted before is taken, as it is where it is
-    /// posted at once, or after `patience`. Whether there are no more of them.
-    pub(in super::super) fn close_leaving(&self, patience: Duration) -> bool {
-        let is_due = |leaving: &mut Leaving| {
-            let link = &leaving.link;
+    /// Carries out requested closes. A pair is closed once its outbox is empty or `timeout` after
+    /// the request. Without a library thread its posts are already with the library by then.
+    ///
+    /// Returns true if no request is left.
+    pub(in super::super) fn close_requested(&self, timeout: Duration) -> bool {
+        let is_due = |request: &mut CloseRequest| {
+            let link = &request.link;
             link.backlog() == 0
                 || link.is_failed()
                 || link.is_deserted()
-                || leaving.since.elapsed() >= patience
+                || request.since.elapsed() >= timeout
         };
         loop {
             let mut state = lock(&self.state);
-            let Some(due) = state.leaving.iter_mut().position(is_due) else {
-                return state.leaving.is_empty();
+            let Some(due) = state.close_requests.iter_mut().position(is_due) else {
+                return state.close_requests.is_empty();
             };
-            let Leaving { link, slot, sources, .. } = state.leaving.swap_remove(due);
+            let CloseRequest { link, slot, sources, .. } = state.close_requests.swap_remove(due);
             drop(state);
             self.close_here(&link, slot, sources);
         }
     }
 
-    fn close_here(&self, link: &Arc<Link>, slot: Option<Registered>, sources: Vec<Source>) {
+    fn close_here(&self, link: &Arc<Link>, slot: Option<MemoryRegistration>, sources: Vec<Source>) {
         drop(slot);
         if link.discard() {
             self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
@@ -164,11 +170,11 @@ impl Device {
         link.fail("close", 0, "closed by this side".to_owned());
         let mut state = lock(&self.state);
         let idx = (link.id & IDX_MASK) as u16;
-        state.ignore_mail(idx);
+        state.remove_cursor(idx);
         if let Some(entry) = state.table.get_mut(usize::from(idx)) {
-            let closing =
-                Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
-            entry.closing = Some(closing);
+            let close_state =
+                CloseState { since: Instant::now(), is_farewell_sent: false, _sources: sources };
+            entry.close_state = Some(close_state);
             state.closing.push(idx);
         }
         state.sweep_closing(&self.port);

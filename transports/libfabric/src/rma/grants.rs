@@ -1,82 +1,82 @@
-//! Keys that one peer alone is told, for the buffers of its messages: when it goes, they go with it, and
-//! nobody else notices.
+//! Keys that are given to one peer alone, for the buffers of its messages. They are revoked with
+//! the peer, and other peers are not affected.
 //!
-//! A key is kept for further messages into the same window. What all keys of a fabric open at a time has
-//! a limit. Beyond it those are taken back that no message uses, the one that was used longest ago first;
-//! where messages use them all, one more is not granted.
+//! A key is cached for further messages into the same window. The keys of a fabric have limits on
+//! their number and on the bytes that they open in total. Beyond a limit, the least recently used
+//! of the idle keys is revoked. If messages use all keys, no further key is granted.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::owner::CallError;
-use crate::port::Registered;
+use crate::port::MemoryRegistration;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{LocalSegment, PeerId, RegionId};
 
-/// What can be taken back.
+/// A key that can be revoked.
 pub(super) trait Key {
     /// # Errors
     /// [`CallError`]; it stays in force then, and the memory must stay mapped.
     fn revoke(&mut self) -> Result<(), CallError>;
 }
 
-impl Key for Registered {
+impl Key for MemoryRegistration {
     fn revoke(&mut self) -> Result<(), CallError> {
         self.close()
     }
 }
 
-/// The keys of all peers, at most one for every window of each.
+/// The keys of all peers, at most one per peer and window.
 #[derive(Debug)]
 pub(super) struct Grants<K> {
-    held: HashMap<(PeerId, Window), Held<K>>,
-    idle: Idle,
-    /// Keys of peers that are gone, which the library did not take back: their memory must stay mapped.
+    entries: HashMap<(PeerId, Window), Grant<K>>,
+    idle: IdleQueue,
+    /// Keys of closed peers that the library failed to revoke: their memory must stay mapped.
     unrevoked: Vec<(Window, K)>,
-    /// What both of them open.
+    /// Bytes that `entries` and `unrevoked` open.
     bytes: u64,
-    /// Counts ends of use, and so orders them.
+    /// Logical clock that orders the ends of use.
     clock: u64,
     pub(super) limits: Limits,
 }
 
 #[derive(Debug)]
-struct Held<K> {
+struct Grant<K> {
     key: K,
-    /// Messages under way.
+    /// Messages that use the key.
     num_users: u32,
-    /// When the last of them ended; 0 while there are some.
+    /// Value of the clock when the last message ended; 0 while a message uses the key.
     idle_since: u64,
 }
 
-/// The keys that no message uses, in order, so that nobody has to look through all for the oldest.
+/// The idle keys in LRU order, so that eviction need not search.
 #[derive(Debug, Default)]
-struct Idle {
-    /// Since when, and which. One that was used again is left here: its time is another now.
+struct IdleQueue {
+    /// Value of the clock, and the key. An entry becomes stale when its key is used again.
     queue: VecDeque<(u64, (PeerId, Window))>,
     num_keys: usize,
-    /// What they open.
+    /// Bytes that they open.
     bytes: u64,
 }
 
-impl Idle {
-    /// A key is used again, or goes. One that is in use already is not counted here.
-    fn leave<K>(&mut self, held: &mut Held<K>, window: Window) {
-        if std::mem::take(&mut held.idle_since) != 0 {
+impl IdleQueue {
+    /// Uncounts a key that is used again or revoked, unless it is in use already.
+    fn remove<K>(&mut self, grant: &mut Grant<K>, window: Window) {
+        if std::mem::take(&mut grant.idle_since) != 0 {
             self.num_keys -= 1;
             self.bytes -= window.bytes;
         }
     }
 }
 
-/// How much may be open at a time.
+/// Limits of all keys of a fabric together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) bytes: u64,
     pub(super) num_keys: usize,
 }
 
-/// What a key opens: a registration, or, of a long one, a part with the buffer within. Some providers
-/// take a second for every few GB.
+/// The memory that a key opens: a registration or, if that is long, the part around the buffer.
+/// Some providers take a second per few GB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Window {
     pub(super) region: RegionId,
@@ -86,7 +86,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The one around a part of a registration of `total` bytes. Buffers close to each other share it.
+    /// The window around a part of a registration of `total` bytes. Nearby buffers share a window.
     pub(super) const fn around(part: LocalSegment, total: u64) -> Self {
         if total <= WINDOW_BYTES {
             return Self { region: part.region, start: 0, bytes: total };
@@ -97,7 +97,7 @@ impl Window {
         Self { region: part.region, start, bytes: end - start }
     }
 
-    /// No more than the part.
+    /// The window of exactly this part.
     const fn of(part: LocalSegment) -> Self {
         Self { region: part.region, start: part.offset, bytes: part.bytes }
     }
@@ -106,14 +106,14 @@ impl Window {
 impl<K> Default for Grants<K> {
     fn default() -> Self {
         let limits = Limits { bytes: MAX_BYTES, num_keys: MAX_KEYS };
-        let (held, idle) = (HashMap::new(), Idle::default());
-        Self { held, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
+        let (entries, idle) = (HashMap::new(), IdleQueue::default());
+        Self { entries, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
     }
 }
 
 impl<K: Key> Grants<K> {
-    /// The peer's key for a part of a registration of `total` bytes, and the window that it opens, for one
-    /// message. It is made where there is none.
+    /// Returns the peer's key for a part of a registration of `total` bytes and the window that it
+    /// opens, for one message. Calls `make` if there is no such key.
     pub(super) fn open(
         &mut self,
         peer: PeerId,
@@ -122,54 +122,54 @@ impl<K: Key> Grants<K> {
         mut make: impl FnMut(Window) -> Result<K, PostError>,
     ) -> Result<(Window, &K), PostError> {
         let (around, exact) = (Window::around(part, total), Window::of(part));
-        let known = [exact, around].into_iter().find(|w| self.held.contains_key(&(peer, *w)));
+        let known = [exact, around].into_iter().find(|w| self.entries.contains_key(&(peer, *w)));
         let window = match known {
             Some(known) => known,
             None => {
                 let (window, key) = self.make(around, exact, &mut make)?;
                 self.bytes += window.bytes;
-                self.held.insert((peer, window), Held { key, num_users: 0, idle_since: 0 });
+                self.entries.insert((peer, window), Grant { key, num_users: 0, idle_since: 0 });
                 window
             }
         };
-        let Some(held) = self.held.get_mut(&(peer, window)) else {
+        let Some(grant) = self.entries.get_mut(&(peer, window)) else {
             unreachable!("it was found, or made")
         };
-        self.idle.leave(held, window);
-        held.num_users += 1;
-        Ok((window, &held.key))
+        self.idle.remove(grant, window);
+        grant.num_users += 1;
+        Ok((window, &grant.key))
     }
 
-    /// A message into this part has ended.
+    /// Ends the use of a key by one message into this part.
     pub(super) fn end(&mut self, peer: PeerId, part: LocalSegment, total: u64) {
-        // The narrow one is only made where there is no other, and is preferred from then on: as long as
-        // messages use it, it is the one of this part.
+        // An exact key is only made if there is no wide one, and `open` prefers it from then on. So
+        // while messages use it, it is the key of this part.
         for window in [Window::of(part), Window::around(part, total)] {
-            if let Some(held) = self.held.get_mut(&(peer, window))
-                && held.num_users > 0
+            if let Some(grant) = self.entries.get_mut(&(peer, window))
+                && grant.num_users > 0
             {
-                held.num_users -= 1;
-                if held.num_users == 0 {
-                    self.rest((peer, window));
+                grant.num_users -= 1;
+                if grant.num_users == 0 {
+                    self.mark_idle((peer, window));
                 }
                 return;
             }
         }
     }
 
-    /// Revokes the keys of `region`. On an error that one is still there, and in force.
+    /// Revokes the keys of `region`. After an error the failed key is still present and in force.
     pub(super) fn revoke(&mut self, region: RegionId) -> Result<(), CallError> {
         let mut result = Ok(());
         let (bytes, idle) = (&mut self.bytes, &mut self.idle);
-        self.held.retain(|(_, window), held| {
+        self.entries.retain(|(_, window), grant| {
             let is_due = window.region == region && result.is_ok();
             if is_due {
-                result = held.key.revoke();
+                result = grant.key.revoke();
             }
             let is_gone = is_due && result.is_ok();
             if is_gone {
                 *bytes -= window.bytes;
-                idle.leave(held, *window);
+                idle.remove(grant, *window);
             }
             !is_gone
         });
@@ -182,21 +182,21 @@ impl<K: Key> Grants<K> {
         Ok(())
     }
 
-    /// Revokes all keys of a peer, and remembers those that stay in force.
+    /// Revokes all keys of a peer. Keys that stay in force go to `unrevoked`.
     pub(super) fn close_peer(&mut self, peer: PeerId) {
-        for ((_, window), mut held) in self.held.extract_if(|(of, _), _| *of == peer) {
-            self.idle.leave(&mut held, window);
-            match held.key.revoke() {
+        for ((_, window), mut grant) in self.entries.extract_if(|(of, _), _| *of == peer) {
+            self.idle.remove(&mut grant, window);
+            match grant.key.revoke() {
                 Ok(()) => self.bytes -= window.bytes,
                 Err(error) => {
                     tracing::error!(%error, "a closed peer can still write memory that it was granted");
-                    self.unrevoked.push((window, held.key));
+                    self.unrevoked.push((window, grant.key));
                 }
             }
         }
     }
 
-    /// Makes the wide key where there is room, which serves more messages, or else the narrow one.
+    /// Makes the wide key if there is room, because it serves more messages, or else the exact one.
     fn make(
         &mut self,
         around: Window,
@@ -211,7 +211,7 @@ impl<K: Key> Grants<K> {
             return Err(self.full(exact.bytes));
         };
         match make(window) {
-            // The system has less room than the limits: once more with all there is.
+            // The system has less room than the limits: evict all idle keys and retry once.
             Err(PostError::Transport { code: ENOMEM, .. }) if self.idle.num_keys > 0 => {
                 while self.evict_oldest()? {}
                 Ok((exact, make(exact)?))
@@ -220,14 +220,14 @@ impl<K: Key> Grants<K> {
         }
     }
 
-    /// Takes keys back that nobody uses until there is room for one more of `bytes`. False: there is none,
-    /// and none is taken. What is wanted when no message is under way always fits, however long it is.
+    /// Evicts idle keys until one more of `bytes` fits. Returns false, without evicting, if keys in
+    /// use leave too little room. A key of any size fits while no message uses a key.
     fn make_room(&mut self, bytes: u64) -> Result<bool, PostError> {
         if self.has_room((self.bytes, self.num_keys()), bytes) {
             return Ok(true);
         }
         let in_use = (self.bytes - self.idle.bytes, self.num_keys() - self.idle.num_keys);
-        if self.idle.num_keys < self.held.len() && !self.has_room(in_use, bytes) {
+        if self.idle.num_keys < self.entries.len() && !self.has_room(in_use, bytes) {
             return Ok(false);
         }
         while !self.has_room((self.bytes, self.num_keys()), bytes) && self.evict_oldest()? {}
@@ -239,36 +239,37 @@ impl<K: Key> Grants<K> {
     }
 
     fn num_keys(&self) -> usize {
-        self.held.len() + self.unrevoked.len()
+        self.entries.len() + self.unrevoked.len()
     }
 
-    /// No message uses this key from now on.
-    fn rest(&mut self, at: (PeerId, Window)) {
-        let Some(held) = self.held.get_mut(&at) else { return };
+    /// Marks a key as idle from now on.
+    fn mark_idle(&mut self, at: (PeerId, Window)) {
+        let Some(grant) = self.entries.get_mut(&at) else { return };
         self.clock += 1;
-        held.idle_since = self.clock;
-        let Idle { queue, num_keys, bytes } = &mut self.idle;
+        grant.idle_since = self.clock;
+        let IdleQueue { queue, num_keys, bytes } = &mut self.idle;
         (*num_keys, *bytes) = (*num_keys + 1, *bytes + at.1.bytes);
         if queue.len() >= 2 * *num_keys + MAX_STALE {
-            queue.retain(|(since, at)| self.held.get(at).is_some_and(|h| h.idle_since == *since));
+            queue
+                .retain(|(since, at)| self.entries.get(at).is_some_and(|h| h.idle_since == *since));
         }
         queue.push_back((self.clock, at));
     }
 
-    /// Takes back the key that was used longest ago, of those that no message uses. False: there is none.
+    /// Revokes the least recently used idle key. Returns false if there is none.
     fn evict_oldest(&mut self) -> Result<bool, PostError> {
         while let Some((since, at)) = self.idle.queue.pop_front() {
-            let Some(held) = self.held.get_mut(&at) else { continue };
-            if held.idle_since != since {
+            let Some(grant) = self.entries.get_mut(&at) else { continue };
+            if grant.idle_since != since {
                 continue;
             }
-            self.idle.leave(held, at.1);
-            if let Err(CallError { op, code, text }) = held.key.revoke() {
-                // Another one is tried the next time.
-                self.rest(at);
+            self.idle.remove(grant, at.1);
+            if let Err(CallError { op, code, text }) = grant.key.revoke() {
+                // The next call tries another key.
+                self.mark_idle(at);
                 return Err(PostError::Transport { op, code, detail: text });
             }
-            self.held.remove(&at);
+            self.entries.remove(&at);
             self.bytes -= at.1.bytes;
             return Ok(true);
         }
@@ -287,13 +288,13 @@ impl<K: Key> Grants<K> {
     }
 }
 
-/// Parts of this size are opened together.
+/// Size and alignment of a window.
 const WINDOW_BYTES: u64 = 64 << 20;
-/// Most bytes that keys of a fabric open at a time: 64 MiB for each of 1,024 peers.
+/// Most bytes that the keys of a fabric open at a time: 64 MiB for each of 1,024 peers.
 const MAX_BYTES: u64 = 64 << 30;
 /// Most keys of a fabric at a time.
 const MAX_KEYS: usize = 16 << 10;
-/// Places in the queue of idle keys whose key was used again: so many, beside as many as there are keys.
+/// Stale entries that the queue of idle keys may hold, beside as many as there are idle keys.
 const MAX_STALE: usize = 64;
 const ENOMEM: i64 = 12;
 

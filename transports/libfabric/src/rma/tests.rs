@@ -10,7 +10,7 @@ use p2p_core::region::Region;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A fabric, or the reason why there is none, loudly.
+/// A fabric, or `None` with a skip message that gives the reason.
 fn open(provider: &str) -> Option<LibfabricFabric> {
     match LibfabricFabric::open(provider, Some([127, 0, 0, 1].into())) {
         Ok(fabric) => Some(fabric),
@@ -55,15 +55,15 @@ fn fill(region: &Region, bytes: &[u8]) {
     }
 }
 
-/// Posts until it is taken, while both sides go on.
+/// Retries a post until it is accepted, while both sides make progress.
 fn insist(
     a: &mut LibfabricFabric,
     b: &mut LibfabricFabric,
     done: &mut Vec<Completion>,
-    mut post: impl FnMut(&mut LibfabricFabric) -> Result<Posted, PostError>,
+    mut post: impl FnMut(&mut LibfabricFabric) -> Result<PostOutcome, PostError>,
 ) {
     let deadline = Instant::now() + LIMIT;
-    while post(a).unwrap() == Posted::Full {
+    while post(a).unwrap() == PostOutcome::Full {
         assert!(Instant::now() < deadline, "not taken");
         a.poll(done);
         b.poll(&mut Vec::new());
@@ -200,7 +200,7 @@ fn ranges_and_peers_that_do_not_exist_are_refused_at_once() {
     }
     a.deregister(id).unwrap();
     assert!(a.deregister(id).is_err() && a.describe(id).is_none());
-    // Another one has its place: the id that is over does not name it.
+    // Another registration reuses its place: the old id does not name it.
     let (_memory, next) = memory(&mut a, 4096, Access::RemoteReadWrite);
     let error = a.deregister(id).unwrap_err().to_string();
     assert!(error.contains("was deregistered, and generation"), "{error}");
@@ -214,7 +214,7 @@ fn ranges_and_peers_that_do_not_exist_are_refused_at_once() {
     a.deregister(next).unwrap();
 }
 
-/// A queue that fails cannot be had from a provider that works, so the failure alone is made up.
+/// A working provider has no failing queue, so the test makes the failure up.
 #[test]
 fn what_a_failed_queue_held_comes_back_with_the_word_of_its_failure() {
     let (Some(mut a), Some(mut b)) = (open("tcp;ofi_rxm"), open("tcp;ofi_rxm")) else { return };
@@ -278,14 +278,14 @@ fn a_granted_key_ends_with_its_peer_and_takes_nothing_from_others() {
     let src = |region| LocalSegment { region, offset: 0, bytes: 4096 };
     let at = |region| RemoteSegment { region, offset: 0 };
     insist(&mut a, &mut b, &mut done, |a| {
-        // SAFETY: nobody writes the source.
+        // SAFETY: the source is not written.
         unsafe { a.write(to_b, at(for_a), src(source_id), Token(1)) }
     });
     collect(&mut a, &mut b, &mut done, 1);
     assert!(done[0].result.is_ok() && bytes_of(&target) == [7; 4096], "{done:?}");
     b.close_peer(from_a);
     done.clear();
-    // Whoever else is given the key has nothing by it.
+    // Another peer cannot use the key.
     for (region, is_allowed) in [(for_c, true), (of_all, true), (for_a, false)] {
         insist(&mut c, &mut b, &mut done, |c| {
             // SAFETY: as above.
@@ -313,10 +313,10 @@ fn keys_of_ended_messages_make_room_and_those_in_use_work_on() {
     let third = b.grant(from_a, part(2)).unwrap();
     fill(&source, &[7; 4096]);
     let (mut done, src) = (Vec::new(), LocalSegment { region: source_id, offset: 0, bytes: 4096 });
-    // Whoever writes by a key that was taken back loses the connection, so that comes last.
+    // A write with a revoked key loses the connection, so that comes last.
     for (to, nth, is_allowed) in [(second, 1, true), (third, 2, true), (first, 0, false)] {
         insist(&mut a, &mut b, &mut done, |a| {
-            // SAFETY: nobody writes the source.
+            // SAFETY: the source is not written.
             unsafe { a.write(to_b, to, src, Token(1)) }
         });
         collect(&mut a, &mut b, &mut done, 1);
@@ -324,7 +324,7 @@ fn keys_of_ended_messages_make_room_and_those_in_use_work_on() {
         let expected = if is_allowed { 7 } else { 0 };
         assert!(bytes_of(&targets[nth].0) == [expected; 4096], "{nth}");
     }
-    // It is only used for memory that is there.
+    // The key is only used for memory that is present.
     b.deregister(targets[1].1).unwrap();
     b.end_grant(from_a, part(1));
     b.end_grant(PeerId(77), part(2));
@@ -345,14 +345,14 @@ fn closing_a_silent_peer_fails_what_is_under_way_exactly_once() {
             unsafe { a.read(to_b, dst, remote, Token(nth)) }
         });
     }
-    // The other side does nothing from now on, so at least the last ones cannot complete.
+    // The other side makes no progress from now on, so at least the last ones cannot complete.
     a.close_peer(to_b);
     let deadline = Instant::now() + LIMIT;
     while done.len() < 4 || a.free.len() < NUM_CONTEXTS as usize {
         assert!(Instant::now() < deadline, "{} contexts are back: {done:?}", a.free.len());
         a.poll(&mut done);
     }
-    // Nothing comes a second time.
+    // No completion comes a second time.
     for _ in 0..100 {
         a.poll(&mut done);
     }
@@ -361,7 +361,7 @@ fn closing_a_silent_peer_fails_what_is_under_way_exactly_once() {
     assert_eq!(tokens, [0, 1, 2, 3], "{done:?}");
     assert!(done.iter().any(|completion| completion.result.is_err()));
     assert_eq!(a.free.len(), NUM_CONTEXTS as usize, "a context came back twice");
-    // And the fabric goes on with a new peer.
+    // The fabric continues with a new peer.
     done.clear();
     let (again, _) = joined(&mut a, &mut b);
     insist(&mut a, &mut b, &mut done, |a| {
@@ -389,7 +389,7 @@ fn revoking_memory_in_use_ends_the_operations_that_use_it() {
     assert!(matches!(&done[..], [Completion { token: Token(3), .. }]), "{done:?}");
 }
 
-/// As where registrations belong to the endpoint: over the provider at hand it is the same code.
+/// Imitates a provider whose registrations belong to the endpoint. The code is the same.
 fn share_the_endpoint(fabric: &mut LibfabricFabric) {
     fabric.is_shared = true;
     fabric.watch(fabric.port.queue(), SHARED_QUEUE).unwrap();
@@ -412,20 +412,22 @@ fn what_ends_after_its_peer_was_closed_counts_for_nobody_else() {
             unsafe { a.read(to_b, dst, remote, Token(nth)) }
         });
     }
-    // At least the last ones are under way when the peer goes, and another one takes its number.
+    // At least the last operations still run when the peer is closed and another one takes its
+    // number.
     assert!(done.len() < 4, "{done:?}");
     a.close_peer(to_b);
     let error = a.deregister(back_id).unwrap_err().to_string();
     assert!(error.contains("a read of 1048576 bytes is under way"), "{error}");
     let (again, _) = joined(&mut a, &mut b);
     assert_eq!(again, to_b, "numbers are used again");
-    let num_flights = |a: &LibfabricFabric| a.peers[again.0 as usize].as_ref().unwrap().num_flights;
-    assert_eq!(num_flights(&a), 0);
+    let num_operations =
+        |a: &LibfabricFabric| a.peers[again.0 as usize].as_ref().unwrap().num_operations;
+    assert_eq!(num_operations(&a), 0);
     collect(&mut a, &mut b, &mut done, 4);
     let mut tokens: Vec<u64> = done.iter().map(|completion| completion.token.0).collect();
     tokens.sort_unstable();
     assert_eq!(tokens, [0, 1, 2, 3], "{done:?}");
-    assert_eq!(num_flights(&a), 0, "nobody counts below nothing");
+    assert_eq!(num_operations(&a), 0, "nobody counts below nothing");
     assert_eq!(a.free.len(), NUM_CONTEXTS as usize, "contexts came back");
     done.clear();
     insist(&mut a, &mut b, &mut done, |a| {
@@ -437,7 +439,7 @@ fn what_ends_after_its_peer_was_closed_counts_for_nobody_else() {
     a.deregister(back_id).unwrap();
 }
 
-/// The library refuses to close a registration as long as this lives.
+/// Makes the library refuse to close a registration until it is dropped.
 struct Refusing {
     fid: *mut sys::Fid,
     real: *mut sys::Ops,
@@ -448,7 +450,7 @@ unsafe extern "C" fn refuse(_: *mut sys::Fid) -> std::ffi::c_int {
 }
 
 impl Refusing {
-    fn at(registered: &Registered) -> Self {
+    fn at(registered: &MemoryRegistration) -> Self {
         let fid = registered.fid();
         // SAFETY: a live object that only this thread uses; its table is copied bit by bit, and the
         // copy stays for ever.

@@ -1,4 +1,4 @@
-//! The layouts against the system's own headers.
+//! Compares the layouts with the system's headers.
 
 use std::fmt::Write as _;
 use std::mem::{offset_of, size_of};

@@ -1,4 +1,5 @@
-//! Peers that go without a word, many of them: what they leave, and who else suffers.
+//! Peers that end without a farewell, in large numbers: the resources they leave and the effect on
+//! other peers.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ pub(crate) const CROWD: usize = 250;
 pub(crate) const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const NUM_CROWDS: usize = 4;
 
-/// What the other process does: answers everybody until it is killed, or left.
+/// The other process: answers each message until it is killed or its peer leaves.
 pub(crate) fn answer(connections: &mut [Connection]) {
     while connections.iter_mut().any(|connection| connection.liveness.closed_now().is_none()) {
         for Connection { channel, .. } in &mut *connections {
@@ -22,8 +23,8 @@ pub(crate) fn answer(connections: &mut [Connection]) {
     }
 }
 
-/// A peer that is gone without a farewell keeps the addresses of its slot and of its mailbox, because
-/// nobody says when its last write is over. It must not keep their pages.
+/// A peer that ends without a farewell keeps the addresses of its slot and of its mailbox, because
+/// no event reports its last write. It must not keep their pages.
 #[test]
 fn a_thousand_lost_peers_keep_no_memory() {
     let Some(network) = network(TCP) else { return };
@@ -49,20 +50,20 @@ fn a_thousand_lost_peers_keep_no_memory() {
         resident.push(resident_bytes());
     }
     println!("resident after each {CROWD} lost peers: {resident:?}");
-    // The library's pools grow by megabytes, or shrink, with some crowds and not with others. A page for each
-    // peer would be there nearly every time, and twice as much as this.
+    // The library's pools grow by megabytes, or shrink, with some crowds and not with others. A
+    // page per peer would show nearly every time, and as twice this limit.
     let usual = usual_growth(&resident);
     let most = (CROWD as u64 * 4096 / 2).cast_signed();
     assert!(usual < most, "usually {usual} bytes for each {CROWD} lost peers: {resident:?}");
 }
 
-/// Longer than a peer's farewell is waited for.
+/// Waits longer than a device waits for a farewell.
 fn wait_for_farewells() {
     std::thread::sleep(Duration::from_secs(7));
 }
 
-/// A process that is killed while it holds a lock of this provider leaves it locked for ever. Whoever
-/// shares it is told within a bound, goes on, and has new pairs.
+/// A process that is killed while it holds a lock of this provider leaves it locked forever.
+/// Processes that share the lock get an error within a bound, continue, and get new pairs.
 #[test]
 fn peers_killed_over_shared_memory_of_the_library_hold_nobody_up() {
     let Some(network) = network("shm") else { return };
@@ -102,14 +103,14 @@ fn peers_killed_over_shared_memory_of_the_library_hold_nobody_up() {
     assert!(num_taken > 0, "nothing was ever exchanged");
 }
 
-/// The provider `shm` names memory after the process. Who gets the number of one that was killed, which comes
-/// round, finds what it left.
+/// The provider `shm` names memory after the process id. A process with the reused id of a killed
+/// one finds the memory that it left.
 #[test]
 fn what_a_killed_process_left_is_in_nobodys_way() {
     if network("shm").is_none() {
         return;
     }
-    // In a process of its own, whose numbers nobody else takes.
+    // A child process, because other tests of this process use the same names.
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "leftovers");
     let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
@@ -118,9 +119,9 @@ fn what_a_killed_process_left_is_in_nobodys_way() {
     assert!(output.status.success(), "{}: {said}", output.status);
 }
 
-/// Opens endpoints whose names are taken by what a process of the same number left.
+/// Opens endpoints whose names are taken by memory that a process of the same id left.
 pub(crate) fn meet_leftovers() {
-    // What was really left, by whoever had this process's number before.
+    // Leftovers of an earlier process with this id.
     bury(std::process::id());
     let networks = [(); 3].map(|()| network("shm").unwrap());
     let [first, second, third] = &networks;
@@ -130,7 +131,7 @@ pub(crate) fn meet_leftovers() {
     let name = own.to_str().unwrap();
     let (process, number) = name.rsplit_once(':').expect("a name that ends with a number");
     let number: u32 = number.parse().expect("a number");
-    // Of two devices, of two engines, and of either's end of their connection.
+    // Of two devices, of two engines, and of either end of their connection.
     let left =
         [1, 2, 3, 4, 5, 6].map(|ahead| PathBuf::from(format!("{process}:{}", number + ahead)));
     let number_of = |path: &PathBuf| std::fs::metadata(path).map(|file| file.ino()).ok();
@@ -153,12 +154,12 @@ pub(crate) fn meet_leftovers() {
     for nth in 0..left.len() {
         assert!(before[nth].is_some() && before[nth] != after[nth], "nobody met {:?}", left[nth]);
     }
-    // Within one process the library follows pointers into endpoints that were closed.
+    // Within one process the library follows pointers into closed endpoints.
     std::mem::forget(((a, b), (out, back), (here, there), opened, networks));
     bury(std::process::id());
 }
 
-/// A process that ends in order leaves no memory in `/dev/shm`.
+/// A process that exits in order leaves no memory in `/dev/shm`.
 #[test]
 fn whoever_ends_in_order_leaves_no_memory_behind() {
     let Some(network) = network("shm") else { return };
@@ -195,15 +196,15 @@ fn memory_of(process: u32) -> Vec<PathBuf> {
     found
 }
 
-/// Removes what a killed process left, which nobody else does.
+/// Removes memory that a killed process left.
 fn bury(process: u32) {
     for path in memory_of(process) {
-        // Whoever has the number by now may have removed it.
+        // A process with the reused id may have removed it.
         let _ = std::fs::remove_file(path);
     }
 }
 
-/// A peer; another one where the library stands still and nobody has noticed yet.
+/// A connected peer. Starts another one if the library is stuck and that is not known yet.
 fn meet(
     connections: &Receiver<Connection>,
     addr: &str,

@@ -1,4 +1,4 @@
-//! Peers over libfabric beyond the conformance suite: who drives, who dies, who sends nonsense.
+//! Tests of libfabric beyond the conformance suite: drivers, dying peers and invalid input.
 
 #[path = "../../../../tests/support/src/bounded.rs"]
 mod bounded;
@@ -30,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const TCP: &str = "tcp;ofi_rxm";
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 256 << 10, num_frames: 2 };
 
-/// A provider of this host, or `None`, loudly.
+/// A provider of this host, or `None` with a skip message.
 fn network(provider: &str) -> Option<FabricNetwork> {
     match FabricNetwork::open(provider) {
         Ok(network) => Some(network),
@@ -54,7 +54,7 @@ fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (Channel<AnyEndpoint>, Channel<
     let (a, b) = (a.open(&layout(), route()).unwrap(), b.open(&layout(), route()).unwrap());
     let (of_a, of_b) = (a.description(), b.description());
     let (a, b) = (a.join(&of_b).unwrap(), b.join(&of_a).unwrap());
-    let channel = |side: p2p_core::network::Joined| {
+    let channel = |side: p2p_core::network::JoinedSide| {
         Channel::new(side.endpoint, layout(), side.slot, SlotKey).unwrap()
     };
     (channel(a), channel(b))
@@ -121,7 +121,7 @@ fn a_driver_that_nobody_drives_drives_itself() {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(take(&mut b, bytes.len()).unwrap() == bytes);
-        // The credit comes back although this side drives nothing, either.
+        // The credit returns although this side does not drive either.
         while a.in_flight() > 0 {
             assert!(Instant::now() < deadline, "nobody gave the frame back");
             std::thread::sleep(Duration::from_millis(1));
@@ -182,7 +182,7 @@ fn threads_share_a_driver_and_wake_each_other() {
     }
 }
 
-/// By the environment, so in a process of its own.
+/// The environment selects the mode, so this test has a child process.
 #[test]
 fn those_who_look_find_what_comes() {
     let tests =
@@ -211,7 +211,7 @@ fn a_word_that_says_no_way_to_wait_is_refused_by_name() {
 }
 
 const NUM_BLOCKS: u64 = 6;
-/// Pairs between two looks at what is left of them.
+/// Pairs between two measurements of the resources that are left.
 const BLOCK: u64 = 50;
 
 #[test]
@@ -228,13 +228,13 @@ fn pairs_that_come_and_go_leave_nothing_behind() {
     let resident: Vec<u64> = (0..NUM_BLOCKS)
         .map(|_| {
             (0..BLOCK).for_each(|_| round());
-            // Each pair has several; some of those that went last may still be there.
+            // Each pair has several; some of the last pairs may still be open.
             eventually("the descriptors to be closed", || num_descriptors() <= descriptors + 8);
             resident_bytes()
         })
         .collect();
     println!("resident after each {BLOCK} pairs: {resident:?}");
-    // Each pair has two slots and staging, of which it has touched 60 000 bytes at least.
+    // Each pair has two slots and staging, and has touched 60 000 bytes of them at least.
     let (usual, most) = (usual_growth(&resident), (BLOCK * 30_000).cast_signed());
     assert!(usual < most, "usually {usual} bytes for each {BLOCK} pairs: {resident:?}");
 }
@@ -268,7 +268,7 @@ fn a_description_that_makes_no_sense_is_refused_by_name() {
         rng.fill_bytes(&mut detail);
         refused(&|d| d.detail.clone_from(&detail));
     }
-    // The device still serves those who make sense.
+    // The device still serves valid peers.
     let (mut a, mut b) = pair(&a, &b);
     exchange(&mut a, &mut b, b"still here");
 }
@@ -305,7 +305,7 @@ fn a_wrong_key_or_token_harms_nobody_else() {
     assert!(matches!(result, Err(QuietError::Deadline { .. })), "{result:?}");
     victim.endpoint.driver().unwrap().drive();
     assert!(victim.endpoint.health().is_ok());
-    // SAFETY: nobody writes the slot: the message had no right to.
+    // SAFETY: no thread writes the slot: the message had no right to.
     assert_eq!(unsafe { victim.slot.as_ptr().add(8).cast::<u64>().read_volatile() }, 0);
 }
 
@@ -342,7 +342,7 @@ fn a_killed_peer_costs_an_error_and_nothing_else() {
         let start = Instant::now();
         let mut is_killed = false;
         let bytes = vec![death as u8; 100_000];
-        // Works until the peer is noticed to be gone, by whatever notices it first.
+        // Works until the loss of the peer is noticed, by either means.
         let reason = loop {
             if !is_killed && start.elapsed() >= kill_after {
                 child.kill().unwrap();
@@ -373,8 +373,8 @@ fn a_killed_peer_costs_an_error_and_nothing_else() {
     }
     assert!(num_taken > 0, "nothing was ever exchanged");
     let baseline = baseline.unwrap();
-    // Longer than the runtime keeps threads for work that blocks. A death that costs something costs it every
-    // time; pages of memory are the subject of `lost`.
+    // Longer than the runtime keeps threads for blocking work. A leak per death would show every
+    // time. Pages of memory are the subject of `lost`.
     let deadline = Instant::now() + LIMIT;
     let after = loop {
         let after = held();
@@ -402,7 +402,7 @@ fn num_deaths() -> u32 {
     std::env::var("SWITCHYARD_LIBFABRIC_DEATHS").map_or(25, |text| text.parse().expect("a number"))
 }
 
-/// Sends what it may and takes what came; whether something did.
+/// Sends and receives as far as possible. Returns true if a frame arrived.
 fn step(channel: &mut Channel<AnyEndpoint>, bytes: &[u8]) -> Result<bool, String> {
     let text = |error: p2p_core::ChannelError| error.to_string();
     if let Some(frame) = channel.try_reserve().map_err(text)? {
@@ -455,7 +455,7 @@ fn an_idle_device_costs_almost_no_processor_time() {
     if network("tcp;ofi_rxm").is_none() {
         return;
     }
-    // In a process of its own, where nobody else's work counts.
+    // A child process, because other tests of this process use processor time.
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "idle");
     let output = bounded::output_of(&mut command, "the idle process", bounded::LIMIT);
@@ -463,7 +463,7 @@ fn an_idle_device_costs_almost_no_processor_time() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Two devices with a pair that has nothing to do.
+/// Opens two devices with an idle pair.
 fn be_idle() {
     let (Some(a), Some(b)) = (network("tcp;ofi_rxm"), network("tcp;ofi_rxm")) else { return };
     let (mut a, mut b) = pair(&a, &b);
@@ -473,7 +473,7 @@ fn be_idle() {
     std::thread::sleep(Duration::from_secs(2));
     let share = (cpu_time() - before).as_secs_f64() / start.elapsed().as_secs_f64();
     println!("two idle devices: {:.3} % of a processor", share * 100.0);
-    // Other work on the host makes this less, not more; whoever looks all the time takes all he gets.
+    // Other work on the host only lowers this. A busy loop would take all the time that it gets.
     assert!(share < 0.1, "two idle devices take {share:.3} of a processor");
 }
 
@@ -537,8 +537,8 @@ fn child_process() {
         }
     }
     if role == "leaver" {
-        // The endpoint, and then the network. What sleeps on it goes with the process, so that nobody closes
-        // the library's endpoint before.
+        // The endpoint, and then the network. The threads that sleep on it keep it until the
+        // process exits, so the library's endpoint is not closed before.
         let set = WaitSet::new().unwrap();
         set.attach(connection.channel.endpoint()).unwrap();
         drop(connection);

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
-use p2p_core::network::Joined;
+use p2p_core::network::JoinedSide;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
 use super::lines::{LIMIT, Lines};
@@ -14,13 +14,13 @@ use proxy::threads::{Proxy, ProxyPeer};
 
 pub(super) fn from_host(
     proxy: &Proxy,
-    pairs: Vec<Joined>,
+    pairs: Vec<JoinedSide>,
     plan: &Plan,
     layout: &SlotLayout,
     line: &mut Lines,
 ) -> Result<Samples> {
     let mut senders = Vec::new();
-    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+    for (idx, JoinedSide { endpoint, slot }) in pairs.into_iter().enumerate() {
         senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
     }
     let mut checked = 0;

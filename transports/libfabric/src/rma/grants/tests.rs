@@ -26,7 +26,7 @@ fn part(region: u32, offset: u64, bytes: u64) -> LocalSegment {
     LocalSegment { region: RegionId(region), offset, bytes }
 }
 
-/// What the keys of a test open, and whether the library lets go of them.
+/// Memory that the keys of a test open, and whether the library revokes them.
 #[derive(Default)]
 struct World {
     open: RefCell<Vec<Window>>,
@@ -58,8 +58,8 @@ impl Rig {
         Self { world: Rc::default(), grants: Grants { limits, ..Grants::default() } }
     }
 
-    /// Grants a part of a registration of `total` bytes, and gives where the window begins, and how
-    /// long it is.
+    /// Grants a part of a registration of `total` bytes. Returns the start and length of the
+    /// window.
     fn open(&mut self, peer: u32, of: LocalSegment, total: u64) -> Result<(u64, u64), PostError> {
         let world = Rc::clone(&self.world);
         let opened = self.grants.open(PeerId(peer), of, total, |window| {
@@ -79,17 +79,17 @@ impl Rig {
         regions.sort_unstable();
         let sum: u64 = self.world.open.borrow().iter().map(|window| window.bytes).sum();
         assert_eq!(sum, self.grants.bytes);
-        // What nobody uses is in the queue once, in order.
-        let Grants { held, idle, .. } = &self.grants;
+        // Idle keys are in the queue once, in order.
+        let Grants { entries, idle, .. } = &self.grants;
         let queue = idle.queue.iter();
         let in_queue =
-            queue.filter(|(since, at)| held.get(at).is_some_and(|h| h.idle_since == *since));
-        let mut unused: Vec<_> = held.iter().filter(|(_, held)| held.num_users == 0).collect();
-        unused.sort_by_key(|(_, held)| held.idle_since);
+            queue.filter(|(since, at)| entries.get(at).is_some_and(|h| h.idle_since == *since));
+        let mut unused: Vec<_> = entries.iter().filter(|(_, grant)| grant.num_users == 0).collect();
+        unused.sort_by_key(|(_, grant)| grant.idle_since);
         assert!(in_queue.map(|(_, at)| at).eq(unused.iter().map(|(at, _)| *at)));
         let unused_bytes: u64 = unused.iter().map(|((_, window), _)| window.bytes).sum();
         assert_eq!((idle.num_keys, idle.bytes), (unused.len(), unused_bytes));
-        assert!(idle.queue.len() <= 2 * held.len() + MAX_STALE + 1);
+        assert!(idle.queue.len() <= 2 * entries.len() + MAX_STALE + 1);
         regions
     }
 }
@@ -101,7 +101,7 @@ fn the_keys_that_were_idle_longest_make_room() {
         assert_eq!(rig.open(1, part(region, 0, 10), 250).unwrap(), (0, 250));
         rig.grants.end(PeerId(1), part(region, 0, 10), 250);
     }
-    // Used again, and so not the next to go.
+    // Used again, so it is not the next to be evicted.
     rig.open(1, part(0, 0, 10), 250).unwrap();
     rig.grants.end(PeerId(1), part(0, 0, 10), 250);
     rig.open(2, part(4, 0, 10), 300).unwrap();
@@ -110,7 +110,7 @@ fn the_keys_that_were_idle_longest_make_room() {
     assert_eq!(rig.regions(), [0, 3]);
     rig.grants.revoke(RegionId(0)).unwrap();
     assert_eq!(rig.regions(), [3]);
-    // As many as there may be.
+    // As many as the limit allows.
     let mut rig = Rig::new(u64::MAX, 2);
     for region in 0..5 {
         rig.open(1, part(region, 0, 10), 250).unwrap();
@@ -133,7 +133,7 @@ fn what_messages_use_stays_and_the_next_one_is_refused() {
     rig.grants.end(PeerId(1), part(0, 0, 10), 500);
     rig.open(2, part(2, 0, 10), 500).unwrap();
     assert_eq!(rig.regions(), [1, 2]);
-    // An end too many counts for nobody.
+    // An extra end is ignored.
     rig.grants.end(PeerId(1), part(0, 0, 10), 500);
 }
 
@@ -146,7 +146,7 @@ fn where_there_is_no_room_for_a_window_the_buffer_alone_is_opened() {
         assert_eq!(rig.open(2, part(0, 30, 900), total).unwrap(), (30, 900));
     }
     assert!(rig.open(3, part(0, 0, 200), total).is_err());
-    // The first has ended, the window is free: who has the narrow key goes on with it.
+    // The first message has ended and the window is free: the narrow key stays in use.
     rig.grants.end(PeerId(1), part(0, 0, 10), total);
     assert_eq!(rig.open(2, part(0, 30, 900), total).unwrap(), (30, 900));
     for _ in 0..3 {
@@ -199,7 +199,7 @@ fn keys_that_the_library_keeps_count_until_it_lets_go() {
     assert_eq!(rig.regions(), []);
 }
 
-/// What an application has opened in hours is taken back while a message waits.
+/// Keys that an application opened over hours are revoked while a message waits.
 #[test]
 fn many_idle_keys_are_taken_back_at_once() {
     struct Light;
@@ -230,12 +230,12 @@ fn many_idle_keys_are_taken_back_at_once() {
             false => Ok(Light),
         });
         assert_eq!(opened.map(|(window, _)| window.bytes).unwrap(), total);
-        assert_eq!((grants.held.len(), grants.bytes), (1, total));
+        assert_eq!((grants.entries.len(), grants.bytes), (1, total));
     }
     assert!(begin.elapsed() < std::time::Duration::from_secs(20), "{:?}", begin.elapsed());
 }
 
-/// Keys that are used again and again leave nothing behind.
+/// Keys that are used again and again leave no entries behind.
 #[test]
 fn what_is_used_again_counts_once() {
     let mut rig = Rig::new(1000, 16);
@@ -246,7 +246,7 @@ fn what_is_used_again_counts_once() {
         rig.grants.end(PeerId(1), of, 250);
         rig.regions();
     }
-    // The last round was of region 3: that of region 0 is the oldest.
+    // The last round was of region 3, so that of region 0 is the oldest.
     rig.open(1, part(9, 0, 10), 250).unwrap();
     assert_eq!(rig.regions(), [1, 2, 3, 9]);
     rig.grants.close_peer(PeerId(1));

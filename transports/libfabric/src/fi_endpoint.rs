@@ -1,32 +1,32 @@
-//! One endpoint of a port, and what can be posted to it.
+//! One libfabric endpoint of a port, and the operations that it posts.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::load::Library;
-use super::owner::{self, CallError, Info, Owned, check};
+use super::owner::{self, CallError, Info, Object, check};
 use super::sys;
 
 /// Largest address of an endpoint in bytes.
 pub(super) const MAX_ADDRESS_BYTES: usize = 512;
-/// Bytes at the head of every context, which some providers use for themselves.
+/// Words at the start of every context that some providers use for themselves.
 pub(super) type ContextRoom = [u64; 8];
 
-/// Whether the library took an operation.
+/// Outcome of a post.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Taken {
-    /// It will be carried out.
-    Yes,
-    /// Not now.
+pub(super) enum PostStatus {
+    /// The library will carry the operation out.
+    Accepted,
+    /// The library has no room. Retry later.
     Again,
 }
 
-/// The library's word for registered local memory. Null where it wants none.
+/// The library's descriptor of registered local memory. Null if the provider needs none.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Descriptor(pub(super) *mut c_void);
 
-// SAFETY: an opaque value that the library alone looks behind, from any thread.
+// SAFETY: an opaque value that only the library dereferences, from any thread.
 unsafe impl Send for Descriptor {}
 // SAFETY: as above.
 unsafe impl Sync for Descriptor {}
@@ -37,44 +37,44 @@ impl Descriptor {
 
 /// Memory of a peer.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Far {
+pub(super) struct RemoteMemory {
     pub(super) peer: sys::FiAddr,
     pub(super) address: u64,
     pub(super) key: u64,
 }
 
-/// When a write counts as complete.
+/// The point at which a write completes.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Completes {
-    /// When the source may be reused; the target is told this.
+pub(super) enum CompletionPoint {
+    /// The source may be reused. The target is notified.
     Sent {
-        /// What the target is told.
+        /// Data of the notification.
         note: u64,
     },
-    /// When the bytes are visible at the target.
+    /// The bytes are visible at the target.
     Delivered,
 }
 
-/// One endpoint. Operations on different ones of a port share its queue and its addresses.
-pub(super) struct Lane {
-    ep: Arc<Owned<sys::FidEp>>,
+/// One endpoint. Endpoints of a port share its address vector.
+pub(super) struct FiEndpoint {
+    ep: Arc<Object<sys::FidEp>>,
     library: &'static Library,
     name: Vec<u8>,
 }
 
-impl std::fmt::Debug for Lane {
+impl std::fmt::Debug for FiEndpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("FiEndpoint").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-impl Lane {
+impl FiEndpoint {
     pub(super) fn open(
         library: &'static Library,
-        domain: &Arc<Owned<sys::FidDomain>>,
+        domain: &Arc<Object<sys::FidDomain>>,
         info: &Info,
-        av: &Arc<Owned<sys::FidAv>>,
-        cq: &Arc<Owned<sys::FidCq>>,
+        av: &Arc<Object<sys::FidAv>>,
+        cq: &Arc<Object<sys::FidCq>>,
     ) -> Result<Self, CallError> {
         let ep = owner::open_ep(library, domain, info, av, cq)?;
         let mut name = vec![0u8; MAX_ADDRESS_BYTES];
@@ -88,28 +88,28 @@ impl Lane {
         Ok(Self { ep, library, name })
     }
 
-    /// For registrations that belong to it, which keep it alive.
-    pub(super) const fn owner(&self) -> &Arc<Owned<sys::FidEp>> {
+    /// For registrations that belong to the endpoint and keep it alive.
+    pub(super) const fn owner(&self) -> &Arc<Object<sys::FidEp>> {
         &self.ep
     }
 
-    /// This endpoint's address, for peers.
+    /// The endpoint's address, for peers.
     pub(super) fn name(&self) -> &[u8] {
         &self.name
     }
 
-    /// Sends a small message; the bytes may be reused at once.
+    /// Sends a small message. The bytes may be reused at once.
     #[inline]
-    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<Taken, CallError> {
+    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<PostStatus, CallError> {
         // SAFETY: a live endpoint and valid bytes, which the call copies.
         let result = unsafe {
             let inject = (*(*self.ep.as_ptr()).msg).inject;
             inject(self.ep.as_ptr(), bytes.as_ptr().cast(), bytes.len(), peer)
         };
-        self.taken("fi_inject", result)
+        self.status_of("fi_inject", result)
     }
 
-    /// Offers a buffer for the next message.
+    /// Posts a receive buffer.
     ///
     /// # Safety
     /// The buffer is neither read nor written, and it and the context stay, until the completion or
@@ -119,22 +119,26 @@ impl Lane {
         (ptr, len): (*mut u8, usize),
         descriptor: Descriptor,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         // SAFETY: a live endpoint; the caller's promise.
         let result = unsafe {
             let recv = (*(*self.ep.as_ptr()).msg).recv;
             let any = sys::FI_ADDR_UNSPEC;
             recv(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, any, context)
         };
-        self.taken("fi_recv", result)
+        self.status_of("fi_recv", result)
     }
 
-    /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
-    /// told.
+    /// Writes at least 9 bytes into a peer's memory, without a notification. The bytes may be
+    /// reused at once.
     #[inline]
-    pub(super) fn inject_write(&self, to: Far, bytes: &[u8]) -> Result<Taken, CallError> {
-        // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
-        // and follows a null pointer when the peer has died.
+    pub(super) fn inject_write(
+        &self,
+        to: RemoteMemory,
+        bytes: &[u8],
+    ) -> Result<PostStatus, CallError> {
+        // In two pieces: with one, `ofi_rxm` 1.17 passes the operation on without a context of its
+        // own, and dereferences a null pointer if the peer has died.
         let (first, second) = bytes.split_at(8.min(bytes.len()));
         let piece =
             |bytes: &[u8]| sys::Iovec { base: bytes.as_ptr().cast_mut().cast(), len: bytes.len() };
@@ -156,7 +160,7 @@ impl Lane {
             let write = (*(*self.ep.as_ptr()).rma).writemsg;
             write(self.ep.as_ptr(), &raw const message, sys::FI_INJECT)
         };
-        self.taken("fi_writemsg", result)
+        self.status_of("fi_writemsg", result)
     }
 
     /// Starts a copy into a peer's memory.
@@ -165,18 +169,18 @@ impl Lane {
     /// `ptr..ptr+len` is mapped and not written, and the context stays, until the completion.
     pub(super) unsafe fn write(
         &self,
-        to: Far,
+        to: RemoteMemory,
         (ptr, len): (*const u8, usize),
         descriptor: Descriptor,
-        completes: Completes,
+        completion: CompletionPoint,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         let iov = sys::Iovec { base: ptr.cast_mut().cast(), len };
         let rma = sys::RmaIov { addr: to.address, len, key: to.key };
         let mut desc = descriptor.0;
-        let (flags, data) = match completes {
-            Completes::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
-            Completes::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
+        let (flags, data) = match completion {
+            CompletionPoint::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
+            CompletionPoint::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
         };
         let message = sys::MsgRma {
             iov: &raw const iov,
@@ -193,7 +197,7 @@ impl Lane {
             let write = (*(*self.ep.as_ptr()).rma).writemsg;
             write(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION | flags)
         };
-        self.taken("fi_writemsg", result)
+        self.status_of("fi_writemsg", result)
     }
 
     /// Starts a copy from a peer's memory.
@@ -203,11 +207,11 @@ impl Lane {
     /// completion.
     pub(super) unsafe fn read(
         &self,
-        from: Far,
+        from: RemoteMemory,
         (ptr, len): (*mut u8, usize),
         descriptor: Descriptor,
         context: *mut c_void,
-    ) -> Result<Taken, CallError> {
+    ) -> Result<PostStatus, CallError> {
         let iov = sys::Iovec { base: ptr.cast(), len };
         let rma = sys::RmaIov { addr: from.address, len, key: from.key };
         let mut desc = descriptor.0;
@@ -226,14 +230,14 @@ impl Lane {
             let read = (*(*self.ep.as_ptr()).rma).readmsg;
             read(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION)
         };
-        self.taken("fi_readmsg", result)
+        self.status_of("fi_readmsg", result)
     }
 
     #[inline]
-    fn taken(&self, op: &'static str, result: isize) -> Result<Taken, CallError> {
+    fn status_of(&self, op: &'static str, result: isize) -> Result<PostStatus, CallError> {
         match result as i64 {
-            0 => Ok(Taken::Yes),
-            code if code == -sys::FI_EAGAIN => Ok(Taken::Again),
+            0 => Ok(PostStatus::Accepted),
+            code if code == -sys::FI_EAGAIN => Ok(PostStatus::Again),
             code => Err(CallError { op, code: -code, text: self.library.describe(code) }),
         }
     }

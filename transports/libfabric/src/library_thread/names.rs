@@ -1,11 +1,11 @@
-//! What the provider `shm` calls the memory of an endpoint.
+//! Names of endpoint memory in the provider `shm`.
 
 use std::path::{Path, PathBuf};
 
-/// Removes the name of an endpoint's memory, which nobody needs any more: a process may end before the
-/// endpoint is closed, and would leave the memory behind. The library does not mind when it closes the
-/// endpoint later.
-pub(super) fn forget(address: &[u8]) {
+/// Removes the name of an endpoint's shared memory once no peer needs it. A process may exit before
+/// the endpoint is closed, and would leave the memory behind. The library accepts a missing name
+/// when it closes the endpoint later.
+pub(super) fn unlink(address: &[u8]) {
     let Some(path) = path_of(address, std::process::id()) else {
         return;
     };
@@ -18,8 +18,9 @@ pub(super) fn forget(address: &[u8]) {
     }
 }
 
-/// The file of an endpoint of `process` with this address: `fi_shm://PROCESS:USER:NUMBER`, the scheme left out
-/// by some versions, and a zero at the end. `None` where it looks otherwise.
+/// Path of the memory of `process`'s endpoint with this address. The address is
+/// `fi_shm://PROCESS:USER:NUMBER` with a zero byte at its end; some versions omit the scheme.
+/// Returns `None` for any other form.
 fn path_of(address: &[u8], process: u32) -> Option<PathBuf> {
     let text = std::str::from_utf8(address).ok()?;
     let text = text.split('\0').next()?;

@@ -1,4 +1,4 @@
-//! Whether queues have a descriptor to sleep on.
+//! The choice between sleeping on a descriptor and polling.
 
 use std::sync::Once;
 
@@ -7,23 +7,23 @@ use super::port::core_of;
 /// Variable that says how to wait for peers: `descriptor`, the default, or `poll`.
 pub const WAIT_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_WAIT";
 
-/// How whoever waits learns that something came.
+/// How a waiting thread learns of arrivals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Waits {
-    /// From the queue's descriptor, where the provider has one: nobody looks in vain, and every packet
-    /// costs a report to the sets that hold the descriptor.
+pub(super) enum WaitMode {
+    /// By the queue's descriptor, if the provider has one. No thread polls in vain, but every
+    /// packet costs a report to the epoll sets with the descriptor.
     Descriptor,
-    /// By looking, the more seldom the longer nothing came.
+    /// By polling, at longer intervals the longer nothing has arrived.
     Poll,
 }
 
-impl Waits {
-    /// What the environment asks for.
-    pub(super) fn of_environment(provider: &str) -> Result<Self, String> {
+impl WaitMode {
+    /// Reads the mode from the environment.
+    pub(super) fn from_environment(provider: &str) -> Result<Self, String> {
         let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (wish, rxm, tcp) = (value(WAIT_VARIABLE), value(RXM_VARIABLE), value(TCP_VARIABLE));
-        let waits = Self::choose(provider, wish.as_deref(), rxm.as_deref(), tcp.as_deref())?;
-        if waits == Self::Poll && wish.is_none() {
+        let wait_mode = Self::choose(provider, wish.as_deref(), rxm.as_deref(), tcp.as_deref())?;
+        if wait_mode == Self::Poll && wish.is_none() {
             static SAID: Once = Once::new();
             SAID.call_once(|| {
                 tracing::warn!(
@@ -33,10 +33,10 @@ impl Waits {
                 );
             });
         }
-        Ok(waits)
+        Ok(wait_mode)
     }
 
-    /// `rxm` and `tcp` are the values of the library's own variables.
+    /// Arguments `rxm` and `tcp` are the values of the library's own variables.
     fn choose(
         provider: &str,
         wish: Option<&str>,
@@ -56,7 +56,7 @@ impl Waits {
         let own = if core == "tcp" { tcp.or(rxm) } else { rxm };
         let is_dead = core.len() < provider.len()
             && own.is_some_and(|value| value.eq_ignore_ascii_case("pollfd"));
-        // There is a descriptor then, which never fires: `ofi_rxm` adds nothing to it.
+        // The descriptor exists in this case but never fires: `ofi_rxm` adds nothing to it.
         Ok(if is_dead { Self::Poll } else { Self::Descriptor })
     }
 }
@@ -72,24 +72,27 @@ mod tests {
 
     #[test]
     fn queues_have_descriptors_unless_somebody_wants_to_look() {
-        assert_eq!(Waits::choose(TCP, None, None, None), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose(TCP, Some("descriptor"), None, None), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose("shm", Some("poll"), None, None), Ok(Waits::Poll));
-        let error = Waits::choose(TCP, Some("fd"), None, None).unwrap_err();
+        assert_eq!(WaitMode::choose(TCP, None, None, None), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose(TCP, Some("descriptor"), None, None), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose("shm", Some("poll"), None, None), Ok(WaitMode::Poll));
+        let error = WaitMode::choose(TCP, Some("fd"), None, None).unwrap_err();
         assert!(error.contains(WAIT_VARIABLE) && error.contains("`fd`"), "{error}");
     }
 
     #[test]
     fn descriptors_that_never_fire_are_not_slept_on() {
-        assert_eq!(Waits::choose(TCP, None, None, Some("pollfd")), Ok(Waits::Poll));
-        assert_eq!(Waits::choose(TCP, None, Some("PollFD"), None), Ok(Waits::Poll));
-        assert_eq!(Waits::choose(TCP, None, Some("pollfd"), Some("fd")), Ok(Waits::Descriptor));
-        let verbs = "verbs;ofi_rxm";
-        assert_eq!(Waits::choose(verbs, None, None, Some("pollfd")), Ok(Waits::Descriptor));
-        assert_eq!(Waits::choose(verbs, None, Some("pollfd"), None), Ok(Waits::Poll));
+        assert_eq!(WaitMode::choose(TCP, None, None, Some("pollfd")), Ok(WaitMode::Poll));
+        assert_eq!(WaitMode::choose(TCP, None, Some("PollFD"), None), Ok(WaitMode::Poll));
         assert_eq!(
-            Waits::choose("shm", None, Some("pollfd"), Some("pollfd")),
-            Ok(Waits::Descriptor)
+            WaitMode::choose(TCP, None, Some("pollfd"), Some("fd")),
+            Ok(WaitMode::Descriptor)
+        );
+        let verbs = "verbs;ofi_rxm";
+        assert_eq!(WaitMode::choose(verbs, None, None, Some("pollfd")), Ok(WaitMode::Descriptor));
+        assert_eq!(WaitMode::choose(verbs, None, Some("pollfd"), None), Ok(WaitMode::Poll));
+        assert_eq!(
+            WaitMode::choose("shm", None, Some("pollfd"), Some("pollfd")),
+            Ok(WaitMode::Descriptor)
         );
     }
 }

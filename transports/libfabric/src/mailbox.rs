@@ -1,36 +1,38 @@
-//! Small messages by a single write: a ring of cells in the receiver's memory.
+//! Mailboxes: small messages (*mail*) that one write puts into a ring of cells in the receiver's
+//! memory.
 //!
-//! A write of one cell costs a provider over TCP less than a message does: no receive is matched, nothing
-//! is completed, and nobody is signalled. It promises nothing either, so every cell carries its number
-//! and a sum over all of its words, and counts once both fit:
+//! Over TCP a write of one cell costs the provider less than a message: it matches no receive,
+//! completes nothing and signals no thread. The provider also promises nothing about such a write.
+//! So every cell carries its number and a checksum over all of its words, and is valid once both
+//! match:
 //!
 //! ```text
 //! 0     8                14    16
 //! | sum | number of mail | len | message: header, then parts | … | 128
 //! ```
 //!
-//! A cell that came in parts, or is still the one of the lap before, is looked at again later. Messages
-//! that do not fit a cell, or find no free one, go as messages; the sequence numbers of both put them
-//! back into one order ([`Inbound`](super::inbound::Inbound)). The receiver says in everything it sends
-//! how many cells it has read.
+//! A cell that is still incomplete, or still from the lap before, is read again later. Messages
+//! that do not fit a cell, or find no free one, are sent as messages. Both share sequence numbers,
+//! which restore the order ([`Inbound`](super::inbound::Inbound)). Every message of the receiver
+//! says how many cells it has read.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::owner::CallError;
-use super::port::{Port, Registered, Rights};
+use super::port::{MemoryRegistration, Port, Rights};
 use p2p_core::region::Region;
 
-/// Bytes of a cell. Providers over TCP take as much by inject without a copy of their own.
+/// Bytes of a cell. Providers over TCP inject this much without a copy of their own.
 pub(super) const CELL_BYTES: usize = 128;
 /// Longest message that fits a cell.
 pub(super) const MAX_MAIL_BYTES: usize = CELL_BYTES - CELL_HEAD_BYTES;
-/// Cells of a mailbox. One page.
+/// Cells of a mailbox. They fill one page.
 pub(super) const NUM_CELLS: u32 = 32;
 
-/// What a peer must know to send mail.
+/// Where a peer writes its mail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct MailOffer {
+pub(super) struct MailboxAddress {
     pub(super) address: u64,
     pub(super) key: u64,
 }
@@ -38,23 +40,24 @@ pub(super) struct MailOffer {
 /// The mailbox of one pair, at its receiver.
 #[derive(Debug)]
 pub(super) struct Mailbox {
-    // Before the memory.
-    registered: Registered,
+    // Dropped before the memory.
+    registered: MemoryRegistration,
     pub(super) memory: Region,
 }
 
-/// Where the next mail of a pair is expected.
+/// Position of the next mail of a pair.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Head {
+pub(super) struct MailboxCursor {
     first: NonNull<u8>,
     number: u64,
     token: u64,
 }
 
-// SAFETY: points into a mailbox that stays mapped as long as the head is in use; see `Mailbox::head`.
-unsafe impl Send for Head {}
+// SAFETY: points into a mailbox that stays mapped as long as the cursor is in use; see
+// `Mailbox::cursor`.
+unsafe impl Send for MailboxCursor {}
 
-/// A message that was read out of a cell.
+/// A message that was copied out of a cell.
 #[derive(Debug)]
 pub(super) struct Mail {
     words: [u64; NUM_WORDS],
@@ -62,7 +65,7 @@ pub(super) struct Mail {
 }
 
 impl Mailbox {
-    /// An empty one.
+    /// An empty mailbox.
     pub(super) fn new(port: &Port) -> Result<Self, CallError> {
         let memory = Region::anonymous(MAILBOX_BYTES).map_err(|error| CallError {
             op: "make a mailbox",
@@ -73,39 +76,39 @@ impl Mailbox {
         Ok(Self { registered, memory })
     }
 
-    /// Revokes the peer's right to write here. The memory is left, for what is under way.
+    /// Revokes the peer's key. Returns the memory, which writes on their way may still reach.
     pub(super) fn retire(self) -> Region {
         let Self { registered, memory } = self;
         drop(registered);
         memory
     }
 
-    /// What the peer must be told.
-    pub(super) fn offer(&self) -> MailOffer {
-        MailOffer { address: self.registered.base, key: self.registered.key() }
+    /// The address to send to the peer.
+    pub(super) fn address(&self) -> MailboxAddress {
+        MailboxAddress { address: self.registered.base, key: self.registered.key() }
     }
 
-    /// The place of the first mail. Mail must show `token`.
+    /// Position of the first mail. Valid mail carries `token`.
     ///
     /// # Safety
-    /// Neither the head nor a copy of it is used once the mailbox is gone.
-    pub(super) unsafe fn head(&self, token: u64) -> Head {
-        Head { first: self.memory.as_ptr(), number: 1, token }
+    /// Neither the cursor nor a copy of it is used once the mailbox is dropped.
+    pub(super) unsafe fn cursor(&self, token: u64) -> MailboxCursor {
+        MailboxCursor { first: self.memory.as_ptr(), number: 1, token }
     }
 }
 
-impl Head {
-    /// Whether something has begun to come. One load.
+impl MailboxCursor {
+    /// True if the cell carries the expected number. The rest may still be on its way. One load.
     #[inline]
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_started(&self) -> bool {
         self.word(1).load(Ordering::Acquire) & NUMBER_MASK == self.number & NUMBER_MASK
     }
 
-    /// The mail, if all of it is there.
+    /// The mail, if it has arrived completely.
     #[inline]
     pub(super) fn read(&self) -> Option<Mail> {
         let mut words = [0; NUM_WORDS];
-        // SYNC POINT `mail`: whatever a peer writes meanwhile makes the sum wrong, not the reading.
+        // SYNC POINT `mail`: a concurrent write makes the checksum wrong, but is no data race.
         words[1] = self.word(1).load(Ordering::Acquire);
         let number_and_len = u64::from_le(words[1]);
         let len = (number_and_len >> NUMBER_BITS) as usize;
@@ -121,7 +124,7 @@ impl Head {
             .then_some(Mail { words, len })
     }
 
-    /// The place of the mail behind this one.
+    /// Position of the next mail.
     pub(super) const fn next(self) -> Self {
         Self { number: self.number + 1, ..self }
     }
@@ -133,24 +136,27 @@ impl Head {
 
     fn word(&self, nth: usize) -> &AtomicU64 {
         let cell = cell_of(self.number);
-        // SAFETY: within the mailbox, which is mapped (see `Mailbox::head`) and starts at a page;
+        // SAFETY: within the mailbox, which is mapped (see `Mailbox::cursor`) and starts at a page;
         // `nth < NUM_WORDS`. Words of a mailbox are only accessed atomically.
         unsafe { AtomicU64::from_ptr(self.first.as_ptr().add(cell * CELL_BYTES + nth * 8).cast()) }
     }
 }
 
 impl Mail {
-    /// The message.
     pub(super) fn message(&self) -> &[u8] {
         let bytes: &[u8] = bytemuck::cast_slice(&self.words[CELL_HEAD_WORDS..]);
         &bytes[..self.len]
     }
 }
 
-/// The cell for mail `number`, from 1 on, to whoever gave `token`, and the part of it to be written.
-/// `None` for a message that does not fit.
+/// Encodes mail `number`, counted from 1, for the receiver that chose `token`. Returns the cell and
+/// the number of bytes to write, or `None` if the message does not fit.
 #[inline]
-pub(super) fn seal(number: u64, token: u64, message: &[u8]) -> Option<([u64; NUM_WORDS], usize)> {
+pub(super) fn encode_cell(
+    number: u64,
+    token: u64,
+    message: &[u8],
+) -> Option<([u64; NUM_WORDS], usize)> {
     let len = message.len();
     if len > MAX_MAIL_BYTES {
         return None;
@@ -164,7 +170,7 @@ pub(super) fn seal(number: u64, token: u64, message: &[u8]) -> Option<([u64; NUM
     Some((words, num_words * 8))
 }
 
-/// Bytes from the begin of the mailbox to the cell of mail `number`.
+/// Offset of the cell of mail `number` in the mailbox.
 pub(super) const fn offset_of(number: u64) -> u64 {
     (cell_of(number) * CELL_BYTES) as u64
 }
@@ -173,8 +179,8 @@ const fn cell_of(number: u64) -> usize {
     ((number - 1) % NUM_CELLS as u64) as usize
 }
 
-/// A sum in which every bit of every word counts, and their order. It tells torn cells from whole ones,
-/// and cells of the peer from those of others; a peer can only deceive itself.
+/// A checksum that depends on every bit of every word and on their order. It rejects torn cells and
+/// cells that another peer wrote. A peer can only deceive itself.
 fn sum(token: u64, words: &[u64]) -> u64 {
     words.iter().fold(token ^ words.len() as u64, |sum, word| {
         let mixed = (sum ^ u64::from_le(*word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -182,8 +188,8 @@ fn sum(token: u64, words: &[u64]) -> u64 {
     })
 }
 
-/// Reads `bytes` as a cell, as they are and with the number and the sum that are expected, and gives what
-/// it holds to `each`.
+/// Reads `bytes` as a cell, first unchanged and then with the expected number and checksum. Passes
+/// each message found to `each`.
 #[cfg(fuzzing)]
 pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
     use bytemuck::{bytes_of_mut, cast_slice};
@@ -198,22 +204,22 @@ pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
     let used = cell.len().min(CELL_BYTES);
     bytes_of_mut(&mut words)[..used].copy_from_slice(&cell[..used]);
     MEMORY.with(|memory| {
-        let head = Head { first: memory.as_ptr(), number, token: TOKEN };
+        let cursor = MailboxCursor { first: memory.as_ptr(), number, token: TOKEN };
         let mut read = |words: &[u64; NUM_WORDS]| {
             for (nth, word) in words.iter().enumerate() {
-                head.word(nth).store(*word, Ordering::Relaxed);
+                cursor.word(nth).store(*word, Ordering::Relaxed);
             }
-            let mail = head.read()?;
-            assert!(head.has_news() && mail.message().len() <= MAX_MAIL_BYTES);
+            let mail = cursor.read()?;
+            assert!(cursor.has_started() && mail.message().len() <= MAX_MAIL_BYTES);
             each(mail.message());
             Some(mail.len)
         };
         read(&words);
         let len = (u64::from_le(words[1]) >> NUMBER_BITS) as usize;
         let message = &cast_slice(&words)[CELL_HEAD_BYTES..];
-        let sealed = message.get(..len).and_then(|message| seal(number, TOKEN, message));
-        let Some((sealed, _)) = sealed else { return };
-        assert_eq!(read(&sealed), Some(len));
+        let encoded = message.get(..len).and_then(|message| encode_cell(number, TOKEN, message));
+        let Some((encoded, _)) = encoded else { return };
+        assert_eq!(read(&encoded), Some(len));
     });
 }
 
@@ -242,8 +248,8 @@ mod tests {
         }
     }
 
-    fn head(memory: &Region, number: u64) -> Head {
-        Head { first: memory.as_ptr(), number, token: TOKEN }
+    fn cursor(memory: &Region, number: u64) -> MailboxCursor {
+        MailboxCursor { first: memory.as_ptr(), number, token: TOKEN }
     }
 
     #[test]
@@ -252,23 +258,26 @@ mod tests {
         println!("seed {seed}");
         let mut rng = StdRng::seed_from_u64(seed);
         let memory = Region::anonymous(MAILBOX_BYTES).unwrap();
-        let mut at = head(&memory, 1);
+        let mut at = cursor(&memory, 1);
         for number in 1..1000 {
             let mut message = vec![0; rng.random_range(0..=MAX_MAIL_BYTES)];
             rng.fill_bytes(&mut message);
             assert!(at.read().is_none(), "seed {seed}: mail {number} before it was sent");
-            let (words, len) = seal(number, TOKEN, &message).unwrap();
+            let (words, len) = encode_cell(number, TOKEN, &message).unwrap();
             place(&memory, number, &bytemuck::cast_slice(&words)[..len]);
-            assert!(at.has_news());
-            assert!(Head { token: !TOKEN, ..at }.read().is_none(), "mail of somebody else");
+            assert!(at.has_started());
+            assert!(
+                MailboxCursor { token: !TOKEN, ..at }.read().is_none(),
+                "mail of somebody else"
+            );
             assert_eq!(at.read().unwrap().message(), message, "seed {seed}");
             at = at.next();
             assert_eq!(u64::from(at.num_read()), number);
         }
-        assert!(seal(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
+        assert!(encode_cell(1, TOKEN, &[0; MAX_MAIL_BYTES + 1]).is_none());
     }
 
-    /// Any part of a cell over any part of the one of the lap before is not a mail.
+    /// A random mix of a cell and the one of the lap before is not read.
     #[test]
     fn torn_cells_are_not_read() {
         let seed = rand::random();
@@ -279,9 +288,10 @@ mod tests {
             let number = rng.random_range(1..1u64 << 40);
             let mut message = vec![0; rng.random_range(1..=MAX_MAIL_BYTES)];
             rng.fill_bytes(&mut message);
-            let (new, len) = seal(number, TOKEN, &message).unwrap();
+            let (new, len) = encode_cell(number, TOKEN, &message).unwrap();
             rng.fill_bytes(&mut message);
-            let (old, _) = seal(number.wrapping_sub(NUM_CELLS.into()), TOKEN, &message).unwrap();
+            let (old, _) =
+                encode_cell(number.wrapping_sub(NUM_CELLS.into()), TOKEN, &message).unwrap();
             let new: &[u8] = &bytemuck::cast_slice(&new)[..len];
             let old: &[u8] = &bytemuck::cast_slice(&old)[..len];
             let mut torn = old.to_vec();
@@ -291,10 +301,10 @@ mod tests {
                 }
             }
             place(&memory, number, &torn);
-            let found = head(&memory, number).read().map(|mail| mail.message().to_vec());
+            let found = cursor(&memory, number).read().map(|mail| mail.message().to_vec());
             assert!(torn == new || found.is_none(), "seed {seed}");
             place(&memory, number, new);
-            assert!(head(&memory, number).read().is_some(), "seed {seed}");
+            assert!(cursor(&memory, number).read().is_some(), "seed {seed}");
         }
     }
 
@@ -310,7 +320,7 @@ mod tests {
             // The right number, any length.
             bytes[8..14].copy_from_slice(&7u64.to_le_bytes()[..6]);
             place(&memory, 7, &bytes);
-            assert!(head(&memory, 7).read().is_none(), "seed {seed}");
+            assert!(cursor(&memory, 7).read().is_none(), "seed {seed}");
         }
     }
 }

@@ -1,38 +1,38 @@
-//! The end of operations.
+//! Completion of operations.
 
 use rustix::event::epoll;
 
 use super::super::link::Context;
 use super::super::owner::CallError;
-use super::super::port::Polled;
+use super::super::port::PollOutcome;
 use super::super::sys;
 use super::LibfabricFabric;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{Completion, PeerId, RegionId, Token};
 
-/// An operation that the library has taken.
+/// An operation that the library has accepted.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Flight {
+pub(super) struct Operation {
     pub(super) token: Token,
-    /// `None` once it is closed: another one may have its number.
+    /// `None` once the peer is closed: another peer may reuse its number.
     pub(super) peer: Option<PeerId>,
     pub(super) region: RegionId,
     pub(super) op: &'static str,
-    /// What it was about, at the peer.
+    /// Address at the peer.
     pub(super) address: u64,
     pub(super) bytes: u64,
     pub(super) key: u64,
-    /// Whether its queue failed, which was reported as its end.
+    /// True if the failure of its queue was already reported as its completion.
     pub(super) is_reported: bool,
 }
 
-impl Flight {
-    /// Its failure when the peer is gone.
+impl Operation {
+    /// The operation's error if the peer is gone.
     pub(super) const fn disconnected(&self) -> PostError {
         PostError::Disconnected { op: self.op }
     }
 
-    /// A failure of this operation, with what to look at.
+    /// Describes a failure of this operation, with advice.
     fn explain(&self, code: i64, text: &str) -> String {
         let Self { op, address, bytes, key, .. } = self;
         let what = format!("{text}; {op} of {bytes} bytes at {address:#x} with key {key:#x}");
@@ -47,7 +47,7 @@ impl Flight {
 }
 
 impl LibfabricFabric {
-    /// Takes the completions of a peer's queue, or of the one that all share.
+    /// Reads the completions of a peer's queue, or of the shared one.
     pub(super) fn poll_queue(&mut self, peer: Option<usize>, out: &mut Vec<Completion>) {
         let mut entries = [sys::CqDataEntry {
             op_context: std::ptr::null_mut(),
@@ -61,60 +61,63 @@ impl LibfabricFabric {
             let own = peer.and_then(|idx| self.peers.get(idx)?.as_ref()?.own.as_ref());
             let queue = own.map_or(self.port.queue(), |(_, queue)| queue);
             let polled = queue.poll(&mut entries, &mut sources);
-            if !matches!(polled, Ok(Polled::Nothing)) {
+            if !matches!(polled, Ok(PollOutcome::Nothing)) {
                 self.disarm(peer);
             }
             match polled {
-                Ok(Polled::Nothing) => return,
-                Ok(Polled::Entries(num)) => {
+                Ok(PollOutcome::Nothing) => return,
+                Ok(PollOutcome::Entries(num)) => {
                     let num = num.min(entries.len());
                     for entry in &entries[..num] {
-                        self.land(entry.op_context, None, out);
+                        self.complete(entry.op_context, None, out);
                     }
                     if num < entries.len() {
                         return;
                     }
                 }
-                Ok(Polled::Failed(failure)) => {
-                    self.land(failure.context, Some((failure.code, failure.text)), out);
+                Ok(PollOutcome::Failed(failure)) => {
+                    self.complete(failure.context, Some((failure.code, failure.text)), out);
                 }
                 Err(error) => return self.fail_queue(peer, &error, out),
             }
         }
     }
 
-    /// A peer's queue, or the one that all share, is gone, and with it every completion still to come. A
-    /// peer's own endpoint ends with it, so that the library lets go of memory and contexts before anybody
-    /// is told. One that all share cannot end before the fabric: what was under way there is told to have
-    /// failed while the library may still use its memory.
+    /// Handles the loss of a queue, and so of all its completions.
+    ///
+    /// A peer's own endpoint is closed before its operations are reported, so that the library no
+    /// longer uses their memory and contexts. A shared endpoint cannot close before the fabric. Its
+    /// operations are reported as failed while the library may still use their memory.
     pub(super) fn fail_queue(
         &mut self,
         peer: Option<usize>,
         error: &CallError,
         out: &mut Vec<Completion>,
     ) {
-        let failure = |flight: &Flight| {
-            let detail = format!("{}: {}", flight.op, error.text);
+        let failure = |operation: &Operation| {
+            let detail = format!("{}: {}", operation.op, error.text);
             PostError::Transport { op: error.op, code: error.code, detail }
         };
         if let Some(idx) = peer {
             let peer = PeerId(idx as u32);
-            self.end_lane(peer, out, failure);
+            self.close_endpoint(peer, out, failure);
             return self.lost.push(peer);
         }
-        for flight in self.flights.iter_mut().flatten().filter(|flight| !flight.is_reported) {
-            flight.is_reported = true;
-            out.push(Completion { token: flight.token, result: Err(failure(flight)) });
+        for operation in
+            self.operations.iter_mut().flatten().filter(|operation| !operation.is_reported)
+        {
+            operation.is_reported = true;
+            out.push(Completion { token: operation.token, result: Err(failure(operation)) });
         }
     }
 
-    /// Ends a peer's own endpoint, if it has one: the library uses no memory and no context of the
-    /// operations on it any more, and they end with `failure`. Later ones are refused.
-    pub(super) fn end_lane(
+    /// Closes a peer's own endpoint, if it has one. The library then no longer uses memory or
+    /// contexts of its operations, and they complete with `failure`. Later operations are refused.
+    pub(super) fn close_endpoint(
         &mut self,
         id: PeerId,
         out: &mut Vec<Completion>,
-        failure: impl Fn(&Flight) -> PostError,
+        failure: impl Fn(&Operation) -> PostError,
     ) {
         let Some(Some(peer)) = self.peers.get_mut(id.0 as usize) else { return };
         let (own, addr) = (peer.own.take(), peer.addr.take());
@@ -132,37 +135,39 @@ impl LibfabricFabric {
         if !has_own {
             return;
         }
-        peer.num_flights = 0;
-        for (idx, flight) in self.flights.iter_mut().enumerate() {
-            let Some(flight) = flight.take_if(|flight| flight.peer == Some(id)) else { continue };
+        peer.num_operations = 0;
+        for (idx, operation) in self.operations.iter_mut().enumerate() {
+            let Some(operation) = operation.take_if(|operation| operation.peer == Some(id)) else {
+                continue;
+            };
             self.free.push(idx as u32);
-            out.push(Completion { token: flight.token, result: Err(failure(&flight)) });
+            out.push(Completion { token: operation.token, result: Err(failure(&operation)) });
         }
     }
 
-    /// Before the next sleep the queue must be asked again.
+    /// Requires `may_sleep` to ask the queue again before the next sleep.
     pub(super) fn disarm(&mut self, peer: Option<usize>) {
         if let Some(Some(peer)) = peer.and_then(|idx| self.peers.get_mut(idx)) {
             peer.is_armed = false;
         }
     }
 
-    /// The library is done with an operation.
-    fn land(
+    /// Completes an operation.
+    fn complete(
         &mut self,
         context: *mut std::ffi::c_void,
         failure: Option<(i64, String)>,
         out: &mut Vec<Completion>,
     ) {
-        // SAFETY: null, or the context of an operation of ours.
+        // SAFETY: null, or the context of an operation of this fabric.
         let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
-        let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
-        // Without a flight its endpoint has ended, and the operation was reported then.
-        let Some(flight) = flight.take() else { return };
-        let Flight { token, op, peer, is_reported, .. } = flight;
+        let Some(operation) = self.operations.get_mut(context.owner as usize) else { return };
+        // Otherwise its endpoint was closed, and the operation was reported then.
+        let Some(operation) = operation.take() else { return };
+        let Operation { token, op, peer, is_reported, .. } = operation;
         self.free.push(context.owner);
         if let Some(Some(peer)) = peer.and_then(|peer| self.peers.get_mut(peer.0 as usize)) {
-            peer.num_flights -= 1;
+            peer.num_operations -= 1;
         }
         if is_reported {
             return;
@@ -170,7 +175,7 @@ impl LibfabricFabric {
         let result = match failure {
             None => Ok(()),
             Some((code, text)) => {
-                let detail = flight.explain(code, &text);
+                let detail = operation.explain(code, &text);
                 Err(PostError::Transport { op, code, detail })
             }
         };
@@ -179,6 +184,6 @@ impl LibfabricFabric {
 }
 
 const MAX_ROUNDS: usize = 8;
-/// Codes with which operations end when their connection does: `EIO`, `EACCES`, `ENOTCONN`,
+/// Codes with which operations fail when their connection ends: `EIO`, `EACCES`, `ENOTCONN`,
 /// `ECONNABORTED`, `ECONNRESET`, `ESHUTDOWN`, `ECANCELED`, and the library's own for a bad key.
 const ENDINGS: [i64; 8] = [5, 13, 107, 103, 104, 108, 125, sys::FI_ENOKEY];
