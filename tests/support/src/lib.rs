@@ -4,6 +4,7 @@
 
 pub mod allocations;
 pub mod bounded;
+pub mod c_header;
 pub mod child;
 pub mod descriptors;
 #[cfg(feature = "endpoint")]

@@ -42,7 +42,7 @@ pub struct RelayConfig {
     pub targets: Vec<u64>,
 }
 
-/// A relay cannot be set up, or the other side breaks its rules.
+/// A relay cannot be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {
@@ -62,14 +62,6 @@ pub enum RelayError {
     /// The transport does not take the memory of the tasks.
     #[error(transparent)]
     Register(#[from] PostError),
-    /// The receiver says it has done tasks that it was never given.
-    #[error("the relay at the peer says that {done} tasks are done, {issued} were given to it")]
-    Desync {
-        /// Tasks said to be done.
-        done: u64,
-        /// Tasks given.
-        issued: u64,
-    },
 }
 
 /// `kind` of a task.
@@ -362,7 +354,7 @@ impl RelaySender {
         let word = memory::word(&self.slot, self.layout.control + CONSUMED);
         let done = word.map_or(self.done, flags::observe::<Contract>);
         if done > self.issued || done < self.done {
-            return Err(RelayError::Desync { done, issued: self.issued }.into());
+            return Err(Cause::Relay { done, issued: self.issued });
         }
         self.done = done;
         while let Some((_, head)) = self.pieces.front().filter(|(task, _)| *task <= done) {
