@@ -1,4 +1,4 @@
-//! What an engine publishes of itself, so that others can connect to it.
+//! Metadata that an engine publishes, so that others can connect to it.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -6,23 +6,23 @@ use super::codec::{Malformed, Reader, put_counted};
 use p2p_core::bootstrap::wire::{transport_code, transport_of};
 use p2p_core::network::{MAX_FLAVOUR_BYTES, Offer};
 
-/// Where an engine listens, and what is at it.
+/// An engine's address, GPU and transports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EndpointMetadata {
-    /// Names the engine: random, new with every start.
+    /// Number of the engine: random, new with every start.
     pub engine_id: u64,
-    /// Where to connect.
+    /// Address to connect to.
     pub addr: SocketAddr,
-    /// GPU whose memory is offered, as its process numbers them.
+    /// GPU whose memory is offered, by the numbering of its process.
     pub gpu_index: Option<u32>,
-    /// PCI address of that GPU, as `0000:3b:00.0`.
+    /// PCI address of that GPU, such as `0000:3b:00.0`.
     pub pci_bdf: Option<String>,
     /// Transports, the best first.
     pub transports: Vec<Offer>,
 }
 
 impl EndpointMetadata {
-    /// The form that travels; below 1 KiB. Of more than 16 transports it has the first, which are the best.
+    /// Encodes the metadata; below 1 KiB. Of more than 16 transports it keeps the first, which are the best.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -38,10 +38,10 @@ impl EndpointMetadata {
         out
     }
 
-    /// Reads what [`encode`](Self::encode) made.
+    /// Decodes bytes that [`encode`](Self::encode) has made.
     ///
     /// # Errors
-    /// What is wrong with the bytes, for people.
+    /// A text that names the malformed field.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = Reader::new(bytes);
         if reader.bytes("magic", 4)? != MAGIC {
@@ -56,7 +56,7 @@ impl EndpointMetadata {
         let (gpu_index, pci_bdf) = read_device(&mut reader)?;
         let mut transports = Vec::new();
         for _ in 0..read_num_offers(&mut reader)? {
-            // One that this version does not know is of no use, and no harm.
+            // A transport that this version does not know is skipped.
             transports.extend(read_offer(&mut reader)?);
         }
         reader.end()?;
