@@ -1,9 +1,9 @@
-//! Fields one after the other, little-endian, each length checked before it is used.
+//! Encoding of consecutive fields: little-endian, with each length checked before it is used.
 
-/// Why bytes could not be read: for people.
+/// A text that says why bytes could not be decoded.
 pub(super) type Malformed = String;
 
-/// Reads fields off the front.
+/// Decodes fields from the front.
 pub(super) struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -39,7 +39,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// Bytes preceded by their number, at most `most`.
+    /// Reads bytes that are preceded by their number, at most `most`.
     pub(super) fn counted(&mut self, what: &str, most: usize) -> Result<&'a [u8], Malformed> {
         let len = usize::from(self.u16(what)?);
         if len > most {
@@ -48,7 +48,7 @@ impl<'a> Reader<'a> {
         self.bytes(what, len)
     }
 
-    /// Printable ASCII preceded by its length.
+    /// Reads printable ASCII that is preceded by its length.
     pub(super) fn text(&mut self, what: &str, most: usize) -> Result<String, Malformed> {
         let bytes = self.counted(what, most)?;
         if !bytes.iter().all(|byte| byte.is_ascii_graphic()) {
@@ -65,7 +65,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Appends bytes preceded by their number, of which there are at most 65535.
+/// Appends at most 65535 bytes, preceded by their number.
 pub(super) fn put_counted(out: &mut Vec<u8>, bytes: &[u8]) {
     let bytes = &bytes[..bytes.len().min(usize::from(u16::MAX))];
     out.extend((bytes.len() as u16).to_le_bytes());

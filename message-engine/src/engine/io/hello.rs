@@ -16,18 +16,18 @@ pub(super) const MAX_BODY_BYTES: usize = 32 << 10;
 /// Longest ticket.
 pub(in crate::engine) const MAX_TICKET_BYTES: usize = 512;
 
-/// What either side says of itself.
+/// A side's description of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PeerHello {
     pub(super) engine_id: u64,
-    /// Where it listens.
+    /// Port at which it listens.
     pub(super) port: u16,
     pub(super) gpu_index: Option<u32>,
     pub(super) pci_bdf: Option<String>,
     pub(super) limits: Limits,
 }
 
-/// A transport, and what the fabric of the sender says of its side.
+/// A transport, and the detail of the sender's fabric that the peer needs to join.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Side {
     pub(super) offer: Offer,
@@ -36,15 +36,15 @@ pub(super) struct Side {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The connecting side: who it is, its ticket, and every transport that it has.
+    /// From the connecting side: its description, its ticket, and all its transports.
     Hello { hello: PeerHello, ticket: Vec<u8>, sides: Vec<Side> },
-    /// The listening side: who it is, and the transport that it has joined.
+    /// From the listening side: its description, and the transport that it has joined.
     Welcome { hello: PeerHello, side: Side },
-    /// The connecting side has joined as well: frames may follow.
+    /// From the connecting side: it has joined as well, and frames may follow.
     Ready,
-    /// The connecting side cannot join by this transport: another, please.
+    /// From the connecting side: it cannot join over this transport, and asks for the next.
     Next,
-    /// The listening side does not want it, and why.
+    /// From the listening side: it refuses, with the reason.
     Reject { message: String },
 }
 
@@ -169,7 +169,7 @@ fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, Malformed> {
         ("unscheduled_bytes", limits.unscheduled_bytes),
         ("max_demand_bytes", limits.max_demand_bytes),
     ] {
-        // Sums of them must not overflow.
+        // Sums of the limits must not overflow.
         if found > u64::MAX >> 1 {
             return Err(format!("`{what}` is {found}, at most 2^63 - 1 is allowed"));
         }
@@ -182,7 +182,7 @@ fn put_side(out: &mut Vec<u8>, side: &Side) {
     put_counted(out, &side.detail);
 }
 
-/// `None`: of a transport that this version does not know.
+/// Reads a side. Returns `None` for a transport that this version does not know.
 fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, Malformed> {
     let offer = read_offer(reader)?;
     let detail = reader.counted("detail of a transport", MAX_DETAIL_BYTES)?.to_vec();
@@ -193,7 +193,7 @@ const MAGIC: [u8; 8] = *b"SYENGINE";
 const VERSION: u16 = 2;
 const MAX_REJECT_BYTES: usize = 1024;
 
-/// One of each.
+/// One message of each kind.
 #[cfg(any(test, fuzzing))]
 fn messages() -> Vec<Message> {
     let limits = Limits {
@@ -223,19 +223,19 @@ fn messages() -> Vec<Message> {
     ]
 }
 
-/// The same as bytes.
+/// The encoded messages.
 #[cfg(fuzzing)]
 pub(in crate::engine) fn samples() -> Vec<Vec<u8>> {
     messages().iter().map(Message::encode).collect()
 }
 
-/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+/// Decodes bytes of a peer. A decoded message must stay the same when it is encoded and decoded again.
 #[cfg(fuzzing)]
 pub(in crate::engine) fn check(header: &[u8; HEADER_BYTES], body: &[u8]) {
     let _ = Message::body_bytes(header);
     let Ok(message) = Message::decode(header, body) else { return };
     if matches!(message, Message::Reject { .. }) {
-        // What is no text is replaced, and may have become too long.
+        // Bytes that are no text were replaced, so the text may be too long to encode.
         return;
     }
     let bytes = message.encode();
