@@ -20,7 +20,7 @@ fn config(order: GrantOrder) -> CreditConfig {
     }
 }
 
-/// One sender, what it has under way, and what it should have achieved.
+/// One sender, its bytes under way, and the test's own counts.
 struct Wire {
     id: SenderId,
     sender: CreditSender,
@@ -31,7 +31,7 @@ struct Wire {
     arrived: u64,
     unscheduled: VecDeque<u64>,
     unscheduled_arrived: u64,
-    /// What the test counts for itself.
+    /// Counts of the test.
     submitted: u64,
     withdrawn: u64,
     small: u64,
@@ -84,7 +84,7 @@ impl Net {
         wire.withdrawn += bytes;
     }
 
-    /// Lets the receiver see something of sender `at`: demands, data or unscheduled data.
+    /// Delivers something of sender `at` to the receiver: demands, data or unscheduled data.
     fn deliver(&mut self, at: usize, what: u8, merge: bool) {
         let wire = &mut self.wires[at];
         let event = match what % 3 {
@@ -148,7 +148,7 @@ impl Net {
         self.act();
     }
 
-    /// What must hold at any time, from what the senders really did.
+    /// Checks the invariants against the actual steps of the senders.
     fn check(&self) -> Result<(), TestCaseError> {
         let (mut window, mut under_way) = (0, 0);
         for wire in &self.wires {
@@ -172,7 +172,7 @@ impl Net {
         Ok(())
     }
 
-    /// Everybody sends what it may until nothing moves any more. Returns the rounds it took.
+    /// Every sender sends as much as it may until nothing moves any more. Returns the number of rounds.
     fn drain(&mut self) -> usize {
         for round in 0.. {
             let before: Vec<_> = self.wires.iter().map(Wire::progress).collect();
