@@ -12,8 +12,8 @@
 //!                   ── Finish ──────────────▶ the receive is done
 //! ```
 //!
-//! Messages and one-sided writes that this side pushes through the fabric obey the receiver's credits
-//! ([`crate::credit`]).
+//! Bytes that this side pushes through the fabric, for messages and one-sided writes, stay within the receiver's
+//! credits ([`crate::credit`]).
 
 mod expiry;
 #[cfg(test)]

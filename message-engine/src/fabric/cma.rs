@@ -159,8 +159,8 @@ impl CmaFabric {
     }
 
     /// Copies a step of the first operation in the queue. The same system call copies operations behind it if they have
-    /// the same peer, direction and key. Returns the number of operations, of which the last may be partial, and the
-    /// bytes; or the error of the first operation.
+    /// the same peer, direction and key. Returns the number of operations and the bytes; the last operation may be
+    /// partial. An error is that of the first operation.
     fn copy(&self) -> Result<(usize, u64), PostError> {
         let Some(first) = self.queue.front() else { return Ok((0, 0)) };
         let name = op_name(first.is_write);

@@ -1,4 +1,4 @@
-//! An engine without descriptors left: it waits for some, and is there again when it has them.
+//! An engine without free descriptors: it pauses, and accepts again when it has some.
 
 use std::net::TcpStream;
 use std::process::{Child, Stdio};
@@ -12,7 +12,7 @@ use test_support::child;
 
 use crate::common::{TestTransport, config, soon, until};
 
-/// Enough for a friend, and for some of the strangers.
+/// Enough descriptors for one peer, and for some of the silent sockets.
 const SPARE: u64 = 8;
 
 /// The process of the test below.
@@ -35,7 +35,7 @@ pub fn engine_without_descriptors() {
     println!("ends {}", num_said(&NUM_ENDS));
 }
 
-/// Counts what the engine says of connections that it cannot accept, and then can again.
+/// Counts log lines about failed and resumed accepts.
 struct Lines;
 
 static NUM_FAILURES: AtomicU64 = AtomicU64::new(0);
@@ -115,7 +115,7 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
     }
 }
 
-/// `None` when there is none left to count them with.
+/// Returns `None` if no descriptor is left to count them with.
 fn num_descriptors() -> Option<u64> {
     Some(std::fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

@@ -1,4 +1,4 @@
-//! A fabric with a test's hand in it.
+//! A fabric with hooks for tests.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -14,19 +14,19 @@ use p2p_core::{PostError, TransportKind};
 
 pub struct HookedFabric {
     pub inner: Box<dyn Fabric>,
-    /// False: a host that does not allow copies between processes. Offered, tried, and refused.
+    /// False for a host that forbids copies between processes. The fabric is offered and tried, and fails to join.
     pub may_join: bool,
-    /// Whether it reaches memory of other devices, for which memory of this host stands in.
+    /// Whether it claims to reach memory of other devices. Memory of this host stands in for it.
     pub reaches_devices: bool,
-    /// False: no write is taken, as if there were never room.
+    /// False if no write is accepted, as if there were never room.
     pub may_write: bool,
-    /// Changes what peers are told of this side.
+    /// Changes the detail that peers get.
     pub told: fn(Vec<u8>) -> Vec<u8>,
     /// Called before every poll.
     pub before_poll: Box<dyn FnMut() + Send>,
-    /// Called before everything that is registered.
+    /// Called before each registration.
     pub before_register: Box<dyn FnMut() + Send>,
-    /// Called before everything that is deregistered; what it refuses stays.
+    /// Called before each deregistration. An error refuses it.
     pub before_deregister: Box<dyn FnMut() -> Result<(), PostError> + Send>,
 }
 
@@ -87,7 +87,7 @@ impl Fabric for HookedFabric {
             // SAFETY: the caller's promise.
             return unsafe { self.inner.register_device(ptr, bytes, access, dma_buf) };
         }
-        // As the descriptor was given, whoever owns it now.
+        // With the caller's dma-buf, unchanged.
         if let Some(DmaBuf { fd, offset }) = dma_buf {
             let len = rustix::fs::fstat(fd).unwrap().st_size as u64;
             assert!(offset + bytes as u64 <= len, "{bytes} bytes at {offset} of {len}");

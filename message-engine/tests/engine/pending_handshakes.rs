@@ -1,4 +1,4 @@
-//! Sockets that others open and do nothing good with, while friends are served.
+//! Sockets whose handshakes never end, while other peers are served.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -17,14 +17,14 @@ fn half_a_hello() -> Vec<u8> {
     bytes
 }
 
-/// A whole hello, as long as what comes with it is kept: the engine that says it waits for an answer, so that
-/// what it says of its transports is true.
+/// A whole hello, valid while the returned stream is open. Its engine waits for an answer meanwhile, so the details of
+/// its transports are valid.
 fn whole_hello() -> (Vec<u8>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     std::thread::spawn(move || {
         let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
-        // Nobody answers, until the stream is closed.
+        // There is no answer until the stream is closed.
         engine.connect(addr, soon()).unwrap_err();
     });
     let (mut stream, _) = listener.accept().unwrap();
@@ -42,7 +42,7 @@ fn stranger(addr: SocketAddr, says: &[u8]) -> TcpStream {
     stream
 }
 
-/// Whether the other side has closed, after what it has said.
+/// Whether the other side has closed the stream. Discards its bytes.
 fn is_closed(stream: &mut TcpStream) -> bool {
     stream.set_nonblocking(true).unwrap();
     loop {
@@ -54,7 +54,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
     }
 }
 
-/// A friend connects and is heard.
+/// Checks that another engine can connect and is served.
 fn is_served(engine: &Engine) {
     let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
@@ -62,7 +62,7 @@ fn is_served(engine: &Engine) {
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
 }
 
-/// Limits that only numbers can reach: no handshake ends for the time that it takes.
+/// Limits on numbers only: no handshake times out.
 fn patient() -> EngineConfig {
     EngineConfig { handshake_timeout: Duration::from_secs(3600), ..config(TestTransport::Tcp) }
 }
@@ -75,8 +75,8 @@ fn handshakes_that_stall_anywhere_end_in_time() {
             .unwrap();
     let (hello, _speaker) = whole_hello();
     let half = half_a_hello();
-    // At every place where one can stop: nothing, within the header, within the body, and with the last
-    // word left to say.
+    // Handshakes that stop at every point: before the first byte, within the header, within the body, and before the
+    // last message.
     let mut sockets: Vec<TcpStream> = [&[][..], &half[..7], &half[..16], &half[..], &hello[..]]
         .into_iter()
         .map(|says| stranger(engine.endpoint().addr, says))
@@ -91,7 +91,7 @@ fn handshakes_that_stall_anywhere_end_in_time() {
 
 #[test]
 fn one_who_drips_bytes_gets_no_more_time() {
-    // 50 bytes are still to come, for ten times as long as the limit.
+    // The missing 50 bytes take ten times as long as the limit.
     const NUM_DROPS: u32 = 49;
     let timeout = Duration::from_secs(2);
     let engine =
@@ -100,7 +100,7 @@ fn one_who_drips_bytes_gets_no_more_time() {
     let mut stream = stranger(engine.endpoint().addr, &half_a_hello());
     let mut num_drops = 0;
     until("the end of the handshake", || {
-        // Never whole, always something new.
+        // A message that is never whole, with new bytes all the time.
         num_drops += 1;
         assert!(num_drops <= NUM_DROPS, "every byte gives it more time");
         let _ = stream.write_all(&[0]);
@@ -116,11 +116,11 @@ fn silent_sockets_push_out_each_other_and_no_friend() {
     let half = half_a_hello();
     let mut sockets: Vec<TcpStream> =
         (0..100).map(|idx| stranger(engine.endpoint().addr, &half[..idx % half.len()])).collect();
-    // Behind all of them at the listener.
+    // Queued behind all of them at the listener.
     is_served(&engine);
     let num_open = sockets.iter_mut().filter_map(|s| (!is_closed(s)).then_some(())).count();
     assert!(num_open <= MOST, "{num_open} sockets are kept");
-    // The last ones, which had the least time.
+    // The latest sockets, whose deadlines are the furthest.
     assert!(sockets[..100 - MOST].iter_mut().all(is_closed));
     assert!(!is_closed(&mut sockets[99]));
 }
@@ -131,7 +131,7 @@ fn who_has_introduced_itself_outlasts_those_who_have_not() {
     let addr = engine.endpoint().addr;
     let (hello, _speaker) = whole_hello();
     let mut slow = stranger(addr, &hello);
-    // It is answered, and now it is up to it.
+    // The engine has answered it, and waits for the next message.
     slow.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut welcome = [0; 16];
     slow.read_exact(&mut welcome).unwrap();
@@ -151,13 +151,13 @@ fn silent_sockets_hold_no_places_against_friends() {
     let friends = Engine::start(config(TestTransport::Tcp)).unwrap();
     let kept: Vec<_> = (0..PLACES).map(|_| friends.connect(addr, soon()).unwrap()).collect();
     until("as many as fit", || engine.stats().num_connections == PLACES);
-    // Full of friends now: nobody of them goes for one more.
+    // All places are connections now. None of them is evicted for one more.
     let error = friends.connect(addr, soon()).unwrap_err();
     assert!(matches!(error, ConnectError::Foreign { .. }), "{error}");
     for connection in &kept {
         connection.notify(b"still here", soon()).unwrap();
     }
-    // And an engine that is full of silence can still call out.
+    // An engine whose places are all silent sockets can still connect to others.
     let caller = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
     let _silent: Vec<TcpStream> = (0..20).map(|_| stranger(caller.endpoint().addr, &[])).collect();
     is_served(&caller);
@@ -172,7 +172,7 @@ fn what_peers_leave_untaken_is_bounded() {
     let addr = engine.endpoint().addr;
     let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     let (mut num_told, mut refused) = (0, None);
-    // Each time with a new window.
+    // Each connection has a new window.
     for _ in 0..20 {
         match friend.connect(addr, soon()) {
             Ok(connection) => {
@@ -191,7 +191,7 @@ fn what_peers_leave_untaken_is_bounded() {
         "{refused}"
     );
     assert_eq!(num_told, 3, "the third goes beyond the limit, which the fourth finds");
-    // Nothing is lost, and with room there is a welcome again.
+    // No notification is lost. Once they are taken, a connection is accepted again.
     for _ in 0..num_told {
         assert_eq!(engine.next_notification(soon()).unwrap().bytes, [7; 4000]);
     }
@@ -211,7 +211,7 @@ fn connections_that_nobody_accepts_do_not_pile_up() {
         drop(connection);
         until("the engine to see it go", || engine.stats().num_connections == 0);
     }
-    // What is over is nobody's to accept, and what stands is.
+    // Only the established connection can be accepted, not the closed ones.
     let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
     let back = engine.accept(soon()).unwrap();
     assert_eq!(back.peer().engine_id, friend.endpoint().engine_id);

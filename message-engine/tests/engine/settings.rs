@@ -1,4 +1,4 @@
-//! Settings and deadlines at their ends.
+//! Settings and deadlines at their limits.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use switchyard_message_engine::engine::{
 
 use crate::common::{TestTransport, config, memory_of, poisoned, soon};
 
-/// The last instant that there is.
+/// The last representable instant.
 fn farthest() -> Instant {
     let (mut at, mut step) = (Instant::now(), Duration::from_secs(1 << 62));
     while !step.is_zero() {
@@ -67,7 +67,7 @@ fn what_no_peer_would_take_is_refused_at_the_start() {
     assert!(matches!(Engine::start(none), Err(StartError::Config { .. })));
 }
 
-/// Every connection takes a place among the receiver's senders of credits.
+/// Every connection needs credit senders, whose number is limited.
 #[test]
 fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
     let few = || {
@@ -82,7 +82,7 @@ fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
     for _ in 0..3 {
         let error = friend.connect(addr, soon()).unwrap_err();
         assert!(!matches!(error, ConnectError::Timeout { .. }), "{error}");
-        // It has none to give, either, and says so.
+        // It has no place left for a connection of its own either, and reports that.
         let error = full.connect(friend.endpoint().addr, soon()).unwrap_err().to_string();
         assert!(error.contains("2 connections are there, the limit"), "{error}");
     }

@@ -353,12 +353,12 @@ fn map(file: &OwnedFd, protection: ProtFlags) -> io::Result<Region> {
     // SAFETY: a fresh mapping at an address that the kernel chooses aliases nothing.
     let ptr =
         unsafe { mmap(std::ptr::null_mut(), TABLE_BYTES, protection, MapFlags::SHARED, file, 0) }?;
-    // SAFETY: just mapped whole, and nobody else unmaps it. A peer's table is only read.
+    // SAFETY: just mapped whole, and nothing else unmaps it. A peer's table is only read.
     unsafe { Region::from_raw(ptr.cast(), TABLE_BYTES) }
         .ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// What keeps a table from being resized.
+/// Seals that forbid resizing a table.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 const MAGIC: u64 = u64::from_le_bytes(*b"SYCMATAB");
 const VERSION: u32 = 1;

@@ -1,4 +1,4 @@
-//! Accepts data connections, and limits those that have not sent a hello.
+//! Accepts data connections, and limits the number without a hello.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
