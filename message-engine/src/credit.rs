@@ -179,13 +179,13 @@ pub enum CreditError {
         limit: u64,
     },
     /// The configured number of senders is reached.
-    #[error("{max} senders are there, which is the limit")]
+    #[error("there are {max} senders, which is the limit")]
     Full {
         /// The limit.
         max: usize,
     },
     /// The sender has left or has never joined. A local bug.
-    #[error("no sender {index} of generation {generation} is there")]
+    #[error("there is no sender {index} of generation {generation}")]
     Unknown {
         /// Index of the sender.
         index: u32,

@@ -449,7 +449,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
-            tracing::error!(%error, "an engine was left behind");
+            tracing::error!(%error, "the engine's thread could not be stopped");
         }
     }
 }

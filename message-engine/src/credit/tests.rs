@@ -346,7 +346,7 @@ fn near_edges() -> impl Strategy<Value = u64> {
 }
 
 #[test]
-fn an_empty_demand_needs_no_credit_and_disturbs_nobody() {
+fn an_empty_demand_needs_no_credit_and_disturbs_no_sender() {
     let mut net = Net::new(config(GrantOrder::RoundRobin), 2);
     assert_eq!(net.wires[0].sender.submit(0), Ok(Admission::Unscheduled));
     let id = net.wires[0].id;
@@ -451,7 +451,7 @@ fn backlogged_senders_share_alike() {
 }
 
 #[test]
-fn shortest_first_serves_the_short_and_starves_nobody() {
+fn shortest_first_serves_the_short_and_starves_no_sender() {
     let mut net = Net::new(
         CreditConfig {
             window_bytes: 100,
@@ -541,7 +541,7 @@ fn more_demand_than_agreed_is_refused_on_both_sides() {
 }
 
 #[test]
-fn senders_without_a_place_are_refused_and_those_that_left_are_unknown() {
+fn senders_above_the_limit_are_refused_and_departed_ones_are_unknown() {
     let mut receiver = CreditReceiver::new(config(GrantOrder::RoundRobin)).unwrap();
     let ids: Vec<_> = (0..5).map(|_| receiver.join().unwrap()).collect();
     assert_eq!(receiver.join(), Err(CreditError::Full { max: 5 }));

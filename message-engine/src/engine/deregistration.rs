@@ -88,7 +88,7 @@ impl Entry {
                 if let Some((reply, _)) = &self.caller {
                     let _ = reply.push(Ok(true));
                 } else if self.num_attempts > NUM_QUIET_ATTEMPTS {
-                    tracing::info!("memory that had stayed registered is deregistered");
+                    tracing::info!("memory is deregistered after retries");
                 }
                 return false;
             }
@@ -103,7 +103,7 @@ impl Entry {
             }
             Some(_) => {}
             None if self.num_attempts == NUM_QUIET_ATTEMPTS => {
-                tracing::error!(error = detail, "memory stays registered; it is tried again");
+                tracing::error!(error = detail, "memory stays registered; the engine retries");
             }
             None => tracing::debug!(error = detail, "memory stays registered"),
         }
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_any_more_is_tried_ever_more_rarely_until_it_goes() {
+    fn abandoned_registrations_are_retried_with_backoff() {
         let (clock, mut queue) = (Clock::new(), DeregistrationQueue::default());
         assert_eq!(queue.next_attempt(), None);
         queue.add(7, None, clock.now());
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_is_told_when_it_is_gone_and_after_a_second_that_it_is_not() {
+    fn callers_get_the_result_or_an_error_after_a_second() {
         let (clock, mut queue) = (Clock::new(), DeregistrationQueue::default());
         let (good, bad, gone) = (
             DeregistrationReply::default(),
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_when_the_thread_ends_is_told() {
+    fn callers_get_an_error_when_the_thread_ends() {
         let mut queue = DeregistrationQueue::default();
         let reply = DeregistrationReply::default();
         queue.add(0, Some(Arc::clone(&reply)), Instant::now());

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_refused() {
+    fn invalid_descriptors_are_refused() {
         let bytes = descriptor().to_bytes();
         assert_eq!(Descriptor::from_bytes(&bytes[1..]), Err(DescriptorError::Length { found: 63 }));
         for at in [0, 4, 5, 6, 60] {

@@ -54,7 +54,7 @@ pub enum TransferError {
     },
     /// The message is longer than the buffer of its receive. Nothing was written. The receiver always gets this error.
     /// The sender gets it unless the message was sent ahead of its receive.
-    #[error("{op}: a message of {bytes} bytes met a buffer of {capacity}")]
+    #[error("{op}: a message of {bytes} bytes for a buffer of {capacity} bytes")]
     Truncated {
         /// Operation.
         op: &'static str,
@@ -77,7 +77,7 @@ pub enum TransferError {
         bytes: u64,
     },
     /// The sender withdrew the message after it was matched.
-    #[error("{op}: the peer gave the message up")]
+    #[error("{op}: the peer withdrew the message")]
     Withdrawn {
         /// Operation.
         op: &'static str,
@@ -95,7 +95,7 @@ pub enum TransferError {
     /// A call of the engine's thread into a transport's library does not return, so nothing ends at its deadline. The
     /// transfer's buffer stays in use. Another engine of this process still works.
     #[error(
-        "the engine's thread does not come back from a transport's library; its memory stays in use"
+        "a call of the engine's thread into a transport's library does not return; the memory stays in use"
     )]
     Stuck,
 }
@@ -103,7 +103,7 @@ pub enum TransferError {
 /// An engine could not be stopped, because a call of its thread into a transport's library does not return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error(
-    "the engine's thread does not come back from a transport's library; memory that was registered must stay mapped"
+    "a call of the engine's thread into a transport's library does not return; registered memory must stay mapped"
 )]
 pub struct StopError;
 
@@ -169,7 +169,7 @@ pub enum SubmitError {
         limit: u64,
     },
     /// The configured number of transfers is under way, or the command queue is full. The caller may retry.
-    #[error("the engine has too much to do; wait for transfers and try again")]
+    #[error("the engine is busy; wait for transfers and retry")]
     Busy,
     /// The connection is closed.
     #[error("the connection is closed: {0}")]

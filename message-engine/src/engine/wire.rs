@@ -18,7 +18,7 @@ pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
 #[non_exhaustive]
 pub enum FrameError {
     /// The kind is unknown.
-    #[error("frame of kind {kind}, which there is not")]
+    #[error("frame of unknown kind {kind}")]
     Kind {
         /// Kind found.
         kind: u8,
@@ -326,7 +326,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_encoded_is_decoded(frame in frames()) {
+        fn encoded_values_are_decoded_unchanged(frame in frames()) {
             let mut bytes = Vec::new();
             frame.encode(&mut bytes);
             let (head, body) = bytes.split_first_chunk().unwrap();
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn malformed_frames_are_named() {
         assert_eq!(Header::decode(&[0; 16]), Err(FrameError::Kind { kind: 0 }));
         let mut head = [0; 16];
         (head[0], head[6]) = (EAGER, 2);

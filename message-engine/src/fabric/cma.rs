@@ -389,7 +389,7 @@ impl Fabric for CmaFabric {
                 self.peers.push(Peer { tenancy: Tenancy::default(), remote: None });
                 self.peers.len() - 1
             }
-            None => return Err(network("open", "too many peers are there", None)),
+            None => return Err(network("open", "there are too many peers", None)),
         };
         let id = self.peers[idx].tenancy.open(idx);
         Ok((id, self.table.detail(idx).encode()))

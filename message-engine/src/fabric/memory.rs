@@ -104,7 +104,7 @@ impl Regions {
             None => {
                 return Err(PostError::Register {
                     bytes,
-                    detail: format!("{MAX_REGIONS} registrations are there, which is the limit"),
+                    detail: format!("there are {MAX_REGIONS} registrations, which is the limit"),
                 });
             }
         };

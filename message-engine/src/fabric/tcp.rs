@@ -333,7 +333,7 @@ impl Fabric for TcpFabric {
                 });
                 self.peers.len() - 1
             }
-            None => return Err(failed("open", "too many peers are there", None)),
+            None => return Err(failed("open", "there are too many peers", None)),
         };
         let ip = match (self.config.advertise, self.config.bind.ip()) {
             (Some(ip), _) => ip,

@@ -65,7 +65,7 @@ fn descriptors_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn what_waits_when_the_peer_leaves_fails() {
+fn pending_transfers_fail_when_the_peer_leaves() {
     for by in TestTransport::all() {
         let pair = pair(by);
         let target = poisoned(&pair.here, 100_000);
@@ -106,7 +106,7 @@ fn deadlines_without_data_under_way_cost_only_the_transfer() {
         let whole = target.span(0, 100_000).unwrap();
         let matched = Instant::now() + Duration::from_secs(2);
         let error = pair.back.recv(&whole, matched).unwrap_err().to_string();
-        assert!(error.contains("deadline") || error.contains("gave the message up"), "{error}");
+        assert!(error.contains("deadline") || error.contains("withdrew the message"), "{error}");
         let error = pair.back.recv(&whole, brief()).unwrap_err().to_string();
         assert!(error.contains("deadline"), "{error}");
         // The receive gets the next message.
@@ -120,7 +120,7 @@ fn deadlines_without_data_under_way_cost_only_the_transfer() {
 }
 
 #[test]
-fn strangers_are_told_or_dropped_and_others_are_served() {
+fn invalid_handshakes_are_refused_and_other_peers_are_served() {
     let by = TestTransport::Tcp;
     let brief = EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(by) };
     let engine = Engine::start(brief).unwrap();
@@ -194,7 +194,7 @@ fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
 }
 
 #[test]
-fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
+fn a_rejected_peer_that_keeps_sending_blocks_no_other() {
     // Without a limit the engine would read it forever.
     const MOST: Duration = Duration::from_secs(40);
     let limits =
@@ -223,7 +223,7 @@ fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
 }
 
 #[test]
-fn tickets_keep_strangers_out() {
+fn peers_without_the_ticket_are_refused() {
     let by = TestTransport::Tcp;
     let secret =
         |ticket: Option<&str>| EngineConfig { ticket: ticket.map(str::to_owned), ..config(by) };
@@ -242,7 +242,7 @@ fn tickets_keep_strangers_out() {
 }
 
 #[test]
-fn nobody_at_the_other_end_is_an_error_in_time() {
+fn an_absent_peer_is_an_error_in_time() {
     let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = free.local_addr().unwrap();

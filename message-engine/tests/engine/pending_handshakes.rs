@@ -36,7 +36,7 @@ fn whole_hello() -> (Vec<u8>, TcpStream) {
     (hello, stream)
 }
 
-fn stranger(addr: SocketAddr, says: &[u8]) -> TcpStream {
+fn raw_socket(addr: SocketAddr, says: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(addr).unwrap();
     stream.write_all(says).unwrap();
     stream
@@ -79,7 +79,7 @@ fn handshakes_that_stall_anywhere_end_in_time() {
     // last message.
     let mut sockets: Vec<TcpStream> = [&[][..], &half[..7], &half[..16], &half[..], &hello[..]]
         .into_iter()
-        .map(|says| stranger(engine.endpoint().addr, says))
+        .map(|says| raw_socket(engine.endpoint().addr, says))
         .collect();
     connect_and_notify(&engine, TestTransport::Tcp);
     for (idx, stream) in sockets.iter_mut().enumerate() {
@@ -90,14 +90,14 @@ fn handshakes_that_stall_anywhere_end_in_time() {
 }
 
 #[test]
-fn one_who_drips_bytes_gets_no_more_time() {
+fn a_slow_sender_gets_no_more_time() {
     // The missing 50 bytes take ten times as long as the limit.
     const NUM_DROPS: u32 = 49;
     let timeout = Duration::from_secs(2);
     let engine =
         Engine::start(EngineConfig { handshake_timeout: timeout, ..config(TestTransport::Tcp) })
             .unwrap();
-    let mut stream = stranger(engine.endpoint().addr, &half_a_hello());
+    let mut stream = raw_socket(engine.endpoint().addr, &half_a_hello());
     let mut num_drops = 0;
     until("the end of the handshake", || {
         // A message that is never whole, with new bytes all the time.
@@ -110,12 +110,12 @@ fn one_who_drips_bytes_gets_no_more_time() {
 }
 
 #[test]
-fn silent_sockets_push_out_each_other_and_no_friend() {
+fn silent_sockets_evict_each_other_and_no_served_peer() {
     const MOST: usize = 8;
     let engine = Engine::start(EngineConfig { max_handshakes: MOST, ..patient() }).unwrap();
     let half = half_a_hello();
     let mut sockets: Vec<TcpStream> =
-        (0..100).map(|idx| stranger(engine.endpoint().addr, &half[..idx % half.len()])).collect();
+        (0..100).map(|idx| raw_socket(engine.endpoint().addr, &half[..idx % half.len()])).collect();
     // Queued behind all of them at the listener.
     is_served(&engine);
     let num_open = sockets.iter_mut().filter_map(|s| (!is_closed(s)).then_some(())).count();
@@ -126,28 +126,28 @@ fn silent_sockets_push_out_each_other_and_no_friend() {
 }
 
 #[test]
-fn who_has_introduced_itself_outlasts_those_who_have_not() {
+fn handshakes_with_a_hello_outlast_silent_ones() {
     let engine = Engine::start(EngineConfig { max_handshakes: 4, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
     let (hello, _speaker) = whole_hello();
-    let mut slow = stranger(addr, &hello);
+    let mut slow = raw_socket(addr, &hello);
     // The engine has answered it, and waits for the next message.
     slow.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut welcome = [0; 16];
     slow.read_exact(&mut welcome).unwrap();
     assert_eq!(welcome[10..12], [2, 0], "a welcome");
-    let mut silent: Vec<TcpStream> = (0..20).map(|_| stranger(addr, &[])).collect();
+    let mut silent: Vec<TcpStream> = (0..20).map(|_| raw_socket(addr, &[])).collect();
     is_served(&engine);
     assert!(!is_closed(&mut slow));
     assert!(silent[..16].iter_mut().all(is_closed));
 }
 
 #[test]
-fn silent_sockets_hold_no_places_against_friends() {
+fn silent_sockets_take_no_places_from_served_peers() {
     const PLACES: usize = 4;
     let engine = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
-    let silent: Vec<TcpStream> = (0..20).map(|_| stranger(addr, &[])).collect();
+    let silent: Vec<TcpStream> = (0..20).map(|_| raw_socket(addr, &[])).collect();
     let friends = Engine::start(config(TestTransport::Tcp)).unwrap();
     let kept: Vec<_> = (0..PLACES).map(|_| friends.connect(addr, soon()).unwrap()).collect();
     until("as many as fit", || engine.stats().num_connections == PLACES);
@@ -159,14 +159,15 @@ fn silent_sockets_hold_no_places_against_friends() {
     }
     // An engine whose places are all silent sockets can still connect to others.
     let caller = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
-    let _silent: Vec<TcpStream> = (0..20).map(|_| stranger(caller.endpoint().addr, &[])).collect();
+    let _silent: Vec<TcpStream> =
+        (0..20).map(|_| raw_socket(caller.endpoint().addr, &[])).collect();
     is_served(&caller);
     caller.connect(friends.endpoint().addr, soon()).unwrap();
     drop(silent);
 }
 
 #[test]
-fn what_peers_leave_untaken_is_bounded() {
+fn untaken_notifications_are_bounded() {
     let config_of = |most| EngineConfig { max_untaken_bytes: most, ..config(TestTransport::Tcp) };
     let engine = Engine::start(config_of(10_000)).unwrap();
     let addr = engine.endpoint().addr;
@@ -199,7 +200,7 @@ fn what_peers_leave_untaken_is_bounded() {
 }
 
 #[test]
-fn connections_that_nobody_accepts_do_not_pile_up() {
+fn connections_that_are_not_accepted_do_not_pile_up() {
     const PLACES: usize = 4;
     let engine =
         Engine::start(EngineConfig { max_connections: PLACES, ..config(TestTransport::Tcp) })

@@ -42,7 +42,7 @@ async fn deadlines_may_be_as_far_as_there_are_instants() {
 }
 
 #[test]
-fn what_no_peer_would_take_is_refused_at_the_start() {
+fn settings_that_no_peer_accepts_are_refused_at_the_start() {
     let start = |change: fn(&mut EngineConfig)| {
         let mut settings = config(TestTransport::Tcp);
         change(&mut settings);
@@ -84,7 +84,7 @@ fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
         assert!(!matches!(error, ConnectError::Timeout { .. }), "{error}");
         // It has no place left for a connection of its own either, and reports that.
         let error = full.connect(friend.endpoint().addr, soon()).unwrap_err().to_string();
-        assert!(error.contains("2 connections are there, the limit"), "{error}");
+        assert!(error.contains("there are 2 connections, which is the limit"), "{error}");
     }
     assert_eq!(full.accept(Instant::now()).unwrap_err(), WaitError::Deadline);
     for (out, back) in kept.iter().zip(&back) {

@@ -17,7 +17,7 @@ fn bytes(byte: u8) -> Vec<u8> {
 /// A peer that is granted a part of a registration, and dies or stalls in the middle of its message, must lose its
 /// access. Others have operations under way with the same registration, and keep its keys.
 #[test]
-fn the_end_of_a_peer_takes_nothing_from_others_who_share_the_memory() {
+fn the_end_of_a_peer_affects_no_other_peer_of_the_memory() {
     for by in TestTransport::robust() {
         let engine = Engine::start(config(by)).unwrap();
         // Takes the index before the shared registration's, which is free afterwards.

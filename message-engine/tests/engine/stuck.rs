@@ -17,7 +17,7 @@ use crate::hooked::HookedFabric;
 const STUCK: Duration = Duration::from_secs(5);
 
 #[test]
-fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
+fn waiters_for_a_stuck_library_get_an_error_and_other_engines_work() {
     let lock = Arc::new(Mutex::new(()));
     let cma = HookedFabric::new(CmaFabric::new().unwrap());
     let theirs = Arc::clone(&lock);
@@ -157,7 +157,7 @@ impl SlowDeregistration {
     }
 
     /// Waits until the transport has nothing registered.
-    fn is_empty_at_last(&self) {
+    fn wait_until_empty(&self) {
         until("everything to be released", || {
             let num_registered = self.num_registered.load(Ordering::SeqCst);
             self.num_released.load(Ordering::SeqCst) == num_registered
@@ -181,7 +181,7 @@ const ACCESS: Access = Access::RemoteReadWrite;
 /// After a deregistration that timed out, the caller has no handle and may unmap the memory. Other memory may be mapped
 /// at its address. The keys of the first must not serve the second.
 #[test]
-fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
+fn a_late_deregistration_shares_no_keys_and_completes() {
     let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
@@ -194,11 +194,11 @@ fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
     assert_ne!(second.registration(), number, "shared with memory that is thought gone");
     rig.refuse(false);
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
 #[test]
-fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_can() {
+fn a_refused_deregistration_shares_no_keys_and_completes() {
     let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
@@ -211,7 +211,7 @@ fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_ca
     let second = rig.engine.dereg(second).unwrap_err().region.unwrap();
     rig.refuse(false);
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
 /// The same rule for memory that a handle of a part keeps registered.
@@ -232,7 +232,7 @@ fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
     assert_ne!(again.registration(), number, "shared with memory that is thought gone");
     assert!(rig.engine.dereg(part).unwrap(), "somebody else holds the registration");
     assert!(rig.engine.dereg(again).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
 /// A peer in the middle of a copy ends it soon. The caller that deregisters the memory sees no error.
@@ -245,12 +245,12 @@ fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
         assert!(rig.engine.dereg(first).unwrap(), "somebody else holds the registration");
     }
     assert_eq!(rig.num_refused.load(Ordering::SeqCst), 1 + 2 + 3);
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
 /// The thread serves others meanwhile, and the caller gets the error in the end.
 #[test]
-fn a_registration_that_stays_in_use_holds_nobody_else_up() {
+fn a_registration_that_stays_in_use_blocks_no_other_command() {
     let rig = SlowDeregistration::start();
     let (first, second) = (rig.reg(4096), rig.engine.alloc(4096, ACCESS).unwrap());
     rig.refuse(true);
@@ -267,5 +267,5 @@ fn a_registration_that_stays_in_use_holds_nobody_else_up() {
         assert!(rig.engine.dereg(error.region.unwrap()).unwrap());
     });
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }

@@ -27,7 +27,7 @@ fn brief_queue() -> (Arc<AtomicBool>, EngineConfig) {
 }
 
 /// Unblocks the engine's thread once this task has been polled often enough.
-async fn let_go_after_some_turns(is_held: &AtomicBool) {
+async fn release_after_some_turns(is_held: &AtomicBool) {
     for _ in 0..20 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -54,7 +54,7 @@ async fn a_vector_that_waits_for_room_lets_other_tasks_go_on() {
     let spans = parts(&source);
     is_held.store(true, Ordering::SeqCst);
     let (sent, ()) =
-        tokio::join!(pair.out.sendv_async(&spans, soon()), let_go_after_some_turns(&is_held));
+        tokio::join!(pair.out.sendv_async(&spans, soon()), release_after_some_turns(&is_held));
     assert_eq!(sent, Ok(NUM_PARTS));
     assert_eq!(receive.await, Ok(NUM_PARTS));
 
@@ -77,7 +77,7 @@ async fn connecting_while_there_is_no_room_lets_other_tasks_go_on() {
     let late = Instant::now() + Duration::from_secs(20);
     let (found, ()) = tokio::join!(
         pair.here.connect_async(third.endpoint().addr, late),
-        let_go_after_some_turns(&is_held)
+        release_after_some_turns(&is_held)
     );
     assert_eq!(found.unwrap().peer().engine_id, third.endpoint().engine_id);
 }

@@ -165,7 +165,7 @@ fn notifications_of_any_length_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn a_sender_of_notifications_waits_while_nobody_takes_them() {
+fn a_sender_of_notifications_waits_until_they_are_taken() {
     for by in TestTransport::all() {
         let small = EngineConfig { notify_window_bytes: 4096, ..config(by) };
         let pair = pair_of(config(by), small);

@@ -42,7 +42,7 @@ impl Io {
             }
             let deadline = Instant::now() + self.config.handshake_timeout;
             if let Err((error, _)) = self.place(deadline, None, Ok(stream)) {
-                self.warn_rate_limited(|| format!("a connection is not served: {error}"));
+                self.warn_rate_limited(|| format!("a connection is refused: {error}"));
             }
         }
     }
@@ -87,7 +87,9 @@ impl Io {
         }
         if is_full {
             let most = self.config.max_connections;
-            return Err(io::Error::other(format!("{most} connections are there, the limit")));
+            return Err(io::Error::other(format!(
+                "there are {most} connections, which is the limit"
+            )));
         }
         self.places.push(Place::Free);
         Ok(self.places.len() as u32 - 1)
@@ -155,7 +157,7 @@ impl Io {
             && !(eviction_key.is_identified && only_silent)
         {
             self.warn_rate_limited(|| {
-                "too many handshakes at once: the oldest is given up".to_owned()
+                "too many handshakes at once: the oldest is closed".to_owned()
             });
             self.abort_handshake(idx, None);
         }
@@ -179,7 +181,7 @@ impl Io {
 /// Connections accepted in one call, before other events get their turn.
 const MAX_ACCEPTS: usize = 64;
 const LISTENER_PAUSE: Duration = Duration::from_millis(100);
-const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+const HINT: &str = "the engine retries every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";
 const WARNING_INTERVAL: Duration = Duration::from_secs(1);
 

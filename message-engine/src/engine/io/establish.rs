@@ -28,7 +28,7 @@ impl Io {
         let (sender, reads) = match places {
             Ok(places) => places,
             Err(error) => {
-                tracing::warn!(%error, "a connection is not served");
+                tracing::warn!(%error, "a connection is refused");
                 self.fabrics[fabric].close_peer(id);
                 let addr = handshake
                     .socket

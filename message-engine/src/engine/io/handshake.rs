@@ -283,8 +283,8 @@ impl Io {
                 return Err(Failure::Rejected(message));
             }
             (step, message) => {
-                tracing::debug!(?step, ?message, "out of turn");
-                return Err(Failure::Foreign("it said something out of turn".to_owned()));
+                tracing::debug!(?step, ?message, "message out of turn");
+                return Err(Failure::Foreign("it sent a message out of turn".to_owned()));
             }
         }
         Ok(None)
@@ -299,7 +299,7 @@ impl Io {
                     handshake.opened.push(FabricPeer { fabric, id });
                     sides.push(Side { offer: self.offer(fabric), detail });
                 }
-                Err(error) => tracing::warn!(%error, "not offered"),
+                Err(error) => tracing::warn!(%error, "a transport is not offered"),
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();

@@ -1,7 +1,7 @@
 //! Messages of the handshake between engines, as bytes. Specified in `docs/reference/wire-format.md`, "Message
 //! engine".
 
-use crate::engine::codec::{Malformed, Reader, put_counted};
+use crate::engine::codec::{DecodeError, Reader, put_counted};
 use crate::engine::link::Limits;
 use crate::engine::metadata::{
     MAX_OFFERS, put_device, put_offer, read_device, read_num_offers, read_offer,
@@ -80,9 +80,11 @@ impl Message {
     }
 
     /// Bytes of the body that follows a header.
-    pub(super) fn body_bytes(header: &[u8; HEADER_BYTES]) -> Result<usize, Malformed> {
+    pub(super) fn body_bytes(header: &[u8; HEADER_BYTES]) -> Result<usize, DecodeError> {
         if header[..8] != MAGIC {
-            return Err("what answers is no engine: its first bytes are not ours".to_owned());
+            return Err(
+                "the other side is no engine: its first bytes are not an engine's".to_owned()
+            );
         }
         let version = u16::from_le_bytes([header[8], header[9]]);
         if version != VERSION {
@@ -97,7 +99,7 @@ impl Message {
         Ok(bytes)
     }
 
-    pub(super) fn decode(header: &[u8; HEADER_BYTES], body: &[u8]) -> Result<Self, Malformed> {
+    pub(super) fn decode(header: &[u8; HEADER_BYTES], body: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(body);
         let message = match u16::from_le_bytes([header[10], header[11]]) {
             1 => {
@@ -122,7 +124,7 @@ impl Message {
                 let message = printable(bytes);
                 return Ok(Self::Reject { message });
             }
-            kind => return Err(format!("a message of kind {kind}, which there is not")),
+            kind => return Err(format!("a message of unknown kind {kind}")),
         };
         reader.end()?;
         Ok(message)
@@ -146,7 +148,7 @@ fn put_peer_hello(out: &mut Vec<u8>, hello: &PeerHello) {
     }
 }
 
-fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, Malformed> {
+fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, DecodeError> {
     let engine_id = reader.u64("engine id")?;
     let port = reader.u16("port")?;
     let (gpu_index, pci_bdf) = read_device(reader)?;
@@ -183,7 +185,7 @@ fn put_side(out: &mut Vec<u8>, side: &Side) {
 }
 
 /// Reads a side. Returns `None` for a transport that this version does not know.
-fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, Malformed> {
+fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, DecodeError> {
     let offer = read_offer(reader)?;
     let detail = reader.counted("detail of a transport", MAX_DETAIL_BYTES)?.to_vec();
     Ok(offer.map(|offer| Side { offer, detail }))
@@ -249,14 +251,14 @@ mod tests {
 
     use super::*;
 
-    fn decode(bytes: &[u8]) -> Result<Message, Malformed> {
+    fn decode(bytes: &[u8]) -> Result<Message, DecodeError> {
         let (header, body) = bytes.split_first_chunk().unwrap();
         assert_eq!(Message::body_bytes(header), Ok(body.len()));
         Message::decode(header, body)
     }
 
     #[test]
-    fn what_was_encoded_is_decoded() {
+    fn encoded_values_are_decoded_unchanged() {
         for message in messages() {
             assert_eq!(decode(&message.encode()), Ok(message));
         }

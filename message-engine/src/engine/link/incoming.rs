@@ -248,7 +248,7 @@ impl<H: Memory> Link<H> {
             Outcome::Failed => Err(TransferError::Fabric {
                 op,
                 code: 0,
-                detail: "the peer could not write the message; its error says why".into(),
+                detail: "the peer could not write the message; its error has the reason".into(),
             }),
         };
         self.end(port, idx, result);

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use self::world::{Bytes, Heap, Pending, Side, World};
+use self::world::{Bytes, Heap, PendingOp, Side, World};
 use super::*;
 use crate::credit::{Action, Credit, CreditReceiver, SenderId};
 use crate::engine::wire::{Outcome, Refusal};
@@ -135,7 +135,7 @@ proptest! {
         let Side { link, port, .. } = &mut world.sides[0];
         link.close(port, &CloseReason::Local);
         // The fabric ends what it holds.
-        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+        for PendingOp { tag, .. } in std::mem::take(&mut port.pending) {
             link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
         }
         prop_assert_eq!(link.num_in_flight(), 0);
@@ -190,7 +190,7 @@ proptest! {
         }
         let Side { link, port, .. } = &mut world.sides[0];
         link.close(port, &CloseReason::Left);
-        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+        for PendingOp { tag, .. } in std::mem::take(&mut port.pending) {
             link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
         }
         prop_assert_eq!(port.finished.len(), 20);

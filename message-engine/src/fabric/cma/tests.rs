@@ -28,7 +28,7 @@ fn an_idle_fabric_is_not_readable() {
 
 /// Ranges that share a system call end separately: each with its bytes, each with its own failure.
 #[test]
-fn what_goes_together_ends_by_itself() {
+fn operations_of_one_system_call_end_separately() {
     const RANGE: usize = 512;
     const NUM: usize = 3 * MAX_BATCH;
     let ((mut a, a_id), (mut b, _)) = pair();
@@ -87,7 +87,7 @@ fn what_goes_together_ends_by_itself() {
 
 /// A stopped peer must not block the engine's thread.
 #[test]
-fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() {
+fn memory_that_a_stopped_peer_copies_stays_registered_without_blocking() {
     let ((mut a, _), (mut b, b_id)) = pair();
     let (memory, near) = (Region::anonymous(8192).unwrap(), Region::anonymous(8192).unwrap());
     // SAFETY: the memory outlives both fabrics' last copies.

@@ -39,8 +39,8 @@ impl TcpFabric {
             // Every open peer may be about to connect.
             if self.num_unidentified >= MAX_UNIDENTIFIED + self.by_nonce.len() {
                 if let Some(num_dropped) = self.overload.failed(Instant::now()) {
-                    let what = "too many data connections at once that do not say whose they are";
-                    tracing::warn!(num_dropped, "{what}: the oldest go");
+                    let what = "too many data connections without a hello";
+                    tracing::warn!(num_dropped, "{what}: the oldest are closed");
                 }
                 self.drop_oldest_unidentified();
             }
@@ -130,5 +130,5 @@ pub(super) const MAX_UNIDENTIFIED: usize = 256;
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause of a listener after a failure.
 pub(super) const LISTENER_PAUSE: Duration = Duration::from_millis(100);
-const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+const HINT: &str = "the fabric retries every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";

@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_encoded_is_decoded() {
+    fn encoded_values_are_decoded_unchanged() {
         for address in ["10.1.2.3:4567", "[fe80::1]:9"] {
             let detail = Detail { address: address.parse().unwrap(), nonce: [7; 16] };
             assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_bytes_are_refused() {
         let detail = Detail { address: "10.1.2.3:4567".parse().unwrap(), nonce: [7; 16] };
         assert!(Detail::decode(&detail.encode()[1..]).is_err());
         let mut other = detail.encode();

@@ -46,7 +46,7 @@ pub(super) struct Side {
 
 pub(super) struct Sim {
     heap: Heap,
-    pub(super) pending: Vec<Pending>,
+    pub(super) pending: Vec<PendingOp>,
     pub(super) finished: HashMap<u32, Result<u64, TransferError>>,
     pub(super) notifications: Vec<Vec<u8>>,
     credit: CreditReceiver,
@@ -57,7 +57,7 @@ pub(super) struct Sim {
     pub(super) granted: Vec<LocalSegment>,
 }
 
-pub(super) struct Pending {
+pub(super) struct PendingOp {
     pub(super) tag: Tag,
     from: (u32, u64),
     to: (u32, u64),
@@ -133,7 +133,7 @@ impl Sim {
         if self.pending.len() >= self.most_pending {
             return Ok(Posted::Full);
         }
-        self.pending.push(Pending { tag, from, to, bytes });
+        self.pending.push(PendingOp { tag, from, to, bytes });
         Ok(Posted::Accepted)
     }
 }
@@ -246,7 +246,7 @@ impl World {
             return false;
         }
         let which = self.rng.random_range(0..num);
-        let Pending { tag, from, to, bytes } = self.sides[idx].port.pending.swap_remove(which);
+        let PendingOp { tag, from, to, bytes } = self.sides[idx].port.pending.swap_remove(which);
         let heap = self.heap.borrow();
         let mut moved = Vec::new();
         heap[from.0 as usize].load(from.1, bytes, &mut moved);
