@@ -433,7 +433,7 @@ fn backlogged_senders_share_alike() {
         let ungranted = |wire: &Wire| net.receiver.sender(wire.id).unwrap().ungranted;
         net.wires.iter().map(|wire| 1_000_000 - ungranted(wire)).collect()
     };
-    // The first to come had the window for itself. From there on turns go round, whoever sends when.
+    // The first sender had the window for itself. After that, turns rotate in any order of sends.
     assert_eq!(granted(&net), [1000, 0, 0, 0]);
     for round in 0..2_000 {
         let at = round * round % 4 + round % 3;

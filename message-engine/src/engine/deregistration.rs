@@ -254,7 +254,7 @@ mod tests {
         gone.close_and_pop();
         let answer = |reply: &DeregistrationReply| reply.pop(begin);
         while answer(&bad) == Err(WaitError::Deadline) {
-            assert!(clock.now() < begin + CALLER_TIMEOUT, "nobody is told");
+            assert!(clock.now() < begin + CALLER_TIMEOUT, "no caller gets an answer");
             clock.run_next(&mut queue, |idx| {
                 num_good += u32::from(idx == 0);
                 if idx == 0 && num_good == 3 { Ok(()) } else { refuse() }

@@ -148,17 +148,17 @@ pub fn pair_of(here: EngineConfig, there: EngineConfig) -> Pair {
 /// Connects another engine and checks that it is served. A busy machine may exceed the time limit of a handshake, so
 /// this retries for 20 s.
 pub fn connect_and_notify(engine: &Engine, by: TestTransport) -> (Engine, Connection) {
-    let friend = Engine::start(config(by)).unwrap();
+    let other = Engine::start(config(by)).unwrap();
     let (begin, addr) = (Instant::now(), engine.endpoint().addr);
     let connection = loop {
-        match friend.connect(addr, soon()) {
+        match other.connect(addr, soon()) {
             Ok(connection) => break connection,
             Err(error) => assert!(begin.elapsed() < Duration::from_secs(20), "{error}"),
         }
     };
     connection.notify(b"served", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
-    (friend, connection)
+    (other, connection)
 }
 
 /// A generator whose seed is printed.

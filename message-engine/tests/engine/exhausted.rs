@@ -89,29 +89,29 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
         let child = child::command("exhausted").stdout(Stdio::piped()).spawn().unwrap();
         let mut child = Process(child);
         let lines = lines_of(child.0.stdout.take().unwrap());
-        let told = |what: &str| -> Vec<u64> {
+        let numbers_of = |what: &str| -> Vec<u64> {
             let line = line_with(&lines, &format!("{what} "));
             line.split(' ').map(|number| number.parse().unwrap()).collect()
         };
-        let ports = told("ports");
+        let ports = numbers_of("ports");
         let sockets: Vec<_> = (0..3 * SPARE)
             .map(|_| TcpStream::connect(("127.0.0.1", ports[usize::from(is_data)] as u16)).unwrap())
             .collect();
-        let rounds = told("rounds")[0];
+        let rounds = numbers_of("rounds")[0];
         assert!(rounds < 3000, "{rounds} rounds in half a second, for what cannot be done");
-        let num_lines = told("lines")[0];
+        let num_lines = numbers_of("lines")[0];
         assert!(num_lines <= 1, "{num_lines} lines in half a second, after the first");
         drop(sockets);
-        let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+        let other = Engine::start(config(TestTransport::Tcp)).unwrap();
         let addr = format!("127.0.0.1:{}", ports[0]).parse().unwrap();
         let mut connection = None;
         until("the engine to listen again", || {
-            connection = friend.connect(addr, Instant::now() + Duration::from_secs(2)).ok();
+            connection = other.connect(addr, Instant::now() + Duration::from_secs(2)).ok();
             connection.is_some()
         });
-        connection.unwrap().notify(b"friend", soon()).unwrap();
-        assert_eq!(told("heard"), [6]);
-        assert!(told("ends")[0] > 0);
+        connection.unwrap().notify(b"served", soon()).unwrap();
+        assert_eq!(numbers_of("heard"), [6]);
+        assert!(numbers_of("ends")[0] > 0);
     }
 }
 

@@ -21,7 +21,7 @@ pub struct HookedFabric {
     /// False if no write is accepted, as if there were never room.
     pub may_write: bool,
     /// Changes the detail that peers get.
-    pub told: fn(Vec<u8>) -> Vec<u8>,
+    pub change_detail: fn(Vec<u8>) -> Vec<u8>,
     /// Called before every poll.
     pub before_poll: Box<dyn FnMut() + Send>,
     /// Called before each registration.
@@ -41,7 +41,7 @@ impl HookedFabric {
             inner,
             may_join: true,
             may_write: true,
-            told: |detail| detail,
+            change_detail: |detail| detail,
             reaches_devices: false,
             before_poll,
             before_register,
@@ -119,7 +119,7 @@ impl Fabric for HookedFabric {
 
     fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
         let (id, detail) = self.inner.open_peer_on(route)?;
-        Ok((id, (self.told)(detail)))
+        Ok((id, (self.change_detail)(detail)))
     }
 
     fn lost(&mut self) -> Option<PeerId> {

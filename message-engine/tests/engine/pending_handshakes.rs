@@ -56,8 +56,8 @@ fn is_closed(stream: &mut TcpStream) -> bool {
 
 /// Checks that another engine can connect and is served.
 fn is_served(engine: &Engine) {
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
     connection.notify(b"served", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
 }
@@ -86,7 +86,7 @@ fn handshakes_that_stall_anywhere_end_in_time() {
         until(&format!("the end of handshake {idx}"), || is_closed(stream));
     }
     connect_and_notify(&engine, TestTransport::Tcp);
-    until("everybody to leave", || engine.stats().num_connections == 0);
+    until("all connections to end", || engine.stats().num_connections == 0);
 }
 
 #[test]
@@ -148,11 +148,11 @@ fn silent_sockets_take_no_places_from_served_peers() {
     let engine = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
     let silent: Vec<TcpStream> = (0..20).map(|_| raw_socket(addr, &[])).collect();
-    let friends = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let kept: Vec<_> = (0..PLACES).map(|_| friends.connect(addr, soon()).unwrap()).collect();
+    let others = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let kept: Vec<_> = (0..PLACES).map(|_| others.connect(addr, soon()).unwrap()).collect();
     until("as many as fit", || engine.stats().num_connections == PLACES);
     // All places are connections now. None of them is evicted for one more.
-    let error = friends.connect(addr, soon()).unwrap_err();
+    let error = others.connect(addr, soon()).unwrap_err();
     assert!(matches!(error, ConnectError::Foreign { .. }), "{error}");
     for connection in &kept {
         connection.notify(b"still here", soon()).unwrap();
@@ -162,7 +162,7 @@ fn silent_sockets_take_no_places_from_served_peers() {
     let _silent: Vec<TcpStream> =
         (0..20).map(|_| raw_socket(caller.endpoint().addr, &[])).collect();
     is_served(&caller);
-    caller.connect(friends.endpoint().addr, soon()).unwrap();
+    caller.connect(others.endpoint().addr, soon()).unwrap();
     drop(silent);
 }
 
@@ -171,14 +171,14 @@ fn untaken_notifications_are_bounded() {
     let config_of = |most| EngineConfig { max_untaken_bytes: most, ..config(TestTransport::Tcp) };
     let engine = Engine::start(config_of(10_000)).unwrap();
     let addr = engine.endpoint().addr;
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let (mut num_told, mut refused) = (0, None);
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let (mut num_sent, mut refused) = (0, None);
     // Each connection has a new window.
     for _ in 0..20 {
-        match friend.connect(addr, soon()) {
+        match other.connect(addr, soon()) {
             Ok(connection) => {
                 connection.notify(&[7; 4000], soon()).unwrap();
-                num_told += 1;
+                num_sent += 1;
             }
             Err(error) => {
                 refused = Some(error);
@@ -191,12 +191,12 @@ fn untaken_notifications_are_bounded() {
         matches!(&refused, ConnectError::Rejected { message, .. } if message.contains("notifications")),
         "{refused}"
     );
-    assert_eq!(num_told, 3, "the third goes beyond the limit, which the fourth finds");
+    assert_eq!(num_sent, 3, "the third goes beyond the limit, which the fourth finds");
     // No notification is lost. Once they are taken, a connection is accepted again.
-    for _ in 0..num_told {
+    for _ in 0..num_sent {
         assert_eq!(engine.next_notification(soon()).unwrap().bytes, [7; 4000]);
     }
-    friend.connect(addr, soon()).unwrap();
+    other.connect(addr, soon()).unwrap();
 }
 
 #[test]
@@ -205,17 +205,17 @@ fn connections_that_are_not_accepted_do_not_pile_up() {
     let engine =
         Engine::start(EngineConfig { max_connections: PLACES, ..config(TestTransport::Tcp) })
             .unwrap();
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
     for _ in 0..10 * PLACES {
-        let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+        let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
         until("the engine to see it", || engine.stats().num_connections == 1);
         drop(connection);
         until("the engine to see it go", || engine.stats().num_connections == 0);
     }
     // Only the established connection can be accepted, not the closed ones.
-    let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+    let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
     let back = engine.accept(soon()).unwrap();
-    assert_eq!(back.peer().engine_id, friend.endpoint().engine_id);
+    assert_eq!(back.peer().engine_id, other.endpoint().engine_id);
     assert_eq!(engine.accept(Instant::now()).unwrap_err(), WaitError::Deadline);
     assert_eq!(connection.closed(), None);
 }

@@ -65,7 +65,7 @@ fn through_the_middlebox(mut detail: Vec<u8>) -> Vec<u8> {
 #[test]
 fn a_connection_whose_data_cannot_move_any_more_ends_and_can_be_made_again() {
     let behind = HookedFabric {
-        told: through_the_middlebox,
+        change_detail: through_the_middlebox,
         ..HookedFabric::of(TestTransport::Tcp.fabric())
     };
     let behind = EngineConfig { fabrics: vec![Box::new(behind)], ..EngineConfig::local() };

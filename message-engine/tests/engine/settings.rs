@@ -75,15 +75,15 @@ fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
         EngineConfig { credit: CreditConfig { max_senders: 2, ..all.credit }, ..all }
     };
     let full = Engine::start(few()).unwrap();
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
     let addr = full.endpoint().addr;
-    let kept: Vec<_> = (0..2).map(|_| friend.connect(addr, soon()).unwrap()).collect();
+    let kept: Vec<_> = (0..2).map(|_| other.connect(addr, soon()).unwrap()).collect();
     let back: Vec<_> = (0..2).map(|_| full.accept(soon()).unwrap()).collect();
     for _ in 0..3 {
-        let error = friend.connect(addr, soon()).unwrap_err();
+        let error = other.connect(addr, soon()).unwrap_err();
         assert!(!matches!(error, ConnectError::Timeout { .. }), "{error}");
         // It has no place left for a connection of its own either, and reports that.
-        let error = full.connect(friend.endpoint().addr, soon()).unwrap_err().to_string();
+        let error = full.connect(other.endpoint().addr, soon()).unwrap_err().to_string();
         assert!(error.contains("there are 2 connections, which is the limit"), "{error}");
     }
     assert_eq!(full.accept(Instant::now()).unwrap_err(), WaitError::Deadline);

@@ -38,9 +38,9 @@ fn the_end_of_a_peer_affects_no_other_peer_of_the_memory() {
             source.span(0, PART).unwrap(),
             from_good.advertise(&target.span(0, PART).unwrap()).unwrap(),
         );
-        let told = to_good.advertise(&part(1)).unwrap();
+        let described = to_good.advertise(&part(1)).unwrap();
         let receive = to_good.start_recv(&part(2), soon()).unwrap();
-        from_good.write(&all, &told, soon()).unwrap();
+        from_good.write(&all, &described, soon()).unwrap();
         // The message is granted and never written.
         let stalling = out.start_send(&memory_of(&bad, &bytes(9)).whole(), soon());
         // Time for the grant to arrive.
@@ -68,7 +68,7 @@ fn the_end_of_a_peer_affects_no_other_peer_of_the_memory() {
 
         assert_eq!(to_good.closed(), None, "{by:?}");
         source.copy_in(0, &bytes(8)).unwrap();
-        from_good.write(&all, &told, soon()).unwrap();
+        from_good.write(&all, &described, soon()).unwrap();
         assert!(contents(&memory, PART, PART as usize) == bytes(8), "{by:?}");
         from_good.send(&all, soon()).unwrap();
         assert_eq!(receive.wait(), Ok(PART));

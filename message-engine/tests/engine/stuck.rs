@@ -77,7 +77,7 @@ fn a_registration_that_comes_too_late_is_undone() {
         again.is_some()
     });
     assert!(num_registered.load(Ordering::SeqCst) > 1, "the first one's keys are used again");
-    assert!(engine.dereg(again.unwrap()).unwrap(), "somebody else holds the registration");
+    assert!(engine.dereg(again.unwrap()).unwrap(), "another handle keeps the registration");
     engine.stop().unwrap();
 }
 
@@ -191,7 +191,11 @@ fn a_late_deregistration_shares_no_keys_and_completes() {
     assert!(error.region.is_none() && error.detail.contains("in time"), "{error}");
     rig.has_refused();
     let second = rig.reg(4096);
-    assert_ne!(second.registration(), number, "shared with memory that is thought gone");
+    assert_ne!(
+        second.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
     rig.refuse(false);
     assert!(rig.engine.dereg(second).unwrap());
     rig.wait_until_empty();
@@ -206,7 +210,11 @@ fn a_refused_deregistration_shares_no_keys_and_completes() {
     drop(first);
     rig.has_refused();
     let second = rig.reg(4096);
-    assert_ne!(second.registration(), number, "shared with memory that is thought gone");
+    assert_ne!(
+        second.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
     // A caller that keeps its handle can retry.
     let second = rig.engine.dereg(second).unwrap_err().region.unwrap();
     rig.refuse(false);
@@ -229,8 +237,12 @@ fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
     let error = rig.engine.dereg(whole).unwrap_err();
     assert!(error.region.is_none() && error.detail.contains("in time"), "{error}");
     let again = rig.reg(8192);
-    assert_ne!(again.registration(), number, "shared with memory that is thought gone");
-    assert!(rig.engine.dereg(part).unwrap(), "somebody else holds the registration");
+    assert_ne!(
+        again.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
+    assert!(rig.engine.dereg(part).unwrap(), "another handle keeps the registration");
     assert!(rig.engine.dereg(again).unwrap());
     rig.wait_until_empty();
 }
@@ -242,7 +254,7 @@ fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
     for num_refusals in 1..4 {
         let first = rig.reg(4096);
         rig.num_refusals.store(num_refusals, Ordering::SeqCst);
-        assert!(rig.engine.dereg(first).unwrap(), "somebody else holds the registration");
+        assert!(rig.engine.dereg(first).unwrap(), "another handle keeps the registration");
     }
     assert_eq!(rig.num_refused.load(Ordering::SeqCst), 1 + 2 + 3);
     rig.wait_until_empty();

@@ -102,8 +102,8 @@ fn one_sided_transfers_move_what_was_advertised() {
             let source = memory_of(&pair.here, &bytes);
             let target = poisoned(&pair.there, len + 20);
             // The descriptor travels as bytes.
-            let told = pair.back.advertise(&target.span(10, len as u64).unwrap()).unwrap();
-            let remote = Descriptor::from_bytes(&told.to_bytes()).unwrap();
+            let descriptor = pair.back.advertise(&target.span(10, len as u64).unwrap()).unwrap();
+            let remote = Descriptor::from_bytes(&descriptor.to_bytes()).unwrap();
             let span = source.span(0, len as u64).unwrap();
             assert_eq!(pair.out.write(&span, &remote, soon()).unwrap(), len as u64);
             // The bytes are visible as soon as the writer's transfer is done.

@@ -424,9 +424,11 @@ mod tests {
         let held = File::options().read(true).custom_flags(flags).open(&path).unwrap();
         let own = OwnTable::new().unwrap();
         let named = Detail { descriptor: held.as_raw_fd(), ..own.detail(0) };
-        let (tell, told) = std::sync::mpsc::channel();
-        std::thread::spawn(move || tell.send(PeerTable::open(&named).err().map(|e| e.to_string())));
-        let error = told.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits");
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            sender.send(PeerTable::open(&named).err().map(|e| e.to_string()))
+        });
+        let error = receiver.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits");
         assert_eq!(error.as_deref(), Some("the peer's descriptor is not its table"));
     }
 

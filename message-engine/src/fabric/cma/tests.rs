@@ -151,9 +151,9 @@ pub(crate) fn peer_process() {
     let WireRegion { address, bytes, key } = region;
     println!("peer: {} {address} {bytes} {key}", hex::encode(&detail));
     // Runs until the other side has ended, with a time limit.
-    let (tell, told) = mpsc::channel();
-    std::thread::spawn(move || tell.send(std::io::stdin().read_to_end(&mut Vec::new()).is_ok()));
-    told.recv_timeout(Duration::from_secs(60)).expect("the end of the test");
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(std::io::stdin().read_to_end(&mut Vec::new()).is_ok()));
+    receiver.recv_timeout(Duration::from_secs(60)).expect("the end of the test");
 }
 
 /// A process with registered memory, except for one range that it has made inaccessible.
@@ -175,15 +175,15 @@ impl PeerProcess {
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
                 if let Some((_, found)) = line.split_once("peer: ") {
-                    let _ = tell.send(found.to_owned());
+                    let _ = sender.send(found.to_owned());
                 }
             }
         });
-        let line = told.recv_timeout(Duration::from_secs(60)).expect("the other process");
+        let line = receiver.recv_timeout(Duration::from_secs(60)).expect("the other process");
         let mut words = line.split(' ');
         fabric.join_peer(id, &hex::decode(words.next().unwrap())).unwrap();
         let [address, bytes, key] = [(); 3].map(|()| words.next().unwrap().parse().unwrap());

@@ -189,7 +189,7 @@ impl Server {
         if got > 0 {
             if !payload.dst.is_null() {
                 // SAFETY: the whole range was checked, and `revoke` has not taken it back. The memory is
-                // the registration's; whoever reads it meanwhile sees any mixture.
+                // the registration's; a thread that reads it meanwhile sees any mixture.
                 unsafe { std::ptr::copy(bytes.as_ptr(), payload.dst, got) };
             }
         } else if payload.dst.is_null() {
