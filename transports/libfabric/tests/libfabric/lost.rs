@@ -111,8 +111,7 @@ fn what_a_killed_process_left_is_in_nobodys_way() {
         return;
     }
     // A child process, because other tests of this process use the same names.
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "leftovers");
+    let mut command = test_support::child::command("leftovers");
     let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
     println!("{}", String::from_utf8_lossy(&output.stdout));
     let said = String::from_utf8_lossy(&output.stderr);
