@@ -3,10 +3,11 @@
 //! A client runs inside an engine, so it binds no port: it registers its metrics in a registry, which the engine
 //! exports. A call updates a metric by a few atomic additions, without a lock, a look-up or an allocation.
 
-use prometheus::core::Collector;
 use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry,
+    Histogram, IntCounter, IntGauge, IntGaugeVec, Opts, Registry,
+    register_histogram_vec_with_registry, register_histogram_with_registry,
+    register_int_counter_vec_with_registry, register_int_counter_with_registry,
+    register_int_gauge_vec_with_registry, register_int_gauge_with_registry,
 };
 use protocol::ErrorCode;
 
@@ -104,64 +105,67 @@ impl ClientMetrics {
     /// [`prometheus::Error`] when the registry has metrics of these names already.
     pub fn new(r: &Registry) -> Result<Self, prometheus::Error> {
         build_info(r)?;
-        let requests = labelled(
-            r,
+        let requests = register_int_counter_vec_with_registry!(
             "switchyard_client_requests_total",
             "Calls of one layer that ended, by outcome.",
-            "outcome",
+            &["outcome"],
+            r
         )?;
-        let frames = labelled(
-            r,
+        let frames = register_int_counter_vec_with_registry!(
             "switchyard_client_frames_total",
             "Frames published to servers (out) and taken from them (in).",
-            "direction",
+            &["direction"],
+            r
         )?;
-        let bytes = labelled(
-            r,
+        let bytes = register_int_counter_vec_with_registry!(
             "switchyard_client_bytes_total",
             "Bytes of frames published to servers (out) and taken from them (in).",
-            "direction",
+            &["direction"],
+            r
         )?;
-        let phases = HistogramVec::new(
-            HistogramOpts::new(
-                "switchyard_client_phase_seconds",
-                "Time of a call by phase: dispatch, wait and combine here, server_queue and server_compute in its slowest server.",
-            )
-            .buckets(PHASE_BUCKETS.to_vec()),
+        let phases = register_histogram_vec_with_registry!(
+            "switchyard_client_phase_seconds",
+            "Time of a call by phase: dispatch, wait and combine here, server_queue and server_compute in its slowest server.",
             &["phase"],
+            PHASE_BUCKETS.to_vec(),
+            r
         )?;
-        let phases = add(r, phases)?;
-        let failovers = labelled(
-            r,
+        let failovers = register_int_counter_vec_with_registry!(
             "switchyard_client_failovers_total",
             "Links that failed with tokens unanswered, by reason.",
-            "reason",
+            &["reason"],
+            r
         )?;
-        let error_frames = labelled(
-            r,
+        let error_frames = register_int_counter_vec_with_registry!(
             "switchyard_client_error_frames_total",
             "Error frames received, by code.",
-            "code",
+            &["code"],
+            r
         )?;
-        let links = IntGaugeVec::new(
-            Opts::new("switchyard_client_links", "Connections to servers, by state."),
+        let links = register_int_gauge_vec_with_registry!(
+            "switchyard_client_links",
+            "Connections to servers, by state.",
             &["state"],
+            r
         )?;
-        let links = add(r, links)?;
-        let connects = labelled(
-            r,
+        let connects = register_int_counter_vec_with_registry!(
             "switchyard_client_connects_total",
             "Attempts to connect to a server, by outcome.",
-            "outcome",
+            &["outcome"],
+            r
         )?;
         Ok(Self {
             requests_ok: requests.with_label_values(&["ok"]),
             requests_failed: requests.with_label_values(&["error"]),
-            tokens: counter(r, "switchyard_client_tokens_total", "Tokens of finished calls.")?,
-            pairs: counter(
-                r,
+            tokens: register_int_counter_with_registry!(
+                "switchyard_client_tokens_total",
+                "Tokens of finished calls.",
+                r
+            )?,
+            pairs: register_int_counter_with_registry!(
                 "switchyard_client_pairs_total",
                 "(token, expert) pairs of finished calls. A client on a GPU counts masked entries too: only its kernels know the pairs.",
+                r
             )?,
             frames_out: frames.with_label_values(&["out"]),
             frames_in: frames.with_label_values(&["in"]),
@@ -172,73 +176,77 @@ impl ClientMetrics {
             phase_combine: phases.with_label_values(&["combine"]),
             phase_server_queue: phases.with_label_values(&["server_queue"]),
             phase_server_compute: phases.with_label_values(&["server_compute"]),
-            stall: add(
-                r,
-                Histogram::with_opts(
-                    HistogramOpts::new(
-                        "switchyard_client_stall_seconds",
-                        "Time that failures cost a call with failures: from the failed server's last sign of life until its tokens were resent.",
-                    )
-                    .buckets(PHASE_BUCKETS.to_vec()),
-                )?,
+            stall: register_histogram_with_registry!(
+                "switchyard_client_stall_seconds",
+                "Time that failures cost a call with failures: from the failed server's last sign of life until its tokens were resent.",
+                PHASE_BUCKETS.to_vec(),
+                r
             )?,
             failovers: FailReason::ALL.map(|reason| failovers.with_label_values(&[reason.name()])),
-            resent_pairs: counter(
-                r,
+            resent_pairs: register_int_counter_with_registry!(
                 "switchyard_client_resent_pairs_total",
                 "(token, expert) pairs resent after a failure or a refusal.",
+                r
             )?,
-            stale_responses: counter(
-                r,
+            stale_responses: register_int_counter_with_registry!(
                 "switchyard_client_stale_responses_total",
                 "Responses that match no open frame; dropped.",
+                r
             )?,
-            invalid_responses: counter(
-                r,
+            invalid_responses: register_int_counter_with_registry!(
                 "switchyard_client_invalid_responses_total",
                 "Responses that failed a check; their link was retired.",
+                r
             )?,
-            error_frames: KNOWN_CODES
+            error_frames: ErrorCode::KNOWN
                 .iter()
                 .map(|&code| (code, error_frames.with_label_values(&[code.name()])))
                 .collect(),
             error_frames_other: error_frames.with_label_values(&["other"]),
-            lost: counter(
-                r,
+            lost: register_int_counter_with_registry!(
                 "switchyard_client_lost_requests_total",
                 "Calls with unanswered pairs at their end; clients on GPUs do not count them. Above 0 is a defect.",
+                r
             )?,
-            duplicated: counter(
-                r,
+            duplicated: register_int_counter_with_registry!(
                 "switchyard_client_duplicated_requests_total",
                 "Calls with pairs counted twice at their end; clients on GPUs do not count them. Above 0 is a defect.",
+                r
             )?,
-            missing_pairs: counter(
-                r,
+            missing_pairs: register_int_counter_with_registry!(
                 "switchyard_client_missing_pairs_total",
                 "(token, expert) pairs left out for want of a live replica.",
+                r
             )?,
-            abandoned: counter(
-                r,
+            abandoned: register_int_counter_with_registry!(
                 "switchyard_client_abandoned_requests_total",
                 "Calls abandoned by the caller, or by an error, with frames outstanding.",
+                r
             )?,
             links_up: links.with_label_values(&["up"]),
             links_connecting: links.with_label_values(&["connecting"]),
             links_leaving: links.with_label_values(&["leaving"]),
             connects_ok: connects.with_label_values(&["ok"]),
             connects_failed: connects.with_label_values(&["error"]),
-            lanes: gauge(r, "switchyard_client_lanes", "Lanes that exist.")?,
-            lanes_busy: gauge(r, "switchyard_client_lanes_busy", "Lanes that a call uses.")?,
-            placement_epoch: gauge(
-                r,
+            lanes: register_int_gauge_with_registry!(
+                "switchyard_client_lanes",
+                "Lanes that exist.",
+                r
+            )?,
+            lanes_busy: register_int_gauge_with_registry!(
+                "switchyard_client_lanes_busy",
+                "Lanes that a call uses.",
+                r
+            )?,
+            placement_epoch: register_int_gauge_with_registry!(
                 "switchyard_client_placement_epoch",
                 "Epoch of the placement in force.",
+                r
             )?,
-            suspects: counter(
-                r,
+            suspects: register_int_counter_with_registry!(
                 "switchyard_client_suspects_total",
                 "Servers reported to the control plane as suspect.",
+                r
             )?,
         })
     }
@@ -287,46 +295,10 @@ fn build_info(r: &Registry) -> Result<(), prometheus::Error> {
     }
 }
 
-fn add<C: Collector + Clone + 'static>(r: &Registry, metric: C) -> Result<C, prometheus::Error> {
-    r.register(Box::new(metric.clone()))?;
-    Ok(metric)
-}
-
-fn counter(r: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    add(r, IntCounter::new(name, help)?)
-}
-
-fn gauge(r: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    add(r, IntGauge::new(name, help)?)
-}
-
-fn labelled(
-    r: &Registry,
-    name: &str,
-    help: &str,
-    label: &str,
-) -> Result<IntCounterVec, prometheus::Error> {
-    add(r, IntCounterVec::new(Opts::new(name, help), &[label])?)
-}
-
 /// From the latency of one flag to a hang, in seconds.
 const PHASE_BUCKETS: [f64; 20] = [
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
     0.2, 0.5, 1.0, 5.0,
-];
-
-/// Codes that have their own counter.
-const KNOWN_CODES: [ErrorCode; 10] = [
-    ErrorCode::BadFrame,
-    ErrorCode::UnknownExpert,
-    ErrorCode::WrongLayer,
-    ErrorCode::NotMyExpert,
-    ErrorCode::StaleEpoch,
-    ErrorCode::StaleChannel,
-    ErrorCode::Overloaded,
-    ErrorCode::ShuttingDown,
-    ErrorCode::Internal,
-    ErrorCode::Version,
 ];
 
 #[cfg(test)]
@@ -337,7 +309,7 @@ mod tests {
     fn names_follow_the_rule_and_a_second_client_needs_its_own_registry() {
         let registry = Registry::new();
         let metrics = ClientMetrics::new(&registry).unwrap();
-        for code in KNOWN_CODES {
+        for code in ErrorCode::KNOWN {
             metrics.count_error_frame(code);
         }
         metrics.count_error_frame(ErrorCode::Other(4711));

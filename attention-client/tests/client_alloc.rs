@@ -1,14 +1,15 @@
 //! After warm-up a call allocates nothing on the caller's thread.
 
 mod client_common;
-#[path = "../../tests/support/src/counting.rs"]
-mod counting;
 
 use std::time::Duration;
 
 use client_common::{Fleet, Request, poisoned, seeded};
-use counting::THREAD_ALLOCATIONS;
 use p2p_core::SlotConfig;
+use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn a_call_allocates_nothing_after_warm_up() {

@@ -2,14 +2,12 @@
 //! and memory it counts.
 
 mod client_common;
-#[path = "../../tests/support/src/descriptors.rs"]
-mod descriptors;
 
 use std::time::{Duration, Instant};
 
 use client_common::{Fleet, Request, difference, local_reference, poisoned, seeded};
-use descriptors::num_descriptors;
 use p2p_core::SlotConfig;
+use test_support::descriptors::num_descriptors;
 
 #[test]
 fn clients_that_come_and_go_leave_nothing_behind() {

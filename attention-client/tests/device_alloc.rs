@@ -1,22 +1,18 @@
 //! After warm-up a call on a GPU allocates nothing on the caller's thread.
 
 mod client_common;
-#[path = "../../tests/support/src/counting.rs"]
-mod counting;
 #[path = "device/rig.rs"]
 #[allow(dead_code, reason = "this binary uses a part")]
 mod rig;
-#[path = "../../tests/support/src/skip.rs"]
-mod skip;
-#[path = "../../tests/support/src/stopped.rs"]
-#[allow(dead_code, reason = "no server is stopped here")]
-mod stopped;
 
 use client_common::{Request, seeded};
-use counting::THREAD_ALLOCATIONS;
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 use rig::{Fleet, Tensors, check, soon};
+use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn calls_and_replays_on_a_gpu_allocate_nothing_after_warm_up() {

@@ -1,11 +1,11 @@
 //! Routing allocates nothing once its workspace is warm. One test per binary: it owns the
 //! allocator.
 
-#[path = "../../tests/support/src/counting.rs"]
-mod counting;
-
-use counting::THREAD_ALLOCATIONS;
 use switchyard_attention_client::{Router, RouterWorkspace};
+use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn routing_allocates_nothing_when_warm() {

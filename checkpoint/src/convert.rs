@@ -3,7 +3,7 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::tensor::DType;
+use crate::dtype::DType;
 
 /// Converts little-endian bfloat16 to f32.
 ///

@@ -3,8 +3,9 @@
 use crate::FP8_BLOCK;
 use crate::config::Architecture;
 use crate::convert;
+use crate::dtype::DType;
 use crate::open::Checkpoint;
-use crate::tensor::{DType, FLOATS, TensorError, TensorView};
+use crate::tensor::{FLOATS, TensorError, TensorView};
 
 /// The three matrices of a SwiGLU expert: `down(silu(gate(x)) * up(x))`.
 #[derive(Debug, Clone, Copy)]

@@ -24,6 +24,7 @@
 
 mod config;
 mod convert;
+mod dtype;
 mod experts;
 mod fingerprint;
 mod make;
@@ -35,6 +36,7 @@ pub use config::{
     Architecture, AttentionConfig, ConfigError, ModelConfig, RouterConfig, Scoring, TopkMethod,
 };
 pub use convert::{bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3};
+pub use dtype::DType;
 pub use experts::{BlockScales, ExpertTensors, RouterTensors, WeightView};
 pub use fingerprint::{Fingerprint, ParseFingerprintError};
 pub use make::{
@@ -42,7 +44,7 @@ pub use make::{
 };
 pub use open::{Checkpoint, OpenError};
 pub use shard::{TensorFile, TensorFileError};
-pub use tensor::{DType, TensorError, TensorView};
+pub use tensor::{TensorError, TensorView};
 
 /// Rows and columns of one fp8 scale block (`weight_scale_inv` holds one scale per block).
 pub const FP8_BLOCK: [usize; 2] = [128, 128];

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use safetensors::tensor::Metadata;
 
-use crate::tensor::{DType, TensorError, TensorView};
+use crate::dtype::DType;
+use crate::tensor::{TensorError, TensorView};
 
 /// A safetensors file mapped read-only.
 ///

@@ -14,7 +14,7 @@ use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
 use axum::http::{HeaderMap, Method};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::MethodRouter;
+use axum::routing::{MethodRouter, delete, get, post, put};
 use control_api::code;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
@@ -59,10 +59,31 @@ struct Route {
     handler: MethodRouter<App>,
 }
 
+/// Every route.
+fn all_routes() -> Vec<Route> {
+    let route = |method, path, handler| Route { method, path, handler };
+    vec![
+        route(Method::GET, "/healthz", get(routes::healthz)),
+        route(Method::GET, "/readyz", get(routes::readyz)),
+        route(Method::GET, "/metrics", get(routes::metrics)),
+        route(Method::GET, "/openapi.json", get(openapi::openapi_json)),
+        route(Method::GET, "/v1/placement", get(routes::placement)),
+        route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
+        route(Method::GET, "/v1/status", get(routes::status)),
+        route(Method::GET, "/v1/members", get(routes::members)),
+        route(Method::POST, "/v1/members", post(routes::register)),
+        route(Method::DELETE, "/v1/members/{id}", delete(routes::leave)),
+        route(Method::PUT, "/v1/members/{id}/lease", put(routes::renew)),
+        route(Method::POST, "/v1/members/{id}/ready", post(routes::ready)),
+        route(Method::POST, "/v1/members/{id}/drain", post(routes::drain)),
+        route(Method::POST, "/v1/members/{id}/suspect", post(routes::suspect)),
+    ]
+}
+
 /// The router with all routes.
 pub(crate) fn router(app: App) -> Router {
     let mut router = Router::new();
-    for route in routes::all() {
+    for route in all_routes() {
         router = router.route(route.path, route.handler);
     }
     let not_found =

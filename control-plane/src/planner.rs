@@ -407,7 +407,7 @@ mod tests {
     fn capacity_is_respected_or_named() {
         let model = model(2, 10);
         let planner = BalancedPlanner::new(4, 1).unwrap();
-        // Seats of 3, 3, 2, 2 experts per layer or a mixture: 4 to 6 in all.
+        // Shares of 3, 3, 2, 2 experts per layer, or a mixture: 4 to 6 in all.
         let joiner = Joiner { capacity_experts: Some(5), ..Joiner::default() };
         assert!(planner.assign(&model, &joiner, &[]).unwrap().num_experts() <= 5);
         let joiner = Joiner { capacity_experts: Some(3), ..Joiner::default() };

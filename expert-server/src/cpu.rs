@@ -26,9 +26,9 @@ use self::data_thread::DataThread;
 use crate::compute::{ComputePool, ExpertStore, Pinning, pin_current_thread};
 use crate::config::Limits;
 use crate::error::DataError;
-use crate::inbox::Inbox;
+use crate::inbox::{Inbox, LinkId};
 use crate::metrics::ServerMetrics;
-use crate::plane::{ClosedLink, DataPlane, LinkEnd, LinkId, ThreadEnd, link_end, run_to_end};
+use crate::plane::{ClosedLink, DataPlane, LinkEnd, ThreadEnd, link_end, run_to_end};
 use crate::status::{DataStatus, LoadCounters};
 
 /// Settings of a data thread on CPUs.

@@ -48,9 +48,9 @@ use self::slots::ClientSlots;
 use self::store::DeviceStore;
 use crate::config::Limits;
 use crate::error::DataError;
-use crate::inbox::Inbox;
+use crate::inbox::{Inbox, LinkId};
 use crate::metrics::ServerMetrics;
-use crate::plane::{DataPlane, LinkEnd, LinkId, ThreadEnd, link_end, run_to_end};
+use crate::plane::{DataPlane, LinkEnd, ThreadEnd, link_end, run_to_end};
 use crate::status::{DataStatus, LoadCounters};
 
 /// Settings of the data thread on a GPU.

@@ -5,8 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use crossbeam_queue::SegQueue;
 
-use crate::plane::LinkId;
-
 /// Commands for a data thread. The sender wakes the thread.
 pub(crate) struct Inbox<C> {
     commands: SegQueue<C>,
@@ -22,7 +20,7 @@ impl<C> Inbox<C> {
 
     /// A new number for a link.
     pub(crate) fn next_id(&self) -> LinkId {
-        LinkId::new(self.next_id.fetch_add(1, Ordering::Relaxed))
+        LinkId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -60,5 +58,22 @@ impl<C> Inbox<C> {
 impl<C> fmt::Debug for Inbox<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Inbox").field("num_commands", &self.commands.len()).finish_non_exhaustive()
+    }
+}
+
+/// Number of a link, unique within its data thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LinkId(u64);
+
+impl LinkId {
+    #[cfg(feature = "device")]
+    pub(crate) const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for LinkId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
     }
 }

@@ -47,8 +47,9 @@ pub use expert_compute as compute;
 
 pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
 pub use error::{DataError, ServerError, StartError};
+pub use inbox::LinkId;
 pub use metrics::{DropReason, ServerMetrics};
-pub use plane::{ClosedLink, LinkId, ThreadEnd};
+pub use plane::{ClosedLink, ThreadEnd};
 pub use server::{ExpertServer, RunningServer};
 
 /// Types of other crates that appear in this crate's signatures.

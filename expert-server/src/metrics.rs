@@ -6,10 +6,12 @@
 use std::sync::atomic::Ordering;
 
 use p2p_core::bootstrap::ListenerStats;
-use prometheus::core::Collector;
 use prometheus::{
-    Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
-    Opts, Registry, TextEncoder,
+    Encoder, Gauge, Histogram, IntCounter, IntCounterVec, IntGauge, Registry, TextEncoder,
+    register_gauge_with_registry, register_histogram_vec_with_registry,
+    register_histogram_with_registry, register_int_counter_vec_with_registry,
+    register_int_counter_with_registry, register_int_gauge_vec_with_registry,
+    register_int_gauge_with_registry,
 };
 use protocol::ErrorCode;
 
@@ -99,68 +101,70 @@ impl ServerMetrics {
     /// [`prometheus::Error`] when the registry holds metrics of these names already.
     pub fn new(registry: Registry) -> Result<Self, prometheus::Error> {
         let r = &registry;
-        let build = IntGaugeVec::new(
-            Opts::new("switchyard_build_info", "Version of this process; the value is always 1."),
+        let build = register_int_gauge_vec_with_registry!(
+            "switchyard_build_info",
+            "Version of this process; the value is always 1.",
             &["component", "version"],
+            r
         )?;
         build.with_label_values(&["server", env!("CARGO_PKG_VERSION")]).set(1);
-        add(r, build)?;
-        let dropped = labelled(
-            r,
+        let dropped = register_int_counter_vec_with_registry!(
             "switchyard_server_links_dropped_total",
             "Client links that ended, by reason.",
-            "reason",
+            &["reason"],
+            r
         )?;
-        let handshakes = labelled(
-            r,
+        let handshakes = register_int_counter_vec_with_registry!(
             "switchyard_server_handshakes_rejected_total",
             "Connections that did not become links: refused by their hello, too slow, evicted by newer ones, broken.",
-            "reason",
+            &["reason"],
+            r
         )?;
-        let frames = labelled(
-            r,
+        let frames = register_int_counter_vec_with_registry!(
             "switchyard_server_frames_total",
             "Frames taken from clients (in) and published to them (out).",
-            "direction",
+            &["direction"],
+            r
         )?;
-        let bytes = labelled(
-            r,
+        let bytes = register_int_counter_vec_with_registry!(
             "switchyard_server_bytes_total",
             "Bytes of frames taken from clients (in) and published to them (out).",
-            "direction",
+            &["direction"],
+            r
         )?;
-        let bad = labelled(
-            r,
+        let bad = register_int_counter_vec_with_registry!(
             "switchyard_server_bad_frames_total",
             "Request frames answered with an error frame, by its code.",
-            "code",
+            &["code"],
+            r
         )?;
-        let phases = prometheus::HistogramVec::new(
-            HistogramOpts::new(
-                "switchyard_server_phase_seconds",
-                "Time by phase: queue (per frame, from its arrival until its batch starts), gather, compute and encode (per batch). On a GPU a frame's arrival counts from the end of the previous batch on, and gather is the wait for further clients.",
-            )
-            .buckets(PHASE_BUCKETS.to_vec()),
+        let phases = register_histogram_vec_with_registry!(
+            "switchyard_server_phase_seconds",
+            "Time by phase: queue (per frame, from its arrival until its batch starts), gather, compute and encode (per batch). On a GPU a frame's arrival counts from the end of the previous batch on, and gather is the wait for further clients.",
             &["phase"],
+            PHASE_BUCKETS.to_vec(),
+            r
         )?;
-        let phases = add(r, phases)?;
-        let expert_tokens = IntCounterVec::new(
-            Opts::new(
-                "switchyard_server_expert_tokens_total",
-                "Tokens computed per expert. The label layer is `all` unless counting by layer is on.",
-            ),
+        let expert_tokens = register_int_counter_vec_with_registry!(
+            "switchyard_server_expert_tokens_total",
+            "Tokens computed per expert. The label layer is `all` unless counting by layer is on.",
             &["layer", "expert"],
+            r
         )?;
         let http = httpd::Metrics::new("switchyard_server")?;
-        add(r, http.connections.clone())?;
-        add(r, http.culled.clone())?;
+        r.register(Box::new(http.connections.clone()))?;
+        r.register(Box::new(http.culled.clone()))?;
         Ok(Self {
             http,
-            links: gauge(r, "switchyard_server_links", "Client links that are open.")?,
-            links_opened: counter(
-                r,
+            links: register_int_gauge_with_registry!(
+                "switchyard_server_links",
+                "Client links that are open.",
+                r
+            )?,
+            links_opened: register_int_counter_with_registry!(
                 "switchyard_server_links_opened_total",
                 "Client links opened.",
+                r
             )?,
             links_dropped: DropReason::ALL
                 .map(|reason| dropped.with_label_values(&[reason.name()])),
@@ -168,75 +172,85 @@ impl ServerMetrics {
                 .map(|reason| handshakes.with_label_values(&[reason])),
             frames_in: frames.with_label_values(&["in"]),
             frames_out: frames.with_label_values(&["out"]),
-            bad_frames: KNOWN_CODES
+            bad_frames: ErrorCode::KNOWN
                 .iter()
                 .map(|&code| (code, bad.with_label_values(&[code.name()])))
                 .collect(),
             bad_frames_other: bad.with_label_values(&["other"]),
             bytes_in: bytes.with_label_values(&["in"]),
             bytes_out: bytes.with_label_values(&["out"]),
-            tokens: counter(r, "switchyard_server_tokens_total", "Tokens computed.")?,
-            entries: counter(
-                r,
+            tokens: register_int_counter_with_registry!(
+                "switchyard_server_tokens_total",
+                "Tokens computed.",
+                r
+            )?,
+            entries: register_int_counter_with_registry!(
                 "switchyard_server_entries_total",
                 "(token, expert) pairs computed.",
+                r
             )?,
-            batches: counter(r, "switchyard_server_batches_total", "Merged batches computed.")?,
-            batch_tokens: histogram(
-                r,
+            batches: register_int_counter_with_registry!(
+                "switchyard_server_batches_total",
+                "Merged batches computed.",
+                r
+            )?,
+            batch_tokens: register_histogram_with_registry!(
                 "switchyard_server_batch_tokens",
                 "Tokens per merged batch.",
-                &powers_of_two(15),
+                powers_of_two(15),
+                r
             )?,
-            batch_clients: histogram(
-                r,
+            batch_clients: register_histogram_with_registry!(
                 "switchyard_server_batch_clients",
                 "Clients whose frames were merged into one batch.",
-                &powers_of_two(9),
+                powers_of_two(9),
+                r
             )?,
             queue_seconds: phases.with_label_values(&["queue"]),
             gather_seconds: phases.with_label_values(&["gather"]),
             compute_seconds: phases.with_label_values(&["compute"]),
             encode_seconds: phases.with_label_values(&["encode"]),
-            graph_seconds: histogram(
-                r,
+            graph_seconds: register_histogram_with_registry!(
                 "switchyard_server_graph_record_seconds",
                 "Time to record the graph of a batch, once per number of clients, number of experts and bucket of rows. Batches in flight go on; no batch is launched meanwhile. Servers on GPUs only.",
-                &PHASE_BUCKETS,
+                PHASE_BUCKETS.to_vec(),
+                r
             )?,
-            backlog_frames: gauge(
-                r,
+            backlog_frames: register_int_gauge_with_registry!(
                 "switchyard_server_backlog_frames",
                 "Finished answers that wait for a client's credit.",
+                r
             )?,
-            sleeps: counter(
-                r,
+            sleeps: register_int_counter_with_registry!(
                 "switchyard_server_sleeps_total",
                 "Times that the data thread had no work and blocked.",
+                r
             )?,
-            expert_tokens: add(r, expert_tokens)?,
-            experts_loaded: gauge(
-                r,
+            expert_tokens,
+            experts_loaded: register_int_gauge_with_registry!(
                 "switchyard_server_experts_loaded",
                 "(layer, expert) pairs loaded.",
+                r
             )?,
-            expert_bytes: gauge(
-                r,
+            expert_bytes: register_int_gauge_with_registry!(
                 "switchyard_server_expert_bytes",
                 "Bytes of the loaded experts' weights.",
+                r
             )?,
-            load_seconds: add(
-                r,
-                Gauge::with_opts(Opts::new(
-                    "switchyard_server_load_seconds",
-                    "Time that loading the experts took.",
-                ))?,
+            load_seconds: register_gauge_with_registry!(
+                "switchyard_server_load_seconds",
+                "Time that loading the experts took.",
+                r
             )?,
-            ready: gauge(r, "switchyard_server_ready", "1 while /readyz answers 200.")?,
-            lease_held: gauge(
-                r,
+            ready: register_int_gauge_with_registry!(
+                "switchyard_server_ready",
+                "1 while /readyz answers 200.",
+                r
+            )?,
+            lease_held: register_int_gauge_with_registry!(
                 "switchyard_server_lease_held",
                 "1 while the control plane's lease is held; 0 also without a control plane.",
+                r
             )?,
             registry,
         })
@@ -319,40 +333,6 @@ impl ExpertTokenCounters {
     }
 }
 
-fn add<C: Collector + Clone + 'static>(
-    registry: &Registry,
-    metric: C,
-) -> Result<C, prometheus::Error> {
-    registry.register(Box::new(metric.clone()))?;
-    Ok(metric)
-}
-
-fn counter(r: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    add(r, IntCounter::new(name, help)?)
-}
-
-fn gauge(r: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    add(r, IntGauge::new(name, help)?)
-}
-
-fn labelled(
-    r: &Registry,
-    name: &str,
-    help: &str,
-    label: &str,
-) -> Result<IntCounterVec, prometheus::Error> {
-    add(r, IntCounterVec::new(Opts::new(name, help), &[label])?)
-}
-
-fn histogram(
-    r: &Registry,
-    name: &str,
-    help: &str,
-    buckets: &[f64],
-) -> Result<Histogram, prometheus::Error> {
-    add(r, Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets.to_vec()))?)
-}
-
 fn powers_of_two(num: i32) -> Vec<f64> {
     (0..num).map(|exponent| 2f64.powi(exponent)).collect()
 }
@@ -366,20 +346,6 @@ const PHASE_BUCKETS: [f64; 20] = [
 /// Labels in the order of the counts in [`ListenerStats`].
 const HANDSHAKE_REASONS: [&str; 4] = ["refused", "timed_out", "evicted", "broken"];
 
-/// Codes with their own counters; all others share one.
-const KNOWN_CODES: [ErrorCode; 10] = [
-    ErrorCode::BadFrame,
-    ErrorCode::UnknownExpert,
-    ErrorCode::WrongLayer,
-    ErrorCode::NotMyExpert,
-    ErrorCode::StaleEpoch,
-    ErrorCode::StaleChannel,
-    ErrorCode::Overloaded,
-    ErrorCode::ShuttingDown,
-    ErrorCode::Internal,
-    ErrorCode::Version,
-];
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -387,7 +353,7 @@ mod tests {
     #[test]
     fn names_follow_the_rule_and_every_code_and_reason_has_its_own_series() {
         let metrics = ServerMetrics::new(Registry::new()).unwrap();
-        for code in KNOWN_CODES {
+        for code in ErrorCode::KNOWN {
             metrics.count_bad_frame(code);
         }
         metrics.count_bad_frame(ErrorCode::Other(4711));
@@ -407,6 +373,6 @@ mod tests {
         assert!(text.contains("expert_tokens_total{expert=\"3\",layer=\"all\"} 1"), "{text}");
         let with_one =
             text.lines().filter(|l| l.contains("bad_frames_total{") && l.ends_with(" 1"));
-        assert_eq!(with_one.count(), KNOWN_CODES.len() + 1);
+        assert_eq!(with_one.count(), ErrorCode::KNOWN.len() + 1);
     }
 }

@@ -12,7 +12,7 @@ use protocol::DispatchExpect;
 use tokio::sync::oneshot;
 
 use crate::error::DataError;
-use crate::inbox::Inbox;
+use crate::inbox::{Inbox, LinkId};
 use crate::metrics::DropReason;
 use crate::status::{DataStatus, LoadCounters};
 
@@ -36,27 +36,6 @@ pub(crate) trait DataPlane: Send + Sync + fmt::Debug {
     fn status(&self) -> &Arc<DataStatus>;
 
     fn load(&self) -> &Arc<LoadCounters>;
-}
-
-/// Number of a link, unique within its data thread.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct LinkId(u64);
-
-impl LinkId {
-    pub(crate) const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    #[cfg(feature = "device")]
-    pub(crate) const fn number(self) -> u64 {
-        self.0
-    }
-}
-
-impl fmt::Display for LinkId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
 }
 
 /// A link that has closed, with its slots. Dropping it unmaps them, which takes too long for the data thread.

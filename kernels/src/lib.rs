@@ -24,8 +24,6 @@
 
 pub mod abi;
 pub mod check;
-#[cfg(feature = "cuda")]
-mod cuda;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the driver looks names up"))]
 mod entries;
 mod error_word;

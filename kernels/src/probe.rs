@@ -1,5 +1,8 @@
 //! Report of this host's GPUs, and whether this build can use them.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::fs;
 use std::path::Path;
 
@@ -84,7 +87,7 @@ pub struct ReportLine {
 pub fn probe() -> GpuReport {
     let report = from_kernel_driver(Path::new(KERNEL_DRIVER));
     #[cfg(feature = "cuda")]
-    let report = crate::cuda::complete(report);
+    let report = cuda::complete(report);
     report
 }
 

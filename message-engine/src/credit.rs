@@ -185,10 +185,10 @@ pub enum CreditError {
         max: usize,
     },
     /// The sender has left, or was never there. A local bug.
-    #[error("no sender {slot} of generation {generation} is there")]
+    #[error("no sender {index} of generation {generation} is there")]
     Unknown {
         /// Its place.
-        slot: u32,
+        index: u32,
         /// Which of those who had the place.
         generation: u32,
     },

@@ -33,19 +33,19 @@
 mod codec;
 mod config;
 mod connection;
+mod deregistration;
 mod descriptor;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod io;
-mod leaving;
 mod link;
 mod mailbox;
 mod memory;
 mod metadata;
-mod registering;
+mod pending;
+mod registration;
 mod shared;
-mod starting;
 mod transfer;
 mod wire;
 
@@ -154,7 +154,7 @@ impl Engine {
         let (command, reply) = connect_command(addr, deadline);
         let pushed = self.shared.push_until(command, deadline);
         pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
-        reply.pop(with_grace(deadline)).unwrap_or_else(|error| Err(no_reply(addr, error)))
+        reply.pop(reply_deadline(deadline)).unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
     /// The same for tasks.
@@ -169,7 +169,7 @@ impl Engine {
         let (command, reply) = connect_command(addr, deadline);
         let pushed = self.shared.push_until_async(command, deadline).await;
         pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
-        let popped = reply.pop_async(with_grace(deadline)).await;
+        let popped = reply.pop_async(reply_deadline(deadline)).await;
         popped.unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
@@ -200,11 +200,11 @@ impl Engine {
         deadline: Instant,
     ) -> Result<Connection, ConnectError> {
         let peer = EndpointMetadata::decode(metadata).map_err(ConnectError::Metadata)?;
-        if let Some(known) = self.known(peer.engine_id) {
+        if let Some(known) = self.find_connection(peer.engine_id) {
             return Ok(known);
         }
         let found = self.connect(peer.addr, deadline)?;
-        self.keep(&peer, found)
+        self.retain_endpoint(&peer, found)
     }
 
     /// The same for tasks.
@@ -217,11 +217,11 @@ impl Engine {
         deadline: Instant,
     ) -> Result<Connection, ConnectError> {
         let peer = EndpointMetadata::decode(metadata).map_err(ConnectError::Metadata)?;
-        if let Some(known) = self.known(peer.engine_id) {
+        if let Some(known) = self.find_connection(peer.engine_id) {
             return Ok(known);
         }
         let found = self.connect_async(peer.addr, deadline).await?;
-        self.keep(&peer, found)
+        self.retain_endpoint(&peer, found)
     }
 
     /// Closes every connection to the engine that published `metadata`. False: there was none.
@@ -269,7 +269,7 @@ impl Engine {
     /// # Errors
     /// [`WaitError`].
     pub fn next_notification(&self, deadline: Instant) -> Result<Notification, WaitError> {
-        Ok(self.took(self.shared.inbox.pop(deadline)?))
+        Ok(self.free_window(self.shared.inbox.pop(deadline)?))
     }
 
     /// The same for tasks.
@@ -280,13 +280,13 @@ impl Engine {
         &self,
         deadline: Instant,
     ) -> Result<Notification, WaitError> {
-        Ok(self.took(self.shared.inbox.pop_async(deadline).await?))
+        Ok(self.free_window(self.shared.inbox.pop_async(deadline).await?))
     }
 
     /// All notifications that are there.
     #[must_use]
     pub fn take_notifications(&self) -> Vec<Notification> {
-        self.shared.inbox.drain().into_iter().map(|taken| self.took(taken)).collect()
+        self.shared.inbox.drain().into_iter().map(|taken| self.free_window(taken)).collect()
     }
 
     /// What the engine holds.
@@ -294,7 +294,7 @@ impl Engine {
     pub fn stats(&self) -> EngineStats {
         EngineStats {
             num_connections: self.connections().count(),
-            num_transfers: self.shared.transfers.num_taken(),
+            num_transfers: self.shared.transfers.num_in_use(),
             num_rounds: self.shared.transfers.pulse.num_rounds(),
         }
     }
@@ -311,13 +311,13 @@ impl Engine {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let pulse = &self.shared.transfers.pulse;
         let (mut watch, mut looked) = (pulse.watch(), Instant::now());
-        let mut is_told = self.shared.push(Command::Stop).is_ok();
+        let mut is_pushed = self.shared.push(Command::Stop).is_ok();
         lock(&self.shared.endpoints).clear();
         let mut pause = Duration::from_micros(20);
         while !thread.is_finished() {
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
-            is_told = is_told || self.shared.push(Command::Stop).is_ok();
+            is_pushed = is_pushed || self.shared.push(Command::Stop).is_ok();
             if looked.elapsed() >= pulse.interval() {
                 looked = Instant::now();
                 if watch.finds_stuck(pulse) {
@@ -333,17 +333,17 @@ impl Engine {
 
     /// Connections that stand.
     fn connections(&self) -> impl Iterator<Item = Connection> + use<> {
-        let mut live = lock(&self.shared.live);
-        live.retain(|weak| weak.strong_count() > 0);
-        let found: Vec<_> = live.iter().filter_map(Weak::upgrade).collect();
-        drop(live);
+        let mut connections = lock(&self.shared.connections);
+        connections.retain(|weak| weak.strong_count() > 0);
+        let found: Vec<_> = connections.iter().filter_map(Weak::upgrade).collect();
+        drop(connections);
         found
             .into_iter()
             .filter(|shared| shared.closed.get().is_none())
             .map(|shared| Connection { shared })
     }
 
-    fn known(&self, engine_id: u64) -> Option<Connection> {
+    fn find_connection(&self, engine_id: u64) -> Option<Connection> {
         let known = self.connections().find(|found| found.peer().engine_id == engine_id)?;
         let mut endpoints = lock(&self.shared.endpoints);
         endpoints.retain(|connection| connection.closed().is_none());
@@ -353,7 +353,11 @@ impl Engine {
         Some(known)
     }
 
-    fn keep(&self, peer: &EndpointMetadata, found: Connection) -> Result<Connection, ConnectError> {
+    fn retain_endpoint(
+        &self,
+        peer: &EndpointMetadata,
+        found: Connection,
+    ) -> Result<Connection, ConnectError> {
         if found.peer().engine_id != peer.engine_id {
             found.close();
             return Err(ConnectError::Foreign {
@@ -370,11 +374,11 @@ impl Engine {
     }
 
     /// Lets the peer send as much more.
-    fn took(&self, (from, notification): (Weak<ConnShared>, Notification)) -> Notification {
+    fn free_window(&self, (from, notification): (Weak<ConnShared>, Notification)) -> Notification {
         let cost = notification.cost();
-        self.shared.took(cost);
+        self.shared.subtract_untaken(cost);
         if let Some(from) = from.upgrade() {
-            from.took(cost);
+            from.add_taken(cost);
         }
         notification
     }
@@ -398,7 +402,7 @@ fn connect_command(
 }
 
 /// When the thread must have ended what has this deadline.
-fn with_grace(deadline: Instant) -> Instant {
+fn reply_deadline(deadline: Instant) -> Instant {
     deadline.checked_add(GRACE).unwrap_or(deadline)
 }
 

@@ -13,3 +13,6 @@ pub mod engine;
 pub mod fabric;
 
 pub use engine::*;
+
+#[cfg(test)]
+test_support::child_processes! { "cma-peer" => fabric::cma::tests::peer_process }

@@ -1,21 +1,24 @@
-//! How two peers meet: a handshake over TCP, slots made and exchanged, and a connection that stays.
+//! The handshake of two peers over TCP. It makes and exchanges slots, and leaves a connection that
+//! stays open.
 //!
-//! The connecting side says what it is and what it wants ([`PeerHello`], slot size, transports, an
-//! optional ticket); the listening side checks it and answers with a transport and its slot, or with a
-//! [`Reject`] that says why not. Slots are made for this one peer and go when the connection goes. The
-//! TCP connection stays open as the sign of life ([`Liveness`]).
+//! The connecting side sends a [`PeerHello`] with its slot size, transports and an optional ticket.
+//! The listening side checks it. It answers with a transport and its slot, or with a [`Reject`]
+//! that gives the reason. Slots are made for this one peer and freed with the connection. The TCP
+//! connection stays open as a sign of life ([`Liveness`]).
 //!
-//! With [`DeviceMemory`] at both ends the handshake also joins [`DeviceSlots`]: slots in the memory of both
-//! devices, such as GPUs. The host channel beside it can then be small.
+//! With [`DeviceMemory`] at both ends the handshake also joins [`DeviceSlots`]: slots in the memory
+//! of both devices, such as GPUs. The host channel beside them can then be small.
 //!
-//! Of the transports that both sides offer, the first of the connecting side's list is taken that the
-//! listening side can open. What did not work with a peer is left out for a while ([`Fallback`]).
+//! Both sides offer transports. The handshake takes the first one of the connecting side's list
+//! that the listening side offers too and can open. Offers that failed with a peer are left out for
+//! a while ([`Fallback`]).
 //!
-//! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
+//! The ticket is a shared secret that travels unencrypted. It keeps strangers out, but not
+//! eavesdroppers.
 
 mod admission;
-mod aside;
 mod attempt;
+mod background_drop;
 mod connect;
 mod fallback;
 mod listener;
@@ -34,9 +37,11 @@ use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-pub use aside::Aside;
+pub use background_drop::BackgroundDrop;
 pub use connect::{ConnectConfig, ConnectError, connect};
-pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
+pub use fallback::{
+    ExcludedOffer, FIRST_PAUSE, Fallback, MAX_PAUSE, MAX_USELESS_LINKS, WorkingOffer,
+};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
 pub use liveness::{CloseReason, Liveness};
 pub use policy::equal_in_constant_time;
@@ -56,29 +61,30 @@ use wire::{HEADER_BYTES, Header, WireError, decode_header};
 /// Longest payload that upper layers can add to the handshake, in bytes.
 pub const MAX_PAYLOAD_BYTES: usize = 4096;
 
-/// What the connecting side says about itself.
+/// The connecting side's description of itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerHello {
-    /// Identity of the peer, as the upper layers number them.
+    /// Identity of the peer, in the numbering of the upper layers.
     pub peer_id: u64,
-    /// How often the peer connected anew: a higher one retires the lower ones.
+    /// Number of this connection of the peer. A higher generation retires the lower ones.
     pub generation: u32,
     /// Opaque to this crate, at most [`MAX_PAYLOAD_BYTES`].
     pub payload: Vec<u8>,
 }
 
-/// Why the listening side does not want a peer.
+/// The listening side's reason to refuse a peer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{code}: {message}")]
 pub struct Reject {
-    /// For programs.
+    /// The reason, for programs.
     pub code: RejectCode,
-    /// For people: what was found, what was expected. At most [`wire::MAX_REJECT_BYTES`] travel.
+    /// The reason, for people: found and expected values. At most [`wire::MAX_REJECT_BYTES`]
+    /// travel.
     pub message: String,
 }
 
 impl Reject {
-    /// A rejection with `code` and `message`.
+    /// Makes a rejection with `code` and `message`.
     #[must_use]
     pub fn new(code: RejectCode, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
@@ -100,15 +106,16 @@ impl RejectCode {
     pub const SLOT_MISMATCH: Self = Self(4);
     /// There is no transport that both sides offer and that can work between them.
     pub const NO_TRANSPORT: Self = Self(5);
-    /// As many peers as allowed are connected.
+    /// The largest allowed number of peers is connected.
     pub const FULL: Self = Self(6);
     /// The handshake took too long.
     pub const TIMEOUT: Self = Self(7);
-    /// The handshake gave way to a newer one.
+    /// The handshake was evicted for a newer one.
     pub const BUSY: Self = Self(8);
     /// The listening side could not make a slot, or the transport failed.
     pub const TRANSPORT: Self = Self(9);
-    /// One side wants device slots and the other does not, or other ones, or they could not be made.
+    /// Only one side wants device slots, or the sides want different ones, or they could not be
+    /// made.
     pub const DEVICE: Self = Self(10);
     /// First code of the upper layers.
     pub const UPPER: Self = Self(0x100);
@@ -134,20 +141,22 @@ impl fmt::Display for RejectCode {
 }
 
 /// A connected peer. Dropping it frees this side's slot and tells the peer that this side is gone.
+///
+/// See [`connect`] for an example.
 #[derive(Debug)]
 pub struct Connection {
     /// Frames to and from the peer.
     pub channel: Channel<AnyEndpoint>,
-    /// Whether the peer is still there.
+    /// Tells whether the peer is still there.
     pub liveness: Liveness,
-    /// What the connecting side said about itself; the same on both sides.
+    /// The connecting side's description of itself; the same on both sides.
     pub peer: PeerHello,
-    /// What the listening side's upper layers answered; the same on both sides.
+    /// Answer of the listening side's upper layers; the same on both sides.
     pub reply: Vec<u8>,
     /// Transport in use.
     pub transport: Offer,
-    /// What the connecting side left out of its offers and why, for people; empty when nothing. The same
-    /// on both sides.
+    /// Offers that the connecting side left out, with reasons, for people. Empty if it left none
+    /// out. The same on both sides.
     pub left_out: String,
     /// Pages behind this side's slot.
     pub pages: PageKind,
@@ -162,15 +171,16 @@ pub const DEFAULT_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Default time after which a host that does not answer counts as gone.
 pub const DEFAULT_LIVENESS_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Raises this process's soft limit on open files to the hard one, and returns the limit then in
-/// force. For binaries: a peer costs three descriptors, or five where no thread has a
-/// table of its own, and the usual soft limit is 1024.
+/// Raises this process's soft limit on open files to the hard one, and returns the limit in force.
+///
+/// For binaries: a peer costs three descriptors, or five if threads cannot have their own
+/// descriptor tables. The usual soft limit is 1024.
 #[must_use]
 pub fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    // Refusal leaves the old limit, which is what is returned then.
+    // If the system refuses, the old limit stays in force and is returned.
     let _ = setrlimit(Resource::Nofile, raised);
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
@@ -193,7 +203,7 @@ async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadE
         _ => ReadError::Io(e),
     };
     let mut head = [0u8; HEADER_BYTES];
-    // The magic on its own: a peer that speaks something else may never send a whole header.
+    // Reads the magic first: a peer that speaks another protocol may never send a whole header.
     stream.read_exact(&mut head[..8]).await.map_err(io)?;
     if head[..8] != wire::MAGIC {
         decode_header(&head)?;
@@ -209,31 +219,32 @@ async fn write_message(stream: &mut TcpStream, message: &[u8]) -> std::io::Resul
     stream.write_all(message).await
 }
 
-/// Runs what may block for milliseconds beside the tasks. The error says that it panicked.
+/// Runs work that may block for milliseconds on another thread. The error says that it panicked.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
     tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())
 }
 
-/// Makes this side's device slot. A device's calls may block, so they run beside the tasks, and so does their end.
+/// Makes this side's device slot. Calls of a device may block, so they run on other threads, and so
+/// does their cleanup.
 async fn open_device(
     memory: Arc<dyn DeviceMemory>,
-) -> Result<Aside<Box<dyn OpenDeviceSlot>>, DeviceSlotError> {
-    let open = blocking(move || memory.open().map(Aside::new)).await;
+) -> Result<BackgroundDrop<Box<dyn OpenDeviceSlot>>, DeviceSlotError> {
+    let open = blocking(move || memory.open().map(BackgroundDrop::new)).await;
     open.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
 }
 
 /// Maps the peer's device slot.
 async fn join_device(
-    open: Aside<Box<dyn OpenDeviceSlot>>,
+    open: BackgroundDrop<Box<dyn OpenDeviceSlot>>,
     peer: OwnedFd,
-) -> Result<Aside<DeviceSlots>, DeviceSlotError> {
-    let joined = blocking(move || open.into_inner().join(peer).map(Aside::new)).await;
+) -> Result<BackgroundDrop<DeviceSlots>, DeviceSlotError> {
+    let joined = blocking(move || open.into_inner().join(peer).map(BackgroundDrop::new)).await;
     joined.unwrap_or_else(|panic| Err(DeviceSlotError::new(panic)))
 }
 
-/// The endpoint over the peer's mapped slot.
+/// Makes endpoints over the peer's mapped slot.
 struct MemoryEndpoint {
     kind: TransportKind,
     #[cfg(feature = "test-transports")]

@@ -1,11 +1,12 @@
 //! A pair of slots as two frame rings, over any endpoint.
 //!
 //! Each side owns one slot, which the peer writes, and holds the key of the peer's slot, which it
-//! writes itself. Frames go out through [`try_reserve`](Channel::try_reserve) and
-//! [`publish`](Channel::publish), and come in through [`try_next`](Channel::try_next) and
-//! [`release`](Channel::release). No call blocks or allocates; waiting is
-//! [`wait::wait_until`](crate::wait::wait_until) with [`has_news`](Channel::has_news),
-//! [`arm`](Channel::arm) and [`disarm`](Channel::disarm).
+//! writes. Frames go out through [`try_reserve`](Channel::try_reserve) and
+//! [`publish`](Channel::publish). They come in through [`try_next`](Channel::try_next) and
+//! [`release`](Channel::release).
+//!
+//! No call blocks or allocates. To wait, use [`wait::wait_until`](crate::wait::wait_until) with
+//! [`has_news`](Channel::has_news), [`arm`](Channel::arm) and [`disarm`](Channel::disarm).
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -20,7 +21,7 @@ use crate::ring::{Desync, RxCursor, TxCursor};
 use crate::slot::{CONSUMED, PROGRESS, PUBLISHED, SlotLayout, WAITING};
 use crate::view::{ReadView, WriteView};
 
-/// A channel cannot go on. Every variant means: retire the channel.
+/// A channel cannot go on. After any of these errors the caller must retire the channel.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ChannelError {
@@ -60,7 +61,7 @@ pub enum ChannelError {
     Map(#[from] MapError),
 }
 
-/// A frame that may be filled and published. Dropping it gives it back unused.
+/// A frame to fill and publish. Dropping it returns it unused.
 #[derive(Debug)]
 #[must_use = "a reserved frame does nothing until it is published"]
 pub struct TxFrame {
@@ -68,28 +69,46 @@ pub struct TxFrame {
 }
 
 impl TxFrame {
-    /// Sequence number of the frame: how many were published before it.
+    /// Sequence number of the frame: the number of frames published before it.
     #[must_use]
     pub const fn seq(&self) -> u64 {
         self.seq
     }
 }
 
-/// A frame that arrived and is held until [`Channel::release`].
+/// A frame that arrived. It stays in the slot until [`Channel::release`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RxFrame {
     seq: u64,
 }
 
 impl RxFrame {
-    /// Sequence number of the frame: how many were published before it.
+    /// Sequence number of the frame: the number of frames published before it.
     #[must_use]
     pub const fn seq(&self) -> u64 {
         self.seq
     }
 }
 
-/// Two rings to and from one peer.
+/// Two rings, to one peer and from it.
+///
+/// # Examples
+/// ```
+/// use switchyard_p2p_core::{SlotConfig, backend::local};
+///
+/// let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+/// let (mut sender, mut receiver) = local::pair(config).unwrap();
+///
+/// let frame = sender.try_reserve().unwrap().expect("a free frame");
+/// sender.write_view(&frame).put_bytes(0, b"hello").unwrap();
+/// sender.publish(frame, 5).unwrap();
+///
+/// let frame = receiver.try_next().unwrap().expect("the frame");
+/// let mut bytes = [0; 5];
+/// receiver.view(&frame).copy_to(0, &mut bytes).unwrap();
+/// receiver.release().unwrap();
+/// assert_eq!(&bytes, b"hello");
+/// ```
 #[derive(Debug)]
 pub struct Channel<E: Endpoint> {
     endpoint: E,
@@ -100,7 +119,7 @@ pub struct Channel<E: Endpoint> {
     staging: Option<Region>,
     tx: TxCursor,
     rx: RxCursor,
-    /// Whether the last look for credit found none.
+    /// The last look for credit found none.
     starved: bool,
 }
 
@@ -112,8 +131,8 @@ impl<E: Endpoint> Channel<E> {
     /// Joins the local slot `local`, fresh and zeroed, with the peer's slot behind `remote_key`.
     ///
     /// # Errors
-    /// [`ChannelError::SlotBytes`] when `local` does not fit `layout`; [`ChannelError::Map`] when the
-    /// endpoint needs staging memory and there is none.
+    /// [`ChannelError::SlotBytes`] if `local` is shorter than `layout` says; [`ChannelError::Map`]
+    /// if the endpoint needs staging memory and there is none.
     pub fn new(
         mut endpoint: E,
         layout: SlotLayout,
@@ -148,8 +167,11 @@ impl<E: Endpoint> Channel<E> {
         })
     }
 
-    /// Continues at frame `seq`, as if that many had gone both ways: for tests of large counters. Both
-    /// sides call it before the first frame, and wait until their own counters say that the other has.
+    /// Continues at frame `seq`, as if that many frames had gone both ways. For tests of large
+    /// counters.
+    ///
+    /// Both sides call this before the first frame. Then each waits until its own counters show
+    /// that the other side has called it too.
     ///
     /// # Errors
     /// [`ChannelError`] when the transport fails.
@@ -169,6 +191,38 @@ impl<E: Endpoint> Channel<E> {
     }
 
     /// The endpoint, for one-sided operations beside the rings.
+    ///
+    /// # Examples
+    /// A put of 8 bytes into the first frame, then a flag behind it:
+    ///
+    /// ```
+    /// use std::sync::atomic::AtomicU64;
+    /// use std::time::{Duration, Instant};
+    /// use switchyard_p2p_core::flags::{self, Contract};
+    /// use switchyard_p2p_core::{Endpoint, Region, RemoteRange, SlotConfig, backend::local};
+    ///
+    /// let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+    /// let (mut writer, owner) = local::pair(config).unwrap();
+    /// let key = writer.remote_key();
+    /// let source = Region::anonymous(4096).unwrap();
+    /// // SAFETY: no other thread uses the memory, which is longer than 8 bytes.
+    /// unsafe { source.as_ptr().cast::<u64>().write(42) };
+    ///
+    /// let endpoint = writer.endpoint_mut();
+    /// endpoint.register(&source).unwrap();
+    /// let (bytes, flag) = (source.range(0, 8).unwrap(), 4088);
+    /// // SAFETY: the source is not written again before `quiet` returns.
+    /// unsafe { endpoint.put(RemoteRange { key, offset: 0, len: 8 }, bytes) }.unwrap();
+    /// endpoint.add_flag(RemoteRange { key, offset: flag, len: 8 }, 1).unwrap();
+    /// endpoint.quiet(Instant::now() + Duration::from_secs(1)).unwrap();
+    ///
+    /// let slot = owner.local_slot();
+    /// let at = |offset| slot.range(offset, 8).unwrap().as_ptr().as_ptr().cast::<u64>();
+    /// // SAFETY: an aligned word of a mapped slot, which both sides access atomically only.
+    /// while flags::observe::<Contract>(unsafe { AtomicU64::from_ptr(at(flag)) }) == 0 {}
+    /// // SAFETY: the flag is ordered behind the put, and the writer does not write again.
+    /// assert_eq!(unsafe { at(0).read() }, 42);
+    /// ```
     pub const fn endpoint_mut(&mut self) -> &mut E {
         &mut self.endpoint
     }
@@ -191,7 +245,7 @@ impl<E: Endpoint> Channel<E> {
         &self.layout
     }
 
-    /// Transport underneath.
+    /// Transport under the rings.
     #[must_use]
     pub fn kind(&self) -> TransportKind {
         self.endpoint.kind()
@@ -203,8 +257,9 @@ impl<E: Endpoint> Channel<E> {
         self.endpoint.wait_fd()
     }
 
-    /// The next frame to fill, or `None` while the peer has not given credit. The peer's counter is
-    /// only looked at when all credit seen so far is used up.
+    /// Reserves the next frame to fill. Returns `None` while the peer has given no credit.
+    ///
+    /// The peer's counter is read only when all known credit is used up.
     ///
     /// # Errors
     /// [`ChannelError::Desync`] when the peer's credits are impossible.
@@ -218,7 +273,8 @@ impl<E: Endpoint> Channel<E> {
         Ok((!self.starved).then(|| TxFrame { seq: self.tx.next_seq() }))
     }
 
-    /// Where to write a reserved frame: the peer's slot itself, or staging memory for a put.
+    /// Returns the memory to fill for a reserved frame: the peer's slot itself, or staging memory
+    /// for a put.
     pub fn write_view(&mut self, frame: &TxFrame) -> WriteView<'_> {
         let offset = self.layout.frame_offset(frame.seq);
         let base = match (self.remote, &self.staging) {
@@ -231,10 +287,11 @@ impl<E: Endpoint> Channel<E> {
         unsafe { WriteView::new(base.add(offset), self.layout.frame_bytes()) }
     }
 
-    /// Gives `frame`, of which the first `used_bytes` are filled, to the peer.
+    /// Sends `frame` to the peer, with the first `used_bytes` filled, and wakes the peer if it
+    /// sleeps.
     ///
     /// # Errors
-    /// [`ChannelError`] when the transport fails; the frame was not published then.
+    /// [`ChannelError`] when the transport fails. The frame was not published then.
     pub fn publish(&mut self, frame: TxFrame, used_bytes: usize) -> Result<(), ChannelError> {
         if frame.seq != self.tx.next_seq() || used_bytes > self.layout.frame_bytes() {
             return Err(ChannelError::Publish {
@@ -261,7 +318,7 @@ impl<E: Endpoint> Channel<E> {
         self.wake_peer()
     }
 
-    /// Frames published and, as far as was seen, not yet consumed by the peer.
+    /// Frames published and not yet consumed by the peer, by the last known counter.
     #[must_use]
     pub const fn in_flight(&self) -> u64 {
         self.tx.in_flight()
@@ -273,22 +330,24 @@ impl<E: Endpoint> Channel<E> {
         self.rx.held()
     }
 
-    /// The next frame that arrived, if any. It is held until [`release`](Self::release).
+    /// Takes the next frame that arrived, if any. It stays in the slot until
+    /// [`release`](Self::release).
     ///
     /// # Errors
-    /// [`ChannelError::Desync`] when the peer published what it had no credit for.
+    /// [`ChannelError::Desync`] when the peer published a frame without credit.
     pub fn try_next(&mut self) -> Result<Option<RxFrame>, ChannelError> {
         // SYNC POINT `published`: acquires the frame's bytes.
         let published = flags::observe::<Contract>(self.local_word(PUBLISHED));
         let taken = self.rx.take(published)?;
         if taken.is_none() {
-            // Nothing came, and perhaps nothing can: the transport may know.
+            // No frame came, and perhaps none can come: the transport may know.
             self.endpoint.health()?;
         }
         Ok(taken.map(|seq| RxFrame { seq }))
     }
 
-    /// The bytes of a held frame. The peer can still change them: copy, then check, then use.
+    /// The bytes of a taken frame. The peer can still change them: copy first, then check the copy,
+    /// then use it.
     #[must_use]
     pub fn view(&self, frame: &RxFrame) -> ReadView<'_> {
         let offset = self.layout.frame_offset(frame.seq);
@@ -296,10 +355,10 @@ impl<E: Endpoint> Channel<E> {
         unsafe { ReadView::new(self.local.as_ptr().add(offset), self.layout.frame_bytes()) }
     }
 
-    /// Gives the oldest held frame back to the peer as credit.
+    /// Returns the oldest taken frame to the peer as credit.
     ///
     /// # Errors
-    /// [`ChannelError`] when no frame is held or the transport fails.
+    /// [`ChannelError`] when no frame is taken or the transport fails.
     pub fn release(&mut self) -> Result<(), ChannelError> {
         if !self.rx.release() {
             return Err(ChannelError::ReleaseUnderflow);
@@ -319,8 +378,9 @@ impl<E: Endpoint> Channel<E> {
         self.add_remote(PROGRESS, 1)
     }
 
-    /// As [`bump_progress`](Self::bump_progress), unless that might wait for the peer's process, or leave too
-    /// little room for what matters more. Whether the peer was told. For threads that serve several peers.
+    /// As [`bump_progress`](Self::bump_progress), but only if the endpoint has room to spare.
+    /// Otherwise the addition might wait for the peer's process, or use room that frames need.
+    /// Returns true if the progress was sent. For threads that serve several peers.
     ///
     /// # Errors
     /// As for `bump_progress`.
@@ -332,17 +392,17 @@ impl<E: Endpoint> Channel<E> {
         Ok(has_room)
     }
 
-    /// A number that changes whenever the peer shows life: it published, consumed or made progress.
+    /// A number that changes whenever the peer publishes, consumes or makes progress.
     #[must_use]
     pub fn peer_activity(&self) -> u64 {
-        // Relaxed: only the fact of a change is used, never data behind it.
+        // Relaxed: callers use only the change itself, and read no memory because of it.
         [PUBLISHED, CONSUMED, PROGRESS]
             .into_iter()
             .map(|word| self.local_word(word).load(Ordering::Relaxed))
             .fold(0, u64::wrapping_add)
     }
 
-    /// Whether the transport still works towards the peer, as far as is known.
+    /// Checks that the transport still works towards the peer, as far as is known.
     ///
     /// # Errors
     /// [`ChannelError::Post`]; the channel must be retired.
@@ -350,29 +410,29 @@ impl<E: Endpoint> Channel<E> {
         Ok(self.endpoint.health()?)
     }
 
-    /// How often the peer has said that it makes progress.
+    /// Number of times that the peer has reported progress.
     #[must_use]
     pub fn peer_progress(&self) -> u64 {
         self.local_word(PROGRESS).load(Ordering::Acquire)
     }
 
-    /// Whether a frame arrived that was not taken yet, or a credit after
+    /// Tells whether a frame arrived that was not taken yet, or a credit after
     /// [`try_reserve`](Self::try_reserve) found none.
     #[must_use]
     pub fn has_news(&self) -> bool {
-        // Relaxed: whoever acts on it observes the flag again.
+        // Relaxed: the caller observes the flag again before it acts.
         self.has_frame()
             || (self.starved
                 && self.local_word(CONSUMED).load(Ordering::Relaxed) != self.tx.consumed_seen())
     }
 
-    /// Whether a frame arrived that was not taken yet. The cheapest poll: one load.
+    /// Tells whether a frame arrived that was not taken yet. The cheapest poll: one load.
     #[must_use]
     pub fn has_frame(&self) -> bool {
         self.local_word(PUBLISHED).load(Ordering::Relaxed) != self.rx.taken()
     }
 
-    /// Asks the peer for a wake-up on its next publish or release. Look at
+    /// Asks the peer for a wake-up on its next publish or release. Check
     /// [`has_news`](Self::has_news) once more before sleeping.
     pub fn arm(&self) {
         // SYNC POINT `waiting`: either we see the peer's flag or it sees our request.

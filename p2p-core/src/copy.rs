@@ -1,15 +1,16 @@
 //! The copy into a peer's slot.
 //!
-//! Frames of a few KiB are the common case, and there the C library's `memcpy` uses string
-//! instructions whose start-up costs more than they gain: 4 KiB into lines that another core holds
-//! takes 75 ns with 64-byte vectors and 130 ns with `memcpy`, 16 KiB 15 % less. Below and above both
-//! are equal. Non-temporal stores are slower at every size up to 8 MiB (and exempt from store order).
+//! Frames of a few KiB are the common case. For them the C library's `memcpy` uses string
+//! instructions, and their start-up costs more than they gain. A copy of 4 KiB into lines that
+//! another core holds takes 75 ns with 64-byte vectors and 130 ns with `memcpy`. A copy of 16 KiB
+//! takes 15 % less with vectors. Below and above both are equal. Non-temporal stores are slower at
+//! every size up to 8 MiB, and exempt from store order.
 
 /// Copies `len` bytes from `src` to `dst`, like [`std::ptr::copy_nonoverlapping`].
 ///
 /// # Safety
-/// As for [`std::ptr::copy_nonoverlapping`]; others may read or write `dst` meanwhile, in another
-/// process, and see any mixture.
+/// As for [`std::ptr::copy_nonoverlapping`]. Another process may read or write `dst` meanwhile, and
+/// sees any mixture of old and new bytes.
 #[inline]
 pub unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -34,7 +35,8 @@ mod x86 {
         _mm512_storeu_si512,
     };
 
-    /// Whole blocks, then one block that ends with the last byte and may overlap the one before.
+    /// Copies whole blocks, then one block that ends with the last byte and may overlap the one
+    /// before.
     ///
     /// # Safety
     /// `len` is at least 64; `src` and `dst` are valid for `len` bytes and do not overlap.

@@ -1,8 +1,8 @@
 //! Flags by messages that count the writes before them, for networks without usable atomics.
 //!
-//! [`message`] has the bytes of a message, [`inbound`] the order in which the receiving side applies messages. Neither
-//! needs a library. The libfabric transport sends all flags this way, the verbs transport those of devices without
-//! atomics.
+//! [`message`] defines the bytes of a message. [`inbound`] defines the order in which the receiving
+//! side applies messages. Neither needs a transport's library. The libfabric transport sends all
+//! flags this way. The verbs transport does so for devices without atomics.
 
 pub mod inbound;
 pub mod message;

@@ -1,8 +1,10 @@
-//! Device slots beside a connection: memory of another device, such as a GPU, that each side lends to the other.
+//! Device slots beside a connection: memory of another device, such as a GPU, that the sides share
+//! with each other.
 //!
-//! The handshake compares what both sides bring and exchanges descriptors. It knows nothing about the device:
-//! [`DeviceMemory`] makes this side's slot, [`OpenDeviceSlot`] maps the peer's, and the joined pair travels through
-//! the handshake as an opaque [`DeviceSlots`]. The code that brought the memory takes its own type out of it.
+//! The handshake compares both sides' sizes and shapes, and exchanges descriptors. It knows nothing
+//! about the device. [`DeviceMemory`] makes this side's slot, and [`OpenDeviceSlot`] maps the
+//! peer's. The joined pair passes through the handshake as an opaque [`DeviceSlots`]. The code that
+//! supplied the memory takes its own type out of it.
 
 use std::any::Any;
 use std::fmt;
@@ -31,10 +33,10 @@ impl DeviceSlotError {
     }
 }
 
-/// Device memory that one side of a connection brings for slots.
+/// Device memory that one side of a connection supplies for slots.
 ///
-/// Both sides state both sizes, each from its own point of view, and the same shape. The handshake ends with a
-/// rejection that names the difference otherwise.
+/// Both sides state both sizes, each from its own point of view, and the same shape. If they
+/// differ, the handshake ends with a rejection that names the difference.
 pub trait DeviceMemory: fmt::Debug + Send + Sync {
     /// Bytes of this side's slot, which the peer writes.
     fn own_slot_bytes(&self) -> u64;
@@ -42,8 +44,9 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
     /// Bytes of the peer's slot, which this side writes.
     fn peer_slot_bytes(&self) -> u64;
 
-    /// Everything else that both sides must have alike, at most
-    /// [`MAX_SHAPE_BYTES`](crate::bootstrap::wire::MAX_SHAPE_BYTES). Compared as bytes, shown as text.
+    /// All other properties that must be equal on both sides, at most
+    /// [`MAX_SHAPE_BYTES`](crate::bootstrap::wire::MAX_SHAPE_BYTES). Compared as bytes, shown as
+    /// text.
     fn shape(&self) -> &[u8];
 
     /// The concrete description, for a [`Network`](crate::network::Network) that carries device slots and knows
@@ -77,14 +80,16 @@ pub trait OpenDeviceSlot: fmt::Debug + Send + Sync {
     /// The descriptor by which the peer maps this side's slot.
     fn descriptor(&self) -> BorrowedFd<'_>;
 
-    /// Maps the peer's slot and closes this side's descriptor. May block for milliseconds; never on the peer.
+    /// Maps the peer's slot and closes this side's descriptor. May block for milliseconds, but
+    /// never on the peer.
     ///
     /// # Errors
-    /// [`DeviceSlotError`], also when the descriptor is no memory of the agreed size.
+    /// [`DeviceSlotError`], also if the descriptor is not memory of the agreed size.
     fn join(self: Box<Self>, peer: OwnedFd) -> Result<DeviceSlots, DeviceSlotError>;
 }
 
-/// The device slots of a connection, one of each side, as an object that only the device's own code understands.
+/// The device slots of a connection, one of each side, as an object that only the device's own code
+/// understands.
 pub struct DeviceSlots(Box<dyn Any + Send + Sync>);
 
 impl DeviceSlots {
@@ -103,7 +108,7 @@ impl DeviceSlots {
     /// Takes the pair out.
     ///
     /// # Errors
-    /// Gives the object back when it holds another type.
+    /// Returns the object itself if it holds another type.
     pub fn downcast<T: Any>(self) -> Result<T, Self> {
         self.0.downcast().map(|pair| *pair).map_err(Self)
     }

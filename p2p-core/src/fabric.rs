@@ -1,11 +1,12 @@
-//! One-sided operations on registered memory, by completion: what the message engine stands on.
+//! One-sided operations on registered memory that end in completions. The message engine is built
+//! on them.
 //!
-//! Where an [`Endpoint`](crate::Endpoint) is one slot of one peer, a [`Fabric`] is a whole device: any
-//! memory can be registered, any number of peers joined, and every operation carries a token that its
-//! completion brings back. A fabric belongs to one thread.
+//! An [`Endpoint`](crate::Endpoint) is one slot of one peer; a [`Fabric`] is a whole device. Any
+//! memory can be registered and any number of peers joined. Every operation carries a token, and
+//! its completion returns the token. A fabric belongs to one thread.
 //!
-//! Nothing here blocks. An operation is accepted or refused at once; what was accepted completes exactly
-//! once, as done or as failed, also when the peer dies or is closed.
+//! No call of a fabric blocks. An operation is accepted or refused at once. An accepted operation
+//! completes exactly once, as done or as failed, also when the peer dies or is closed.
 //!
 //! | crate | fabric | between | by |
 //! |---|---|---|---|
@@ -26,9 +27,10 @@ pub mod regions;
 use crate::endpoint::{PostError, TransportKind};
 use crate::network::{NetworkError, Route};
 
-/// A registration of local memory. Stays on this side: a local key never travels. That of memory that was
-/// deregistered names nothing, also where another registration has its place: 4,096 of these follow one
-/// another before an id comes again.
+/// A registration of local memory. It stays on this side: a local key never travels.
+///
+/// After the memory is deregistered its id names nothing, even if another registration reuses the
+/// table entry. An entry gets 4,096 ids before one of them comes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegionId(pub u32);
 
@@ -36,11 +38,11 @@ pub struct RegionId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u32);
 
-/// What a completion brings back.
+/// The caller's number of an operation. Its completion returns it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token(pub u64);
 
-/// Memory of a peer as it is described on the wire.
+/// Memory of a peer, as the wire describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireRegion {
     /// First byte, as the transport wants it addressed.
@@ -71,31 +73,31 @@ pub struct RemoteSegment {
     pub offset: u64,
 }
 
-/// What a peer may do with a registration.
+/// The access that peers have to a registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Nothing: a source or target of this side's own operations.
+    /// None: the memory is a source or target of this side's own operations.
     Local,
-    /// Read it.
+    /// Peers may read it.
     RemoteRead,
-    /// Read and write it.
+    /// Peers may read and write it.
     RemoteReadWrite,
 }
 
 /// A dma-buf that stands for memory of another device.
 #[derive(Debug, Clone, Copy)]
 pub struct DmaBuf<'a> {
-    /// Its descriptor, as the device's driver exports it.
+    /// Descriptor, as the device's driver exports it.
     pub fd: BorrowedFd<'a>,
-    /// Where the memory begins within it, in bytes.
+    /// First byte of the memory within the dma-buf.
     pub offset: u64,
 }
 
-/// Whether an operation was taken.
+/// Tells whether a fabric took an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
-pub enum Posted {
-    /// It will complete.
+pub enum PostOutcome {
+    /// The operation will complete.
     Accepted,
     /// The queue is full: poll, then try again.
     Full,
@@ -104,20 +106,21 @@ pub enum Posted {
 /// The end of an operation.
 #[derive(Debug)]
 pub struct Completion {
-    /// As given.
+    /// The token given with the operation.
     pub token: Token,
-    /// Done, or why not. A write that is done is visible to the peer.
+    /// Success, or the reason of a failure. A write that succeeded is visible to the peer.
     pub result: Result<(), PostError>,
 }
 
-/// How to open a fabric by its name. The crate of the transport gives it to programs that start engines.
+/// Opens a fabric by its name. The crate of the transport offers it to programs that start engines.
 #[derive(Debug, Clone, Copy)]
 pub struct FabricOpener {
     /// Name in configuration, such as `libfabric`.
     pub name: &'static str,
     /// The part that may follow the name, such as `PROVIDER`.
     pub argument: &'static str,
-    /// Opens it, from the text behind the name's colon and the address of this side's interface.
+    /// Opens the fabric, from the text behind the name's colon and the address of this side's
+    /// interface.
     pub open: OpenFabric,
 }
 
@@ -126,7 +129,7 @@ pub type OpenFabric = fn(Option<&str>, Option<IpAddr>) -> Result<Box<dyn Fabric>
 
 /// One device of this process. See the [module](self).
 pub trait Fabric: Send + Debug {
-    /// Which transport this is.
+    /// Transport of this fabric.
     fn kind(&self) -> TransportKind;
 
     /// As [`Network::flavour`](crate::network::Network::flavour).
@@ -147,15 +150,16 @@ pub trait Fabric: Send + Debug {
         access: Access,
     ) -> Result<RegionId, PostError>;
 
-    /// Registers memory of another device, such as a GPU: by its dma-buf if there is one and this host
-    /// can, else by address. Operations never copy it by this processor.
+    /// Registers memory of another device, such as a GPU. The transport uses the dma-buf if there
+    /// is one and this host supports it, else the address. Operations never copy the memory by this
+    /// processor.
     ///
     /// # Safety
-    /// As for [`register`](Self::register), by the device instead of this processor, and the dma-buf stands
-    /// for that memory.
+    /// As for [`register`](Self::register), but the device instead of this processor reaches the
+    /// memory. The dma-buf stands for that memory.
     ///
     /// # Errors
-    /// [`PostError::Register`], also where the transport reaches host memory only.
+    /// [`PostError::Register`], also if the transport reaches only host memory.
     unsafe fn register_device(
         &mut self,
         ptr: NonNull<u8>,
@@ -168,27 +172,28 @@ pub trait Fabric: Send + Debug {
         Err(PostError::Register { bytes, detail: detail.to_owned() })
     }
 
-    /// How a registration is described to peers. `None` for one that does not exist or is
+    /// Describes a registration to peers. Returns `None` for one that does not exist or is
     /// [`Access::Local`].
     fn describe(&self, region: RegionId) -> Option<WireRegion>;
 
-    /// How a part of a registration is described to one peer. Where keys are a peer's own (libfabric), it
-    /// loses its access when it is closed, and nobody else's access, and no operation of others, suffers
-    /// from that. Elsewhere this is the key of the registration, by which whoever knows it has access as
-    /// long as he is connected.
+    /// Describes a part of a registration to one peer.
+    ///
+    /// Where keys belong to one peer (libfabric), the peer loses its access when it is closed. The
+    /// access of others and their operations are not affected. Elsewhere the key belongs to the
+    /// registration, and every connected peer that knows the key has access.
     ///
     /// # Errors
-    /// [`PostError`] when there is no such registration or peer, no peer may reach it, or as much is granted
-    /// as the transport allows at a time.
+    /// [`PostError`] when the registration or the peer does not exist, when no peer may reach the
+    /// memory, or when the transport allows no more grants at a time.
     fn grant(&mut self, peer: PeerId, part: LocalSegment) -> Result<RemoteSegment, PostError> {
         let _ = peer;
         let region = self.describe(part.region).ok_or_else(post::not_granted)?;
         Ok(RemoteSegment { region, offset: part.offset })
     }
 
-    /// What a part was [granted](Self::grant) for has ended: to be called once for each grant, unless the
-    /// peer was closed. Keys that nobody needs are kept for what comes next, and may be taken back when
-    /// there is no room for others.
+    /// Ends the use of a part that was [granted](Self::grant). Call it once for each grant, unless
+    /// the peer was closed. Unused keys are kept for later grants, and may be revoked when there is
+    /// no room for others.
     fn end_grant(&mut self, peer: PeerId, part: LocalSegment) {
         let _ = (peer, part);
     }
@@ -196,19 +201,20 @@ pub trait Fabric: Send + Debug {
     /// Revokes a registration. Operations under way that use it fail.
     ///
     /// # Errors
-    /// [`PostError::Register`] when there is none such, or when nobody can say that all have let go of the
-    /// memory: it must stay mapped then, the registration is still there, and this can be tried again.
+    /// [`PostError::Register`] when the registration does not exist, or when the transport cannot
+    /// tell that no operation uses the memory any more. In the second case the memory must stay
+    /// mapped and the registration remains. The caller can try again.
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError>;
 
-    /// Opens this side towards a new peer, and what that peer must be told, at most
-    /// [`MAX_DETAIL_BYTES`](crate::network::MAX_DETAIL_BYTES).
+    /// Opens this side towards a new peer. Returns the bytes that the peer needs in order to join,
+    /// at most [`MAX_DETAIL_BYTES`](crate::network::MAX_DETAIL_BYTES).
     ///
     /// # Errors
     /// [`NetworkError`].
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError>;
 
-    /// As [`open_peer`](Self::open_peer), for a peer that is met on `route`: a hint at the address under
-    /// which this side can be reached.
+    /// As [`open_peer`](Self::open_peer), for a peer that is reached on `route`. The route is a
+    /// hint at the address under which the peer can reach this side.
     ///
     /// # Errors
     /// As for [`open_peer`](Self::open_peer).
@@ -217,18 +223,18 @@ pub trait Fabric: Send + Debug {
         self.open_peer()
     }
 
-    /// Joins with what the peer said of its side.
+    /// Joins with the peer's side, as the peer described it.
     ///
     /// # Errors
     /// [`NetworkError`], also when the bytes make no sense.
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError>;
 
-    /// Forgets a peer. Operations under way towards it fail, and what it was [granted](Self::grant) is
-    /// closed to it.
+    /// Removes a peer. Operations under way towards it fail, and it loses the access that it was
+    /// [granted](Self::grant).
     fn close_peer(&mut self, peer: PeerId);
 
-    /// A joined peer towards which nothing works any more, although it was not closed; each is told once.
-    /// Operations towards it are refused.
+    /// Returns a joined peer that failed although this side did not close it. Each is reported
+    /// once. Operations towards it are refused.
     fn lost(&mut self) -> Option<PeerId> {
         None
     }
@@ -246,7 +252,7 @@ pub trait Fabric: Send + Debug {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
 
     /// Starts a copy from the peer's memory into `dst`.
     ///
@@ -261,24 +267,25 @@ pub trait Fabric: Send + Debug {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
 
-    /// Moves everything forward, without waiting, and appends what completed to `out`.
+    /// Advances all operations without waiting, and appends the completions to `out`.
     fn poll(&mut self, out: &mut Vec<Completion>);
 
     /// Descriptor that becomes readable when [`poll`](Self::poll) has something to do, after
-    /// [`may_sleep`](Self::may_sleep) has said yes. `None`: poll every millisecond or more often.
+    /// [`may_sleep`](Self::may_sleep) returned true. If it is `None`, poll at least once a
+    /// millisecond.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Longest time without a call of [`poll`](Self::poll), for transports that have more to do than their
-    /// descriptor tells.
+    /// Longest time without a call of [`poll`](Self::poll), for transports that have work which
+    /// their descriptor does not announce.
     fn max_sleep(&self) -> Duration {
         Duration::MAX
     }
 
-    /// Prepares for sleep; `false` when there is something to poll already.
+    /// Prepares for sleep. Returns `false` when there is already something to poll.
     fn may_sleep(&mut self) -> bool;
 
-    /// Largest single operation in bytes. Larger ones are split by the caller.
+    /// Largest single operation in bytes. The caller splits larger ones.
     fn max_operation_bytes(&self) -> u64;
 }

@@ -1,8 +1,8 @@
-//! The steps at a flag, each with the ordering that the contract needs.
+//! The steps at a flag, each with the ordering that the memory model needs.
 //!
-//! All of the crate's synchronisation with peers goes through these five functions, so that the model
-//! checker runs the code that ships. What each step pairs with is in `docs/explanation/memory-model.md`; the names
-//! of the SYNC POINTs there are used here.
+//! All of the crate's synchronisation with peers goes through these five functions, so the model
+//! checker runs the code that ships. `docs/explanation/memory-model.md` describes the counterpart
+//! of each step. The names of its SYNC POINTs are used here.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -18,20 +18,20 @@ pub trait Word {
     fn fence();
 }
 
-/// The orderings in use. Only tests have another implementation than [`Contract`], to show that the
-/// model checker notices when one is missing.
+/// The orderings in use. Only tests implement this beside [`Contract`], to show that the model
+/// checker notices a missing one.
 pub trait Discipline {
-    /// Of the addition to a flag.
+    /// Ordering of the addition to a flag.
     const ADD: Ordering;
-    /// Of the load that looks at a flag.
+    /// Ordering of the load that looks at a flag.
     const OBSERVE: Ordering;
-    /// Whether the adder fences before it looks whether somebody sleeps.
+    /// The adder fences before it checks for a sleeper.
     const FENCE_BEFORE_WAKE: bool;
-    /// Whether the sleeper fences before it looks at the flags once more.
+    /// The sleeper fences before it looks at the flags once more.
     const FENCE_AFTER_ARM: bool;
 }
 
-/// What the memory model demands.
+/// The orderings that the memory model demands.
 #[derive(Debug, Clone, Copy)]
 pub struct Contract;
 
@@ -42,20 +42,22 @@ impl Discipline for Contract {
     const FENCE_AFTER_ARM: bool = true;
 }
 
-/// SYNC POINT `published`, SYNC POINT `consumed`, writing end: releases everything this side did
-/// before to whoever observes the sum.
+/// SYNC POINT `published`, SYNC POINT `consumed`, writing end: everything that this side did before
+/// is released to a thread that observes the sum.
 #[inline]
 pub fn add<D: Discipline>(flag: &impl Word, value: u64) {
     flag.add(value, D::ADD);
 }
 
-/// SYNC POINT `published`, SYNC POINT `consumed`, reading end: acquires what came before the addition.
+/// SYNC POINT `published`, SYNC POINT `consumed`, reading end: acquires everything before the
+/// addition.
 #[inline]
 pub fn observe<D: Discipline>(flag: &impl Word) -> u64 {
     flag.load(D::OBSERVE)
 }
 
-/// SYNC POINT `waiting`, sleeping end: asks for a wake-up. Look at the flags once more before sleeping.
+/// SYNC POINT `waiting`, sleeping end: asks for a wake-up. Look at the flags once more before
+/// sleeping.
 #[inline]
 pub fn arm<D: Discipline, W: Word>(waiting: &W) {
     waiting.store(1, Ordering::Relaxed);
@@ -70,8 +72,8 @@ pub fn disarm(waiting: &impl Word) {
     waiting.store(0, Ordering::Relaxed);
 }
 
-/// SYNC POINT `waiting`, adding end, after [`add`]: whether somebody sleeps. Either this sees the
-/// request of [`arm`], or the sleeper's second look sees the addition.
+/// SYNC POINT `waiting`, adding end, after [`add`]: returns true if the peer may be asleep. Either
+/// this sees the request of [`arm`], or the sleeper's second look sees the addition.
 #[inline]
 pub fn must_wake<D: Discipline, W: Word>(waiting: &W) -> bool {
     if D::FENCE_BEFORE_WAKE {

@@ -1,4 +1,5 @@
-//! What tells whether two peers share a process, or can share memory.
+//! Identity of a process and its host, to tell whether two peers share a process or can share
+//! memory.
 
 use std::os::unix::fs::MetadataExt;
 use std::sync::OnceLock;
@@ -6,24 +7,24 @@ use std::sync::OnceLock;
 #[cfg(not(loom))]
 use crate::network::Offer;
 
-/// Identity of a running kernel, of the network namespace within it, as far as they can be read, and of
-/// the process.
+/// Identity of a running kernel, of a network namespace within it, and of a process, as far as they
+/// can be read.
 ///
-/// Two equal identities are a necessary sign, not a proof: a virtual machine that was cloned while it
-/// ran carries its identity along. The proof is the rendezvous over an abstract Unix socket, which
-/// reaches nobody outside the kernel and the network namespace.
+/// Equal identities are a necessary sign, not a proof: a virtual machine that was cloned while it
+/// ran keeps its identity. The proof is the rendezvous over an abstract Unix socket, which is not
+/// reachable from outside the kernel and the network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostIdentity {
-    /// `boot_id` of the kernel. Random where the system does not tell, so that it equals nothing.
+    /// `boot_id` of the kernel. Random if the system does not tell it, so that it equals no other.
     pub boot_id: [u8; 16],
     /// Device and inode of the network namespace, which abstract Unix sockets do not cross.
     pub net_namespace: [u64; 2],
-    /// A random number of this process, and its number in the system, which differs after a fork.
+    /// A random number of this process, and its process id, which differs after a fork.
     pub process: [u64; 2],
 }
 
 impl HostIdentity {
-    /// Identity of this process and its host.
+    /// Returns the identity of this process and its host.
     #[must_use]
     pub fn of_this_process() -> Self {
         let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -37,13 +38,14 @@ impl HostIdentity {
         Self { boot_id, net_namespace, process }
     }
 
-    /// Whether `peer` is this very process.
+    /// Tells whether `peer` is this very process.
     #[must_use]
     pub fn is_same_process(&self, peer: &Self) -> bool {
         self == peer
     }
 
-    /// Why shared memory cannot join this process and `peer`. `None` when nothing speaks against it.
+    /// Returns the reason why shared memory cannot join this process and `peer`, or `None` if there
+    /// is none.
     #[must_use]
     pub fn obstacle_to_sharing(&self, peer: &Self) -> Option<&'static str> {
         if self.boot_id != peer.boot_id {

@@ -1,10 +1,10 @@
 //! One-sided memory transport between peers: regions, slots, flags, and the rings on top of them.
 //!
-//! A *channel* joins two peers. Each owns one slot that the other writes by put; monotonic flags on
-//! cache lines of their own tell what is published and what is consumed. Nothing in this crate knows
-//! about models, HTTP or who talks to whom and why.
+//! A *channel* joins two peers. Each peer owns one slot, and the other peer writes it by put.
+//! Monotonic flags on cache lines of their own count published and consumed frames. This crate
+//! knows nothing about models, HTTP, or the roles of the peers.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`view`] | bounds-checked windows over memory that a peer may write or read |
 //! | [`region`] | owned memory, its local range and its wire form |
@@ -15,15 +15,15 @@
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
 //! | [`wait`] | spin briefly, then block |
 //! | [`backend`] | transports |
-//! | [`transport`] | the endpoint of a connection, whichever transport it is |
-//! | [`network`] | what a transport over a network offers to the handshake |
-//! | [`fabric`] | one-sided operations on registered memory, by completion: what the message engine needs |
-//! | [`device`] | memory of GPUs that the handshake exchanges beside the slots |
+//! | [`transport`] | the endpoint of a connection, over any transport |
+//! | [`network`] | the part of the handshake that a transport over a network implements |
+//! | [`fabric`] | one-sided operations on registered memory, with completions, for the message engine |
+//! | [`device`] | memory of GPUs, exchanged by the handshake beside the slots |
 //! | [`counted`] | flags by messages that count the writes before them |
-//! | [`copy`], [`pulse`], [`outage`] | small parts that transports share |
-//! | [`transports`] | which transports a process offers |
-//! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
-//! | [`host`] | whether two processes can share memory |
+//! | [`copy`], [`pulse`], [`outage`] | small helpers that transports share |
+//! | [`transports`] | the transports that a process offers |
+//! | [`bootstrap`] | handshake over TCP, exchange of slots, liveness |
+//! | [`host`] | identity of a host, to tell whether two processes can share memory |
 //!
 //! The memory model, with every SYNC POINT, is in `docs/explanation/memory-model.md`.
 

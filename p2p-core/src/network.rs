@@ -1,9 +1,9 @@
-//! What a transport over a network offers to the handshake.
+//! The part of the handshake that a transport over a network implements.
 //!
-//! A [`Network`] is one device or provider of this process, opened once. For every peer the handshake
-//! asks it to [`open`](Network::open) one side of a pair, sends what that side says of itself to the
-//! other ([`SideDescription`]), and has both [`join`](OpenSide::join). Transports that map the peer's
-//! memory need none of this; see [`shm`](crate::backend::shm).
+//! A [`Network`] is one device or provider of this process, opened once. For every peer the
+//! handshake asks it to [`open`](Network::open) one side of a pair. It sends the description of
+//! that side to the peer ([`SideDescription`]), and both sides [`join`](OpenSide::join). Transports
+//! that map the peer's memory need none of this; see [`shm`](crate::backend::shm).
 //!
 //! ```text
 //! connecting side                         listening side
@@ -30,21 +30,21 @@ pub const MAX_DETAIL_BYTES: usize = 1024;
 /// Longest [`Network::flavour`] in bytes.
 pub const MAX_FLAVOUR_BYTES: usize = 32;
 
-/// A network could not be opened, or not for this peer.
+/// A network could not be opened, either at all or for this peer.
 #[derive(Debug, Clone, Error)]
 #[error("{network}: {op} failed: {detail}{}", code.map(|code| format!(" (code {code})")).unwrap_or_default())]
 pub struct NetworkError {
-    /// Which network, as people name it: `verbs mlx5_0`, `libfabric tcp;ofi_rxm`.
+    /// Name of the network, for people: `verbs mlx5_0`, `libfabric tcp;ofi_rxm`.
     pub network: String,
     /// The call or step.
     pub op: &'static str,
     /// The transport's raw code, if there is one.
     pub code: Option<i64>,
-    /// What was found, what was expected, what to do.
+    /// The value found, the value expected, and a remedy.
     pub detail: String,
 }
 
-/// Where the two peers' bootstrap connection runs, as a hint for the choice of port and address.
+/// Addresses of the peers' bootstrap connection, as a hint for the choice of port and address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
     /// This side's address.
@@ -55,35 +55,36 @@ pub struct Route {
 
 /// One device or provider of this process.
 pub trait Network: Send + Sync + Debug {
-    /// Kind of the endpoints that come of it.
+    /// Kind of its endpoints.
     fn kind(&self) -> TransportKind;
 
-    /// What both sides must have alike beside the kind, such as the provider's name. At most
-    /// [`MAX_FLAVOUR_BYTES`] of printable ASCII.
+    /// Property that must be equal on both sides beside the kind, such as the provider's name. At
+    /// most [`MAX_FLAVOUR_BYTES`] of printable ASCII.
     fn flavour(&self) -> &str;
 
-    /// Makes this side of one pair: a fresh zeroed slot, registered, with a remote key of its own, and
-    /// whatever else the peer has to know. May block for milliseconds.
+    /// Makes this side of one pair: a fresh zeroed slot, registered, with a remote key of its own,
+    /// and everything else that the peer needs. May block for milliseconds.
     ///
     /// # Errors
     /// [`NetworkError`].
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError>;
 
-    /// The first RDMA device in use, such as `mlx5_0`, for the choice of processors next to it.
+    /// The first RDMA device in use, such as `mlx5_0`. It helps to choose processors close to the
+    /// device.
     fn rdma_device(&self) -> Option<&str> {
         None
     }
 
-    /// Whether kernels can reach slots of this network.
+    /// Tells whether kernels can reach slots of this network.
     fn carries_device_slots(&self) -> bool {
         false
     }
 
-    /// Layout of the hosts' slots where there are device slots. Both sides come to the same. By default they
-    /// hold either side's device slot, and apart from it a control tail.
+    /// Layout of the host slots beside device slots. Both sides compute the same one. By default a
+    /// host slot has room for either side's device slot, and for a control tail of its own.
     ///
     /// # Errors
-    /// [`SlotConfigError`] when they are too large.
+    /// [`SlotConfigError`] if the slots are too large.
     fn device_layout(
         &self,
         device: &dyn DeviceMemory,
@@ -96,11 +97,11 @@ pub trait Network: Send + Sync + Debug {
         SlotLayout::new(SlotConfig { slot_bytes, num_frames })
     }
 
-    /// As [`open`](Self::open), with a slot that `device`'s kernels read. The layout is that of
+    /// As [`open`](Self::open), with a slot that kernels of `device` read. The layout is that of
     /// [`device_layout`](Self::device_layout).
     ///
     /// # Errors
-    /// [`NetworkError`], also where the network cannot do it.
+    /// [`NetworkError`], also if the network does not support it.
     fn open_device(
         &self,
         layout: &SlotLayout,
@@ -114,14 +115,14 @@ pub trait Network: Send + Sync + Debug {
 
 /// This side of a pair before the peer's is known. Dropping it frees everything.
 pub trait OpenSide: Send + Debug {
-    /// What the peer must know.
+    /// Describes this side to the peer.
     fn description(&self) -> SideDescription;
 
-    /// Joins with the peer's side. May block for milliseconds; never on the peer.
+    /// Joins with the peer's side. May block for milliseconds, but never on the peer.
     ///
     /// # Errors
-    /// [`NetworkError`], also when the peer's bytes make no sense.
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError>;
+    /// [`NetworkError`], also if the peer's bytes make no sense.
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError>;
 
     /// As [`join`](Self::join), for a side of [`Network::open_device`].
     ///
@@ -130,7 +131,7 @@ pub trait OpenSide: Send + Debug {
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DeviceSlots), NetworkError> {
+    ) -> Result<(JoinedSide, DeviceSlots), NetworkError> {
         let kind = self.join(peer)?.endpoint.kind();
         Err(no_device_slots(kind))
     }
@@ -141,13 +142,13 @@ fn no_device_slots(kind: TransportKind) -> NetworkError {
     NetworkError { network: kind.name().to_owned(), op: "open device slots", code: None, detail }
 }
 
-/// One side of a pair, with device slots or without.
-pub(crate) struct Opened {
+/// One side of a pair before it is joined, with device slots or without.
+pub(crate) struct HandshakeSide {
     side: Box<dyn OpenSide>,
     has_device: bool,
 }
 
-impl Opened {
+impl HandshakeSide {
     pub(crate) fn open(
         network: &dyn Network,
         layout: &SlotLayout,
@@ -168,7 +169,7 @@ impl Opened {
     pub(crate) fn join(
         self,
         peer: &SideDescription,
-    ) -> Result<(Joined, Option<DeviceSlots>), NetworkError> {
+    ) -> Result<(JoinedSide, Option<DeviceSlots>), NetworkError> {
         if self.has_device {
             return self.side.join_device(peer).map(|(joined, pair)| (joined, Some(pair)));
         }
@@ -176,25 +177,25 @@ impl Opened {
     }
 }
 
-/// A joined pair.
+/// One side of a pair after it is joined.
 #[derive(Debug)]
-pub struct Joined {
-    /// Towards the peer's slot.
+pub struct JoinedSide {
+    /// Reaches the peer's slot.
     pub endpoint: AnyEndpoint,
     /// This side's slot. The endpoint keeps it registered, and revokes the peer's key when dropped.
     pub slot: Region,
 }
 
-/// What one side says of itself.
+/// One side's description of itself, as the peer needs it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SideDescription {
-    /// Address of the slot as the peer must give it to the transport.
+    /// Address of the slot, as the peer must give it to the transport.
     pub address: u64,
     /// Remote key of the slot. Never a local key.
     pub remote_key: u64,
     /// Bytes of the slot.
     pub bytes: u64,
-    /// Whatever the transport needs, at most [`MAX_DETAIL_BYTES`].
+    /// Further data of the transport, at most [`MAX_DETAIL_BYTES`].
     pub detail: Vec<u8>,
 }
 
@@ -203,12 +204,12 @@ pub struct SideDescription {
 pub struct Offer {
     /// Kind.
     pub kind: TransportKind,
-    /// As [`Network::flavour`]; empty where the kind says it all.
+    /// As [`Network::flavour`]; empty for kinds without flavours.
     pub flavour: String,
 }
 
 impl Offer {
-    /// Offer of a kind that has no flavours.
+    /// Makes the offer of a kind without flavours.
     #[must_use]
     pub const fn plain(kind: TransportKind) -> Self {
         Self { kind, flavour: String::new() }
@@ -225,8 +226,9 @@ impl std::fmt::Display for Offer {
     }
 }
 
-/// What a side with these settings offers, the best first: `kinds` in their order, and of each network
-/// kind every network there is. Without device slots, not what joins nothing else.
+/// Lists the offers of a side with these settings, the best first. They follow the order of
+/// `kinds`, and a network kind becomes one offer for each of its networks. Without device memory,
+/// kinds that join only device slots are left out.
 pub(crate) fn offers(
     kinds: &[TransportKind],
     networks: &[Arc<dyn Network>],
@@ -256,7 +258,7 @@ pub(crate) fn offers(
     offers
 }
 
-/// The network behind an offer.
+/// Finds the network behind an offer.
 pub(crate) fn network_of<'a>(
     offer: &Offer,
     networks: &'a [Arc<dyn Network>],

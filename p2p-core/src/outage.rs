@@ -1,20 +1,20 @@
-//! What cannot be done for a while, and is tried over and over, said in few lines.
+//! Limits the log lines about an operation that fails for a while and is retried over and over.
 
 use std::time::{Duration, Instant};
 
-/// One such thing: to be told of every failure, and of every success.
+/// The failures of one such operation. Report every failure and every success of it.
 #[derive(Debug, Default)]
 pub struct Outage {
     said: Option<Instant>,
-    /// Whether the end is to be said.
+    /// A failure was logged since the last success.
     is_open: bool,
-    /// Failures that were not said.
+    /// Failures that were not logged.
     num_failures: u64,
 }
 
 impl Outage {
-    /// Counts a failure at `now`. What is to be said: at the first and then once a minute at the most, the
-    /// failures since the last time.
+    /// Counts a failure at `now`. Returns the number of failures since the last log line if it is
+    /// time for another: at the first failure, and then at most once a minute.
     pub fn failed(&mut self, now: Instant) -> Option<u64> {
         self.num_failures += 1;
         if self.said.is_some_and(|said| now.saturating_duration_since(said) < PAUSE) {
@@ -24,7 +24,8 @@ impl Outage {
         Some(std::mem::take(&mut self.num_failures))
     }
 
-    /// It could be done. What is to be said: once after failures that were said, how many came after them.
+    /// Notes a success. After a logged failure this returns, once, the number of failures since
+    /// that log line.
     pub fn worked(&mut self) -> Option<u64> {
         if !std::mem::take(&mut self.is_open) {
             return None;
@@ -47,7 +48,7 @@ mod tests {
         let said: Vec<_> = (0..1300).filter_map(|nth| outage.failed(at(100 * nth))).collect();
         assert_eq!(said, [1, 600, 600], "130 s of failures, ten a second");
         assert_eq!((outage.worked(), outage.worked()), (Some(99), None));
-        // Where it comes and goes, it is still once a minute.
+        // Even if failures and successes alternate, a line is logged at most once a minute.
         for nth in 1300..1800 {
             assert_eq!((outage.failed(at(100 * nth)), outage.worked()), (None, None));
         }

@@ -1,20 +1,20 @@
-//! Tells a thread that works or sleeps from one that does not come back from where it went.
+//! Tells a thread that works or sleeps from a thread that is stuck in a call.
 //!
-//! Threads call into transports' libraries, and a library may never return: libfabric's provider `shm`
-//! waits for locks in memory that a killed peer can leave locked for ever. The thread cannot be freed
-//! then, but whoever waits for it need not wait with it.
+//! Threads call into transports' libraries, and a library may never return. For example,
+//! libfabric's provider `shm` waits for locks in memory, and a killed peer can leave these locked
+//! for ever. The stuck thread cannot be freed, but other threads need not wait for it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The rounds of a thread that makes one every second at least.
+/// Counts the rounds of a thread that makes at least one every second.
 #[derive(Debug)]
 pub struct Pulse {
     num_rounds: AtomicU64,
     patience: Duration,
 }
 
-/// One waiter's observation of it.
+/// One waiter's observation of a [`Pulse`].
 #[derive(Debug)]
 pub struct Watch {
     num_rounds: u64,
@@ -22,12 +22,12 @@ pub struct Watch {
 }
 
 impl Pulse {
-    /// Without a round for `patience` the thread counts as stuck.
+    /// Makes a counter. A thread without a round for `patience` counts as stuck.
     pub const fn new(patience: Duration) -> Self {
         Self { num_rounds: AtomicU64::new(0), patience }
     }
 
-    /// One more round, of the thread itself.
+    /// Counts one more round. For the thread itself.
     pub fn beat(&self) {
         let num_rounds = self.num_rounds.load(Ordering::Relaxed);
         self.num_rounds.store(num_rounds + 1, Ordering::Relaxed);
@@ -38,7 +38,7 @@ impl Pulse {
         self.num_rounds.load(Ordering::Relaxed)
     }
 
-    /// How long to wait between two looks.
+    /// Time to wait between two calls of [`Watch::finds_stuck`].
     pub fn interval(&self) -> Duration {
         self.patience / NUM_LOOKS
     }
@@ -50,9 +50,9 @@ impl Pulse {
 }
 
 impl Watch {
-    /// To be called after every [`interval`](Pulse::interval). True: the thread is stuck.
+    /// Returns true if the thread is stuck. Call this after every [`interval`](Pulse::interval).
     ///
-    /// Looks are counted instead of time, so that a process that was stopped as a whole does not blame
+    /// This counts calls instead of time. So a process that was stopped as a whole does not blame
     /// its thread.
     pub fn finds_stuck(&mut self, pulse: &Pulse) -> bool {
         let num_rounds = pulse.num_rounds();

@@ -10,19 +10,32 @@ use thiserror::Error;
 /// Memory could not be mapped.
 #[derive(Debug, Error)]
 #[error("cannot map {bytes} bytes of {what}: {source}")]
+#[allow(missing_docs, reason = "the message explains the fields")]
 pub struct MapError {
-    /// Bytes asked for.
     pub bytes: usize,
-    /// What for.
     pub what: &'static str,
-    /// The system's answer.
     pub source: std::io::Error,
 }
 
-/// A mapping that is unmapped when the last reference goes.
+/// A mapping that is unmapped when the last reference is dropped.
 ///
-/// Clones share the mapping. The memory may be written by peers at any time, so it is reached only
+/// Clones share the mapping. Peers may write the memory at any time, so code reaches it only
 /// through views, atomics and copies.
+///
+/// # Examples
+/// ```
+/// use switchyard_p2p_core::Region;
+///
+/// let region = Region::anonymous(8192).unwrap();
+/// let page = region.range(4096, 4096).expect("a range of the region");
+/// let header = page.sub(0, 64).expect("a part of the page");
+/// assert_eq!((page.len(), header.len()), (4096, 64));
+/// assert!(region.range(4096, 4097).is_none(), "it leaves the region");
+/// // The range keeps the memory mapped.
+/// drop(region);
+/// // SAFETY: the byte is mapped, and no other code writes it.
+/// assert_eq!(unsafe { header.as_ptr().read() }, 0);
+/// ```
 #[derive(Debug, Clone)]
 pub struct Region {
     inner: Arc<Mapping>,
@@ -32,7 +45,7 @@ pub struct Region {
 struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
-    /// Who frees the memory; `None`: it is a mapping that ends with this value.
+    /// Frees the memory when dropped. `None`: this value itself unmaps the memory.
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -42,7 +55,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Region {
-    /// Zeroed anonymous memory of this process, committed page by page when touched.
+    /// Maps zeroed anonymous memory of this process. The system commits it page by page when
+    /// touched.
     ///
     /// # Errors
     /// [`MapError`] when the system refuses.
@@ -61,7 +75,7 @@ impl Region {
             what: "anonymous memory",
             source: e.into(),
         })?;
-        // SAFETY: `ptr..ptr+len` was just mapped and is owned by nobody else.
+        // SAFETY: `ptr..ptr+len` was just mapped and has no other owner.
         unsafe { Self::from_raw(ptr.cast(), len) }.ok_or(MapError {
             bytes: len,
             what: "anonymous memory",
@@ -69,18 +83,18 @@ impl Region {
         })
     }
 
-    /// Takes over a mapping. `None` when `ptr` is null or `len` is 0.
+    /// Takes over a mapping. Returns `None` if `ptr` is null or `len` is 0.
     ///
     /// # Safety
-    /// `ptr..ptr+len` is a whole mapping, readable and writable, that nobody else unmaps.
+    /// `ptr..ptr+len` is a whole mapping, readable and writable, and no other code unmaps it.
     #[must_use]
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Option<Self> {
         let ptr = NonNull::new(ptr)?;
         (len > 0).then(|| Self { inner: Arc::new(Mapping { ptr, len, owner: None }) })
     }
 
-    /// Memory that `owner` frees when dropped, such as page-locked memory of a GPU's driver. It is kept
-    /// as long as the region. `None` when `ptr` is null or `len` is 0.
+    /// Wraps memory that `owner` frees when dropped, such as page-locked memory of a GPU's driver.
+    /// The region keeps `owner` alive. Returns `None` if `ptr` is null or `len` is 0.
     ///
     /// # Safety
     /// `ptr..ptr+len` stays readable and writable as long as `owner` lives.
@@ -100,7 +114,7 @@ impl Region {
         self.inner.ptr
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.len
@@ -112,7 +126,7 @@ impl Region {
         self.inner.len == 0
     }
 
-    /// A checked range of this region. `None` when it leaves the region.
+    /// Returns a checked range of this region, or `None` if it leaves the region.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<LocalRange> {
         let end = offset.checked_add(len)?;
@@ -148,7 +162,8 @@ impl LocalRange {
         unsafe { self.region.as_ptr().add(self.offset) }
     }
 
-    /// The part that starts at `offset` and has `len` bytes. `None` when it leaves the range.
+    /// Returns the part that starts at `offset` and has `len` bytes, or `None` if it leaves the
+    /// range.
     #[must_use]
     pub fn sub(&self, offset: usize, len: usize) -> Option<Self> {
         let end = offset.checked_add(len)?;
@@ -159,7 +174,7 @@ impl LocalRange {
         })
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
@@ -172,8 +187,8 @@ impl LocalRange {
     }
 }
 
-/// Stands for the one region of a peer that an endpoint reaches: the peer's slot. Its address and its
-/// remote key, where a transport has them, stay in the endpoint.
+/// Stands for the one region of a peer that an endpoint reaches: the peer's slot. Its address and
+/// remote key, if the transport has them, stay in the endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotKey;
 
@@ -184,6 +199,6 @@ pub struct RemoteRange<K> {
     pub key: K,
     /// First byte within that region.
     pub offset: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }

@@ -1,26 +1,25 @@
-//! The arithmetic of a frame ring, free of memory and transports.
+//! The arithmetic of a frame ring, without memory and transports.
 //!
-//! Both cursors work on monotonic counters read from flags that a *peer* advances, so every value is
-//! checked: a counter that runs backwards or beyond what is possible is a [`Desync`], and the peer is
-//! at fault.
+//! Both cursors work on monotonic counters from flags that a *peer* advances, so every value is
+//! checked. A counter that runs backwards or beyond the possible range is a [`Desync`], and the
+//! peer is at fault.
 
 use thiserror::Error;
 
 /// A peer's counter holds a value that no correct peer can produce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("flag `{flag}` reads {found}, expected {low} to {high}: the peer broke the ring protocol")]
+#[allow(missing_docs, reason = "the message explains the fields")]
 pub struct Desync {
-    /// Which flag.
     pub flag: &'static str,
-    /// Value found.
     pub found: u64,
-    /// Smallest value that was possible.
+    /// Smallest possible value.
     pub low: u64,
-    /// Largest value that was possible.
+    /// Largest possible value.
     pub high: u64,
 }
 
-/// The writing end: which frame comes next, and whether there is credit for it.
+/// The writing end: finds the next frame, and whether there is credit for it.
 #[derive(Debug, Clone)]
 pub struct TxCursor {
     num_frames: u64,
@@ -47,29 +46,29 @@ impl TxCursor {
         self.published
     }
 
-    /// Frames that the peer has been given and has not consumed, as far as was seen.
+    /// Frames published and not yet consumed by the peer, by the last known counter.
     #[must_use]
     pub const fn in_flight(&self) -> u64 {
         self.published - self.consumed_seen
     }
 
-    /// Whether a frame is free by what was seen of the peer's counter so far. Looking again is only
-    /// worth its cache miss when this says no.
+    /// Tells whether a frame is free by the last known counter of the peer. Reading the counter
+    /// again costs a cache miss, so it is only worthwhile if this returns false.
     #[must_use]
     pub const fn has_spare(&self) -> bool {
         self.in_flight() < self.num_frames
     }
 
-    /// What was last seen of the peer's `consumed` counter.
+    /// Last known value of the peer's `consumed` counter.
     #[must_use]
     pub const fn consumed_seen(&self) -> u64 {
         self.consumed_seen
     }
 
-    /// Takes in the peer's `consumed` counter and says whether a frame is free.
+    /// Takes in the peer's `consumed` counter. Returns true if a frame is free.
     ///
     /// # Errors
-    /// [`Desync`] when the counter went backwards or passed what was published.
+    /// [`Desync`] if the counter went backwards or passed the published frames.
     pub fn has_credit(&mut self, consumed: u64) -> Result<bool, Desync> {
         if consumed < self.consumed_seen || consumed > self.published {
             return Err(Desync {
@@ -89,7 +88,7 @@ impl TxCursor {
     }
 }
 
-/// The reading end: which frame comes next, and which are still held.
+/// The reading end: finds the next frame, and counts the taken ones.
 #[derive(Debug, Clone)]
 pub struct RxCursor {
     num_frames: u64,
@@ -123,11 +122,11 @@ impl RxCursor {
         self.taken - self.released
     }
 
-    /// Takes in the peer's `published` counter; gives the sequence number of the next frame, if one
-    /// is there, and counts it as taken.
+    /// Takes in the peer's `published` counter. Returns the sequence number of the next frame, if
+    /// there is one, and counts it as taken.
     ///
     /// # Errors
-    /// [`Desync`] when the counter went backwards or the peer published without credit.
+    /// [`Desync`] if the counter went backwards or the peer published without credit.
     pub fn take(&mut self, published: u64) -> Result<Option<u64>, Desync> {
         let high = self.released.saturating_add(self.num_frames);
         if published < self.published_seen || published > high {
@@ -147,7 +146,7 @@ impl RxCursor {
         Ok(Some(seq))
     }
 
-    /// Counts the oldest held frame as released. False when none is held.
+    /// Counts the oldest taken frame as released. Returns false if none is taken.
     #[must_use]
     pub const fn release(&mut self) -> bool {
         if self.released == self.taken {

@@ -5,9 +5,9 @@
 //! | frame 0 | frame 1 | … | frame D-1 | (rounding) | control tail 4 KiB |
 //! ```
 //!
-//! The owner of a slot is the peer in whose memory it lies; its *writer* is the one peer that holds
-//! its key. Control words stand on lines of their own, [`CONTROL_STRIDE`] apart, so that no word
-//! shares a line (or an adjacent-line prefetch) with another.
+//! The owner of a slot is the peer in whose memory it lies. Its *writer* is the one peer that holds
+//! its key. Control words stand on lines of their own, [`CONTROL_STRIDE`] apart, so no word shares
+//! a line (or an adjacent-line prefetch) with another.
 //!
 //! | word | written by | meaning |
 //! |---|---|---|
@@ -28,13 +28,13 @@ pub const DEFAULT_NUM_FRAMES: usize = 2;
 pub const CONTROL_BYTES: usize = 4096;
 /// Distance between control words.
 pub const CONTROL_STRIDE: usize = 128;
-/// Offset of the word within the control tail.
+/// Offset of the `PUBLISHED` word within the control tail.
 pub const PUBLISHED: usize = 0;
-/// Offset of the word within the control tail.
+/// Offset of the `CONSUMED` word within the control tail.
 pub const CONSUMED: usize = CONTROL_STRIDE;
-/// Offset of the word within the control tail.
+/// Offset of the `PROGRESS` word within the control tail.
 pub const PROGRESS: usize = 2 * CONTROL_STRIDE;
-/// Offset of the word within the control tail.
+/// Offset of the `WAITING` word within the control tail.
 pub const WAITING: usize = 3 * CONTROL_STRIDE;
 
 const FRAME_ALIGN: usize = 4096;
@@ -42,7 +42,7 @@ const MIN_FRAME_BYTES: usize = 4096;
 const MAX_SLOT_BYTES: usize = 1 << 32;
 const MAX_NUM_FRAMES: usize = 64;
 
-/// What two peers must agree on before they exchange a slot.
+/// Sizes of a slot. Two peers must agree on them before they exchange slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SlotConfig {
     /// Bytes of one slot, control tail included. A multiple of 4096.
@@ -86,6 +86,19 @@ pub enum SlotConfigError {
 }
 
 /// Offsets within a slot, computed once from a checked [`SlotConfig`].
+///
+/// # Examples
+/// ```
+/// use switchyard_p2p_core::{SlotConfig, SlotLayout, slot::CONTROL_BYTES};
+///
+/// let layout = SlotLayout::new(SlotConfig { slot_bytes: 10 << 20, num_frames: 2 }).unwrap();
+/// // Frames are whole pages, and the control tail comes behind them.
+/// assert_eq!(layout.frame_bytes() % 4096, 0);
+/// assert!(2 * layout.frame_bytes() + CONTROL_BYTES <= layout.slot_bytes());
+/// // The third frame reuses the memory of the first.
+/// assert_eq!(layout.frame_offset(2), layout.frame_offset(0));
+/// assert!(SlotLayout::new(SlotConfig { slot_bytes: 5000, num_frames: 1 }).is_err());
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotLayout {
     slot_bytes: usize,
@@ -119,7 +132,8 @@ impl SlotLayout {
         Ok(Self { slot_bytes, num_frames, frame_bytes })
     }
 
-    /// The smallest slot of so many frames, for pairs that use little but the control tail.
+    /// Returns the smallest slot with so many frames, for pairs that use little more than the
+    /// control tail.
     ///
     /// # Errors
     /// [`SlotConfigError::NumFrames`].

@@ -1,4 +1,4 @@
-//! Which transports a process offers: what the user asked for, and what the host has.
+//! The transports that a process offers, from the user's request and the host's devices.
 //!
 //! ```
 //! use switchyard_p2p_core::transports::{OpenNetworks, TransportSpec};
@@ -22,24 +22,25 @@ use crate::network::{Network, NetworkError};
 /// `shm,verbs:mlx5_0:1+mlx5_1:1,libfabric:tcp;ofi_rxm`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum TransportSpec {
-    /// Whatever works here, the fastest first: within a process, shared memory, verbs, libfabric.
+    /// All transports that work here, the fastest first: within a process, shared memory, verbs,
+    /// libfabric.
     #[default]
     Auto,
-    /// Exactly these.
-    List(Vec<Wish>),
+    /// Exactly these transports.
+    List(Vec<TransportRequest>),
 }
 
-/// One transport that somebody asked for.
+/// One transport that the user asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Wish {
+pub struct TransportRequest {
     /// Kind.
     pub kind: TransportKind,
-    /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; port of ibgda;
-    /// `None` leaves the choice.
+    /// Ports of verbs, joined by `+` or as `near=PCI` or `node=N`; provider of libfabric; port of
+    /// ibgda. `None` leaves the choice to the transport.
     pub device: Option<String>,
 }
 
-impl fmt::Display for Wish {
+impl fmt::Display for TransportRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind.name())?;
         self.device.as_ref().map_or(Ok(()), |device| write!(f, ":{device}"))
@@ -50,10 +51,10 @@ impl fmt::Display for TransportSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
-            Self::List(wishes) => {
-                for (idx, wish) in wishes.iter().enumerate() {
+            Self::List(requests) => {
+                for (idx, request) in requests.iter().enumerate() {
                     let comma = if idx == 0 { "" } else { "," };
-                    write!(f, "{comma}{wish}")?;
+                    write!(f, "{comma}{request}")?;
                 }
                 Ok(())
             }
@@ -68,7 +69,7 @@ impl fmt::Display for TransportSpec {
     CHOICES.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ")
 )]
 pub struct ParseSpecError {
-    /// What was found.
+    /// The part that is no transport.
     pub found: String,
 }
 
@@ -79,7 +80,7 @@ impl FromStr for TransportSpec {
         if text == "auto" {
             return Ok(Self::Auto);
         }
-        let wish = |part: &str| {
+        let request = |part: &str| {
             let (name, device) = match part.split_once(':') {
                 Some((name, device)) if !device.is_empty() => (name, Some(device.to_owned())),
                 Some(_) => ("", None),
@@ -88,20 +89,20 @@ impl FromStr for TransportSpec {
             let kind = CHOICES.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.filter(|kind| device.is_none() || kind.is_network());
             let kind = kind.ok_or_else(|| ParseSpecError { found: part.to_owned() })?;
-            Ok(Wish { kind, device })
+            Ok(TransportRequest { kind, device })
         };
-        Ok(Self::List(text.split(',').map(wish).collect::<Result<_, _>>()?))
+        Ok(Self::List(text.split(',').map(request).collect::<Result<_, _>>()?))
     }
 }
 
-/// What a process offers to its peers.
+/// The transports that a process offers to its peers.
 #[derive(Debug, Clone, Default)]
 pub struct Transports {
     /// Kinds, the best first.
     pub kinds: Vec<TransportKind>,
-    /// Networks behind those kinds that are networks.
+    /// Networks behind the network kinds.
     pub networks: Vec<Arc<dyn Network>>,
-    /// What `auto` found missing here, a line each.
+    /// Transports that `auto` did not find here, one line each.
     pub missing: Vec<String>,
 }
 
@@ -111,23 +112,23 @@ impl From<Vec<TransportKind>> for Transports {
     }
 }
 
-/// A transport that was asked for by name cannot be had.
+/// A transport that the user named is not available.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// This build does not have it.
-    #[error("transport {wish}: this build has no {}; build with `--features {}`, or use {here}", .wish.kind.name(), .wish.kind.name())]
+    /// This build does not include it.
+    #[error("transport {request}: this build has no {}; build with `--features {}`, or use {here}", .request.kind.name(), .request.kind.name())]
     NotBuilt {
         /// The transport that was asked for.
-        wish: Wish,
+        request: TransportRequest,
         /// The transports of this build.
         here: String,
     },
-    /// This host does not have it, or not in working order.
-    #[error("transport {wish}: {source}; this host offers {here}")]
+    /// This host does not have it, or it does not work.
+    #[error("transport {request}: {source}; this host offers {here}")]
     NotHere {
         /// The transport that was asked for.
-        wish: Wish,
+        request: TransportRequest,
         /// The transport's own reason.
         source: Box<NetworkError>,
         /// The transports that work here.
@@ -135,33 +136,34 @@ pub enum OpenError {
     },
 }
 
-/// How to open the networks of one transport kind. The crate of the transport makes it, the program registers it
-/// with [`OpenNetworks::with`].
+/// Opens the networks of one transport kind. The crate of the transport makes it, and the program
+/// registers it with [`OpenNetworks::with`].
 #[derive(Clone)]
 pub struct NetworkOpener {
     kind: TransportKind,
-    open: Arc<OpenWish>,
+    open: Arc<OpenFn>,
     auto: Auto,
 }
 
-type OpenWish = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
+type OpenFn = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
     + Send
     + Sync;
 
-/// How `auto` treats a transport.
+/// Treatment of a transport by `auto`.
 #[derive(Clone)]
 enum Auto {
-    /// It leaves the transport out.
+    /// `auto` leaves the transport out.
     Never,
-    /// It opens the transport.
+    /// `auto` opens the transport.
     Open,
-    /// It takes a network that opens its device when the first peer needs it.
+    /// `auto` takes a network that opens its device when the first peer needs it.
     Lazy(Arc<dyn Fn() -> Arc<dyn Network> + Send + Sync>),
 }
 
 impl NetworkOpener {
-    /// `open` opens the networks behind a wish, from its [`Wish::device`]. Networks that they need below them come
-    /// from the networks that the process has open. `auto` leaves this kind out.
+    /// Makes an opener. `open` opens the networks behind a request, from its
+    /// [`TransportRequest::device`]. It takes networks that it needs below them from the networks
+    /// that the process has open. `auto` leaves this kind out.
     #[must_use]
     pub fn new(
         kind: TransportKind,
@@ -179,8 +181,8 @@ impl NetworkOpener {
         Self { auto: Auto::Open, ..self }
     }
 
-    /// Lets `auto` use `make`, whose network opens its device when the first peer needs it: for transports whose
-    /// search for devices can take seconds.
+    /// Lets `auto` use `make`, whose network opens its device when the first peer needs it. For
+    /// transports whose search for devices can take seconds.
     #[must_use]
     pub fn lazy_in_auto(self, make: impl Fn() -> Arc<dyn Network> + Send + Sync + 'static) -> Self {
         Self { auto: Auto::Lazy(Arc::new(make)), ..self }
@@ -207,12 +209,12 @@ impl fmt::Debug for NetworkOpener {
 #[derive(Debug, Default)]
 pub struct OpenNetworks {
     openers: Vec<NetworkOpener>,
-    open: Vec<(Wish, Vec<Arc<dyn Network>>)>,
+    open: Vec<(TransportRequest, Vec<Arc<dyn Network>>)>,
 }
 
 impl OpenNetworks {
-    /// Adds a transport, if this build has it. `auto` prefers transports that were added earlier; an opener of a
-    /// known kind replaces the earlier one.
+    /// Adds a transport, if this build has it. `auto` prefers transports that were added earlier.
+    /// An opener of a known kind replaces the earlier one.
     #[must_use]
     pub fn with(mut self, opener: impl Into<Option<NetworkOpener>>) -> Self {
         let Some(opener) = opener.into() else { return self };
@@ -229,21 +231,22 @@ impl OpenNetworks {
         self.openers.iter().any(|opener| opener.kind == kind)
     }
 
-    /// Opens the transports of `spec`. `auto` leaves out transports that are not here, and lists them in
-    /// [`Transports::missing`]. May block for seconds while libraries look for devices.
+    /// Opens the transports of `spec`. `auto` leaves out transports that do not work here, and
+    /// lists them in [`Transports::missing`]. May block for seconds while libraries look for
+    /// devices.
     ///
     /// # Errors
-    /// [`OpenError`], when a transport that `spec` names is not here.
+    /// [`OpenError`] if a transport that `spec` names does not work here.
     pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
         let mut transports = Transports::default();
         let is_auto = *spec == TransportSpec::Auto;
-        let wishes = match spec {
+        let requests = match spec {
             TransportSpec::Auto => self.auto(),
-            TransportSpec::List(wishes) => wishes.clone(),
+            TransportSpec::List(requests) => requests.clone(),
         };
-        for wish in wishes {
-            if wish.kind.is_network() {
-                match self.open_one(&wish, is_auto) {
+        for request in requests {
+            if request.kind.is_network() {
+                match self.open_one(&request, is_auto) {
                     Ok(networks) => transports.networks.extend(networks),
                     Err(error) if is_auto => {
                         transports.missing.push(error.to_string());
@@ -252,54 +255,62 @@ impl OpenNetworks {
                     Err(error) => return Err(error),
                 }
             }
-            if !transports.kinds.contains(&wish.kind) {
-                transports.kinds.push(wish.kind);
+            if !transports.kinds.contains(&request.kind) {
+                transports.kinds.push(request.kind);
             }
         }
         Ok(transports)
     }
 
     /// The transports that `auto` tries, the fastest first.
-    fn auto(&self) -> Vec<Wish> {
+    fn auto(&self) -> Vec<TransportRequest> {
         let networks = self.openers.iter().filter(|opener| opener.is_in_auto());
         let kinds = MEMORY.into_iter().chain(networks.map(NetworkOpener::kind));
-        kinds.map(|kind| Wish { kind, device: None }).collect()
+        kinds.map(|kind| TransportRequest { kind, device: None }).collect()
     }
 
-    fn open_one(&mut self, wish: &Wish, is_auto: bool) -> Result<Vec<Arc<dyn Network>>, OpenError> {
-        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
+    fn open_one(
+        &mut self,
+        request: &TransportRequest,
+        is_auto: bool,
+    ) -> Result<Vec<Arc<dyn Network>>, OpenError> {
+        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == request) {
             return Ok(networks.clone());
         }
-        let opener = self.openers.iter().find(|opener| opener.kind == wish.kind).cloned();
-        let opener = opener
-            .ok_or_else(|| OpenError::NotBuilt { wish: wish.clone(), here: self.built_in() })?;
+        let opener = self.openers.iter().find(|opener| opener.kind == request.kind).cloned();
+        let opener = opener.ok_or_else(|| OpenError::NotBuilt {
+            request: request.clone(),
+            here: self.built_in(),
+        })?;
         let opened = match &opener.auto {
             Auto::Lazy(make) if is_auto => Ok(vec![make()]),
-            _ => (opener.open)(wish.device.as_deref(), self),
+            _ => (opener.open)(request.device.as_deref(), self),
         };
         let networks = opened.map_err(|source| OpenError::NotHere {
-            wish: wish.clone(),
+            request: request.clone(),
             source: Box::new(source),
-            here: self.offered_here(wish, is_auto).join(", "),
+            here: self.offered_here(request, is_auto).join(", "),
         })?;
-        self.open.push((wish.clone(), networks.clone()));
+        self.open.push((request.clone(), networks.clone()));
         Ok(networks)
     }
 
-    /// The transports that this host offers instead of `missing`: the open ones and, for a wish of a user, others
-    /// that can be opened. `auto` tries these anyway, and must not search for devices early.
-    fn offered_here(&self, missing: &Wish, is_auto: bool) -> Vec<String> {
+    /// Lists the transports that this host offers instead of `missing`: the open ones and, for a
+    /// user's request, others that can be opened. `auto` tries these anyway, and must not search
+    /// for devices early.
+    fn offered_here(&self, missing: &TransportRequest, is_auto: bool) -> Vec<String> {
         let mut here = MEMORY.map(|kind| kind.name().to_owned()).to_vec();
-        here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+        here.extend(self.open.iter().map(|(request, _)| request.to_string()));
         if is_auto {
             return here;
         }
         for opener in self.openers.iter().filter(|opener| opener.is_in_auto()) {
-            let wish = Wish { kind: opener.kind, device: None };
-            let is_new = wish != *missing && self.open.iter().all(|(known, _)| *known != wish);
+            let request = TransportRequest { kind: opener.kind, device: None };
+            let is_new =
+                request != *missing && self.open.iter().all(|(known, _)| *known != request);
             let mut trial = Self { openers: self.openers.clone(), open: Vec::new() };
             if is_new && (opener.open)(None, &mut trial).is_ok() {
-                here.push(wish.to_string());
+                here.push(request.to_string());
             }
         }
         here
@@ -367,7 +378,7 @@ mod tests {
         }
     }
 
-    /// Nobody opens a side of it.
+    /// A network that no test opens a side of.
     #[derive(Debug)]
     struct Stub(String);
 
@@ -395,7 +406,7 @@ mod tests {
         let counted = Arc::clone(&opened);
         let open = move |device: Option<&str>, networks: &mut OpenNetworks| {
             counted.fetch_add(1, Ordering::Relaxed);
-            // Networks below it come from the same place.
+            // Networks below it come from the same set.
             let below = networks.open(&"shm".parse().unwrap()).unwrap();
             assert_eq!(below.kinds, [TransportKind::Shm]);
             match device {

@@ -1,8 +1,8 @@
 //! Windows over memory that is shared with a peer.
 //!
-//! A peer can change its slot at any moment, also while it is being read, so no `&[u8]` is ever
-//! formed over it. A view hands out copies, one bounds-checked access at a time; what was copied out
-//! is then checked, and only the copy is used.
+//! A peer can change its slot at any moment, also while it is being read. So no `&[u8]` is ever
+//! formed over it. A view returns copies, one bounds-checked access at a time. Code then checks the
+//! copy, and uses only the copy.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -31,7 +31,7 @@ pub struct ReadView<'a> {
     _memory: PhantomData<&'a u8>,
 }
 
-// SAFETY: a view is a pointer and a length; every access copies, and the memory behind it outlives
+// SAFETY: a view is a pointer and a length. Every access copies, and the memory behind it outlives
 // 'a wherever the view is used.
 unsafe impl Send for ReadView<'_> {}
 

@@ -1,8 +1,8 @@
 //! Spin briefly, then block.
 //!
-//! Many processes share few cores, so nobody spins for long: a waiter polls its flags for
-//! [`SpinPolicy::spin`], then asks its peers for a wake-up and sleeps in `epoll` until one of them, a
-//! [`Kicker`], or the deadline wakes it.
+//! Many processes share few cores, so a waiter does not spin for long. It polls its flags for
+//! [`SpinPolicy::spin`], then asks its peers for a wake-up and sleeps in `epoll`. A peer, a
+//! [`Kicker`] or the deadline wakes it.
 
 use std::cell::RefCell;
 use std::io;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::endpoint::Endpoint;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-/// How long a waiter polls before it blocks.
+/// Time that a waiter polls before it blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpinPolicy {
     /// Time spent polling. Zero blocks at once.
@@ -27,28 +27,30 @@ impl Default for SpinPolicy {
     }
 }
 
-/// A new event descriptor: non-blocking, closed on exec. Its counter begins at one, which
-/// [`signal_peer`] needs; put it into a [`WaitSet`], which sees events and not counters.
+/// Makes a new event descriptor: non-blocking, closed on exec.
+///
+/// Its counter begins at one, which [`signal_peer`] needs. Put it into a [`WaitSet`], which sees
+/// events and not counters.
 ///
 /// # Errors
-/// The system's, when descriptors are exhausted.
+/// The system's error when descriptors are exhausted.
 pub fn event_fd() -> io::Result<OwnedFd> {
     Ok(eventfd(1, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?)
 }
 
-/// Makes whoever waits on `fd`, a descriptor of this process alone, wake up.
+/// Wakes the threads that wait on `fd`, a descriptor that only this process holds.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn signal_event(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // Nobody reads the counter, and a full one takes no event: empty it then.
+    // No reader empties the counter, and a full one takes no event. So empty it then.
     for _ in 0..2 {
         match rustix::io::write(fd, &1u64.to_ne_bytes()) {
             Ok(_) => return Ok(()),
             Err(rustix::io::Errno::AGAIN) => {
                 let _ = rustix::io::read(fd, &mut [0u8; 8]);
             }
-            // A signal before anything was written.
+            // A signal came before anything was written.
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -56,19 +58,20 @@ pub fn signal_event(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a peer that sleeps in a [`WaitSet`] with `fd`, its [`event_fd`], wake up. Does not block,
-/// whatever the peer does to its own copy of the descriptor.
+/// Wakes a peer that sleeps in a [`WaitSet`] with `fd`, its [`event_fd`].
+///
+/// Does not block, whatever the peer does to its own copy of the descriptor.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn signal_peer(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // Adding zero is an event too, and always fits. More than zero may not: the peer can fill the
-    // counter and take `O_NONBLOCK` off, which all copies share, and the write would stand still. A
-    // peer that empties the counter takes away its own wake-ups only.
+    // Adding zero is an event too, and always fits. A larger number may not fit: the peer can fill
+    // the counter and clear `O_NONBLOCK`, which all copies share, and the write would block. A peer
+    // that empties the counter loses only its own wake-ups.
     for _ in 0..2 {
         match rustix::io::write(fd, &0u64.to_ne_bytes()) {
             Ok(_) => return Ok(()),
-            // A signal before anything was written.
+            // A signal came before anything was written.
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -76,20 +79,21 @@ pub fn signal_peer(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// The part of a transport that needs a CPU: completions to take, messages to put in place.
+/// The part of a transport that needs a CPU: it takes completions and puts messages in place.
 ///
-/// One driver serves all endpoints of a device. Whoever polls channels drives it once per sweep,
-/// through [`WaitSet::drive`]; several threads may, at the same time. A driver that nobody drives
-/// drives itself, only later: correctness never hangs on the caller.
+/// One driver serves all endpoints of a device. A thread that polls channels drives it once per
+/// sweep, through [`WaitSet::drive`]. Several threads may drive it at the same time. A driver that
+/// no caller drives still makes progress by itself, only later. So correctness never depends on the
+/// caller.
 pub trait Driver: Send + Sync + std::fmt::Debug {
-    /// Does what is due, without waiting. Failures reach the endpoints concerned.
+    /// Does the work that is due, without waiting. Failures reach the endpoints concerned.
     fn drive(&self);
 
-    /// Prepares for sleep: afterwards the descriptor becomes readable as soon as there is something to
-    /// drive. `false` when there already is.
+    /// Prepares for sleep. Afterwards the descriptor becomes readable as soon as there is something
+    /// to drive. Returns `false` when there already is.
     fn may_sleep(&self) -> bool;
 
-    /// Descriptor to sleep on, in edge-triggered mode. Without one, nobody sleeps longer than
+    /// Descriptor to sleep on, in edge-triggered mode. Without one, no thread sleeps longer than
     /// [`max_sleep`](Self::max_sleep).
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
 
@@ -99,17 +103,18 @@ pub trait Driver: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// What one thread sleeps on: the wake-up descriptors of its channels, their drivers, and a kick.
+/// The wake-up descriptors of one thread's channels, their drivers, and an event for kicks. The
+/// thread sleeps on all of them at once.
 #[derive(Debug)]
 pub struct WaitSet {
     epoll: OwnedFd,
     kick: Arc<OwnedFd>,
-    drivers: RefCell<Vec<Driven>>,
+    drivers: RefCell<Vec<DriverEntry>>,
 }
 
-/// A driver, and how many endpoints of the set it serves.
+/// A driver, with the number of endpoints of the set that it serves.
 #[derive(Debug)]
-struct Driven {
+struct DriverEntry {
     driver: Arc<dyn Driver>,
     num_endpoints: usize,
 }
@@ -121,7 +126,7 @@ pub struct Kicker {
 }
 
 impl Kicker {
-    /// Wakes the owner, now or at its next wait.
+    /// Wakes the owner at once, or at its next wait.
     pub fn kick(&self) {
         if let Err(error) = signal_event(self.kick.as_fd()) {
             tracing::error!(%error, "cannot wake a waiting thread");
@@ -130,10 +135,10 @@ impl Kicker {
 }
 
 impl WaitSet {
-    /// An empty set.
+    /// Makes an empty set.
     ///
     /// # Errors
-    /// The system's, when descriptors are exhausted.
+    /// The system's error when descriptors are exhausted.
     pub fn new() -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let kick = Arc::new(event_fd()?);
@@ -142,16 +147,16 @@ impl WaitSet {
         Ok(set)
     }
 
-    /// A handle that wakes the owner.
+    /// Returns a handle that wakes the owner.
     #[must_use]
     pub fn kicker(&self) -> Kicker {
         Kicker { kick: Arc::clone(&self.kick) }
     }
 
-    /// Adds what `endpoint` waits on: its wake-up descriptor and its driver.
+    /// Adds the wake-up descriptor and the driver of `endpoint`.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn attach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
         if let Some(fd) = endpoint.wait_fd() {
             self.add(fd)?;
@@ -165,14 +170,14 @@ impl WaitSet {
         if let Some(fd) = driver.wait_fd() {
             self.add(fd)?;
         }
-        drivers.push(Driven { driver, num_endpoints: 1 });
+        drivers.push(DriverEntry { driver, num_endpoints: 1 });
         Ok(())
     }
 
-    /// Takes back what [`attach`](Self::attach) added.
+    /// Removes the descriptors that [`attach`](Self::attach) added.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn detach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
         if let Some(driver) = endpoint.driver() {
             let mut drivers = self.drivers.borrow_mut();
@@ -192,16 +197,16 @@ impl WaitSet {
     /// Drives every driver of the set once. Costs nothing without one.
     #[inline]
     pub fn drive(&self) {
-        for driven in self.drivers.borrow().iter() {
-            driven.driver.drive();
+        for entry in self.drivers.borrow().iter() {
+            entry.driver.drive();
         }
     }
 
-    /// Adds a descriptor, edge-triggered: every new event wakes once, and nobody has to read it, so a
-    /// peer that reads its own copy can take nothing away from others.
+    /// Adds a descriptor, edge-triggered: every new event wakes once, and no thread has to read it.
+    /// So a peer that reads its own copy takes no wake-up away from others.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn add(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), flags)?)
@@ -210,21 +215,22 @@ impl WaitSet {
     /// Removes a descriptor. Closing its last copy does the same.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn remove(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         Ok(epoll::delete(&self.epoll, fd)?)
     }
 
-    /// Sleeps until a descriptor fires, somebody kicks, or `timeout` passes. May wake for nothing.
+    /// Sleeps until a descriptor fires, a [`Kicker`] kicks, or `timeout` passes. May wake for
+    /// nothing.
     ///
     /// # Errors
-    /// The system's, other than interruption.
+    /// The system's error, other than interruption.
     pub fn block(&self, mut timeout: Duration) -> io::Result<()> {
-        for driven in self.drivers.borrow().iter() {
-            if !driven.driver.may_sleep() {
+        for entry in self.drivers.borrow().iter() {
+            if !entry.driver.may_sleep() {
                 timeout = Duration::ZERO;
             }
-            timeout = timeout.min(driven.driver.max_sleep());
+            timeout = timeout.min(entry.driver.max_sleep());
         }
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),
@@ -247,13 +253,42 @@ fn is_same(a: &Arc<dyn Driver>, b: &Arc<dyn Driver>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(a), Arc::as_ptr(b))
 }
 
-/// Polls until `poll` gives something or `deadline` passes; then `None`.
+/// Polls until `poll` returns a value. Returns `None` if `deadline` passes first.
 ///
-/// `arm(true)` asks all peers that `poll` looks at for a wake-up, `arm(false)` takes that back. It is
-/// called in pairs, and only if the spin phase found nothing.
+/// `arm(true)` asks all peers that `poll` looks at for a wake-up, and `arm(false)` takes the
+/// request back. They are called in pairs, and only if the spin phase found nothing.
 ///
 /// # Errors
-/// The system's, from blocking.
+/// The system's error from blocking.
+///
+/// # Examples
+/// A thread waits up to 5 s for a frame:
+///
+/// ```
+/// use std::time::{Duration, Instant};
+/// use switchyard_p2p_core::{SlotConfig, SpinPolicy, WaitSet, backend::local, wait::wait_until};
+///
+/// let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+/// let (mut sender, mut receiver) = local::pair(config).unwrap();
+/// let set = WaitSet::new().unwrap();
+/// set.attach(receiver.endpoint()).unwrap();
+/// std::thread::spawn(move || {
+///     let frame = sender.try_reserve().unwrap().expect("a free frame");
+///     sender.write_view(&frame).put_bytes(0, b"hello").unwrap();
+///     sender.publish(frame, 5).unwrap();
+/// });
+///
+/// let deadline = Instant::now() + Duration::from_secs(5);
+/// let has_frame = || receiver.has_frame().then_some(());
+/// let arm = |on| if on { receiver.arm() } else { receiver.disarm() };
+/// let found = wait_until(&set, SpinPolicy::default(), deadline, has_frame, arm).unwrap();
+/// assert!(found.is_some(), "no frame within 5 s");
+/// let frame = receiver.try_next().unwrap().expect("the frame");
+/// let mut bytes = [0; 5];
+/// receiver.view(&frame).copy_to(0, &mut bytes).unwrap();
+/// receiver.release().unwrap();
+/// assert_eq!(&bytes, b"hello");
+/// ```
 pub fn wait_until<T>(
     set: &WaitSet,
     policy: SpinPolicy,
@@ -299,14 +334,14 @@ pub fn wait_until<T>(
 mod tests {
     use super::*;
 
-    /// Waits for an event of `set`. What was there when a descriptor was added is none.
+    /// Waits for an event of `set`. The state of a descriptor when it was added is no event.
     fn is_woken(set: &WaitSet, timeout: Duration) -> bool {
         let start = Instant::now();
         set.block(timeout).unwrap();
         start.elapsed() < timeout
     }
 
-    /// A set that has seen what its descriptors begin with.
+    /// A set that has seen the first state of its descriptors.
     fn quiet_set(events: &[&OwnedFd]) -> WaitSet {
         let set = WaitSet::new().unwrap();
         events.iter().for_each(|event| set.add(event.as_fd()).unwrap());
@@ -323,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn every_event_wakes_once_although_nobody_reads_it() {
+    fn every_event_wakes_once_even_if_unread() {
         let event = event_fd().unwrap();
         let set = quiet_set(&[&event]);
         for signal in [signal_event, signal_peer, signal_peer, signal_event] {
@@ -344,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_fills_the_counter_and_lets_writes_block_holds_nobody_up() {
+    fn a_peer_that_fills_the_counter_and_lets_writes_block_delays_no_signal() {
         let event = event_fd().unwrap();
         let set = quiet_set(&[&event]);
         fill(&event);
@@ -358,7 +393,7 @@ mod tests {
         assert!(is_woken(&set, Duration::from_secs(20)));
     }
 
-    /// Leaves no room in the counter, as the holder of any copy can.
+    /// Fills the counter, as the holder of any copy can.
     fn fill(event: &OwnedFd) {
         rustix::io::write(event, &(u64::MAX - 2).to_ne_bytes()).unwrap();
         let more = rustix::io::write(event, &1u64.to_ne_bytes());

@@ -1,4 +1,5 @@
-//! The handshake: what is agreed, what is refused and why, and who can disturb whom.
+//! The handshake: its agreements, its refusals with their reasons, and the peers that try to
+//! disturb others.
 #![cfg(not(loom))]
 
 extern crate switchyard_p2p_core as p2p_core;
@@ -270,7 +271,7 @@ async fn a_peer_that_stops_half_way_frees_what_it_was_given() {
     assert_eq!(wire::decode_header(&header).unwrap().kind, wire::KIND_WELCOME);
     let mut rest = Vec::new();
     within(silent.read_to_end(&mut rest)).await.unwrap();
-    // A busy machine may use up a friend's time, too.
+    // A busy machine may delay a healthy peer past its limit, too.
     let friend = async {
         while let Err(error) = connect(server.addr, hello(b""), connect_config()).await {
             println!("{error}");
@@ -282,9 +283,10 @@ async fn a_peer_that_stops_half_way_frees_what_it_was_given() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_slow_connections_delay_nobody_and_are_culled() {
+async fn a_thousand_slow_connections_delay_no_other_and_are_culled() {
     let _ = p2p_core::bootstrap::raise_descriptor_limit();
-    // Most are pushed out by number; the last ones, which nobody pushes out, have this long.
+    // The number of handshakes evicts most of them. The last ones are not evicted, and have this
+    // long.
     let limit = Duration::from_secs(10);
     let config =
         ListenerConfig { handshake_timeout: limit, max_handshakes: 128, ..listener_config() };
@@ -297,7 +299,7 @@ async fn a_thousand_slow_connections_delay_nobody_and_are_culled() {
         let mut stream = TcpStream::connect(server.addr).await.unwrap();
         let bytes = bytes.clone();
         slow.push(tokio::spawn(async move {
-            // Half of them say nothing, half of them a byte now and then.
+            // Half of them are silent, and half send a byte now and then.
             for byte in bytes.chunks(1) {
                 if idx % 2 == 0 {
                     let mut sink = [0; 64];
@@ -330,7 +332,7 @@ async fn a_thousand_slow_connections_delay_nobody_and_are_culled() {
     let culled = stats.evicted.load(Ordering::Relaxed)
         + stats.timed_out.load(Ordering::Relaxed)
         + stats.broken.load(Ordering::Relaxed);
-    // And whoever was healthy and had to try again.
+    // The counts also include healthy peers that had to try again.
     assert!(culled >= 1000, "{stats:?}");
     assert_eq!(stats.connected.load(Ordering::Relaxed), 30);
 }

@@ -1,4 +1,5 @@
-//! Coming and going, on its own in a process because it counts what the process holds.
+//! Peers that connect and disconnect. This test has a process of its own, since it counts the
+//! process's resources.
 #![cfg(not(loom))]
 
 extern crate switchyard_p2p_core as p2p_core;
@@ -14,9 +15,9 @@ use p2p_core::{PeerHello, SlotConfig};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// Connects and disconnects many times; neither descriptors nor memory may stay behind.
+/// Connects and disconnects many times. Neither descriptors nor memory may stay behind.
 #[tokio::test(flavor = "multi_thread")]
-async fn coming_and_going_leaks_nothing() {
+async fn connecting_and_disconnecting_leaks_nothing() {
     let rounds = std::env::var("SWITCHYARD_CHURN_ROUNDS").ok().and_then(|v| v.parse().ok());
     let rounds: usize = rounds.unwrap_or(300);
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
@@ -37,13 +38,13 @@ async fn coming_and_going_leaks_nothing() {
         drop(there);
         timeout(LIMIT, here.liveness.closed()).await.unwrap();
         drop(here);
-        // Everything that is made once is there after a while.
+        // By this round everything that is made only once exists.
         if round == rounds / 3 {
             base = Some((num_descriptors(), resident_bytes()));
         }
     }
     let (descriptors, resident) = base.unwrap();
-    // For what is neither a descriptor nor a slot.
+    // Room for memory that belongs neither to descriptors nor to slots.
     let allowed = (16 << 20).max(rounds as u64 * 4096);
     let begin = Instant::now();
     // The other side closes its last connections a moment later.
@@ -63,6 +64,6 @@ async fn coming_and_going_leaks_nothing() {
     }
 }
 
-/// What mappings of slots are called.
+/// Name of the slots' mappings.
 const SLOTS: &str = "memfd:switchyard-slot";
 const LIMIT: Duration = Duration::from_secs(60);

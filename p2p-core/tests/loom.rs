@@ -45,7 +45,7 @@ impl Shared {
     }
 }
 
-/// What `Channel::try_reserve`, `publish` and `wait_until` do.
+/// Runs the steps of `Channel::try_reserve`, `publish` and `wait_until`.
 fn write<D: Discipline>(shared: &Shared, num: u64, sleeps: bool) {
     let mut cursor = TxCursor::new(shared.frames.len());
     for value in 0..num {
@@ -66,7 +66,7 @@ fn write<D: Discipline>(shared: &Shared, num: u64, sleeps: bool) {
     }
 }
 
-/// What `Channel::try_next`, `view`, `release` and `wait_until` do.
+/// Runs the steps of `Channel::try_next`, `view`, `release` and `wait_until`.
 fn read<D: Discipline>(shared: &Shared, num: u64, sleeps: bool) {
     let mut cursor = RxCursor::new(shared.frames.len());
     for value in 0..num {
@@ -89,7 +89,7 @@ fn read<D: Discipline>(shared: &Shared, num: u64, sleeps: bool) {
     }
 }
 
-/// What `wait::wait_until` does: look, ask for a wake-up, look again, sleep.
+/// Runs the steps of `wait::wait_until`: look, ask for a wake-up, look again, sleep.
 fn wait<D: Discipline>(waiting: &AtomicU64, wake: Option<&Notify>, poll: &mut dyn FnMut() -> bool) {
     let Some(wake) = wake else {
         while !poll() {
@@ -131,7 +131,8 @@ fn no_wake_up_is_lost() {
 
 macro_rules! mutants {
     ($($name:ident: $sleeps:expr, $add:ident, $observe:ident, $wake:expr, $arm:expr;)*) => {
-        /// Each mutant in a process of its own: the checker may abort when it finds a deadlock.
+        /// Each mutant runs in a process of its own: the checker may abort when it finds a
+        /// deadlock.
         #[test]
         fn a_missing_ordering_is_caught() {
             for name in [$(stringify!($name)),*] {

@@ -127,6 +127,20 @@ pub enum ErrorCode {
 }
 
 impl ErrorCode {
+    /// Every code of this build: all but [`Self::Other`].
+    pub const KNOWN: [Self; 10] = [
+        Self::BadFrame,
+        Self::UnknownExpert,
+        Self::WrongLayer,
+        Self::NotMyExpert,
+        Self::StaleEpoch,
+        Self::StaleChannel,
+        Self::Overloaded,
+        Self::ShuttingDown,
+        Self::Internal,
+        Self::Version,
+    ];
+
     /// Number on the wire.
     #[must_use]
     pub const fn to_u32(self) -> u32 {
@@ -232,9 +246,10 @@ mod tests {
             assert_eq!(code.to_u32(), number);
             if !matches!(code, ErrorCode::Other(_)) {
                 assert!(names.insert(code.name()), "{} twice", code.name());
+                assert!(ErrorCode::KNOWN.contains(&code), "{} is not known", code.name());
             }
         }
-        assert_eq!(names.len(), 10);
+        assert_eq!(names.len(), ErrorCode::KNOWN.len());
         assert_eq!(ErrorCode::from_u32(u32::MAX).to_u32(), u32::MAX);
     }
 }

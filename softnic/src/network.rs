@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, SlotLayout, TransportKind};
 
@@ -196,7 +196,7 @@ impl OpenSide for OpenSoft {
         }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let detail = Detail::decode(&peer.detail).ok_or_else(|| {
             let (found, expected) = (peer.detail.len(), Detail::BYTES);
             failed("join", format!("the peer's detail has {found} bytes, expected {expected}"))
@@ -220,7 +220,7 @@ impl OpenSide for OpenSoft {
             wake_peer,
             self.wake_self,
         );
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 

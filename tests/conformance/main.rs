@@ -16,7 +16,7 @@ use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::bootstrap::CloseReason;
 use p2p_core::{Channel, Connection, SlotConfig, TransportKind};
 use parties::{
-    Way, child_command, fresh_seed, in_processes, in_threads, meet, runtime, serve, var,
+    TransportSetup, child_command, fresh_seed, in_processes, in_threads, meet, runtime, serve, var,
 };
 use test_support::{bounded, skip};
 
@@ -44,12 +44,12 @@ fn staged_threads_in_disorder() {
 
 #[test]
 fn two_processes_over_shared_memory() {
-    in_processes(&Way::plain(TransportKind::Shm).with("KIND", "shm"), |_| true);
+    in_processes(&TransportSetup::plain(TransportKind::Shm).with("KIND", "shm"), |_| true);
 }
 
 #[test]
 fn two_processes_over_staged_memory() {
-    in_processes(&Way::plain(TransportKind::Staged).with("KIND", "staged"), |_| true);
+    in_processes(&TransportSetup::plain(TransportKind::Staged).with("KIND", "staged"), |_| true);
 }
 
 #[test]
@@ -74,26 +74,26 @@ fn two_processes_over_another_provider() {
 fn over_libfabric(provider: &str) {
     match libfabric_transport::FabricNetwork::open(provider) {
         Ok(network) => {
-            let way = Way::over(std::sync::Arc::new(network));
-            let way = way.with("KIND", "libfabric").with("PROVIDER", provider);
-            in_processes(&way, |connection| connection.transport.flavour == provider);
+            let setup = TransportSetup::over(std::sync::Arc::new(network));
+            let setup = setup.with("KIND", "libfabric").with("PROVIDER", provider);
+            in_processes(&setup, |connection| connection.transport.flavour == provider);
         }
         Err(error) => skip("libfabric", &error.to_string()),
     }
 }
 
 /// The transport path of a child, from its environment.
-fn way_of_child() -> Way {
+fn setup_of_child() -> TransportSetup {
     match var("KIND").expect("a kind").as_str() {
-        "shm" => Way::plain(TransportKind::Shm),
-        "staged" => Way::plain(TransportKind::Staged),
+        "shm" => TransportSetup::plain(TransportKind::Shm),
+        "staged" => TransportSetup::plain(TransportKind::Staged),
         "libfabric" => {
             let provider = var("PROVIDER").expect("a provider");
             let network = libfabric_transport::FabricNetwork::open(&provider).unwrap();
-            Way::over(std::sync::Arc::new(network))
+            TransportSetup::over(std::sync::Arc::new(network))
         }
         #[cfg(feature = "verbs")]
-        "verbs" => Way::over(verbs::network()),
+        "verbs" => TransportSetup::over(verbs::network()),
         other => panic!("no transport is called {other}"),
     }
 }
@@ -101,14 +101,14 @@ fn way_of_child() -> Way {
 #[test]
 fn the_death_of_a_process_is_noticed_at_once() {
     let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-    let way = Way::plain(TransportKind::Shm).with("KIND", "shm").with("HANG", 1);
-    let (connections, mut child) = parties::serve_one_child(config, &way);
+    let setup = TransportSetup::plain(TransportKind::Shm).with("KIND", "shm").with("HANG", 1);
+    let (connections, mut child) = parties::serve_one_child(config, &setup);
     let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
     assert_eq!(connection.liveness.closed_now(), None);
     let runtime = runtime();
     let waiting = runtime.spawn(async move {
         let closed = tokio::time::timeout(bounded::LIMIT, connection.liveness.closed());
-        let reason = closed.await.expect("nobody has noticed the death");
+        let reason = closed.await.expect("the death is noticed in time");
         (reason, connection.liveness.closed_now())
     });
     let start = std::time::Instant::now();
@@ -128,9 +128,9 @@ fn another_user_is_refused_by_name() {
         return;
     }
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-    let way = Way::plain(TransportKind::Shm).with("KIND", "shm").with("REFUSED", 1);
-    let (connections, addr) = serve(slot, &way);
-    let mut command = child_command(addr, slot, &way);
+    let setup = TransportSetup::plain(TransportKind::Shm).with("KIND", "shm").with("REFUSED", 1);
+    let (connections, addr) = serve(slot, &setup);
+    let mut command = child_command(addr, slot, &setup);
     match command.uid(65534).gid(65534).spawn() {
         Ok(mut child) => {
             let status = bounded::status_of(&mut child, "the refused process", bounded::LIMIT);
@@ -143,16 +143,16 @@ fn another_user_is_refused_by_name() {
 
 /// The other half of the tests with two processes.
 fn child_process() {
-    let way = way_of_child();
+    let setup = setup_of_child();
     if var("REFUSED").is_some() {
-        let error = meet(&runtime(), &way).unwrap_err().to_string();
+        let error = meet(&runtime(), &setup).unwrap_err().to_string();
         assert!(error.contains("uid 65534") && error.contains("uid 0"), "{error}");
     } else if var("HANG").is_some() {
         let runtime = runtime();
-        let _connection = meet(&runtime, &way).unwrap();
+        let _connection = meet(&runtime, &setup).unwrap();
         std::thread::sleep(Duration::from_secs(60));
     } else {
-        parties::perform_all(&way);
+        parties::perform_all(&setup);
     }
 }
 

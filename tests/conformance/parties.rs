@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Listener, ListenerConfig, connect};
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::SlotKey;
 use p2p_core::{
     AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SlotLayout, TransportKind,
 };
+use test_support::bounded;
 
-use crate::bounded;
 use crate::suite::{Party, Script, reset_meetings, scripts};
 
 pub const ROUTE: Route =
@@ -62,19 +62,20 @@ pub fn pair(
     let layout = SlotLayout::new(config).unwrap();
     let (here, there) = (a.open(&layout, ROUTE).unwrap(), b.open(&layout, ROUTE).unwrap());
     let (of_here, of_there) = (here.description(), there.description());
-    let channel = |side: Joined| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
+    let channel =
+        |side: JoinedSide| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
     (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
 }
 
 /// The path between a test's processes, and the settings of its children, see [`var`].
 #[derive(Clone)]
-pub struct Way {
+pub struct TransportSetup {
     pub kind: TransportKind,
     pub networks: Vec<Arc<dyn Network>>,
     pub vars: Vec<(&'static str, String)>,
 }
 
-impl Way {
+impl TransportSetup {
     pub fn plain(kind: TransportKind) -> Self {
         Self { kind, networks: Vec::new(), vars: Vec::new() }
     }
@@ -92,15 +93,15 @@ impl Way {
 
 /// Runs every script between this process and a child, whose `child_process` calls [`perform_all`].
 /// `is_as_expected` checks every connection.
-pub fn in_processes(way: &Way, is_as_expected: impl Fn(&Connection) -> bool) {
+pub fn in_processes(setup: &TransportSetup, is_as_expected: impl Fn(&Connection) -> bool) {
     let seed = fresh_seed();
-    let way = way.clone().with("SEED", seed);
+    let setup = setup.clone().with("SEED", seed);
     for config in configs() {
-        let (connections, mut child) = serve_one_child(config, &way);
+        let (connections, mut child) = serve_one_child(config, &setup);
         for (name, script) in scripts::<AnyEndpoint>() {
             println!("{name}: {config:?}");
             let connection = connections.recv_timeout(PATIENCE).expect("peer");
-            assert_eq!(connection.transport.kind, way.kind);
+            assert_eq!(connection.transport.kind, setup.kind);
             assert!(is_as_expected(&connection), "{:?}", connection.transport);
             perform(script, Party::A, connection.channel, seed);
         }
@@ -110,25 +111,28 @@ pub fn in_processes(way: &Way, is_as_expected: impl Fn(&Connection) -> bool) {
 }
 
 /// A child's part of [`in_processes`].
-pub fn perform_all(way: &Way) {
+pub fn perform_all(setup: &TransportSetup) {
     let seed = var("SEED").expect("a seed").parse().expect("a number");
     let runtime = runtime();
     for (_, script) in scripts::<AnyEndpoint>() {
-        let connection = meet(&runtime, way).unwrap();
+        let connection = meet(&runtime, setup).unwrap();
         perform(script, Party::B, connection.channel, seed);
     }
 }
 
 /// Starts a listener, and this binary again as its peer.
-pub fn serve_one_child(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Child) {
-    let (receiver, addr) = serve(slot, way);
-    (receiver, child_command(addr, slot, way).spawn().unwrap())
+pub fn serve_one_child(
+    slot: SlotConfig,
+    setup: &TransportSetup,
+) -> (mpsc::Receiver<Connection>, Child) {
+    let (receiver, addr) = serve(slot, setup);
+    (receiver, child_command(addr, slot, setup).spawn().unwrap())
 }
 
-pub fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, SocketAddr) {
+pub fn serve(slot: SlotConfig, setup: &TransportSetup) -> (mpsc::Receiver<Connection>, SocketAddr) {
     let (sender, receiver) = mpsc::channel();
     let (addr_sender, addr) = mpsc::channel();
-    let (kind, networks) = (way.kind, way.networks.clone());
+    let (kind, networks) = (setup.kind, setup.networks.clone());
     std::thread::spawn(move || {
         runtime().block_on(async move {
             let transports = vec![kind];
@@ -156,12 +160,12 @@ pub fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, Socket
 }
 
 /// Command that starts this binary as a child, which reads its settings by [`var`].
-pub fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way) -> Command {
+pub fn child_command(addr: SocketAddr, slot: SlotConfig, setup: &TransportSetup) -> Command {
     let mut command = test_support::child::command("peer");
     command
         .env("P2P_CHILD_ADDR", addr.to_string())
         .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
-        .envs(way.vars.iter().map(|(name, value)| (format!("P2P_CHILD_{name}"), value)))
+        .envs(setup.vars.iter().map(|(name, value)| (format!("P2P_CHILD_{name}"), value)))
         .stdin(Stdio::null());
     command
 }
@@ -172,13 +176,16 @@ pub fn var(name: &str) -> Option<String> {
 }
 
 /// Connects a child to the listener of its parent.
-pub fn meet(runtime: &tokio::runtime::Runtime, way: &Way) -> Result<Connection, ConnectError> {
+pub fn meet(
+    runtime: &tokio::runtime::Runtime,
+    setup: &TransportSetup,
+) -> Result<Connection, ConnectError> {
     let slot = var("SLOT").expect("a slot");
     let sizes: Vec<usize> = slot.split(' ').map(|part| part.parse().unwrap()).collect();
     let config = ConnectConfig {
         slot: SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] },
-        transports: vec![way.kind],
-        networks: way.networks.clone(),
+        transports: vec![setup.kind],
+        networks: setup.networks.clone(),
         timeout: PATIENCE,
         ..Default::default()
     };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use p2p_core::network::Network;
 use verbs_transport::{PortChoice, VerbsConfig, VerbsNetwork, device_names};
 
-use crate::parties::{Way, in_processes};
+use crate::parties::{TransportSetup, in_processes};
 use test_support::{bounded, skip};
 
 /// Ports to use, as [`VerbsConfig::on`] takes them. Several ports stripe.
@@ -18,8 +18,8 @@ fn two_processes_over_verbs() {
     if is_possible() {
         let network = network();
         let flavour = network.flavour().to_owned();
-        let way = Way::over(network).with("KIND", "verbs");
-        in_processes(&way, |connection| connection.transport.flavour == flavour);
+        let setup = TransportSetup::over(network).with("KIND", "verbs");
+        in_processes(&setup, |connection| connection.transport.flavour == flavour);
     }
 }
 

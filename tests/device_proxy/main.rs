@@ -14,7 +14,7 @@ mod way;
 use protocol::WireDtype;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use test_support::{printed_seed, skip, stopped};
+use test_support::{printed_seed, stopped};
 
 use crate::rig::breaking::Breaker;
 use crate::rig::layers::{self, MANY};

@@ -26,7 +26,6 @@ use switchyard_tests::replicas::table;
 use test_support::model::tiny_moe;
 use tokio::sync::watch;
 
-use crate::skip;
 use crate::way::{self, Carrier};
 
 // By their whole paths, since two tests have this module.
@@ -60,7 +59,7 @@ pub fn devices() -> Option<(DeviceName, DeviceName)> {
     match Gpu::count() {
         Ok(count) if count > 0 => Some((DeviceName::Cuda(0), DeviceName::Cuda(count - 1))),
         other => {
-            skip::skip("gpu", &format!("{other:?}"));
+            test_support::skip("gpu", &format!("{other:?}"));
             None
         }
     }

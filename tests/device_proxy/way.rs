@@ -8,8 +8,6 @@ use p2p_core::network::Network;
 use proxy::{DeviceNetwork, LaneConfig, Proxy, ProxyConfig};
 use softnic::{NicConfig, SoftNetwork};
 
-use crate::skip;
-
 /// The carrier of kernels' operations.
 pub type Carrier = Arc<Proxy>;
 
@@ -22,7 +20,7 @@ pub fn network() -> Option<Arc<dyn Network>> {
         return match VerbsNetwork::open(VerbsConfig::default()) {
             Ok(network) => Some(Arc::new(network)),
             Err(error) => {
-                skip::skip("rdma", &error.to_string());
+                test_support::skip("rdma", &error.to_string());
                 None
             }
         };
@@ -35,7 +33,7 @@ pub fn network() -> Option<Arc<dyn Network>> {
     match FabricNetwork::open(provider) {
         Ok(network) => Some(Arc::new(network)),
         Err(error) => {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }

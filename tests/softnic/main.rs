@@ -21,7 +21,6 @@ use p2p_core::{TransportKind, Transports};
 use softnic::format::Syndrome;
 use softnic::{Adversary, DoorbellMode, Fault, NicConfig, SoftNetwork};
 use switchyard_tests::replicas::{Party, Replicas};
-use test_support::skip;
 
 #[test]
 fn layers_are_computed_through_the_nics() {

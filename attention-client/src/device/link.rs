@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kernels::abi::{self, DevicePtr};
 use kernels::gpu::GpuBuffer;
 use kernels::slots::{DevicePair, KernelWaits, RemoteSlots};
-use p2p_core::bootstrap::Aside;
+use p2p_core::bootstrap::BackgroundDrop;
 use p2p_core::device::DeviceSlots;
 
 use crate::fleet::link::{DeviceLink, Link, LinkState};
@@ -44,7 +44,7 @@ fn abort_word(memory: &GpuBuffer) -> Option<&AtomicU32> {
 /// freeing waits until kernels have ended, and the user may be the thread that must end them.
 #[derive(Debug)]
 pub(super) struct LinkSlots {
-    pair: Mutex<Option<Aside<DevicePair>>>,
+    pair: Mutex<Option<BackgroundDrop<DevicePair>>>,
     /// Ends the waits of kernels for this peer, as long as the link has its place in the peer table. Locked while
     /// the bit is set, so that it is never set when the place is another link's.
     abort: Mutex<Option<AbortBit>>,
@@ -55,7 +55,7 @@ pub(super) struct LinkSlots {
 impl LinkSlots {
     pub fn new(pair: DevicePair) -> Self {
         let waits = pair.as_remote().map(RemoteSlots::waits);
-        Self { pair: Mutex::new(Some(Aside::new(pair))), abort: Mutex::new(None), waits }
+        Self { pair: Mutex::new(Some(BackgroundDrop::new(pair))), abort: Mutex::new(None), waits }
     }
 
     /// For [`DeviceSupport::link_of`](crate::fleet::settings::DeviceSupport::link_of).
@@ -86,7 +86,7 @@ impl LinkSlots {
         remote.is_some_and(|remote| remote.health().is_err())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Aside<DevicePair>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<BackgroundDrop<DevicePair>>> {
         self.pair.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -112,7 +112,7 @@ impl LinkSlots {
     }
 
     /// See [`DeviceLink::take_if_unused`].
-    pub fn take_if_unused(&self, state: &LinkState) -> Option<Aside<DevicePair>> {
+    pub fn take_if_unused(&self, state: &LinkState) -> Option<BackgroundDrop<DevicePair>> {
         fence(Ordering::SeqCst);
         let is_unused = state.down().is_some() && state.in_flight.load(Ordering::SeqCst) == 0;
         if is_unused { self.lock().take() } else { None }

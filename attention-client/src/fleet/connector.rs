@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
-    Aside, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode, Working,
-    connect,
+    BackgroundDrop, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode,
+    WorkingOffer, connect,
 };
 use p2p_core::device::DeviceSlots;
 use p2p_core::network::Offer;
@@ -46,7 +46,7 @@ pub(crate) struct SuspectTransport {
 
 /// A connection to a server that this client can use.
 struct ServerConnection {
-    slots: Aside<(Channel<AnyEndpoint>, Option<DeviceSlots>)>,
+    slots: BackgroundDrop<(Channel<AnyEndpoint>, Option<DeviceSlots>)>,
     liveness: Liveness,
     transport: Offer,
     left_out: String,
@@ -159,7 +159,7 @@ impl Connector {
             })?;
         let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
         // An unusable connection is freed in the background, like any other.
-        let slots = Aside::new((channel, device));
+        let slots = BackgroundDrop::new((channel, device));
         let reply = ServerHello::decode(&reply)
             .map_err(|error| format!("its reply to the handshake cannot be read: {error}"))?;
         reply.model.check_against(&self.shared.model.shape).map_err(|error| error.to_string())?;
@@ -191,7 +191,7 @@ impl Connector {
     async fn run_link(&mut self, generation: u32, connection: ServerConnection) -> NextStep {
         let ServerConnection { slots, liveness, transport, left_out, incarnation } = connection;
         let (channel, device) = slots.into_inner();
-        let channel = Aside::new(channel);
+        let channel = BackgroundDrop::new(channel);
         let support = self.shared.settings.device.as_ref();
         let device = device.zip(support).and_then(|(slots, support)| (support.link_of)(slots));
         let state = Arc::new(LinkState::new(device));
@@ -335,7 +335,7 @@ struct TransportTrial {
     state: Arc<LinkState>,
     since: Instant,
     /// Set once something came over the link.
-    working: Option<Working>,
+    working: Option<WorkingOffer>,
 }
 
 impl Connector {

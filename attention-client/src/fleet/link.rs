@@ -10,7 +10,7 @@ use std::time::Instant;
 use arc_swap::ArcSwapOption;
 use control_api::ServerEntry;
 use crossbeam_queue::ArrayQueue;
-use p2p_core::bootstrap::{Aside, CloseReason, Fallback, Liveness};
+use p2p_core::bootstrap::{BackgroundDrop, CloseReason, Fallback, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError};
 use tokio::sync::{Notify, oneshot};
 
@@ -180,7 +180,7 @@ pub(crate) const ABANDONED: u32 = u32::MAX;
 pub(crate) struct LinkReturn {
     /// Lives until the connection is closed. Until then a late write of the peer lands in memory that is not
     /// read any more; afterwards the peer cannot write, and the memory is freed.
-    pub channel: Aside<Channel<AnyEndpoint>>,
+    pub channel: BackgroundDrop<Channel<AnyEndpoint>>,
     pub reason: FailReason,
     /// Set where no place was free for the link: how many places had become free by then.
     pub places_freed: Option<u64>,
@@ -191,7 +191,7 @@ pub(crate) struct LinkReturn {
 pub(crate) struct Link {
     pub server: Arc<Server>,
     pub generation: u32,
-    pub channel: Aside<Channel<AnyEndpoint>>,
+    pub channel: BackgroundDrop<Channel<AnyEndpoint>>,
     pub state: Arc<LinkState>,
     pub liveness: Arc<Liveness>,
     pub open: Vec<OpenFrame>,
@@ -211,7 +211,7 @@ impl Link {
     pub fn new(
         server: Arc<Server>,
         generation: u32,
-        channel: Aside<Channel<AnyEndpoint>>,
+        channel: BackgroundDrop<Channel<AnyEndpoint>>,
         state: Arc<LinkState>,
         liveness: Arc<Liveness>,
         retire: oneshot::Sender<LinkReturn>,

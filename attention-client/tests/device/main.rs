@@ -5,12 +5,6 @@
 #[path = "../client_common/mod.rs"]
 mod client_common;
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
-#[path = "../../../tests/support/src/stopped.rs"]
-mod stopped;
-
 mod bad_input;
 mod crowd;
 mod early_sum;
@@ -25,8 +19,4 @@ mod rig;
 mod stuck;
 mod without;
 
-/// Not a test: a server in a process of its own, for tests that kill or stop it.
-#[test]
-fn child_server() {
-    rig::child::run();
-}
+test_support::child_processes! { "server" => rig::child::run }

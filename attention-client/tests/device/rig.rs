@@ -29,7 +29,7 @@ pub fn devices() -> Option<(DeviceName, DeviceName)> {
     match Gpu::count() {
         Ok(count) if count > 0 => Some((DeviceName::Cuda(0), DeviceName::Cuda(count - 1))),
         other => {
-            crate::skip::skip("gpu", &format!("no GPU: {other:?}"));
+            test_support::skip("gpu", &format!("no GPU: {other:?}"));
             None
         }
     }
@@ -453,7 +453,7 @@ pub mod child {
     //! A server in a process of its own.
 
     use std::io::{BufRead, BufReader, Write};
-    use std::process::{Child, Command, Stdio};
+    use std::process::{Child, Stdio};
 
     use super::*;
 
@@ -466,8 +466,7 @@ pub mod child {
     impl Server {
         /// A server with all experts.
         pub fn start(device: DeviceName, dtype: WireDtype, num_frames: usize) -> Self {
-            let mut child = Command::new(std::env::current_exe().expect("this test"))
-                .args(["child_server", "--exact", "--nocapture"])
+            let mut child = test_support::child::command("server")
                 .env(SETTINGS, format!("{device} {} {num_frames}", dtype.name()))
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
@@ -486,7 +485,7 @@ pub mod child {
             let pid = rustix::process::Pid::from_child(&self.child);
             rustix::process::kill_process(pid, signal).expect("signal");
             if signal == rustix::process::Signal::STOP {
-                crate::stopped::await_stop(self.child.id());
+                test_support::stopped::await_stop(self.child.id());
             }
         }
 
@@ -506,7 +505,7 @@ pub mod child {
     }
 
     pub fn run() {
-        let Ok(settings) = std::env::var(SETTINGS) else { return };
+        let settings = std::env::var(SETTINGS).expect("settings");
         let mut words = settings.split(' ');
         let mut word = || words.next().expect("settings");
         let device: DeviceName = word().parse().expect("a device");
@@ -525,7 +524,7 @@ pub mod child {
         let mut config = server_config("child", device, dtype, held);
         config.slot = slot_of(num_frames);
         let server = runtime.block_on(ExpertServer::start(config, |_| {})).expect("server");
-        println!("\n{MARK}{}", server.data_addr());
+        println!("{MARK}{}", server.data_addr());
         let _ = std::io::stdout().flush();
         // Until the test goes.
         let _ = std::io::stdin().read_line(&mut String::new());

@@ -88,7 +88,7 @@ fn pair() -> Option<(Replicas, DeviceName)> {
 pub fn within_reach(num_servers: usize, ordinal: u32) -> Option<(Replicas, DeviceName)> {
     let (_, client) = devices()?;
     if !matches!(client, DeviceName::Emulated(_)) {
-        crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
+        test_support::skip("emulated", "slots of a real GPU are out of this test's reach");
         return None;
     }
     let mut replicas = Replicas::of(DTYPE, num_servers, SLOT.num_frames)?;

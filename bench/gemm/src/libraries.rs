@@ -10,7 +10,7 @@ pub struct Library {
 }
 
 pub const LIBRARIES: [Library; 3] = [
-    Library { name: "gemm", products: by_gemm },
+    Library { name: "gemm", products: expert_compute::gemm },
     Library { name: "matrixmultiply", products: by_matrixmultiply },
     Library { name: "faer", products: by_faer },
 ];
@@ -21,35 +21,6 @@ fn sizes(w: &[f32], x: &[f32], len: usize, y: &[f32]) -> (usize, usize) {
     assert_eq!((w.len(), x.len()), (num_rows * len, num_tokens * len));
     assert_eq!(y.len(), num_tokens * num_rows);
     (num_rows, num_tokens)
-}
-
-fn by_gemm(w: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
-    let (num_rows, num_tokens) = sizes(w, x, len, y);
-    let (len_stride, row_stride) = (len as isize, num_rows as isize);
-    // SAFETY: the matrices have the sizes just checked; `y` is not read and aliases nothing.
-    unsafe {
-        gemm::gemm(
-            num_tokens,
-            num_rows,
-            len,
-            y.as_mut_ptr(),
-            1,
-            row_stride,
-            false,
-            x.as_ptr(),
-            1,
-            len_stride,
-            w.as_ptr(),
-            len_stride,
-            1,
-            0.0f32,
-            1.0f32,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
-    }
 }
 
 fn by_matrixmultiply(w: &[f32], x: &[f32], len: usize, y: &mut [f32]) {

@@ -16,6 +16,7 @@ mod libraries;
 use std::error::Error;
 use std::time::Instant;
 
+use bench_harness::stats::{median, percentile};
 use expert_compute::{
     ComputePool, ExpertGroup, Isa, LayerBatch, LayerExperts, WeightDtype,
 };
@@ -257,10 +258,6 @@ impl Row {
         way: &'static str,
         times: Vec<(f64, f64)>,
     ) -> Self {
-        let quantile = |values: &mut Vec<f64>, share: f64| {
-            values.sort_by(f64::total_cmp);
-            values[((values.len() - 1) as f64 * share).round() as usize]
-        };
         let mut own: Vec<f64> = times.iter().map(|(own, _)| own * 1e6).collect();
         let mut its: Vec<f64> = times.iter().map(|(_, its)| its * 1e6).collect();
         let mut ratios: Vec<f64> = times.iter().map(|(own, its)| its / own).collect();
@@ -269,11 +266,11 @@ impl Row {
             tokens,
             library: library.name,
             way,
-            own_us: quantile(&mut own, 0.5),
-            library_us: quantile(&mut its, 0.5),
-            ratio: quantile(&mut ratios, 0.5),
-            ratio_p10: quantile(&mut ratios, 0.1),
-            ratio_p90: quantile(&mut ratios, 0.9),
+            own_us: median(&mut own),
+            library_us: median(&mut its),
+            ratio: median(&mut ratios),
+            ratio_p10: percentile(&mut ratios, 0.1),
+            ratio_p90: percentile(&mut ratios, 0.9),
         }
     }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, Route, SideDescription};
 use p2p_core::{Region, RemoteRange, SlotConfig, SlotKey, SlotLayout};
 use switchyard_bench_harness::stats::median;
 use verbs_transport::{VerbsConfig, VerbsNetwork, device_names};
@@ -132,12 +132,12 @@ fn peer(described: &str) -> Result<()> {
 }
 
 struct Side<'a> {
-    joined: &'a mut Joined,
+    joined: &'a mut JoinedSide,
     source: Region,
 }
 
 impl<'a> Side<'a> {
-    fn new(joined: &'a mut Joined) -> Result<Self> {
+    fn new(joined: &'a mut JoinedSide) -> Result<Self> {
         let source = Region::anonymous(1 << 20)?;
         joined.endpoint.register(&source)?;
         Ok(Self { joined, source })

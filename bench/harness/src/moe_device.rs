@@ -6,6 +6,7 @@
 mod killed;
 mod roles;
 mod tensors;
+mod wire;
 mod worker;
 
 use std::fmt;
@@ -27,7 +28,8 @@ use crate::clock::monotonic_us;
 use crate::stats::median;
 use roles::{Client, Part, Role, Server, ServerCounts};
 use tensors::Shapes;
-use worker::{PATIENCE, Pipes, Worker};
+use wire::Pipes;
+use worker::{PATIENCE, Worker};
 
 /// Opens the transports of a client or a server, in its own process: from [`MoeDeviceConfig::transport`] and
 /// [`MoeDeviceConfig::settings`].

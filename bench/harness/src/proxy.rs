@@ -4,7 +4,6 @@
 //! in place of a transport, the payload, and output.
 
 pub mod gpu;
-mod lines;
 pub mod local;
 pub mod output;
 mod post;

@@ -1,9 +1,6 @@
 //! The benchmark programs as users start them. They check their arguments before anything else, and print tables or
 //! lines of JSON.
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -203,7 +200,7 @@ fn a_relay_without_gpus_is_an_error_of_one_line() {
 #[test]
 fn both_sides_between_hosts_print_tables_or_json() {
     if let Err(error) = switchyard_bench_harness::proxy::remote::open("libfabric") {
-        skip::skip("libfabric", &error.to_string());
+        test_support::skip("libfabric", &error.to_string());
         return;
     }
     let [sent, received] = between_processes(&[]);

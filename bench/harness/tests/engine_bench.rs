@@ -2,18 +2,20 @@
 
 use switchyard_bench_harness::engine::{EngineBenchConfig, Mode, child_main, run};
 use switchyard_bench_harness::p2p::ChildProgram;
+use test_support::child::variables;
 
-/// The child process of the other test. Does nothing when run on its own.
-#[test]
-fn target_process() {
-    if let Some(done) = child_main() {
-        assert!(done, "see the message");
-    }
+test_support::child_processes! { "target" => target }
+
+/// The target's process.
+fn target() {
+    assert!(child_main().expect("a transport"), "see the message");
 }
 
 #[test]
 fn every_size_and_number_of_ranges_is_reported() {
-    let program = ChildProgram::this(&["--exact", "target_process", "--nocapture"]).unwrap();
+    let mut program = ChildProgram::this(&[]).unwrap();
+    program.env =
+        variables("target").map(|(name, value)| (name.to_owned(), value.to_owned())).into();
     // The requested transport, or those that need no installed software.
     let named = std::env::var("SWITCHYARD_TEST_TRANSPORT");
     let transports = named.as_ref().map_or(vec!["tcp", "cma"], |name| vec![name]);

@@ -1,23 +1,23 @@
 //! The benchmark of channels as a program. It compares every byte of every iteration.
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use p2p_core::{SlotConfig, TransportKind};
 use switchyard_bench_harness::p2p::{
     BenchConfig, ChildProgram, DeviceBenchConfig, child_main, device_child_main, run, run_device,
 };
+use test_support::child::variables;
 
-/// The child processes of the other tests. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    if let Some(done) = child_main().or_else(device_child_main) {
-        assert!(done, "see the parent's message");
-    }
+test_support::child_processes! { "part" => part }
+
+/// A process of the benchmark.
+fn part() {
+    let done = child_main().or_else(device_child_main).expect("a job");
+    assert!(done, "see the parent's message");
 }
 
 fn program() -> ChildProgram {
-    ChildProgram::this(&["--exact", "child_process", "--nocapture"]).unwrap()
+    let mut program = ChildProgram::this(&[]).unwrap();
+    program.env = variables("part").map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    program
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn many_to_many_by_put_only_with_messages_beyond_the_ring() {
 #[test]
 fn two_to_one_over_libfabric() {
     if let Err(error) = libfabric_transport::FabricNetwork::open("tcp;ofi_rxm") {
-        skip::skip("libfabric", &error.to_string());
+        test_support::skip("libfabric", &error.to_string());
         return;
     }
     let config = BenchConfig {

@@ -208,7 +208,7 @@ impl Host {
         let mut credits = Vec::new();
         while let Some(action) = self.receiver.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {
-                credits.push((self.flow_of[sender.slot()], credit));
+                credits.push((self.flow_of[sender.index()], credit));
             }
         }
         credits

@@ -1,6 +1,6 @@
 //! Seeded random bytes of every dtype that a checkpoint holds.
 
-use crate::tensor::DType;
+use crate::dtype::DType;
 
 /// Distribution of a tensor's values.
 #[derive(Debug, Clone, Copy)]

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use crate::dtype::DType;
 use crate::open::{CONFIG_FILE, INDEX_FILE, SINGLE_FILE};
-use crate::tensor::DType;
 use fill::{Fill, Filler};
 pub use presets::{ParsePresetError, Preset};
 

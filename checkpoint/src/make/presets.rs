@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::TensorPlan;
 use super::fill::Fill;
 use crate::FP8_BLOCK;
-use crate::tensor::DType;
+use crate::dtype::DType;
 
 /// A model with a known layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

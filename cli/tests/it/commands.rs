@@ -395,7 +395,7 @@ fn layers_through_servers_on_gpus_are_measured_with_clients_that_share_them() {
 #[test]
 fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
     let on_gpus = ["bench", "moe", "--device", "emulated:0"];
-    for (flags, told) in [
+    for (flags, expected) in [
         (&["--threads", "2"][..], "--threads would do nothing with --device"),
         (&["--slot-bytes", "65536"], "--slot-bytes would do nothing with --device"),
         (&["--peer-transport", "a=shm"], "--peer-transport would do nothing with --device"),
@@ -406,7 +406,7 @@ fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
     ] {
         let output = run(&[&on_gpus[..], flags].concat(), &[]);
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(2) && text.contains(told), "{flags:?}: {text}");
+        assert!(output.status.code() == Some(2) && text.contains(expected), "{flags:?}: {text}");
     }
     for flags in [&["--kill"][..], &["--clients", "2"], &["--device-gather-us", "5"]] {
         let output = run(&[&["bench", "moe", "--tokens", "0"], flags].concat(), &[]);

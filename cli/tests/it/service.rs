@@ -1,9 +1,5 @@
 //! Checkpoints served by processes, against results of Hugging Face transformers.
 
-#[cfg(feature = "libfabric")]
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::path::PathBuf;
@@ -200,7 +196,7 @@ fn the_demo_goes_over_libfabric() {
     use std::time::Instant;
 
     if let Err(error) = libfabric_transport::FabricNetwork::open("tcp;ofi_rxm") {
-        return skip::skip("libfabric", &error.to_string());
+        return test_support::skip("libfabric", &error.to_string());
     }
     let demo = ["demo", "--transport", "libfabric", "--servers", "2", "--json"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));

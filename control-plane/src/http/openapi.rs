@@ -1,12 +1,19 @@
-//! The OpenAPI document.
+//! The OpenAPI document, and its handler.
 
+use axum::Json;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
 use super::{routes, watch};
 
-/// The OpenAPI document.
-pub(super) fn document() -> utoipa::openapi::OpenApi {
+/// This document.
+#[utoipa::path(get, path = "/openapi.json", tag = "probes", security(()),
+    responses((status = 200, description = "OpenAPI document", body = Object)))]
+pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
+    Json(document())
+}
+
+fn document() -> utoipa::openapi::OpenApi {
     Document::openapi()
 }
 
@@ -20,7 +27,7 @@ pub(super) fn document() -> utoipa::openapi::OpenApi {
         routes::healthz,
         routes::readyz,
         routes::metrics,
-        routes::openapi_json,
+        openapi_json,
         routes::placement,
         watch::placement_watch,
         routes::status,
@@ -65,7 +72,7 @@ mod tests {
                 assert_eq!(operation.get("security").is_none(), is_open, "{method} {path}");
             }
         }
-        let served: BTreeSet<(String, String)> = routes::all()
+        let served: BTreeSet<(String, String)> = super::super::all_routes()
             .iter()
             .map(|route| (route.method.to_string(), route.path.to_owned()))
             .collect();

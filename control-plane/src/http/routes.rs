@@ -2,41 +2,19 @@
 
 use axum::Json;
 use axum::extract::{Path, State};
+use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
-use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post, put};
 use control_api::{
     ApiError, ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
     MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
     SuspectResponse, code,
 };
 
+use super::App;
 use super::error::{Body, HttpError};
-use super::{App, Route, openapi, watch};
 
 type Answer<T> = Result<Json<T>, HttpError>;
-
-/// Every route.
-pub(super) fn all() -> Vec<Route> {
-    let route = |method, path, handler| Route { method, path, handler };
-    vec![
-        route(Method::GET, "/healthz", get(healthz)),
-        route(Method::GET, "/readyz", get(readyz)),
-        route(Method::GET, "/metrics", get(metrics)),
-        route(Method::GET, "/openapi.json", get(openapi_json)),
-        route(Method::GET, "/v1/placement", get(placement)),
-        route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
-        route(Method::GET, "/v1/status", get(status)),
-        route(Method::GET, "/v1/members", get(members)),
-        route(Method::POST, "/v1/members", post(register)),
-        route(Method::DELETE, "/v1/members/{id}", delete(leave)),
-        route(Method::PUT, "/v1/members/{id}/lease", put(renew)),
-        route(Method::POST, "/v1/members/{id}/ready", post(ready)),
-        route(Method::POST, "/v1/members/{id}/drain", post(drain)),
-        route(Method::POST, "/v1/members/{id}/suspect", post(suspect)),
-    ]
-}
 
 /// Returns 200 while the process runs.
 #[utoipa::path(get, path = "/healthz", tag = "probes", security(()),
@@ -64,13 +42,6 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
         Ok(text) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(err) => HttpError::new(code::INTERNAL, err.to_string()).into_response(),
     }
-}
-
-/// This document.
-#[utoipa::path(get, path = "/openapi.json", tag = "probes", security(()),
-    responses((status = 200, description = "OpenAPI document", body = Object)))]
-pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
-    Json(openapi::document())
 }
 
 /// The placement table in force.

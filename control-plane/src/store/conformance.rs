@@ -7,9 +7,6 @@ use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
 
 use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 /// A store that can be opened again, as after a restart.
 trait Subject {
     type Store: Store + Debug;
@@ -198,7 +195,7 @@ fn a_full_disk_is_named_and_heals() {
         status.is_ok_and(|status| status.success())
     };
     if !mount(&["mount", "-t", "tmpfs", "-o", "size=64k", "none"]) {
-        return skip::skip("root", "a full disk needs root to mount a tmpfs");
+        return test_support::skip("root", "a full disk needs root to mount a tmpfs");
     }
     let outcome = std::panic::catch_unwind(|| {
         let mut store = dir.open();

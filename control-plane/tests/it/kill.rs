@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 
 use control_api::{
@@ -15,10 +15,7 @@ use tokio::runtime::Handle;
 
 use super::*;
 
-const ENV_DIR: &str = "SWITCHYARD_TEST_CONTROL_DIR";
-const ENV_LISTEN: &str = "SWITCHYARD_TEST_CONTROL_LISTEN";
-
-/// This test's own binary, running [`child`] only.
+/// This test's own binary, which runs [`serve`].
 struct Process {
     child: Child,
     url: String,
@@ -27,10 +24,9 @@ struct Process {
 
 impl Process {
     fn start(dir: &Path, listen: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "kill::child", "--ignored", "--nocapture"])
-            .env(ENV_DIR, dir)
-            .env(ENV_LISTEN, listen)
+        let mut child = test_support::child::command("control-plane")
+            .arg(dir)
+            .arg(listen)
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -57,16 +53,15 @@ impl Drop for Process {
     }
 }
 
-/// Not a test: the process that the tests kill.
-#[tokio::test]
-#[ignore = "the body of the processes that other tests start"]
-async fn child() {
-    let Some(dir) = std::env::var_os(ENV_DIR) else { return };
+/// The process that the tests kill. Arguments: its folder, and the address to listen on.
+#[tokio::main(flavor = "current_thread")]
+pub async fn serve() {
+    let [_, dir, listen] = std::env::args().collect::<Vec<_>>().try_into().unwrap();
     let mut config = durable_config(Path::new(&dir));
-    config.listen = std::env::var(ENV_LISTEN).unwrap();
+    config.listen = listen;
     let plane = Plane::start(config).await;
-    println!("\nLISTENING {}", plane.addr);
-    // Ends by itself when the parent has ended.
+    println!("LISTENING {}", plane.addr);
+    // Ends by itself if the parent does not kill it.
     tokio::time::sleep(Duration::from_secs(300)).await;
 }
 

@@ -16,6 +16,8 @@ use switchyard_control_plane::{RunError, Server, ServerConfig};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+test_support::child_processes! { "control-plane" => kill::serve }
+
 /// Longest wait for an expected event.
 const BOUND: Duration = Duration::from_secs(20);
 const TOKEN: &str = "test-token";

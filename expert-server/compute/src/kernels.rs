@@ -284,9 +284,14 @@ const fn dtype_idx(dtype: WeightDtype) -> usize {
     }
 }
 
+/// The default [`Products`](crate::Products), by crate `gemm` on the calling thread.
+///
 /// `y[t, i] = sum_k panel[i, k] * x[t, k]` for row-major f32 matrices `panel [num_rows, len]`,
 /// `x [num_tokens, len]` and `y [num_tokens, num_rows]`.
-pub(super) fn gemm(panel: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
+///
+/// # Panics
+/// If the lengths do not match.
+pub fn gemm(panel: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
     let (num_rows, num_tokens) = (panel.len() / len, x.len() / len);
     assert!(panel.len() == num_rows * len && x.len() == num_tokens * len);
     assert_eq!(y.len(), num_tokens * num_rows);

@@ -48,7 +48,7 @@ mod weights;
 pub use checkpoint::{Checkpoint, DType, TensorError};
 
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
-pub use kernels::Isa;
+pub use kernels::{Isa, gemm};
 pub use machine::{BandwidthProbe, gemm_rate, read_bandwidth};
 pub use pool::{ComputePool, Products};
 pub use store::{ExpertStore, LoadError, LoadProgress, Residency};

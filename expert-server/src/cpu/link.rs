@@ -8,8 +8,9 @@ use protocol::{DispatchExpect, FrameId};
 use tokio::sync::oneshot;
 
 use super::answer::{Answer, BufferPool, QueuedAnswer};
+use crate::inbox::LinkId;
 use crate::metrics::{DropReason, ServerMetrics};
-use crate::plane::{ClosedLink, LinkId};
+use crate::plane::ClosedLink;
 
 /// A frame that was taken and waits for its batch. Its bytes are still in the slot, where the client can change
 /// them. So `layer` is a hint until the frame is copied and checked.

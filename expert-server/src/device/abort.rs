@@ -9,7 +9,7 @@ use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
 use super::client_table::ClientTable;
 use super::slots::KernelWaits;
-use crate::plane::LinkId;
+use crate::inbox::LinkId;
 
 /// The abort mask in host memory, which running kernels poll, and the link at each index of the client table.
 /// Control tasks and the data thread share it.

@@ -10,8 +10,9 @@ use tokio::sync::oneshot;
 
 use super::late_frames::{LateFrames, MAX_LATE_FRAMES};
 use super::slots::ClientSlots;
+use crate::inbox::LinkId;
 use crate::metrics::DropReason;
-use crate::plane::{ClosedLink, LinkId};
+use crate::plane::ClosedLink;
 
 /// One client.
 #[derive(Debug)]

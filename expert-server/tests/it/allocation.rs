@@ -9,10 +9,10 @@ use protocol::{
     decode_response, encode_dispatch,
 };
 use switchyard_expert_server::Limits;
+use test_support::allocations::PROCESS_ALLOCATIONS;
+use test_support::own_process::is_alone;
 
 use crate::common::{Reference, Rig};
-use crate::counting::PROCESS_ALLOCATIONS;
-use crate::own_process::is_alone;
 
 #[test]
 fn the_data_thread_allocates_nothing_after_its_first_rounds() {

@@ -7,7 +7,7 @@ mod client;
 mod fp8;
 mod hostile;
 mod layers;
-mod leaving;
+pub mod leaving;
 mod observed;
 mod random;
 mod starting;
@@ -23,7 +23,6 @@ use switchyard_expert_server::{ExpertSelection, RunningServer, ServerConfig};
 
 use self::client::Client;
 use crate::common::{Reference, Request, dot, start_server};
-use crate::skip;
 
 /// Device slots of these tests: some dozens of tokens of the tiny model.
 pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
@@ -39,7 +38,7 @@ pub fn devices() -> Option<(DeviceName, Gpu)> {
     match gpu {
         Ok(gpu) => Some((DeviceName::Cuda(0), gpu)),
         Err(error) => {
-            skip::skip("gpu", &error.to_string());
+            test_support::skip("gpu", &error.to_string());
             None
         }
     }

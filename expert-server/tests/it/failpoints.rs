@@ -5,9 +5,9 @@ use std::time::Duration;
 use p2p_core::bootstrap::{ConnectConfig, PeerHello, connect};
 use protocol::{ClientHello, WireDtype};
 use switchyard_expert_server::{DataError, ExpertSelection, ServerError};
+use test_support::own_process::is_alone;
 
 use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, seeded, start_server};
-use crate::own_process::is_alone;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_panic_of_the_data_thread_closes_every_connection_and_ends_the_server() {

@@ -3,17 +3,16 @@
 
 mod allocation;
 mod common;
-#[path = "../../../tests/support/src/counting.rs"]
-mod counting;
-#[path = "../../../tests/support/src/descriptors.rs"]
-mod descriptors;
 mod device;
 mod failpoints;
-#[path = "../../../tests/support/src/own_process.rs"]
-mod own_process;
 mod serve;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 #[allow(dead_code, reason = "other tests use more of it")]
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
 mod stand_in;
+
+use test_support::allocations::CountingAllocator;
+
+test_support::child_processes! { "client" => device::leaving::client }
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;

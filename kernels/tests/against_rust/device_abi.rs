@@ -1,6 +1,5 @@
 //! `device_abi.h` compiled by the C and C++ compilers of this machine says the same as `abi.rs`.
 
-use crate::skip;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::mem::offset_of;
@@ -87,7 +86,10 @@ fn header_and_rust_agree_field_by_field() {
     for (compiler, standard, extension, required) in compilers {
         let Some(found) = compile_and_run(compiler, standard, extension, &program) else {
             assert!(!required, "no {compiler}, which building this project needs");
-            skip::skip("cxx", &format!("device_abi.h as {standard}: there is no {compiler}"));
+            test_support::skip(
+                "cxx",
+                &format!("device_abi.h as {standard}: there is no {compiler}"),
+            );
             continue;
         };
         assert_eq!(found, expected, "{compiler} {standard}");

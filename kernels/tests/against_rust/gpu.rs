@@ -16,8 +16,6 @@ use rand::rngs::StdRng;
 
 use crate::fresh;
 use crate::runner::Runner;
-#[cfg(feature = "cuda")]
-use crate::skip;
 use crate::world::{Input, Memory, POISON, World};
 
 pub fn a_layer_replays_from_a_graph(runner: &Runner) {
@@ -528,7 +526,7 @@ pub fn calls_leave_the_context_of_the_thread_alone(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };
     let other = match Gpu::open(1) {
         Ok(other) => other,
-        Err(error) => return skip::skip("gpus", &error.to_string()),
+        Err(error) => return test_support::skip("gpus", &error.to_string()),
     };
     let test = || {
         let _mine = other.alloc(4096).expect("memory");
@@ -553,7 +551,7 @@ pub fn memory_of_another_gpu_is_told_apart(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };
     let other = match Gpu::open(1) {
         Ok(other) => other,
-        Err(error) => return skip::skip("gpus", &error.to_string()),
+        Err(error) => return test_support::skip("gpus", &error.to_string()),
     };
     let check = |memory: &kernels::gpu::GpuBuffer, num_bytes| {
         gpu.check_range("test", "x", memory.ptr(), num_bytes)

@@ -171,7 +171,7 @@ fn shared_object() -> Option<PathBuf> {
         .output();
     let compiled = match compiled {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            crate::skip::skip("cxx", "no g++ to compile the kernels for the host");
+            test_support::skip("cxx", "no g++ to compile the kernels for the host");
             return None;
         }
         other => other.expect("compiler starts"),

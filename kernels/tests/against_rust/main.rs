@@ -18,8 +18,6 @@ mod link_calls;
 mod paths;
 mod refusals;
 mod runner;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 mod torn;
 mod world;
 

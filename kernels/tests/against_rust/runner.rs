@@ -33,7 +33,7 @@ impl Runner {
         match Gpu::open(0) {
             Ok(gpu) => Some(Self::Gpu(gpu)),
             Err(error) => {
-                crate::skip::skip("gpu", &error.to_string());
+                test_support::skip("gpu", &error.to_string());
                 None
             }
         }

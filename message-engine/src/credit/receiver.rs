@@ -7,15 +7,15 @@ use super::{Credit, CreditConfig, CreditError, Demand, GrantOrder, within};
 /// A sender's place at a receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SenderId {
-    slot: u32,
+    index: u32,
     generation: u32,
 }
 
 impl SenderId {
     /// Its place, below [`CreditConfig::max_senders`]: free again when it has left.
     #[must_use]
-    pub const fn slot(self) -> usize {
-        self.slot as usize
+    pub const fn index(self) -> usize {
+        self.index as usize
     }
 }
 
@@ -78,7 +78,7 @@ pub struct CreditReceiver {
     /// Senders with a running time limit, the first to expire first.
     timed: List,
     /// Senders of which there is an action.
-    news: List,
+    pending_actions: List,
     num_turns: u64,
     now_ns: u64,
 }
@@ -96,8 +96,8 @@ struct Sender {
     since_ns: u64,
     /// Value that received + withdrawn must reach in time.
     target: u64,
-    tell_credit: bool,
-    tell_stall: bool,
+    credit_pending: bool,
+    stall_pending: bool,
 }
 
 impl Sender {
@@ -133,7 +133,7 @@ impl CreditReceiver {
             ready: List::new(config.max_senders),
             by_demand: Heap::new(by_demand),
             timed: List::new(config.max_senders),
-            news: List::new(config.max_senders),
+            pending_actions: List::new(config.max_senders),
             num_turns: 0,
             now_ns: 0,
             config,
@@ -145,12 +145,12 @@ impl CreditReceiver {
     /// # Errors
     /// [`CreditError::Full`].
     pub fn join(&mut self) -> Result<SenderId, CreditError> {
-        let slot = self.free.pop().ok_or(CreditError::Full { max: self.config.max_senders })?;
-        let sender = &mut self.senders[slot as usize];
+        let index = self.free.pop().ok_or(CreditError::Full { max: self.config.max_senders })?;
+        let sender = &mut self.senders[index as usize];
         let generation = sender.generation;
         *sender = Sender { present: true, generation, ..Sender::default() };
         self.num_senders += 1;
-        Ok(SenderId { slot, generation })
+        Ok(SenderId { index, generation })
     }
 
     /// Forgets a sender; what it was granted is free again. Call it when nothing of it can arrive any
@@ -161,7 +161,7 @@ impl CreditReceiver {
     pub fn leave(&mut self, now_ns: u64, id: SenderId) -> Result<(), CreditError> {
         let idx = self.find(id)?;
         self.now_ns = self.now_ns.max(now_ns);
-        for list in [&mut self.ready, &mut self.timed, &mut self.news] {
+        for list in [&mut self.ready, &mut self.timed, &mut self.pending_actions] {
             list.remove(idx);
         }
         if self.config.order == GrantOrder::ShortestFirst {
@@ -193,7 +193,7 @@ impl CreditReceiver {
             Event::UnscheduledReceived(received) => return self.on_unscheduled(idx, received),
         }
         self.now_ns = self.now_ns.max(now_ns);
-        self.settle(idx);
+        self.update_queues(idx);
         self.grant();
         Ok(())
     }
@@ -210,10 +210,10 @@ impl CreditReceiver {
             }
             self.window_used -= sender.outstanding();
             sender.stalled = true;
-            sender.tell_stall = true;
+            sender.stall_pending = true;
             num_stalled += 1;
-            self.news.push_last(idx);
-            self.settle(idx);
+            self.pending_actions.push_last(idx);
+            self.update_queues(idx);
         }
         if num_stalled > 0 {
             self.grant();
@@ -230,19 +230,19 @@ impl CreditReceiver {
 
     /// The next thing to do. To be called until it gives nothing.
     pub fn next_action(&mut self) -> Option<Action> {
-        let idx = self.news.first()?;
+        let idx = self.pending_actions.first()?;
         let sender = &mut self.senders[idx as usize];
-        let id = SenderId { slot: idx, generation: sender.generation };
-        let action = if std::mem::take(&mut sender.tell_stall) {
+        let id = SenderId { index: idx, generation: sender.generation };
+        let action = if std::mem::take(&mut sender.stall_pending) {
             Action::Stalled { sender: id, outstanding_bytes: sender.outstanding() }
         } else {
-            sender.tell_credit = false;
+            sender.credit_pending = false;
             let unscheduled =
                 sender.unscheduled_received.saturating_add(self.config.unscheduled_bytes);
             Action::Credit { sender: id, credit: Credit { granted: sender.granted, unscheduled } }
         };
-        if !sender.tell_credit {
-            self.news.remove(idx);
+        if !sender.credit_pending {
+            self.pending_actions.remove(idx);
         }
         Some(action)
     }
@@ -284,9 +284,9 @@ impl CreditReceiver {
     }
 
     fn find(&self, id: SenderId) -> Result<u32, CreditError> {
-        match self.senders.get(id.slot()) {
-            Some(sender) if sender.present && sender.generation == id.generation => Ok(id.slot),
-            _ => Err(CreditError::Unknown { slot: id.slot, generation: id.generation }),
+        match self.senders.get(id.index()) {
+            Some(sender) if sender.present && sender.generation == id.generation => Ok(id.index),
+            _ => Err(CreditError::Unknown { index: id.index, generation: id.generation }),
         }
     }
 
@@ -317,7 +317,7 @@ impl CreditReceiver {
             self.window_used -= withdrawn - from_ungranted;
         }
         if from_ungranted > 0 {
-            self.tell_credit(idx);
+            self.queue_credit(idx);
         }
         Ok(())
     }
@@ -340,13 +340,13 @@ impl CreditReceiver {
         within("unscheduled received", received, low, high)?;
         sender.unscheduled_received = received;
         if received > low {
-            self.tell_credit(idx);
+            self.queue_credit(idx);
         }
         Ok(())
     }
 
     /// Puts a sender whose counters changed where it belongs.
-    fn settle(&mut self, idx: u32) {
+    fn update_queues(&mut self, idx: u32) {
         let sender = &mut self.senders[idx as usize];
         if sender.outstanding() == 0 {
             sender.stalled = false;
@@ -380,7 +380,7 @@ impl CreditReceiver {
     /// Gives turns while there is room in the window. A turn that does not fit whole waits, and
     /// everybody with it: otherwise grants would crumble.
     fn grant(&mut self) {
-        while let Some(idx) = self.whose_turn() {
+        while let Some(idx) = self.next_sender() {
             let sender = &mut self.senders[idx as usize];
             let turn = sender.ungranted().min(self.config.grant_bytes);
             if turn > self.config.window_bytes - self.window_used {
@@ -390,27 +390,27 @@ impl CreditReceiver {
             self.window_used += turn;
             self.num_turns = self.num_turns.wrapping_add(1);
             self.ready.remove(idx);
-            self.settle(idx);
-            self.tell_credit(idx);
+            self.update_queues(idx);
+            self.queue_credit(idx);
         }
     }
 
-    fn whose_turn(&self) -> Option<u32> {
+    fn next_sender(&self) -> Option<u32> {
         match self.config.order {
-            GrantOrder::ShortestFirst if !self.num_turns.is_multiple_of(TURNS_PER_FAIR_ONE) => {
+            GrantOrder::ShortestFirst if !self.num_turns.is_multiple_of(TURNS_PER_FAIR_TURN) => {
                 self.by_demand.first()
             }
             _ => self.ready.first(),
         }
     }
 
-    fn tell_credit(&mut self, idx: u32) {
-        self.senders[idx as usize].tell_credit = true;
-        if !self.news.contains(idx) {
-            self.news.push_last(idx);
+    fn queue_credit(&mut self, idx: u32) {
+        self.senders[idx as usize].credit_pending = true;
+        if !self.pending_actions.contains(idx) {
+            self.pending_actions.push_last(idx);
         }
     }
 }
 
 /// Of so many turns by demand one goes to the sender that has waited longest.
-const TURNS_PER_FAIR_ONE: u64 = 8;
+const TURNS_PER_FAIR_TURN: u64 = 8;

@@ -546,9 +546,9 @@ fn senders_without_a_place_are_refused_and_those_that_left_are_unknown() {
     let ids: Vec<_> = (0..5).map(|_| receiver.join().unwrap()).collect();
     assert_eq!(receiver.join(), Err(CreditError::Full { max: 5 }));
     receiver.leave(0, ids[2]).unwrap();
-    assert!(matches!(receiver.leave(0, ids[2]), Err(CreditError::Unknown { slot: 2, .. })));
+    assert!(matches!(receiver.leave(0, ids[2]), Err(CreditError::Unknown { index: 2, .. })));
     let again = receiver.join().unwrap();
-    assert_eq!(again.slot(), 2);
+    assert_eq!(again.index(), 2);
     let event = Event::Demand(Demand { announced: 50, withdrawn: 0 });
     assert!(receiver.handle(0, ids[2], event).is_err());
     receiver.handle(0, again, event).unwrap();

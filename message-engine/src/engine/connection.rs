@@ -7,8 +7,8 @@ use super::PeerInfo;
 use super::descriptor::Descriptor;
 use super::error::{CloseReason, OpError, SubmitError};
 use super::memory::Span;
+use super::pending::{PendingTransfer, TransferKind};
 use super::shared::{Command, ConnShared};
-use super::starting::{Moves, Starting};
 use super::transfer::Transfer;
 use p2p_core::network::Offer;
 
@@ -50,7 +50,7 @@ impl Connection {
 
     /// Closes it. Transfers under way fail.
     pub fn close(&self) {
-        self.shared.shared.close_later(self.shared.key);
+        self.shared.shared.defer_close(self.shared.key);
     }
 
     /// Describes a range of this side's memory to the peer.
@@ -85,7 +85,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_send(&self, span: &Span, deadline: Instant) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(std::slice::from_ref(span), Moves::Send, deadline)?.block())
+        Ok(self.begin(std::slice::from_ref(span), TransferKind::Send, deadline)?.block())
     }
 
     /// Starts to receive a message into `span`. The transfer gives its length.
@@ -93,7 +93,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_recv(&self, span: &Span, deadline: Instant) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(std::slice::from_ref(span), Moves::Recv, deadline)?.block())
+        Ok(self.begin(std::slice::from_ref(span), TransferKind::Recv, deadline)?.block())
     }
 
     /// Starts to send one message per span, as one transfer.
@@ -101,7 +101,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_sendv(&self, spans: &[Span], deadline: Instant) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(spans, Moves::Send, deadline)?.block())
+        Ok(self.begin(spans, TransferKind::Send, deadline)?.block())
     }
 
     /// Starts to receive one message per span, as one transfer.
@@ -109,7 +109,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_recvv(&self, spans: &[Span], deadline: Instant) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(spans, Moves::Recv, deadline)?.block())
+        Ok(self.begin(spans, TransferKind::Recv, deadline)?.block())
     }
 
     /// Starts to write `local` into the peer's memory. Done means visible there.
@@ -135,7 +135,7 @@ impl Connection {
         remote: &[Descriptor],
         deadline: Instant,
     ) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(local, Moves::Write(remote), deadline)?.block())
+        Ok(self.begin(local, TransferKind::Write(remote), deadline)?.block())
     }
 
     /// Starts to read the peer's memory into `local`.
@@ -161,7 +161,7 @@ impl Connection {
         remote: &[Descriptor],
         deadline: Instant,
     ) -> Result<Transfer, SubmitError> {
-        Ok(self.begin(local, Moves::Read(remote), deadline)?.block())
+        Ok(self.begin(local, TransferKind::Read(remote), deadline)?.block())
     }
 
     /// Starts to send a notification: bytes that the peer takes when it likes, in order. Done means: it
@@ -173,7 +173,11 @@ impl Connection {
         Ok(self.begin_notify(bytes, deadline)?.block())
     }
 
-    fn begin_notify(&self, bytes: &[u8], deadline: Instant) -> Result<Starting<'_>, SubmitError> {
+    fn begin_notify(
+        &self,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> Result<PendingTransfer<'_>, SubmitError> {
         self.check_open()?;
         let (found, limit) = (bytes.len() as u64, self.shared.theirs.max_notification);
         if found > limit {
@@ -192,16 +196,16 @@ impl Connection {
             shared.transfers.release(id);
             return Err(SubmitError::Busy);
         }
-        Ok(Starting::of_one(&self.shared, id))
+        Ok(PendingTransfer::pushed(&self.shared, id))
     }
 
     fn begin<'a>(
         &'a self,
         spans: &'a [Span],
-        moves: Moves<'a>,
+        kind: TransferKind<'a>,
         deadline: Instant,
-    ) -> Result<Starting<'a>, SubmitError> {
-        if let Moves::Write(remote) | Moves::Read(remote) = moves {
+    ) -> Result<PendingTransfer<'a>, SubmitError> {
+        if let TransferKind::Write(remote) | TransferKind::Read(remote) = kind {
             self.check_remote(spans, remote)?;
         }
         self.check_open()?;
@@ -211,7 +215,7 @@ impl Connection {
                 return Err(self.unregistered());
             }
         }
-        Starting::new(&self.shared, spans, moves, deadline)
+        PendingTransfer::new(&self.shared, spans, kind, deadline)
     }
 
     fn check_open(&self) -> Result<(), SubmitError> {
@@ -313,28 +317,28 @@ macro_rules! forms {
 forms! {
     /// As [`start_send`](Self::start_send).
     start_send, send, send_async(this, deadline; span: &Span)
-        => this.begin(std::slice::from_ref(span), Moves::Send, deadline);
+        => this.begin(std::slice::from_ref(span), TransferKind::Send, deadline);
     /// As [`start_recv`](Self::start_recv).
     start_recv, recv, recv_async(this, deadline; span: &Span)
-        => this.begin(std::slice::from_ref(span), Moves::Recv, deadline);
+        => this.begin(std::slice::from_ref(span), TransferKind::Recv, deadline);
     /// As [`start_sendv`](Self::start_sendv).
     start_sendv, sendv, sendv_async(this, deadline; spans: &[Span])
-        => this.begin(spans, Moves::Send, deadline);
+        => this.begin(spans, TransferKind::Send, deadline);
     /// As [`start_recvv`](Self::start_recvv).
     start_recvv, recvv, recvv_async(this, deadline; spans: &[Span])
-        => this.begin(spans, Moves::Recv, deadline);
+        => this.begin(spans, TransferKind::Recv, deadline);
     /// As [`start_write`](Self::start_write).
     start_write, write, write_async(this, deadline; local: &Span, remote: &Descriptor)
-        => this.begin(std::slice::from_ref(local), Moves::Write(std::slice::from_ref(remote)), deadline);
+        => this.begin(std::slice::from_ref(local), TransferKind::Write(std::slice::from_ref(remote)), deadline);
     /// As [`start_writev`](Self::start_writev).
     start_writev, writev, writev_async(this, deadline; local: &[Span], remote: &[Descriptor])
-        => this.begin(local, Moves::Write(remote), deadline);
+        => this.begin(local, TransferKind::Write(remote), deadline);
     /// As [`start_read`](Self::start_read).
     start_read, read, read_async(this, deadline; local: &Span, remote: &Descriptor)
-        => this.begin(std::slice::from_ref(local), Moves::Read(std::slice::from_ref(remote)), deadline);
+        => this.begin(std::slice::from_ref(local), TransferKind::Read(std::slice::from_ref(remote)), deadline);
     /// As [`start_readv`](Self::start_readv).
     start_readv, readv, readv_async(this, deadline; local: &[Span], remote: &[Descriptor])
-        => this.begin(local, Moves::Read(remote), deadline);
+        => this.begin(local, TransferKind::Read(remote), deadline);
     /// As [`start_notify`](Self::start_notify).
     start_notify, notify, notify_async(this, deadline; bytes: &[u8])
         => this.begin_notify(bytes, deadline);

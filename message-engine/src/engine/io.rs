@@ -1,13 +1,13 @@
 //! The engine's thread: it owns the fabrics, the connections and the registrations.
 
+mod acceptor;
+mod address;
 mod commands;
-mod door;
+mod connection;
+mod establish;
+mod handshake;
 pub(super) mod hello;
-mod live;
-mod meet;
-mod reach;
 mod socket;
-mod standing;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use self::live::{Live, Peer, Ports, parse_token};
-use self::meet::{Meeting, Outcome, Rank};
-use self::reach::outward;
+use self::address::reachable_ip;
+use self::connection::{ActiveConnection, Peer, Ports, parse_token};
+use self::handshake::{EvictionKey, Handshake, Outcome};
 use super::config::{EngineConfig, default_fabrics};
 use super::error::{CloseReason, ConnectError, StartError};
 use super::link::Link;
@@ -48,13 +48,13 @@ pub(super) struct Io {
     set: Arc<OwnedFd>,
     listener: TcpListener,
     /// When the listener may be asked again after it failed.
-    listener_rests: Option<Instant>,
+    listener_paused_until: Option<Instant>,
     listening: Outage,
     /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
     /// handshake itself says.
-    strangers: BTreeSet<(Rank, u32)>,
+    pending_handshakes: BTreeSet<(EvictionKey, u32)>,
     /// When somebody was last said to be turned away.
-    complained: Option<Instant>,
+    last_warning: Option<Instant>,
     places: Vec<Place>,
     /// Places of the connections that stand, by fabric and peer.
     by_peer: HashMap<(usize, PeerId), u32>,
@@ -77,8 +77,8 @@ enum Place {
     Free,
     /// Taken out while it is being looked at.
     Busy,
-    Meeting(Box<Meeting>),
-    Live(Box<Live>),
+    Handshake(Box<Handshake>),
+    Active(Box<ActiveConnection>),
     /// Closed; the fabric still holds operations.
     Closing(Box<Link<Arc<Handle>>>, Peer),
 }
@@ -106,7 +106,7 @@ impl Io {
         // The standard library's backlog is too short for a storm of peers.
         rustix::net::listen(&listener, BACKLOG).map_err(|e| system("listen")(e.into()))?;
         let port = listener.local_addr().map_err(system("listen"))?.port();
-        let ip = config.advertise.unwrap_or_else(|| outward(bind.ip()));
+        let ip = config.advertise.unwrap_or_else(|| reachable_ip(bind.ip()));
         let mut fabrics = std::mem::take(&mut config.fabrics);
         if fabrics.is_empty() {
             fabrics = default_fabrics(bind.ip(), config.advertise)?;
@@ -142,10 +142,10 @@ impl Io {
             config,
             set: Arc::new(set),
             listener,
-            listener_rests: None,
+            listener_paused_until: None,
             listening: Outage::default(),
-            strangers: BTreeSet::new(),
-            complained: None,
+            pending_handshakes: BTreeSet::new(),
+            last_warning: None,
             places: Vec::new(),
             by_peer: HashMap::new(),
             free: Vec::new(),
@@ -166,11 +166,11 @@ impl Io {
         while !self.is_stopping {
             let now = Instant::now();
             self.shared.transfers.pulse.beat();
-            let mut is_busy = self.take_commands();
+            let mut is_busy = self.execute_commands();
             is_busy |= self.poll_sockets(Duration::ZERO);
             is_busy |= self.poll_fabrics();
-            is_busy |= self.work(now);
-            self.registry.try_again(&mut self.fabrics, now);
+            is_busy |= self.advance_connections(now);
+            self.registry.retry_deregistrations(&mut self.fabrics, now);
             if is_busy {
                 idle_since = None;
                 continue;
@@ -211,35 +211,35 @@ impl Io {
                     is_busy = true;
                     let broken = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
                     let writable = flags.intersects(epoll::EventFlags::OUT | broken);
-                    self.look_at(idx as u32, writable);
+                    self.handle_event(idx as u32, writable);
                 }
             }
         }
         is_busy
     }
 
-    fn look_at(&mut self, idx: u32, writable: bool) {
+    fn handle_event(&mut self, idx: u32, writable: bool) {
         match std::mem::replace(&mut self.places[idx as usize], Place::Busy) {
-            Place::Meeting(mut meeting) => {
-                self.leave_door(idx, &meeting);
-                match self.advance_meeting(&mut meeting, writable) {
-                    Outcome::Going => {
-                        self.enter_door(idx, &meeting);
-                        self.places[idx as usize] = Place::Meeting(meeting);
+            Place::Handshake(mut handshake) => {
+                self.remove_pending(idx, &handshake);
+                match self.advance_handshake(&mut handshake, writable) {
+                    Outcome::InProgress => {
+                        self.add_pending(idx, &handshake);
+                        self.places[idx as usize] = Place::Handshake(handshake);
                     }
-                    Outcome::Over => self.vacate(idx),
-                    Outcome::Stands { fabric, id, who } => {
-                        self.establish(idx, *meeting, fabric, id, &who);
+                    Outcome::Ended => self.free_place(idx),
+                    Outcome::Established { fabric, id, hello } => {
+                        self.establish(idx, *handshake, fabric, id, &hello);
                     }
                 }
             }
-            Place::Live(mut live) => {
+            Place::Active(mut connection) => {
                 let now_ns = self.shared.ns(Instant::now());
-                let fabric = &mut *self.fabrics[live.peer.fabric];
-                let received = live.receive(fabric, &mut self.credit, &self.shared, now_ns);
-                self.places[idx as usize] = Place::Live(live);
+                let fabric = &mut *self.fabrics[connection.peer.fabric];
+                let received = connection.receive(fabric, &mut self.credit, &self.shared, now_ns);
+                self.places[idx as usize] = Place::Active(connection);
                 match received {
-                    Ok(()) => self.touch(idx),
+                    Ok(()) => self.mark_dirty(idx),
                     Err(reason) => self.close(idx, &reason),
                 }
             }
@@ -257,29 +257,29 @@ impl Io {
             let (idx, tag) = parse_token(token);
             let Some(place) = self.places.get_mut(idx as usize) else { continue };
             let (link, peer) = match place {
-                Place::Live(live) => (&mut live.link, &live.peer),
+                Place::Active(connection) => (&mut connection.link, &connection.peer),
                 Place::Closing(link, peer) => (&mut **link, &*peer),
                 _ => continue,
             };
             let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
             link.on_done(&mut ports, tag, result);
             match place {
-                Place::Closing(link, _) if link.num_in_flight() == 0 => self.vacate(idx),
-                Place::Live(_) => self.touch(idx),
+                Place::Closing(link, _) if link.num_in_flight() == 0 => self.free_place(idx),
+                Place::Active(_) => self.mark_dirty(idx),
                 _ => {}
             }
         }
         self.completions = completions;
         for fabric in 0..self.fabrics.len() {
             while let Some(peer) = self.fabrics[fabric].lost() {
-                self.lose(fabric, peer);
+                self.on_peer_lost(fabric, peer);
             }
         }
         is_busy
     }
 
     /// Lets connections go on, tells credits, ends what is late.
-    fn work(&mut self, now: Instant) -> bool {
+    fn advance_connections(&mut self, now: Instant) -> bool {
         let now_ns = self.shared.ns(now);
         if self.credit.next_expiry_ns().is_some_and(|at| at <= now_ns) {
             self.credit.expire(now_ns);
@@ -287,16 +287,16 @@ impl Io {
         while let Some(action) = self.credit.next_action() {
             match action {
                 Action::Credit { sender, credit } => {
-                    let idx = self.by_sender[sender.slot()];
-                    let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else {
+                    let idx = self.by_sender[sender.index()];
+                    let Some(Place::Active(connection)) = self.places.get_mut(idx as usize) else {
                         continue;
                     };
-                    if live.peer.sender == sender {
-                        live.link.say(Frame::Credit(credit));
-                        self.touch(idx);
-                    } else if live.peer.reads == sender {
-                        live.link.on_pull_credit(credit);
-                        self.touch(idx);
+                    if connection.peer.sender == sender {
+                        connection.link.push_frame(Frame::Credit(credit));
+                        self.mark_dirty(idx);
+                    } else if connection.peer.reads == sender {
+                        connection.link.on_pull_credit(credit);
+                        self.mark_dirty(idx);
                     }
                 }
                 Action::Stalled { outstanding_bytes, .. } => {
@@ -306,21 +306,28 @@ impl Io {
         }
         let is_busy = !self.dirty.is_empty();
         while let Some(idx) = self.stalled.pop() {
-            self.touch(idx);
+            self.mark_dirty(idx);
         }
         for _ in 0..self.dirty.len() {
             let Some(idx) = self.dirty.pop_front() else { break };
-            let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
-            live.is_dirty = false;
-            let mut ports =
-                Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &live.peer, now_ns);
-            live.link.progress(&mut ports);
-            if live.link.waits_for_fabric() {
+            let Some(Place::Active(connection)) = self.places.get_mut(idx as usize) else {
+                continue;
+            };
+            connection.is_dirty = false;
+            let mut ports = Ports::new(
+                &mut self.fabrics,
+                &mut self.credit,
+                &self.shared,
+                &connection.peer,
+                now_ns,
+            );
+            connection.link.progress(&mut ports);
+            if connection.link.waits_for_fabric() {
                 self.stalled.push(idx);
             }
-            self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
-            match live.flush(self.set.as_fd()) {
-                Ok(()) if live.link.has_room_again() => self.touch(idx),
+            self.next_deadline_ns = self.next_deadline_ns.min(connection.link.next_deadline_ns());
+            match connection.flush(self.set.as_fd()) {
+                Ok(()) if connection.link.has_room_again() => self.mark_dirty(idx),
                 Ok(()) => {}
                 Err(reason) => self.close(idx, &reason),
             }
@@ -335,35 +342,37 @@ impl Io {
         self.next_deadline_ns = u64::MAX;
         for idx in 0..self.places.len() as u32 {
             match &mut self.places[idx as usize] {
-                Place::Meeting(meeting) if meeting.deadline <= now => self.turn_away(idx, None),
-                Place::Meeting(meeting) => {
-                    let deadline_ns = self.shared.ns(meeting.deadline);
+                Place::Handshake(handshake) if handshake.deadline <= now => {
+                    self.abort_handshake(idx, None)
+                }
+                Place::Handshake(handshake) => {
+                    let deadline_ns = self.shared.ns(handshake.deadline);
                     self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
                 }
-                Place::Live(live) => {
+                Place::Active(connection) => {
                     let mut ports = Ports::new(
                         &mut self.fabrics,
                         &mut self.credit,
                         &self.shared,
-                        &live.peer,
+                        &connection.peer,
                         now_ns,
                     );
-                    let expired = live.link.expire(&mut ports, now_ns);
-                    let next_ns = live.link.next_deadline_ns().min(live.lost_ns);
+                    let expired = connection.link.expire(&mut ports, now_ns);
+                    let next_ns = connection.link.next_deadline_ns().min(connection.lost_ns);
                     self.next_deadline_ns = self.next_deadline_ns.min(next_ns);
                     match expired {
-                        Ok(()) if live.lost_ns <= now_ns => {
+                        Ok(()) if connection.lost_ns <= now_ns => {
                             let how = "the connection for its data has ended".into();
                             self.close(idx, &CloseReason::Lost(how));
                         }
-                        Ok(()) => self.touch(idx),
+                        Ok(()) => self.mark_dirty(idx),
                         Err(op) => self.close(idx, &CloseReason::Deadline(op)),
                     }
                 }
                 _ => {}
             }
         }
-        self.wake_listener(now);
+        self.resume_listener(now);
     }
 
     fn sleep(&mut self, now: Instant) {
@@ -376,12 +385,12 @@ impl Io {
         if !self.stalled.is_empty() {
             timeout = timeout.min(STALLED_SLEEP);
         }
-        if let Some(at) = self.registry.next_try() {
+        if let Some(at) = self.registry.next_attempt() {
             timeout = timeout.min(at.saturating_duration_since(now));
         }
         for fabric in &mut self.fabrics {
             if !fabric.may_sleep() {
-                return self.shared.woke();
+                return self.shared.end_sleep();
             }
             timeout = timeout.min(fabric.max_sleep());
             if fabric.wait_fd().is_none() {
@@ -389,42 +398,44 @@ impl Io {
             }
         }
         self.poll_sockets(timeout);
-        self.shared.woke();
+        self.shared.end_sleep();
     }
 
-    fn vacate(&mut self, idx: u32) {
+    fn free_place(&mut self, idx: u32) {
         self.places[idx as usize] = Place::Free;
         self.free.push(idx);
     }
 
-    fn live(&self, key: ConnKey) -> Option<&Live> {
+    fn connection(&self, key: ConnKey) -> Option<&ActiveConnection> {
         match self.places.get(key.idx as usize) {
-            Some(Place::Live(live)) if live.peer.key == key => Some(live),
+            Some(Place::Active(connection)) if connection.peer.key == key => Some(connection),
             _ => None,
         }
     }
 
     /// Lets `act` work on a connection; false when it has ended.
-    fn with_live(
+    fn with_connection(
         &mut self,
         key: ConnKey,
         act: impl FnOnce(&mut Link<Arc<Handle>>, &mut Ports<'_>),
     ) -> bool {
-        let Some(Place::Live(live)) = self.places.get_mut(key.idx as usize) else { return false };
-        if live.peer.key != key {
+        let Some(Place::Active(connection)) = self.places.get_mut(key.idx as usize) else {
+            return false;
+        };
+        if connection.peer.key != key {
             return false;
         }
-        let Live { peer, link, .. } = &mut **live;
+        let ActiveConnection { peer, link, .. } = &mut **connection;
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
         act(link, &mut ports);
-        self.touch(key.idx);
+        self.mark_dirty(key.idx);
         true
     }
 
     /// Remembers to let a connection go on.
-    fn touch(&mut self, idx: u32) {
-        if let Some(Place::Live(live)) = self.places.get_mut(idx as usize)
-            && !std::mem::replace(&mut live.is_dirty, true)
+    fn mark_dirty(&mut self, idx: u32) {
+        if let Some(Place::Active(connection)) = self.places.get_mut(idx as usize)
+            && !std::mem::replace(&mut connection.is_dirty, true)
         {
             self.dirty.push_back(idx);
         }
@@ -439,7 +450,7 @@ impl Drop for Io {
     fn drop(&mut self) {
         // Whatever is still there ends as a loss, also when the thread panics.
         for idx in 0..self.places.len() as u32 {
-            self.turn_away(idx, Some(ConnectError::Stopped));
+            self.abort_handshake(idx, Some(ConnectError::Stopped));
             self.close(idx, &CloseReason::Stopped);
         }
         self.registry.stop();

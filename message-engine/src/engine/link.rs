@@ -16,13 +16,13 @@
 //! Bytes that this side pushes by fabric writes, for messages and one-sided writes alike, go by the
 //! receiver's credits ([`crate::credit`]).
 
-mod begin;
-mod end;
+mod expiry;
 #[cfg(test)]
 mod hostile;
 mod incoming;
 mod notices;
 mod push;
+mod submit;
 #[cfg(test)]
 mod tests;
 
@@ -33,7 +33,7 @@ use std::collections::{HashMap, VecDeque};
 use super::error::{CloseReason, TransferError};
 use super::wire::{Frame, FrameError, put_eager_header};
 use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Event};
-use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment};
+use crate::fabric::{LocalSegment, PostOutcome, RegionId, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// What one side takes from the other. Exchanged in the handshake.
@@ -73,7 +73,7 @@ pub(super) trait Memory {
 
 /// A range of local memory, kept alive by `hold`. It was checked against the registration.
 #[derive(Debug)]
-pub(super) struct Local<H> {
+pub(super) struct LocalRange<H> {
     pub(super) hold: H,
     pub(super) region: RegionId,
     pub(super) offset: u64,
@@ -88,13 +88,13 @@ pub(super) trait Port {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
     fn read(
         &mut self,
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError>;
+    ) -> Result<PostOutcome, PostError>;
     /// Lets the peer into local memory, until the fabric closes it.
     fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError>;
     /// The message for which a part was granted has ended.
@@ -139,7 +139,7 @@ struct Op<H> {
     /// The user's transfer; `None` when it was told the end already.
     transfer: Option<u32>,
     deadline_ns: u64,
-    local: Option<Local<H>>,
+    local: Option<LocalRange<H>>,
     remote: Option<RemoteSegment>,
     /// Bytes of the whole.
     total: u64,
@@ -158,7 +158,7 @@ struct Op<H> {
 
 /// A message that came before its receive.
 #[derive(Debug)]
-enum Unexpected {
+enum EarlyMessage {
     Eager { payload: Vec<u8> },
     Announced { seq: u64, bytes: u64 },
 }
@@ -186,14 +186,14 @@ pub(super) struct Link<H> {
 
     /// Receives without a message, or messages without a receive: never both.
     posted: VecDeque<u32>,
-    unexpected: VecDeque<Unexpected>,
+    unexpected: VecDeque<EarlyMessage>,
     num_announced_in: usize,
     next_in_seq: u64,
     granted: HashMap<u64, u32>,
     eager_cost_in: u64,
     eager_freed_in: u64,
     eager_arrived_in: u64,
-    eager_told: (u64, u64),
+    eager_reported: (u64, u64),
     /// Buffers of messages that came before their receive, and what they hold in all.
     spare: Vec<Vec<u8>>,
     spare_bytes: u64,
@@ -203,24 +203,24 @@ pub(super) struct Link<H> {
     unscheduled: VecDeque<u32>,
     scheduled: VecDeque<u32>,
     credit: CreditSender,
-    demand_told: Demand,
+    demand_reported: Demand,
     /// Bytes that have arrived, or never will: scheduled and unscheduled.
     arrived: (u64, u64),
-    arrived_told: (u64, u64),
+    arrived_reported: (u64, u64),
     /// Reads that no credit was asked for yet, and those that wait for it: this side's own, so that all
     /// that arrives, whoever began it, shares one window.
     to_pull: VecDeque<u32>,
     pulling: VecDeque<u32>,
     pull_credit: CreditSender,
-    pull_demand_told: Demand,
+    pull_demand_reported: Demand,
     pulled: u64,
-    pulled_told: u64,
+    pulled_reported: u64,
 
     notices: notices::Notices,
     out: Vec<u8>,
     out_start: usize,
     /// Whether payload waits for `out` to become shorter.
-    is_held_up: bool,
+    is_output_full: bool,
     /// Whether the fabric had no room at the last attempt: a completion may never come to say that it
     /// has again.
     waits_for_fabric: bool,
@@ -263,26 +263,26 @@ impl<H: Memory> Link<H> {
             eager_cost_in: 0,
             eager_freed_in: 0,
             eager_arrived_in: 0,
-            eager_told: (0, 0),
+            eager_reported: (0, 0),
             spare: Vec::new(),
             spare_bytes: 0,
             to_admit: VecDeque::new(),
             unscheduled: VecDeque::new(),
             scheduled: VecDeque::new(),
             credit: CreditSender::new(&credit_config),
-            demand_told: Demand::default(),
+            demand_reported: Demand::default(),
             arrived: (0, 0),
-            arrived_told: (0, 0),
+            arrived_reported: (0, 0),
             to_pull: VecDeque::new(),
             pulling: VecDeque::new(),
             pull_credit: CreditSender::new(&pull_config),
-            pull_demand_told: Demand::default(),
+            pull_demand_reported: Demand::default(),
             pulled: 0,
-            pulled_told: 0,
+            pulled_reported: 0,
             notices: notices::Notices::new(&ours, &theirs),
             out: Vec::new(),
             out_start: 0,
-            is_held_up: false,
+            is_output_full: false,
             waits_for_fabric: false,
             closed: None,
         }
@@ -298,7 +298,7 @@ impl<H: Memory> Link<H> {
         self.waits_for_fabric = false;
         self.push(port);
         self.pull(port);
-        self.tell_counters();
+        self.report_counters();
     }
 
     /// Frames to be sent.
@@ -308,7 +308,7 @@ impl<H: Memory> Link<H> {
 
     /// Whether [`progress`](Self::progress) has more to do now that output was sent.
     pub(super) fn has_room_again(&self) -> bool {
-        self.is_held_up && self.out.len() - self.out_start <= HIGH_WATER
+        self.is_output_full && self.out.len() - self.out_start <= HIGH_WATER
     }
 
     /// Whether [`progress`](Self::progress) is to be tried again after the fabric was polled.
@@ -331,7 +331,7 @@ impl<H: Memory> Link<H> {
     }
 
     /// Appends a frame that the engine decides on.
-    pub(super) fn say(&mut self, frame: Frame<'_>) {
+    pub(super) fn push_frame(&mut self, frame: Frame<'_>) {
         frame.encode(&mut self.out);
     }
 
@@ -363,7 +363,7 @@ impl<H: Memory> Link<H> {
 
     /// Keeps the buffer of a message for the next one, as far as the window for them reaches: many that
     /// are short must not leave room for as many that are long.
-    fn keep_spare(&mut self, buffer: Vec<u8>) {
+    fn recycle_buffer(&mut self, buffer: Vec<u8>) {
         let cost = buffer.capacity() as u64 + EAGER_OVERHEAD;
         if self.spare_bytes + cost <= 2 * self.ours.eager_window {
             self.spare_bytes += cost;
@@ -372,7 +372,7 @@ impl<H: Memory> Link<H> {
     }
 
     /// A buffer for a message that came before its receive.
-    fn take_spare(&mut self) -> Vec<u8> {
+    fn reuse_buffer(&mut self) -> Vec<u8> {
         let Some(mut buffer) = self.spare.pop() else { return Vec::new() };
         self.spare_bytes -= buffer.capacity() as u64 + EAGER_OVERHEAD;
         buffer.clear();
@@ -416,8 +416,8 @@ impl<H: Memory> Link<H> {
 
     /// Whether so much waits to be sent that payload must wait.
     fn is_congested(&mut self) -> bool {
-        self.is_held_up = self.out.len() - self.out_start > HIGH_WATER;
-        self.is_held_up
+        self.is_output_full = self.out.len() - self.out_start > HIGH_WATER;
+        self.is_output_full
     }
 }
 
@@ -433,7 +433,7 @@ impl Kind {
     }
 }
 
-fn nonsense(what: &'static str, found: u64, expected: u64) -> FrameError {
+fn invalid_value(what: &'static str, found: u64, expected: u64) -> FrameError {
     FrameError::Value { what, found, expected }
 }
 

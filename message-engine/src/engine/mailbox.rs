@@ -47,7 +47,7 @@ impl<T> Mailbox<T> {
     }
 
     /// Closes it, and gives the item that came all the same: what is pushed later goes back.
-    pub(super) fn give_up(&self) -> Option<T> {
+    pub(super) fn close_and_pop(&self) -> Option<T> {
         let mut state = self.lock();
         state.is_closed = true;
         state.items.pop_front()

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use super::deregistration::{DeregistrationQueue, DeregistrationReply};
 use super::error::SubmitError;
-use super::leaving::{Leaving, Reply};
 use super::link::Memory;
 use super::shared::Shared;
 use crate::fabric::{Access, DmaBuf, Fabric, RegionId, WireRegion};
@@ -220,7 +220,7 @@ impl Memory for Arc<Handle> {
 impl Drop for Handle {
     fn drop(&mut self) {
         if !self.is_returned.load(Ordering::Acquire) {
-            self.shared.release_later(self.keys.idx, self.is_full());
+            self.shared.defer_release(self.keys.idx, self.is_full());
         }
     }
 }
@@ -252,16 +252,16 @@ pub(super) struct Registry {
     /// Longest registration there ever was.
     longest: usize,
     /// Registrations that could not be released yet.
-    leaving: Leaving,
+    deregistrations: DeregistrationQueue,
 }
 
 /// Why a registration is still there.
 #[derive(Debug)]
-enum NotReleased {
+enum ReleaseError {
     /// It is none of the caller's to release.
     Refused(String),
     /// A transport has not let go of it. The handle still counts, and it can be tried again.
-    Kept(String),
+    Retryable(String),
 }
 
 /// What is to be registered.
@@ -291,7 +291,7 @@ struct Entry {
     num_full: usize,
     /// Whether it is to go, and did not yet: its keys serve whoever has a handle, and nobody else. The
     /// memory may be unmapped when they are gone, and other memory be mapped there.
-    is_leaving: bool,
+    is_retired: bool,
 }
 
 impl Registry {
@@ -365,7 +365,7 @@ impl Registry {
             access,
             num_handles: 1,
             num_full: 1,
-            is_leaving: false,
+            is_retired: false,
         };
         self.entries[idx as usize] = Some(entry);
         self.by_start.insert((ptr.as_ptr() as usize, idx));
@@ -381,13 +381,13 @@ impl Registry {
         idx: u32,
         is_full: bool,
         must_be_free: bool,
-    ) -> Result<bool, NotReleased> {
+    ) -> Result<bool, ReleaseError> {
         let Some(Some(entry)) = self.entries.get_mut(idx as usize) else {
-            return Err(NotReleased::Refused("there is no such registration".to_owned()));
+            return Err(ReleaseError::Refused("there is no such registration".to_owned()));
         };
         if entry.num_handles > 1 {
             if must_be_free && is_full && entry.num_full == 1 {
-                return Err(NotReleased::Refused(format!(
+                return Err(ReleaseError::Refused(format!(
                     "{} regions within it share its keys; deregister them first",
                     entry.num_handles - 1
                 )));
@@ -401,8 +401,8 @@ impl Registry {
             let id = place.load(Ordering::Acquire);
             if id != NO_REGION {
                 if let Err(error) = fabric.deregister(RegionId(id)) {
-                    entry.is_leaving = true;
-                    return Err(NotReleased::Kept(error.to_string()));
+                    entry.is_retired = true;
+                    return Err(ReleaseError::Retryable(error.to_string()));
                 }
                 place.store(NO_REGION, Ordering::Release);
             }
@@ -416,57 +416,64 @@ impl Registry {
 
     /// Takes back the handle of somebody who waits to hear of it: whether the keys are revoked, or why
     /// not. Peers that are in the middle of something get a second to end it.
-    pub(super) fn give_back(
+    pub(super) fn deregister(
         &mut self,
         fabrics: &mut [Box<dyn Fabric>],
         idx: u32,
         is_full: bool,
-        reply: Reply,
+        reply: DeregistrationReply,
     ) {
         let answer = match self.release(fabrics, idx, is_full, true) {
             Ok(is_revoked) => Ok(is_revoked),
-            Err(NotReleased::Kept(_)) => return self.leaving.add(idx, Some(reply), Instant::now()),
-            Err(NotReleased::Refused(detail)) => Err(detail),
+            Err(ReleaseError::Retryable(_)) => {
+                return self.deregistrations.add(idx, Some(reply), Instant::now());
+            }
+            Err(ReleaseError::Refused(detail)) => Err(detail),
         };
         if let Err(Err(_)) = reply.push(answer) {
             // Whoever has asked has given up waiting, and the handle with it. He thinks it gone, so
             // nobody else may share it.
             if let Some(Some(entry)) = self.entries.get_mut(idx as usize) {
-                entry.is_leaving = true;
+                entry.is_retired = true;
             }
-            self.abandon(fabrics, idx, is_full);
+            self.deregister_abandoned(fabrics, idx, is_full);
         }
     }
 
     /// Takes back a handle that nobody has any more: at once, or as soon as it can be.
-    pub(super) fn abandon(&mut self, fabrics: &mut [Box<dyn Fabric>], idx: u32, is_full: bool) {
-        if let Err(NotReleased::Kept(error)) = self.release(fabrics, idx, is_full, false) {
+    pub(super) fn deregister_abandoned(
+        &mut self,
+        fabrics: &mut [Box<dyn Fabric>],
+        idx: u32,
+        is_full: bool,
+    ) {
+        if let Err(ReleaseError::Retryable(error)) = self.release(fabrics, idx, is_full, false) {
             tracing::debug!(error, "memory stays registered for now");
-            self.leaving.add(idx, None, Instant::now());
+            self.deregistrations.add(idx, None, Instant::now());
         }
     }
 
-    /// When something is to be [tried again](Self::try_again).
-    pub(super) const fn next_try(&self) -> Option<Instant> {
-        self.leaving.next_try()
+    /// When something is to be [tried again](Self::retry_deregistrations).
+    pub(super) const fn next_attempt(&self) -> Option<Instant> {
+        self.deregistrations.next_attempt()
     }
 
     /// Releases what was given back and can be released by now.
-    pub(super) fn try_again(&mut self, fabrics: &mut [Box<dyn Fabric>], now: Instant) {
-        if !self.leaving.is_due(now) {
+    pub(super) fn retry_deregistrations(&mut self, fabrics: &mut [Box<dyn Fabric>], now: Instant) {
+        if !self.deregistrations.is_due(now) {
             return;
         }
-        let mut leaving = std::mem::take(&mut self.leaving);
-        leaving.try_again(now, Instant::now, |idx| match self.release(fabrics, idx, true, false) {
+        let mut queue = std::mem::take(&mut self.deregistrations);
+        queue.retry_due(now, Instant::now, |idx| match self.release(fabrics, idx, true, false) {
             Ok(_) => Ok(()),
-            Err(NotReleased::Refused(detail) | NotReleased::Kept(detail)) => Err(detail),
+            Err(ReleaseError::Refused(detail) | ReleaseError::Retryable(detail)) => Err(detail),
         });
-        self.leaving = leaving;
+        self.deregistrations = queue;
     }
 
     /// Nothing will be tried again: tells whoever waits for it.
     pub(super) fn stop(&mut self) {
-        self.leaving.stop();
+        self.deregistrations.stop();
     }
 
     /// A registration with these rights that covers the range.
@@ -476,7 +483,7 @@ impl Registry {
         let covers = |(begin, idx): &&(usize, u32)| {
             self.entries[*idx as usize].as_ref().is_some_and(|entry| {
                 entry.access == access
-                    && !entry.is_leaving
+                    && !entry.is_retired
                     && entry.keys.is_host == is_host
                     && begin + entry.keys.bytes as usize >= start + bytes
             })

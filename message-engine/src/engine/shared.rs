@@ -11,8 +11,8 @@ use crossbeam_queue::ArrayQueue;
 
 use super::config::EngineConfig;
 use super::connection::Connection;
+use super::deregistration::DeregistrationReply;
 use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
-use super::leaving::Reply;
 use super::link::Limits;
 use super::mailbox::Mailbox;
 use super::memory::{Handle, Keys, Source};
@@ -27,11 +27,11 @@ use p2p_core::wait::signal_event;
 /// What users ask of the thread.
 #[derive(Debug)]
 pub(super) enum Command {
-    Move(Move),
+    Transfer(TransferPart),
     Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
     Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
     Register(Register),
-    Release { idx: u32, is_full: bool, reply: Reply },
+    Release { idx: u32, is_full: bool, reply: DeregistrationReply },
     Stop,
 }
 
@@ -39,9 +39,9 @@ pub(super) type ConnectReply = Result<Connection, ConnectError>;
 
 /// A part of a transfer.
 #[derive(Debug)]
-pub(super) struct Move {
+pub(super) struct TransferPart {
     pub(super) conn: ConnKey,
-    pub(super) what: What,
+    pub(super) operation: Operation,
     pub(super) transfer: u32,
     pub(super) deadline_ns: u64,
     pub(super) handle: Arc<Handle>,
@@ -51,14 +51,14 @@ pub(super) struct Move {
 
 /// Which transfer.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum What {
+pub(super) enum Operation {
     Send,
     Recv,
     Write(RemoteSegment),
     Read(RemoteSegment),
 }
 
-impl What {
+impl Operation {
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Send => "send",
@@ -128,11 +128,11 @@ impl ConnShared {
     }
 
     /// A user has taken a notification of so much cost: the peer may send as much more.
-    pub(super) fn took(&self, cost: u64) {
+    pub(super) fn add_taken(&self, cost: u64) {
         self.taken.fetch_add(cost, Ordering::Relaxed);
         // Release: the thread that finds this set, or that has just taken it back, sees the count.
         if !self.has_taken.swap(true, Ordering::AcqRel) {
-            self.shared.tell_taken(self.key);
+            self.shared.defer_taken(self.key);
         }
     }
 
@@ -146,7 +146,7 @@ impl ConnShared {
 impl Drop for ConnShared {
     fn drop(&mut self) {
         if self.closed.get().is_none() {
-            self.shared.close_later(self.key);
+            self.shared.defer_close(self.key);
         }
     }
 }
@@ -168,16 +168,16 @@ pub(super) struct Shared {
     /// Cost of what is in the inbox.
     untaken: AtomicU64,
     pub(super) accepted: Mailbox<Connection>,
-    later: Mutex<Later>,
-    has_later: AtomicBool,
-    pub(super) live: Mutex<Vec<Weak<ConnShared>>>,
+    deferred: Mutex<DeferredCommands>,
+    has_deferred: AtomicBool,
+    pub(super) connections: Mutex<Vec<Weak<ConnShared>>>,
     pub(super) endpoints: Mutex<Vec<Connection>>,
 }
 
 /// What destructors, and takers of notifications, leave to the thread: it cannot be refused, and nobody
 /// waits for it.
 #[derive(Debug, Default)]
-pub(super) struct Later {
+pub(super) struct DeferredCommands {
     /// Registrations: place and whether the handle covered all of it.
     pub(super) released: Vec<(u32, bool)>,
     pub(super) closed: Vec<ConnKey>,
@@ -200,9 +200,9 @@ impl Shared {
             inbox: Mailbox::default(),
             untaken: AtomicU64::new(0),
             accepted: Mailbox::default(),
-            later: Mutex::default(),
-            has_later: AtomicBool::new(false),
-            live: Mutex::default(),
+            deferred: Mutex::default(),
+            has_deferred: AtomicBool::new(false),
+            connections: Mutex::default(),
             endpoints: Mutex::default(),
         }
     }
@@ -213,9 +213,9 @@ impl Shared {
     }
 
     /// Takes a connection that is about to end out of every list: nobody is to be given it.
-    pub(super) fn forget(&self, conn: &Weak<ConnShared>) {
+    pub(super) fn remove_connection(&self, conn: &Weak<ConnShared>) {
         self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
-        lock(&self.live).retain(|other| !other.ptr_eq(conn));
+        lock(&self.connections).retain(|other| !other.ptr_eq(conn));
     }
 
     /// Puts a notification where users take it.
@@ -226,7 +226,7 @@ impl Shared {
     }
 
     /// A user has taken a notification of so much cost.
-    pub(super) fn took(&self, cost: u64) {
+    pub(super) fn subtract_untaken(&self, cost: u64) {
         self.untaken.fetch_sub(cost, Ordering::Relaxed);
     }
 
@@ -299,47 +299,49 @@ impl Shared {
         self.sleeping.store(true, Ordering::SeqCst);
         // SYNC POINT: engine-sleep.
         fence(Ordering::SeqCst);
-        let is_idle = self.queue.is_empty() && !self.has_later.load(Ordering::SeqCst);
+        let is_idle = self.queue.is_empty() && !self.has_deferred.load(Ordering::SeqCst);
         if !is_idle {
-            self.woke();
+            self.end_sleep();
         }
         is_idle
     }
 
-    pub(super) fn woke(&self) {
+    pub(super) fn end_sleep(&self) {
         self.sleeping.store(false, Ordering::SeqCst);
     }
 
-    pub(super) fn release_later(&self, idx: u32, is_full: bool) {
-        lock(&self.later).released.push((idx, is_full));
-        self.has_later.store(true, Ordering::SeqCst);
+    pub(super) fn defer_release(&self, idx: u32, is_full: bool) {
+        lock(&self.deferred).released.push((idx, is_full));
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    pub(super) fn close_later(&self, conn: ConnKey) {
-        lock(&self.later).closed.push(conn);
-        self.has_later.store(true, Ordering::SeqCst);
+    pub(super) fn defer_close(&self, conn: ConnKey) {
+        lock(&self.deferred).closed.push(conn);
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    fn tell_taken(&self, conn: ConnKey) {
-        lock(&self.later).taken.push(conn);
-        self.has_later.store(true, Ordering::SeqCst);
+    fn defer_taken(&self, conn: ConnKey) {
+        lock(&self.deferred).taken.push(conn);
+        self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }
 
-    pub(super) fn take_later(&self) -> Option<Later> {
-        if !self.has_later.load(Ordering::SeqCst) || !self.has_later.swap(false, Ordering::SeqCst) {
+    pub(super) fn take_deferred(&self) -> Option<DeferredCommands> {
+        if !self.has_deferred.load(Ordering::SeqCst)
+            || !self.has_deferred.swap(false, Ordering::SeqCst)
+        {
             return None;
         }
-        Some(std::mem::take(&mut *lock(&self.later)))
+        Some(std::mem::take(&mut *lock(&self.deferred)))
     }
 
     /// Ends what is in the queue of a thread that is no more.
     pub(super) fn fail_queued(&self) {
         while let Some(command) = self.queue.pop() {
             let (transfer, op) = match &command {
-                Command::Move(part) => (part.transfer, part.what.name()),
+                Command::Transfer(part) => (part.transfer, part.operation.name()),
                 Command::Notify { transfer, .. } => (*transfer, "notify"),
                 Command::Connect { reply, .. } => {
                     reply.close();

@@ -121,14 +121,14 @@ impl Drop for Transfer {
 /// All transfers of an engine.
 #[derive(Debug)]
 pub(super) struct Transfers {
-    slots: Box<[Slot]>,
+    entries: Box<[Entry]>,
     free: ArrayQueue<u32>,
     /// Of the thread that ends them.
     pub(super) pulse: Pulse,
 }
 
 #[derive(Debug, Default)]
-struct Slot {
+struct Entry {
     /// Phase and flags; a futex.
     state: AtomicU32,
     generation: AtomicU32,
@@ -146,19 +146,19 @@ impl Transfers {
         for idx in 0..most {
             let _ = free.push(idx);
         }
-        Self { slots: (0..most).map(|_| Slot::default()).collect(), free, pulse }
+        Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse }
     }
 
     /// A new transfer of `num_parts` parts, at least one. `None`: none is free.
     pub(super) fn begin(&self, num_parts: u32) -> Option<TransferId> {
         let idx = self.free.pop()?;
-        let slot = &self.slots[idx as usize];
-        slot.num_parts.store(num_parts, Ordering::Relaxed);
-        slot.bytes.store(0, Ordering::Relaxed);
-        slot.has_failed.store(false, Ordering::Relaxed);
+        let entry = &self.entries[idx as usize];
+        entry.num_parts.store(num_parts, Ordering::Relaxed);
+        entry.bytes.store(0, Ordering::Relaxed);
+        entry.has_failed.store(false, Ordering::Relaxed);
         // The command queue hands everything above to the thread.
-        slot.state.store(PENDING, Ordering::Relaxed);
-        let generation = slot.generation.load(Ordering::Relaxed);
+        entry.state.store(PENDING, Ordering::Relaxed);
+        let generation = entry.generation.load(Ordering::Relaxed);
         Some(TransferId(u64::from(generation) << 32 | u64::from(idx)))
     }
 
@@ -169,54 +169,54 @@ impl Transfers {
 
     /// Ends `num` parts at once.
     pub(super) fn finish_many(&self, idx: u32, num: u32, result: Result<u64, TransferError>) {
-        let slot = &self.slots[idx as usize];
+        let entry = &self.entries[idx as usize];
         match result {
             Ok(bytes) => {
-                slot.bytes.fetch_add(bytes, Ordering::Relaxed);
+                entry.bytes.fetch_add(bytes, Ordering::Relaxed);
             }
             Err(error) => {
-                lock(&slot.error).get_or_insert(error);
-                slot.has_failed.store(true, Ordering::Relaxed);
+                lock(&entry.error).get_or_insert(error);
+                entry.has_failed.store(true, Ordering::Relaxed);
             }
         }
         // Release: what the parts moved and counted is seen with the phase.
-        if slot.num_parts.fetch_sub(num, Ordering::AcqRel) != num {
+        if entry.num_parts.fetch_sub(num, Ordering::AcqRel) != num {
             return;
         }
-        let phase = if slot.has_failed.load(Ordering::Relaxed) { FAILED } else { DONE };
+        let phase = if entry.has_failed.load(Ordering::Relaxed) { FAILED } else { DONE };
         // SYNC POINT: transfer-end. Pairs with the loads in `status` and `wait`.
-        let flags = slot.state.swap(phase, Ordering::AcqRel);
+        let flags = entry.state.swap(phase, Ordering::AcqRel);
         if flags & DETACHED != 0 {
             return self.free(idx);
         }
         if flags & WAITS != 0 {
-            let _ = futex::wake(&slot.state, futex::Flags::PRIVATE, u32::MAX >> 1);
+            let _ = futex::wake(&entry.state, futex::Flags::PRIVATE, u32::MAX >> 1);
         }
         if flags & WAKES != 0
-            && let Some(waker) = lock(&slot.waker).take()
+            && let Some(waker) = lock(&entry.waker).take()
         {
             waker.wake();
         }
     }
 
     pub(super) fn status(&self, id: TransferId) -> Result<TransferStatus, UnknownTransfer> {
-        let slot = self.slot(id).ok_or(UnknownTransfer)?;
+        let entry = self.entry(id).ok_or(UnknownTransfer)?;
         // SYNC POINT: transfer-end.
-        Ok(match slot.state.load(Ordering::Acquire) & PHASE {
+        Ok(match entry.state.load(Ordering::Acquire) & PHASE {
             PENDING => TransferStatus::Pending,
-            DONE => TransferStatus::Done { bytes: slot.bytes.load(Ordering::Relaxed) },
-            FAILED => TransferStatus::Failed(lock(&slot.error).clone().unwrap_or_else(lost)),
+            DONE => TransferStatus::Done { bytes: entry.bytes.load(Ordering::Relaxed) },
+            FAILED => TransferStatus::Failed(lock(&entry.error).clone().unwrap_or_else(lost)),
             _ => return Err(UnknownTransfer),
         })
     }
 
     /// Waits for the end; false when `until` passes before.
     pub(super) fn wait(&self, id: TransferId, until: Instant) -> bool {
-        let Some(slot) = self.slot(id) else { return true };
+        let Some(entry) = self.entry(id) else { return true };
         let start = Instant::now();
         loop {
             for _ in 0..32 {
-                if slot.state.load(Ordering::Acquire) & PHASE != PENDING {
+                if entry.state.load(Ordering::Acquire) & PHASE != PENDING {
                     return true;
                 }
                 std::hint::spin_loop();
@@ -226,7 +226,7 @@ impl Transfers {
             }
         }
         loop {
-            let state = slot.state.fetch_or(WAITS, Ordering::AcqRel) | WAITS;
+            let state = entry.state.fetch_or(WAITS, Ordering::AcqRel) | WAITS;
             if state & PHASE != PENDING {
                 return true;
             }
@@ -239,21 +239,21 @@ impl Transfers {
                 tv_nsec: left.subsec_nanos().into(),
             };
             // Woken, changed before, interrupted, or late: the loop looks again.
-            let _ = futex::wait(&slot.state, futex::Flags::PRIVATE, state, Some(&timeout));
+            let _ = futex::wait(&entry.state, futex::Flags::PRIVATE, state, Some(&timeout));
         }
     }
 
     /// Lets go of a transfer. Its place is free once it has ended.
     pub(super) fn release(&self, id: TransferId) {
-        let Some(slot) = self.slot(id) else { return };
-        let mut state = slot.state.load(Ordering::Acquire);
+        let Some(entry) = self.entry(id) else { return };
+        let mut state = entry.state.load(Ordering::Acquire);
         loop {
             let next = match state & PHASE {
                 PENDING => state | DETACHED,
                 DONE | FAILED => FREE,
                 _ => return,
             };
-            match slot.state.compare_exchange(state, next, Ordering::AcqRel, Ordering::Acquire) {
+            match entry.state.compare_exchange(state, next, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) if next == FREE => return self.free(id.0 as u32),
                 Ok(_) => return,
                 Err(found) => state = found,
@@ -262,29 +262,29 @@ impl Transfers {
     }
 
     fn set_waker(&self, id: TransferId, waker: &Waker) {
-        let Some(slot) = self.slot(id) else { return };
-        *lock(&slot.waker) = Some(waker.clone());
-        slot.state.fetch_or(WAKES, Ordering::AcqRel);
+        let Some(entry) = self.entry(id) else { return };
+        *lock(&entry.waker) = Some(waker.clone());
+        entry.state.fetch_or(WAKES, Ordering::AcqRel);
     }
 
     fn free(&self, idx: u32) {
-        let slot = &self.slots[idx as usize];
-        slot.state.store(FREE, Ordering::Relaxed);
-        if slot.has_failed.load(Ordering::Relaxed) {
-            *lock(&slot.error) = None;
+        let entry = &self.entries[idx as usize];
+        entry.state.store(FREE, Ordering::Relaxed);
+        if entry.has_failed.load(Ordering::Relaxed) {
+            *lock(&entry.error) = None;
         }
-        slot.generation.fetch_add(1, Ordering::Release);
+        entry.generation.fetch_add(1, Ordering::Release);
         let _ = self.free.push(idx);
     }
 
-    fn slot(&self, id: TransferId) -> Option<&Slot> {
-        let slot = self.slots.get(id.0 as u32 as usize)?;
-        (slot.generation.load(Ordering::Acquire) == (id.0 >> 32) as u32).then_some(slot)
+    fn entry(&self, id: TransferId) -> Option<&Entry> {
+        let entry = self.entries.get(id.0 as u32 as usize)?;
+        (entry.generation.load(Ordering::Acquire) == (id.0 >> 32) as u32).then_some(entry)
     }
 
     /// Transfers whose places are taken.
-    pub(super) fn num_taken(&self) -> usize {
-        self.slots.len() - self.free.len()
+    pub(super) fn num_in_use(&self) -> usize {
+        self.entries.len() - self.free.len()
     }
 }
 
@@ -369,6 +369,6 @@ mod tests {
         std::thread::sleep(Duration::from_millis(5));
         transfers.finish(id.0 as u32, Ok(9));
         assert_eq!(waiter.join().unwrap(), Ok(9));
-        assert_eq!(transfers.num_taken(), 0);
+        assert_eq!(transfers.num_in_use(), 0);
     }
 }

@@ -28,9 +28,9 @@ use self::table::{Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::table::{check_detail, check_table, detail_samples};
 use super::memory::{Refusal, Regions, index_of, unknown};
-use super::post::{self, Tenancy, op_name};
+use super::post::{self, PeerEntry, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion, raw,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
@@ -44,7 +44,7 @@ pub struct CmaFabric {
     peers: Vec<Peer>,
     free_peers: Vec<u32>,
     /// Closed peers that were in the middle of a copy and did not say that they have ended it.
-    lingering: Vec<Joined>,
+    lingering: Vec<RemoteProcess>,
     queue: VecDeque<Op>,
     done: Vec<Completion>,
     /// Never fires: everything is done by the time `poll` returns, or there is more to do.
@@ -53,13 +53,13 @@ pub struct CmaFabric {
 
 #[derive(Debug)]
 struct Peer {
-    tenancy: Tenancy,
-    joined: Option<Joined>,
+    entry: PeerEntry,
+    remote: Option<RemoteProcess>,
 }
 
 /// A peer whose memory can be reached.
 #[derive(Debug)]
-struct Joined {
+struct RemoteProcess {
     table: PeerTable,
     /// The peer's place in our table, and ours in its.
     our_place: usize,
@@ -129,7 +129,7 @@ impl CmaFabric {
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.entry))
     }
 
     fn post(
@@ -139,23 +139,23 @@ impl CmaFabric {
         remote: RemoteSegment,
         local: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let name = op_name(is_write);
         let idx = self.find(name, peer)?;
-        if self.peers[idx].joined.is_none() {
+        if self.peers[idx].remote.is_none() {
             return Err(PostError::Disconnected { op: name });
         }
         let address = remote.checked(name, local.bytes)?;
         self.regions.local(name, local)?;
         if self.queue.len() >= MAX_OPS {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         let LocalSegment { region, offset, bytes } = local;
         let op =
             Op { token, peer, is_write, key: remote.region.key, address, region, offset, bytes };
         // Not copied at once: what comes behind it may go by the same call.
         self.queue.push_back(op);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     /// Copies a step of what is first in the queue, and by the same call of what follows it between the
@@ -165,11 +165,11 @@ impl CmaFabric {
         let Some(first) = self.queue.front() else { return Ok((0, 0)) };
         let name = op_name(first.is_write);
         let idx = self.find(name, first.peer)?;
-        let Some(joined) = &self.peers[idx].joined else {
+        let Some(remote) = &self.peers[idx].remote else {
             return Err(PostError::Disconnected { op: name });
         };
-        let busy = self.table.announce(idx, first.key);
-        if !joined.table.admits(joined.our_place) {
+        let announcement = self.table.announce(idx, first.key);
+        if !remote.table.admits(remote.our_place) {
             return Err(PostError::Disconnected { op: name });
         }
         let mut batch = Batch::default();
@@ -182,7 +182,7 @@ impl CmaFabric {
                 break;
             }
             let bytes = op.bytes.min(STEP_BYTES - batch.bytes);
-            match self.check(op, bytes, joined) {
+            match self.check(op, bytes, remote) {
                 Ok(here) => batch.push(here, op.address, bytes),
                 Err(error) if batch.len == 0 => return Err(error),
                 // It is told when it is first.
@@ -191,7 +191,7 @@ impl CmaFabric {
         }
         let Batch { len, bytes, here, there } = batch;
         let (here, there) = (&here[..len], &there[..len]);
-        let Some(process) = &joined.process else {
+        let Some(process) = &remote.process else {
             for (here, there) in here.iter().zip(there) {
                 let (from, to) = if first.is_write { (here, there) } else { (there, here) };
                 // SAFETY: this process's own memory on both sides: `here` is registered with this
@@ -204,13 +204,13 @@ impl CmaFabric {
                     );
                 }
             }
-            drop(busy);
+            drop(announcement);
             return Ok((len, bytes));
         };
         if has_ended(process) {
             return Err(PostError::Disconnected { op: name });
         }
-        let pid = joined.pid.as_raw_nonzero().get();
+        let pid = remote.pid.as_raw_nonzero().get();
         let copied = loop {
             // SAFETY: the ranges of `here` are registered memory.
             match unsafe { raw::copy_across(pid, first.is_write, here, there) } {
@@ -223,17 +223,17 @@ impl CmaFabric {
                 Err(error) => return Err(failed(name, &error)),
             }
         };
-        drop(busy);
+        drop(announcement);
         Ok((len, copied))
     }
 
     /// Where the first `bytes` of what is left of `op` are on this side, if they may be copied. Its key has
     /// been announced.
-    fn check(&self, op: &Op, bytes: u64, joined: &Joined) -> Result<*mut u8, PostError> {
+    fn check(&self, op: &Op, bytes: u64, remote: &RemoteProcess) -> Result<*mut u8, PostError> {
         let name = op_name(op.is_write);
         let segment = LocalSegment { region: op.region, offset: op.offset, bytes };
         let here = self.regions.local(name, segment)?;
-        let grant = joined.table.grant(op.key).ok_or(Refusal::Key).and_then(|grant| {
+        let grant = remote.table.grant(op.key).ok_or(Refusal::Key).and_then(|grant| {
             let Grant { address, bytes: limit, access } = grant;
             let is_allowed = match access {
                 Access::RemoteReadWrite => true,
@@ -281,9 +281,9 @@ impl CmaFabric {
     }
 
     /// Waits, for a while, until a peer whose gate is closed has ended the step that it is in.
-    fn waits_until_quiet(joined: &Joined) -> bool {
+    fn wait_until_quiet(remote: &RemoteProcess) -> bool {
         let start = Instant::now();
-        while !Self::is_quiet(joined) {
+        while !Self::is_quiet(remote) {
             if start.elapsed() >= CLOSE_TIMEOUT {
                 return false;
             }
@@ -292,7 +292,7 @@ impl CmaFabric {
         true
     }
 
-    fn join(&self, idx: usize, detail: &Detail) -> Result<Joined, NetworkError> {
+    fn join(&self, idx: usize, detail: &Detail) -> Result<RemoteProcess, NetworkError> {
         let refused = |why: &str| network("join", why, None);
         self.table.check_host(detail).map_err(|why| refused(&why))?;
         let pid = Pid::from_raw(detail.pid).ok_or_else(|| refused("the peer names no process"))?;
@@ -329,7 +329,7 @@ impl CmaFabric {
             return Err(refused("the peer gives a place that its table does not have"));
         }
         self.table.open_gate(idx);
-        Ok(Joined { table, our_place, pid, process })
+        Ok(RemoteProcess { table, our_place, pid, process })
     }
 }
 
@@ -362,10 +362,10 @@ impl Fabric for CmaFabric {
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
         let entry = *self.regions.get(region).ok_or_else(|| unknown(region))?;
         self.table.revoke(index_of(region));
-        let joined = self.peers.iter().filter_map(|peer| peer.joined.as_ref());
+        let remote = self.peers.iter().filter_map(|peer| peer.remote.as_ref());
         // One look, without waiting: a peer that is stopped in the middle of a copy holds nobody up. Once
         // it is found elsewhere it does not come back, because the key is revoked.
-        let in_use = joined.chain(&self.lingering).find(|peer| Self::is_using(peer, entry.key));
+        let in_use = remote.chain(&self.lingering).find(|peer| Self::is_using(peer, entry.key));
         if let Some(peer) = in_use {
             return Err(PostError::Register {
                 bytes: entry.bytes as usize,
@@ -385,12 +385,12 @@ impl Fabric for CmaFabric {
         let idx = match self.free_peers.pop() {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PEERS => {
-                self.peers.push(Peer { tenancy: Tenancy::default(), joined: None });
+                self.peers.push(Peer { entry: PeerEntry::default(), remote: None });
                 self.peers.len() - 1
             }
             None => return Err(network("open", "too many peers are there", None)),
         };
-        let id = self.peers[idx].tenancy.open(idx);
+        let id = self.peers[idx].entry.open(idx);
         Ok((id, self.table.detail(idx).encode()))
     }
 
@@ -398,8 +398,8 @@ impl Fabric for CmaFabric {
         let detail = Detail::decode(detail).map_err(|why| network("join", &why, None))?;
         let idx = self.find("join", peer);
         let idx = idx.map_err(|error| network("join", &error.to_string(), None))?;
-        let joined = self.join(idx, &detail)?;
-        self.peers[idx].joined = Some(joined);
+        let remote = self.join(idx, &detail)?;
+        self.peers[idx].remote = Some(remote);
         Ok(())
     }
 
@@ -413,19 +413,19 @@ impl Fabric for CmaFabric {
         queue.retain(|op| op.peer != peer);
         self.table.close_gate(idx);
         let found = &mut self.peers[idx];
-        found.tenancy.close();
-        let Some(joined) = found.joined.take() else {
+        found.entry.close();
+        let Some(remote) = found.remote.take() else {
             return self.free_peers.push(idx as u32);
         };
-        if Self::waits_until_quiet(&joined) {
+        if Self::wait_until_quiet(&remote) {
             self.free_peers.push(idx as u32);
         } else {
             // Its place is never given again, so that its announcement stays its own.
             tracing::error!(
-                pid = joined.pid.as_raw_nonzero(),
+                pid = remote.pid.as_raw_nonzero(),
                 "a closed peer is in the middle of a copy and does not go on"
             );
-            self.lingering.push(joined);
+            self.lingering.push(remote);
         }
     }
 
@@ -435,7 +435,7 @@ impl Fabric for CmaFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(true, peer, dst, src, token)
     }
 
@@ -445,7 +445,7 @@ impl Fabric for CmaFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(false, peer, src, dst, token)
     }
 
@@ -472,12 +472,12 @@ impl Fabric for CmaFabric {
 
 impl CmaFabric {
     /// Whether a peer may be copying by `key`.
-    fn is_using(peer: &Joined, key: u64) -> bool {
+    fn is_using(peer: &RemoteProcess, key: u64) -> bool {
         peer.table.announced(peer.our_place) == key && !peer.process.as_ref().is_some_and(has_ended)
     }
 
     /// Whether a peer is certain not to copy by any key.
-    fn is_quiet(peer: &Joined) -> bool {
+    fn is_quiet(peer: &RemoteProcess) -> bool {
         peer.table.announced(peer.our_place) == 0 || peer.process.as_ref().is_some_and(has_ended)
     }
 }
@@ -516,4 +516,4 @@ const POLL_BYTES: u64 = 4 << 20;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -28,16 +28,16 @@ use rustix::event::{Timespec, epoll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use self::issue::{Issuer, Op};
-use self::listen::{GREETING_TIMEOUT, LISTENER_REST};
+use self::listen::{HELLO_TIMEOUT, LISTENER_PAUSE};
 use self::serve::{Server, Step};
 use self::stream::Stream;
 use self::wire::{Detail, Request, encode_hello};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samples};
 use super::memory::Regions;
-use super::post::{self, MAX_PLACES, Tenancy, op_name};
+use super::post::{self, MAX_PLACES, PeerEntry, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
@@ -71,10 +71,10 @@ pub struct TcpFabric {
     config: TcpConfig,
     listener: TcpListener,
     /// When it may be asked again after it failed.
-    listener_rests: Option<Instant>,
+    listener_paused_until: Option<Instant>,
     listening: Outage,
     /// Too many who do not say whose they are.
-    crowd: Outage,
+    overload: Outage,
     port: u16,
     set: OwnedFd,
     regions: Regions,
@@ -83,8 +83,8 @@ pub struct TcpFabric {
     by_nonce: HashMap<[u8; 16], u32>,
     servers: Vec<Option<Server>>,
     free_servers: Vec<usize>,
-    num_greeting: usize,
-    checked_greetings: Instant,
+    num_unidentified: usize,
+    last_hello_check: Instant,
     /// Peers with operations posted since the last poll, or more to do.
     dirty: VecDeque<u32>,
     /// Connections of peers with more to do.
@@ -96,7 +96,7 @@ pub struct TcpFabric {
 
 #[derive(Debug)]
 struct Peer {
-    tenancy: Tenancy,
+    entry: PeerEntry,
     nonce: [u8; 16],
     issuer: Option<Issuer>,
     /// Whether it waits for its next turn.
@@ -135,9 +135,9 @@ impl TcpFabric {
         Ok(Self {
             config,
             listener,
-            listener_rests: None,
+            listener_paused_until: None,
             listening: Outage::default(),
-            crowd: Outage::default(),
+            overload: Outage::default(),
             port,
             set,
             regions: Regions::default(),
@@ -146,8 +146,8 @@ impl TcpFabric {
             by_nonce: HashMap::new(),
             servers: Vec::new(),
             free_servers: Vec::new(),
-            num_greeting: 0,
-            checked_greetings: Instant::now(),
+            num_unidentified: 0,
+            last_hello_check: Instant::now(),
             dirty: VecDeque::new(),
             busy_servers: VecDeque::new(),
             done: Vec::new(),
@@ -156,7 +156,7 @@ impl TcpFabric {
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.entry))
     }
 
     fn post(
@@ -166,7 +166,7 @@ impl TcpFabric {
         remote: RemoteSegment,
         local: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let name = op_name(is_write);
         let idx = self.find(name, peer)?;
         let offset = remote.checked(name, local.bytes)?;
@@ -184,7 +184,7 @@ impl TcpFabric {
             return Err(PostError::Disconnected { op: name });
         };
         if issuer.is_full() {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         let request = Request { is_write, key: remote.region.key, offset, bytes: local.bytes };
         let (region, bytes) = (local.region, local.bytes as usize);
@@ -192,7 +192,7 @@ impl TcpFabric {
         if !std::mem::replace(&mut peer.is_dirty, true) {
             self.dirty.push_back(idx as u32);
         }
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     fn advance_issuer(&mut self, idx: usize, writable: bool) {
@@ -210,7 +210,7 @@ impl TcpFabric {
                 tracing::debug!(%error, peer = idx, "data connection ended");
                 issuer.fail(&mut self.done);
                 peer.issuer = None;
-                self.lost.push(peer.tenancy.id(idx));
+                self.lost.push(peer.entry.id(idx));
             }
         }
     }
@@ -237,7 +237,7 @@ impl TcpFabric {
                     };
                     server.peer = Some(peer);
                     self.peers[peer as usize].server = Some(idx);
-                    self.num_greeting -= 1;
+                    self.num_unidentified -= 1;
                 }
                 Err(error) => {
                     if error.kind() == io::ErrorKind::InvalidData {
@@ -254,7 +254,7 @@ impl TcpFabric {
         self.free_servers.push(idx);
         match server.peer {
             Some(peer) => self.peers[peer as usize].server = None,
-            None => self.num_greeting -= 1,
+            None => self.num_unidentified -= 1,
         }
     }
 
@@ -306,7 +306,7 @@ impl Fabric for TcpFabric {
             // Half of a write cannot be taken back from the stream.
             if let Some(mut issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
                 issuer.fail(&mut self.done);
-                self.lost.push(peer.tenancy.id(idx));
+                self.lost.push(peer.entry.id(idx));
             }
         }
         Ok(())
@@ -326,7 +326,7 @@ impl Fabric for TcpFabric {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PLACES => {
                 self.peers.push(Peer {
-                    tenancy: Tenancy::default(),
+                    entry: PeerEntry::default(),
                     nonce: [0; 16],
                     issuer: None,
                     is_dirty: false,
@@ -342,7 +342,7 @@ impl Fabric for TcpFabric {
             _ => route.local.to_canonical(),
         };
         let peer = &mut self.peers[idx];
-        let id = peer.tenancy.open(idx);
+        let id = peer.entry.open(idx);
         peer.nonce = rand::random();
         self.by_nonce.insert(peer.nonce, idx as u32);
         let detail = Detail { address: SocketAddr::new(ip, self.port), nonce: peer.nonce };
@@ -364,7 +364,7 @@ impl Fabric for TcpFabric {
     fn close_peer(&mut self, peer: PeerId) {
         let Ok(idx) = self.find("close", peer) else { return };
         let found = &mut self.peers[idx];
-        found.tenancy.close();
+        found.entry.close();
         self.by_nonce.remove(&found.nonce);
         if let Some(mut issuer) = found.issuer.take() {
             issuer.fail(&mut self.done);
@@ -386,7 +386,7 @@ impl Fabric for TcpFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(true, peer, dst, src, token)
     }
 
@@ -396,13 +396,13 @@ impl Fabric for TcpFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(false, peer, src, dst, token)
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
-        if self.listener_rests.is_some() {
-            self.wake_listener();
+        if self.listener_paused_until.is_some() {
+            self.resume_listener();
         }
         // Those that put themselves back have their next turn at the next poll.
         for _ in 0..self.dirty.len() {
@@ -441,8 +441,8 @@ impl Fabric for TcpFabric {
                 self.advance_issuer((data >> 1) as usize, writable);
             }
         }
-        if self.num_greeting > 0 && self.checked_greetings.elapsed() > GREETING_TIMEOUT / 4 {
-            self.drop_greetings(GREETING_TIMEOUT);
+        if self.num_unidentified > 0 && self.last_hello_check.elapsed() > HELLO_TIMEOUT / 4 {
+            self.drop_unidentified(HELLO_TIMEOUT);
         }
         out.append(&mut self.done);
     }
@@ -452,7 +452,7 @@ impl Fabric for TcpFabric {
     }
 
     fn max_sleep(&self) -> Duration {
-        if self.listener_rests.is_some() { LISTENER_REST } else { Duration::MAX }
+        if self.listener_paused_until.is_some() { LISTENER_PAUSE } else { Duration::MAX }
     }
 
     fn may_sleep(&mut self) -> bool {

@@ -3,15 +3,21 @@
 use switchyard_message_engine::engine::EngineConfig;
 use switchyard_message_engine::fabric::cma::CmaFabric;
 
-use crate::common::{By, contents, memory_of, pair_of, poisoned, soon};
-use crate::hooked::Hooked;
+use crate::common::{TestTransport, contents, memory_of, pair_of, poisoned, soon};
+use crate::hooked::HookedFabric;
 
 /// Whoever of the two may not copy, the connection goes by the next fabric, and works.
 #[test]
 fn a_host_that_forbids_copies_between_processes_gets_the_next_fabric() {
     let config = |is_forbidden: bool| {
-        let cma = Hooked { may_join: !is_forbidden, ..Hooked::new(CmaFabric::new().unwrap()) };
-        EngineConfig { fabrics: vec![Box::new(cma), By::Tcp.fabric()], ..EngineConfig::local() }
+        let cma = HookedFabric {
+            may_join: !is_forbidden,
+            ..HookedFabric::new(CmaFabric::new().unwrap())
+        };
+        EngineConfig {
+            fabrics: vec![Box::new(cma), TestTransport::Tcp.fabric()],
+            ..EngineConfig::local()
+        }
     };
     for (here, there) in [(false, false), (true, false), (false, true), (true, true)] {
         let pair = pair_of(config(here), config(there));

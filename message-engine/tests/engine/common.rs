@@ -13,7 +13,7 @@ use switchyard_message_engine::engine::{
 use switchyard_message_engine::fabric::cma::CmaFabric;
 use switchyard_message_engine::fabric::tcp::{TcpConfig, TcpFabric};
 
-use crate::skip;
+use test_support::skip;
 
 /// Long enough for any machine, short enough to end a test.
 pub fn soon() -> Instant {
@@ -22,7 +22,7 @@ pub fn soon() -> Instant {
 
 /// The transports to test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum By {
+pub enum TestTransport {
     Tcp,
     Cma,
     /// libfabric between hosts, by `tcp;ofi_rxm`.
@@ -40,7 +40,7 @@ fn open(name: &str) -> Result<Box<dyn Fabric>, NetworkError> {
     open_fabric(name, Some(Ipv4Addr::LOCALHOST.into()), &others)
 }
 
-impl By {
+impl TestTransport {
     /// Those of this host, or the one that was asked for.
     pub fn all() -> Vec<Self> {
         if std::env::var(TRANSPORT).is_ok() {
@@ -52,7 +52,7 @@ impl By {
                 Ok(_) => all.push(by),
                 // No library, or no such provider in it.
                 Err(error) if matches!(error.op, "load" | "fi_getinfo") => {
-                    skip::skip("libfabric", &format!("{by:?}: {error}"));
+                    skip("libfabric", &format!("{by:?}: {error}"));
                 }
                 Err(error) => panic!("{by:?} is here and does not open: {error}"),
             }
@@ -121,7 +121,7 @@ impl By {
 
 const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 
-pub fn config(by: By) -> EngineConfig {
+pub fn config(by: TestTransport) -> EngineConfig {
     EngineConfig { fabrics: vec![by.fabric()], ..EngineConfig::local() }
 }
 
@@ -133,7 +133,7 @@ pub struct Pair {
     pub back: Connection,
 }
 
-pub fn pair(by: By) -> Pair {
+pub fn pair(by: TestTransport) -> Pair {
     pair_of(config(by), config(by))
 }
 
@@ -147,7 +147,7 @@ pub fn pair_of(here: EngineConfig, there: EngineConfig) -> Pair {
 }
 
 /// A friend who is let in and heard, though a busy machine may use up the time for a handshake.
-pub fn befriend(engine: &Engine, by: By) -> (Engine, Connection) {
+pub fn connect_and_notify(engine: &Engine, by: TestTransport) -> (Engine, Connection) {
     let friend = Engine::start(config(by)).unwrap();
     let (begin, addr) = (Instant::now(), engine.endpoint().addr);
     let connection = loop {

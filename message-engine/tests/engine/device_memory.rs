@@ -12,18 +12,18 @@ use switchyard_message_engine::engine::{
 };
 use switchyard_message_engine::fabric::cma::CmaFabric;
 
-use crate::common::{By, Pair, config, contents, memory_of, pair_of, poisoned, soon};
-use crate::hooked::Hooked;
+use crate::common::{Pair, TestTransport, config, contents, memory_of, pair_of, poisoned, soon};
+use crate::hooked::HookedFabric;
 
 fn reaching() -> Box<dyn Fabric> {
-    Box::new(Hooked { reaches_devices: true, ..Hooked::new(CmaFabric::new().unwrap()) })
+    Box::new(HookedFabric { reaches_devices: true, ..HookedFabric::new(CmaFabric::new().unwrap()) })
 }
 
 /// The fabrics under test, each for one engine.
 fn fabrics() -> Vec<fn() -> Box<dyn Fabric>> {
     let is_verbs =
         std::env::var("SWITCHYARD_TEST_TRANSPORT").is_ok_and(|it| it.starts_with("verbs"));
-    if is_verbs { vec![reaching, || By::Named.fabric()] } else { vec![reaching] }
+    if is_verbs { vec![reaching, || TestTransport::Named.fabric()] } else { vec![reaching] }
 }
 
 fn engine_config(fabric: fn() -> Box<dyn Fabric>, eager_bytes: u64) -> EngineConfig {
@@ -135,14 +135,17 @@ fn transports_that_do_not_reach_it_say_so() {
         // SAFETY: the memory outlives the engine's use of it.
         unsafe { engine.reg_device(memory.as_ptr(), 4096, Access::RemoteReadWrite, dma_buf) }
     };
-    let plain = Engine::start(config(By::Tcp)).unwrap();
+    let plain = Engine::start(config(TestTransport::Tcp)).unwrap();
     let error = register(&plain, None).unwrap_err();
     assert!(matches!(&error, RegisterError::Refused { bytes: 4096, .. }), "{error}");
     assert!(error.to_string().contains("tcp") && error.to_string().contains("host"), "{error}");
     // One of two does: connections by the other cannot use it, and say so.
-    let mixed =
-        || EngineConfig { fabrics: vec![By::Tcp.fabric(), reaching()], ..EngineConfig::local() };
-    let Pair { here, out, there: _there, back: _back } = pair_of(mixed(), config(By::Tcp));
+    let mixed = || EngineConfig {
+        fabrics: vec![TestTransport::Tcp.fabric(), reaching()],
+        ..EngineConfig::local()
+    };
+    let Pair { here, out, there: _there, back: _back } =
+        pair_of(mixed(), config(TestTransport::Tcp));
     let region = register(&here, None).unwrap();
     assert_eq!(out.transport().to_string(), "tcp");
     let refused = out.send(&region.whole(), soon()).unwrap_err();

@@ -1,28 +1,24 @@
 //! An engine without descriptors left: it waits for some, and is there again when it has them.
 
 use std::net::TcpStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 use switchyard_message_engine::engine::Engine;
+use test_support::bounded::{line_with, lines_of};
+use test_support::child;
 
-use crate::bounded::{line_with, lines_of};
-use crate::common::{By, config, soon, until};
+use crate::common::{TestTransport, config, soon, until};
 
-const ROLE: &str = "ENGINE_TEST_EXHAUSTED";
 /// Enough for a friend, and for some of the strangers.
 const SPARE: u64 = 8;
 
-/// The process of the test below. Does nothing when run on its own.
-#[test]
-fn child() {
-    if std::env::var(ROLE).is_err() {
-        return;
-    }
+/// The process of the test below.
+pub fn engine_without_descriptors() {
     tracing::subscriber::set_global_default(Lines).unwrap();
-    let engine = Engine::start(config(By::Tcp)).unwrap();
+    let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
     let control = engine.endpoint().addr.port();
     let data = listening_ports().into_iter().find(|port| *port != control).unwrap();
     let limit = num_descriptors().unwrap() + SPARE;
@@ -90,12 +86,7 @@ impl Drop for Process {
 #[test]
 fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
     for is_data in [true, false] {
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "exhausted::child", "--nocapture"])
-            .env(ROLE, "")
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let child = child::command("exhausted").stdout(Stdio::piped()).spawn().unwrap();
         let mut child = Process(child);
         let lines = lines_of(child.0.stdout.take().unwrap());
         let told = |what: &str| -> Vec<u64> {
@@ -103,15 +94,15 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
             line.split(' ').map(|number| number.parse().unwrap()).collect()
         };
         let ports = told("ports");
-        let strangers: Vec<_> = (0..3 * SPARE)
+        let sockets: Vec<_> = (0..3 * SPARE)
             .map(|_| TcpStream::connect(("127.0.0.1", ports[usize::from(is_data)] as u16)).unwrap())
             .collect();
         let rounds = told("rounds")[0];
         assert!(rounds < 3000, "{rounds} rounds in half a second, for what cannot be done");
         let num_lines = told("lines")[0];
         assert!(num_lines <= 1, "{num_lines} lines in half a second, after the first");
-        drop(strangers);
-        let friend = Engine::start(config(By::Tcp)).unwrap();
+        drop(sockets);
+        let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
         let addr = format!("127.0.0.1:{}", ports[0]).parse().unwrap();
         let mut connection = None;
         until("the engine to listen again", || {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use switchyard_message_engine::engine::{Engine, EngineConfig};
 
-use crate::common::{By, config, memory_of, poisoned, soon};
+use crate::common::{TestTransport, config, memory_of, poisoned, soon};
 
 const FLOOD_BYTES: usize = 32 << 20;
 /// What one connection of the `tcp` fabric moves before the others have their turn.
@@ -16,10 +16,12 @@ const TURN_BYTES: usize = 1 << 20;
 #[test]
 fn a_flood_leaves_rounds_to_others() {
     // Rounds of a thread that sleeps in between say nothing: this one spins.
-    let spins = EngineConfig { spin: Duration::from_secs(3600), ..config(By::Tcp) };
+    let spins = EngineConfig { spin: Duration::from_secs(3600), ..config(TestTransport::Tcp) };
     let hub = Engine::start(spins).unwrap();
-    let (much, little) =
-        (Engine::start(config(By::Tcp)).unwrap(), Engine::start(config(By::Tcp)).unwrap());
+    let (much, little) = (
+        Engine::start(config(TestTransport::Tcp)).unwrap(),
+        Engine::start(config(TestTransport::Tcp)).unwrap(),
+    );
     let flood = much.connect(hub.endpoint().addr, soon()).unwrap();
     let flooded = hub.accept(soon()).unwrap();
     let small = little.connect(hub.endpoint().addr, soon()).unwrap();

@@ -8,11 +8,13 @@ use switchyard_message_engine::engine::{
     CloseReason, ConnectError, Descriptor, Engine, EngineConfig, TransferError,
 };
 
-use crate::common::{By, befriend, config, contents, memory_of, pair, poisoned, soon, until};
+use crate::common::{
+    TestTransport, config, connect_and_notify, contents, memory_of, pair, poisoned, soon, until,
+};
 
 #[test]
 fn descriptors_that_do_not_fit_are_refused() {
-    for by in By::robust() {
+    for by in TestTransport::robust() {
         let (pair, third) = (pair(by), Engine::start(config(by)).unwrap());
         let target = poisoned(&pair.there, 1000);
         let source = memory_of(&pair.here, &[1; 2000]);
@@ -64,7 +66,7 @@ fn descriptors_that_do_not_fit_are_refused() {
 
 #[test]
 fn what_waits_when_the_peer_leaves_fails() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let pair = pair(by);
         let target = poisoned(&pair.here, 100_000);
         let receives: Vec<_> = (0..10)
@@ -90,7 +92,7 @@ fn what_waits_when_the_peer_leaves_fails() {
 
 #[test]
 fn deadlines_without_data_under_way_cost_only_the_transfer() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let pair = pair(by);
         let source = memory_of(&pair.here, &[1; 100_000]);
         let target = poisoned(&pair.there, 100_000);
@@ -119,7 +121,7 @@ fn deadlines_without_data_under_way_cost_only_the_transfer() {
 
 #[test]
 fn strangers_are_told_or_dropped_and_others_are_served() {
-    let by = By::Tcp;
+    let by = TestTransport::Tcp;
     let brief = EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(by) };
     let engine = Engine::start(brief).unwrap();
     let addr = engine.endpoint().addr;
@@ -147,7 +149,7 @@ fn strangers_are_told_or_dropped_and_others_are_served() {
     let mut silent = TcpStream::connect(addr).unwrap();
     let mut stalling = TcpStream::connect(addr).unwrap();
     stalling.write_all(&with_len(100)).unwrap();
-    let (_peer, connection) = befriend(&engine, by);
+    let (_peer, connection) = connect_and_notify(&engine, by);
     for stream in [&mut silent, &mut stalling] {
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let ended = stream.read(&mut [0; 1]);
@@ -158,7 +160,7 @@ fn strangers_are_told_or_dropped_and_others_are_served() {
 
 #[test]
 fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
-    let by = By::Tcp;
+    let by = TestTransport::Tcp;
     let engine = Engine::start(config(by)).unwrap();
     let good = Engine::start(config(by)).unwrap();
     let kept = good.connect(engine.endpoint().addr, soon()).unwrap();
@@ -195,7 +197,8 @@ fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
 fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
     // It would be read for ever.
     const MOST: Duration = Duration::from_secs(40);
-    let limits = EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(By::Tcp) };
+    let limits =
+        EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(TestTransport::Tcp) };
     let engine = Engine::start(limits).unwrap();
     let addr = engine.endpoint().addr;
     // Of no protocol at all, and without an end.
@@ -212,7 +215,7 @@ fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
         })
         .collect();
     std::thread::sleep(Duration::from_millis(100));
-    befriend(&engine, By::Tcp);
+    connect_and_notify(&engine, TestTransport::Tcp);
     for flood in floods {
         let lasted = flood.join().unwrap();
         assert!(lasted < MOST, "it was read for {lasted:?}");
@@ -221,7 +224,7 @@ fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
 
 #[test]
 fn tickets_keep_strangers_out() {
-    let by = By::Tcp;
+    let by = TestTransport::Tcp;
     let secret =
         |ticket: Option<&str>| EngineConfig { ticket: ticket.map(str::to_owned), ..config(by) };
     let engine = Engine::start(secret(Some("sesame"))).unwrap();
@@ -240,7 +243,7 @@ fn tickets_keep_strangers_out() {
 
 #[test]
 fn nobody_at_the_other_end_is_an_error_in_time() {
-    let engine = Engine::start(config(By::Tcp)).unwrap();
+    let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = free.local_addr().unwrap();
     // Accepts into its backlog, and never answers.

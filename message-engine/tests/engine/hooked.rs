@@ -6,13 +6,13 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use p2p_core::fabric::{
-    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment,
+    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment,
     Token, WireRegion,
 };
 use p2p_core::network::{NetworkError, Route};
 use p2p_core::{PostError, TransportKind};
 
-pub struct Hooked {
+pub struct HookedFabric {
     pub inner: Box<dyn Fabric>,
     /// False: a host that does not allow copies between processes. Offered, tried, and refused.
     pub may_join: bool,
@@ -30,7 +30,7 @@ pub struct Hooked {
     pub before_deregister: Box<dyn FnMut() -> Result<(), PostError> + Send>,
 }
 
-impl Hooked {
+impl HookedFabric {
     pub fn new(inner: impl Fabric + 'static) -> Self {
         Self::of(Box::new(inner))
     }
@@ -50,13 +50,13 @@ impl Hooked {
     }
 }
 
-impl fmt::Debug for Hooked {
+impl fmt::Debug for HookedFabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.inner.fmt(f)
     }
 }
 
-impl Fabric for Hooked {
+impl Fabric for HookedFabric {
     fn kind(&self) -> TransportKind {
         self.inner.kind()
     }
@@ -148,10 +148,10 @@ impl Fabric for Hooked {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert!(self.may_join, "used although it was refused");
         if !self.may_write {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         // SAFETY: the caller's promise.
         unsafe { self.inner.write(peer, dst, src, token) }
@@ -163,7 +163,7 @@ impl Fabric for Hooked {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert!(self.may_join, "used although it was refused");
         // SAFETY: the caller's promise.
         unsafe { self.inner.read(peer, dst, src, token) }

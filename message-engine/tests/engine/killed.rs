@@ -1,16 +1,16 @@
 //! Peers that are killed in the middle of whatever they do.
 
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use switchyard_message_engine::engine::{Access, Connection, Descriptor, Engine};
+use test_support::bounded::{line_with, lines_of};
+use test_support::child;
 
-use crate::bounded::{line_with, lines_of};
-use crate::common::{By, config, rng, soon};
+use crate::common::{TestTransport, config, rng, soon};
 use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
 
-const ROLE: &str = "ENGINE_TEST_VICTIM";
 const BYTES: u64 = 3 << 20;
 /// How often memory is looked at, the first ones before everything is there that is made once.
 const NUM_SAMPLES: usize = 8;
@@ -18,12 +18,12 @@ const NUM_EARLY: usize = 2;
 /// Bytes for each dead peer: half of what a connection has in receive buffers alone.
 const MOST_KEPT: u64 = 48 << 10;
 
-/// The process that the test below kills. Does nothing when run on its own.
-#[test]
-fn victim() {
-    let Ok(role) = std::env::var(ROLE) else { return };
-    let (by, hex) = role.split_once(' ').unwrap();
-    let by = By::of_name(by);
+/// The process that the test below kills. Its arguments are the transport, and the metadata of the test's engine in
+/// hexadecimal.
+pub fn victim() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [by, hex] = &args[..] else { panic!("a transport and metadata, not {args:?}") };
+    let by = TestTransport::of_name(by);
     let metadata: Vec<u8> = (0..hex.len())
         .step_by(2)
         .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
@@ -65,7 +65,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
     let rounds = std::env::var("SWITCHYARD_KILL_ROUNDS").ok().and_then(|text| text.parse().ok());
     let rounds: usize = rounds.unwrap_or(24);
     let mut rng = rng();
-    for by in By::robust() {
+    for by in TestTransport::robust() {
         let engine = Engine::start(config(by)).unwrap();
         let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
         let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
@@ -74,9 +74,8 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
         let every = (rounds / NUM_SAMPLES).max(1);
         let (mut descriptors, mut resident) = (None, Vec::new());
         for round in 0..rounds {
-            let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "killed::victim", "--nocapture"])
-                .env(ROLE, format!("{by:?} {hex}"))
+            let mut child = child::command("victim")
+                .args([&format!("{by:?}"), &hex])
                 .stdout(Stdio::piped())
                 .spawn()
                 .unwrap();

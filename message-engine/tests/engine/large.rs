@@ -6,18 +6,18 @@ use std::time::{Duration, Instant};
 use rand::Rng;
 use switchyard_message_engine::engine::Access;
 
-use crate::common::{By, contents, pair, random_bytes, rng, soon};
+use crate::common::{TestTransport, contents, pair, random_bytes, rng, soon};
 
 const FOUR_GIB: u64 = 4 << 30;
 
 /// A mapping of `len` bytes, of which those below 4 GiB all lie on the same `page_bytes` of memory. Those
 /// from 4 GiB on have memory of their own.
-struct Folded {
+struct FoldedMapping {
     ptr: *mut u8,
     len: usize,
 }
 
-impl Folded {
+impl FoldedMapping {
     fn new(len: usize, page_bytes: usize) -> Self {
         use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
         let memory = |bytes: usize| {
@@ -46,7 +46,7 @@ impl Folded {
     }
 }
 
-impl Drop for Folded {
+impl Drop for FoldedMapping {
     fn drop(&mut self) {
         // SAFETY: mapped above, and nobody uses it any more.
         unsafe { rustix::mm::munmap(self.ptr.cast(), self.len).unwrap() };
@@ -58,15 +58,16 @@ impl Drop for Folded {
 /// half would meet other bytes: 4 GiB is no multiple of the window.
 #[test]
 fn a_message_beyond_4_gib_arrives_whole() {
-    for by in [By::Cma, By::Tcp] {
+    for by in [TestTransport::Cma, TestTransport::Tcp] {
         a_message_beyond_4_gib_arrives_whole_by(by);
     }
 }
 
-fn a_message_beyond_4_gib_arrives_whole_by(by: By) {
+fn a_message_beyond_4_gib_arrives_whole_by(by: TestTransport) {
     let fold = 67 << 20;
     let len = FOUR_GIB + (3 << 20) + 12_345;
-    let (from, to) = (Folded::new(len as usize, fold), Folded::new(len as usize, fold));
+    let (from, to) =
+        (FoldedMapping::new(len as usize, fold), FoldedMapping::new(len as usize, fold));
     let pair = pair(by);
     let mut rng = rng();
     // SAFETY: both mappings live until the engines are gone; see the drops below.
@@ -97,7 +98,7 @@ fn a_message_beyond_4_gib_arrives_whole_by(by: By) {
 /// Ranges that begin beyond 4 GiB, in memory of which only a little is ever touched.
 #[test]
 fn offsets_beyond_4_gib_are_exact() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         let len = (5u64 << 30) as usize;
         let source = pair.here.alloc(len, Access::RemoteReadWrite).unwrap();

@@ -1,8 +1,7 @@
 //! The message engine between engines of one process, over every fabric that needs nothing installed.
 #![cfg(not(loom))]
 
-#[path = "../../../tests/support/src/bounded.rs"]
-mod bounded;
+mod allocations;
 mod choice;
 mod common;
 mod device_memory;
@@ -14,12 +13,19 @@ mod held;
 mod hooked;
 mod killed;
 mod large;
+mod pending_handshakes;
 mod resets;
 mod settings;
 mod sharing;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-mod strangers;
 mod stuck;
 mod tasks;
 mod transfers;
+
+#[global_allocator]
+static ALLOCATOR: test_support::allocations::CountingAllocator =
+    test_support::allocations::CountingAllocator;
+
+test_support::child_processes! {
+    "victim" => killed::victim,
+    "exhausted" => exhausted::engine_without_descriptors,
+}

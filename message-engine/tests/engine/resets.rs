@@ -6,8 +6,8 @@ use std::sync::{Mutex, OnceLock};
 
 use switchyard_message_engine::engine::{CloseReason, EngineConfig};
 
-use crate::common::{By, config, contents, memory_of, pair_of, poisoned, soon, until};
-use crate::hooked::Hooked;
+use crate::common::{TestTransport, config, contents, memory_of, pair_of, poisoned, soon, until};
+use crate::hooked::HookedFabric;
 
 /// What is between the peers and the one port for data that this test has.
 #[derive(Default)]
@@ -64,9 +64,12 @@ fn through_the_middlebox(mut detail: Vec<u8>) -> Vec<u8> {
 
 #[test]
 fn a_connection_whose_data_cannot_move_any_more_ends_and_can_be_made_again() {
-    let behind = Hooked { told: through_the_middlebox, ..Hooked::of(By::Tcp.fabric()) };
+    let behind = HookedFabric {
+        told: through_the_middlebox,
+        ..HookedFabric::of(TestTransport::Tcp.fabric())
+    };
     let behind = EngineConfig { fabrics: vec![Box::new(behind)], ..EngineConfig::local() };
-    let pair = pair_of(config(By::Tcp), behind);
+    let pair = pair_of(config(TestTransport::Tcp), behind);
     let (source, target) = (memory_of(&pair.here, &[7; 5000]), poisoned(&pair.there, 5000));
     let span = source.span(0, 5000).unwrap();
     let remote = pair.back.advertise(&target.span(0, 5000).unwrap()).unwrap();

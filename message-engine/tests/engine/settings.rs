@@ -7,7 +7,7 @@ use switchyard_message_engine::engine::{
     ConnectError, Engine, EngineConfig, StartError, WaitError,
 };
 
-use crate::common::{By, config, memory_of, poisoned, soon};
+use crate::common::{TestTransport, config, memory_of, poisoned, soon};
 
 /// The last instant that there is.
 fn farthest() -> Instant {
@@ -23,7 +23,7 @@ fn farthest() -> Instant {
 
 #[tokio::test]
 async fn deadlines_may_be_as_far_as_there_are_instants() {
-    let by = By::Tcp;
+    let by = TestTransport::Tcp;
     let (here, there) = (Engine::start(config(by)).unwrap(), Engine::start(config(by)).unwrap());
     let addr = there.endpoint().addr;
     let one = here.connect(addr, farthest()).unwrap();
@@ -44,7 +44,7 @@ async fn deadlines_may_be_as_far_as_there_are_instants() {
 #[test]
 fn what_no_peer_would_take_is_refused_at_the_start() {
     let start = |change: fn(&mut EngineConfig)| {
-        let mut settings = config(By::Tcp);
+        let mut settings = config(TestTransport::Tcp);
         change(&mut settings);
         Engine::start(settings).map(drop).map_err(|error| error.to_string())
     };
@@ -56,11 +56,14 @@ fn what_no_peer_would_take_is_refused_at_the_start() {
     let ticket = start(|it| it.ticket = Some("s".repeat(513))).unwrap_err();
     assert!(ticket.contains("513") && ticket.contains("at most 512"), "{ticket}");
     assert!(!ticket.contains("ss"), "the secret is not for logs");
-    let both = |ticket: &str| EngineConfig { ticket: Some(ticket.to_owned()), ..config(By::Tcp) };
+    let both = |ticket: &str| EngineConfig {
+        ticket: Some(ticket.to_owned()),
+        ..config(TestTransport::Tcp)
+    };
     let longest = "s".repeat(512);
     let listener = Engine::start(both(&longest)).unwrap();
     Engine::start(both(&longest)).unwrap().connect(listener.endpoint().addr, soon()).unwrap();
-    let none = EngineConfig { max_handshakes: 0, ..config(By::Tcp) };
+    let none = EngineConfig { max_handshakes: 0, ..config(TestTransport::Tcp) };
     assert!(matches!(Engine::start(none), Err(StartError::Config { .. })));
 }
 
@@ -68,11 +71,11 @@ fn what_no_peer_would_take_is_refused_at_the_start() {
 #[test]
 fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
     let few = || {
-        let all = config(By::Tcp);
+        let all = config(TestTransport::Tcp);
         EngineConfig { credit: CreditConfig { max_senders: 2, ..all.credit }, ..all }
     };
     let full = Engine::start(few()).unwrap();
-    let friend = Engine::start(config(By::Tcp)).unwrap();
+    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     let addr = full.endpoint().addr;
     let kept: Vec<_> = (0..2).map(|_| friend.connect(addr, soon()).unwrap()).collect();
     let back: Vec<_> = (0..2).map(|_| full.accept(soon()).unwrap()).collect();

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use switchyard_message_engine::engine::{Access, CloseReason, Engine, EngineConfig};
 
-use crate::common::{By, config, contents, memory_of, poisoned, soon, until};
-use crate::hooked::Hooked;
+use crate::common::{TestTransport, config, contents, memory_of, poisoned, soon, until};
+use crate::hooked::HookedFabric;
 
 const PART: u64 = 1 << 20;
 
@@ -18,13 +18,13 @@ fn bytes(byte: u8) -> Vec<u8> {
 /// lose its access; others have operations under way with the same registration, and hold its keys.
 #[test]
 fn the_end_of_a_peer_takes_nothing_from_others_who_share_the_memory() {
-    for by in By::robust() {
+    for by in TestTransport::robust() {
         let engine = Engine::start(config(by)).unwrap();
         // A place before the shared registration's, which is free afterwards.
         let before = engine.alloc(4096, Access::RemoteReadWrite).unwrap();
         let memory = poisoned(&engine, 4 * PART as usize);
         let part = |nth: u64| memory.span(nth * PART, PART).unwrap();
-        let silent = Hooked { may_write: false, ..Hooked::of(by.fabric()) };
+        let silent = HookedFabric { may_write: false, ..HookedFabric::of(by.fabric()) };
         let silent = EngineConfig { fabrics: vec![Box::new(silent)], ..EngineConfig::local() };
         let (bad, good) = (Engine::start(silent).unwrap(), Engine::start(config(by)).unwrap());
         let out = bad.connect(engine.endpoint().addr, soon()).unwrap();

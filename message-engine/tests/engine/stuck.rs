@@ -10,8 +10,8 @@ use switchyard_message_engine::engine::{
 };
 use switchyard_message_engine::fabric::cma::CmaFabric;
 
-use crate::common::{By, config, memory_of, pair_of, poisoned, soon, until};
-use crate::hooked::Hooked;
+use crate::common::{TestTransport, config, memory_of, pair_of, poisoned, soon, until};
+use crate::hooked::HookedFabric;
 
 /// More than anything takes that is not stuck, on a machine with much to do.
 const STUCK: Duration = Duration::from_secs(5);
@@ -19,16 +19,16 @@ const STUCK: Duration = Duration::from_secs(5);
 #[test]
 fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     let lock = Arc::new(Mutex::new(()));
-    let cma = Hooked::new(CmaFabric::new().unwrap());
+    let cma = HookedFabric::new(CmaFabric::new().unwrap());
     let theirs = Arc::clone(&lock);
     let before_poll = Box::new(move || drop(theirs.lock().unwrap()));
-    let cma = Hooked { before_poll, ..cma };
+    let cma = HookedFabric { before_poll, ..cma };
     let here = EngineConfig {
         fabrics: vec![Box::new(cma)],
         stuck_timeout: STUCK,
         ..EngineConfig::local()
     };
-    let pair = pair_of(here, config(By::Cma));
+    let pair = pair_of(here, config(TestTransport::Cma));
     let (source, target) = (memory_of(&pair.here, &[7; 100]), poisoned(&pair.there, 100));
     let remote = pair.back.advertise(&target.span(0, 100).unwrap()).unwrap();
     let write = || pair.out.write(&source.span(0, 100).unwrap(), &remote, soon());
@@ -37,7 +37,7 @@ fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     // The thread goes into its fabric and stays there.
     let held = lock.lock().unwrap();
     assert!(matches!(write(), Err(OpError::Transfer(TransferError::Stuck))));
-    let other = pair_of(config(By::Cma), config(By::Cma));
+    let other = pair_of(config(TestTransport::Cma), config(TestTransport::Cma));
     let memory = memory_of(&other.here, &[1; 10]);
     other.out.send(&memory.span(0, 10).unwrap(), soon()).unwrap();
     assert_eq!(pair.here.stop(), Err(StopError));
@@ -59,7 +59,7 @@ fn a_registration_that_comes_too_late_is_undone() {
             std::thread::sleep(2 * STUCK);
         }
     });
-    let slow = Hooked { before_register, ..Hooked::new(CmaFabric::new().unwrap()) };
+    let slow = HookedFabric { before_register, ..HookedFabric::new(CmaFabric::new().unwrap()) };
     let config = EngineConfig {
         fabrics: vec![Box::new(slow)],
         stuck_timeout: STUCK,
@@ -82,7 +82,7 @@ fn a_registration_that_comes_too_late_is_undone() {
 }
 
 /// An engine whose transport takes its time over deregistering, and refuses it, as long as it is told to.
-struct Reluctant {
+struct SlowDeregistration {
     engine: Engine,
     memory: Region,
     refuses: Arc<AtomicBool>,
@@ -95,7 +95,7 @@ struct Reluctant {
     num_released: Arc<AtomicUsize>,
 }
 
-impl Reluctant {
+impl SlowDeregistration {
     fn start() -> Self {
         let refuses = Arc::new(AtomicBool::new(false));
         let [num_refusals, pause, num_refused, num_registered, num_released] =
@@ -119,12 +119,12 @@ impl Reluctant {
             }
         };
         let registered = Arc::clone(&num_registered);
-        let fabric = Hooked {
+        let fabric = HookedFabric {
             before_register: Box::new(move || {
                 registered.fetch_add(1, Ordering::SeqCst);
             }),
             before_deregister: Box::new(hook),
-            ..Hooked::new(CmaFabric::new().unwrap())
+            ..HookedFabric::new(CmaFabric::new().unwrap())
         };
         let config = EngineConfig {
             fabrics: vec![Box::new(fabric)],
@@ -182,7 +182,7 @@ const ACCESS: Access = Access::RemoteReadWrite;
 /// be mapped at its address: the keys of the first must not serve the second.
 #[test]
 fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
-    let rig = Reluctant::start();
+    let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
     rig.refuse(true);
@@ -199,7 +199,7 @@ fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
 
 #[test]
 fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_can() {
-    let rig = Reluctant::start();
+    let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
     rig.refuse(true);
@@ -217,7 +217,7 @@ fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_ca
 /// The same for memory of which only a part is still somebody's.
 #[test]
 fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
-    let rig = Reluctant::start();
+    let rig = SlowDeregistration::start();
     let (whole, part) = (rig.reg(8192), rig.reg(4096));
     let number = whole.registration();
     assert_eq!(part.registration(), number);
@@ -238,7 +238,7 @@ fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
 /// A peer that is in the middle of a copy ends that soon: whoever gives the memory back need not know.
 #[test]
 fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
-    let rig = Reluctant::start();
+    let rig = SlowDeregistration::start();
     for num_refusals in 1..4 {
         let first = rig.reg(4096);
         rig.num_refusals.store(num_refusals, Ordering::SeqCst);
@@ -251,7 +251,7 @@ fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
 /// Meanwhile the thread serves others, and whoever waits is told in the end.
 #[test]
 fn a_registration_that_stays_in_use_holds_nobody_else_up() {
-    let rig = Reluctant::start();
+    let rig = SlowDeregistration::start();
     let (first, second) = (rig.reg(4096), rig.engine.alloc(4096, ACCESS).unwrap());
     rig.refuse(true);
     std::thread::scope(|scope| {

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use switchyard_message_engine::engine::{Connection, Engine, EngineConfig};
 use switchyard_message_engine::fabric::cma::CmaFabric;
 
-use crate::common::{By, config, memory_of, pair_of, poisoned, soon};
-use crate::hooked::Hooked;
+use crate::common::{TestTransport, config, memory_of, pair_of, poisoned, soon};
+use crate::hooked::HookedFabric;
 
 const NUM_PARTS: u64 = 40;
 
@@ -21,7 +21,7 @@ fn brief_queue() -> (Arc<AtomicBool>, EngineConfig) {
             std::thread::sleep(Duration::from_micros(100));
         }
     });
-    let fabric = Hooked { before_poll, ..Hooked::new(CmaFabric::new().unwrap()) };
+    let fabric = HookedFabric { before_poll, ..HookedFabric::new(CmaFabric::new().unwrap()) };
     let fabrics: Vec<Box<dyn p2p_core::fabric::Fabric>> = vec![Box::new(fabric)];
     (is_held, EngineConfig { fabrics, queue_len: 4, ..EngineConfig::local() })
 }
@@ -44,7 +44,7 @@ fn fill_the_queue(connection: &Connection) {
 #[tokio::test(flavor = "current_thread")]
 async fn a_vector_that_waits_for_room_lets_other_tasks_go_on() {
     let (is_held, here) = brief_queue();
-    let pair = pair_of(here, config(By::Cma));
+    let pair = pair_of(here, config(TestTransport::Cma));
     let source = memory_of(&pair.here, &[7; NUM_PARTS as usize]);
     let target = poisoned(&pair.there, NUM_PARTS as usize);
     let parts = |memory: &switchyard_message_engine::engine::MemoryRegion| -> Vec<_> {
@@ -70,8 +70,8 @@ async fn a_vector_that_waits_for_room_lets_other_tasks_go_on() {
 #[tokio::test(flavor = "current_thread")]
 async fn connecting_while_there_is_no_room_lets_other_tasks_go_on() {
     let (is_held, here) = brief_queue();
-    let pair = pair_of(here, config(By::Cma));
-    let third = Engine::start(config(By::Cma)).unwrap();
+    let pair = pair_of(here, config(TestTransport::Cma));
+    let third = Engine::start(config(TestTransport::Cma)).unwrap();
     is_held.store(true, Ordering::SeqCst);
     fill_the_queue(&pair.out);
     let late = Instant::now() + Duration::from_secs(20);

@@ -8,7 +8,8 @@ use switchyard_message_engine::engine::{
 };
 
 use crate::common::{
-    By, config, contents, memory_of, pair, pair_of, poisoned, random_bytes, rng, soon, until,
+    TestTransport, config, contents, memory_of, pair, pair_of, poisoned, random_bytes, rng, soon,
+    until,
 };
 
 /// Around every limit: empty, short, at the edge of eager, one and several parts, odd ends.
@@ -17,7 +18,7 @@ const SIZES: [usize; 12] =
 
 #[test]
 fn messages_of_every_size_go_both_ways_on_one_connection() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         for len in SIZES {
             for (from, to, sender, receiver) in [
@@ -39,7 +40,7 @@ fn messages_of_every_size_go_both_ways_on_one_connection() {
 
 #[test]
 fn messages_before_their_receives_are_matched_in_order() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         let messages: Vec<_> = (0..40)
             .map(|_| {
@@ -69,7 +70,7 @@ fn messages_before_their_receives_are_matched_in_order() {
 
 #[test]
 fn vectors_are_one_transfer_of_many_messages() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         let lens: Vec<usize> = (0..64).map(|_| rng.random_range(0..20_000)).collect();
         let all = random_bytes(&mut rng, lens.iter().sum());
@@ -94,7 +95,7 @@ fn vectors_are_one_transfer_of_many_messages() {
 
 #[test]
 fn one_sided_transfers_move_what_was_advertised() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         for len in SIZES {
             let bytes = random_bytes(&mut rng, len);
@@ -119,7 +120,7 @@ fn one_sided_transfers_move_what_was_advertised() {
 
 #[test]
 fn vectored_writes_and_reads_scatter_and_gather() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let (pair, mut rng) = (pair(by), rng());
         let (num, each) = (128u64, 3000u64);
         let bytes = random_bytes(&mut rng, (num * each) as usize);
@@ -143,7 +144,7 @@ fn vectored_writes_and_reads_scatter_and_gather() {
 
 #[test]
 fn notifications_of_any_length_arrive_whole_and_in_order() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         // A window far below what is sent, so that most of it waits at the sender.
         let small = EngineConfig { notify_window_bytes: 4096, ..config(by) };
         let (pair, mut rng) = (pair_of(config(by), small), rng());
@@ -165,7 +166,7 @@ fn notifications_of_any_length_arrive_whole_and_in_order() {
 
 #[test]
 fn a_sender_of_notifications_waits_while_nobody_takes_them() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let small = EngineConfig { notify_window_bytes: 4096, ..config(by) };
         let pair = pair_of(config(by), small);
         let first = pair.out.start_notify(&[1; 4000], soon()).unwrap();
@@ -187,7 +188,7 @@ fn a_sender_of_notifications_waits_while_nobody_takes_them() {
 
 #[test]
 fn a_buffer_too_small_fails_and_stays_untouched() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let pair = pair(by);
         let target = poisoned(&pair.there, 50_000);
         for len in [100usize, 100_000] {
@@ -213,7 +214,7 @@ fn a_buffer_too_small_fails_and_stays_untouched() {
 /// that is long enough.
 #[test]
 fn a_buffer_that_cannot_be_opened_is_called_so_at_both_ends() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let pair = pair(by);
         let source = memory_of(&pair.here, &[1; 100_000]);
         let closed = pair.there.alloc(100_000, Access::Local).unwrap();
@@ -235,7 +236,7 @@ fn a_buffer_that_cannot_be_opened_is_called_so_at_both_ends() {
 
 #[test]
 fn numbers_of_transfers_tell_done_pending_and_failed_apart() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let pair = pair(by);
         let (source, target) = (memory_of(&pair.here, &[7; 100]), poisoned(&pair.there, 100));
         let whole =
@@ -265,7 +266,7 @@ fn numbers_of_transfers_tell_done_pending_and_failed_apart() {
 
 #[tokio::test]
 async fn tasks_can_do_the_same() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let here = switchyard_message_engine::engine::Engine::start(config(by)).unwrap();
         let there = switchyard_message_engine::engine::Engine::start(config(by)).unwrap();
         let addr = there.endpoint().addr;
@@ -290,7 +291,7 @@ async fn tasks_can_do_the_same() {
 
 #[test]
 fn endpoints_come_and_go_by_their_metadata() {
-    for by in By::all() {
+    for by in TestTransport::all() {
         let named = EngineConfig {
             gpu_index: Some(3),
             pci_bdf: Some("0000:3b:00.0".to_owned()),
@@ -322,7 +323,7 @@ fn endpoints_come_and_go_by_their_metadata() {
 
 #[test]
 fn registrations_are_shared_by_range_and_revoked_with_the_last() {
-    for by in By::robust() {
+    for by in TestTransport::robust() {
         let pair = pair(by);
         let mut backing = vec![0u8; 10_000];
         let ptr = std::ptr::NonNull::new(backing.as_mut_ptr()).unwrap();

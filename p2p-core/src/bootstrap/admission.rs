@@ -1,10 +1,12 @@
-//! Who may be in the middle of a handshake.
+//! Limits the number of handshakes under way.
 //!
-//! The number of handshakes under way is limited, but a newcomer is never turned away: it takes the
-//! place of the oldest one, of those that have not said anything useful yet, of the source that has
-//! the most of them. A healthy peer says its hello within one round trip, so whoever holds many silent
-//! connections pushes out its own. Everybody keeps its place for a moment, though, and newcomers wait in
-//! the accept queue meanwhile: many healthy peers at once do not push out each other.
+//! A newcomer is never turned away. If the limit is reached, it evicts another handshake.
+//! Handshakes without a valid hello are evicted first. Among these, the oldest one of the source
+//! with the most handshakes goes first. A healthy peer sends its hello within one round trip. So a
+//! source with many silent connections evicts its own.
+//!
+//! No handshake is evicted in its first moments. Newcomers wait in the accept queue meanwhile, so
+//! many healthy peers at once do not evict each other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -23,21 +25,21 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct Table {
     next_id: u64,
-    // Ordered by id, that is by age.
+    // Ordered by id, which is also the order of age.
     entries: BTreeMap<u64, Entry>,
 }
 
 #[derive(Debug)]
 struct Entry {
     source: IpAddr,
-    settled: bool,
+    is_valid: bool,
     since: Instant,
     evicted: Arc<Notify>,
 }
 
-/// A place in the table, given back when dropped.
+/// A handshake's entry in the table, removed when dropped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct HandshakeEntry {
     id: u64,
     table: Arc<Mutex<Table>>,
     evicted: Arc<Notify>,
@@ -48,7 +50,7 @@ impl Admission {
         Self { cap: cap.max(1), table: Arc::default() }
     }
 
-    /// How long a newcomer has to wait, unless a place becomes free before.
+    /// Time that a newcomer has to wait, unless an entry becomes free before.
     pub(super) fn delay(&self) -> Duration {
         let table = lock(&self.table);
         if table.entries.len() < self.cap {
@@ -56,47 +58,47 @@ impl Admission {
         }
         let victim = table.victim().and_then(|id| table.entries.get(&id));
         victim.map_or(Duration::ZERO, |entry| {
-            let stay = if entry.settled { STAY_SETTLED } else { STAY_SILENT };
+            let stay = if entry.is_valid { STAY_VALID } else { STAY_SILENT };
             stay.saturating_sub(entry.since.elapsed())
         })
     }
 
-    /// Takes a place for a newcomer. True when somebody had to leave for it.
-    pub(super) fn admit(&self, source: IpAddr) -> (Place, bool) {
+    /// Adds an entry for a newcomer. The flag is true if another handshake was evicted for it.
+    pub(super) fn admit(&self, source: IpAddr) -> (HandshakeEntry, bool) {
         let mut table = lock(&self.table);
         let full = table.entries.len() >= self.cap;
         if full
             && let Some(victim) = table.victim()
             && let Some(entry) = table.entries.remove(&victim)
         {
-            // A permit is kept if the task does not wait yet.
+            // The notification is stored if the task does not wait yet.
             entry.evicted.notify_one();
         }
         let id = table.next_id;
         table.next_id += 1;
         let evicted = Arc::new(Notify::new());
         let since = Instant::now();
-        let entry = Entry { source, settled: false, since, evicted: Arc::clone(&evicted) };
+        let entry = Entry { source, is_valid: false, since, evicted: Arc::clone(&evicted) };
         table.entries.insert(id, entry);
-        (Place { id, table: Arc::clone(&self.table), evicted }, full)
+        (HandshakeEntry { id, table: Arc::clone(&self.table), evicted }, full)
     }
 }
 
-impl Place {
-    /// Marks this handshake as one that said a valid hello: it gives way last.
-    pub(super) fn settle(&self) {
+impl HandshakeEntry {
+    /// Marks this handshake as one with a valid hello. Such handshakes are evicted last.
+    pub(super) fn mark_valid(&self) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
-            entry.settled = true;
+            entry.is_valid = true;
         }
     }
 
-    /// Returns when this handshake must give way.
+    /// Returns when this handshake is evicted.
     pub(super) async fn evicted(&self) {
         self.evicted.notified().await;
     }
 }
 
-impl Drop for Place {
+impl Drop for HandshakeEntry {
     fn drop(&mut self) {
         lock(&self.table).entries.remove(&self.id);
     }
@@ -104,15 +106,17 @@ impl Drop for Place {
 
 impl Table {
     fn victim(&self) -> Option<u64> {
-        [false, true].into_iter().find_map(|settled| {
+        [false, true].into_iter().find_map(|is_valid| {
             let mut num_by_source: HashMap<IpAddr, usize> = HashMap::new();
-            for entry in self.entries.values().filter(|e| e.settled == settled) {
+            for entry in self.entries.values().filter(|e| e.is_valid == is_valid) {
                 *num_by_source.entry(entry.source).or_default() += 1;
             }
             let most = *num_by_source.values().max()?;
             self.entries
                 .iter()
-                .find(|(_, e)| e.settled == settled && num_by_source.get(&e.source) == Some(&most))
+                .find(|(_, e)| {
+                    e.is_valid == is_valid && num_by_source.get(&e.source) == Some(&most)
+                })
                 .map(|(id, _)| *id)
         })
     }
@@ -123,9 +127,9 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A place is safe for so long before a hello has come, and after.
+/// An entry cannot be evicted for this long: before a hello has come, and after.
 const STAY_SILENT: Duration = Duration::from_millis(100);
-const STAY_SETTLED: Duration = Duration::from_secs(1);
+const STAY_VALID: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -136,8 +140,8 @@ mod tests {
         let admission = Admission::new(4);
         let [quiet, busy] = [IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2])];
         let (healthy, _) = admission.admit(quiet);
-        let (settled, _) = admission.admit(busy);
-        settled.settle();
+        let (valid, _) = admission.admit(busy);
+        valid.mark_valid();
         let (silent_old, _) = admission.admit(busy);
         let (_silent_new, pushed) = admission.admit(busy);
         assert!(!pushed);
@@ -146,7 +150,7 @@ mod tests {
         silent_old.evicted().await;
         assert!(
             tokio::time::timeout(std::time::Duration::from_millis(20), async {
-                tokio::select! { () = healthy.evicted() => {}, () = settled.evicted() => {} }
+                tokio::select! { () = healthy.evicted() => {}, () = valid.evicted() => {} }
             })
             .await
             .is_err()
@@ -158,13 +162,13 @@ mod tests {
         let admission = Admission::new(1);
         let source = IpAddr::from([10, 0, 0, 1]);
         assert_eq!(admission.delay(), Duration::ZERO);
-        let (place, _) = admission.admit(source);
+        let (entry, _) = admission.admit(source);
         assert!(admission.delay() <= STAY_SILENT);
-        place.settle();
-        assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_SETTLED);
-        drop(place);
+        entry.mark_valid();
+        assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_VALID);
+        drop(entry);
         assert_eq!(admission.delay(), Duration::ZERO);
-        let (_place, _) = admission.admit(source);
+        let (_entry, _) = admission.admit(source);
         std::thread::sleep(STAY_SILENT);
         assert_eq!(admission.delay(), Duration::ZERO);
         assert!(admission.admit(source).1);
@@ -174,7 +178,7 @@ mod tests {
     fn a_place_is_given_back() {
         let admission = Admission::new(2);
         for _ in 0..10 {
-            let (_place, pushed) = admission.admit(IpAddr::from([127, 0, 0, 1]));
+            let (_entry, pushed) = admission.admit(IpAddr::from([127, 0, 0, 1]));
             assert!(!pushed);
         }
         assert!(lock(&admission.table).entries.is_empty());

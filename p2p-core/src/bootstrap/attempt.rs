@@ -1,4 +1,4 @@
-//! One call of `connect`: which offers it makes, and which it tries after them.
+//! One call of `connect`: its offers in each handshake, and its retries with other offers.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -6,32 +6,32 @@ use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
 
-use super::fallback::{Fallback, LeftOut};
+use super::fallback::{ExcludedOffer, Fallback};
 use super::liveness::is_over;
 use super::{ConnectConfig, ConnectError, RejectCode};
 use crate::network::{Offer, offers};
 
-/// Which offers one call of `connect` makes, and what becomes of them.
+/// The offers of one call of `connect`, and their failures.
 pub(super) struct Attempt<'a> {
     name: &'a str,
     fallback: Fallback,
     all: Vec<Offer>,
-    /// Left out in the handshake under way.
-    pub(super) left_out: Vec<LeftOut>,
-    /// What the listening side chose in it.
-    chosen: Option<Chosen>,
-    /// What did not work in this call.
-    failed: Vec<LeftOut>,
-    /// Nothing else is common to both: what did not work earlier is tried all the same.
+    /// Offers left out in the handshake under way.
+    pub(super) left_out: Vec<ExcludedOffer>,
+    /// The listening side's choice in that handshake.
+    choice: Option<Choice>,
+    /// Offers that failed in this call.
+    failed: Vec<ExcludedOffer>,
+    /// The sides have nothing else in common, so offers that failed earlier are tried all the same.
     no_choice: bool,
-    /// Why the last of `failed` did not work.
+    /// Error of the last offer in `failed`.
     error: Option<ConnectError>,
 }
 
-struct Chosen {
+struct Choice {
     offer: Offer,
-    /// Of a network, which may reach nobody although both sides could join: the connection over which it
-    /// was chosen. `None` where the system gave no second descriptor.
+    /// For a network: the connection over which it was chosen. A network may reach no peer although
+    /// both sides could join. `None` if the system gave no second descriptor.
     control: Option<OwnedFd>,
     since: Instant,
 }
@@ -43,7 +43,7 @@ impl<'a> Attempt<'a> {
             fallback: config.fallback.clone(),
             all: offers(&config.transports, &config.networks, config.device.is_some()),
             left_out: Vec::new(),
-            chosen: None,
+            choice: None,
             failed: Vec::new(),
             no_choice: false,
             error: None,
@@ -51,9 +51,9 @@ impl<'a> Attempt<'a> {
     }
 
     pub(super) fn begin(&mut self) {
-        self.chosen = None;
+        self.choice = None;
         self.left_out = self.fallback.left_out();
-        // What works on another link is not left out for good, but is in this call.
+        // An offer that works on another link is left out in this call only.
         for failed in &self.failed {
             if !self.left_out.iter().any(|left| left.offer == failed.offer) {
                 self.left_out.push(failed.clone());
@@ -74,18 +74,19 @@ impl<'a> Attempt<'a> {
         self.all.iter().filter(|offer| !is_left_out(offer)).cloned().collect()
     }
 
-    /// The listening side chose `offer`, over `control` if it is a network.
+    /// Notes that the listening side chose `offer`, over `control` if it is a network.
     pub(super) fn choose(&mut self, offer: &Offer, control: Option<&TcpStream>) {
         let control = control.and_then(|stream| rustix::io::fcntl_dupfd_cloexec(stream, 0).ok());
-        self.chosen = Some(Chosen { offer: offer.clone(), control, since: Instant::now() });
+        self.choice = Some(Choice { offer: offer.clone(), control, since: Instant::now() });
     }
 
-    /// Judges the end of a handshake. `Ok` says to try again with other offers, of which there are ever
-    /// fewer.
-    pub(super) fn failed(&mut self, error: ConnectError) -> Result<(), ConnectError> {
+    /// Judges the end of a handshake. `Ok` asks for a retry with other offers. Each retry has fewer
+    /// offers.
+    pub(super) fn judge_failure(&mut self, error: ConnectError) -> Result<(), ConnectError> {
         if error.reject().is_some_and(|reject| reject.code == RejectCode::NO_TRANSPORT) {
             if let Some(known) = self.error.take() {
-                // What is left is not common to both: the real obstacle is the one before.
+                // The remaining offers are not common to both sides. The earlier error is the real
+                // obstacle.
                 return Err(known);
             }
             if self.left_out.is_empty() || self.no_choice {
@@ -94,15 +95,15 @@ impl<'a> Attempt<'a> {
             self.no_choice = true;
             return Ok(());
         }
-        let Some(chosen) = self.chosen.take() else { return Err(error) };
+        let Some(choice) = self.choice.take() else { return Err(error) };
         if error.reject().is_some_and(|reject| reject.code == RejectCode::TIMEOUT) {
-            self.note_unfinished(&chosen, &error);
+            self.note_unfinished(&choice, &error);
             return Err(error);
         }
         if !blames_transport(&error) {
             return Err(error);
         }
-        let failed = LeftOut { offer: chosen.offer, reason: error.to_string() };
+        let failed = ExcludedOffer { offer: choice.offer, reason: error.to_string() };
         if let Some(pause) = self.fallback.note_failed(&failed.offer, failed.reason.as_str()) {
             self.warn(&failed.offer, &error, pause);
         }
@@ -115,20 +116,21 @@ impl<'a> Attempt<'a> {
         Ok(())
     }
 
-    /// The time for the whole handshake is over.
-    pub(super) fn ran_out(&mut self, limit: Duration) {
-        // A peer that went meanwhile says nothing about the network, nor does one that was slow before.
-        if let Some(chosen) = self.chosen.take()
-            && chosen.since.elapsed() > limit / 2
-            && chosen.control.as_ref().is_some_and(|control| !is_over(control))
+    /// Notes that the time for the whole handshake is over.
+    pub(super) fn note_timeout(&mut self, limit: Duration) {
+        // If the peer went away meanwhile, or was slow before, the timeout says nothing about the
+        // network.
+        if let Some(choice) = self.choice.take()
+            && choice.since.elapsed() > limit / 2
+            && choice.control.as_ref().is_some_and(|control| !is_over(control))
         {
             let limit = limit.as_millis();
-            self.note_unfinished(&chosen, &format!("joining was not complete within {limit} ms"));
+            self.note_unfinished(&choice, &format!("joining was not complete within {limit} ms"));
         }
     }
 
-    fn note_unfinished(&self, chosen: &Chosen, reason: &dyn Display) {
-        let Chosen { offer, control, .. } = chosen;
+    fn note_unfinished(&self, choice: &Choice, reason: &dyn Display) {
+        let Choice { offer, control, .. } = choice;
         if control.is_some()
             && let Some(pause) = self.fallback.note_unfinished(offer, reason.to_string())
         {
@@ -141,7 +143,7 @@ impl<'a> Attempt<'a> {
     }
 }
 
-/// Whether the transport that was chosen cannot join the peers, so that another one may.
+/// Tells whether the chosen transport could not join the peers, so that another one may.
 fn blames_transport(error: &ConnectError) -> bool {
     match error {
         ConnectError::Rejected { reject, .. } => reject.code == RejectCode::TRANSPORT,

@@ -10,8 +10,8 @@ use thiserror::Error;
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
-use super::aside::Aside;
 use super::attempt::Attempt;
+use super::background_drop::BackgroundDrop;
 use super::fallback::{self, Fallback};
 use super::liveness::Liveness;
 use super::wire::{
@@ -31,7 +31,8 @@ use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Route, SideDescription,
+    network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -46,18 +47,17 @@ pub struct ConnectConfig {
     pub ticket: Option<String>,
     /// Transports to offer, the best first.
     pub transports: Vec<TransportKind>,
-    /// Networks of this process, for those of `transports` that are networks.
+    /// Networks of this process, for the network kinds among `transports`.
     pub networks: Vec<Arc<dyn Network>>,
-    /// What is known of the offers that do not work with this peer. Connections to one peer should share
-    /// it.
+    /// Failures of offers with this peer so far. All connections to one peer should share it.
     pub fallback: Fallback,
-    /// Device slots to make beside the others. The listening side must want the same.
+    /// Memory for device slots beside the host slots. The listening side must want the same.
     pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of the whole handshake.
     pub timeout: Duration,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
-    /// How a staged transport delays and reorders. For tests.
+    /// Delays and reordering of a staged transport. For tests.
     #[cfg(feature = "test-transports")]
     pub disorder: Option<Disorder>,
 }
@@ -82,57 +82,26 @@ impl Default for ConnectConfig {
 /// A connection could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum ConnectError {
-    /// Nobody answers there.
+    /// No listener answers at the address.
     #[error("cannot reach {addr}: {source}")]
-    Unreachable {
-        /// Where to.
-        addr: String,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Unreachable { addr: String, source: io::Error },
     /// The whole handshake took longer than allowed.
     #[error("{addr} did not complete the handshake within {} ms", .limit.as_millis())]
-    Timeout {
-        /// Where to.
-        addr: String,
-        /// The limit.
-        limit: Duration,
-    },
+    Timeout { addr: String, limit: Duration },
     /// The listening side said no.
     #[error("{addr} rejected the connection: {reject}")]
-    Rejected {
-        /// Where to.
-        addr: String,
-        /// Why.
-        reject: Reject,
-    },
-    /// What answered is not a Switchyard listener, or one of another version.
+    Rejected { addr: String, reject: Reject },
+    /// The other end is not a Switchyard listener, or has another protocol version.
     #[error("{addr}: {source}")]
-    Foreign {
-        /// Where to.
-        addr: String,
-        /// What was wrong.
-        source: WireError,
-    },
+    Foreign { addr: String, source: WireError },
     /// The connection broke during the handshake.
     #[error("the connection to {addr} broke during the handshake: {detail}")]
-    Broken {
-        /// Where to.
-        addr: String,
-        /// How.
-        detail: String,
-    },
-    /// What was to be sent is too long. A local bug or misconfiguration.
+    Broken { addr: String, detail: String },
+    /// A field to be sent is too long. A local bug or misconfiguration.
     #[error("`{field}` is {found} bytes, at most {max} are allowed")]
-    TooLong {
-        /// Which part.
-        field: &'static str,
-        /// Bytes found.
-        found: usize,
-        /// Most bytes allowed.
-        max: usize,
-    },
+    TooLong { field: &'static str, found: usize, max: usize },
     /// The slot configuration is not usable.
     #[error(transparent)]
     Slot(#[from] SlotConfigError),
@@ -154,7 +123,7 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// Why the listening side said no, if it did.
+    /// The listening side's reason to refuse, if it refused.
     #[must_use]
     pub const fn reject(&self) -> Option<&Reject> {
         match self {
@@ -164,15 +133,54 @@ impl ConnectError {
     }
 }
 
-/// Connects to a [`Listener`](super::Listener), and tries again as long as it says that it is busy with
-/// others.
+/// Connects to a [`Listener`](super::Listener). Retries as long as the listener reports that it is
+/// busy with others.
 ///
-/// Where the peers cannot be joined by the transport that was chosen, it tries again without that one, which
-/// is then left out for a while ([`ConnectConfig::fallback`]). Where nothing else is left, nothing is left
-/// out. A handshake that breaks with the connection to the listener says nothing about the transport.
+/// If the chosen transport cannot join the peers, this retries without that transport. The
+/// transport is then left out of later calls for a while ([`ConnectConfig::fallback`]). If no other
+/// transport remains, none is left out. A handshake that breaks together with the connection to the
+/// listener says nothing about the transport.
+///
+/// Takes at most [`ConnectConfig::timeout`]. Dropping the future ends the handshake.
 ///
 /// # Errors
 /// [`ConnectError`].
+///
+/// # Examples
+/// A listener and a peer in one process exchange a frame:
+///
+/// ```
+/// use switchyard_p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, PeerHello, connect};
+/// use switchyard_p2p_core::{Connection, SlotConfig};
+/// use tokio::sync::mpsc;
+///
+/// # tokio::runtime::Runtime::new().unwrap().block_on(async {
+/// let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+/// let config = ListenerConfig { slot, ..Default::default() };
+/// let listener = Listener::bind("127.0.0.1:0", config).await.unwrap();
+/// let addr = listener.local_addr();
+/// let (sender, mut peers) = mpsc::unbounded_channel();
+/// let accept = |peer: &PeerHello| Ok(format!("hello {}", peer.peer_id).into_bytes());
+/// let on_peer = move |connection: Connection| drop(sender.send(connection));
+/// tokio::spawn(listener.serve(accept, on_peer, std::future::pending()));
+///
+/// let hello = PeerHello { peer_id: 7, ..Default::default() };
+/// let config = ConnectConfig { slot, ..Default::default() };
+/// let mut client = connect(addr, hello, config).await.unwrap();
+/// assert_eq!(client.reply, b"hello 7");
+/// let mut server = peers.recv().await.unwrap();
+///
+/// let frame = client.channel.try_reserve().unwrap().expect("a free frame");
+/// client.channel.write_view(&frame).put_bytes(0, b"frame").unwrap();
+/// client.channel.publish(frame, 5).unwrap();
+/// // Both sides are in one process, so the frame is here at once.
+/// let frame = server.channel.try_next().unwrap().expect("the frame");
+/// let mut bytes = [0; 5];
+/// server.channel.view(&frame).copy_to(0, &mut bytes).unwrap();
+/// server.channel.release().unwrap();
+/// assert_eq!(&bytes, b"frame");
+/// # });
+/// ```
 pub async fn connect(
     addr: impl ToSocketAddrs + Display,
     hello: PeerHello,
@@ -190,17 +198,18 @@ pub async fn connect(
             match connect_once(&addrs, &name, hello.clone(), config.clone(), &mut attempt).await {
                 Err(error) if error.reject().is_some_and(|r| r.code == RejectCode::BUSY) => {
                     busy = Some(error);
-                    // Those who were turned away together should not come back together.
+                    // A random delay, so that peers that were refused together do not return
+                    // together.
                     sleep(Duration::from_millis(rand::random_range(5..50))).await;
                 }
-                Err(error) => attempt.failed(error)?,
+                Err(error) => attempt.judge_failure(error)?,
                 Ok(connection) => return Ok(connection),
             }
         }
     })
     .await;
     if result.is_err() {
-        attempt.ran_out(limit);
+        attempt.note_timeout(limit);
     }
     match (result, busy) {
         (Ok(result), _) => result,
@@ -244,7 +253,8 @@ async fn connect_once(
             shape: side.shape().to_vec(),
         }),
     };
-    // A listener that says no early may have closed its reading side: its answer is still to be read.
+    // A listener that refuses early may have closed its reading side. Its answer must still be
+    // read.
     let written = write_message(&mut stream, &wire::encode_hello(&hello)).await;
     let (header, body) = match (read_message(&mut stream).await, written) {
         (Ok(message), _) => message,
@@ -291,18 +301,18 @@ async fn connect_once(
         }));
     }
 
-    // Whatever ends the handshake from here on, this task does not wait for the end of the slots.
+    // From here on, a failed handshake drops the slots on a background thread.
     let (slots, pages) = if let Some(network) = network {
         let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
         let route = Route { local, remote: remote_addr.ip() };
         let (network, theirs) = (Arc::clone(network), welcome.side.clone());
         let device = config.device;
         let (slots, ours) = blocking(move || {
-            let side = Opened::open(network.as_ref(), &layout, route, device.as_deref())?;
+            let side = HandshakeSide::open(network.as_ref(), &layout, route, device.as_deref())?;
             let ours = side.description();
-            let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
+            let (JoinedSide { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
-            Ok::<_, ConnectError>((Aside::new((channel, pair)), ours))
+            Ok::<_, ConnectError>((BackgroundDrop::new((channel, pair)), ours))
         })
         .await
         .map_err(broken)??;
@@ -326,13 +336,13 @@ async fn connect_once(
         (slots, PageKind::Plain)
     } else {
         let kind = welcome.offer.kind;
-        let wanted = Wanted {
+        let request = SlotRequest {
             layout,
             #[cfg(feature = "test-transports")]
             disorder: config.disorder,
             device: config.device,
         };
-        let shared = share(&mut stream, name, kind, &welcome, wanted).await?;
+        let shared = share(&mut stream, name, kind, &welcome, request).await?;
         let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
         write_message(&mut stream, &wire::encode_ready(&ready))
             .await
@@ -355,33 +365,34 @@ async fn connect_once(
     })
 }
 
-/// What a connection is made of.
+/// The slots of a connection.
 type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>);
 
-/// What is exchanged over the Unix socket.
-struct Wanted {
+/// Settings for the exchange over the Unix socket.
+struct SlotRequest {
     layout: SlotLayout,
     #[cfg(feature = "test-transports")]
     disorder: Option<Disorder>,
     device: Option<Arc<dyn DeviceMemory>>,
 }
 
-/// A channel over shared memory and maybe device slots: descriptors go over a Unix socket.
+/// Makes a channel over shared memory, and device slots if wanted. Descriptors go over a Unix
+/// socket.
 async fn share(
     stream: &mut TcpStream,
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
-    wanted: Wanted,
-) -> Result<(Aside<Slots>, PageKind), ConnectError> {
-    let layout = wanted.layout;
+    request: SlotRequest,
+) -> Result<(BackgroundDrop<Slots>, PageKind), ConnectError> {
+    let layout = request.layout;
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
-    let meeting = pass::reach(&welcome.rendezvous).await?;
-    pass::send(&meeting, &welcome.nonce, own.descriptors()).await?;
-    let passed = match pass::receive(&meeting).await {
+    let socket = pass::reach(&welcome.rendezvous).await?;
+    pass::send(&socket, &welcome.nonce, own.descriptors()).await?;
+    let passed = match pass::receive(&socket).await {
         Ok(passed) => passed,
-        // If the listener refused, its reason comes over TCP and says more than a closed socket.
+        // If the listener refused, its reason comes over TCP. It says more than a closed socket.
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
     check_nonce(&passed.nonce, welcome)?;
@@ -390,14 +401,16 @@ async fn share(
     let endpoint = MemoryEndpoint {
         kind,
         #[cfg(feature = "test-transports")]
-        disorder: wanted.disorder,
+        disorder: request.disorder,
     };
     let channel = endpoint.join(layout, own, theirs)?;
-    let Some(side) = wanted.device else { return Ok((Aside::new((channel, None)), pages)) };
+    let Some(side) = request.device else {
+        return Ok((BackgroundDrop::new((channel, None)), pages));
+    };
     let own = open_device(side).await.map_err(ConnectError::Device)?;
     let descriptor = own.descriptor();
-    pass::send(&meeting, &welcome.nonce, [descriptor]).await?;
-    let (nonce, [memory]) = match pass::receive_exactly(&meeting).await {
+    pass::send(&socket, &welcome.nonce, [descriptor]).await?;
+    let (nonce, [memory]) = match pass::receive_exactly(&socket).await {
         Ok(received) => received,
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
@@ -413,7 +426,7 @@ fn check_nonce(found: &pass::Nonce, welcome: &wire::Welcome) -> Result<(), ShmEr
     Err(ShmError::Rendezvous("the answer belongs to another handshake".into()))
 }
 
-/// The rejection that waits on the bootstrap connection, if there is one.
+/// Returns the rejection that waits on the bootstrap connection, if there is one.
 async fn rejection(stream: &mut TcpStream, name: &str) -> Option<ConnectError> {
     match timeout(Duration::from_millis(200), read_message(stream)).await {
         Ok(Ok((header, body))) if header.kind == KIND_REJECT => wire::decode_reject(&body)

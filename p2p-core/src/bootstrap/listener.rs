@@ -1,7 +1,7 @@
 //! The listening side of the handshake.
 //!
-//! Accepting never waits for a peer: every handshake runs in a task of its own, under a limit on its
-//! time, and [`Admission`] limits how many there are.
+//! Accepting never waits for a peer. Every handshake runs in a task of its own, under a time limit,
+//! and [`Admission`] limits the number of handshakes.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -19,8 +19,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::admission::{Admission, Place};
-use super::aside::Aside;
+use super::admission::{Admission, HandshakeEntry};
+use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
@@ -29,7 +29,7 @@ use super::{
     MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
     read_message, write_message,
 };
-use crate::backend::shm::pass::{self, Nonce, Passed};
+use crate::backend::shm::pass::{self, Nonce, SlotDescriptors};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
 #[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
@@ -38,7 +38,7 @@ use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, Offer, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -49,23 +49,23 @@ use crate::transport::AnyEndpoint;
 pub struct ListenerConfig {
     /// Slots to use. Peers must have the same.
     pub slot: SlotConfig,
-    /// Shared secret that peers must show; `None` admits everybody.
+    /// Shared secret that peers must show; `None` admits every peer.
     pub ticket: Option<String>,
     /// Transports to offer.
     pub transports: Vec<TransportKind>,
-    /// Networks of this process, for those of `transports` that are networks.
+    /// Networks of this process, for the network kinds among `transports`.
     pub networks: Vec<Arc<dyn Network>>,
-    /// Device slots to make beside the others. Peers must want the same.
+    /// Memory for device slots beside the host slots. Peers must want the same.
     pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
-    /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
+    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one.
     pub max_handshakes: usize,
     /// Most peers connected at the same time.
     pub max_peers: usize,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
-    /// How a staged transport delays and reorders. For tests.
+    /// Delays and reordering of a staged transport. For tests.
     #[cfg(feature = "test-transports")]
     pub disorder: Option<Disorder>,
 }
@@ -91,21 +91,14 @@ impl Default for ListenerConfig {
 /// A listener could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum BindError {
-    /// Somebody else listens there.
+    /// Another process listens there.
     #[error("{addr} is in use by another process; choose another port or stop that process")]
-    InUse {
-        /// Where.
-        addr: String,
-    },
+    InUse { addr: String },
     /// The system refuses to listen there.
     #[error("cannot listen on {addr}: {source}")]
-    Listen {
-        /// Where.
-        addr: String,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Listen { addr: String, source: io::Error },
     /// The Unix socket for shared memory cannot be made.
     #[error("cannot listen on an abstract Unix socket for shared memory: {0}")]
     Rendezvous(io::Error),
@@ -114,18 +107,18 @@ pub enum BindError {
     Slot(#[from] SlotConfigError),
 }
 
-/// What a listener has seen so far. Every connection ends in exactly one of the last five counts.
+/// Counts of a listener. Every connection ends in exactly one of the last five counts.
 #[derive(Debug, Default)]
 pub struct ListenerStats {
     /// Connections taken from the accept queue.
     pub accepted: AtomicU64,
     /// Handshakes that became a [`Connection`].
     pub connected: AtomicU64,
-    /// Handshakes that were answered with a [`Reject`] for what the peer said.
+    /// Handshakes answered with a [`Reject`] because of the peer's data.
     pub rejected: AtomicU64,
     /// Handshakes that took too long.
     pub timed_out: AtomicU64,
-    /// Handshakes that gave way to a newer one.
+    /// Handshakes evicted for a newer one.
     pub evicted: AtomicU64,
     /// Handshakes whose connection broke.
     pub broken: AtomicU64,
@@ -147,13 +140,13 @@ struct Shared {
     host: HostIdentity,
     rendezvous_name: Nonce,
     /// Handshakes that wait for descriptors.
-    waiting: Mutex<HashMap<Nonce, oneshot::Sender<Met>>>,
+    waiting: Mutex<HashMap<Nonce, oneshot::Sender<RendezvousResult>>>,
     peers: Arc<Semaphore>,
     stats: Arc<ListenerStats>,
 }
 
-/// What a rendezvous brought: descriptors, or the reason against whoever sent them.
-type Met = Result<(UnixStream, Passed), ShmError>;
+/// Result of a rendezvous: descriptors, or the reason to refuse their sender.
+type RendezvousResult = Result<(UnixStream, SlotDescriptors), ShmError>;
 
 impl Listener {
     /// Listens on `addr`; port 0 takes any free one.
@@ -191,7 +184,7 @@ impl Listener {
         Ok(Self { tcp, rendezvous, local_addr, shared: Arc::new(shared) })
     }
 
-    /// Where this listener can be reached.
+    /// Address of this listener, with the port in use.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local_addr
@@ -203,10 +196,10 @@ impl Listener {
         Arc::clone(&self.shared.stats)
     }
 
-    /// Serves until `shutdown` completes; handshakes under way are then given up.
+    /// Serves until `shutdown` completes, and then ends the handshakes under way.
     ///
-    /// `accept` judges a peer whose slot, transport and ticket are in order, and gives the reply
-    /// payload (at most [`MAX_PAYLOAD_BYTES`]) or the reason against it. `on_peer` gets every
+    /// `accept` judges a peer whose slot, transport and ticket are in order. It returns the reply
+    /// payload (at most [`MAX_PAYLOAD_BYTES`]) or the reason to refuse. `on_peer` gets every
     /// connection. Both run on the handshake's task and should be quick.
     pub async fn serve<A, P>(self, accept: A, on_peer: P, shutdown: impl Future<Output = ()> + Send)
     where
@@ -216,7 +209,7 @@ impl Listener {
         let Self { tcp, rendezvous, shared, .. } = self;
         let handlers = Arc::new((accept, on_peer));
         let admission = Admission::new(shared.config.max_handshakes);
-        let meetings = Admission::new(shared.config.max_handshakes);
+        let rendezvous_admission = Admission::new(shared.config.max_handshakes);
         let mut tasks = JoinSet::new();
         tokio::pin!(shutdown);
         loop {
@@ -225,11 +218,11 @@ impl Listener {
                 accepted = after(admission.delay(), tcp.accept()) => match accepted {
                     Ok((stream, addr)) => {
                         shared.stats.accepted.fetch_add(1, Ordering::Relaxed);
-                        let (place, _) = admission.admit(addr.ip());
+                        let (entry, _) = admission.admit(addr.ip());
                         let (shared, handlers) = (Arc::clone(&shared), Arc::clone(&handlers));
                         tasks.spawn(async move {
                             if let Some(connection) =
-                                run(&shared, stream, addr, place, &handlers.0).await
+                                run(&shared, stream, addr, entry, &handlers.0).await
                             {
                                 handlers.1(connection);
                             }
@@ -237,13 +230,13 @@ impl Listener {
                     }
                     Err(error) => pause_after(&error).await,
                 },
-                accepted = after(meetings.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
+                accepted = after(rendezvous_admission.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
-                        let (place, _) = meetings.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
-                        // Whoever comes here has been given the name in a handshake.
-                        place.settle();
+                        let (entry, _) = rendezvous_admission.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                        // The peer got the name of the rendezvous in a handshake.
+                        entry.mark_valid();
                         let shared = Arc::clone(&shared);
-                        tasks.spawn(async move { meet(&shared, stream, &place).await });
+                        tasks.spawn(async move { receive_descriptors(&shared, stream, &entry).await });
                     }
                     Err(error) => pause_after(&error).await,
                 },
@@ -273,7 +266,8 @@ async fn listen(addr: impl ToSocketAddrs) -> io::Result<TcpListener> {
     Err(last)
 }
 
-/// Begins only when nobody has to be pushed out early. Whenever a handshake ends, this begins anew.
+/// Accepts after `delay`, so that no handshake is evicted too early. The caller starts this anew
+/// whenever a handshake ends.
 async fn after<T>(delay: Duration, accept: impl Future<Output = T>) -> T {
     if !delay.is_zero() {
         sleep(delay).await;
@@ -288,26 +282,26 @@ async fn accept_unix(listener: Option<&UnixListener>) -> io::Result<UnixStream> 
     }
 }
 
-/// Accepting fails when descriptors run out; trying again at once would only burn time.
+/// Accepting fails when descriptors run out. An immediate retry would only burn time.
 async fn pause_after(error: &io::Error) {
     tracing::warn!(%error, "cannot accept a connection");
     sleep(Duration::from_millis(20)).await;
 }
 
 /// Takes descriptors from a Unix connection and hands them to the handshake that waits for them.
-async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
+async fn receive_descriptors(shared: &Shared, stream: UnixStream, entry: &HandshakeEntry) {
     let received = tokio::select! {
         received = timeout(shared.config.handshake_timeout, pass::receive(&stream)) => received,
-        () = place.evicted() => return,
+        () = entry.evicted() => return,
     };
     match received {
         Ok(Ok(passed)) => {
             let waiting = lock(&shared.waiting).remove(&passed.nonce);
-            let met = pass::check_user(&stream).map(|()| (stream, passed));
+            let result = pass::check_user(&stream).map(|()| (stream, passed));
             match waiting {
-                // The handshake may have ended meanwhile; everything is closed then.
-                Some(handshake) => drop(handshake.send(met)),
-                None => tracing::debug!("descriptors for a handshake that nobody waits for"),
+                // The handshake may have ended meanwhile. Everything is closed then.
+                Some(handshake) => drop(handshake.send(result)),
+                None => tracing::debug!("descriptors arrived for a handshake that has ended"),
             }
         }
         Ok(Err(error)) => tracing::warn!(%error, "shared memory rendezvous failed"),
@@ -317,20 +311,20 @@ async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
 
 /// How a handshake ended without a connection.
 #[derive(Debug)]
-enum Ended {
+enum HandshakeEnd {
     Rejected(Reject),
     TimedOut,
     Evicted,
     Broken(String),
 }
 
-impl From<Reject> for Ended {
+impl From<Reject> for HandshakeEnd {
     fn from(reject: Reject) -> Self {
         Self::Rejected(reject)
     }
 }
 
-impl From<ReadError> for Ended {
+impl From<ReadError> for HandshakeEnd {
     fn from(error: ReadError) -> Self {
         match error {
             ReadError::Wire(error) => Self::Rejected(refusal_of(&error)),
@@ -339,12 +333,12 @@ impl From<ReadError> for Ended {
     }
 }
 
-/// One handshake from its first byte to a connection or an end.
+/// Runs one handshake from its first byte to a connection or an end.
 async fn run<A>(
     shared: &Arc<Shared>,
     mut stream: TcpStream,
     addr: SocketAddr,
-    place: Place,
+    entry: HandshakeEntry,
     accept: &A,
 ) -> Option<Connection>
 where
@@ -353,8 +347,8 @@ where
     let limit = shared.config.handshake_timeout;
     let ended = tokio::select! {
         biased;
-        result = timeout(limit, handshake(shared, &mut stream, &place, accept)) => match result {
-            Ok(Ok(agreed)) => match agreed.into_connection(shared, stream, addr) {
+        result = timeout(limit, handshake(shared, &mut stream, &entry, accept)) => match result {
+            Ok(Ok(agreement)) => match agreement.into_connection(shared, stream, addr) {
                 Ok(connection) => {
                     shared.stats.connected.fetch_add(1, Ordering::Relaxed);
                     return Some(connection);
@@ -366,40 +360,40 @@ where
                 }
             },
             Ok(Err(ended)) => ended,
-            Err(_) => Ended::TimedOut,
+            Err(_) => HandshakeEnd::TimedOut,
         },
-        () = place.evicted() => Ended::Evicted,
+        () = entry.evicted() => HandshakeEnd::Evicted,
     };
     let stats = &shared.stats;
     let (count, reject) = match ended {
-        Ended::Broken(error) => {
+        HandshakeEnd::Broken(error) => {
             tracing::debug!(%addr, %error, "a handshake broke");
             (&stats.broken, None)
         }
-        Ended::Rejected(reject) => {
+        HandshakeEnd::Rejected(reject) => {
             tracing::warn!(%addr, %reject, "a peer was rejected");
             (&stats.rejected, Some(reject))
         }
-        Ended::TimedOut => {
+        HandshakeEnd::TimedOut => {
             let message = format!("the handshake was not complete after {} ms", limit.as_millis());
             (&stats.timed_out, Some(Reject::new(RejectCode::TIMEOUT, message)))
         }
-        Ended::Evicted => {
+        HandshakeEnd::Evicted => {
             let message = "too many handshakes under way, and this was the oldest; try again";
             (&stats.evicted, Some(Reject::new(RejectCode::BUSY, message)))
         }
     };
     count.fetch_add(1, Ordering::Relaxed);
     if let Some(reject) = reject {
-        // Whoever was pushed out or timed out no longer counts, so the farewell must be short.
-        drop(place);
+        // An evicted or late handshake no longer counts, so the farewell must be short.
+        drop(entry);
         let _ = timeout(FAREWELL, farewell(&mut stream, &reject)).await;
     }
     None
 }
 
-/// Says why, then waits until the peer has read it: closing a socket with unread input would reset the
-/// connection and could take the reason away from the peer.
+/// Sends the reason, then waits until the peer has read it. Closing a socket with unread input
+/// would reset the connection, and the reason could be lost.
 async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
     write_message(stream, &wire::encode_reject(reject)).await?;
     stream.shutdown().await?;
@@ -412,9 +406,9 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
     Ok(())
 }
 
-/// Everything that a handshake agreed on.
-struct Agreed {
-    slots: Aside<Slots>,
+/// The results of a handshake.
+struct Agreement {
+    slots: BackgroundDrop<Slots>,
     peer: PeerHello,
     left_out: String,
     reply: Vec<u8>,
@@ -422,10 +416,11 @@ struct Agreed {
     pages: PageKind,
 }
 
-/// What a connection is made of. The permit comes last: a peer that is let in instead finds the memory free.
+/// The slots of a connection. The permit is dropped last, so a peer that is admitted instead finds
+/// the memory free.
 type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, OwnedSemaphorePermit);
 
-impl Agreed {
+impl Agreement {
     fn into_connection(
         self,
         shared: &Shared,
@@ -452,22 +447,22 @@ impl Agreed {
 async fn handshake<A>(
     shared: &Shared,
     stream: &mut TcpStream,
-    place: &Place,
+    entry: &HandshakeEntry,
     accept: &A,
-) -> Result<Agreed, Ended>
+) -> Result<Agreement, HandshakeEnd>
 where
     A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
 {
-    let broken = |e: io::Error| Ended::Broken(e.to_string());
+    let broken = |e: io::Error| HandshakeEnd::Broken(e.to_string());
     stream.set_nodelay(true).map_err(broken)?;
     let (header, body) = read_message(stream).await?;
     if header.kind != KIND_HELLO {
         let error = WireError::Kind { found: header.kind, expected: "a hello" };
         return Err(refusal_of(&error).into());
     }
-    let hello = wire::decode_hello(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    let hello = wire::decode_hello(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     check_ticket(&shared.config, &hello)?;
-    place.settle();
+    entry.mark_valid();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
     let choices = choose_transports(&shared.config, &shared.host, &hello)?;
@@ -483,7 +478,7 @@ where
     }
 
     let no_transport = |e: &dyn std::fmt::Display| {
-        Ended::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
+        HandshakeEnd::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
     };
     let layout = shared.layout;
     let route = Route {
@@ -511,9 +506,11 @@ where
         let slots = blocking(move || {
             let (side, permit) = side.into_inner();
             let (joined, device) = side.join(&theirs).map_err(|e| e.to_string())?;
-            let Joined { endpoint, slot } = joined;
+            let JoinedSide { endpoint, slot } = joined;
             let channel = Channel::new(endpoint, layout, slot, SlotKey);
-            channel.map(|channel| Aside::new((channel, device, permit))).map_err(|e| e.to_string())
+            channel
+                .map(|channel| BackgroundDrop::new((channel, device, permit)))
+                .map_err(|e| e.to_string())
         })
         .await
         .and_then(|result| result)
@@ -521,26 +518,26 @@ where
         write_message(stream, &wire::encode_go()).await.map_err(broken)?;
         let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
         let Hello { peer, left_out, .. } = hello;
-        return Ok(Agreed { slots, peer, left_out, reply, transport, pages });
+        return Ok(Agreement { slots, peer, left_out, reply, transport, pages });
     }
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
     let pages = own.pages();
-    let expected = Expected::new(shared);
+    let rendezvous = RendezvousEntry::new(shared);
     let kind = offer.kind;
     let welcome = Welcome {
         offer,
         side: SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() },
-        nonce: expected.nonce,
+        nonce: rendezvous.nonce,
         rendezvous: shared.rendezvous_name,
         payload: reply,
     };
     write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
-    let (meeting, passed) = expected.wait(stream).await?;
+    let (socket, passed) = rendezvous.wait(stream).await?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);
-    pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
+    pass::send(&socket, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
     let endpoint = MemoryEndpoint {
         kind,
         #[cfg(feature = "test-transports")]
@@ -549,23 +546,24 @@ where
     let channel = endpoint.join(layout, own, theirs).map_err(|e| no_transport(&e))?;
     let slots = match shared.config.device.clone() {
         Some(side) => {
-            let pair = exchange(side, &meeting, &welcome.nonce).await?;
+            let pair = exchange(side, &socket, &welcome.nonce).await?;
             pair.map(|pair| (channel, Some(pair), permit))
         }
-        None => Aside::new((channel, None, permit)),
+        None => BackgroundDrop::new((channel, None, permit)),
     };
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
     let Hello { peer, left_out, .. } = hello;
-    Ok(Agreed { slots, peer, left_out, reply, transport, pages })
+    Ok(Agreement { slots, peer, left_out, reply, transport, pages })
 }
 
-/// Opens a side of the first of `choices` that works here. `None` beside a transport that is no network.
+/// Opens a side of the first of `choices` that works here. Returns `None` beside a transport that
+/// is no network.
 async fn open_first(
     shared: &Shared,
     choices: Vec<Offer>,
     route: Route,
-) -> Result<(Offer, Option<(Aside<Opened>, SlotLayout)>), Reject> {
+) -> Result<(Offer, Option<(BackgroundDrop<HandshakeSide>, SlotLayout)>), Reject> {
     let mut errors = Vec::new();
     for offer in choices {
         let Some(network) = network_of(&offer, &shared.config.networks) else {
@@ -578,7 +576,8 @@ async fn open_first(
         };
         let open = |layout| {
             blocking(move || {
-                Opened::open(network.as_ref(), &layout, route, device.as_deref()).map(Aside::new)
+                HandshakeSide::open(network.as_ref(), &layout, route, device.as_deref())
+                    .map(BackgroundDrop::new)
             })
         };
         let opened = match layout {
@@ -596,32 +595,35 @@ async fn open_first(
     Err(Reject::new(RejectCode::TRANSPORT, errors.join("; ")))
 }
 
-/// Joins device slots over the Unix connection on which the others were exchanged.
+/// Joins device slots over the Unix connection on which the host slots were exchanged.
 async fn exchange(
     side: Arc<dyn DeviceMemory>,
-    meeting: &UnixStream,
+    socket: &UnixStream,
     nonce: &Nonce,
-) -> Result<Aside<DeviceSlots>, Reject> {
+) -> Result<BackgroundDrop<DeviceSlots>, Reject> {
     let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
-    let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
+    let (found, [memory]) = pass::receive_exactly(socket).await.map_err(|e| refused(&e))?;
     if found != *nonce {
         return Err(refused(&"the descriptor of the device slot belongs to another handshake"));
     }
     let open = open_device(side).await.map_err(|e| refused(&e))?;
     let own = open.descriptor().try_clone_to_owned().map_err(|e| refused(&e))?;
     let pair = join_device(open, memory).await.map_err(|e| refused(&e))?;
-    pass::send(meeting, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
+    pass::send(socket, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
     Ok(pair)
 }
 
-/// The connecting side's last message.
-async fn read_ready(stream: &mut TcpStream, layout: &SlotLayout) -> Result<SideDescription, Ended> {
+/// Reads the connecting side's last message.
+async fn read_ready(
+    stream: &mut TcpStream,
+    layout: &SlotLayout,
+) -> Result<SideDescription, HandshakeEnd> {
     let (header, body) = read_message(stream).await?;
     if header.kind != KIND_READY {
         let error = WireError::Kind { found: header.kind, expected: "a ready" };
         return Err(refusal_of(&error).into());
     }
-    let side = wire::decode_ready(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    let side = wire::decode_ready(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
     if side.bytes != layout.slot_bytes() as u64 {
         let error = WireError::Value {
             field: "side.bytes",
@@ -633,14 +635,14 @@ async fn read_ready(stream: &mut TcpStream, layout: &SlotLayout) -> Result<SideD
     Ok(side)
 }
 
-/// A handshake's entry in the table of those that wait for descriptors, removed when dropped.
-struct Expected<'a> {
+/// A handshake's entry in the table of handshakes that wait for descriptors. Removed when dropped.
+struct RendezvousEntry<'a> {
     shared: &'a Shared,
     nonce: Nonce,
-    arrived: oneshot::Receiver<Met>,
+    arrived: oneshot::Receiver<RendezvousResult>,
 }
 
-impl<'a> Expected<'a> {
+impl<'a> RendezvousEntry<'a> {
     fn new(shared: &'a Shared) -> Self {
         let nonce: Nonce = rand::random();
         let (sender, arrived) = oneshot::channel();
@@ -649,28 +651,31 @@ impl<'a> Expected<'a> {
     }
 
     /// Waits for the descriptors, or for the end of the bootstrap connection.
-    async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, Passed), Ended> {
+    async fn wait(
+        mut self,
+        stream: &TcpStream,
+    ) -> Result<(UnixStream, SlotDescriptors), HandshakeEnd> {
         let mut byte = [0u8; 1];
         tokio::select! {
             arrived = &mut self.arrived => match arrived {
-                Ok(Ok(met)) => Ok(met),
+                Ok(Ok(received)) => Ok(received),
                 Ok(Err(error)) => Err(Reject::new(RejectCode::TRANSPORT, error.to_string()).into()),
-                Err(_) => Err(Ended::Broken("the rendezvous ended".to_owned())),
+                Err(_) => Err(HandshakeEnd::Broken("the rendezvous ended".to_owned())),
             },
             peeked = stream.peek(&mut byte) => match peeked {
-                Ok(0) => Err(Ended::Broken("the peer closed the connection".to_owned())),
+                Ok(0) => Err(HandshakeEnd::Broken("the peer closed the connection".to_owned())),
                 Ok(_) => Err(Reject::new(
                     RejectCode::MALFORMED,
                     "a message before the descriptors of the slot",
                 )
                 .into()),
-                Err(error) => Err(Ended::Broken(error.to_string())),
+                Err(error) => Err(HandshakeEnd::Broken(error.to_string())),
             },
         }
     }
 }
 
-impl Drop for Expected<'_> {
+impl Drop for RendezvousEntry<'_> {
     fn drop(&mut self) {
         lock(&self.shared.waiting).remove(&self.nonce);
     }

@@ -1,4 +1,5 @@
-//! The bootstrap connection after the handshake: as long as it stands, the peer lives.
+//! The bootstrap connection after the handshake. The peer counts as alive as long as the connection
+//! stands.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,20 +12,20 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::sentry::Kept;
+use super::sentry::SentrySocket;
 use super::wire::{HEADER_BYTES, KIND_GOODBYE, decode_header};
 
-/// Why a connection is over.
+/// Why a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum CloseReason {
     /// The peer left in good order.
     #[error("the peer left")]
     Left,
-    /// The peer's process ended, or it dropped the connection without a word.
+    /// The peer's process ended, or it dropped the connection without a goodbye.
     #[error("the peer is gone without leaving in order")]
     Lost,
-    /// The peer, or something in between, reset the connection.
+    /// The peer, or a device between the peers, reset the connection.
     #[error("the connection was reset")]
     Reset,
     /// The peer's host answers no more.
@@ -33,74 +34,78 @@ pub enum CloseReason {
     /// This side closed the connection.
     #[error("closed by this side")]
     Local,
-    /// The peer sent something that has no place here.
+    /// The peer sent bytes that are not allowed here.
     #[error("the peer broke the protocol of the liveness connection")]
     Protocol,
 }
 
-/// Watches over one peer. Dropping it tells the peer, soon, that this side is gone.
+/// Watches one peer. Dropping it closes the connection soon afterwards, on another thread, and the
+/// peer sees that this side is gone.
 #[derive(Debug)]
 pub struct Liveness {
     /// Its event wakes tasks of the runtime.
-    kept: AsyncFd<Kept>,
+    socket: AsyncFd<SentrySocket>,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Liveness {
-    /// Takes over the connection after the handshake. Waits for another thread to take it, which is microseconds
-    /// where a processor is free, and tens of seconds at the most.
+    /// Takes over the connection after the handshake. Waits until another thread has taken it:
+    /// microseconds if a processor is free, tens of seconds at most.
     pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         let socket = OwnedFd::from(stream.into_std()?);
         watch_half_open(&socket, timeout)?;
-        let kept = Kept::new(socket)?;
-        // SAFETY: it owns the event that it names, and names no other as long as it lives.
-        let kept = unsafe { AsyncFd::register_with_interest(kept, Interest::READABLE)? };
-        Ok(Self { kept, _permit: None })
+        let socket = SentrySocket::new(socket)?;
+        // SAFETY: the socket owns the event that it names, and names no other as long as it lives.
+        let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE)? };
+        Ok(Self { socket, _permit: None })
     }
 
-    /// The peer's place is taken as long as this lives.
+    /// Counts the peer as connected as long as this lives.
     pub(super) fn holding(self, permit: OwnedSemaphorePermit) -> Self {
         Self { _permit: Some(permit), ..self }
     }
 
-    /// Waits until the connection is over. Any number of tasks may wait.
+    /// Waits until the connection ends, and returns the reason. Any number of tasks may wait.
+    /// Dropping the future has no effect.
     pub async fn closed(&self) -> CloseReason {
         let waited = self
-            .kept
-            .async_io(Interest::READABLE, |kept| {
-                kept.reason().ok_or_else(|| io::ErrorKind::WouldBlock.into())
+            .socket
+            .async_io(Interest::READABLE, |socket| {
+                socket.reason().ok_or_else(|| io::ErrorKind::WouldBlock.into())
             })
             .await;
-        // The runtime gives an error only when it shuts down itself.
+        // The runtime returns an error only when it shuts down itself.
         waited.unwrap_or(CloseReason::Local)
     }
 
-    /// Why the connection is over, or `None` while it stands. Reads a word; also for threads without a
-    /// runtime, which put [`as_fd`](AsFd::as_fd) into their [`WaitSet`](crate::wait::WaitSet) and ask here
-    /// when it fires.
+    /// Returns why the connection ended, or `None` while it stands. Reads one word.
+    ///
+    /// Threads without a runtime can use it too: they put [`as_fd`](AsFd::as_fd) into their
+    /// [`WaitSet`](crate::wait::WaitSet) and call this when it fires.
     #[must_use]
     pub fn closed_now(&self) -> Option<CloseReason> {
-        self.kept.get_ref().reason()
+        self.socket.get_ref().reason()
     }
 
-    /// Says goodbye and closes the connection, both before this returns, unless no processor is free for that
-    /// within a second. The peer sees [`CloseReason::Left`].
+    /// Sends a goodbye and closes the connection. Both are done before this returns, unless no
+    /// processor is free for that within a second. The peer sees [`CloseReason::Left`].
     pub fn close(&self) {
-        self.kept.get_ref().close();
+        self.socket.get_ref().close();
     }
 }
 
 impl AsFd for Liveness {
-    /// Readable anew, for waiters that are edge-triggered, when the connection is over. Whoever adds it to a
-    /// [`WaitSet`](crate::wait::WaitSet) removes it: this is not its only copy.
+    /// Becomes readable when the connection ends, also for edge-triggered waiters. A caller that
+    /// adds it to a [`WaitSet`](crate::wait::WaitSet) must remove it: this is not the only copy of
+    /// the descriptor.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.kept.get_ref().as_fd()
+        self.socket.get_ref().as_fd()
     }
 }
 
-/// Why a connection is over, or `None` while it stands. Never blocks.
+/// Returns why a connection ended, or `None` while it stands. Never blocks.
 pub(super) fn why_over(socket: impl AsFd) -> Option<CloseReason> {
-    // Peeking leaves the end of the connection to be seen again.
+    // Peeking leaves the end of the connection in the socket for later calls.
     let mut head = [0u8; HEADER_BYTES];
     match rustix::net::recv(&socket, &mut head[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((_, HEADER_BYTES)) => match decode_header(&head) {
@@ -108,8 +113,8 @@ pub(super) fn why_over(socket: impl AsFd) -> Option<CloseReason> {
             _ => Some(CloseReason::Protocol),
         },
         Ok((_, 0)) => Some(CloseReason::Lost),
-        // A goodbye is 16 bytes in one segment; a part of it says that the end is near, and the
-        // rest or the end of the connection wakes again.
+        // A goodbye is 16 bytes in one segment. A part of it announces the end, and the rest or the
+        // end of the connection wakes again.
         Ok(_) => has_hung_up(&socket).then_some(CloseReason::Protocol),
         Err(Errno::AGAIN | Errno::INTR) => None,
         Err(Errno::TIMEDOUT | Errno::HOSTUNREACH | Errno::NETUNREACH) => {
@@ -125,7 +130,7 @@ fn has_hung_up(socket: impl AsFd) -> bool {
     matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1..))
 }
 
-/// Whether the peer's end of a connection is gone. What it said before and nobody has read is no end.
+/// Tells whether the peer's end of a connection is gone. Unread bytes are not an end.
 pub(super) fn is_over(stream: impl AsFd) -> bool {
     let mut byte = [0u8; 1];
     match rustix::net::recv(&stream, &mut byte[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
@@ -134,7 +139,7 @@ pub(super) fn is_over(stream: impl AsFd) -> bool {
     }
 }
 
-/// Lets the kernel notice a host that vanished, whether data is under way or not.
+/// Lets the kernel notice a host that vanished, whether or not data is under way.
 fn watch_half_open(socket: &OwnedFd, timeout: Duration) -> io::Result<()> {
     let timeout = timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));
     let probe = Duration::from_secs((timeout.as_secs() / 4).max(1));

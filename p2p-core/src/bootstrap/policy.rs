@@ -1,4 +1,4 @@
-//! What the listening side asks of a peer, in order, and what it says when the answer is no.
+//! The listening side's checks of a peer, in order, and its reasons to refuse.
 
 use std::hint::black_box;
 
@@ -9,7 +9,7 @@ use crate::host::{HostIdentity, names};
 use crate::network::{Offer, network_of, offers};
 use crate::slot::SlotConfig;
 
-/// Whether the peer knows the listener's secret, if there is one.
+/// Checks that the peer knows the listener's secret, if there is one.
 pub(super) fn check_ticket(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
     let Some(expected) = &config.ticket else { return Ok(()) };
     if equal_in_constant_time(expected.as_bytes(), &hello.ticket) {
@@ -20,7 +20,7 @@ pub(super) fn check_ticket(config: &ListenerConfig, hello: &Hello) -> Result<(),
     Err(Reject::new(RejectCode::TICKET, message))
 }
 
-/// Whether both sides want the same slots.
+/// Checks that both sides want the same slots.
 pub(super) fn check_slot(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
     let SlotConfig { slot_bytes, num_frames } = config.slot;
     if hello.slot_bytes == slot_bytes as u64 && hello.num_frames as usize == num_frames {
@@ -33,7 +33,7 @@ pub(super) fn check_slot(config: &ListenerConfig, hello: &Hello) -> Result<(), R
     Err(Reject::new(RejectCode::SLOT_MISMATCH, message))
 }
 
-/// Whether both sides want device slots, or neither, and the same ones.
+/// Checks that both sides want the same device slots, or neither wants any.
 pub(super) fn check_device(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
     let reject = |message: String| Err(Reject::new(RejectCode::DEVICE, message));
     match (&config.device, &hello.device) {
@@ -63,8 +63,8 @@ pub(super) fn check_device(config: &ListenerConfig, hello: &Hello) -> Result<(),
     }
 }
 
-/// The transports of the peer's list that this side offers and that can work, in the peer's order. At
-/// least one.
+/// Returns the transports of the peer's list that this side offers and that can work, in the peer's
+/// order. There is at least one.
 pub(super) fn choose_transports(
     config: &ListenerConfig,
     host: &HostIdentity,
@@ -73,7 +73,8 @@ pub(super) fn choose_transports(
     let obstacle = host.obstacle_to_sharing(&hello.host);
     let mut here = offers(&config.transports, &config.networks, config.device.is_some());
     if config.device.is_some() {
-        // Descriptors of GPU memory go where those of shared memory go; networks need help.
+        // Descriptors of GPU memory travel like descriptors of shared memory. A network must be
+        // able to carry device slots.
         here.retain(|offer| {
             let network = network_of(offer, &config.networks);
             !offer.kind.is_network() || network.is_some_and(|n| n.carries_device_slots())
@@ -86,7 +87,7 @@ pub(super) fn choose_transports(
                 #[cfg(feature = "test-transports")]
                 TransportKind::Staged => obstacle.is_none(),
                 TransportKind::Local => host.is_same_process(&hello.host),
-                // Those of the message engine have no endpoints.
+                // These belong to the message engine and have no endpoints.
                 TransportKind::Tcp | TransportKind::Cma => false,
                 TransportKind::Verbs | TransportKind::Libfabric | TransportKind::Ibgda => true,
                 #[cfg(feature = "test-transports")]
@@ -113,7 +114,7 @@ pub(super) fn choose_transports(
     Ok(choices)
 }
 
-/// Both sizes and the shape, of which a peer may have written any byte.
+/// Shows both sizes and the shape. A peer may have written any byte of them.
 fn text_of(device: &DeviceDescription) -> String {
     let shape: String = String::from_utf8_lossy(&device.shape)
         .chars()
@@ -125,7 +126,7 @@ fn text_of(device: &DeviceDescription) -> String {
     )
 }
 
-/// What to tell a peer whose bytes were not understood.
+/// Makes the rejection for a message that was not understood.
 pub(super) fn refusal_of(error: &WireError) -> Reject {
     let code = match error {
         WireError::Version { .. } => RejectCode::VERSION,
@@ -134,7 +135,7 @@ pub(super) fn refusal_of(error: &WireError) -> Reject {
     Reject::new(code, error.to_string())
 }
 
-/// Compares without giving away by its time how much was right. The lengths are not secret.
+/// Compares in a time that does not depend on the contents. The lengths are not secret.
 pub fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
     expected.len() == found.len()
         && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))

@@ -1,21 +1,24 @@
-//! Who holds the connections that tell peers of this process's death.
+//! The thread that holds the connections by which peers learn of this process's death.
 //!
-//! A process that is killed dies thread by thread. The last of them gives up the memory first, which takes
-//! tens of milliseconds per GiB, and the descriptors that the threads share afterwards: connections among
-//! them end late ([measured](../../../bench/runs/2026-11-26-death/README.md)). So one thread, the sentry, has
-//! a table of descriptors of its own (`close_range(2)` with `CLOSE_RANGE_UNSHARE`), which goes with that
-//! thread, and connections are in that table only. That helps unless the sentry is the last thread itself.
-//! Threads are told to die in the order in which they came, so some that do nothing are created right behind
-//! it. They make it likely and not certain: otherwise the connection ends late, as it would have.
+//! A killed process dies thread by thread. The last thread frees the memory first, which takes tens
+//! of milliseconds per GiB, and then the descriptors that the threads share. Connections among
+//! these descriptors end late ([measured](../../../bench/runs/2026-11-26-death/README.md)). So one
+//! thread, the sentry, has a descriptor table of its own (`close_range(2)` with
+//! `CLOSE_RANGE_UNSHARE`). The table is freed with that thread, and connections are only in that
+//! table.
 //!
-//! In the sentry's thread a number is another descriptor than elsewhere. **It must touch no descriptor but
-//! its own**: it logs nothing, wakes no task of a runtime, which would write to a descriptor, and takes no
-//! signal, whose handler might. Whoever waits does so at an event of the peer, of which the sentry has a
-//! copy.
+//! This helps unless the sentry is itself the last thread to die. The kernel kills threads in the
+//! order of their creation, so some idle threads are created right after the sentry. They make an
+//! early end likely, not certain. Without it the connection ends as late as it would have anyway.
 //!
-//! Where the system gives no table of its own (Linux before 5.9, or a filter of system calls), the sentry
-//! does the same with the table that all share. A process that was forked without `exec` gets a sentry of its
-//! own for new connections; those that it inherited stay its parent's.
+//! In the sentry's thread a descriptor number means another descriptor than elsewhere. **The thread
+//! must touch no descriptor but its own.** It logs nothing. It wakes no task of a runtime, since
+//! that writes to a descriptor. It takes no signal, since a handler might. Waiters wait at an event
+//! of the connection, and the sentry has a copy of that event.
+//!
+//! Some systems give no thread its own table: Linux before 5.9, or a filter of system calls. There
+//! the sentry works in the table that all threads share. A process that was forked without `exec`
+//! gets a new sentry for new connections. Inherited connections stay with the parent's sentry.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::OpenOptions;
@@ -40,19 +43,20 @@ use crate::wait::{event_fd, signal_event};
 
 /// A connection that the sentry holds. Dropping it closes the connection, soon.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct SentrySocket {
     sentry: Arc<Sentry>,
     id: u64,
-    peer: Arc<Peer>,
+    peer: Arc<ConnectionState>,
     event: OwnedFd,
 }
 
-impl Kept {
-    /// Gives `socket`, which nobody else may hold for long, to the sentry, and waits until it has it.
+impl SentrySocket {
+    /// Hands `socket` to the sentry, and waits until the sentry has it. No other copy of the socket
+    /// may live on for long.
     ///
     /// # Errors
-    /// The system's, when threads or descriptors are exhausted or no processor is free for [`ADOPT_LIMIT`]; the
-    /// socket is closed then.
+    /// The system's error, when threads or descriptors are exhausted or no processor is free for
+    /// [`ADOPT_LIMIT`]. The socket is closed then.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
         Self::of(Sentry::get()?, socket)
     }
@@ -63,75 +67,75 @@ impl Kept {
         Ok(Self { sentry, id, peer, event })
     }
 
-    /// Why the connection is over, or `None` while it stands.
+    /// Returns why the connection ended, or `None` while it stands.
     pub(super) fn reason(&self) -> Option<CloseReason> {
         self.peer.reason()
     }
 
-    /// Says goodbye and closes the connection, before this returns if the sentry gets to run within
-    /// [`CLOSE_LIMIT`].
+    /// Sends a goodbye and closes the connection. Both are done before this returns if the sentry
+    /// runs within [`CLOSE_LIMIT`].
     pub(super) fn close(&self) {
-        self.sentry.order(Order::Close(self.id));
-        if self.peer.wait_while_in(Stage::Held, CLOSE_LIMIT) == Stage::Held {
+        self.sentry.command(Command::Close(self.id));
+        if self.peer.wait_while_in(Stage::Watched, CLOSE_LIMIT) == Stage::Watched {
             tracing::warn!(limit = ?CLOSE_LIMIT, "the goodbye to a peer is late: no processor was free");
         }
         self.peer.end(CloseReason::Local, self.event.as_fd());
     }
 }
 
-impl Drop for Kept {
+impl Drop for SentrySocket {
     fn drop(&mut self) {
-        self.sentry.order(Order::Drop(self.id));
+        self.sentry.command(Command::Drop(self.id));
     }
 }
 
-impl AsRawFd for Kept {
+impl AsRawFd for SentrySocket {
     fn as_raw_fd(&self) -> RawFd {
         self.event.as_raw_fd()
     }
 }
 
-impl AsFd for Kept {
-    /// The event: readable anew when the connection is over.
+impl AsFd for SentrySocket {
+    /// The event: becomes readable when the connection ends.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 }
 
-/// What is known about one connection.
+/// State of one connection, shared with the sentry.
 #[derive(Debug, Default)]
-struct Peer {
-    /// 0, or [`code_of`] the reason.
+struct ConnectionState {
+    /// 0 while it stands, then [`code_of`] the reason.
     reason: AtomicU8,
     stage: Mutex<Stage>,
     changed: Condvar,
 }
 
-/// Where a connection is.
+/// Progress of a connection.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// On its way to the sentry.
     #[default]
     Sent,
-    Held,
-    /// The goodbye is said.
+    Watched,
+    /// The goodbye is sent.
     Closed,
-    /// The sentry could not take it, or is gone.
+    /// The sentry could not take it, or has ended.
     Refused(Errno),
 }
 
-impl Peer {
+impl ConnectionState {
     fn reason(&self) -> Option<CloseReason> {
-        // Acquire: what was done before the end is seen by whoever sees the end.
+        // Acquire: a reader of the reason also sees everything that was done before the end.
         let code = self.reason.load(Ordering::Acquire);
         ALL_REASONS.into_iter().find(|reason| code_of(*reason) == code)
     }
 
-    /// The first reason stays.
+    /// Sets the reason, unless an earlier reason is set.
     fn end(&self, reason: CloseReason, event: BorrowedFd<'_>) {
         let code = code_of(reason);
         if self.reason.compare_exchange(0, code, Ordering::Release, Ordering::Relaxed).is_ok() {
-            // Cannot fail: it is an event, and `signal_event` empties one that is full.
+            // This cannot fail: the descriptor is an event, and `signal_event` empties a full one.
             let _ = signal_event(event);
         }
     }
@@ -141,7 +145,7 @@ impl Peer {
         self.changed.notify_all();
     }
 
-    /// The stage as soon as it is another one than `stage`, or after `limit`.
+    /// Waits until the stage is no longer `stage`, for at most `limit`. Returns the stage then.
     fn wait_while_in(&self, stage: Stage, limit: Duration) -> Stage {
         let is_in = |now: &mut Stage| *now == stage;
         let waited = self.changed.wait_timeout_while(lock(&self.stage), limit, is_in);
@@ -169,47 +173,47 @@ const fn code_of(reason: CloseReason) -> u8 {
     }
 }
 
-/// The side that all threads use.
+/// The sentry, as other threads use it.
 #[derive(Debug)]
 struct Sentry {
-    /// Takes connections to the sentry's thread, which ends when this is closed.
-    door: OwnedFd,
-    /// Tells it of orders.
+    /// Passes connections to the sentry's thread. The thread ends when this is closed.
+    handoff: OwnedFd,
+    /// Event that announces commands to the thread.
     wake: OwnedFd,
     shared: Arc<Shared>,
-    /// Whether the thread has a table of its own.
+    /// Tells whether the thread has its own descriptor table.
     is_private: bool,
-    /// Of the process.
+    /// Id of the process that started the thread.
     pid: u32,
-    /// The kernel's number of the thread.
+    /// The kernel's id of the thread.
     #[cfg(test)]
     tid: u32,
 }
 
-/// What the sentry's thread and the others share besides.
+/// State that the sentry's thread shares with other threads.
 #[derive(Debug, Default)]
 struct Shared {
-    desk: Mutex<Desk>,
-    /// The thread has ended, or is about to.
+    inbox: Mutex<Inbox>,
+    /// The thread has ended, or is about to end.
     is_gone: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct Desk {
+struct Inbox {
     next_id: u64,
-    /// On their way to the sentry.
-    incoming: HashMap<u64, Arc<Peer>>,
-    orders: Vec<Order>,
+    /// Connections on their way to the sentry.
+    incoming: HashMap<u64, Arc<ConnectionState>>,
+    commands: Vec<Command>,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Order {
+enum Command {
     Close(u64),
     Drop(u64),
 }
 
 impl Sentry {
-    /// The process's sentry, which the first caller starts.
+    /// Returns the process's sentry. The first caller starts it.
     fn get() -> io::Result<Arc<Self>> {
         static SENTRY: Mutex<Option<Arc<Sentry>>> = Mutex::new(None);
         let mut sentry = lock(&SENTRY);
@@ -219,46 +223,49 @@ impl Sentry {
         {
             return Ok(Arc::clone(sentry));
         }
-        let started = Arc::new(Self::start(leave_table)?);
+        let started = Arc::new(Self::start(unshare_descriptors)?);
         if started.is_private {
-            static BEHIND: Once = Once::new();
-            BEHIND.call_once(stand_behind);
+            static IDLE_THREADS: Once = Once::new();
+            IDLE_THREADS.call_once(start_idle_threads);
         } else {
             tracing::debug!(
-                "no thread of this system has descriptors of its own: a death may be known later"
+                "this system gives no thread its own descriptors: peers may learn of a death later"
             );
         }
         *sentry = Some(Arc::clone(&started));
         Ok(started)
     }
 
-    /// `leave` gives a thread a table of its own, with one descriptor of the old one; `false` where it cannot.
+    /// Starts the thread. `leave` gives the calling thread its own table with one descriptor of the
+    /// old one, and returns `false` if it cannot.
     fn start(leave: fn(RawFd) -> bool) -> io::Result<Self> {
-        let (door, inner) = rustix::net::socketpair(
+        let (handoff, inner) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
             SocketFlags::CLOEXEC,
             None,
         )?;
-        // No number of standard input, output or error, which may be closed.
+        // Avoids the numbers of standard input, output and error, which may be closed.
         let inner = rustix::io::fcntl_dupfd_cloexec(inner, BEHIND_STDIO)?;
         for timeout in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
-            sockopt::set_socket_timeout(&door, timeout, Some(ADOPT_LIMIT))?;
+            sockopt::set_socket_timeout(&handoff, timeout, Some(ADOPT_LIMIT))?;
         }
         let shared = Arc::new(Shared::default());
-        let (raw, sentrys) = (inner.as_raw_fd(), Arc::clone(&shared));
+        let (raw, for_thread) = (inner.as_raw_fd(), Arc::clone(&shared));
         thread::Builder::new().name("sy-liveness".to_owned()).spawn(move || {
             block_signals();
             let is_private = leave(raw);
-            // SAFETY: in a table of its own the number is this thread's copy, which nothing else owns; in
-            // the shared one the starting thread gives its ownership up when it hears of that.
-            let door = unsafe { OwnedFd::from_raw_fd(raw) };
-            Room { peers: BTreeMap::new(), shared: sentrys, is_private }.serve(door);
+            // SAFETY: in a table of its own, the number is this thread's copy, which no other value
+            // owns. In the shared table, the starting thread gives up its ownership when it
+            // receives the first message.
+            let handoff = unsafe { OwnedFd::from_raw_fd(raw) };
+            SentryThread { peers: BTreeMap::new(), shared: for_thread, is_private }.serve(handoff);
         })?;
-        let begun = receive(&door, RecvFlags::CMSG_CLOEXEC);
+        let begun = receive(&handoff, RecvFlags::CMSG_CLOEXEC);
         if !matches!(begun, Ok((_, word, _)) if word & PRIVATE != 0) {
-            // The thread's own. Where it has not said anything in time it may yet leave: then this number stays
-            // taken, as the price of not closing what is another's.
+            // The thread owns the number. A thread that has not answered in time may still leave
+            // the table later. Then the number stays taken here, because closing it could close
+            // another owner's descriptor.
             let _ = inner.into_raw_fd();
         }
         let (kind, word, mut fds) = begun.map_err(|errno| match errno {
@@ -270,8 +277,8 @@ impl Sentry {
             return Err(io::Error::from_raw_os_error(number.cast_signed()));
         }
         Ok(Self {
-            door,
-            // Without it there was no room for another descriptor.
+            handoff,
+            // A missing event means that the table had no room for another descriptor.
             wake: fds.pop().ok_or(Errno::MFILE)?,
             shared,
             is_private: word & PRIVATE != 0,
@@ -281,34 +288,38 @@ impl Sentry {
         })
     }
 
-    /// Waits until the sentry has the socket.
-    fn adopt(&self, socket: OwnedFd, event: BorrowedFd<'_>) -> io::Result<(u64, Arc<Peer>)> {
-        let peer = Arc::new(Peer::default());
+    /// Hands over the socket and waits until the sentry has it.
+    fn adopt(
+        &self,
+        socket: OwnedFd,
+        event: BorrowedFd<'_>,
+    ) -> io::Result<(u64, Arc<ConnectionState>)> {
+        let peer = Arc::new(ConnectionState::default());
         let id = {
-            let mut desk = lock(&self.shared.desk);
-            desk.next_id += 1;
-            let id = desk.next_id;
-            desk.incoming.insert(id, Arc::clone(&peer));
+            let mut inbox = lock(&self.shared.inbox);
+            inbox.next_id += 1;
+            let id = inbox.next_id;
+            inbox.incoming.insert(id, Arc::clone(&peer));
             id
         };
-        let sent = send(&self.door, ADOPT, id, &[socket.as_fd(), event]);
-        // The message has a copy, which must be the only one.
+        let sent = send(&self.handoff, ADOPT, id, &[socket.as_fd(), event]);
+        // The message holds a copy, which must be the only one.
         drop(socket);
         let error = match sent.map(|()| peer.wait_while_in(Stage::Sent, ADOPT_LIMIT)) {
-            Ok(Stage::Held) => return Ok((id, peer)),
+            Ok(Stage::Watched) => return Ok((id, peer)),
             Ok(Stage::Refused(errno)) => errno.into(),
             Ok(_) | Err(Errno::AGAIN) => late(),
             Err(errno) => errno.into(),
         };
-        lock(&self.shared.desk).incoming.remove(&id);
-        // It may have come in since.
-        self.order(Order::Drop(id));
+        lock(&self.shared.inbox).incoming.remove(&id);
+        // The connection may have arrived since.
+        self.command(Command::Drop(id));
         Err(error)
     }
 
-    fn order(&self, order: Order) {
-        lock(&self.shared.desk).orders.push(order);
-        // Cannot fail, as above. A sentry that is gone has closed everything.
+    fn command(&self, command: Command) {
+        lock(&self.shared.inbox).commands.push(command);
+        // This cannot fail, as above. A sentry that has ended has closed everything.
         let _ = signal_event(self.wake.as_fd());
     }
 }
@@ -319,7 +330,7 @@ fn late() -> io::Error {
 }
 
 /// Sends two words and descriptors.
-fn send(door: &OwnedFd, kind: u64, word: u64, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+fn send(handoff: &OwnedFd, kind: u64, word: u64, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut message = [0; MESSAGE_BYTES];
     message[..8].copy_from_slice(&kind.to_ne_bytes());
     message[8..].copy_from_slice(&word.to_ne_bytes());
@@ -329,20 +340,20 @@ fn send(door: &OwnedFd, kind: u64, word: u64, fds: &[BorrowedFd<'_>]) -> Result<
         return Err(Errno::INVAL);
     }
     loop {
-        match sendmsg(door, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL) {
+        match sendmsg(handoff, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL) {
             Err(Errno::INTR) => {}
             sent => return sent.map(|_| ()),
         }
     }
 }
 
-/// Receives two words, and as many descriptors as there was room for.
-fn receive(door: &OwnedFd, flags: RecvFlags) -> Result<(u64, u64, Vec<OwnedFd>), Errno> {
+/// Receives two words, and the descriptors that fit.
+fn receive(handoff: &OwnedFd, flags: RecvFlags) -> Result<(u64, u64, Vec<OwnedFd>), Errno> {
     let mut message = [0; MESSAGE_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let got = loop {
-        match recvmsg(door, &mut [IoSliceMut::new(&mut message)], &mut control, flags) {
+        match recvmsg(handoff, &mut [IoSliceMut::new(&mut message)], &mut control, flags) {
             Err(Errno::INTR) => {}
             got => break got?,
         }
@@ -365,47 +376,48 @@ fn receive(door: &OwnedFd, flags: RecvFlags) -> Result<(u64, u64, Vec<OwnedFd>),
     Ok((word(0), word(8), fds))
 }
 
-/// Lets no handler of a signal run in the calling thread.
+/// Blocks all signals in the calling thread, so that no handler runs in it.
 fn block_signals() {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: the first call fills the set that the second one reads. Those of the C library itself stay.
+    // SAFETY: the first call fills the set that the second one reads. Signals of the C library
+    // itself stay unblocked.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut());
     }
 }
 
-/// Gives the calling thread a table of descriptors of its own, with standard error, where a panic is told,
-/// and `kept`. Whether that worked.
-fn leave_table(kept: RawFd) -> bool {
+/// Gives the calling thread its own descriptor table with only `own_fd` and standard error, to
+/// which panics are written. Returns true if that worked.
+fn unshare_descriptors(own_fd: RawFd) -> bool {
     let close_range = |first: RawFd, last: libc::c_uint, flags: libc::c_uint| {
-        // SAFETY: the first call leaves the shared table before it closes anything, and without it no other
-        // is made; in a table of its own this thread owns nothing but `kept`.
+        // SAFETY: the first call leaves the shared table before it closes anything. No other call
+        // is made if it fails. In its own table this thread owns nothing but `own_fd`.
         unsafe { libc::syscall(libc::SYS_close_range, first as libc::c_uint, last, flags) == 0 }
     };
-    if !close_range(kept + 1, libc::c_uint::MAX, CLOSE_RANGE_UNSHARE) {
+    if !close_range(own_fd + 1, libc::c_uint::MAX, CLOSE_RANGE_UNSHARE) {
         return false;
     }
-    // What stays open for want of this goes with the thread.
-    let _ = kept <= BEHIND_STDIO || close_range(BEHIND_STDIO, (kept - 1).cast_unsigned(), 0);
-    // Whoever reads the process's output waits for its end, which must not depend on a copy here. Nothing
-    // else may take these numbers.
+    // Descriptors that stay open after a failure here are closed with the thread.
+    let _ = own_fd <= BEHIND_STDIO || close_range(BEHIND_STDIO, (own_fd - 1).cast_unsigned(), 0);
+    // A reader of the process's output waits for its end, which must not depend on a copy here. No
+    // later descriptor may take these numbers.
     if let Ok(null) = OpenOptions::new().read(true).write(true).open("/dev/null") {
         for stdio in [libc::STDIN_FILENO, libc::STDOUT_FILENO] {
-            // SAFETY: numbers of this thread's table, which nothing owns.
+            // SAFETY: these are numbers of this thread's table, which no value owns.
             unsafe { libc::dup2(null.as_raw_fd(), stdio) };
         }
         if null.as_raw_fd() < BEHIND_STDIO {
-            // It was closed, and is taken now.
+            // The number was closed, and must stay in use.
             let _ = null.into_raw_fd();
         }
     }
     true
 }
 
-/// Creates threads that do nothing but die after the sentry.
-fn stand_behind() {
-    for _ in 0..NUM_BEHIND {
+/// Starts threads that stay idle and die after the sentry.
+fn start_idle_threads() {
+    for _ in 0..NUM_IDLE_THREADS {
         let behind = thread::Builder::new().name("sy-behind".to_owned()).stack_size(MIN_STACK);
         let idle = || {
             loop {
@@ -413,49 +425,49 @@ fn stand_behind() {
             }
         };
         if let Err(error) = behind.spawn(idle) {
-            tracing::debug!(%error, "too few threads: a death may be known later");
+            tracing::debug!(%error, "cannot start an idle thread: peers may learn of a death later");
         }
     }
 }
 
-/// What the sentry's thread has.
-struct Room {
-    peers: BTreeMap<u64, Held>,
+/// State of the sentry's thread.
+struct SentryThread {
+    peers: BTreeMap<u64, Entry>,
     shared: Arc<Shared>,
     is_private: bool,
 }
 
-struct Held {
+struct Entry {
     socket: OwnedFd,
     event: OwnedFd,
-    peer: Arc<Peer>,
+    peer: Arc<ConnectionState>,
 }
 
-impl Room {
-    /// Works until the other end of `door` is closed. An error ends the thread, and with it all connections,
-    /// as `drop` tells; the door is closed before.
-    fn serve(mut self, door: OwnedFd) {
+impl SentryThread {
+    /// Works until the other end of `handoff` is closed. An error ends the thread and all its
+    /// connections, see `drop`. `handoff` is closed before that.
+    fn serve(mut self, handoff: OwnedFd) {
         let private = if self.is_private { PRIVATE } else { 0 };
-        let (epoll, wake) = match Self::prepare(&door) {
+        let (epoll, wake) = match Self::prepare(&handoff) {
             Ok(prepared) => prepared,
             Err(error) => {
                 let errno = error.raw_os_error().unwrap_or_default().unsigned_abs();
-                // Whoever started this thread waits within a bound.
-                let _ = send(&door, FAILED, private | u64::from(errno), &[]);
+                // The starting thread waits within a bound.
+                let _ = send(&handoff, FAILED, private | u64::from(errno), &[]);
                 return;
             }
         };
         let tid = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
-        if send(&door, BEGUN, private | u64::from(tid), &[wake.as_fd()]).is_err() {
+        if send(&handoff, BEGUN, private | u64::from(tid), &[wake.as_fd()]).is_err() {
             return;
         }
         let none = epoll::Event {
             flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(DOOR),
+            data: epoll::EventData::new_u64(HANDOFF),
         };
         let mut events = [none; 32];
         loop {
-            // There is nothing to do without an event, as long as the process lives.
+            // Without an event there is nothing to do as long as the process lives.
             let num_events = match epoll::wait(&epoll, &mut events[..], None) {
                 Ok(num_events) => num_events,
                 Err(Errno::INTR) => continue,
@@ -463,23 +475,26 @@ impl Room {
             };
             for event in &events[..num_events] {
                 match event.data.u64() {
-                    DOOR => match receive(&door, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT) {
-                        Ok((_, id, fds)) => self.adopt(&epoll, id, fds),
-                        Err(Errno::AGAIN) => {}
-                        Err(_) => return,
-                    },
-                    // About what has come by the door: nobody orders before it is told that it has.
-                    WAKE => self.obey(),
+                    HANDOFF => {
+                        match receive(&handoff, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT) {
+                            Ok((_, id, fds)) => self.adopt(&epoll, id, fds),
+                            Err(Errno::AGAIN) => {}
+                            Err(_) => return,
+                        }
+                    }
+                    // Commands concern connections that have already arrived: no caller gives one
+                    // before its connection is here.
+                    WAKE => self.apply_commands(),
                     id => self.look(id),
                 }
             }
         }
     }
 
-    fn prepare(door: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
+    fn prepare(handoff: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let data = epoll::EventData::new_u64;
-        epoll::add(&epoll, door, data(DOOR), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, handoff, data(HANDOFF), epoll::EventFlags::IN)?;
         let wake = event_fd()?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &wake, data(WAKE), flags)?;
@@ -487,17 +502,17 @@ impl Room {
     }
 
     fn look(&self, id: u64) {
-        // It may have been dropped since the event.
-        if let Some(held) = self.peers.get(&id)
-            && let Some(reason) = why_over(&held.socket)
+        // The connection may have been dropped since the event.
+        if let Some(entry) = self.peers.get(&id)
+            && let Some(reason) = why_over(&entry.socket)
         {
-            held.peer.end(reason, held.event.as_fd());
+            entry.peer.end(reason, entry.event.as_fd());
         }
     }
 
     fn adopt(&mut self, epoll: &OwnedFd, id: u64, fds: Vec<OwnedFd>) {
-        // Whoever sent it may have given up.
-        let Some(peer) = lock(&self.shared.desk).incoming.remove(&id) else { return };
+        // The sender may have given up.
+        let Some(peer) = lock(&self.shared.inbox).incoming.remove(&id) else { return };
         let mut fds = fds.into_iter();
         let (Some(socket), Some(event)) = (fds.next(), fds.next()) else {
             return peer.set_stage(Stage::Refused(Errno::MFILE));
@@ -507,50 +522,50 @@ impl Room {
         if let Err(errno) = epoll::add(epoll, &socket, epoll::EventData::new_u64(id), flags) {
             return peer.set_stage(Stage::Refused(errno));
         }
-        peer.set_stage(Stage::Held);
-        self.peers.insert(id, Held { socket, event, peer });
-        // What came before it was watched.
+        peer.set_stage(Stage::Watched);
+        self.peers.insert(id, Entry { socket, event, peer });
+        // Looks for input that came before the socket was watched.
         self.look(id);
     }
 
-    fn obey(&mut self) {
-        let orders = std::mem::take(&mut lock(&self.shared.desk).orders);
-        for order in orders {
-            match order {
-                Order::Close(id) => self.close(id),
-                Order::Drop(id) => drop(self.peers.remove(&id)),
+    fn apply_commands(&mut self) {
+        let commands = std::mem::take(&mut lock(&self.shared.inbox).commands);
+        for command in commands {
+            match command {
+                Command::Close(id) => self.close(id),
+                Command::Drop(id) => drop(self.peers.remove(&id)),
             }
         }
     }
 
     fn close(&self, id: u64) {
-        let Some(held) = self.peers.get(&id) else { return };
-        // Best effort: a peer that is gone or does not read learns it from the shutdown.
+        let Some(entry) = self.peers.get(&id) else { return };
+        // Best effort: a peer that is gone or does not read learns of the end from the shutdown.
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let _ = rustix::net::send(&held.socket, &encode_goodbye(), flags);
-        let _ = rustix::net::shutdown(&held.socket, Shutdown::Both);
-        held.peer.end(CloseReason::Local, held.event.as_fd());
-        held.peer.set_stage(Stage::Closed);
+        let _ = rustix::net::send(&entry.socket, &encode_goodbye(), flags);
+        let _ = rustix::net::shutdown(&entry.socket, Shutdown::Both);
+        entry.peer.end(CloseReason::Local, entry.event.as_fd());
+        entry.peer.set_stage(Stage::Closed);
     }
 }
 
-impl Drop for Room {
+impl Drop for SentryThread {
     fn drop(&mut self) {
         self.shared.is_gone.store(true, Ordering::Release);
-        // The door is closed: what is not on its way by now does not get there.
-        for peer in lock(&self.shared.desk).incoming.drain().map(|(_, peer)| peer) {
+        // `handoff` is closed: messages that are not on their way by this time do not arrive.
+        for peer in lock(&self.shared.inbox).incoming.drain().map(|(_, peer)| peer) {
             peer.set_stage(Stage::Refused(Errno::PIPE));
         }
-        for held in self.peers.values() {
-            held.peer.end(CloseReason::Local, held.event.as_fd());
-            held.peer.set_stage(Stage::Refused(Errno::PIPE));
+        for entry in self.peers.values() {
+            entry.peer.end(CloseReason::Local, entry.event.as_fd());
+            entry.peer.set_stage(Stage::Refused(Errno::PIPE));
         }
     }
 }
 
-/// Moves a descriptor of the table that all threads share to a high number: the kernel closes a dying
-/// process's files last to first, and a GPU driver's take tens of milliseconds, which the peer would wait
-/// for.
+/// Moves a descriptor of the shared table to a high number. The kernel closes a dying process's
+/// files from the last to the first. Files of a GPU driver take tens of milliseconds, and the peer
+/// would wait for them.
 fn move_high(low: OwnedFd) -> OwnedFd {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let limit = limit.unwrap_or(u64::MAX).min(1 << 20) as i32;
@@ -568,28 +583,31 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Threads that are to die after the sentry. Of 120 kills each on two processors, 94 were late with none, 9
-/// with one, 3 with two, 2 with four and 1 with eight, in a process of few threads.
-const NUM_BEHIND: usize = 4;
+/// Number of threads that die after the sentry. It was measured with 120 kills for each count, on
+/// two processors, in a process of few threads. 94 ends were late with no such thread, 9 with one,
+/// 3 with two, 2 with four and 1 with eight.
+const NUM_IDLE_THREADS: usize = 4;
 const HIGH_FD: i32 = 700;
-/// Of `<linux/close_range.h>`: not all C libraries have a name for it.
+/// From `<linux/close_range.h>`. Not every C library has a name for it.
 const CLOSE_RANGE_UNSHARE: libc::c_uint = 1 << 1;
 const BEHIND_STDIO: RawFd = 3;
-/// To the sentry: a connection of this number.
+/// To the sentry: a connection with this number.
 const ADOPT: u64 = 1;
-/// From the sentry, first: it has begun, and its thread is this; or it cannot, for this error.
+/// First message from the sentry: it has begun, with its thread id. `FAILED` carries an error
+/// instead.
 const BEGUN: u64 = 2;
 const FAILED: u64 = 3;
-/// Beside either number: in a table of its own.
+/// Flag beside either number: the thread has its own table.
 const PRIVATE: u64 = 1 << 32;
-/// Of a message: kind, and a number.
+/// Bytes of a message: its kind, and a number.
 const MESSAGE_BYTES: usize = 16;
-/// In place of a peer's number.
-const DOOR: u64 = u64::MAX;
+/// Event data that is no connection's number.
+const HANDOFF: u64 = u64::MAX;
 const WAKE: u64 = u64::MAX - 1;
-/// For the sentry to begin, and to take a connection. It takes microseconds where a processor is free.
+/// Limit for the sentry to begin, and to take a connection. Both take microseconds if a processor
+/// is free.
 const ADOPT_LIMIT: Duration = Duration::from_secs(10);
-/// For it to say goodbye, for which somebody may wait who has other things to do.
+/// Limit for the goodbye. The caller may have other work to do.
 const CLOSE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 20 } else { 1 });
 const MIN_STACK: usize = 64 << 10;
 

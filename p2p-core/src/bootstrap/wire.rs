@@ -1,8 +1,8 @@
-//! Handshake messages as bytes: encode and decode, without I/O.
+//! Encodes and decodes handshake messages, without I/O.
 //!
-//! Little-endian, fixed fields first, then the variable ones, whose lengths are limited. Every length
-//! is checked before it is used, and bytes left over are an error. The layout is specified in
-//! `docs/reference/wire-format.md`, "Bootstrap handshake".
+//! Numbers are little-endian. Fixed fields come first, then variable ones of limited length. Every
+//! length is checked before it is used, and bytes left over are an error.
+//! `docs/reference/wire-format.md`, "Bootstrap handshake", specifies the layout.
 
 use thiserror::Error;
 
@@ -19,7 +19,7 @@ pub const HEADER_BYTES: usize = 16;
 pub const MAX_TICKET_BYTES: usize = 512;
 /// Longest message of a [`Reject`] in bytes. The rest is cut off.
 pub const MAX_REJECT_BYTES: usize = 1024;
-/// Longest text on offers that are left out, in bytes.
+/// Longest description of left-out offers in bytes.
 pub const MAX_LEFT_OUT_BYTES: usize = 512;
 /// Longest shape of device slots in bytes.
 pub const MAX_SHAPE_BYTES: usize = 256;
@@ -29,59 +29,29 @@ pub const MAX_BODY_BYTES: usize = 8192;
 /// Bytes that are not a message of this handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum WireError {
-    /// Not this protocol at all.
+    /// The peer does not speak this protocol at all.
     #[error("the first bytes are {found:02x?}, expected {MAGIC:02x?}: not a Switchyard peer")]
-    Magic {
-        /// Bytes found.
-        found: [u8; 8],
-    },
-    /// Another version.
+    Magic { found: [u8; 8] },
+    /// The peer speaks another version.
     #[error("the peer speaks protocol version {found}, this side version {PROTOCOL_VERSION}")]
-    Version {
-        /// Version found.
-        found: u16,
-    },
-    /// A message that this side does not know, or not at this point.
+    Version { found: u16 },
+    /// A message that this side does not know, or does not expect at this point.
     #[error("message kind {found}, expected {expected}")]
-    Kind {
-        /// Kind found.
-        found: u16,
-        /// Kind expected.
-        expected: &'static str,
-    },
-    /// A field says that it is longer than allowed.
+    Kind { found: u16, expected: &'static str },
+    /// A field claims to be longer than allowed.
     #[error("`{field}` is {found} bytes, at most {max} are allowed")]
-    TooLong {
-        /// Which field.
-        field: &'static str,
-        /// Bytes found.
-        found: usize,
-        /// Most bytes allowed.
-        max: usize,
-    },
+    TooLong { field: &'static str, found: usize, max: usize },
     /// The body ends within a field.
     #[error("the message ends within `{field}`")]
-    Truncated {
-        /// Which field.
-        field: &'static str,
-    },
+    Truncated { field: &'static str },
     /// The body goes on after the last field.
     #[error("{num_bytes} bytes follow the last field")]
-    Trailing {
-        /// How many.
-        num_bytes: usize,
-    },
-    /// A field holds a value that means nothing.
+    Trailing { num_bytes: usize },
+    /// A field holds a value without a meaning.
     #[error("`{field}` holds {found}, expected {expected}")]
-    Value {
-        /// Which field.
-        field: &'static str,
-        /// Value found.
-        found: u64,
-        /// What is allowed.
-        expected: &'static str,
-    },
+    Value { field: &'static str, found: u64, expected: &'static str },
 }
 
 /// Header of a message, after magic and lengths were checked.
@@ -89,7 +59,7 @@ pub enum WireError {
 pub struct Header {
     /// Version of the sender.
     pub version: u16,
-    /// Which message.
+    /// One of the `KIND_` constants.
     pub kind: u16,
     /// Bytes of the body.
     pub body_bytes: usize,
@@ -102,28 +72,28 @@ pub struct Hello {
     pub slot_bytes: u64,
     /// Frames in a slot.
     pub num_frames: u32,
-    /// Where the sender runs.
+    /// Host and process of the sender.
     pub host: HostIdentity,
-    /// Transports, in order of preference. Unknown ones are left out when decoding.
+    /// Transports, in order of preference. Decoding leaves out unknown ones.
     pub offers: Vec<Offer>,
     /// Shared secret; empty for none.
     pub ticket: Vec<u8>,
-    /// What the upper layers say.
+    /// Description by the upper layers.
     pub peer: PeerHello,
-    /// What the sender left out of `offers` and why, for people; at most [`MAX_LEFT_OUT_BYTES`].
+    /// Offers that the sender left out, with reasons, for people; at most [`MAX_LEFT_OUT_BYTES`].
     pub left_out: String,
-    /// Device slots that the sender wants beside the others.
+    /// Device slots that the sender wants beside the host slots.
     pub device: Option<DeviceDescription>,
 }
 
-/// What the connecting side says of the device slots that it wants.
+/// Device slots that the connecting side wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceDescription {
     /// Bytes of the sender's own slot.
     pub own_bytes: u64,
     /// Bytes of the receiver's slot.
     pub peer_bytes: u64,
-    /// What both sides must have alike, at most [`MAX_SHAPE_BYTES`].
+    /// Properties that must be equal on both sides, at most [`MAX_SHAPE_BYTES`].
     pub shape: Vec<u8>,
 }
 
@@ -132,14 +102,14 @@ pub struct DeviceDescription {
 pub struct Welcome {
     /// Transport chosen.
     pub offer: Offer,
-    /// The listening side's slot for this peer. Address, key and detail are empty where descriptors are
-    /// exchanged instead.
+    /// The listening side's slot for this peer. Address, key and detail are empty if descriptors
+    /// are exchanged instead.
     pub side: SideDescription,
     /// Ties the exchange of descriptors to this handshake.
     pub nonce: [u8; 16],
-    /// Where descriptors are exchanged.
+    /// Name of the Unix socket on which descriptors are exchanged.
     pub rendezvous: [u8; 16],
-    /// What the upper layers say.
+    /// Reply by the upper layers.
     pub payload: Vec<u8>,
 }
 
@@ -179,7 +149,7 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     Ok(Header { version, kind, body_bytes })
 }
 
-/// A [`Hello`] with its header.
+/// Encodes a [`Hello`] with its header.
 #[must_use]
 pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     let mut out = begin(KIND_HELLO);
@@ -238,7 +208,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
     let left_out = reader.limited("left_out", left_out_bytes, MAX_LEFT_OUT_BYTES)?;
     let mut left_out = printable(left_out);
-    // What replaces a character may be longer than it was.
+    // The replacement of a character may be longer than the character.
     left_out.truncate(left_out.floor_char_boundary(MAX_LEFT_OUT_BYTES));
     let device = if reader.rest.is_empty() { None } else { Some(reader.device()?) };
     reader.end()?;
@@ -254,7 +224,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     })
 }
 
-/// A [`Welcome`] with its header.
+/// Encodes a [`Welcome`] with its header.
 #[must_use]
 pub fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
     let mut out = begin(KIND_WELCOME);
@@ -287,7 +257,7 @@ pub fn decode_welcome(body: &[u8]) -> Result<Welcome, WireError> {
     Ok(Welcome { offer, side, nonce, rendezvous, payload })
 }
 
-/// The connecting side's last message, with its header.
+/// Encodes the connecting side's last message, with its header.
 #[must_use]
 pub fn encode_ready(side: &SideDescription) -> Vec<u8> {
     let mut out = begin(KIND_READY);
@@ -306,7 +276,7 @@ pub fn decode_ready(body: &[u8]) -> Result<SideDescription, WireError> {
     Ok(side)
 }
 
-/// A [`Reject`] with its header.
+/// Encodes a [`Reject`] with its header.
 #[must_use]
 pub fn encode_reject(reject: &Reject) -> Vec<u8> {
     let mut out = begin(KIND_REJECT);
@@ -335,20 +305,21 @@ pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
     Ok(Reject { code, message })
 }
 
-/// A peer's text without control characters, which would steer a terminal or break a line of a log.
+/// Replaces control characters in a peer's text. They would steer a terminal or break a line of a
+/// log.
 #[must_use]
 pub fn printable(bytes: &[u8]) -> String {
     let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     String::from_utf8_lossy(bytes).chars().map(shown).collect()
 }
 
-/// The listening side's last message on a network.
+/// Encodes the listening side's last message on a network.
 #[must_use]
 pub fn encode_go() -> Vec<u8> {
     finish(begin(KIND_GO))
 }
 
-/// The message that announces an orderly leave.
+/// Encodes the message that announces an orderly leave.
 #[must_use]
 pub fn encode_goodbye() -> Vec<u8> {
     finish(begin(KIND_GOODBYE))
@@ -478,7 +449,7 @@ impl<'a> Reader<'a> {
         Ok(DeviceDescription { own_bytes, peer_bytes, shape })
     }
 
-    /// An offer; `None` for a transport that this side does not know.
+    /// Reads an offer; `None` for a transport that this side does not know.
     fn offer(&mut self) -> Result<Option<Offer>, WireError> {
         let [code, flavour_bytes] = self.array("offer")?;
         let flavour = self.limited("offer.flavour", flavour_bytes.into(), MAX_FLAVOUR_BYTES)?;
@@ -583,7 +554,7 @@ mod tests {
         Ok((decode_header(head)?, body))
     }
 
-    /// Decodes as whatever the header says; true when it is a message.
+    /// Decodes by the kind in the header. Returns true if the bytes are a message.
     fn decode_any(message: &[u8]) -> bool {
         let Ok((header, body)) = split(message) else { return false };
         if header.body_bytes != body.len() {
@@ -671,7 +642,8 @@ mod tests {
                 }
             }
             num_refused += u32::from(!decode_any(&bytes));
-            // The body alone, so that mutations of lengths within it are reached more often.
+            // Also decodes the body alone, so that mutated lengths within it are reached more
+            // often.
             if let Some(body) = bytes.get(HEADER_BYTES..) {
                 let _ = (decode_hello(body).is_ok(), decode_welcome(body).is_ok());
                 let _ = (decode_ready(body).is_ok(), decode_reject(body).is_ok());

@@ -1,10 +1,14 @@
-//! The receiving end of one pair: the order of arrivals, without any library.
+//! The receiving end of one pair: puts arrivals into order, without any library.
 //!
-//! A write and a message behind it may arrive in any order, so a message counts the writes before it. It waits here
-//! until that many have landed. On networks that do not order writes among each other, each write names the first
-//! message behind it, so that a later write is not counted in place of a late one. Messages and mails share one
-//! sequence, and nothing orders them either: a message that arrives before a mail waits for it here, and a mail that
-//! arrives before a message waits in its cell.
+//! A write and a message behind it may arrive in any order, so a message counts the writes before
+//! it. It waits here until that many have landed.
+//!
+//! Some networks do not order writes among each other. There each write names the first message
+//! behind it, so that a later write is not counted in place of a late one.
+//!
+//! Messages and mails share one sequence, and the network does not order them either. A message
+//! that arrives before an earlier mail waits here. A mail that arrives before an earlier message
+//! waits in its cell.
 
 use std::collections::VecDeque;
 
@@ -12,24 +16,24 @@ use thiserror::Error;
 
 use super::message::{HEADER_BYTES, Header};
 
-/// What arrived from one peer.
+/// Arrivals from one peer.
 #[derive(Debug, Default)]
 pub struct Inbound {
     next_seq: u32,
-    /// Those that the message to come out next may need.
+    /// Landed writes that the next message may need.
     num_writes: u64,
-    /// Writes that only later messages need, by the number of the first that does, modulo the length. Empty
-    /// where writes do not say.
+    /// Writes that only later messages need, by the number of the first message that needs them,
+    /// modulo the length. Empty if writes name no message.
     later: Box<[u32]>,
-    /// Messages that came out and writes that were counted, modulo 2³².
+    /// Applied messages and counted writes, modulo 2³².
     num_done: u32,
-    /// In order, waiting for writes.
+    /// Messages in order that wait for writes.
     held: VecDeque<(Header, Box<[u8]>)>,
-    /// Ahead of mails.
+    /// Messages that arrived before an earlier mail.
     early: VecDeque<(Header, Box<[u8]>)>,
-    /// Bytes of both.
+    /// Bytes of both queues.
     held_bytes: usize,
-    /// Mails that may be missing before a message.
+    /// Largest number of mails that may be missing before a message.
     max_missing: u32,
 }
 
@@ -47,13 +51,13 @@ pub enum OrderError {
 }
 
 impl Inbound {
-    /// Arrivals from a peer that may have `max_missing` mails under way.
+    /// Makes the state for a peer that may have `max_missing` mails under way.
     pub fn new(max_missing: u32) -> Self {
         Self { max_missing, ..Self::default() }
     }
 
-    /// Arrivals from a peer whose writes name the message behind them. It has at most `window` messages and writes
-    /// under way that are not [done](Self::num_done).
+    /// Makes the state for a peer whose writes name the message behind them. It has at most
+    /// `window` messages and writes under way that are not [done](Self::num_done).
     pub fn with_window(window: u32) -> Self {
         let window = window as usize;
         let later = vec![0; (window + 1).next_power_of_two()].into();
@@ -70,21 +74,22 @@ impl Inbound {
         !self.early.is_empty()
     }
 
-    /// Returns true if `message` may be applied now. It is kept for later otherwise. Call
+    /// Returns true if `message` may be applied now. Otherwise this keeps a copy for later. Call
     /// [`next_ready`](Self::next_ready) afterwards.
     ///
     /// # Errors
     /// [`OrderError`]; the peer must be treated as lost.
     #[inline]
     pub fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
-        if header.then.is_unnumbered() {
+        if header.action.is_unnumbered() {
             return Ok(true);
         }
         let expected = self.next_seq;
         if header.seq != expected {
             let newest = self.early.back().map_or(expected, |(early, _)| early.seq.wrapping_add(1));
             let num_missing = header.seq.wrapping_sub(expected);
-            // Counted as if none of the early ones were behind a gap of its own, which is enough.
+            // This counts as if no early message had a gap of its own before it. That bound is
+            // enough.
             let most = self.max_missing.saturating_add(self.early.len() as u32);
             let is_older = header.seq.wrapping_sub(newest) > most;
             if self.max_missing == 0 || num_missing > most || is_older {
@@ -96,7 +101,7 @@ impl Inbound {
         }
         if header.writes <= self.num_writes && self.held.is_empty() {
             self.next_seq = expected.wrapping_add(1);
-            self.move_on();
+            self.advance();
             return Ok(true);
         }
         self.keep(message.len())?;
@@ -112,10 +117,10 @@ impl Inbound {
         self.num_done = self.num_done.wrapping_add(1);
     }
 
-    /// Counts a write that was issued before message `seq` and after the message before that.
+    /// Counts a write that was issued before message `seq` and after the message before that one.
     ///
     /// # Errors
-    /// [`OrderError::Write`] for a message outside of the window.
+    /// [`OrderError::Write`] for a message outside the window.
     pub fn count_write_before(&mut self, seq: u32) -> Result<(), OrderError> {
         let first = self.front();
         let (ahead, len) = (seq.wrapping_sub(first) as usize, self.later.len());
@@ -131,7 +136,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Writes that have landed, without those that only later messages need.
+    /// Writes that have landed, except writes that only later messages need.
     pub const fn num_writes(&self) -> u64 {
         self.num_writes
     }
@@ -141,13 +146,13 @@ impl Inbound {
         self.num_done
     }
 
-    /// Number of the message that comes out next.
+    /// Number of the next message to apply.
     fn front(&self) -> u32 {
         self.held.front().map_or(self.next_seq, |(header, _)| header.seq)
     }
 
-    /// A message came out: writes that the next one needs count from now on.
-    fn move_on(&mut self) {
+    /// Notes that a message was applied. Writes that the next one needs count from now on.
+    fn advance(&mut self) {
         self.num_done = self.num_done.wrapping_add(1);
         let (front, len) = (self.front() as usize, self.later.len());
         if let Some(later) = front.checked_rem(len).map(|idx| &mut self.later[idx]) {
@@ -157,7 +162,8 @@ impl Inbound {
         }
     }
 
-    /// The next kept message, once all earlier arrivals are here and its writes have landed.
+    /// Returns the next waiting message, once all earlier arrivals are here and its writes have
+    /// landed.
     pub fn next_ready(&mut self) -> Option<(Header, Box<[u8]>)> {
         while let Some(early) = self.early.pop_front_if(|(header, _)| header.seq == self.next_seq) {
             self.next_seq = self.next_seq.wrapping_add(1);
@@ -169,7 +175,7 @@ impl Inbound {
         }
         let (header, message) = self.held.pop_front()?;
         self.held_bytes -= held_bytes_of(message.len());
-        self.move_on();
+        self.advance();
         Some((header, message))
     }
 
@@ -183,7 +189,7 @@ impl Inbound {
     }
 }
 
-/// What a message of that length counts for: its head is kept, even if none of its bytes are.
+/// Bytes that a waiting message counts for. Its header is kept even if it has no other bytes.
 fn held_bytes_of(len: usize) -> usize {
     len.max(HEADER_BYTES)
 }
@@ -197,15 +203,15 @@ mod tests {
     use rand::{RngExt, SeedableRng};
 
     use super::*;
-    use crate::counted::message::Then;
+    use crate::counted::message::Action;
 
     fn header(seq: u32, writes: u64) -> Header {
-        let (then, credit) = (Then::Nothing, Default::default());
-        Header { slot: 0, seq, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
+        let (action, credit) = (Action::Nothing, Default::default());
+        Header { slot: 0, seq, token: 0, writes, action, credit, num_parts: 0, mails: 0 }
     }
 
     #[test]
-    fn a_message_waits_for_its_writes_and_those_behind_wait_with_it() {
+    fn a_message_waits_for_its_writes_and_later_messages_wait_behind_it() {
         let mut inbound = Inbound::default();
         assert_eq!(inbound.admit(&header(0, 0), b"a"), Ok(true));
         assert_eq!(inbound.admit(&header(1, 2), b"b"), Ok(false));
@@ -222,7 +228,7 @@ mod tests {
     #[test]
     fn a_lost_message_is_noticed_and_answers_are_not_numbered() {
         let mut inbound = Inbound::default();
-        let answer = Header { then: Then::Answered { id: 3 }, ..header(77, 0) };
+        let answer = Header { action: Action::Answered { id: 3 }, ..header(77, 0) };
         assert_eq!(inbound.admit(&answer, b""), Ok(true));
         assert_eq!(inbound.admit(&header(0, 0), b""), Ok(true));
         let lost = OrderError::Sequence { found: 2, expected: 1 };
@@ -230,15 +236,15 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded() {
+    fn waiting_messages_are_bounded() {
         let mut inbound = Inbound::default();
         let message = vec![0; 16 << 10];
         let refused = (0..1000).find_map(|seq| inbound.admit(&header(seq, 1), &message).err());
         assert!(matches!(refused, Some(OrderError::TooMuchHeld { .. })), "{refused:?}");
     }
 
-    /// Writes overtake and are overtaken at random; a message must come out exactly when its writes
-    /// have landed, and in order.
+    /// Writes and messages overtake each other at random. A message must come out exactly when its
+    /// writes have landed, and in order.
     #[test]
     fn any_order_of_writes_and_messages_is_put_right() {
         let seed = rand::random();
@@ -256,7 +262,7 @@ mod tests {
                     seq += 1;
                 }
             }
-            // Messages keep their order among themselves, writes may go anywhere.
+            // Messages keep their order among themselves; writes may go anywhere.
             let mut places: Vec<usize> = (0..events.len()).collect();
             places.shuffle(&mut rng);
             let mut messages = events.iter().flatten().copied().collect::<Vec<_>>().into_iter();
@@ -282,10 +288,11 @@ mod tests {
         }
     }
 
-    /// Writes of several queues, each in an order of its own, and messages: one must come out behind the very
-    /// writes that were issued before it, not only as many, as soon as it can, and in order.
+    /// Several queues of writes, each in an order of its own, and messages. A message must come out
+    /// in order, and as soon as the very writes issued before it have landed. An equal number of
+    /// other writes is not enough.
     #[test]
-    fn a_later_write_never_stands_in_for_one_that_is_late() {
+    fn a_later_write_never_replaces_a_late_one() {
         let seed = rand::random();
         println!("seed {seed}");
         let mut rng = StdRng::seed_from_u64(seed);
@@ -295,7 +302,8 @@ mod tests {
             let mut inbound = Inbound { next_seq: first, ..Inbound::with_window(window) };
             let mut queues = vec![VecDeque::new(); num_queues];
             let mut messages = VecDeque::new();
-            // Per message the writes that went before; and which have landed.
+            // For each message the number of writes before it; for each write whether it has
+            // landed.
             let (mut needed, mut landed) = (Vec::new(), Vec::new());
             let (mut num_issued, mut placed) = (0u32, 0);
             let mut place = |header: Header, landed: &[bool], needed: &[usize]| {
@@ -356,8 +364,8 @@ mod tests {
         }
     }
 
-    /// Messages and mails come in two orders of their own; together they must come out in the one in
-    /// which they were sent, each once.
+    /// Messages and mails come in two orders of their own. Together they must come out once each,
+    /// in the order in which they were sent.
     #[test]
     fn messages_and_mails_get_into_one_order() {
         let seed = rand::random();
@@ -410,7 +418,7 @@ mod tests {
         assert!(inbound.has_gap());
         let lost = OrderError::Sequence { found: 6, expected: 0 };
         assert_eq!(inbound.admit(&header(6, 0), b"x"), Err(lost));
-        // One that is sent twice, or runs backwards.
+        // The message was sent twice, or the sequence runs backwards.
         let twice = OrderError::Sequence { found: 4, expected: 0 };
         assert_eq!(inbound.admit(&header(4, 0), b"x"), Err(twice));
     }

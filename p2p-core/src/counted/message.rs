@@ -7,10 +7,13 @@
 //! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
 //! ```
 //!
-//! All numbers are little-endian. The receiving side gave `slot` and `token` in the handshake; the token is a secret
-//! of the pair. `writes` counts the writes that were issued before. `credit` is the sum of all additions to one flag
-//! that were allowed to wait. It may come several times, or late, or not at all if a later one comes. `mails` counts
-//! the mails of the receiving side that the sender has read, modulo 2³².
+//! All numbers are little-endian. The receiving side gave `slot` and `token` in the handshake; the
+//! token is a secret of the pair.
+//!
+//! - `writes` counts the writes that were issued before the message.
+//! - `credit` is the sum of all additions to one flag that were allowed to wait. It may come
+//!   several times, or late, or not at all if a later one comes.
+//! - `mails` counts the mails of the receiving side that the sender has read, modulo 2³².
 
 use thiserror::Error;
 
@@ -19,35 +22,35 @@ pub const HEADER_BYTES: usize = 56;
 /// Bytes of a part before its payload.
 pub const PART_BYTES: usize = 8;
 
-/// What a message asks for after its parts are in place.
+/// The receiver's action after it has put the parts in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
-    /// Nothing.
+pub enum Action {
+    /// No action.
     Nothing,
-    /// An addition to a flag.
+    /// Adds to a flag.
     Add {
-        /// Offset of the flag.
+        /// Offset of the flag in bytes.
         offset: u32,
         /// Summand.
         value: u64,
     },
-    /// An answer.
+    /// Asks for an answer, which repeats the id.
     Answer {
-        /// To be repeated in it.
+        /// Number of the question.
         id: u64,
     },
-    /// This is the answer.
+    /// Answers a question.
     Answered {
-        /// Of the question.
+        /// Number of the question.
         id: u64,
     },
-    /// Nothing but the credit.
+    /// Carries only the credit.
     Credit,
-    /// The sender is gone; after the writes that the message counts nothing comes any more.
+    /// The sender is gone. After the writes that the message counts, nothing more comes.
     Farewell,
 }
 
-impl Then {
+impl Action {
     /// Tells whether the driver sends this by itself, outside of the numbered order.
     pub const fn is_unnumbered(self) -> bool {
         matches!(self, Self::Answered { .. } | Self::Credit | Self::Farewell)
@@ -63,11 +66,11 @@ pub struct Header {
     pub seq: u32,
     /// Secret of the pair.
     pub token: u64,
-    /// Counted writes that were issued before the message.
+    /// Number of counted writes that were issued before the message.
     pub writes: u64,
     /// The action after the parts.
-    pub then: Then,
-    /// Additions that were allowed to wait.
+    pub action: Action,
+    /// Additions to a flag that were allowed to wait.
     pub credit: Credit,
     /// Parts behind the header.
     pub num_parts: u16,
@@ -107,13 +110,13 @@ impl Header {
     /// Writes the header to the first [`HEADER_BYTES`] of `out`.
     #[inline]
     pub fn encode(&self, out: &mut [u8; HEADER_BYTES]) {
-        let (kind, value, offset) = match self.then {
-            Then::Nothing => (KIND_NOTHING, 0, 0),
-            Then::Add { offset, value } => (KIND_ADD, value, offset),
-            Then::Answer { id } => (KIND_ANSWER, id, 0),
-            Then::Answered { id } => (KIND_ANSWERED, id, 0),
-            Then::Credit => (KIND_CREDIT, 0, 0),
-            Then::Farewell => (KIND_FAREWELL, 0, 0),
+        let (kind, value, offset) = match self.action {
+            Action::Nothing => (KIND_NOTHING, 0, 0),
+            Action::Add { offset, value } => (KIND_ADD, value, offset),
+            Action::Answer { id } => (KIND_ANSWER, id, 0),
+            Action::Answered { id } => (KIND_ANSWERED, id, 0),
+            Action::Credit => (KIND_CREDIT, 0, 0),
+            Action::Farewell => (KIND_FAREWELL, 0, 0),
         };
         out[0..4].copy_from_slice(&self.slot.to_le_bytes());
         out[4..8].copy_from_slice(&self.seq.to_le_bytes());
@@ -135,13 +138,13 @@ impl Header {
             .first_chunk::<HEADER_BYTES>()
             .ok_or(MessageError::Short { found: message.len() })?;
         let (value, offset) = (u64_at(head, 24), u32_at(head, 40));
-        let then = match u16_at(head, 48) {
-            KIND_NOTHING => Then::Nothing,
-            KIND_ADD => Then::Add { offset, value },
-            KIND_ANSWER => Then::Answer { id: value },
-            KIND_ANSWERED => Then::Answered { id: value },
-            KIND_CREDIT => Then::Credit,
-            KIND_FAREWELL => Then::Farewell,
+        let action = match u16_at(head, 48) {
+            KIND_NOTHING => Action::Nothing,
+            KIND_ADD => Action::Add { offset, value },
+            KIND_ANSWER => Action::Answer { id: value },
+            KIND_ANSWERED => Action::Answered { id: value },
+            KIND_CREDIT => Action::Credit,
+            KIND_FAREWELL => Action::Farewell,
             found => return Err(MessageError::Kind { found }),
         };
         Ok(Self {
@@ -149,15 +152,15 @@ impl Header {
             seq: u32_at(head, 4),
             token: u64_at(head, 8),
             writes: u64_at(head, 16),
-            then,
+            action,
             credit: Credit { offset: u32_at(head, 44), total: u64_at(head, 32) },
             num_parts: u16_at(head, 50),
             mails: u32_at(head, 52),
         })
     }
 
-    /// Checks the parts and the flag of `message` against a slot of `slot_bytes`, all of them before
-    /// the first is used, and gives the parts to `place`.
+    /// Checks all parts and flags of `message` against a slot of `slot_bytes`, then passes each
+    /// part to `place`. If any check fails, no part is placed.
     #[inline]
     pub fn for_each_part(
         &self,
@@ -176,7 +179,7 @@ impl Header {
         if !rest.is_empty() {
             return Err(MessageError::Trailing { num_bytes: rest.len() });
         }
-        if let Then::Add { offset, .. } = self.then {
+        if let Action::Add { offset, .. } = self.action {
             check_flag(offset, slot_bytes)?;
         }
         if self.credit.total > 0 {
@@ -203,20 +206,20 @@ pub fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
     out.extend_from_slice(&len.to_le_bytes());
 }
 
-/// Makes `message`, which waits, stand for `newer` as well, if both only add to the same flag. False
-/// when they do not, and nothing is changed then.
+/// Merges `newer` into `message`, which still waits, if both only add to the same flag. Otherwise
+/// returns false and changes nothing.
 pub fn merge_add(message: &mut [u8], newer: &Header) -> bool {
     let Ok(header) = Header::decode(message) else { return false };
-    let (Then::Add { offset, value }, Then::Add { offset: same, value: more }) =
-        (header.then, newer.then)
+    let (Action::Add { offset, value }, Action::Add { offset: same, value: more }) =
+        (header.action, newer.action)
     else {
         return false;
     };
     if same != offset || header.writes != newer.writes || newer.num_parts > 0 {
         return false;
     }
-    let then = Then::Add { offset, value: value.wrapping_add(more) };
-    let merged = Header { then, credit: newer.credit, mails: newer.mails, ..header };
+    let action = Action::Add { offset, value: value.wrapping_add(more) };
+    let merged = Header { action, credit: newer.credit, mails: newer.mails, ..header };
     if let Some(head) = message.first_chunk_mut() {
         merged.encode(head);
     }
@@ -290,23 +293,23 @@ mod tests {
                 (rng.random_range(0..slot_bytes - payload.len()), payload)
             })
             .collect();
-        let then = match rng.random_range(0..6) {
-            0 => Then::Nothing,
+        let action = match rng.random_range(0..6) {
+            0 => Action::Nothing,
             1 => {
                 let offset = rng.random_range(0..slot_bytes as u32 / 8) * 8;
-                Then::Add { offset, value: rng.random() }
+                Action::Add { offset, value: rng.random() }
             }
-            2 => Then::Answer { id: rng.random() },
-            3 => Then::Answered { id: rng.random() },
-            4 => Then::Credit,
-            _ => Then::Farewell,
+            2 => Action::Answer { id: rng.random() },
+            3 => Action::Answered { id: rng.random() },
+            4 => Action::Credit,
+            _ => Action::Farewell,
         };
         let header = Header {
             slot: rng.random(),
             seq: rng.random(),
             token: rng.random(),
             writes: rng.random(),
-            then,
+            action,
             credit: Credit { offset: rng.random_range(0..8) * 8, total: rng.random() },
             num_parts: parts.len() as u16,
             mails: rng.random(),
@@ -351,35 +354,35 @@ mod tests {
     fn a_bad_part_or_flag_places_nothing() {
         let good = (16usize, vec![1u8; 8]);
         let credit = Credit::default();
-        let header = |then, num_parts| Header {
+        let header = |action, num_parts| Header {
             slot: 0,
             seq: 0,
             token: 0,
             writes: 0,
-            then,
+            action,
             credit,
             num_parts,
             mails: 0,
         };
-        let add = |offset| Then::Add { offset, value: 1 };
-        for (then, parts, bytes_cut) in [
+        let add = |offset| Action::Add { offset, value: 1 };
+        for (action, parts, bytes_cut) in [
             (add(4096), vec![good.clone()], 0),
             (add(u32::MAX - 7), vec![good.clone()], 0),
             (add(12), vec![good.clone()], 0),
-            (Then::Nothing, vec![good.clone(), (4095, vec![0; 2])], 0),
-            (Then::Nothing, vec![good.clone(), (u32::MAX as usize, vec![0; 2])], 0),
-            (Then::Nothing, vec![good.clone(), good.clone()], 8),
-            (Then::Nothing, vec![good.clone(), good], 1),
+            (Action::Nothing, vec![good.clone(), (4095, vec![0; 2])], 0),
+            (Action::Nothing, vec![good.clone(), (u32::MAX as usize, vec![0; 2])], 0),
+            (Action::Nothing, vec![good.clone(), good.clone()], 8),
+            (Action::Nothing, vec![good.clone(), good], 1),
         ] {
-            let header = header(then, parts.len() as u16);
+            let header = header(action, parts.len() as u16);
             let mut bytes = encode(&header, &parts);
             bytes.truncate(bytes.len() - bytes_cut);
             let result = header.for_each_part(&bytes, 4096, |_, _| panic!("placed"));
-            assert!(result.is_err(), "{then:?} {bytes_cut}");
+            assert!(result.is_err(), "{action:?} {bytes_cut}");
         }
-        let mut bytes = encode(&header(Then::Nothing, 0), &[]);
+        let mut bytes = encode(&header(Action::Nothing, 0), &[]);
         bytes.push(0);
-        let result = header(Then::Nothing, 0).for_each_part(&bytes, 4096, |_, _| {});
+        let result = header(Action::Nothing, 0).for_each_part(&bytes, 4096, |_, _| {});
         assert_eq!(result, Err(MessageError::Trailing { num_bytes: 1 }));
     }
 
@@ -406,17 +409,17 @@ mod tests {
 
     #[test]
     fn only_an_addition_to_the_same_flag_is_merged() {
-        let header = |then, writes, total| {
+        let header = |action, writes, total| {
             let credit = Credit { offset: 128, total };
-            Header { slot: 0, seq: 0, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
+            Header { slot: 0, seq: 0, token: 0, writes, action, credit, num_parts: 0, mails: 0 }
         };
-        let add = |offset, value| Then::Add { offset, value };
+        let add = |offset, value| Action::Add { offset, value };
         let mut message = encode(&header(add(64, 5), 7, 1), &[]);
         let unchanged = message.clone();
         for other in [
             header(add(72, 1), 7, 9),
             header(add(64, 1), 8, 9),
-            header(Then::Answer { id: 1 }, 7, 9),
+            header(Action::Answer { id: 1 }, 7, 9),
             Header { num_parts: 1, ..header(add(64, 1), 7, 9) },
         ] {
             assert!(!merge_add(&mut message, &other) && message == unchanged, "{other:?}");
@@ -434,7 +437,7 @@ mod tests {
                 seq: 0,
                 token: 0,
                 writes: 0,
-                then: Then::Credit,
+                action: Action::Credit,
                 credit,
                 num_parts: 0,
                 mails: 0,

@@ -1,4 +1,4 @@
-//! What every fabric checks before it posts, and how it tells peers apart.
+//! Checks that every fabric makes before it posts, and the ids of its peers.
 
 use super::{LocalSegment, PeerId, RemoteSegment};
 use crate::endpoint::PostError;
@@ -7,12 +7,12 @@ use crate::endpoint::PostError;
 pub trait Registration {
     /// Address of its first byte.
     fn first(&self) -> u64;
-    /// Its length.
+    /// Its length in bytes.
     fn bytes(&self) -> u64;
 }
 
 impl LocalSegment {
-    /// Checks it against the registration that it names, if there is one.
+    /// Checks the segment against the registration that it names, if there is one.
     pub fn checked<'r, R: Registration>(
         self,
         op: &'static str,
@@ -31,8 +31,8 @@ impl LocalSegment {
 }
 
 impl RemoteSegment {
-    /// Checks `bytes` of it against what the peer said of its registration. Gives the address of the
-    /// first.
+    /// Checks `bytes` of the segment against the peer's description of its registration. Returns
+    /// the address of the first byte.
     pub fn checked(self, op: &'static str, bytes: u64) -> Result<u64, PostError> {
         let inside = self.offset.checked_add(bytes).is_some_and(|end| end <= self.region.bytes);
         let address = self.region.address.checked_add(self.offset);
@@ -48,7 +48,7 @@ impl RemoteSegment {
     }
 }
 
-/// Why a peer is not let into memory that is not there, or not for peers.
+/// Error of a grant for memory that does not exist or is not open to peers.
 pub fn not_granted() -> PostError {
     let detail = "the buffer is not registered for writing by peers".to_owned();
     PostError::Transport { op: "grant", code: 0, detail }
@@ -59,48 +59,48 @@ pub const fn op_name(is_write: bool) -> &'static str {
     if is_write { "write" } else { "read" }
 }
 
-/// Whether a place among the peers is taken, and how often it was: an id of an earlier peer is not taken
-/// for one of the present peer.
+/// One entry of a fabric's table of peers: whether it is in use, and how many peers used it before.
+/// So the id of an earlier peer never names the present one.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Tenancy {
+pub struct PeerEntry {
     generation: u32,
     is_open: bool,
 }
 
-impl Tenancy {
-    /// Takes place `idx`.
+impl PeerEntry {
+    /// Takes entry `idx`.
     pub fn open(&mut self, idx: usize) -> PeerId {
         self.is_open = true;
         self.id(idx)
     }
 
-    /// Who has place `idx`, or was the last to have it.
+    /// Id of the peer that uses entry `idx`, or used it last.
     pub const fn id(self, idx: usize) -> PeerId {
         PeerId(idx as u32 | self.generation << PLACE_BITS)
     }
 
-    /// Frees the place.
+    /// Frees the entry.
     pub fn close(&mut self) {
         self.is_open = false;
         self.generation = (self.generation + 1) & (u32::MAX >> PLACE_BITS);
     }
 }
 
-/// The place of a peer that is open.
+/// Returns the index of an open peer's entry.
 pub fn find<'a>(
     op: &'static str,
     peer: PeerId,
-    tenancy: impl FnOnce(usize) -> Option<&'a Tenancy>,
+    entry: impl FnOnce(usize) -> Option<&'a PeerEntry>,
 ) -> Result<usize, PostError> {
     let idx = (peer.0 & (MAX_PLACES as u32)) as usize;
-    match tenancy(idx) {
+    match entry(idx) {
         Some(found) if found.is_open && found.generation == peer.0 >> PLACE_BITS => Ok(idx),
         _ => Err(PostError::Disconnected { op }),
     }
 }
 
 const PLACE_BITS: u32 = 16;
-/// Most places for peers: what a [`PeerId`] can tell apart.
+/// Largest number of peers: the number of entries that a [`PeerId`] can address.
 pub const MAX_PLACES: usize = (1 << PLACE_BITS) - 1;
 
 #[cfg(test)]
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn an_id_is_not_taken_for_its_successor() {
-        let mut places = [Tenancy::default(); 2];
+        let mut places = [PeerEntry::default(); 2];
         let first = places[1].open(1);
         assert_eq!(find("read", first, |idx| places.get(idx)).ok(), Some(1));
         places[1].close();

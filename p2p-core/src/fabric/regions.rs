@@ -1,56 +1,56 @@
-//! The registrations of a fabric whose device or library checks accesses: by an id that does not name the
-//! next one that has the same place.
+//! The registrations of a fabric whose device or library checks accesses. The id of a removed
+//! registration does not name the next one in the same table entry.
 
 use super::RegionId;
 
 /// Registrations by id.
 #[derive(Debug)]
 pub struct RegionTable<T> {
-    places: Vec<Place<T>>,
+    entries: Vec<Entry<T>>,
     free: Vec<u32>,
 }
 
 #[derive(Debug)]
-struct Place<T> {
-    /// How often it was taken, modulo what an id has room for.
+struct Entry<T> {
+    /// How often the entry was taken, modulo [`GENERATIONS`].
     generation: u32,
     item: Option<T>,
 }
 
 impl<T> Default for RegionTable<T> {
     fn default() -> Self {
-        Self { places: Vec::new(), free: Vec::new() }
+        Self { entries: Vec::new(), free: Vec::new() }
     }
 }
 
 impl<T> RegionTable<T> {
-    /// Adds an item. `None` when the table is full; the item is dropped then.
+    /// Adds an item. Returns `None` when the table is full, and drops the item.
     pub fn insert(&mut self, item: T) -> Option<RegionId> {
         let idx = match self.free.pop() {
             Some(idx) => idx,
-            None if self.places.len() < MAX_PLACES => {
-                self.places.push(Place { generation: 0, item: None });
-                self.places.len() as u32 - 1
+            None if self.entries.len() < MAX_PLACES => {
+                self.entries.push(Entry { generation: 0, item: None });
+                self.entries.len() as u32 - 1
             }
             None => return None,
         };
-        let place = &mut self.places[idx as usize];
-        place.generation = (place.generation + 1) % GENERATIONS;
-        place.item = Some(item);
-        Some(RegionId(idx | place.generation << INDEX_BITS))
+        let entry = &mut self.entries[idx as usize];
+        entry.generation = (entry.generation + 1) % GENERATIONS;
+        entry.item = Some(item);
+        Some(RegionId(idx | entry.generation << INDEX_BITS))
     }
 
     /// The item of a registration, if it exists.
     pub fn get(&self, id: RegionId) -> Option<&T> {
-        let place = self.places.get((id.0 & INDEX_MASK) as usize)?;
-        place.item.as_ref().filter(|_| place.generation == id.0 >> INDEX_BITS)
+        let entry = self.entries.get((id.0 & INDEX_MASK) as usize)?;
+        entry.item.as_ref().filter(|_| entry.generation == id.0 >> INDEX_BITS)
     }
 
     /// The item of a registration, if it exists.
     pub fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
-        let place = self.places.get_mut((id.0 & INDEX_MASK) as usize)?;
-        let is_meant = place.generation == id.0 >> INDEX_BITS;
-        place.item.as_mut().filter(|_| is_meant)
+        let entry = self.entries.get_mut((id.0 & INDEX_MASK) as usize)?;
+        let is_meant = entry.generation == id.0 >> INDEX_BITS;
+        entry.item.as_mut().filter(|_| is_meant)
     }
 
     /// Removes a registration.
@@ -58,21 +58,21 @@ impl<T> RegionTable<T> {
         self.get(id)?;
         let idx = id.0 & INDEX_MASK;
         self.free.push(idx);
-        self.places[idx as usize].item.take()
+        self.entries[idx as usize].item.take()
     }
 
-    /// Why `id` names nothing.
+    /// Tells why `id` names no registration.
     pub fn missing(&self, id: RegionId) -> String {
         let (idx, generation) = (id.0 & INDEX_MASK, id.0 >> INDEX_BITS);
-        match self.places.get(idx as usize) {
-            // The first is 1.
-            Some(place) if generation != 0 => {
+        match self.entries.get(idx as usize) {
+            // The first generation is 1.
+            Some(entry) if generation != 0 => {
                 let what = format!("registration {idx} of generation {generation}");
-                match &place.item {
+                match &entry.item {
                     None => format!("{what} was deregistered"),
                     Some(_) => format!(
                         "{what} was deregistered, and generation {} has its place",
-                        place.generation
+                        entry.generation
                     ),
                 }
             }
@@ -81,13 +81,13 @@ impl<T> RegionTable<T> {
     }
 }
 
-/// Most registrations: the last id is left out, which stands for none.
-/// Bits of a [`RegionId`] that hold the index of its place.
+/// Bits of a [`RegionId`] that hold the index of its table entry.
 pub const INDEX_BITS: u32 = 20;
 /// Mask of these bits.
 pub const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
-/// Number of registrations that follow one another in a place before an id comes again.
+/// Number of registrations in one table entry before an id comes again.
 pub const GENERATIONS: u32 = 1 << (32 - INDEX_BITS);
+/// Largest number of registrations. The last index is left out, since it stands for none.
 const MAX_PLACES: usize = INDEX_MASK as usize;
 
 #[cfg(test)]
@@ -117,7 +117,7 @@ mod tests {
             assert_eq!(table.remove(unknown), None);
             assert!(table.missing(unknown).starts_with("there is no registration"));
         }
-        // Places are used again.
+        // Entries are reused.
         for _ in 0..3 * GENERATIONS {
             let id = table.insert('d').unwrap();
             assert_eq!((id.0 & INDEX_MASK, table.remove(id)), (2, Some('d')));

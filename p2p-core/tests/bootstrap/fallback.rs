@@ -1,4 +1,4 @@
-//! Networks that both sides offer and that do not work between them.
+//! Networks that both sides offer, but that do not work between them.
 
 use p2p_core::SlotLayout;
 use p2p_core::bootstrap::wire::{KIND_READY, Welcome};
@@ -63,14 +63,14 @@ async fn a_network_by_which_the_peers_cannot_join_gives_way_to_the_next() {
         let (here, _) = meet(&mut server, near.config(&fallback)).await;
         assert_eq!(here.transport.to_string(), "libfabric:slow");
         let why = here.left_out;
-        assert!(why.contains("verbs:fast") && why.contains("no way to the peer"), "{why}");
+        assert!(why.contains("verbs:fast") && why.contains("no path to the peer"), "{why}");
         assert_eq!((near.fast.opened(), far.fast.opened()), (2, 2));
-        // It is not tried again at once, even if it works again by now.
+        // The transport is not tried again at once, even if it works again.
         broken.fast.refuse(false);
         let (here, _) = meet(&mut server, near.config(&fallback)).await;
         assert_eq!(here.transport.to_string(), "libfabric:slow");
         assert_eq!((near.fast.opened(), far.fast.opened()), (2, 2));
-        // Another peer's troubles are another's.
+        // Failures with one peer do not affect another peer.
         let (here, _) = meet(&mut server, near.config(&Fallback::default())).await;
         assert_eq!(here.transport.to_string(), "verbs:fast");
     }
@@ -87,7 +87,7 @@ async fn a_network_that_the_listener_cannot_open_gives_way_in_the_same_handshake
     far.slow.is_absent.store(true, Ordering::SeqCst);
     let reject = rejected(server.addr, hello(b""), near.config(&Fallback::default())).await;
     assert_eq!(reject.code, RejectCode::TRANSPORT);
-    assert_eq!(reject.message.matches("no way to the peer").count(), 2, "{reject}");
+    assert_eq!(reject.message.matches("no path to the peer").count(), 2, "{reject}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -114,7 +114,7 @@ async fn nothing_is_left_out_where_nothing_else_is_common() {
         || ConnectConfig { transports: vec![TransportKind::Verbs], ..near.config(&fallback) };
     far.fast.refuse(true);
     for round in 1..4 {
-        // What is in the way is said each time, and not that there is nothing in common.
+        // Each rejection names the real obstacle, not the lack of a common transport.
         let reject = rejected(server.addr, hello(b""), only_fast()).await;
         assert_eq!(reject.code, RejectCode::TRANSPORT, "{reject}");
         assert_eq!(far.fast.opened(), round);
@@ -130,31 +130,31 @@ async fn nothing_is_left_out_where_nothing_else_is_common() {
     assert_eq!(here.left_out, "");
 }
 
-/// What a listener does once the other side has joined by the network that it chose.
+/// Behaviour of a listener once the other side has joined by the chosen network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Then {
-    /// Its process ends, before the other side has joined.
-    GoesAtOnce,
-    /// Its process ends.
-    Goes,
-    /// The connection is reset.
+enum ListenerBehaviour {
+    /// Its process exits before the other side has joined.
+    ExitsBeforeJoin,
+    /// Its process exits.
+    Exits,
+    /// It resets the connection.
     Resets,
-    /// Nothing: it is there and still joins.
+    /// It stays, and is still joining.
     Joins,
-    /// It says that the time is over.
-    GivesUp,
+    /// It reports that the time is over.
+    ReportsTimeout,
 }
 
-/// A listener that chooses the fast network each time and never comes to an end with it.
-async fn serve_half(then: Then) -> SocketAddr {
+/// A listener that chooses the fast network each time and never completes a handshake.
+async fn serve_half(behaviour: ListenerBehaviour) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     tokio::spawn(async move {
         let mut kept = Vec::new();
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
-            // A side that gave up meanwhile is no matter here.
-            if half_a_handshake(&mut stream, then).await.is_ok() {
+            // A side that gave up meanwhile does not matter here.
+            if half_a_handshake(&mut stream, behaviour).await.is_ok() {
                 kept.push(stream);
             }
         }
@@ -162,7 +162,10 @@ async fn serve_half(then: Then) -> SocketAddr {
     addr
 }
 
-async fn half_a_handshake(stream: &mut TcpStream, then: Then) -> std::io::Result<()> {
+async fn half_a_handshake(
+    stream: &mut TcpStream,
+    behaviour: ListenerBehaviour,
+) -> std::io::Result<()> {
     read_raw(stream).await?;
     let bytes = SlotLayout::new(SLOT).unwrap().slot_bytes() as u64;
     let welcome = Welcome {
@@ -173,25 +176,27 @@ async fn half_a_handshake(stream: &mut TcpStream, then: Then) -> std::io::Result
         payload: Vec::new(),
     };
     stream.write_all(&wire::encode_welcome(&welcome)).await?;
-    if then == Then::GoesAtOnce {
+    if behaviour == ListenerBehaviour::ExitsBeforeJoin {
         return Err(std::io::ErrorKind::BrokenPipe.into());
     }
     assert_eq!(read_raw(stream).await?, KIND_READY);
-    match then {
-        Then::GoesAtOnce | Then::Goes => Err(std::io::ErrorKind::BrokenPipe.into()),
-        Then::Resets => {
+    match behaviour {
+        ListenerBehaviour::ExitsBeforeJoin | ListenerBehaviour::Exits => {
+            Err(std::io::ErrorKind::BrokenPipe.into())
+        }
+        ListenerBehaviour::Resets => {
             stream.set_zero_linger()?;
             Err(std::io::ErrorKind::ConnectionReset.into())
         }
-        Then::Joins => Ok(()),
-        Then::GivesUp => {
+        ListenerBehaviour::Joins => Ok(()),
+        ListenerBehaviour::ReportsTimeout => {
             let reject = Reject::new(RejectCode::TIMEOUT, "not complete after 5000 ms");
             stream.write_all(&wire::encode_reject(&reject)).await
         }
     }
 }
 
-/// The kind of the next message.
+/// Reads a message and returns its kind.
 async fn read_raw(stream: &mut TcpStream) -> std::io::Result<u16> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).await?;
@@ -202,31 +207,36 @@ async fn read_raw(stream: &mut TcpStream) -> std::io::Result<u16> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_listener_that_goes_in_mid_handshake_says_nothing_about_the_network() {
-    for then in [Then::Goes, Then::Resets, Then::GoesAtOnce] {
-        let addr = serve_half(then).await;
+    for behaviour in
+        [ListenerBehaviour::Exits, ListenerBehaviour::Resets, ListenerBehaviour::ExitsBeforeJoin]
+    {
+        let addr = serve_half(behaviour).await;
         let (near, fallback) = (Host::new(), Fallback::default());
         let mut config = near.config(&fallback);
-        if then == Then::GoesAtOnce {
-            // This side still joins when its time is over.
+        if behaviour == ListenerBehaviour::ExitsBeforeJoin {
+            // This side is still joining when its time is over.
             config.timeout = Duration::from_millis(300);
             near.fast.join_within(Duration::from_millis(600));
         }
         for round in 0..2 * MAX_USELESS_LINKS {
             let error = within(connect(addr, hello(b""), config.clone())).await.unwrap_err();
-            match (then, &error) {
-                (Then::GoesAtOnce, ConnectError::Timeout { .. }) => {}
-                (Then::Goes | Then::Resets, ConnectError::Broken { .. }) => {}
-                _ => panic!("{then:?} {round}: {error}"),
+            match (behaviour, &error) {
+                (ListenerBehaviour::ExitsBeforeJoin, ConnectError::Timeout { .. }) => {}
+                (
+                    ListenerBehaviour::Exits | ListenerBehaviour::Resets,
+                    ConnectError::Broken { .. },
+                ) => {}
+                _ => panic!("{behaviour:?} {round}: {error}"),
             }
-            assert_eq!(fallback.left_out(), [], "{then:?} {round}");
+            assert_eq!(fallback.left_out(), [], "{behaviour:?} {round}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn joining_that_never_ends_with_a_listener_that_is_there_counts() {
-    for then in [Then::Joins, Then::GivesUp] {
-        let addr = serve_half(then).await;
+    for behaviour in [ListenerBehaviour::Joins, ListenerBehaviour::ReportsTimeout] {
+        let addr = serve_half(behaviour).await;
         let (near, fallback) = (Host::new(), Fallback::default());
         let timeout = Duration::from_millis(400);
         let config = ConnectConfig { timeout, ..near.config(&fallback) };
@@ -234,10 +244,10 @@ async fn joining_that_never_ends_with_a_listener_that_is_there_counts() {
         while fallback.left_out().is_empty() {
             within(connect(addr, hello(b""), config.clone())).await.unwrap_err();
             num_rounds += 1;
-            // More where a busy machine took the time before joining began.
-            assert!(num_rounds < 30, "{then:?}");
+            // A busy machine may need more rounds, if the time runs out before joining begins.
+            assert!(num_rounds < 30, "{behaviour:?}");
         }
-        assert!(num_rounds >= MAX_USELESS_LINKS, "{then:?}: {num_rounds}");
+        assert!(num_rounds >= MAX_USELESS_LINKS, "{behaviour:?}: {num_rounds}");
         let why = fallback.left_out()[0].to_string();
         assert!(why.contains("verbs:fast") && why.contains("not complete"), "{why}");
     }
@@ -250,16 +260,16 @@ async fn an_offer_that_works_is_not_left_out_for_a_handshake_beside_it() {
     let fallback = Fallback::default();
     let (first, _) = meet(&mut server, near.config(&fallback)).await;
     let working = fallback.note_works(&first.transport);
-    let addr = serve_half(Then::GivesUp).await;
+    let addr = serve_half(ListenerBehaviour::ReportsTimeout).await;
     for _ in 0..2 * MAX_USELESS_LINKS {
         within(connect(addr, hello(b""), near.config(&fallback))).await.unwrap_err();
         assert_eq!(fallback.left_out(), []);
     }
-    // A side that cannot join one more takes the next best for that one.
+    // A side that fails to join takes the next best transport for that connection.
     far.fast.refuse(true);
     let (here, _) = meet(&mut server, near.config(&fallback)).await;
     assert_eq!(here.transport.to_string(), "libfabric:slow");
-    assert!(here.left_out.contains("no way to the peer"), "{}", here.left_out);
+    assert!(here.left_out.contains("no path to the peer"), "{}", here.left_out);
     far.fast.refuse(false);
     let (here, _) = meet(&mut server, near.config(&fallback)).await;
     assert_eq!(here.transport.to_string(), "verbs:fast");

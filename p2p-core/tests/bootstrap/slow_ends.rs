@@ -1,4 +1,4 @@
-//! Handshakes that end early, over a network that takes its time to let go of what it has opened.
+//! Handshakes that end early, over a network that takes long to free its sides.
 
 use super::stand_in::StandIn;
 use super::*;
@@ -45,8 +45,8 @@ async fn a_listener_goes_on_while_sides_of_broken_handshakes_end() {
     near.refuse(false);
     let here = within(connect(server.addr, hello(b""), config(&near))).await.unwrap();
     let there = within(server.peers.recv()).await.unwrap();
-    assert_eq!(far.ends(), (1, 0), "nobody waited for it");
-    // Its place is free when its memory is.
+    assert_eq!(far.ends(), (1, 0), "no task waited for it");
+    // The peer's permit is free only when its memory is.
     let reject = rejected(server.addr, hello(b""), config(&near)).await;
     assert_eq!(reject.code, RejectCode::FULL);
     far.hold_ends(false);
@@ -55,18 +55,18 @@ async fn a_listener_goes_on_while_sides_of_broken_handshakes_end() {
         loop {
             match connect(server.addr, hello(b""), config(&near)).await {
                 Ok(connection) => break connection,
-                // The place goes right behind the memory.
+                // The permit is freed right after the memory.
                 Err(error) => assert_eq!(error.reject().map(|r| r.code), Some(RejectCode::FULL)),
             }
         }
     });
-    another.await.expect("a free place");
+    another.await.expect("a free permit");
     drop((here, there));
 }
 
 /// The caller's tasks share the thread with the listener's.
 #[tokio::test]
-async fn who_is_turned_away_late_does_not_wait_for_the_end_of_the_slots() {
+async fn a_peer_rejected_late_does_not_wait_for_the_end_of_the_slots() {
     let (near, far) = (stand_in(), stand_in());
     let server = serve_over(&far, 2).await;
     far.refuse(true);
@@ -74,7 +74,7 @@ async fn who_is_turned_away_late_does_not_wait_for_the_end_of_the_slots() {
     let reject = rejected(server.addr, hello(b""), config(&near)).await;
     assert_eq!(reject.code, RejectCode::TRANSPORT);
     eventually("the slots end", || near.ends() != (0, 0)).await;
-    assert_eq!(near.ends(), (1, 0), "nobody waited for them");
+    assert_eq!(near.ends(), (1, 0), "no task waited for them");
     near.hold_ends(false);
     eventually("they have ended", || near.ends() == (0, 0)).await;
 }

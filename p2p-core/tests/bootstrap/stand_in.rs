@@ -1,4 +1,4 @@
-//! Networks that stand in for ones that do not reach the peer.
+//! Networks that stand in for networks which do not reach the peer.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -7,24 +7,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::{
     AnyEndpoint, Endpoint, LocalRange, PostError, QuietError, Region, RemoteRange, SlotKey,
     SlotLayout, TransportKind,
 };
 
-/// A network whose peers join, if they do, and whose operations end well and arrive nowhere: what a
-/// filtered port looks like. Unless it is told to work, within the process.
+/// A network whose peers join, unless they refuse, and whose operations succeed without any effect.
+/// A filtered port looks like that. On request it works, within the process.
 #[derive(Debug)]
 pub struct StandIn {
     kind: TransportKind,
     flavour: &'static str,
-    /// Sides that were opened so far.
+    /// Number of sides that were opened.
     pub num_opened: AtomicUsize,
     /// No side can be opened.
     pub is_absent: AtomicBool,
     refuses: Arc<AtomicBool>,
-    /// What of the next links carries nothing.
+    /// Number of next links that carry nothing.
     num_filtered: Arc<AtomicUsize>,
     joining_ms: AtomicU64,
     ends: Arc<Ends>,
@@ -44,32 +44,33 @@ impl StandIn {
         })
     }
 
-    /// Only what the next `num_links` links send arrives nowhere; what those behind send arrives.
+    /// Makes the next `num_links` links carry nothing. Later links work.
     #[allow(dead_code, reason = "not every user of this file has links that carry")]
     pub fn filter_next(&self, num_links: usize) {
         self.num_filtered.store(num_links, Ordering::SeqCst);
     }
 
-    /// From now on joining takes this side so long.
+    /// Makes joining take this side so long, from the next side on.
     #[allow(dead_code, reason = "not every user of this file joins slowly")]
     pub fn join_within(&self, time: Duration) {
         self.joining_ms.store(time.as_millis() as u64, Ordering::SeqCst);
     }
 
-    /// From now on the end of a side or a link waits until it is let go on, as that of slots does for kernels.
+    /// Makes the drop of a side or a link wait until this is called with `false`, as slots wait for
+    /// kernels.
     #[allow(dead_code, reason = "not every user of this file has ends that last")]
     pub fn hold_ends(&self, holds: bool) {
         self.ends.change(|ends| ends.are_held = holds);
     }
 
-    /// Ends that wait, and those that were not let go on within a limit.
+    /// Number of drops that wait, and of drops that waited in vain up to the limit.
     #[allow(dead_code, reason = "not every user of this file has ends that last")]
     pub fn ends(&self) -> (usize, usize) {
         let ends = self.ends.state.lock().expect("ends");
         (ends.num_waiting, ends.num_in_vain)
     }
 
-    /// From now on this side cannot join, or can again.
+    /// Lets this side refuse to join, or join again.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::SeqCst);
     }
@@ -79,7 +80,7 @@ impl StandIn {
     }
 
     fn error(&self, op: &'static str) -> NetworkError {
-        let detail = "no way to the peer".to_owned();
+        let detail = "no path to the peer".to_owned();
         NetworkError { network: self.flavour.to_owned(), op, code: Some(-113), detail }
     }
 }
@@ -129,7 +130,7 @@ impl Ends {
     }
 }
 
-/// Whose end may have to wait.
+/// A value whose drop may have to wait.
 #[derive(Debug)]
 struct End(Arc<Ends>);
 
@@ -144,7 +145,7 @@ impl Drop for End {
     }
 }
 
-/// So that a test fails whose own threads wait, instead of waiting for good.
+/// Limit of that wait. Without it, a test whose own threads wait would hang instead of failing.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// Slots of this process by their remote keys.
@@ -168,7 +169,7 @@ impl OpenSide for Side {
         SideDescription { bytes, remote_key, ..SideDescription::default() }
     }
 
-    fn join(self: Box<Self>, theirs: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, theirs: &SideDescription) -> Result<JoinedSide, NetworkError> {
         std::thread::sleep(self.joining);
         if let Some(error) = self.refusal {
             return Err(error);
@@ -178,26 +179,27 @@ impl OpenSide for Side {
         let _ = self.num_filtered.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
         let peer = SLOTS.lock().expect("slots").get(&theirs.remote_key).cloned();
         let peer = peer.filter(|_| !is_filtered);
-        let endpoint = AnyEndpoint::Other(Box::new(Way { kind: self.kind, peer, _end: self.end }));
-        Ok(Joined { endpoint, slot: self.slot })
+        let endpoint =
+            AnyEndpoint::Other(Box::new(StandInEndpoint { kind: self.kind, peer, _end: self.end }));
+        Ok(JoinedSide { endpoint, slot: self.slot })
     }
 }
 
-/// The way to the peer's slot, if any.
+/// Reaches the peer's slot, if the link works.
 #[derive(Debug)]
-struct Way {
+struct StandInEndpoint {
     kind: TransportKind,
     peer: Option<Region>,
     _end: End,
 }
 
-impl Way {
+impl StandInEndpoint {
     fn at(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         Some(self.peer.as_ref()?.range(offset, len).expect("a range of the slot").as_ptr())
     }
 }
 
-impl Endpoint for Way {
+impl Endpoint for StandInEndpoint {
     type RemoteKey = SlotKey;
 
     fn kind(&self) -> TransportKind {
@@ -210,7 +212,7 @@ impl Endpoint for Way {
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         if let Some(at) = self.at(dst.offset, src.len()) {
-            // SAFETY: both ranges are checked and mapped, and of different slots; whoever reads the
+            // SAFETY: both ranges are checked, mapped, and of different slots. A reader of the
             // target waits for a flag behind it.
             unsafe { src.as_ptr().copy_to_nonoverlapping(at, src.len()) };
         }
@@ -223,8 +225,8 @@ impl Endpoint for Way {
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
         if let Some(at) = self.at(dst.offset, 8) {
-            // SAFETY: mapped, 8 bytes at a multiple of 8 from the begin of a page, and a flag is only
-            // accessed atomically.
+            // SAFETY: the word is mapped, at a multiple of 8 from the start of a page, and code
+            // accesses flags only atomically.
             let flag = unsafe { AtomicU64::from_ptr(at.as_ptr().cast()) };
             flag.fetch_add(value, Ordering::SeqCst);
         }

@@ -9,9 +9,6 @@ use std::process::Command;
 use switchyard_protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
 use switchyard_protocol::{ErrorCode, WireDtype};
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 /// Bytes of the field that `_` picks.
 fn field_bytes<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
@@ -53,7 +50,7 @@ fn header_and_rust_agree_field_by_field() {
     for (compiler, standard, extension, required) in compilers {
         let Some(found) = compile_and_run(compiler, standard, extension, &program) else {
             assert!(!required, "no {compiler}, which building this project needs");
-            skip::skip(compiler, &format!("abi.h as {standard}: there is no {compiler}"));
+            test_support::skip(compiler, &format!("abi.h as {standard}: there is no {compiler}"));
             continue;
         };
         assert_eq!(found, expected, "{compiler} {standard}");

@@ -1,15 +1,15 @@
 //! Once scratch memory has grown, encoding and decoding allocate nothing.
 
-#[path = "../../../tests/support/src/counting.rs"]
-mod counting;
-
 use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng};
-use counting::THREAD_ALLOCATIONS;
 use switchyard_protocol::{
     DispatchScratch, ErrorCode, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_combine, encode_dispatch, encode_error,
 };
+use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn frames_are_written_and_read_without_allocating() {

@@ -1,6 +1,5 @@
 //! Two NICs in this process, a queue pair between them, and the device functions to post on it.
 
-use crate::skip;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -451,7 +450,7 @@ pub fn fresh_seed() -> u64 {
 pub fn driver(variant: &str) -> Option<Driver> {
     let driver = Driver::variant(variant);
     if driver.is_none() {
-        skip::skip("cxx", "there is no C++ compiler: install g++");
+        test_support::skip("cxx", "there is no C++ compiler: install g++");
     }
     driver
 }

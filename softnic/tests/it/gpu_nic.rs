@@ -5,7 +5,7 @@
 //! Not covered: the memory and memory order of real GPUs.
 
 mod faults;
-mod processes;
+pub mod processes;
 mod requests;
 mod violations;
 mod world;

@@ -1,7 +1,5 @@
 //! Tests of the software NIC: its model, the NICs that GPUs run, and the device functions that post to both.
 
-#[path = "../../../tests/support/src/bounded.rs"]
-mod bounded;
 mod common;
 mod disorder;
 mod errors;
@@ -17,10 +15,11 @@ mod partners;
 mod poll_turns;
 mod posting;
 mod receives;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 #[path = "../../../tests/conformance/suite.rs"]
 mod suite;
 mod violations;
 
-test_support::child_processes! { "peer" => network::child_process }
+test_support::child_processes! {
+    "peer" => network::child_process,
+    "gpu-nic" => gpu_nic::processes::child_process,
+}

@@ -5,7 +5,7 @@ use crate::parties;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::parties::{ROUTE, Way, fresh_seed, in_processes, pair, var};
+use crate::parties::{ROUTE, TransportSetup, fresh_seed, in_processes, pair, var};
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
 use p2p_core::network::{Network, SideDescription};
 use p2p_core::region::{RemoteRange, SlotKey};
@@ -32,8 +32,8 @@ fn in_threads(adversary: Option<u64>) {
 }
 
 /// The network of this process or its child.
-fn way() -> Way {
-    Way::over(Arc::new(SoftNetwork::open(nic_config(None)).unwrap()))
+fn setup() -> TransportSetup {
+    TransportSetup::over(Arc::new(SoftNetwork::open(nic_config(None)).unwrap()))
 }
 
 #[test]
@@ -48,13 +48,13 @@ fn threads_with_a_nic_that_delays_and_reorders() {
 
 #[test]
 fn processes() {
-    in_processes(&way(), |_| true);
+    in_processes(&setup(), |_| true);
 }
 
 #[test]
 fn a_killed_process_does_not_answer_any_more() {
     let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-    let (connections, mut child) = parties::serve_one_child(config, &way().with("HANG", 1));
+    let (connections, mut child) = parties::serve_one_child(config, &setup().with("HANG", 1));
     let mut connection = connections.recv_timeout(Duration::from_secs(60)).expect("peer");
     let mut add = || {
         let dst = RemoteRange { key: SlotKey, offset: 0, len: 8 };
@@ -129,9 +129,9 @@ fn descriptions_that_make_no_sense_are_refused() {
 pub fn child_process() {
     if var("HANG").is_some() {
         let runtime = parties::runtime();
-        let _connection = parties::meet(&runtime, &way()).unwrap();
+        let _connection = parties::meet(&runtime, &setup()).unwrap();
         std::thread::sleep(Duration::from_secs(60));
     } else {
-        parties::perform_all(&way());
+        parties::perform_all(&setup());
     }
 }

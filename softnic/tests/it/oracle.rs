@@ -1,7 +1,6 @@
 //! Requests and completions, byte for byte: the device functions, the Rust encoder and the vendor's
 //! header (Debian's `infiniband/mlx5dv.h`) over random fields.
 
-use crate::skip;
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -32,7 +31,10 @@ fn ask(questions: &[String]) -> Option<Vec<String>> {
         .args(["-E", "-include", "infiniband/mlx5dv.h", "-x", "c", "/dev/null"])
         .output();
     if !header.is_ok_and(|output| output.status.success()) {
-        skip::skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
+        test_support::skip(
+            "mlx5dv",
+            "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev",
+        );
         return None;
     }
     let compiled = Command::new("cc")

@@ -1,10 +1,9 @@
 //! Pages that peers reach without replacement, for users that must keep the pages that they have already used.
 
-use std::os::fd::BorrowedFd;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ibgda::access::{AccessError, HostRange, Mapping, NoDescriptor, SharedMemory, Space};
+use ibgda::access::{AccessError, HostPages, HostRange, Mapping, SharedMemory, Space};
 use ibgda::{Access, HostAccess};
 use softnic::Segment;
 
@@ -28,9 +27,13 @@ impl Access for SharedPages {
             call: "shared memory of the software NIC",
             source: std::io::Error::other(error),
         })?;
-        let offset = segment.region().as_ptr().as_ptr().align_offset(ALIGN_BYTES);
+        let begin = segment.region().as_ptr();
+        // SAFETY: the segment has `ALIGN_BYTES` more than the bytes asked for.
+        let start = unsafe { begin.add(begin.align_offset(ALIGN_BYTES)) };
         known().push(segment.clone());
-        Ok(Box::new(Pages { segment, offset, bytes }))
+        let owner = KnownSegment(segment);
+        // SAFETY: these bytes lie in the segment, which stays mapped as long as its owner lives.
+        Ok(Box::new(unsafe { HostPages::new("shared memory", start, bytes, owner) }))
     }
 
     unsafe fn map(
@@ -70,68 +73,13 @@ pub(crate) fn find(address: usize, bytes: usize) -> MemoryRange {
     MemoryRange::Elsewhere
 }
 
-/// A piece of a segment.
+/// A segment that [`find`] knows until it is dropped.
 #[derive(Debug)]
-struct Pages {
-    segment: Segment,
-    offset: usize,
-    bytes: usize,
-}
+struct KnownSegment(Segment);
 
-impl Pages {
-    fn range(&self, what: &str, offset: usize, len: usize) -> Result<NonNull<u8>, AccessError> {
-        let is_within = offset <= self.bytes && len <= self.bytes - offset;
-        let start = self.segment.region().range(self.offset, self.bytes);
-        match start.filter(|_| is_within) {
-            // SAFETY: within the range, which is mapped as long as this value lives.
-            Some(range) => Ok(unsafe { range.as_ptr().add(offset) }),
-            None => {
-                let what = format!("{what} shared memory");
-                Err(AccessError::Range { what, offset, len, bytes: self.bytes })
-            }
-        }
-    }
-}
-
-impl SharedMemory for Pages {
-    fn address(&self) -> u64 {
-        self.segment.address(self.offset)
-    }
-
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    fn is_on_gpu(&self) -> bool {
-        false
-    }
-
-    fn host(&self) -> Option<NonNull<u8>> {
-        self.range("an address in", 0, 0).ok()
-    }
-
-    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
-        Err(NoDescriptor::Host)
-    }
-
-    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        let to = self.range("a write to", offset, bytes.len())?;
-        // SAFETY: within the mapping; it is written while neither the NIC nor a poster uses it.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
-        Ok(())
-    }
-
-    fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
-        let from = self.range("a read from", offset, bytes.len())?;
-        // SAFETY: as for `write`.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
-        Ok(())
-    }
-}
-
-impl Drop for Pages {
+impl Drop for KnownSegment {
     fn drop(&mut self) {
-        known().retain(|segment| segment.descriptor() != self.segment.descriptor());
+        known().retain(|segment| segment.descriptor() != self.0.descriptor());
     }
 }
 

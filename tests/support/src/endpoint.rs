@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use p2p_core::endpoint::{Endpoint, Marks};
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, TransportKind};
@@ -127,10 +127,10 @@ impl<F: Fault> OpenSide for FaultySide<F> {
         self.inner.description()
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
-        let Joined { endpoint, slot } = self.inner.join(peer)?;
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
+        let JoinedSide { endpoint, slot } = self.inner.join(peer)?;
         let endpoint = FaultyEndpoint { inner: endpoint, fault: self.fault };
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 

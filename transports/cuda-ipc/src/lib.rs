@@ -206,7 +206,10 @@ async fn send(
     Ok(pass::send(stream, nonce, [own.descriptor.as_fd(), own.wake.as_fd()]).await?)
 }
 
-async fn receive(stream: &UnixStream, nonce: &pass::Nonce) -> Result<pass::Passed, DeviceError> {
+async fn receive(
+    stream: &UnixStream,
+    nonce: &pass::Nonce,
+) -> Result<pass::SlotDescriptors, DeviceError> {
     let passed = pass::receive(stream).await?;
     if passed.nonce != *nonce {
         let text = "what came belongs to another exchange".to_owned();
@@ -220,7 +223,7 @@ async fn join(
     gpu: &Gpu,
     layout: SlotLayout,
     own: DeviceSlot,
-    passed: pass::Passed,
+    passed: pass::SlotDescriptors,
 ) -> Result<DeviceChannel, DeviceError> {
     let gpu = gpu.clone();
     blocking(move || {

@@ -1,15 +1,18 @@
 //! Memory that both a NIC and the posters reach: a GPU's, or the host's.
 
+mod host;
+
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::gpu::GpuError;
 use thiserror::Error;
 
+pub use self::host::{HostAccess, HostPages};
 use crate::gpu::GpuMemory;
 use crate::probe::{MissingPart, list};
 
@@ -416,125 +419,6 @@ impl Drop for MappingPart {
             // The table stays locked, so that no thread maps the pages anew before the mapping has ended.
             ranges.remove(&self.key);
         }
-    }
-}
-
-/// Threads of this process post: tests, tools, and hosts whose GPU cannot reach the NIC.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct HostAccess;
-
-impl Access for HostAccess {
-    fn space(&self) -> Space {
-        Space("threads of this process")
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
-        Ok(Box::new(HostMemory::new(bytes)?))
-    }
-
-    unsafe fn map(
-        &self,
-        pages: NonNull<u8>,
-        _bytes: usize,
-        _kind: HostRange,
-    ) -> Result<Mapping, AccessError> {
-        Ok(Mapping { address: pages.as_ptr().expose_provenance() as u64, guard: None })
-    }
-}
-
-/// Zeroed pages.
-#[derive(Debug)]
-struct HostMemory {
-    reserved: NonNull<u8>,
-    reserved_bytes: usize,
-    start: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: plain pages; accesses go through `write`, whose caller owns the range exclusively.
-unsafe impl Send for HostMemory {}
-// SAFETY: the same.
-unsafe impl Sync for HostMemory {}
-
-impl HostMemory {
-    fn new(bytes: usize) -> Result<Self, AccessError> {
-        let failed = |source| AccessError::Host { bytes, call: "mmap", source };
-        let reserved_bytes = bytes
-            .checked_next_multiple_of(PAGE_BYTES)
-            .and_then(|bytes| bytes.checked_add(ALIGN_BYTES))
-            .ok_or(AccessError::TooLarge { what: "host memory", bytes, most: MAX_BYTES })?;
-        // SAFETY: a fresh private mapping.
-        let reserved = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                reserved_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
-        };
-        if reserved == libc::MAP_FAILED {
-            return Err(failed(io::Error::last_os_error()));
-        }
-        let reserved = NonNull::new(reserved.cast::<u8>())
-            .ok_or_else(|| failed(io::Error::other("mapped at address 0")))?;
-        let skip = reserved.as_ptr().align_offset(ALIGN_BYTES);
-        // SAFETY: the allocation has this number of bytes beyond those asked for.
-        let start = unsafe { reserved.add(skip) };
-        Ok(Self { reserved, reserved_bytes, start, bytes })
-    }
-
-    fn range(&self, what: &str, offset: usize, len: usize) -> Result<NonNull<u8>, AccessError> {
-        if offset > self.bytes || len > self.bytes - offset {
-            let what = format!("{what} host memory");
-            return Err(AccessError::Range { what, offset, len, bytes: self.bytes });
-        }
-        // SAFETY: within the mapping.
-        Ok(unsafe { self.start.add(offset) })
-    }
-}
-
-impl SharedMemory for HostMemory {
-    fn address(&self) -> u64 {
-        self.start.as_ptr().expose_provenance() as u64
-    }
-
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    fn is_on_gpu(&self) -> bool {
-        false
-    }
-
-    fn host(&self) -> Option<NonNull<u8>> {
-        Some(self.start)
-    }
-
-    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
-        Err(NoDescriptor::Host)
-    }
-
-    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        let to = self.range("a write to", offset, bytes.len())?;
-        // SAFETY: within the mapping; queues are written while neither the NIC nor a poster uses them.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
-        Ok(())
-    }
-
-    fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
-        let from = self.range("a read from", offset, bytes.len())?;
-        // SAFETY: as for `write`.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
-        Ok(())
-    }
-}
-
-impl Drop for HostMemory {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `new`, unmapped once.
-        unsafe { libc::munmap(self.reserved.as_ptr().cast(), self.reserved_bytes) };
     }
 }
 

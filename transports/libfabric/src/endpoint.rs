@@ -9,7 +9,7 @@ use super::device::Device;
 use super::fi_endpoint::{Descriptor, PostStatus};
 use super::library_thread::UserGuard;
 use super::link::{Link, RemoteEndpoint};
-use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
+use super::message::{self, Action, HEADER_BYTES, Header, part_bytes};
 use super::outbox::{LocalMemory, Op};
 use super::port::{MemoryRegistration, Rights};
 use super::table::Source;
@@ -112,14 +112,14 @@ impl LibfabricEndpoint {
     }
 
     /// Sends the message under construction.
-    fn send(&mut self, op: &'static str, then: Then) -> Result<(), PostError> {
+    fn send(&mut self, op: &'static str, action: Action) -> Result<(), PostError> {
         let counts = self.remote.counts_writes;
         let header = Header {
             slot: self.remote.id,
             seq: self.next_seq,
             token: self.remote.token,
             writes: if counts { self.num_writes } else { 0 },
-            then,
+            action,
             credit: self.lease.link.take_credit(),
             num_parts: self.num_parts,
             mails: self.lease.link.mails_read(),
@@ -268,7 +268,7 @@ impl Endpoint for LibfabricEndpoint {
             return self.transfer(PUT, (src.as_ptr(), len), dst.offset, descriptor);
         }
         if self.message.len() + bytes > self.max_message_bytes {
-            self.send(PUT, Then::Nothing)?;
+            self.send(PUT, Action::Nothing)?;
         }
         // The slot has at most 4 GiB, and the range is within it and not empty.
         message::push_part_head(&mut self.message, dst.offset as u32, len as u32);
@@ -299,7 +299,7 @@ impl Endpoint for LibfabricEndpoint {
             return Err(PostError::Misaligned { op: ADD, offset: dst.offset });
         }
         self.is_open = true;
-        self.send(ADD, Then::Add { offset: dst.offset as u32, value })
+        self.send(ADD, Action::Add { offset: dst.offset as u32, value })
     }
 
     fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
@@ -329,7 +329,7 @@ impl Endpoint for LibfabricEndpoint {
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
         if self.is_open {
             let id = self.num_asked + 1;
-            self.send("quiet", Then::Answer { id })?;
+            self.send("quiet", Action::Answer { id })?;
             self.num_asked = id;
             self.is_open = false;
         }

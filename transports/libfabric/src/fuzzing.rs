@@ -3,23 +3,23 @@
 use super::detail::Detail;
 use super::inbound::Inbound;
 use super::mailbox::{self, MailboxAddress};
-use super::message::{Credit, HEADER_BYTES, Header, Then, push_part_head};
+use super::message::{Action, Credit, HEADER_BYTES, Header, push_part_head};
 
 /// Messages of every kind, one of them with parts.
 #[must_use]
 pub fn message_samples() -> Vec<Vec<u8>> {
-    let thens = [
-        Then::Nothing,
-        Then::Add { offset: 64, value: 1 },
-        Then::Answer { id: 2 },
-        Then::Answered { id: 3 },
-        Then::Credit,
-        Then::Farewell,
+    let actions = [
+        Action::Nothing,
+        Action::Add { offset: 64, value: 1 },
+        Action::Answer { id: 2 },
+        Action::Answered { id: 3 },
+        Action::Credit,
+        Action::Farewell,
     ];
     let credit = Credit { offset: 128, total: 4 };
-    let sample = |then, num_parts| {
+    let sample = |action, num_parts| {
         let header =
-            Header { slot: 5, seq: 6, token: 7, writes: 8, then, credit, num_parts, mails: 9 };
+            Header { slot: 5, seq: 6, token: 7, writes: 8, action, credit, num_parts, mails: 9 };
         let mut head = [0; HEADER_BYTES];
         header.encode(&mut head);
         let mut message = head.to_vec();
@@ -29,7 +29,7 @@ pub fn message_samples() -> Vec<Vec<u8>> {
         }
         message
     };
-    thens.map(|then| sample(then, 0)).into_iter().chain([sample(thens[1], 3)]).collect()
+    actions.map(|action| sample(action, 0)).into_iter().chain([sample(actions[1], 3)]).collect()
 }
 
 /// Decodes bytes as a message. No part is placed unless all parts are valid, and none beyond the
@@ -46,8 +46,8 @@ pub fn check_message(bytes: &[u8]) {
             num_placed += 1;
         });
         assert_eq!(num_placed, placed.map_or(0, |()| header.num_parts));
-        let flag = match header.then {
-            Then::Add { offset, .. } => Some(offset),
+        let flag = match header.action {
+            Action::Add { offset, .. } => Some(offset),
             _ => None,
         };
         let credit = (header.credit.total > 0).then_some(header.credit.offset);
@@ -92,7 +92,7 @@ pub fn check_order(bytes: &[u8]) {
                     seq,
                     token: 0,
                     writes,
-                    then: Then::Nothing,
+                    action: Action::Nothing,
                     credit: Credit::default(),
                     num_parts: 0,
                     mails: 0,

@@ -67,7 +67,7 @@ use load::Library;
 use p2p_core::counted::{inbound, message};
 use p2p_core::endpoint::TransportKind;
 use p2p_core::fabric::FabricOpener;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::slot::{SlotLayout, WAITING};
 use p2p_core::transport::AnyEndpoint;
 use p2p_core::transports::NetworkOpener;
@@ -215,7 +215,7 @@ impl OpenSide for Side {
         }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let Self { lease, layout } = *self;
         let device = Arc::clone(&lease.device);
         let provider = &device.port().traits().provider;
@@ -251,7 +251,7 @@ impl OpenSide for Side {
         let max_message_bytes = device.max_message_bytes().min(detail.max_message_bytes as usize);
         let slot = lease.link.slot.clone();
         let endpoint = LibfabricEndpoint::new(lease, remote, max_message_bytes);
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::fi_endpoint::{CompletionPoint, ContextRoom, PostStatus, RemoteMemory};
 use super::mailbox::{self, MailboxAddress, NUM_CELLS};
-use super::message::{self, Credit, Header, Then};
+use super::message::{self, Action, Credit, Header};
 use super::outbox::{LocalMemory, Op, Outbox, PushStatus};
 use super::owner::CallError;
 use super::port::Port;
@@ -254,14 +254,14 @@ impl Link {
                 self.add(header.credit.offset, header.credit.total - landed);
             }
         }
-        match header.then {
-            Then::Nothing | Then::Credit | Then::Farewell => Ok(None),
-            Then::Answer { id } => Ok(Some(id)),
-            Then::Answered { id } => {
+        match header.action {
+            Action::Nothing | Action::Credit | Action::Farewell => Ok(None),
+            Action::Answer { id } => Ok(Some(id)),
+            Action::Answered { id } => {
                 self.answered.fetch_max(id, Ordering::Release);
                 Ok(None)
             }
-            Then::Add { offset, value } => {
+            Action::Add { offset, value } => {
                 self.add(offset, value);
                 Ok(None)
             }
@@ -312,7 +312,7 @@ impl Link {
         if sent >= total || self.is_failed() || self.is_deserted() {
             return true;
         }
-        let Some(message) = self.unnumbered(Then::Credit, 0) else { return true };
+        let Some(message) = self.unnumbered(Action::Credit, 0) else { return true };
         match self.inject(port, &message) {
             Ok(PostStatus::Accepted) => true,
             Ok(PostStatus::Again) => {
@@ -330,14 +330,14 @@ impl Link {
     /// A message that the driver sends by itself. `None` before the peer is joined.
     pub(super) fn unnumbered(
         &self,
-        then: Then,
+        action: Action,
         writes: u64,
     ) -> Option<[u8; message::HEADER_BYTES]> {
         let remote = self.remote.get()?;
         let credit = self.take_credit();
         let (slot, token) = (remote.id, remote.token);
         let mails = self.mails_read();
-        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0, mails };
+        let header = Header { slot, seq: 0, token, writes, action, credit, num_parts: 0, mails };
         let mut message = [0; message::HEADER_BYTES];
         header.encode(&mut message);
         Some(message)

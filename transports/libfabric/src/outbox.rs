@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use super::fi_endpoint::{Descriptor, PostStatus};
-use super::message::{self, Header, Then};
+use super::message::{self, Action, Header};
 use p2p_core::region::{MapError, Region};
 
 /// A queued operation.
@@ -231,7 +231,7 @@ impl Ring {
     /// Merges `newer` into the last queued message, if possible.
     fn merge(&self, newer: &[u8]) -> bool {
         let Ok(header) = Header::decode(newer) else { return false };
-        if !matches!(header.then, Then::Add { .. }) || header.num_parts > 0 {
+        if !matches!(header.action, Action::Add { .. }) || header.num_parts > 0 {
             return false;
         }
         let last = self.cell(self.tail.load(Ordering::Relaxed).wrapping_sub(1));

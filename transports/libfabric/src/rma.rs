@@ -27,7 +27,7 @@ use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::fabric::post::{Registration, not_granted};
 use p2p_core::fabric::regions::RegionTable;
 use p2p_core::fabric::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use p2p_core::network::NetworkError;
@@ -172,15 +172,15 @@ impl LibfabricFabric {
         local: LocalSegment,
         remote: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let (ptr, len, descriptor) = self.local(op, local)?;
         let (address, region) = (remote.checked(op, local.bytes)?, remote.region);
         let (endpoint, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
-            return Ok(Posted::Accepted);
+            return Ok(PostOutcome::Accepted);
         }
-        let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
+        let Some(idx) = self.free.last().copied() else { return Ok(PostOutcome::Full) };
         let context = self.contexts[idx as usize].as_ptr();
         let to = RemoteMemory { peer: addr, address, key: region.key };
         // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the
@@ -209,9 +209,9 @@ impl LibfabricFabric {
                     peer.num_operations += 1;
                     peer.is_armed = false;
                 }
-                Ok(Posted::Accepted)
+                Ok(PostOutcome::Accepted)
             }
-            Ok(PostStatus::Again) => Ok(Posted::Full),
+            Ok(PostStatus::Again) => Ok(PostOutcome::Full),
             Err(CallError { op, code, text }) => {
                 Err(PostError::Transport { op, code, detail: text })
             }
@@ -394,7 +394,7 @@ impl Fabric for LibfabricFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(WRITE, peer, src, dst, token)
     }
 
@@ -404,7 +404,7 @@ impl Fabric for LibfabricFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         self.post(READ, peer, dst, src, token)
     }
 

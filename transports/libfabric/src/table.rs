@@ -8,7 +8,7 @@ use super::fi_endpoint::PostStatus;
 use super::inbound::Inbound;
 use super::link::{Context, IDX_MASK, Link};
 use super::mailbox::{Mailbox, MailboxCursor};
-use super::message::Then;
+use super::message::Action;
 use super::port::{Failure, MemoryRegistration, Port};
 use super::receives::Receives;
 use super::sys;
@@ -166,7 +166,7 @@ impl State {
         if let (Some(remote), false) = (link.remote(), close_state.is_farewell_sent) {
             let writes = if remote.counts_writes { link.num_posted() } else { 0 };
             close_state.is_farewell_sent =
-                link.unnumbered(Then::Farewell, writes).is_none_or(|message| {
+                link.unnumbered(Action::Farewell, writes).is_none_or(|message| {
                     !matches!(link.inject(port, &message), Ok(PostStatus::Again))
                 });
         }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use counting::PROCESS_ALLOCATIONS;
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig, SlotKey, SlotLayout};
 use switchyard_libfabric::FabricNetwork;
 
@@ -144,6 +144,7 @@ fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (Channel<AnyEndpoint>, Channel<
     let (a, b) = (a.open(&layout, route).unwrap(), b.open(&layout, route).unwrap());
     let (of_a, of_b) = (a.description(), b.description());
     let (a, b) = (a.join(&of_b).unwrap(), b.join(&of_a).unwrap());
-    let channel = |side: Joined| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
+    let channel =
+        |side: JoinedSide| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
     (channel(a), channel(b))
 }

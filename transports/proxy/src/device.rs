@@ -18,7 +18,7 @@ use kernels::abi::{DevicePtr, ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
 use p2p_core::device::{DeviceMemory, DeviceSlots};
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transports};
 
 use crate::command::{Command, Opcode};
@@ -164,16 +164,16 @@ impl OpenSide for Side {
         self.half.inner.description()
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         self.half.inner.join(peer)
     }
 
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DeviceSlots), NetworkError> {
+    ) -> Result<(JoinedSide, DeviceSlots), NetworkError> {
         let Self { half: HalfOpen { inner, with }, device } = *self;
-        let Joined { endpoint, slot } = inner.join(peer)?;
+        let JoinedSide { endpoint, slot } = inner.join(peer)?;
         let num_lanes = with.lanes.num_lanes;
         let memory = Memory::new(&device, with.lanes, slot.clone())
             .map_err(|error| with.failed("make lanes for kernels", &error))?;
@@ -186,7 +186,7 @@ impl OpenSide for Side {
         };
         let endpoint = AnyEndpoint::Other(Box::new(endpoint));
         let pair = DevicePair::remote(Box::new(slots), &device);
-        Ok((Joined { endpoint, slot }, DeviceSlots::new(pair)))
+        Ok((JoinedSide { endpoint, slot }, DeviceSlots::new(pair)))
     }
 }
 

@@ -51,9 +51,10 @@ pub use command::{BadCommand, Command, Opcode};
 pub use device::{DeviceNetwork, DeviceTransports};
 pub use failure::{Cause, Failure};
 pub use lane::{LaneConfig, LaneError, Lanes, Poster};
+pub use line::ThreadStats;
 pub use locality::{Device, Placement, Sysfs};
 #[cfg(not(loom))]
 pub use network::ProxyNetwork;
 #[cfg(feature = "relay")]
 pub use relay::{RelayConfig, RelayReceiver};
-pub use threads::{PeerConfig, Proxy, ProxyConfig, ProxyError, ProxyPeer, ThreadStats};
+pub use threads::{PeerConfig, Proxy, ProxyConfig, ProxyError, ProxyPeer};

@@ -10,7 +10,6 @@ use p2p_core::{PostError, Region};
 use crate::backoff::Bell;
 use crate::failure::Shared;
 use crate::port::Port;
-use crate::threads::ThreadStats;
 
 /// Communication with a thread.
 #[derive(Debug)]
@@ -31,6 +30,21 @@ pub(crate) struct Orders<E> {
     pub(crate) list: Vec<Order<E>>,
     /// No thread follows orders any more: it has ended, or is about to.
     pub(crate) is_closed: bool,
+}
+
+/// Work of a thread so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct ThreadStats {
+    /// Commands taken.
+    pub commands: u64,
+    /// Commands that are over.
+    pub recycled: u64,
+    /// Bytes put and got.
+    pub bytes: u64,
+    /// Polls all lanes.
+    pub sweeps: u64,
+    /// Pauses in which the processor was yielded.
+    pub sleeps: u64,
 }
 
 #[derive(Debug, Default)]

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, TransportKind};
@@ -63,12 +63,12 @@ impl OpenSide for Side {
         self.0.inner.description()
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let Self(HalfOpen { inner, with }) = *self;
-        let Joined { endpoint, slot } = inner.join(peer)?;
+        let JoinedSide { endpoint, slot } = inner.join(peer)?;
         let lanes = Lanes::anonymous(with.lanes).map_err(|e| with.failed("make lanes", &e))?;
         let endpoint = with.serve(endpoint, lanes, slot.len(), Vec::new(), 0)?;
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 

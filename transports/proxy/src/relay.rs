@@ -94,6 +94,8 @@ struct Task {
 
 const _: () = assert!(size_of::<Task>() == TASK_BYTES);
 const TASK_BYTES: usize = 32;
+/// Tasks carried out together.
+const MAX_BATCH: usize = 64;
 
 impl RelayConfig {
     /// Where things are in a slot of `slot_bytes`.

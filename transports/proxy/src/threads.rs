@@ -18,7 +18,7 @@ use thiserror::Error;
 use crate::backoff::{Backoff, IdlePolicy};
 use crate::failure::{Failure, Shared};
 use crate::lane::{LaneError, Lanes};
-use crate::line::{ClosedAtEnd, Line, Order, lock};
+use crate::line::{ClosedAtEnd, Line, Order, ThreadStats, lock};
 use crate::locality::{Device, Placement, Sysfs, allowed};
 use crate::port::Port;
 use crate::relay::RelaySender;
@@ -121,21 +121,6 @@ pub enum ProxyError {
         /// Length of the wait.
         limit_ms: u64,
     },
-}
-
-/// Work of a thread so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-pub struct ThreadStats {
-    /// Commands taken.
-    pub commands: u64,
-    /// Commands that are over.
-    pub recycled: u64,
-    /// Bytes put and got.
-    pub bytes: u64,
-    /// Polls all lanes.
-    pub sweeps: u64,
-    /// Pauses in which the processor was yielded.
-    pub sleeps: u64,
 }
 
 /// Threads that post for kernels. Dropping it closes every peer.

@@ -1,9 +1,6 @@
 //! The device functions on a GPU, and the copy to further ones.
 #![cfg(all(feature = "cuda", not(loom)))]
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -31,7 +28,7 @@ fn gpu() -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            skip::skip("gpu", &error.to_string());
+            test_support::skip("gpu", &error.to_string());
             None
         }
     }

@@ -105,7 +105,7 @@ fn receive(
         });
     }
     // Grants name a lane by its index at the credit receiver.
-    lanes.sort_by_key(|lane| lane.id.map_or(0, SenderId::slot));
+    lanes.sort_by_key(|lane| lane.id.map_or(0, SenderId::index));
     let start = Instant::now();
     let mut payload = Vec::new();
     while lanes.iter().any(|lane| lane.open) {
@@ -116,7 +116,7 @@ fn receive(
         }
         while let Some(action) = credits.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {
-                lanes[sender.slot()].credit = Some(credit);
+                lanes[sender.index()].credit = Some(credit);
                 moved = true;
             }
         }

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::OpenTransports;
 use super::tensors::Tensors;
-use super::worker::Wire;
+use super::wire::Wire;
 use crate::clock::{monotonic_us, us};
 use crate::stats::{median, percentile};
 

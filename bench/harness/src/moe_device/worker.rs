@@ -15,15 +15,7 @@ use serde_json::{Value, json};
 
 use super::OpenTransports;
 use super::roles::Role;
-
-/// The connection from a role to the parent that started it.
-pub(super) trait Wire {
-    /// Sends a value to the parent. Does nothing if the parent is gone.
-    fn send(&mut self, value: &Value);
-
-    /// Waits for the parent's next request. Returns `None` if the parent is gone.
-    fn receive(&mut self) -> Result<Option<String>>;
-}
+use super::wire::{Channels, Wire};
 
 /// A running role. Dropping it ends the process, or waits up to [`PATIENCE`] for the thread.
 pub(super) enum Worker {
@@ -37,14 +29,6 @@ pub(super) enum Worker {
         output: Receiver<Value>,
         thread: Option<JoinHandle<()>>,
     },
-}
-
-/// Standard input and output of a child process.
-pub(super) struct Pipes;
-
-struct Channels {
-    input: Receiver<String>,
-    out: Sender<Value>,
 }
 
 impl Worker {
@@ -151,28 +135,6 @@ impl Drop for Worker {
                 }
             }
         }
-    }
-}
-
-impl Wire for Pipes {
-    fn send(&mut self, value: &Value) {
-        let mut out = std::io::stdout().lock();
-        let _ = writeln!(out, "{value}");
-        let _ = out.flush();
-    }
-
-    fn receive(&mut self) -> Result<Option<String>> {
-        Ok(std::io::stdin().lines().next().transpose()?)
-    }
-}
-
-impl Wire for Channels {
-    fn send(&mut self, value: &Value) {
-        let _ = self.out.send(value.clone());
-    }
-
-    fn receive(&mut self) -> Result<Option<String>> {
-        Ok(self.input.recv().ok())
     }
 }
 

@@ -18,12 +18,12 @@ use p2p_core::bootstrap::{
 use p2p_core::endpoint::{Endpoint, TransportKind};
 use p2p_core::network::Network;
 use p2p_core::slot::SlotConfig;
-use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
+use p2p_core::transports::{OpenNetworks, TransportRequest, TransportSpec};
 use verbs_transport::VerbsConfig;
 
 /// Environment variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
-/// Prefix of all lines for the parent. A test harness prints other lines.
+/// Prefix of all lines for the parent. The program may print other lines.
 pub(super) const LINE_PREFIX: &str = "p2p-bench: ";
 
 /// The job of one process.
@@ -416,8 +416,8 @@ fn open(
     config: &BenchConfig,
     networks: &mut OpenNetworks,
 ) -> Result<Vec<Arc<dyn Network>>, String> {
-    let wish = Wish { kind: config.transport, device: config.device.clone() };
-    let spec = TransportSpec::List(vec![wish]);
+    let request = TransportRequest { kind: config.transport, device: config.device.clone() };
+    let spec = TransportSpec::List(vec![request]);
     Ok(networks.open(&spec).map_err(text)?.networks)
 }
 

@@ -5,6 +5,7 @@
 //! those that are left in the slots at the end.
 
 mod host;
+mod lines;
 mod plan;
 
 pub use self::plan::Plan;
@@ -17,12 +18,12 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, Route, SideDescription};
 use p2p_core::{Region, SlotLayout};
 
 use self::host::from_host;
+use self::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
-use super::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::pattern;
 use crate::stats::Latency;
 use proxy::gpu::{self, GpuPoster};
@@ -165,7 +166,7 @@ pub fn receive(
 
 /// Compares objects, and returns the number of objects and of bad ones. Overwrites them, so that an object that does
 /// not arrive in a later round is noticed.
-fn compare(pairs: &[Joined], plan: &Plan, check: &Check) -> Result<(u64, u64)> {
+fn compare(pairs: &[JoinedSide], plan: &Plan, check: &Check) -> Result<(u64, u64)> {
     ensure!(
         check.threads <= pairs.len(),
         "{} threads to compare, there are {}",
@@ -280,7 +281,7 @@ fn check(line: &mut Lines, check: Check) -> Result<u64> {
 fn from_gpu(
     gpu: &Gpu,
     proxy: &Proxy,
-    pairs: Vec<Joined>,
+    pairs: Vec<JoinedSide>,
     plan: &Plan,
     layout: &SlotLayout,
     line: &mut Lines,
@@ -289,7 +290,7 @@ fn from_gpu(
     let mut posters = Vec::new();
     let mut mirrors = Vec::new();
     let slot_bytes = layout.slot_bytes() as u64;
-    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+    for (idx, JoinedSide { endpoint, slot }) in pairs.into_iter().enumerate() {
         let (mirror, address) = gpu::mirror(gpu, slot_bytes)?;
         let lanes = gpu::lanes(gpu, plan.lanes())?;
         let config = producers::poster_config(address.0, slot_bytes, idx);
@@ -363,7 +364,7 @@ fn join(
     line: &mut Lines,
     plan: &Plan,
     layout: &SlotLayout,
-) -> Result<Vec<Joined>> {
+) -> Result<Vec<JoinedSide>> {
     let address = |addr: std::net::SocketAddr| -> IpAddr { addr.ip() };
     let (local, remote) = (line.writer.local_addr()?, line.writer.peer_addr()?);
     let route = Route { local: address(local), remote: address(remote) };

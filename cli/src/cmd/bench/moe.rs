@@ -43,9 +43,9 @@ pub struct Args {
     /// Expert servers that share the layer.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
     servers: usize,
-    /// GPUs to measure instead of CPUs, `cuda` or from `cuda:N` on. Clients and servers are processes of
-    /// their own, servers on the first GPUs and clients on those behind; where there are fewer GPUs, they are
-    /// threads of one process, and some share one. Weights are random.
+    /// GPUs to measure instead of CPUs, `cuda` or from `cuda:N` on. Clients and servers are processes of their own.
+    /// Servers take the first GPUs, and clients the next ones. With too few GPUs they are threads of one process, and
+    /// some share a GPU. Weights are random.
     #[arg(long, env = "SWITCHYARD_DEVICE", default_value = "cpu", value_name = "cpu|cuda:N")]
     device: Device,
     /// Clients of the service, with --device.

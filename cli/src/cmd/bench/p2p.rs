@@ -10,7 +10,7 @@ use bench_harness::p2p::{
 };
 use clap::parser::ValueSource;
 use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::transports::Wish;
+use p2p_core::transports::TransportRequest;
 use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
 use super::engine;
@@ -58,7 +58,7 @@ pub struct Args {
     /// Seed of the payload. Not of GPUs.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
-    /// Measures GPUs instead, by kernels: the first process takes this one, the others those that follow.
+    /// Measures GPUs instead, by kernels: the first process takes this one, the others the following ones.
     #[arg(long, env = "SWITCHYARD_DEVICE", value_name = "cuda|cuda:N")]
     device: Option<DeviceName>,
     /// With --device: every split of the GPUs from that one on into senders and receivers.
@@ -69,7 +69,7 @@ pub struct Args {
 #[derive(Debug, Clone)]
 enum Transport {
     /// A transport with slots, and its text on the command line.
-    Slots(Wish, String),
+    Slots(TransportRequest, String),
     /// A transport of the message engine only.
     Engine(String),
 }

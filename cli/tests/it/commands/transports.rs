@@ -22,8 +22,8 @@ fn flags_of_another_measurement_are_refused_by_name() {
     ] {
         for engine in [&["--transport", "tcp"][..], &["--transport", "libfabric", "--depth", "2"]] {
             let text = refusal(&[engine, &[flag, value]].concat());
-            let told = format!("{flag} would do nothing with the message engine");
-            assert!(text.contains(&told), "{text}");
+            let expected = format!("{flag} would do nothing with the message engine");
+            assert!(text.contains(&expected), "{text}");
         }
     }
     let text = refusal(&["--transport", "cma", "--no-pin"]);

@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::MAX_TOKENS;
-use super::simd::{Simd, kernels_of};
+use super::simd::Simd;
+use super::tile::kernels_of;
 
 kernels_of!(Avx2, "avx2,fma,f16c", pass_tokens: 6);
 

@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::MAX_TOKENS;
-use super::simd::{Simd, kernels_of};
+use super::simd::Simd;
+use super::tile::kernels_of;
 
 kernels_of!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", pass_tokens: 6);
 

@@ -29,6 +29,75 @@ pub(super) struct DotTile<'a> {
     pub(super) y_stride: usize,
 }
 
+/// Defines the [`Kernels`](super::Kernels) of an instruction set. Each is a function that enables the
+/// instruction set and inlines all that it calls.
+#[cfg(target_arch = "x86_64")]
+macro_rules! kernels_of {
+    ($isa:ident, $features:literal, pass_tokens: $pass_tokens:literal) => {
+        use $crate::kernels::simd::{Bf16, Dtype, F8, F16, F32};
+        use $crate::kernels::tile::{self, DotTile};
+        use $crate::kernels::{Isa, Kernels};
+
+        pub(super) const KERNELS: Kernels = Kernels {
+            isa: Isa::$isa,
+            pass_tokens: $pass_tokens,
+            dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
+            widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
+            silu_mul,
+            axpy,
+            read,
+        };
+
+        /// # Safety
+        /// As for [`tile::dot`].
+        #[target_feature(enable = $features)]
+        unsafe fn dot<D: Dtype>(tile: &DotTile) {
+            // SAFETY: as promised by the caller.
+            unsafe { tile::dot::<$isa, D>(tile) }
+        }
+
+        /// # Safety
+        /// As for [`tile::widen`].
+        #[target_feature(enable = $features)]
+        unsafe fn widen<D: Dtype>(
+            src: *const u8,
+            ahead: usize,
+            scales: *const f32,
+            len: usize,
+            dst: *mut f32,
+        ) {
+            // SAFETY: as promised by the caller.
+            unsafe { tile::widen::<$isa, D>(src, ahead, scales, len, dst) }
+        }
+
+        /// # Safety
+        /// As for [`tile::silu_mul`].
+        #[target_feature(enable = $features)]
+        unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
+            // SAFETY: as promised by the caller.
+            unsafe { tile::silu_mul(gate, up, len, dst) }
+        }
+
+        /// # Safety
+        /// As for [`tile::axpy`].
+        #[target_feature(enable = $features)]
+        unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
+            // SAFETY: as promised by the caller.
+            unsafe { tile::axpy::<$isa>(alpha, y, len, out) }
+        }
+
+        /// # Safety
+        /// As for [`tile::read`].
+        #[target_feature(enable = $features)]
+        unsafe fn read(src: *const u8, len: usize) -> f32 {
+            // SAFETY: as promised by the caller.
+            unsafe { tile::read::<$isa>(src, len) }
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use kernels_of;
+
 /// Columns that are summed in vector lanes before the lanes are added up. Six token rows of this length stay
 /// in the first level cache while weights stream through it.
 pub(super) const K_BLOCK: usize = 1024;

@@ -8,9 +8,8 @@ use switchyard_expert_compute::{
     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
     WeightDtype,
 };
-
-use crate::counting::PROCESS_ALLOCATIONS;
-use crate::own_process::is_alone;
+use test_support::allocations::PROCESS_ALLOCATIONS;
+use test_support::own_process::is_alone;
 
 #[test]
 fn the_second_batch_allocates_nothing() {

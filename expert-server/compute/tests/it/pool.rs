@@ -12,8 +12,6 @@ use switchyard_expert_compute::{
     WeightBytes, WeightDtype, WeightError,
 };
 
-use crate::skip;
-
 #[test]
 fn agrees_with_f64_for_all_dtypes_and_shapes() {
     let seed = seed();
@@ -284,7 +282,7 @@ fn available() -> Vec<Isa> {
     let (available, missing): (Vec<_>, Vec<_>) =
         Isa::ALL.into_iter().partition(|isa| isa.is_available());
     for isa in missing {
-        skip::skip("vectors", &format!("this processor has no {isa:?}"));
+        test_support::skip("vectors", &format!("this processor has no {isa:?}"));
     }
     available
 }

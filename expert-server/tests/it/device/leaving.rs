@@ -1,7 +1,7 @@
 //! Clients that connect, disconnect and die, and experts that are loaded later.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use p2p_core::bootstrap::CloseReason;
@@ -88,13 +88,8 @@ async fn a_client_that_is_killed_ends_its_own_link_only() {
     let mut steady = join(&gpu, &server, shape, 1, DTYPE).await;
     for _ in 0..2 {
         let mut child = ChildGuard(
-            Command::new(std::env::current_exe().expect("this program"))
-                .args([
-                    "--exact",
-                    "device::leaving::a_client_in_a_process_of_its_own",
-                    "--nocapture",
-                ])
-                .env(CHILD_ADDR, server.data_addr().to_string())
+            test_support::child::command("client")
+                .arg(server.data_addr().to_string())
                 .stdout(Stdio::piped())
                 .spawn()
                 .expect("a child"),
@@ -116,11 +111,11 @@ async fn a_client_that_is_killed_ends_its_own_link_only() {
     server.wait().await.expect("a shutdown is a good end");
 }
 
-/// Not a test by itself: the client process of the test above.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_in_a_process_of_its_own() {
-    let Ok(addr) = std::env::var(CHILD_ADDR) else { return };
-    let Some((_, gpu)) = devices() else { return };
+/// The client process of the test above. Its argument is the server's address.
+#[tokio::main(flavor = "multi_thread", worker_threads = 2)]
+pub async fn client() {
+    let addr = std::env::args().nth(1).expect("an address");
+    let (_, gpu) = devices().expect("found by the parent");
     let mut rng = seeded();
     let checkpoint = checkpoint::Checkpoint::open(crate::common::tiny_moe()).expect("it opens");
     let shape = shape_of(&checkpoint);
@@ -203,5 +198,4 @@ impl Drop for ChildGuard {
     }
 }
 
-const CHILD_ADDR: &str = "SWITCHYARD_TEST_CHILD_ADDR";
 const AT_WORK: &str = "at work";

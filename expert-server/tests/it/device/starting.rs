@@ -59,7 +59,7 @@ async fn settings_that_cannot_work_are_named() {
 #[tokio::test]
 async fn a_gpu_that_is_not_there_is_named_with_the_remedy() {
     if Gpu::count().is_ok_and(|count| count > 0) {
-        crate::skip::skip("no-gpu", "this host has a GPU");
+        test_support::skip("no-gpu", "this host has a GPU");
         return;
     }
     let said = refusal(|config| {

@@ -13,7 +13,7 @@ use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots
 use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::bootstrap::CloseReason;
 use p2p_core::device::{DeviceMemory, DeviceSlots};
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::wait::event_fd;
 use p2p_core::{AnyEndpoint, Region, SlotLayout, TransportKind, Transports};
 use protocol::{ModelShape, WireDtype};
@@ -93,7 +93,7 @@ async fn a_shutdown_does_not_wait_for_a_stuck_client() {
 fn emulated() -> Option<(DeviceName, Gpu)> {
     let (device, gpu) = devices()?;
     if !matches!(device, DeviceName::Emulated(_)) {
-        crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
+        test_support::skip("emulated", "slots of a real GPU are out of this test's reach");
         return None;
     }
     Some((device, gpu))
@@ -211,19 +211,19 @@ impl OpenSide for NetworkSide {
         SideDescription { address, bytes, ..SideDescription::default() }
     }
 
-    fn join(self: Box<Self>, _: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, _: &SideDescription) -> Result<JoinedSide, NetworkError> {
         Err(no_other_slots())
     }
 
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DeviceSlots), NetworkError> {
+    ) -> Result<(JoinedSide, DeviceSlots), NetworkError> {
         let Self { own, layout, device, num_stuck } = *self;
         let slot = || Region::anonymous(layout.slot_bytes()).expect("memory");
         let event = Arc::new(event_fd().expect("an event"));
         let endpoint = MappedEndpoint::new(KIND, slot(), Arc::clone(&event), event);
-        let joined = Joined { endpoint: AnyEndpoint::Mapped(endpoint), slot: slot() };
+        let joined = JoinedSide { endpoint: AnyEndpoint::Mapped(endpoint), slot: slot() };
         let waits = Arc::new(device.gpu.alloc_host(4096).expect("memory"));
         let slots: Box<dyn RemoteSlots> = match num_stuck {
             Some(num_stuck) => Box::new(ProxySlots::new(&device, own, waits, num_stuck)),

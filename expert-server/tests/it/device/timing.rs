@@ -13,13 +13,15 @@ use switchyard_expert_server::{ExpertSelection, ExpertServer, Placement, ServerC
 use crate::common::{Request, metric, seeded, shape_of};
 use crate::device::client::{Client, Outcome};
 use crate::device::devices;
-use crate::skip;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_time_of_a_layer_is_reported() {
     let Some((device, gpu)) = devices() else { return };
     if let DeviceName::Emulated(_) = device {
-        skip::skip("gpu", "the time of a layer: a GPU in software has no times to speak of");
+        test_support::skip(
+            "gpu",
+            "the time of a layer: a GPU in software has no times to speak of",
+        );
         return;
     }
     let mut rng = seeded();

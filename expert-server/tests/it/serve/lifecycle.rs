@@ -9,13 +9,13 @@ use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
 use switchyard_expert_server::{
     ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket,
 };
+use test_support::descriptors::num_descriptors;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use crate::common::{
     PATIENCE, Reference, Request, TestClient, metric, seeded, start_server, tiny_moe,
 };
-use crate::descriptors::num_descriptors;
 use crate::stand_in::StandIn;
 
 fn hello(shape: ModelShape, client_id: u64) -> PeerHello {

@@ -1,52 +1,52 @@
-//! What users ask of the engine's thread.
+//! Commands of users to the engine's thread.
 
 use std::time::Instant;
 
 use super::Io;
-use super::meet::Caller;
-use super::reach::start_connecting;
+use super::address::start_connecting;
+use super::handshake::ConnectCaller;
 use crate::engine::error::{CloseReason, ConnectError, TransferError};
-use crate::engine::link::Local;
-use crate::engine::shared::{Command, ConnKey, Move, Register, What};
+use crate::engine::link::LocalRange;
+use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart};
 
 impl Io {
     /// Carries out what users have asked for.
-    pub(super) fn take_commands(&mut self) -> bool {
+    pub(super) fn execute_commands(&mut self) -> bool {
         let mut is_busy = false;
-        if let Some(later) = self.shared.take_later() {
+        if let Some(deferred) = self.shared.take_deferred() {
             is_busy = true;
-            for (idx, is_full) in later.released {
-                self.registry.abandon(&mut self.fabrics, idx, is_full);
+            for (idx, is_full) in deferred.released {
+                self.registry.deregister_abandoned(&mut self.fabrics, idx, is_full);
             }
-            for key in later.closed {
-                if self.live(key).is_some() {
+            for key in deferred.closed {
+                if self.connection(key).is_some() {
                     self.close(key.idx, &CloseReason::Local);
                 }
             }
-            for key in later.taken {
+            for key in deferred.taken {
                 self.open_notify_window(key);
             }
         }
         for _ in 0..MAX_COMMANDS {
             let Some(command) = self.shared.queue.pop() else { break };
             is_busy = true;
-            self.carry_out(command);
+            self.execute(command);
         }
         is_busy
     }
 
-    fn carry_out(&mut self, command: Command) {
+    fn execute(&mut self, command: Command) {
         match command {
-            Command::Move(part) => self.begin_move(part),
+            Command::Transfer(part) => self.start_part(part),
             Command::Notify { conn, transfer, deadline_ns, notification } => {
-                if !self.with_live(conn, |link, ports| {
+                if !self.with_connection(conn, |link, ports| {
                     link.notify(ports, transfer, deadline_ns, notification);
                 }) {
-                    self.too_late(conn, transfer, "notify");
+                    self.fail_disconnected(conn, transfer, "notify");
                 }
             }
             Command::Connect { addr, deadline, reply } => {
-                self.begin_connect(deadline, Caller { addr, reply });
+                self.begin_connect(deadline, ConnectCaller { addr, reply });
             }
             Command::Register(Register { ptr, bytes, access, source, reply }) => {
                 let fabrics = &mut self.fabrics;
@@ -56,46 +56,46 @@ impl Io {
                 if let Err(Ok(keys)) = reply.push(keys) {
                     // Nobody waits for it any more, and nobody would ever give it back.
                     let is_full = keys.covers(ptr, bytes);
-                    self.registry.abandon(&mut self.fabrics, keys.idx, is_full);
+                    self.registry.deregister_abandoned(&mut self.fabrics, keys.idx, is_full);
                 }
             }
             Command::Release { idx, is_full, reply } => {
-                self.registry.give_back(&mut self.fabrics, idx, is_full, reply);
+                self.registry.deregister(&mut self.fabrics, idx, is_full, reply);
             }
             Command::Stop => self.is_stopping = true,
         }
     }
 
-    fn begin_move(&mut self, part: Move) {
-        let Move { conn, what, transfer, deadline_ns, handle, offset, bytes } = part;
-        let Some(live) = self.live(conn) else {
+    fn start_part(&mut self, part: TransferPart) {
+        let TransferPart { conn, operation, transfer, deadline_ns, handle, offset, bytes } = part;
+        let Some(connection) = self.connection(conn) else {
             drop(handle);
-            return self.too_late(conn, transfer, what.name());
+            return self.fail_disconnected(conn, transfer, operation.name());
         };
-        let Some(region) = handle.keys.region(live.peer.fabric) else {
+        let Some(region) = handle.keys.region(connection.peer.fabric) else {
             drop(handle);
             let detail = "the memory is not registered with this transport any more".into();
-            let error = TransferError::Fabric { op: what.name(), code: 0, detail };
+            let error = TransferError::Fabric { op: operation.name(), code: 0, detail };
             return self.shared.transfers.finish(transfer, Err(error));
         };
-        let local = Local { hold: handle, region, offset, bytes };
-        self.with_live(conn, |link, ports| match what {
-            What::Send => link.send(ports, transfer, deadline_ns, local),
-            What::Recv => link.recv(ports, transfer, deadline_ns, local),
-            What::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
-            What::Read(remote) => link.read(ports, transfer, deadline_ns, local, remote),
+        let local = LocalRange { hold: handle, region, offset, bytes };
+        self.with_connection(conn, |link, ports| match operation {
+            Operation::Send => link.send(ports, transfer, deadline_ns, local),
+            Operation::Recv => link.recv(ports, transfer, deadline_ns, local),
+            Operation::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
+            Operation::Read(remote) => link.read(ports, transfer, deadline_ns, local, remote),
         });
     }
 
     /// A transfer for a connection that has ended.
-    fn too_late(&self, conn: ConnKey, transfer: u32, op: &'static str) {
+    fn fail_disconnected(&self, conn: ConnKey, transfer: u32, op: &'static str) {
         let known = self.ended.iter().find(|(serial, _)| *serial == conn.serial);
         let reason = known.map_or(CloseReason::Local, |(_, reason)| reason.clone());
         let error = TransferError::Disconnected { op, reason };
         self.shared.transfers.finish(transfer, Err(error));
     }
 
-    fn begin_connect(&mut self, deadline: Instant, caller: Caller) {
+    fn begin_connect(&mut self, deadline: Instant, caller: ConnectCaller) {
         let stream = start_connecting(caller.addr);
         if let Err((error, Some(caller))) = self.place(deadline, Some(caller), stream) {
             let (addr, detail) = (caller.addr.to_string(), error.to_string());
@@ -104,9 +104,11 @@ impl Io {
     }
 
     fn open_notify_window(&mut self, key: ConnKey) {
-        if let Some(conn) = self.live(key).and_then(|live| live.peer.conn.upgrade()) {
+        if let Some(conn) =
+            self.connection(key).and_then(|connection| connection.peer.conn.upgrade())
+        {
             let taken = conn.all_taken();
-            self.with_live(key, |link, _| link.taken(taken));
+            self.with_connection(key, |link, _| link.taken(taken));
         }
     }
 }

@@ -18,7 +18,7 @@ pub(in crate::engine) const MAX_TICKET_BYTES: usize = 512;
 
 /// What either side says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Who {
+pub(super) struct PeerHello {
     pub(super) engine_id: u64,
     /// Where it listens.
     pub(super) port: u16,
@@ -37,9 +37,9 @@ pub(super) struct Side {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     /// The connecting side: who it is, its ticket, and every transport that it has.
-    Hello { who: Who, ticket: Vec<u8>, sides: Vec<Side> },
+    Hello { hello: PeerHello, ticket: Vec<u8>, sides: Vec<Side> },
     /// The listening side: who it is, and the transport that it has joined.
-    Welcome { who: Who, side: Side },
+    Welcome { hello: PeerHello, side: Side },
     /// The connecting side has joined as well: frames may follow.
     Ready,
     /// The connecting side cannot join by this transport: another, please.
@@ -52,15 +52,15 @@ impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut body = Vec::new();
         let kind: u16 = match self {
-            Self::Hello { who, ticket, sides } => {
-                put_who(&mut body, who);
+            Self::Hello { hello, ticket, sides } => {
+                put_peer_hello(&mut body, hello);
                 put_counted(&mut body, ticket);
                 body.push(sides.len().min(MAX_OFFERS) as u8);
                 sides.iter().take(MAX_OFFERS).for_each(|side| put_side(&mut body, side));
                 1
             }
-            Self::Welcome { who, side } => {
-                put_who(&mut body, who);
+            Self::Welcome { hello, side } => {
+                put_peer_hello(&mut body, hello);
                 put_side(&mut body, side);
                 2
             }
@@ -101,19 +101,19 @@ impl Message {
         let mut reader = Reader::new(body);
         let message = match u16::from_le_bytes([header[10], header[11]]) {
             1 => {
-                let who = read_who(&mut reader)?;
+                let hello = read_peer_hello(&mut reader)?;
                 let ticket = reader.counted("ticket", MAX_TICKET_BYTES)?.to_vec();
                 let mut sides = Vec::new();
                 for _ in 0..read_num_offers(&mut reader)? {
                     sides.extend(read_side(&mut reader)?);
                 }
-                Self::Hello { who, ticket, sides }
+                Self::Hello { hello, ticket, sides }
             }
             2 => {
-                let who = read_who(&mut reader)?;
+                let hello = read_peer_hello(&mut reader)?;
                 let side = read_side(&mut reader)?;
                 let side = side.ok_or("it chose a transport that this side does not know")?;
-                Self::Welcome { who, side }
+                Self::Welcome { hello, side }
             }
             3 => Self::Ready,
             4 => Self::Next,
@@ -129,11 +129,11 @@ impl Message {
     }
 }
 
-fn put_who(out: &mut Vec<u8>, who: &Who) {
-    out.extend(who.engine_id.to_le_bytes());
-    out.extend(who.port.to_le_bytes());
-    put_device(out, who.gpu_index, who.pci_bdf.as_deref());
-    let limits = &who.limits;
+fn put_peer_hello(out: &mut Vec<u8>, hello: &PeerHello) {
+    out.extend(hello.engine_id.to_le_bytes());
+    out.extend(hello.port.to_le_bytes());
+    put_device(out, hello.gpu_index, hello.pci_bdf.as_deref());
+    let limits = &hello.limits;
     for word in [
         limits.eager_bytes,
         limits.eager_window,
@@ -146,7 +146,7 @@ fn put_who(out: &mut Vec<u8>, who: &Who) {
     }
 }
 
-fn read_who(reader: &mut Reader<'_>) -> Result<Who, Malformed> {
+fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, Malformed> {
     let engine_id = reader.u64("engine id")?;
     let port = reader.u16("port")?;
     let (gpu_index, pci_bdf) = read_device(reader)?;
@@ -174,7 +174,7 @@ fn read_who(reader: &mut Reader<'_>) -> Result<Who, Malformed> {
             return Err(format!("`{what}` is {found}, at most 2^63 - 1 is allowed"));
         }
     }
-    Ok(Who { engine_id, port, gpu_index, pci_bdf, limits })
+    Ok(PeerHello { engine_id, port, gpu_index, pci_bdf, limits })
 }
 
 fn put_side(out: &mut Vec<u8>, side: &Side) {
@@ -204,7 +204,7 @@ fn messages() -> Vec<Message> {
         unscheduled_bytes: 5,
         max_demand_bytes: 6,
     };
-    let who = Who {
+    let hello = PeerHello {
         engine_id: 9,
         port: 10,
         gpu_index: Some(1),
@@ -215,8 +215,8 @@ fn messages() -> Vec<Message> {
     let side = Side { offer, detail: vec![1, 2, 3] };
     let sides = vec![side.clone(), side.clone()];
     vec![
-        Message::Hello { who: who.clone(), ticket: b"secret".to_vec(), sides },
-        Message::Welcome { who, side },
+        Message::Hello { hello: hello.clone(), ticket: b"secret".to_vec(), sides },
+        Message::Welcome { hello, side },
         Message::Ready,
         Message::Next,
         Message::Reject { message: "no".to_owned() },

@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 
 /// A stream in an epoll set.
 #[derive(Debug)]
-pub(super) struct Wire {
+pub(super) struct ControlSocket {
     stream: TcpStream,
     data: u64,
     wants_out: bool,
@@ -21,13 +21,13 @@ pub(super) struct Wire {
 
 /// What reading gave.
 #[derive(Debug)]
-pub(super) enum Read1 {
-    Some,
-    Nothing,
+pub(super) enum ReadOutcome {
+    Data,
+    WouldBlock,
     Closed(String),
 }
 
-impl Wire {
+impl ControlSocket {
     /// Takes over a stream that connects or is connected.
     pub(super) fn new(
         stream: TcpStream,
@@ -68,7 +68,7 @@ impl Wire {
     }
 
     /// Reads once, with room for a message of `wanted` bytes.
-    pub(super) fn read(&mut self, wanted: usize) -> Read1 {
+    pub(super) fn read(&mut self, wanted: usize) -> ReadOutcome {
         if self.start > 0 {
             self.rx.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
@@ -78,15 +78,15 @@ impl Wire {
         }
         loop {
             return match self.stream.read(&mut self.rx[self.end..]) {
-                Ok(0) => Read1::Closed("it closed the connection".to_owned()),
+                Ok(0) => ReadOutcome::Closed("it closed the connection".to_owned()),
                 Ok(got) => {
                     self.end += got;
-                    Read1::Some
+                    ReadOutcome::Data
                 }
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted => continue,
-                    io::ErrorKind::WouldBlock => Read1::Nothing,
-                    _ => Read1::Closed(error.to_string()),
+                    io::ErrorKind::WouldBlock => ReadOutcome::WouldBlock,
+                    _ => ReadOutcome::Closed(error.to_string()),
                 },
             };
         }

@@ -13,22 +13,22 @@ use crate::fabric::WireRegion;
 
 /// Memory whose contents do not matter; how much of it is in use does.
 #[derive(Debug)]
-struct Held(Rc<RefCell<usize>>);
+struct HoldCount(Rc<RefCell<usize>>);
 
-impl Held {
+impl HoldCount {
     fn new(count: &Rc<RefCell<usize>>) -> Self {
         *count.borrow_mut() += 1;
         Self(Rc::clone(count))
     }
 }
 
-impl Drop for Held {
+impl Drop for HoldCount {
     fn drop(&mut self) {
         *self.0.borrow_mut() -= 1;
     }
 }
 
-impl Memory for Held {
+impl Memory for HoldCount {
     fn is_host(&self) -> bool {
         true
     }
@@ -43,23 +43,33 @@ impl Memory for Held {
 }
 
 #[derive(Default)]
-struct Anything {
+struct ArbitraryFrames {
     pending: Vec<Tag>,
     finished: HashMap<u32, Result<u64, TransferError>>,
     is_full: bool,
     num_granted: usize,
 }
 
-impl Port for Anything {
+impl Port for ArbitraryFrames {
     fn max_operation_bytes(&self) -> u64 {
         300
     }
 
-    fn write(&mut self, _: RemoteSegment, _: LocalSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn write(
+        &mut self,
+        _: RemoteSegment,
+        _: LocalSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         self.post(tag)
     }
 
-    fn read(&mut self, _: LocalSegment, _: RemoteSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn read(
+        &mut self,
+        _: LocalSegment,
+        _: RemoteSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         self.post(tag)
     }
 
@@ -89,13 +99,13 @@ impl Port for Anything {
     }
 }
 
-impl Anything {
-    fn post(&mut self, tag: Tag) -> Result<Posted, PostError> {
+impl ArbitraryFrames {
+    fn post(&mut self, tag: Tag) -> Result<PostOutcome, PostError> {
         if self.is_full {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         self.pending.push(tag);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 }
 
@@ -186,15 +196,15 @@ proptest! {
     #[test]
     fn a_peer_can_say_anything(steps in prop::collection::vec(step(), 1..200)) {
         let count = Rc::new(RefCell::new(0));
-        let mut link: Link<Held> = Link::new(limits(), limits(), 300);
-        let mut port = Anything::default();
+        let mut link: Link<HoldCount> = Link::new(limits(), limits(), 300);
+        let mut port = ArbitraryFrames::default();
         let (mut next, mut now) = (0u32, 0);
         // The peer's own numbers, so that sequences are often the ones that are due.
         let mut due = 0;
         let mut reason = CloseReason::Left;
         for step in steps {
             let transfer = next;
-            let local = |bytes| Local { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes };
+            let local = |bytes| LocalRange { hold: HoldCount::new(&count), region: RegionId(1), offset: 0, bytes };
             let region = WireRegion { address: 0, bytes: BUFFER_BYTES, key: 1 };
             let remote = RemoteSegment { region, offset: 0 };
             let deadline = now + u64::from(next % 97) + 1;
@@ -260,8 +270,8 @@ proptest! {
 #[test]
 fn buffers_of_messages_that_came_early_do_not_pile_up() {
     let count = Rc::new(RefCell::new(0));
-    let mut link: Link<Held> = Link::new(limits(), limits(), 300);
-    let mut port = Anything::default();
+    let mut link: Link<HoldCount> = Link::new(limits(), limits(), 300);
+    let mut port = ArbitraryFrames::default();
     let (mut seq, mut transfer) = (0, 0);
     for round in 0..100 {
         // As many as fit, of different lengths, so that long ones come into buffers of short ones.
@@ -278,8 +288,12 @@ fn buffers_of_messages_that_came_early_do_not_pile_up() {
             (seq, waiting) = (seq + 1, [waiting, vec![bytes]].concat());
         }
         for _ in waiting {
-            let local =
-                Local { hold: Held::new(&count), region: RegionId(1), offset: 0, bytes: 200 };
+            let local = LocalRange {
+                hold: HoldCount::new(&count),
+                region: RegionId(1),
+                offset: 0,
+                bytes: 200,
+            };
             link.recv(&mut port, transfer, u64::MAX, local);
             transfer += 1;
         }

@@ -1,8 +1,8 @@
 //! What the peer says.
 
 use super::{
-    EAGER_OVERHEAD, Kind, Link, Local, MAX_ANNOUNCED, MAX_UNREAD, Memory, Port, Stage,
-    TransferError, Unexpected, nonsense,
+    EAGER_OVERHEAD, EarlyMessage, Kind, Link, LocalRange, MAX_ANNOUNCED, MAX_UNREAD, Memory, Port,
+    Stage, TransferError, invalid_value,
 };
 use crate::credit::Event;
 use crate::engine::wire::{Frame, FrameError, Outcome, Refusal};
@@ -44,7 +44,11 @@ impl<H: Memory> Link<H> {
         // Answers are not held up, so a peer that asks and never reads would fill this side's memory.
         let waiting = self.output().len();
         if waiting > MAX_UNREAD {
-            return Err(nonsense("bytes that wait to be read", waiting as u64, MAX_UNREAD as u64));
+            return Err(invalid_value(
+                "bytes that wait to be read",
+                waiting as u64,
+                MAX_UNREAD as u64,
+            ));
         }
         Ok(false)
     }
@@ -107,21 +111,21 @@ impl<H: Memory> Link<H> {
         self.next_in(seq)?;
         let bytes = payload.len() as u64;
         if bytes > self.ours.eager_bytes {
-            return Err(nonsense("bytes of a short message", bytes, self.ours.eager_bytes));
+            return Err(invalid_value("bytes of a short message", bytes, self.ours.eager_bytes));
         }
         self.eager_cost_in += bytes + EAGER_OVERHEAD;
         let waiting = self.eager_cost_in - self.eager_freed_in;
         if waiting > self.ours.eager_window {
-            return Err(nonsense("short messages ahead", waiting, self.ours.eager_window));
+            return Err(invalid_value("short messages ahead", waiting, self.ours.eager_window));
         }
         self.eager_arrived_in += 1;
         if let Some(idx) = self.posted.pop_front() {
             self.eager_freed_in += bytes + EAGER_OVERHEAD;
             self.take_eager(port, idx, payload);
         } else {
-            let mut kept = self.take_spare();
+            let mut kept = self.reuse_buffer();
             kept.extend_from_slice(payload);
-            self.unexpected.push_back(Unexpected::Eager { payload: kept });
+            self.unexpected.push_back(EarlyMessage::Eager { payload: kept });
         }
         Ok(())
     }
@@ -133,11 +137,11 @@ impl<H: Memory> Link<H> {
         arrived: u64,
     ) -> Result<(), FrameError> {
         if freed < self.eager_freed_out || freed > self.eager_cost_out {
-            return Err(nonsense("freed by short messages", freed, self.eager_cost_out));
+            return Err(invalid_value("freed by short messages", freed, self.eager_cost_out));
         }
         let most = self.eager_arrived_out + self.eager_sent.len() as u64;
         if arrived < self.eager_arrived_out || arrived > most {
-            return Err(nonsense("short messages arrived", arrived, most));
+            return Err(invalid_value("short messages arrived", arrived, most));
         }
         self.eager_freed_out = freed;
         while self.eager_arrived_out < arrived {
@@ -158,7 +162,7 @@ impl<H: Memory> Link<H> {
     ) -> Result<(), FrameError> {
         self.next_in(seq)?;
         if bytes == 0 {
-            return Err(nonsense("bytes of an announced message", 0, 1));
+            return Err(invalid_value("bytes of an announced message", 0, 1));
         }
         if let Some(idx) = self.posted.pop_front() {
             self.grant(port, idx, seq, bytes);
@@ -166,10 +170,10 @@ impl<H: Memory> Link<H> {
         }
         if self.num_announced_in >= MAX_ANNOUNCED {
             let found = self.num_announced_in as u64 + 1;
-            return Err(nonsense("announced messages", found, MAX_ANNOUNCED as u64));
+            return Err(invalid_value("announced messages", found, MAX_ANNOUNCED as u64));
         }
         self.num_announced_in += 1;
-        self.unexpected.push_back(Unexpected::Announced { seq, bytes });
+        self.unexpected.push_back(EarlyMessage::Announced { seq, bytes });
         Ok(())
     }
 
@@ -194,7 +198,7 @@ impl<H: Memory> Link<H> {
             Frame::Finish { seq, outcome }.encode(&mut self.out);
             let error = TransferError::Truncated { op: "send", bytes: total, capacity: room };
             self.end(port, idx, Err(error));
-            return Err(nonsense("room of a granted buffer", room, total));
+            return Err(invalid_value("room of a granted buffer", room, total));
         }
         (op.stage, op.remote) = (Stage::Moving, Some(target));
         self.to_admit.push_back(idx);
@@ -218,7 +222,7 @@ impl<H: Memory> Link<H> {
         };
         self.end(port, idx, Err(error));
         if why == Refusal::TooShort && capacity >= bytes {
-            return Err(nonsense("bytes of a buffer that is too short", capacity, bytes));
+            return Err(invalid_value("bytes of a buffer that is too short", capacity, bytes));
         }
         Ok(())
     }
@@ -232,9 +236,9 @@ impl<H: Memory> Link<H> {
         let idx = self
             .granted
             .remove(&seq)
-            .ok_or_else(|| nonsense("finish of a message that was not granted", seq, 0))?;
+            .ok_or_else(|| invalid_value("finish of a message that was not granted", seq, 0))?;
         let bytes = self.op(idx).posted;
-        if let Some(Local { region, offset, .. }) = self.op(idx).local {
+        if let Some(LocalRange { region, offset, .. }) = self.op(idx).local {
             port.end_grant(LocalSegment { region, offset, bytes });
         }
         let op = Kind::Recv.name();
@@ -253,10 +257,10 @@ impl<H: Memory> Link<H> {
 
     fn on_withdraw(&mut self, seq: u64) -> Result<(), FrameError> {
         if seq >= self.next_in_seq {
-            return Err(nonsense("withdrawn message", seq, self.next_in_seq));
+            return Err(invalid_value("withdrawn message", seq, self.next_in_seq));
         }
         let found = self.unexpected.iter().position(
-            |message| matches!(message, Unexpected::Announced { seq: other, .. } if *other == seq),
+            |message| matches!(message, EarlyMessage::Announced { seq: other, .. } if *other == seq),
         );
         // Granted or refused meanwhile otherwise.
         if let Some(at) = found {
@@ -269,7 +273,7 @@ impl<H: Memory> Link<H> {
     /// Messages come in order.
     fn next_in(&mut self, seq: u64) -> Result<(), FrameError> {
         if seq != self.next_in_seq {
-            return Err(nonsense("sequence number of a message", seq, self.next_in_seq));
+            return Err(invalid_value("sequence number of a message", seq, self.next_in_seq));
         }
         self.next_in_seq += 1;
         Ok(())
@@ -277,7 +281,7 @@ impl<H: Memory> Link<H> {
 
     fn check_out(&self, seq: u64) -> Result<(), FrameError> {
         if seq >= self.next_out_seq {
-            return Err(nonsense("answer to a message", seq, self.next_out_seq));
+            return Err(invalid_value("answer to a message", seq, self.next_out_seq));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Kind, Limits, Link, Memory, Port, Stage, nonsense};
+use super::{Kind, Limits, Link, Memory, Port, Stage, invalid_value};
 use crate::engine::wire::{Frame, FrameError, MAX_BODY_BYTES};
 
 /// The notifications of a connection.
@@ -28,7 +28,7 @@ pub(super) struct Notices {
     taken: u64,
     arrived_in: u64,
     /// What the peer was told: granted, arrived.
-    told: (u64, u64),
+    reported: (u64, u64),
     window: u64,
     longest: u64,
 }
@@ -47,7 +47,7 @@ impl Notices {
             cost_in: 0,
             taken: 0,
             arrived_in: 0,
-            told: (ours.notify_window, 0),
+            reported: (ours.notify_window, 0),
             window: ours.notify_window,
             longest: ours.max_notification,
         }
@@ -120,7 +120,7 @@ impl<H: Memory> Link<H> {
         let notices = &mut self.notices;
         let is_new = notices.incoming.is_none();
         if total > notices.longest {
-            return Err(nonsense("bytes of a notification", total, notices.longest));
+            return Err(invalid_value("bytes of a notification", total, notices.longest));
         }
         if is_new {
             notices.incoming_began = notices.cost_in;
@@ -128,15 +128,15 @@ impl<H: Memory> Link<H> {
         }
         let (announced, bytes) = notices.incoming.get_or_insert_with(|| (total, Vec::new()));
         if *announced != total {
-            return Err(nonsense("bytes of a notification", total, *announced));
+            return Err(invalid_value("bytes of a notification", total, *announced));
         }
         notices.cost_in += part.len() as u64;
-        if notices.cost_in > notices.told.0 {
-            return Err(nonsense("notifications ahead", notices.cost_in, notices.told.0));
+        if notices.cost_in > notices.reported.0 {
+            return Err(invalid_value("notifications ahead", notices.cost_in, notices.reported.0));
         }
         let room = total - bytes.len() as u64;
         if part.len() as u64 > room || part.is_empty() && total > 0 {
-            return Err(nonsense("part of a notification", part.len() as u64, room));
+            return Err(invalid_value("part of a notification", part.len() as u64, room));
         }
         bytes.extend_from_slice(part);
         if bytes.len() as u64 == total
@@ -156,11 +156,11 @@ impl<H: Memory> Link<H> {
     ) -> Result<(), FrameError> {
         let notices = &mut self.notices;
         if granted < notices.granted_out {
-            return Err(nonsense("granted to notifications", granted, notices.granted_out));
+            return Err(invalid_value("granted to notifications", granted, notices.granted_out));
         }
         let most = notices.arrived_out + notices.sent.len() as u64;
         if arrived < notices.arrived_out || arrived > most {
-            return Err(nonsense("notifications arrived", arrived, most));
+            return Err(invalid_value("notifications arrived", arrived, most));
         }
         notices.granted_out = granted;
         while self.notices.arrived_out < arrived {
@@ -173,21 +173,21 @@ impl<H: Memory> Link<H> {
         Ok(())
     }
 
-    pub(super) fn tell_notify_credit(&mut self) {
+    pub(super) fn report_notify_credit(&mut self) {
         let notices = &mut self.notices;
         let mut granted = notices.taken.saturating_add(notices.window);
         if let Some((total, _)) = notices.incoming {
             granted = granted.max(notices.incoming_began + NOTIFY_OVERHEAD + total);
         }
-        let (told, told_arrived) = notices.told;
-        let granted = granted.max(told);
+        let (reported, reported_arrived) = notices.reported;
+        let granted = granted.max(reported);
         // Not for every byte, but always where the peer could not begin another one.
-        let is_stuck =
-            notices.incoming.is_some() || told.saturating_sub(notices.cost_in) <= NOTIFY_OVERHEAD;
+        let is_stuck = notices.incoming.is_some()
+            || reported.saturating_sub(notices.cost_in) <= NOTIFY_OVERHEAD;
         let is_worth_it =
-            granted - told >= notices.window.div_ceil(4) || granted > told && is_stuck;
-        if is_worth_it || notices.arrived_in != told_arrived {
-            notices.told = (granted, notices.arrived_in);
+            granted - reported >= notices.window.div_ceil(4) || granted > reported && is_stuck;
+        if is_worth_it || notices.arrived_in != reported_arrived {
+            notices.reported = (granted, notices.arrived_in);
             Frame::NotifyCredit { granted, arrived: notices.arrived_in }.encode(&mut self.out);
         }
     }

@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 use super::{Kind, Link, MAX_IN_FLIGHT, Memory, Port, Stage, Tag, TransferError};
 use crate::credit::{Admission, Credit, Event};
 use crate::engine::wire::{Frame, Outcome};
-use crate::fabric::{LocalSegment, Posted, RemoteSegment};
+use crate::fabric::{LocalSegment, PostOutcome, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// How far posting came.
-enum Pass {
+enum PostOutcome {
     /// Everything was given to the fabric.
-    Whole,
+    Complete,
     /// There is no room or no credit now.
     Blocked,
     /// The fabric refused.
@@ -40,11 +40,11 @@ impl<H: Memory> Link<H> {
         if let Err(error) = result {
             op.error.get_or_insert_with(|| TransferError::post(kind.name(), &error));
             if op.posted < op.end {
-                self.abandon(tag.op);
+                self.withdraw_rest(tag.op);
                 self.unqueue(tag.op);
             }
         }
-        self.settle(port, tag.op);
+        self.finish_if_complete(port, tag.op);
     }
 
     /// Gives bytes to the fabric, as far as room and credit reach.
@@ -79,10 +79,10 @@ impl<H: Memory> Link<H> {
             self.to_pull.pop_front();
             self.pulling.push_back(idx);
         }
-        self.tell_pulls(port);
+        self.report_pulls(port);
         self.post_queue(port, |link| &mut link.pulling);
         // A failure takes back what was announced.
-        self.tell_pulls(port);
+        self.report_pulls(port);
     }
 
     /// What may be read now.
@@ -94,14 +94,14 @@ impl<H: Memory> Link<H> {
     }
 
     /// Tells this side's own receiver of credits what is new of the reads.
-    fn tell_pulls(&mut self, port: &mut impl Port) {
+    fn report_pulls(&mut self, port: &mut impl Port) {
         let demand = self.pull_credit.demand();
-        if demand != self.pull_demand_told {
-            self.pull_demand_told = demand;
+        if demand != self.pull_demand_reported {
+            self.pull_demand_reported = demand;
             self.ask_pull(port, Event::Demand(demand));
         }
-        if self.pulled != self.pulled_told {
-            self.pulled_told = self.pulled;
+        if self.pulled != self.pulled_reported {
+            self.pulled_reported = self.pulled;
             self.ask_pull(port, Event::Received(self.pulled));
         }
     }
@@ -114,29 +114,31 @@ impl<H: Memory> Link<H> {
     }
 
     /// Tells the peer what is new of the counters.
-    pub(super) fn tell_counters(&mut self) {
+    pub(super) fn report_counters(&mut self) {
         let demand = self.credit.demand();
-        if demand != self.demand_told {
-            self.demand_told = demand;
+        if demand != self.demand_reported {
+            self.demand_reported = demand;
             Frame::Demand(demand).encode(&mut self.out);
         }
         // Unscheduled bytes are no hurry: their allowance is only used up after more of them.
         let (scheduled, unscheduled) = self.arrived;
-        let is_due = unscheduled - self.arrived_told.1 >= self.theirs.unscheduled_bytes.div_ceil(2);
-        if scheduled != self.arrived_told.0 || is_due && unscheduled != self.arrived_told.1 {
-            self.arrived_told = self.arrived;
+        let is_due =
+            unscheduled - self.arrived_reported.1 >= self.theirs.unscheduled_bytes.div_ceil(2);
+        if scheduled != self.arrived_reported.0 || is_due && unscheduled != self.arrived_reported.1
+        {
+            self.arrived_reported = self.arrived;
             Frame::Arrived { scheduled, unscheduled }.encode(&mut self.out);
         }
         let eager = (self.eager_freed_in, self.eager_arrived_in);
-        if eager != self.eager_told {
-            self.eager_told = eager;
+        if eager != self.eager_reported {
+            self.eager_reported = eager;
             Frame::EagerCredit { freed: eager.0, arrived: eager.1 }.encode(&mut self.out);
         }
-        self.tell_notify_credit();
+        self.report_notify_credit();
     }
 
     /// What was not given to the fabric never will be.
-    pub(super) fn abandon(&mut self, idx: u32) {
+    pub(super) fn withdraw_rest(&mut self, idx: u32) {
         let was_admitted = !self.to_admit.contains(&idx) && !self.to_pull.contains(&idx);
         let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
         let rest = op.end - op.posted;
@@ -165,31 +167,35 @@ impl<H: Memory> Link<H> {
                 break;
             }
             queue(self).pop_front();
-            self.settle(port, idx);
+            self.finish_if_complete(port, idx);
         }
     }
 
     /// Gives an operation to the fabric; false when it has to wait.
     fn post(&mut self, port: &mut impl Port, idx: u32) -> bool {
         match self.try_post(port, idx) {
-            Pass::Whole => true,
-            Pass::Blocked => false,
-            Pass::Failed(error) => {
-                self.abandon(idx);
+            PostOutcome::Complete => true,
+            PostOutcome::Blocked => false,
+            PostOutcome::Failed(error) => {
+                self.withdraw_rest(idx);
                 self.op(idx).error.get_or_insert(error);
                 true
             }
         }
     }
 
-    fn try_post(&mut self, port: &mut impl Port, idx: u32) -> Pass {
+    fn try_post(&mut self, port: &mut impl Port, idx: u32) -> PostOutcome {
         let most = self.chunk_bytes.min(port.max_operation_bytes());
         loop {
-            let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return Pass::Whole };
-            let (Some(local), Some(remote)) = (&op.local, op.remote) else { return Pass::Whole };
+            let Some(Some(op)) = self.ops.get_mut(idx as usize) else {
+                return PostOutcome::Complete;
+            };
+            let (Some(local), Some(remote)) = (&op.local, op.remote) else {
+                return PostOutcome::Complete;
+            };
             let mut bytes = (op.end - op.posted).min(most);
             if bytes == 0 {
-                return Pass::Whole;
+                return PostOutcome::Complete;
             }
             let is_read = op.kind == Kind::Read;
             let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
@@ -197,7 +203,7 @@ impl<H: Memory> Link<H> {
                 bytes = bytes.min(credit.allowance());
             }
             if bytes == 0 || self.num_in_flight >= MAX_IN_FLIGHT {
-                return Pass::Blocked;
+                return PostOutcome::Blocked;
             }
             let here =
                 LocalSegment { region: local.region, offset: local.offset + op.posted, bytes };
@@ -209,12 +215,14 @@ impl<H: Memory> Link<H> {
                 port.write(there, here, tag)
             };
             match posted {
-                Ok(Posted::Accepted) => {}
-                Ok(Posted::Full) => {
+                Ok(PostOutcome::Accepted) => {}
+                Ok(PostOutcome::Full) => {
                     self.waits_for_fabric = true;
-                    return Pass::Blocked;
+                    return PostOutcome::Blocked;
                 }
-                Err(error) => return Pass::Failed(TransferError::post(op.kind.name(), &error)),
+                Err(error) => {
+                    return PostOutcome::Failed(TransferError::post(op.kind.name(), &error));
+                }
             }
             op.stage = Stage::Moving;
             op.posted += bytes;
@@ -228,7 +236,7 @@ impl<H: Memory> Link<H> {
     }
 
     /// Ends an operation of which nothing is under way or to be posted.
-    fn settle(&mut self, port: &mut impl Port, idx: u32) {
+    fn finish_if_complete(&mut self, port: &mut impl Port, idx: u32) {
         let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
         if op.num_in_flight > 0 || op.posted < op.end {
             return;

@@ -17,7 +17,7 @@ use crate::fabric::WireRegion;
 
 /// What was asked for, and how it must look in the end.
 #[derive(Debug)]
-struct Wanted {
+struct Expectation {
     side: usize,
     transfer: u32,
     from: RegionId,
@@ -59,11 +59,11 @@ proptest! {
                     link.recv(port, next, u64::MAX, local);
                 }
                 2 => {
-                    one_sided.push(Wanted { side, transfer: next, from: here, to: there, bytes: len as u64 });
+                    one_sided.push(Expectation { side, transfer: next, from: here, to: there, bytes: len as u64 });
                     link.write(port, next, u64::MAX, local, remote);
                 }
                 3 => {
-                    one_sided.push(Wanted { side, transfer: next, from: there, to: here, bytes: len as u64 });
+                    one_sided.push(Expectation { side, transfer: next, from: there, to: here, bytes: len as u64 });
                     link.read(port, next, u64::MAX, local, remote);
                 }
                 _ => {
@@ -77,7 +77,7 @@ proptest! {
             }
         }
         world.run();
-        for Wanted { side, transfer, from, to, bytes } in one_sided {
+        for Expectation { side, transfer, from, to, bytes } in one_sided {
             prop_assert_eq!(world.sides[side].port.finished.get(&transfer), Some(&Ok(bytes)));
             prop_assert!(contents(&world.heap, from, bytes) == contents(&world.heap, to, bytes));
         }
@@ -211,14 +211,24 @@ impl Port for Reader {
         u64::MAX
     }
 
-    fn write(&mut self, _: RemoteSegment, _: LocalSegment, _: Tag) -> Result<Posted, PostError> {
+    fn write(
+        &mut self,
+        _: RemoteSegment,
+        _: LocalSegment,
+        _: Tag,
+    ) -> Result<PostOutcome, PostError> {
         panic!("nobody writes")
     }
 
-    fn read(&mut self, dst: LocalSegment, _: RemoteSegment, tag: Tag) -> Result<Posted, PostError> {
+    fn read(
+        &mut self,
+        dst: LocalSegment,
+        _: RemoteSegment,
+        tag: Tag,
+    ) -> Result<PostOutcome, PostError> {
         *self.in_flight.borrow_mut() += dst.bytes;
         self.pending.push(tag);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     fn grant(&mut self, _: LocalSegment) -> Result<RemoteSegment, PostError> {
@@ -285,7 +295,7 @@ fn reads_of_many_connections_share_one_window() {
             let mut link: Link<Bytes> = Link::new(limits, limits, 50);
             for transfer in 0..reads_each {
                 let hold = Rc::new(RefCell::new(vec![0; READ_BYTES as usize]));
-                let local = Local { hold, region: RegionId(0), offset: 0, bytes: READ_BYTES };
+                let local = LocalRange { hold, region: RegionId(0), offset: 0, bytes: READ_BYTES };
                 let region = WireRegion { address: 0, bytes: READ_BYTES, key: 0 };
                 let remote = RemoteSegment { region, offset: 0 };
                 link.read(&mut port, transfer, u64::MAX, local, remote);
@@ -326,17 +336,17 @@ fn a_refusal_names_its_cause_or_breaks_the_protocol() {
         let Side { link, port, .. } = &mut world.sides[0];
         link.send(port, 7, u64::MAX, local);
         link.progress(port);
-        let told = link.on_frame(port, Frame::Refuse { seq: 0, capacity, why });
-        (told.map_err(|error| error.to_string()), port.finished.remove(&7).unwrap().unwrap_err())
+        let outcome = link.on_frame(port, Frame::Refuse { seq: 0, capacity, why });
+        (outcome.map_err(|error| error.to_string()), port.finished.remove(&7).unwrap().unwrap_err())
     };
     let (op, bytes) = ("send", 1000);
     let short = |capacity| TransferError::Truncated { op, bytes, capacity };
     assert_eq!(refused(999, Refusal::TooShort), (Ok(false), short(999)));
     let not_opened = TransferError::NotOpened { op, bytes };
     assert_eq!(refused(1000, Refusal::NotOpened), (Ok(false), not_opened));
-    let (told, error) = refused(1000, Refusal::TooShort);
+    let (outcome, error) = refused(1000, Refusal::TooShort);
     assert_eq!(error, short(1000));
-    assert!(told.unwrap_err().contains("a buffer that is too short: found 1000"));
+    assert!(outcome.unwrap_err().contains("a buffer that is too short: found 1000"));
 }
 
 /// Every answer is one to something that a correct peer might have asked once.

@@ -72,11 +72,11 @@ pub(super) struct Grant {
 }
 
 /// Up while this side copies.
-pub(super) struct Busy<'a> {
+pub(super) struct CopyAnnouncement<'a> {
     word: &'a AtomicU64,
 }
 
-impl Drop for Busy<'_> {
+impl Drop for CopyAnnouncement<'_> {
     fn drop(&mut self) {
         // Release: what was copied is in place for whoever sees this.
         self.word.store(0, Ordering::Release);
@@ -131,12 +131,12 @@ impl OwnTable {
     }
 
     /// Announces a copy with `key` at the peer in `place`.
-    pub(super) fn announce(&self, place: usize, key: u64) -> Busy<'_> {
+    pub(super) fn announce(&self, place: usize, key: u64) -> CopyAnnouncement<'_> {
         let word = word(&self.map, peer_at(place) + 8);
         word.store(key, Ordering::SeqCst);
         // SYNC POINT: cma-revoke.
         fence(Ordering::SeqCst);
-        Busy { word }
+        CopyAnnouncement { word }
     }
 
     pub(super) fn open_gate(&self, place: usize) {

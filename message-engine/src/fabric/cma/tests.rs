@@ -1,6 +1,8 @@
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::mpsc;
+
+use test_support::child;
 
 use super::*;
 use p2p_core::region::Region;
@@ -64,7 +66,7 @@ fn what_goes_together_ends_by_itself() {
         let posted = unsafe {
             a.write(a_id, RemoteSegment { region, offset }, src, Token(nth as u64)).unwrap()
         };
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
     let mut done = Vec::new();
     while !a.may_sleep() {
@@ -109,7 +111,7 @@ fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() 
     let src = LocalSegment { region: local, offset: 0, bytes: 10 };
     // SAFETY: nobody writes the source.
     let posted = unsafe { b.write(b_id, RemoteSegment { region, offset: 0 }, src, Token(1)) };
-    assert_eq!(posted.unwrap(), Posted::Accepted);
+    assert_eq!(posted.unwrap(), PostOutcome::Accepted);
     let done = all_of(&mut b);
     assert!(done.len() == 1 && done[0].result.is_err(), "{done:?}");
     a.deregister(held).unwrap();
@@ -125,17 +127,15 @@ fn all_of(fabric: &mut CmaFabric) -> Vec<Completion> {
     done
 }
 
-const FAR_SIDE: &str = "CMA_TEST_FAR_SIDE";
 /// Ranges lie that far apart, so that each has pages of its own, whatever their size.
 const STRIDE: usize = 64 << 10;
 const RANGE: u64 = 4096;
 /// The one that is not there.
 const HOLE: usize = MAX_BATCH / 2 - 1;
 
-/// The other process of the tests below. Does nothing when run on its own.
-#[test]
-fn far_side() {
-    let Ok(hex) = std::env::var(FAR_SIDE) else { return };
+/// The other process of the tests below. Its argument is the other side's detail, in hexadecimal.
+pub(crate) fn peer_process() {
+    let hex = std::env::args().nth(1).expect("the other side's detail");
     let mut fabric = CmaFabric::new().unwrap();
     let (id, detail) = fabric.open_peer().unwrap();
     fabric.join_peer(id, &hex::decode(&hex)).unwrap();
@@ -149,7 +149,7 @@ fn far_side() {
         fabric.describe(id).unwrap()
     };
     let WireRegion { address, bytes, key } = region;
-    println!("far side: {} {address} {bytes} {key}", hex::encode(&detail));
+    println!("peer: {} {address} {bytes} {key}", hex::encode(&detail));
     // Until the other side is through, and not for ever.
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || tell.send(std::io::stdin().read_to_end(&mut Vec::new()).is_ok()));
@@ -157,20 +157,19 @@ fn far_side() {
 }
 
 /// A process with registered memory, one range of which it has taken away.
-struct FarSide {
+struct PeerProcess {
     child: Child,
     fabric: CmaFabric,
     id: PeerId,
     region: WireRegion,
 }
 
-impl FarSide {
+impl PeerProcess {
     fn start() -> Self {
         let mut fabric = CmaFabric::new().unwrap();
         let (id, detail) = fabric.open_peer().unwrap();
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "fabric::cma::tests::far_side", "--nocapture"])
-            .env(FAR_SIDE, hex::encode(&detail))
+        let mut child = child::command("cma-peer")
+            .arg(hex::encode(&detail))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -179,7 +178,7 @@ impl FarSide {
         let (tell, told) = mpsc::channel();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
-                if let Some((_, found)) = line.split_once("far side: ") {
+                if let Some((_, found)) = line.split_once("peer: ") {
                     let _ = tell.send(found.to_owned());
                 }
             }
@@ -201,11 +200,11 @@ impl FarSide {
                 false => self.fabric.read(self.id, local, remote, Token(token)),
             }
         };
-        assert_eq!(posted.unwrap(), Posted::Accepted);
+        assert_eq!(posted.unwrap(), PostOutcome::Accepted);
     }
 }
 
-impl Drop for FarSide {
+impl Drop for PeerProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -227,23 +226,23 @@ mod hex {
 /// One call copies them all, and stops at the one that is not there: it fails, and no other.
 #[test]
 fn memory_that_is_not_there_fails_its_own_operation_only() {
-    let mut far = FarSide::start();
+    let mut peer = PeerProcess::start();
     let all = MAX_BATCH * RANGE as usize;
     let near = Region::anonymous(2 * all).unwrap();
     let sent: Vec<u8> = (0..all).map(|nth| (nth * 7 + nth / 251) as u8).collect();
     // SAFETY: the memory outlives the fabric's last copy, and nothing copies it meanwhile.
     let local = unsafe {
         std::ptr::copy_nonoverlapping(sent.as_ptr(), near.as_ptr().as_ptr(), all);
-        far.fabric.register(near.as_ptr(), 2 * all, Access::Local).unwrap()
+        peer.fabric.register(near.as_ptr(), 2 * all, Access::Local).unwrap()
     };
     for is_write in [true, false] {
         for nth in 0..MAX_BATCH {
             let first = if is_write { 0 } else { all as u64 };
             let offset = first + nth as u64 * RANGE;
             let segment = LocalSegment { region: local, offset, bytes: RANGE };
-            far.post(is_write, segment, nth, nth as u64);
+            peer.post(is_write, segment, nth, nth as u64);
         }
-        let done = all_of(&mut far.fabric);
+        let done = all_of(&mut peer.fabric);
         assert_eq!(done.len(), MAX_BATCH);
         for (nth, Completion { token, result }) in done.into_iter().enumerate() {
             assert_eq!(token, Token(nth as u64), "in order");
@@ -270,10 +269,10 @@ fn memory_that_is_not_there_fails_its_own_operation_only() {
 /// Nothing is copied, so that nothing can be missing, neither of its own nor behind it.
 #[test]
 fn a_range_without_bytes_is_done_whatever_comes_behind_it() {
-    let mut far = FarSide::start();
+    let mut peer = PeerProcess::start();
     let near = Region::anonymous(RANGE as usize).unwrap();
     // SAFETY: the memory outlives the fabric's last copy.
-    let local = unsafe { far.fabric.register(near.as_ptr(), near.len(), Access::Local).unwrap() };
+    let local = unsafe { peer.fabric.register(near.as_ptr(), near.len(), Access::Local).unwrap() };
     // Places, and bytes of each.
     let ranges = [
         (HOLE, 0),
@@ -287,9 +286,9 @@ fn a_range_without_bytes_is_done_whatever_comes_behind_it() {
     for is_write in [true, false] {
         for (token, (nth, bytes)) in ranges.into_iter().enumerate() {
             let segment = LocalSegment { region: local, offset: 0, bytes };
-            far.post(is_write, segment, nth, token as u64);
+            peer.post(is_write, segment, nth, token as u64);
         }
-        let done = all_of(&mut far.fabric);
+        let done = all_of(&mut peer.fabric);
         assert_eq!(done.len(), ranges.len());
         for (Completion { token, result }, (at, range)) in
             done.into_iter().zip(ranges.into_iter().enumerate())

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use super::stream::{Received, Sent, Stream};
+use super::stream::{ReceiveOutcome, SendOutcome, Stream};
 use super::wire::{HELLO_BYTES, REQUEST_BYTES, Response};
 use crate::fabric::memory::Refusal;
 use crate::fabric::post::op_name;
@@ -119,8 +119,8 @@ impl Issuer {
             let rest = &self.hello[self.hello_sent..];
             // SAFETY: the hello is ours.
             match unsafe { self.stream.send(&[raw::part(rest.as_ptr(), rest.len())])? } {
-                Sent::Some(sent) => self.hello_sent += sent,
-                Sent::Blocked | Sent::Spent => return Ok(true),
+                SendOutcome::Bytes(sent) => self.hello_sent += sent,
+                SendOutcome::WouldBlock | SendOutcome::TurnOver => return Ok(true),
             }
         }
         while self.num_sent < self.ops.len() {
@@ -144,14 +144,14 @@ impl Issuer {
             }
             // SAFETY: requests are ours, sources are registered memory.
             match unsafe { self.stream.send(&parts[..num_parts])? } {
-                Sent::Some(sent) => {
+                SendOutcome::Bytes(sent) => {
                     self.count_sent(sent);
                     if sent < wanted {
                         return Ok(true);
                     }
                 }
-                Sent::Blocked => return Ok(true),
-                Sent::Spent => return Ok(false),
+                SendOutcome::WouldBlock => return Ok(true),
+                SendOutcome::TurnOver => return Ok(false),
             }
         }
         Ok(false)
@@ -176,23 +176,23 @@ impl Issuer {
             let received = if self.frame_left > 0 {
                 self.receive_frame()?
             } else if let Some(header) = self.stream.header() {
-                let response = Response::decode(&header).ok_or_else(nonsense)?;
+                let response = Response::decode(&header).ok_or_else(protocol_error)?;
                 self.begin(response, done)?;
                 continue;
             } else {
                 self.stream.fill()
             };
             match received {
-                Received::Some(_) => {}
-                Received::Nothing => return Ok(false),
-                Received::Spent => return Ok(true),
-                Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
+                ReceiveOutcome::Bytes(_) => {}
+                ReceiveOutcome::WouldBlock => return Ok(false),
+                ReceiveOutcome::TurnOver => return Ok(true),
+                ReceiveOutcome::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
     }
 
-    fn receive_frame(&mut self) -> io::Result<Received> {
-        let Some(op) = self.ops.front_mut() else { return Err(nonsense()) };
+    fn receive_frame(&mut self) -> io::Result<ReceiveOutcome> {
+        let Some(op) = self.ops.front_mut() else { return Err(protocol_error()) };
         let bytes = self.stream.buffered(self.frame_left as u64);
         let received = if bytes.is_empty() {
             // SAFETY: the frame fits into what the operation still expects, which is registered memory
@@ -201,9 +201,9 @@ impl Issuer {
         } else {
             // SAFETY: as above.
             unsafe { std::ptr::copy(bytes.as_ptr(), op.ptr, bytes.len()) };
-            Received::Some(bytes.len())
+            ReceiveOutcome::Bytes(bytes.len())
         };
-        if let Received::Some(got) = received {
+        if let ReceiveOutcome::Bytes(got) = received {
             // SAFETY: still within the range of the operation, or one past.
             op.ptr = unsafe { op.ptr.add(got) };
             op.bytes -= got;
@@ -215,12 +215,12 @@ impl Issuer {
     fn begin(&mut self, response: Response, done: &mut Vec<Completion>) -> io::Result<()> {
         // An answer to a write that is refused may come before the write is sent whole; the rest of it
         // is still sent. One to something never asked for makes no sense.
-        let Some(op) = self.ops.front() else { return Err(nonsense()) };
+        let Some(op) = self.ops.front() else { return Err(protocol_error()) };
         if self.num_sent == 0 || response.is_data == op.is_write {
-            return Err(nonsense());
+            return Err(protocol_error());
         }
         if response.status != 0 {
-            let refusal = Refusal::of(response.status).ok_or_else(nonsense)?;
+            let refusal = Refusal::of(response.status).ok_or_else(protocol_error)?;
             return self.finish(Err(Some(refusal)), done);
         }
         if response.is_last {
@@ -228,7 +228,7 @@ impl Issuer {
             return self.finish(is_whole.then_some(()).ok_or(None), done);
         }
         if response.bytes > op.bytes as u64 {
-            return Err(nonsense());
+            return Err(protocol_error());
         }
         self.frame_left = response.bytes as usize;
         Ok(())
@@ -239,7 +239,7 @@ impl Issuer {
         result: Result<(), Option<Refusal>>,
         done: &mut Vec<Completion>,
     ) -> io::Result<()> {
-        let Some(op) = self.ops.pop_front() else { return Err(nonsense()) };
+        let Some(op) = self.ops.pop_front() else { return Err(protocol_error()) };
         self.num_sent -= 1;
         let name = op_name(op.is_write);
         let result = match result {
@@ -268,7 +268,7 @@ impl Op {
     }
 }
 
-fn nonsense() -> io::Error {
+fn protocol_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the peer's answer makes no sense")
 }
 

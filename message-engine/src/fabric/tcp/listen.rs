@@ -22,11 +22,11 @@ impl TcpFabric {
                 Err(error) => {
                     // Out of descriptors, most likely: asking again at once would only burn time.
                     let now = Instant::now();
-                    self.listener_rests = Some(now + LISTENER_REST);
-                    let rests = epoll::delete(&self.set, &self.listener);
+                    self.listener_paused_until = Some(now + LISTENER_PAUSE);
+                    let removed = epoll::delete(&self.set, &self.listener);
                     if let Some(num_failures) = self.listening.failed(now) {
                         tracing::error!(
-                            %error, num_failures, ?rests, "cannot accept data connections; {HINT}"
+                            %error, num_failures, ?removed, "cannot accept data connections; {HINT}"
                         );
                     }
                     return;
@@ -37,12 +37,12 @@ impl TcpFabric {
             }
             let Some(stream) = stream else { return };
             // Every open peer may be about to say whose it is.
-            if self.num_greeting >= MAX_GREETING + self.by_nonce.len() {
-                if let Some(num_dropped) = self.crowd.failed(Instant::now()) {
+            if self.num_unidentified >= MAX_UNIDENTIFIED + self.by_nonce.len() {
+                if let Some(num_dropped) = self.overload.failed(Instant::now()) {
                     let what = "too many data connections at once that do not say whose they are";
                     tracing::warn!(num_dropped, "{what}: the oldest go");
                 }
-                self.drop_oldest_greeting();
+                self.drop_oldest_unidentified();
             }
             let idx = self.free_servers.pop().unwrap_or_else(|| {
                 self.servers.push(None);
@@ -56,7 +56,7 @@ impl TcpFabric {
             match stream {
                 Ok(stream) => {
                     self.servers[idx] = Some(Server::new(stream));
-                    self.num_greeting += 1;
+                    self.num_unidentified += 1;
                     self.advance_server(idx);
                 }
                 Err(error) => {
@@ -68,20 +68,20 @@ impl TcpFabric {
     }
 
     /// Listens again after a rest.
-    pub(super) fn wake_listener(&mut self) {
-        if self.listener_rests.is_none_or(|until| Instant::now() < until) {
+    pub(super) fn resume_listener(&mut self) {
+        if self.listener_paused_until.is_none_or(|until| Instant::now() < until) {
             return;
         }
         let (data, interest) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
         match epoll::add(&self.set, &self.listener, data, interest) {
             // It may never have been taken out.
-            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_rests = None,
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
             Err(error) => {
                 let now = Instant::now();
                 if let Some(num_failures) = self.listening.failed(now) {
                     tracing::error!(%error, num_failures, "cannot listen for data connections; {HINT}");
                 }
-                self.listener_rests = Some(now + LISTENER_REST);
+                self.listener_paused_until = Some(now + LISTENER_PAUSE);
             }
         }
     }
@@ -99,13 +99,13 @@ impl TcpFabric {
         Ok(())
     }
 
-    /// Closes what did not introduce itself within `patience`.
-    pub(super) fn drop_greetings(&mut self, patience: Duration) {
-        self.checked_greetings = Instant::now();
+    /// Closes what did not introduce itself within `timeout`.
+    pub(super) fn drop_unidentified(&mut self, timeout: Duration) {
+        self.last_hello_check = Instant::now();
         for idx in 0..self.servers.len() {
             let is_late = self.servers[idx]
                 .as_ref()
-                .is_some_and(|server| server.peer.is_none() && server.since.elapsed() >= patience);
+                .is_some_and(|server| server.peer.is_none() && server.since.elapsed() >= timeout);
             if is_late {
                 self.drop_server(idx);
             }
@@ -113,22 +113,22 @@ impl TcpFabric {
     }
 
     /// Closes the connection that has waited longest without introducing itself.
-    fn drop_oldest_greeting(&mut self) {
-        let greeting = |(idx, server): (usize, &Option<Server>)| match server {
+    fn drop_oldest_unidentified(&mut self) {
+        let unidentified = |(idx, server): (usize, &Option<Server>)| match server {
             Some(server) if server.peer.is_none() => Some((server.since, idx)),
             _ => None,
         };
-        if let Some((_, idx)) = self.servers.iter().enumerate().filter_map(greeting).min() {
+        if let Some((_, idx)) = self.servers.iter().enumerate().filter_map(unidentified).min() {
             self.drop_server(idx);
         }
     }
 }
 
 /// Most connections that have not introduced themselves, beside one for each open peer.
-pub(super) const MAX_GREETING: usize = 256;
+pub(super) const MAX_UNIDENTIFIED: usize = 256;
 /// Time for a connection to introduce itself.
-pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which a listener that failed is left alone.
-pub(super) const LISTENER_REST: Duration = Duration::from_millis(100);
+pub(super) const LISTENER_PAUSE: Duration = Duration::from_millis(100);
 const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";

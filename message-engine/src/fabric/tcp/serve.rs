@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
-use super::stream::{Received, Sent, Stream};
+use super::stream::{ReceiveOutcome, SendOutcome, Stream};
 use super::wire::{RESPONSE_BYTES, Request, Response, decode_hello};
 use crate::fabric::RegionId;
 use crate::fabric::memory::{Refusal, Regions};
@@ -43,7 +43,7 @@ enum Progress {
     /// The socket takes no more now.
     Blocked,
     /// The turn is over.
-    Spent,
+    TurnOver,
 }
 
 /// A write that is being received.
@@ -110,23 +110,23 @@ impl Server {
         while self.replies.len() < MAX_REPLIES {
             if self.peer.is_none() {
                 if let Some(hello) = self.stream.header() {
-                    return decode_hello(&hello).map(Step::Hello).ok_or_else(nonsense);
+                    return decode_hello(&hello).map(Step::Hello).ok_or_else(protocol_error);
                 }
             } else if self.payload.is_none()
                 && let Some(header) = self.stream.header()
             {
-                let request = Request::decode(&header).ok_or_else(nonsense)?;
+                let request = Request::decode(&header).ok_or_else(protocol_error)?;
                 self.begin(request, regions);
                 continue;
             }
             match self.receive() {
-                Received::Some(_) => {}
-                Received::Nothing => {
+                ReceiveOutcome::Bytes(_) => {}
+                ReceiveOutcome::WouldBlock => {
                     is_drained = true;
                     break;
                 }
-                Received::Spent => break,
-                Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
+                ReceiveOutcome::TurnOver => break,
+                ReceiveOutcome::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
         if sent == Progress::Done {
@@ -136,7 +136,7 @@ impl Server {
         self.stream.set_interest(set, has_room, sent == Progress::Blocked);
         // What the socket refuses, it will say when it takes it again; the rest nobody will.
         let is_waiting = is_drained || !has_room;
-        Ok(if is_waiting && sent != Progress::Spent { Step::Idle } else { Step::More })
+        Ok(if is_waiting && sent != Progress::TurnOver { Step::Idle } else { Step::More })
     }
 
     /// Takes a registration out of everything under way. Nothing touches its memory afterwards.
@@ -182,7 +182,7 @@ impl Server {
         }
     }
 
-    fn receive(&mut self) -> Received {
+    fn receive(&mut self) -> ReceiveOutcome {
         let Some(payload) = &mut self.payload else { return self.stream.fill() };
         let bytes = self.stream.buffered(payload.left);
         let mut got = bytes.len();
@@ -197,7 +197,7 @@ impl Server {
         } else {
             // SAFETY: as above; the buffer is empty.
             match unsafe { self.stream.fill_past(payload.dst, payload.left as usize) } {
-                Received::Some(past) => got = past,
+                ReceiveOutcome::Bytes(past) => got = past,
                 other => return other,
             }
         }
@@ -207,7 +207,7 @@ impl Server {
             payload.dst = unsafe { payload.dst.add(got) };
         }
         self.end_payload();
-        Received::Some(got)
+        ReceiveOutcome::Bytes(got)
     }
 
     /// Sends what the socket takes, as far as the turn reaches.
@@ -236,9 +236,9 @@ impl Server {
             // SAFETY: headers and zeros are ours; frames are registered memory that `revoke` has not
             // taken back.
             let sent = match unsafe { self.stream.send(&parts[..num_parts])? } {
-                Sent::Some(sent) => sent,
-                Sent::Blocked => return Ok(Progress::Blocked),
-                Sent::Spent => return Ok(Progress::Spent),
+                SendOutcome::Bytes(sent) => sent,
+                SendOutcome::WouldBlock => return Ok(Progress::Blocked),
+                SendOutcome::TurnOver => return Ok(Progress::TurnOver),
             };
             let mut left = sent;
             while let Some(reply) = self.replies.front_mut() {
@@ -339,7 +339,7 @@ impl Reply {
     }
 }
 
-fn nonsense() -> io::Error {
+fn protocol_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the peer's request makes no sense")
 }
 

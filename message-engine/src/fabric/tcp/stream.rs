@@ -9,13 +9,13 @@ use crate::fabric::raw;
 
 /// What sending gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sent {
+pub(super) enum SendOutcome {
     /// So many bytes.
-    Some(usize),
+    Bytes(usize),
     /// The socket takes nothing now.
-    Blocked,
+    WouldBlock,
     /// There is more to send at the next turn.
-    Spent,
+    TurnOver,
 }
 
 /// A non-blocking socket in an epoll set.
@@ -41,13 +41,13 @@ struct Turn {
 
 /// What receiving gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Received {
+pub(super) enum ReceiveOutcome {
     /// So many bytes went to where they were wanted, the others into the buffer.
-    Some(usize),
+    Bytes(usize),
     /// Nothing is there now.
-    Nothing,
+    WouldBlock,
     /// There may be more, at the next turn.
-    Spent,
+    TurnOver,
     /// The peer has closed, or the connection broke.
     Closed,
 }
@@ -124,7 +124,7 @@ impl Stream {
     }
 
     /// Receives into the buffer.
-    pub(super) fn fill(&mut self) -> Received {
+    pub(super) fn fill(&mut self) -> ReceiveOutcome {
         // SAFETY: no bytes are wanted elsewhere.
         unsafe { self.fill_past(std::ptr::null_mut(), 0) }
     }
@@ -134,7 +134,7 @@ impl Stream {
     /// # Safety
     /// `dst..dst+bytes` is writable memory that nothing in this process holds a reference to. The buffer
     /// is empty unless `bytes` is 0.
-    pub(super) unsafe fn fill_past(&mut self, dst: *mut u8, bytes: usize) -> Received {
+    pub(super) unsafe fn fill_past(&mut self, dst: *mut u8, bytes: usize) -> ReceiveOutcome {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         } else if self.start > 0 {
@@ -143,7 +143,7 @@ impl Stream {
         }
         let left = self.turn.receive;
         if left == 0 {
-            return Received::Spent;
+            return ReceiveOutcome::TurnOver;
         }
         let bytes = bytes.min(left);
         let room = &mut self.buf[self.end..];
@@ -154,17 +154,17 @@ impl Stream {
         loop {
             // SAFETY: `dst` by the caller's promise; the rest of the buffer is ours alone.
             return match unsafe { raw::receive(self.fd.as_fd(), parts) } {
-                Ok(0) => Received::Closed,
+                Ok(0) => ReceiveOutcome::Closed,
                 Ok(got) => {
                     let past = got.min(bytes);
                     self.end += got - past;
                     self.turn.receive -= got;
-                    Received::Some(past)
+                    ReceiveOutcome::Bytes(past)
                 }
                 Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => Received::Nothing,
+                    io::ErrorKind::WouldBlock => ReceiveOutcome::WouldBlock,
                     io::ErrorKind::Interrupted => continue,
-                    _ => Received::Closed,
+                    _ => ReceiveOutcome::Closed,
                 },
             };
         }
@@ -179,21 +179,21 @@ impl Stream {
     ///
     /// # Safety
     /// Every part is readable memory.
-    pub(super) unsafe fn send(&mut self, parts: &[raw::iovec]) -> io::Result<Sent> {
+    pub(super) unsafe fn send(&mut self, parts: &[raw::iovec]) -> io::Result<SendOutcome> {
         if self.turn.send == 0 {
-            return Ok(Sent::Spent);
+            return Ok(SendOutcome::TurnOver);
         }
         loop {
             // SAFETY: the caller's promise.
             return match unsafe { raw::send(self.fd.as_fd(), parts) } {
                 Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => Ok(Sent::Blocked),
+                    io::ErrorKind::WouldBlock => Ok(SendOutcome::WouldBlock),
                     io::ErrorKind::Interrupted => continue,
                     _ => Err(error),
                 },
                 Ok(sent) => {
                     self.turn.send = self.turn.send.saturating_sub(sent);
-                    Ok(Sent::Some(sent))
+                    Ok(SendOutcome::Bytes(sent))
                 }
             };
         }

@@ -42,14 +42,14 @@ impl Side {
         let src = self.local(bytes);
         // SAFETY: nobody writes the source before the completion.
         let posted = unsafe { self.fabric.write(peer, dst, src, Token(bytes)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
 
     fn read(&mut self, peer: PeerId, src: RemoteSegment, bytes: u64) {
         let dst = self.local(bytes);
         // SAFETY: nobody looks at the target before the completion.
         let posted = unsafe { self.fabric.read(peer, dst, src, Token(bytes)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
     }
 
     fn set(&self, offset: usize, value: u64) {
@@ -111,7 +111,7 @@ const SMALL_AT: u64 = FLOOD_BYTES;
 const HUB_BYTES: usize = FLOOD_BYTES as usize + 4096;
 
 /// The hub, one who floods it, and one who wants little.
-fn crowd() -> (Side, (Side, PeerId, PeerId), (Side, PeerId, PeerId)) {
+fn overload() -> (Side, (Side, PeerId, PeerId), (Side, PeerId, PeerId)) {
     let (mut hub, mut much) = (Side::new(HUB_BYTES), Side::new(HUB_BYTES));
     let mut little = Side::new(64);
     let (at_hub, at_much) = join(&mut hub, &mut much);
@@ -122,7 +122,7 @@ fn crowd() -> (Side, (Side, PeerId, PeerId), (Side, PeerId, PeerId)) {
 #[test]
 fn a_peer_that_writes_without_end_does_not_hold_up_another() {
     let (mut hub, (mut much, much_at_hub, at_much), (mut little, little_at_hub, at_little)) =
-        crowd();
+        overload();
     for _ in 0..NUM_FLOODS {
         much.write(at_much, hub.remote(0), FLOOD_BYTES);
     }
@@ -163,7 +163,7 @@ fn a_peer_that_writes_without_end_does_not_hold_up_another() {
 
 #[test]
 fn a_peer_that_takes_without_end_does_not_hold_up_another() {
-    let (mut hub, (mut much, much_at_hub, at_much), (mut little, little_at_hub, _)) = crowd();
+    let (mut hub, (mut much, much_at_hub, at_much), (mut little, little_at_hub, _)) = overload();
     // Both ways in which the hub sends: writes of its own, and answers to reads.
     for _ in 0..NUM_FLOODS {
         hub.write(much_at_hub, much.remote(0), FLOOD_BYTES);

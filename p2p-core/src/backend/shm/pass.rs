@@ -21,7 +21,7 @@ pub type Nonce = [u8; 16];
 
 /// The content of one message.
 #[derive(Debug)]
-pub struct Passed {
+pub struct SlotDescriptors {
     /// Names the handshake.
     pub nonce: Nonce,
     /// Memory of the slot.
@@ -110,9 +110,9 @@ pub async fn send<const N: usize>(
 }
 
 /// Receives one message with a memory and a wake-up. The caller limits the time.
-pub async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
+pub async fn receive(stream: &UnixStream) -> Result<SlotDescriptors, ShmError> {
     let (nonce, [memory, wake]) = receive_exactly(stream).await?;
-    Ok(Passed { nonce, memory, wake })
+    Ok(SlotDescriptors { nonce, memory, wake })
 }
 
 /// Receives one message with `N` descriptors, at most `MAX_DESCRIPTORS`. The caller limits the time.

@@ -7,26 +7,26 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Sentries with tables of their own, and without.
+/// One sentry with its own table, and one without.
 fn sentries() -> [Arc<Sentry>; 2] {
-    let leaves: [fn(RawFd) -> bool; 2] = [leave_table, |_| false];
+    let leaves: [fn(RawFd) -> bool; 2] = [unshare_descriptors, |_| false];
     leaves.map(|leave| Arc::new(Sentry::start(leave).expect("a sentry")))
 }
 
-fn pair(sentry: &Arc<Sentry>) -> (Kept, UnixStream) {
+fn pair(sentry: &Arc<Sentry>) -> (SentrySocket, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     ours.set_nonblocking(true).expect("a socket");
     theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    (Kept::of(Arc::clone(sentry), ours.into()).expect("kept"), theirs)
+    (SentrySocket::of(Arc::clone(sentry), ours.into()).expect("socket"), theirs)
 }
 
-fn until_over(kept: &Kept) -> CloseReason {
+fn until_over(socket: &SentrySocket) -> CloseReason {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        if let Some(reason) = kept.reason() {
+        if let Some(reason) = socket.reason() {
             return reason;
         }
-        assert!(Instant::now() < deadline, "{kept:?}");
+        assert!(Instant::now() < deadline, "{socket:?}");
         thread::yield_now();
     }
 }
@@ -47,12 +47,12 @@ fn a_socket_is_in_the_sentrys_table_and_in_no_other() {
         let name = name.expect("a socket's name");
         let copies = |folder: &str| {
             let entries = std::fs::read_dir(folder).expect("descriptors").flatten();
-            // What is closed meanwhile is not it.
+            // A descriptor that was closed meanwhile is another one.
             let is_it = |at: PathBuf| std::fs::read_link(at).is_ok_and(|found| found == name);
             entries.filter(|entry| is_it(entry.path())).count()
         };
         let own = format!("/proc/self/task/{}/fd", sentry.tid);
-        let kept = Kept::of(Arc::clone(&sentry), ours.into()).expect("kept");
+        let socket = SentrySocket::of(Arc::clone(&sentry), ours.into()).expect("socket");
         let expected = (1, usize::from(!sentry.is_private));
         assert_eq!((copies(&own), copies("/proc/self/fd")), expected);
         for fd in 0..3 {
@@ -63,7 +63,7 @@ fn a_socket_is_in_the_sentrys_table_and_in_no_other() {
             };
             assert_eq!(at(&own), expected, "descriptor {fd}");
         }
-        drop(kept);
+        drop(socket);
         let deadline = Instant::now() + PATIENCE;
         while copies(&own) != 0 {
             assert!(Instant::now() < deadline, "{} copies", copies(&own));
@@ -87,25 +87,25 @@ fn the_sentry_takes_no_signal() {
 }
 
 #[test]
-fn what_the_other_end_does_is_told_with_an_event() {
+fn an_event_announces_the_end_by_the_other_side() {
     for sentry in sentries() {
         for (bytes, expected) in [
             (&encode_goodbye()[..], CloseReason::Left),
             (&[0xa5; 16], CloseReason::Protocol),
             (&[], CloseReason::Lost),
         ] {
-            let (kept, mut theirs) = pair(&sentry);
-            assert_eq!((kept.reason(), count(kept.as_fd())), (None, 1));
+            let (socket, mut theirs) = pair(&sentry);
+            assert_eq!((socket.reason(), count(socket.as_fd())), (None, 1));
             theirs.write_all(bytes).expect("sent");
             drop(theirs);
-            assert_eq!(until_over(&kept), expected);
+            assert_eq!(until_over(&socket), expected);
             let deadline = Instant::now() + PATIENCE;
-            while count(kept.as_fd()) == 0 {
+            while count(socket.as_fd()) == 0 {
                 assert!(Instant::now() < deadline, "no event for {expected:?}");
                 thread::yield_now();
             }
-            kept.close();
-            assert_eq!(kept.reason(), Some(expected), "the first reason stays");
+            socket.close();
+            assert_eq!(socket.reason(), Some(expected), "the first reason stays");
         }
     }
 }
@@ -113,25 +113,25 @@ fn what_the_other_end_does_is_told_with_an_event() {
 #[test]
 fn a_part_of_a_goodbye_is_no_end_until_the_rest_or_the_end() {
     let [sentry, _] = sentries();
-    let (kept, mut theirs) = pair(&sentry);
+    let (socket, mut theirs) = pair(&sentry);
     theirs.write_all(&encode_goodbye()[..5]).expect("sent");
     thread::sleep(Duration::from_millis(20));
-    assert_eq!(kept.reason(), None);
+    assert_eq!(socket.reason(), None);
     theirs.write_all(&encode_goodbye()[5..]).expect("sent");
-    assert_eq!(until_over(&kept), CloseReason::Left);
+    assert_eq!(until_over(&socket), CloseReason::Left);
 
-    let (kept, mut theirs) = pair(&sentry);
+    let (socket, mut theirs) = pair(&sentry);
     theirs.write_all(&encode_goodbye()[..5]).expect("sent");
     drop(theirs);
-    assert_eq!(until_over(&kept), CloseReason::Protocol);
+    assert_eq!(until_over(&socket), CloseReason::Protocol);
 }
 
 #[test]
 fn a_goodbye_is_sent_before_close_returns() {
     for sentry in sentries() {
-        let (kept, mut theirs) = pair(&sentry);
-        kept.close();
-        assert_eq!(kept.reason(), Some(CloseReason::Local));
+        let (socket, mut theirs) = pair(&sentry);
+        socket.close();
+        assert_eq!(socket.reason(), Some(CloseReason::Local));
         theirs.set_nonblocking(true).expect("a socket");
         let mut found = [0; 16];
         theirs.read_exact(&mut found).expect("a goodbye that is there already");
@@ -141,34 +141,34 @@ fn a_goodbye_is_sent_before_close_returns() {
 }
 
 #[test]
-fn what_is_dropped_ends_without_a_goodbye() {
+fn a_dropped_socket_ends_without_a_goodbye() {
     for sentry in sentries() {
-        let (kept, mut theirs) = pair(&sentry);
-        drop(kept);
+        let (socket, mut theirs) = pair(&sentry);
+        drop(socket);
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
-        let desk = lock(&sentry.shared.desk);
-        assert!(desk.incoming.is_empty() && desk.orders.is_empty(), "{desk:?}");
+        let inbox = lock(&sentry.shared.inbox);
+        assert!(inbox.incoming.is_empty() && inbox.commands.is_empty(), "{inbox:?}");
     }
 }
 
 #[test]
-fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
+fn without_a_sentry_all_connections_are_refused_and_ended() {
     for sentry in sentries() {
-        let (kept, mut theirs) = pair(&sentry);
-        let underway = Arc::new(Peer::default());
-        lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&underway));
-        // What nobody sends: it ends the thread.
-        rustix::net::send(&sentry.door, b"short", SendFlags::NOSIGNAL).expect("sent");
+        let (socket, mut theirs) = pair(&sentry);
+        let underway = Arc::new(ConnectionState::default());
+        lock(&sentry.shared.inbox).incoming.insert(77, Arc::clone(&underway));
+        // No other code sends such a message. It ends the thread.
+        rustix::net::send(&sentry.handoff, b"short", SendFlags::NOSIGNAL).expect("sent");
         let refused = Stage::Refused(Errno::PIPE);
         assert_eq!(underway.wait_while_in(Stage::Sent, PATIENCE), refused);
-        assert_eq!(kept.peer.wait_while_in(Stage::Held, PATIENCE), refused);
-        assert_eq!(kept.reason(), Some(CloseReason::Local));
+        assert_eq!(socket.peer.wait_while_in(Stage::Watched, PATIENCE), refused);
+        assert_eq!(socket.reason(), Some(CloseReason::Local));
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
         assert!(sentry.shared.is_gone.load(Ordering::Acquire));
-        kept.close();
+        socket.close();
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        let error = Kept::of(Arc::clone(&sentry), ours.into()).unwrap_err();
+        let error = SentrySocket::of(Arc::clone(&sentry), ours.into()).unwrap_err();
         let expected = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
         assert!(expected.contains(&error.kind()), "{error}");
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
@@ -178,31 +178,31 @@ fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
 #[test]
 fn a_message_without_all_descriptors_is_refused_and_the_next_is_taken() {
     for sentry in sentries() {
-        // As they arrive where the table is full.
+        // Messages arrive like this if the table is full.
         for num_fds in [0, 1] {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
             theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-            let peer = Arc::new(Peer::default());
-            lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&peer));
-            send(&sentry.door, ADOPT, 77, &[ours.as_fd()][..num_fds]).expect("sent");
+            let peer = Arc::new(ConnectionState::default());
+            lock(&sentry.shared.inbox).incoming.insert(77, Arc::clone(&peer));
+            send(&sentry.handoff, ADOPT, 77, &[ours.as_fd()][..num_fds]).expect("sent");
             drop(ours);
             let stage = peer.wait_while_in(Stage::Sent, PATIENCE);
             assert_eq!(stage, Stage::Refused(Errno::MFILE));
             assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
         }
-        let (kept, theirs) = pair(&sentry);
+        let (socket, theirs) = pair(&sentry);
         drop(theirs);
-        assert_eq!(until_over(&kept), CloseReason::Lost);
+        assert_eq!(until_over(&socket), CloseReason::Lost);
     }
 }
 
 #[test]
-fn what_nobody_waits_for_any_more_is_closed() {
+fn a_socket_without_a_waiter_is_closed() {
     for sentry in sentries() {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
         let event = event_fd().expect("an event");
-        send(&sentry.door, ADOPT, 77, &[ours.as_fd(), event.as_fd()]).expect("sent");
+        send(&sentry.handoff, ADOPT, 77, &[ours.as_fd(), event.as_fd()]).expect("sent");
         drop(ours);
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
     }
@@ -212,7 +212,7 @@ fn what_nobody_waits_for_any_more_is_closed() {
 fn a_sentry_ends_with_its_last_connection_and_the_process_gets_another() {
     let first = Sentry::get().expect("a sentry");
     assert!(Arc::ptr_eq(&first, &Sentry::get().expect("the same")));
-    rustix::net::send(&first.door, b"short", SendFlags::NOSIGNAL).expect("sent");
+    rustix::net::send(&first.handoff, b"short", SendFlags::NOSIGNAL).expect("sent");
     let deadline = Instant::now() + PATIENCE;
     while !first.shared.is_gone.load(Ordering::Acquire) {
         assert!(Instant::now() < deadline);
@@ -220,14 +220,14 @@ fn a_sentry_ends_with_its_last_connection_and_the_process_gets_another() {
     }
     let second = Sentry::get().expect("another");
     assert!(!Arc::ptr_eq(&first, &second));
-    let (kept, theirs) = pair(&second);
+    let (socket, theirs) = pair(&second);
     drop(theirs);
-    assert_eq!(until_over(&kept), CloseReason::Lost);
+    assert_eq!(until_over(&socket), CloseReason::Lost);
 
     let [private, _] = sentries();
-    let (kept, mut theirs) = pair(&private);
+    let (socket, mut theirs) = pair(&private);
     let shared = Arc::clone(&private.shared);
-    drop((private, kept));
+    drop((private, socket));
     assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
     while !shared.is_gone.load(Ordering::Acquire) {
         assert!(Instant::now() < deadline);

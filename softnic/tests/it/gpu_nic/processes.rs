@@ -1,7 +1,7 @@
 //! Two processes with a NIC of GPUs each. Requests reach memory that the other process publishes.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -126,8 +126,7 @@ fn nics_of_two_processes_put_into_each_others_memory() {
     for backend in Backend::ALL {
         for disorder in [0, seed | 1] {
             let shown = Segment::create(MEMORY_BYTES).unwrap();
-            let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "gpu_nic::processes::child_process", "--nocapture"])
+            let mut child = test_support::child::command("gpu-nic")
                 .env("GPU_NIC_PEER", format!("{} {}", std::process::id(), shown.descriptor()))
                 .env("GPU_NIC_BACKEND", (backend as u32).to_string())
                 .env("GPU_NIC_SEEDS", format!("{seed} {disorder}"))
@@ -164,14 +163,12 @@ fn nics_of_two_processes_put_into_each_others_memory() {
     }
 }
 
-/// The other process. Does nothing on its own.
-#[test]
-fn child_process() {
-    let Ok(peer) = std::env::var("GPU_NIC_PEER") else { return };
+/// The other process.
+pub fn child_process() {
     let numbers = |text: &str| -> Vec<u64> {
         text.split(' ').map(|number| number.parse().expect("a number")).collect()
     };
-    let peer = numbers(&peer);
+    let peer = numbers(&std::env::var("GPU_NIC_PEER").expect("a peer"));
     let seeds = numbers(&std::env::var("GPU_NIC_SEEDS").expect("seeds"));
     let is_kernel = std::env::var("GPU_NIC_BACKEND").expect("a backend") == "0";
     let backend = if is_kernel { Backend::Kernel } else { Backend::CopyEngines };

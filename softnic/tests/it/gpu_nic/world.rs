@@ -1,7 +1,6 @@
 //! Queue pairs and memory twice, with the same keys, addresses and numbers: once behind the model in Rust,
 //! once behind a NIC of GPUs. So the same bytes can be posted to both.
 
-use crate::skip;
 use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 
@@ -151,7 +150,7 @@ impl Gpu {
         mapped: u64,
     ) -> Option<Self> {
         let Some(mut nic) = GpuNic::open(backend, seed) else {
-            skip::skip("cxx", "there is no C++ compiler: install g++");
+            test_support::skip("cxx", "there is no C++ compiler: install g++");
             return None;
         };
         let cq_depth = if is_collapsed { 1 } else { DEPTH };

@@ -11,7 +11,7 @@ use kernels::gpu::Gpu;
 use kernels::slots::{DevicePair, DeviceSide};
 use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Offer, OpenSide, Route, SideDescription,
+    JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Offer, OpenSide, Route, SideDescription,
 };
 use p2p_core::slot::{SlotConfigError, SlotLayout};
 use p2p_core::{AnyEndpoint, TransportKind};
@@ -177,14 +177,14 @@ impl OpenSide for Side {
         self.description.clone()
     }
 
-    fn join(self: Box<Self>, _peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, _peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         Err(failed(&self.name, "join", "slots of a GPU were opened, expected those of a host"))
     }
 
     fn join_device(
         self: Box<Self>,
         theirs: &SideDescription,
-    ) -> Result<(Joined, DeviceSlots), NetworkError> {
+    ) -> Result<(JoinedSide, DeviceSlots), NetworkError> {
         let Self { heartbeat, peer, inner, description: _, device, wait_limit, name } = *self;
         let detail = Detail::decode(&theirs.detail)
             .map_err(|error| failed(&name, "read the peer's detail", error))?;
@@ -204,14 +204,14 @@ impl OpenSide for Side {
             .join(detail.host, target)
             .map_err(|error| failed(&name, "join the host's queue", error))?;
         let inner_theirs = SideDescription { detail: detail.inner.to_vec(), ..theirs.clone() };
-        let Joined { endpoint, slot } = inner.join(&inner_theirs)?;
+        let JoinedSide { endpoint, slot } = inner.join(&inner_theirs)?;
         let endpoint = HostEndpoint::new(endpoint).map_err(|error| failed(&name, "dup", error))?;
         let waits = wait_word(&device.gpu, &name)?;
         let slots = Slots::new(peer, heartbeat, endpoint.health_of(), (waits, wait_limit), own)
             .map_err(|error| failed(&name, "make a link for kernels", error))?;
         let endpoint = AnyEndpoint::Other(Box::new(endpoint));
         let pair = DevicePair::remote(Box::new(slots), &device);
-        Ok((Joined { endpoint, slot }, DeviceSlots::new(pair)))
+        Ok((JoinedSide { endpoint, slot }, DeviceSlots::new(pair)))
     }
 }
 

@@ -6,7 +6,7 @@ use ibgda::probe::{Report, State, probe};
 use ibgda::{Libraries, Nic, NicConfig};
 use p2p_core::TransportKind;
 use p2p_core::network::{Network, NetworkError};
-use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
+use p2p_core::transports::{OpenNetworks, TransportRequest, TransportSpec};
 
 use crate::network::{DeviceConfig, DeviceNetwork};
 
@@ -29,9 +29,9 @@ pub fn open(
     let libraries = Libraries::open().map_err(|error| lacking(error.to_string()))?;
     let nic = Nic::open(&libraries, &config).map_err(|error| lacking(error.to_string()))?;
     device.queue.check(&nic).map_err(|error| failed("check queues", error.to_string()))?;
-    let wish = host_wish(networks, &format!("{}:{}", nic.name(), config.port));
+    let request = host_request(networks, &format!("{}:{}", nic.name(), config.port));
     let hosts = networks
-        .open(&TransportSpec::List(vec![wish]))
+        .open(&TransportSpec::List(vec![request]))
         .map_err(|error| failed("join hosts", error.to_string()))?;
     let above = |inner: Arc<dyn Network>| {
         let network = DeviceNetwork::new(inner, Arc::clone(&nic), device);
@@ -41,11 +41,11 @@ pub fn open(
 }
 
 /// The transport that joins the hosts.
-fn host_wish(networks: &OpenNetworks, port: &str) -> Wish {
+fn host_request(networks: &OpenNetworks, port: &str) -> TransportRequest {
     if networks.knows(TransportKind::Verbs) {
-        return Wish { kind: TransportKind::Verbs, device: Some(port.to_owned()) };
+        return TransportRequest { kind: TransportKind::Verbs, device: Some(port.to_owned()) };
     }
-    Wish { kind: TransportKind::Libfabric, device: None }
+    TransportRequest { kind: TransportKind::Libfabric, device: None }
 }
 
 fn nic_config(port: Option<&str>, settings: &NicConfig) -> Result<NicConfig, String> {

@@ -9,7 +9,6 @@ use kernels::gpu::{DeviceName, Gpu};
 use switchyard_ibgda::access::{Access, HostRange, SharedMemory as _};
 use switchyard_ibgda::{GpuAccess, Place};
 
-use crate::mock::skip;
 use crate::{ALIGN_BYTES, turn};
 
 /// The pieces in which the driver gives memory.
@@ -96,7 +95,7 @@ fn a_descriptor_is_of_the_whole_memory() {
                 assert!(!gives_descriptors(), "{reason}");
                 // Of one in software there never is any.
                 if is_real() {
-                    skip::skip("dma-buf", &reason.to_string());
+                    test_support::skip("dma-buf", &reason.to_string());
                 }
             }
         }

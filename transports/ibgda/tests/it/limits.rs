@@ -1,7 +1,6 @@
 //! More requests than a group may have, and more bytes than a block: refused by name, with nothing posted.
 //! The device functions themselves, on this machine's processor (`limits/limits.cpp`).
 
-use crate::mock::skip;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -27,7 +26,7 @@ fn compile(out: &Path, options: &[&str]) -> Output {
 fn has_compiler() -> bool {
     let has = Command::new(COMPILER).arg("--version").output().is_ok_and(|o| o.status.success());
     if !has {
-        skip::skip("cxx", "no C++ compiler");
+        test_support::skip("cxx", "no C++ compiler");
     }
     has
 }

@@ -8,9 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use switchyard_ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 
-#[path = "../../../../tests/support/src/skip.rs"]
-pub mod skip;
-
 /// Both kinds of queues.
 pub const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 
@@ -261,7 +258,10 @@ pub fn has_headers() -> bool {
         .output()
         .is_ok_and(|output| output.status.success());
     if !has {
-        skip::skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
+        test_support::skip(
+            "mlx5dv",
+            "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev",
+        );
     }
     has
 }

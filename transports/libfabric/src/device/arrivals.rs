@@ -6,7 +6,7 @@ use super::super::fi_endpoint::PostStatus;
 use super::super::inbound::Inbound;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
 use super::super::mailbox::MailboxCursor;
-use super::super::message::{Header, Then};
+use super::super::message::{Action, Header};
 use super::super::port::{Failure, Port};
 use super::super::sys;
 use super::super::table::{State, note_stall};
@@ -111,7 +111,7 @@ impl Device {
             Ok(header) => header,
             Err(error) => return end(format!("a bad mail: {error}")),
         };
-        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
+        if header.slot != link.id || header.token != link.token || header.action.is_unnumbered() {
             return end("a mail that does not belong here".to_owned());
         }
         link.note_mails_taken(header.mails);
@@ -157,7 +157,7 @@ impl Device {
             tracing::warn!(slot = link.id, "a message without the right to this slot");
             return;
         }
-        if header.then == Then::Farewell {
+        if header.action == Action::Farewell {
             entry.farewell = Some(header.writes);
             link.desert();
             return;
@@ -236,7 +236,7 @@ fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     match link.deliver(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
-            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
+            let Some(answer) = link.unnumbered(Action::Answered { id }, 0) else { return true };
             // Retry: the peer would wait for a lost answer until its deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {

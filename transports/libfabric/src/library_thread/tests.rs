@@ -9,7 +9,7 @@ use super::super::{FabricNetwork, sys};
 use super::*;
 use crate::skip::skip;
 use p2p_core::endpoint::{Endpoint, QuietError};
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{SlotConfig, SlotLayout};
 
@@ -58,7 +58,7 @@ fn route() -> Route {
     Route { local: [127, 0, 0, 1].into(), remote: [127, 0, 0, 1].into() }
 }
 
-fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (Joined, Joined) {
+fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (JoinedSide, JoinedSide) {
     let (a, b) = (a.open(&layout(), route()).unwrap(), b.open(&layout(), route()).unwrap());
     let (of_a, of_b) = (a.description(), b.description());
     (a.join(&of_b).unwrap(), b.join(&of_a).unwrap())
@@ -72,7 +72,7 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-fn flag_of(side: &Joined) -> u64 {
+fn flag_of(side: &JoinedSide) -> u64 {
     // SAFETY: within the slot, aligned; flags are only accessed atomically.
     let flag = unsafe {
         std::sync::atomic::AtomicU64::from_ptr(side.slot.as_ptr().add(FLAG.offset).as_ptr().cast())
@@ -81,7 +81,7 @@ fn flag_of(side: &Joined) -> u64 {
 }
 
 /// Sends a flag, and a question that is answered.
-fn exchange(from: &mut Joined, to: &Joined) {
+fn exchange(from: &mut JoinedSide, to: &JoinedSide) {
     let before = flag_of(to);
     from.endpoint.add_flag(FLAG, 3).unwrap();
     from.endpoint.quiet(Instant::now() + LIMIT).unwrap();

@@ -27,10 +27,10 @@ fn offset_of(op: Op<'_>) -> usize {
 }
 
 /// A message of `len` bytes, with zeros for parts.
-fn message(seq: u32, then: Then, len: usize) -> Vec<u8> {
+fn message(seq: u32, action: Action, len: usize) -> Vec<u8> {
     let credit = Credit::default();
     let num_parts = u16::from(len > HEADER_BYTES);
-    let header = Header { slot: 1, seq, token: 2, writes: 0, then, credit, num_parts, mails: 0 };
+    let header = Header { slot: 1, seq, token: 2, writes: 0, action, credit, num_parts, mails: 0 };
     let mut head = [0; HEADER_BYTES];
     header.encode(&mut head);
     let mut out = head.to_vec();
@@ -131,7 +131,7 @@ fn every_operation_may_be_a_message_of_full_length() {
     for num_taken in [1, 700, MAX_WAITING, 3] {
         while push(
             &outbox,
-            Op::Message { bytes: &message(next, Then::Nothing, MAX_BYTES), after_writes: 0 },
+            Op::Message { bytes: &message(next, Action::Nothing, MAX_BYTES), after_writes: 0 },
         )
         .0 == PushStatus::Queued
         {
@@ -146,7 +146,7 @@ fn every_operation_may_be_a_message_of_full_length() {
             room -= 1;
             let (header, bytes) = decoded(op);
             assert_eq!(header.seq, expected);
-            assert!(bytes == message(expected, Then::Nothing, MAX_BYTES));
+            assert!(bytes == message(expected, Action::Nothing, MAX_BYTES));
             expected += 1;
             Some(PostStatus::Accepted)
         });
@@ -158,7 +158,7 @@ fn every_operation_may_be_a_message_of_full_length() {
 #[test]
 fn room_is_used_again_from_its_begin() {
     let outbox = outbox();
-    let bytes = message(0, Then::Nothing, MAX_BYTES);
+    let bytes = message(0, Action::Nothing, MAX_BYTES);
     let mut first = None;
     for _ in 0..3 * MAX_WAITING {
         push(&outbox, Op::Message { bytes: &bytes, after_writes: 0 });
@@ -173,7 +173,7 @@ fn room_is_used_again_from_its_begin() {
 #[test]
 fn an_addition_joins_the_one_before_it_unless_the_library_has_that() {
     let outbox = outbox();
-    let add = |seq, value| message(seq, Then::Add { offset: 64, value }, 0);
+    let add = |seq, value| message(seq, Action::Add { offset: 64, value }, 0);
     let send = |seq, value| push(&outbox, Op::Message { bytes: &add(seq, value), after_writes: 0 });
     assert_eq!(send(0, 5), (PushStatus::Queued, true));
     assert_eq!(send(1, 3), (PushStatus::Merged, false));
@@ -183,7 +183,7 @@ fn an_addition_joins_the_one_before_it_unless_the_library_has_that() {
             assert_eq!(send(1, 7), (PushStatus::Queued, false));
         }
         let (header, _) = decoded(op);
-        let Then::Add { value, .. } = header.then else { panic!("{header:?}") };
+        let Action::Add { value, .. } = header.action else { panic!("{header:?}") };
         sums.push((header.seq, value));
         Some(PostStatus::Accepted)
     }));
@@ -209,7 +209,7 @@ fn two_threads_lose_nothing() {
                 let len = if rng.random() { 0 } else { rng.random_range(HEADER_BYTES..MAX_BYTES) };
                 sum += value;
                 loop {
-                    let bytes = message(seq, Then::Add { offset: 8, value }, len);
+                    let bytes = message(seq, Action::Add { offset: 8, value }, len);
                     match push(&outbox, Op::Message { bytes: &bytes, after_writes: 0 }).0 {
                         PushStatus::Queued => break seq += 1,
                         PushStatus::Merged => break,
@@ -230,7 +230,7 @@ fn two_threads_lose_nothing() {
                 let (header, bytes) = decoded(op);
                 assert_eq!(header.seq, seq, "seed {seed}");
                 assert!(bytes[HEADER_BYTES..].iter().all(|byte| *byte == seq as u8), "seed {seed}");
-                let Then::Add { value, .. } = header.then else { panic!("{header:?}") };
+                let Action::Add { value, .. } = header.action else { panic!("{header:?}") };
                 sum += value;
                 seq += 1;
                 Some(PostStatus::Accepted)

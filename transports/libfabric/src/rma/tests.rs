@@ -60,10 +60,10 @@ fn insist(
     a: &mut LibfabricFabric,
     b: &mut LibfabricFabric,
     done: &mut Vec<Completion>,
-    mut post: impl FnMut(&mut LibfabricFabric) -> Result<Posted, PostError>,
+    mut post: impl FnMut(&mut LibfabricFabric) -> Result<PostOutcome, PostError>,
 ) {
     let deadline = Instant::now() + LIMIT;
-    while post(a).unwrap() == Posted::Full {
+    while post(a).unwrap() == PostOutcome::Full {
         assert!(Instant::now() < deadline, "not taken");
         a.poll(done);
         b.poll(&mut Vec::new());

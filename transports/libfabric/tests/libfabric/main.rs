@@ -64,7 +64,7 @@ fn pair(a: &FabricNetwork, b: &FabricNetwork) -> (Channel<AnyEndpoint>, Channel<
     let (a, b) = (a.open(&layout(), route()).unwrap(), b.open(&layout(), route()).unwrap());
     let (of_a, of_b) = (a.description(), b.description());
     let (a, b) = (a.join(&of_b).unwrap(), b.join(&of_a).unwrap());
-    let channel = |side: p2p_core::network::Joined| {
+    let channel = |side: p2p_core::network::JoinedSide| {
         Channel::new(side.endpoint, layout(), side.slot, SlotKey).unwrap()
     };
     (channel(a), channel(b))

@@ -225,7 +225,7 @@ mod gpu {
     }
 
     /// Tasks of one launch.
-    const MAX_ENTRIES: usize = super::super::receiver::MAX_BATCH;
+    const MAX_ENTRIES: usize = super::super::MAX_BATCH;
     const DROP_LIMIT: Duration = Duration::from_secs(10);
 
     #[cfg(all(test, not(loom)))]

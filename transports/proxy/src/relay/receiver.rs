@@ -12,8 +12,8 @@ use p2p_core::{PostError, Region};
 use thiserror::Error;
 
 use super::{
-    ADD, COPY, Copier, CopyError, CopyTask, FENCE, Layout, RelayConfig, RelayError, TASK_BYTES,
-    Task, WordTask,
+    ADD, COPY, Copier, CopyError, CopyTask, FENCE, Layout, MAX_BATCH, RelayConfig, RelayError,
+    TASK_BYTES, Task, WordTask,
 };
 use crate::memory;
 
@@ -241,9 +241,6 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
         Ok(false)
     }
 }
-
-/// Tasks carried out together.
-pub(super) const MAX_BATCH: usize = 64;
 
 /// How long a batch waits for room to be acknowledged before that is tried all the same.
 const ROOM_LIMIT: Duration = Duration::from_secs(3);

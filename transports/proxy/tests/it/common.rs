@@ -1,6 +1,5 @@
 //! Shared code of the tests: recording and failing endpoints, peers whose posters are the device functions.
 
-use crate::skip;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +22,7 @@ pub const SLOT: usize = 64 << 10;
 pub fn driver() -> Option<Driver> {
     let driver = Driver::find();
     if driver.is_none() {
-        skip::skip("cxx", "no C++ compiler for the device functions");
+        test_support::skip("cxx", "no C++ compiler for the device functions");
     }
     driver
 }

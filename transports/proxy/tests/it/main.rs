@@ -1,8 +1,6 @@
 //! Tests of the proxy: lanes, threads, relays, networks, and the programs that measure them.
 #![cfg(not(loom))]
 
-#[path = "../../../../tests/support/src/bounded.rs"]
-mod bounded;
 mod common;
 mod hostile;
 mod lanes;
@@ -16,10 +14,12 @@ mod parties;
 mod processes;
 mod produce;
 mod relay;
-#[path = "../../../../tests/support/src/skip.rs"]
-mod skip;
 #[path = "../../../../tests/conformance/suite.rs"]
 mod suite;
 mod threads;
 
-test_support::child_processes! { "peer" => network::child_process }
+test_support::child_processes! {
+    "peer" => network::child_process,
+    "poster" => processes::poster,
+    "proxy" => processes::proxy,
+}

@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{Behaviour, Recorder, config};
-use crate::parties::{Way, in_processes, in_threads, pair, var};
+use crate::parties::{TransportSetup, in_processes, in_threads, pair, var};
 use bench_harness::proxy::BenchEndpoint;
 use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
@@ -60,7 +60,7 @@ fn libfabric() -> Option<Arc<dyn Network>> {
     match FabricNetwork::open(provider.as_deref().unwrap_or("tcp;ofi_rxm")) {
         Ok(network) => Some(Arc::new(network)),
         Err(error) => {
-            crate::skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }
@@ -74,7 +74,7 @@ fn verbs() -> Option<Arc<dyn Network>> {
     match networks.open(&"verbs".parse().unwrap()) {
         Ok(opened) => opened.networks.into_iter().next(),
         Err(error) => {
-            crate::skip::skip("rdma", &error.to_string());
+            test_support::skip("rdma", &error.to_string());
             None
         }
     }
@@ -130,9 +130,9 @@ impl OpenSide for RecordingSide {
         SideDescription::default()
     }
 
-    fn join(self: Box<Self>, _: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, _: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let endpoint = AnyEndpoint::Other(Box::new(Recorder::new(self.0, 0)));
-        Ok(Joined { endpoint, slot: self.1 })
+        Ok(JoinedSide { endpoint, slot: self.1 })
     }
 }
 
@@ -300,12 +300,12 @@ impl OpenSide for LosingSide {
         SideDescription { address: self.number as u64, ..SideDescription::default() }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let target = self.slots.lock().unwrap()[peer.address as usize].clone();
         let event = Arc::new(p2p_core::wait::event_fd().unwrap());
         let inner = BenchEndpoint::copy(target, &event);
         let endpoint = LosingEndpoint { inner, num_puts: 0, lost: self.lost };
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot: self.slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot: self.slot })
     }
 }
 
@@ -453,12 +453,12 @@ fn a_quiet_ends_at_its_deadline_and_is_asked_for_once() {
 
 fn processes(name: &str) {
     let Some(network) = named(name) else { return };
-    let way = Way::over(Arc::new(behind(network))).with("NETWORK", name);
-    in_processes(&way, |_| true);
+    let setup = TransportSetup::over(Arc::new(behind(network))).with("NETWORK", name);
+    in_processes(&setup, |_| true);
 }
 
 /// The other half of the tests with two processes.
 pub fn child_process() {
     let network = named(&var("NETWORK").expect("a name")).expect("found by the parent");
-    parties::perform_all(&Way::over(Arc::new(behind(network))));
+    parties::perform_all(&TransportSetup::over(Arc::new(behind(network))));
 }

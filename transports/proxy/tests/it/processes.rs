@@ -3,7 +3,7 @@
 use crate::common;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -44,13 +44,11 @@ struct Other {
 }
 
 impl Other {
-    /// This binary again, in another part, with the lanes' memory.
+    /// This binary as its process `part`, with the lanes' memory.
     fn start(part: &str, fd: &OwnedFd) -> Self {
         // The child opens it by the number, which is inherited: memfds here are not closed on exec.
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "processes::child_process", "--nocapture"])
-            .env("PROXY_TEST_PART", part)
-            .env("PROXY_TEST_FD", fd.as_raw_fd().to_string())
+        let mut child = test_support::child::command(part)
+            .arg(fd.as_raw_fd().to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -141,23 +139,28 @@ fn a_proxy_that_is_killed_is_waited_for_no_longer_than_allowed() {
     assert_eq!(posters.quiet(1), Status::Timeout as u32);
 }
 
-/// The other process. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let Ok(part) = std::env::var("PROXY_TEST_PART") else { return };
-    let fd: i32 = std::env::var("PROXY_TEST_FD").unwrap().parse().unwrap();
+/// The lanes of the parent, and a mirror of its own, in the other process.
+fn inherited() -> (Lanes, Region) {
+    let fd: i32 = std::env::args().nth(1).unwrap().parse().unwrap();
     // SAFETY: inherited from the parent for this purpose, without another owner here.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let lanes = shared_lanes(&fd);
-    let mirror = Region::anonymous(SLOT).unwrap();
-    if part == "poster" {
-        let posters = Posters::new(driver().unwrap(), &lanes, &mirror, LIMIT);
-        for number in 0.. {
-            if posters.add(0, 8, number) != 0 {
-                return;
-            }
+    (shared_lanes(&fd), Region::anonymous(SLOT).unwrap())
+}
+
+/// A process that posts until it is killed or the lanes fail.
+pub fn poster() {
+    let (lanes, mirror) = inherited();
+    let posters = Posters::new(driver().unwrap(), &lanes, &mirror, LIMIT);
+    for number in 0.. {
+        if posters.add(0, 8, number) != 0 {
+            return;
         }
     }
+}
+
+/// A process that serves the lanes.
+pub fn proxy() {
+    let (lanes, mirror) = inherited();
     let proxy = Proxy::start(&config(1)).unwrap();
     let recorder = Recorder::new(Arc::new(Behaviour::default()), 0);
     let _peer = proxy.add(recorder, peer_config(0, &lanes, &mirror)).unwrap();

@@ -401,7 +401,7 @@ fn a_relay_over_libfabric() {
     match (open(), open()) {
         (Ok(from), Ok(to)) => over_network(&from, &to),
         (Err(error), _) | (_, Err(error)) => {
-            crate::skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
         }
     }
 }

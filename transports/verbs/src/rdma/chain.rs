@@ -1,6 +1,6 @@
 //! Buffers requests of a queue pair and posts them to the device by one call.
 
-use super::qp::Work;
+use super::qp::{MAX_CHAIN, Work};
 
 /// Requests buffered while a batch is open, in order. The buffer is empty outside a batch.
 #[derive(Debug, Default)]
@@ -51,9 +51,6 @@ impl Chain {
         posted
     }
 }
-
-/// Maximum number of requests per call.
-pub(super) const MAX_CHAIN: usize = 32;
 
 #[cfg(test)]
 mod tests {

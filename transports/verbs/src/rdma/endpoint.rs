@@ -40,7 +40,7 @@ use super::progress::Progress;
 use super::registration::{MemoryRegion, Rights};
 use super::request::OpKind;
 use super::state::PeerState;
-use p2p_core::counted::message::Then;
+use p2p_core::counted::message::Action;
 use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
@@ -242,14 +242,14 @@ impl VerbsEndpoint {
     }
 
     /// Sends a message after all earlier requests. `None` if flags do not travel as messages.
-    fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
+    fn send(&mut self, kind: OpKind, action: Action) -> Option<Result<(), PostError>> {
         let sent = self.sent.as_ref()?;
         let (seq, writes) = (sent.next_seq, sent.num_writes);
         let settled = if sent.has_spread_reads { self.settle(1) } else { Ok(()) };
         if let Err(error) = settled.and_then(|()| self.wait_for_room(kind)) {
             return Some(Err(error));
         }
-        let header = messages::header(seq, writes, then, self.peer.arrivals.tell());
+        let header = messages::header(seq, writes, action, self.peer.arrivals.tell());
         // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after earlier
         // writes of this queue pair. The peer's driver counts the writes of other queue pairs.
         if self.lanes[0].send(kind, &header).is_err() {
@@ -331,8 +331,8 @@ impl Endpoint for VerbsEndpoint {
             return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
         }
         self.health()?;
-        let then = Then::Add { offset: dst.offset as u32, value };
-        if let Some(sent) = self.send(OpKind::AddFlag, then) {
+        let action = Action::Add { offset: dst.offset as u32, value };
+        if let Some(sent) = self.send(OpKind::AddFlag, action) {
             return sent;
         }
         if self.is_spread {

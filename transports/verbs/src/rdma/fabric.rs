@@ -38,7 +38,7 @@ use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::fabric::post::Registration;
 use p2p_core::fabric::regions::RegionTable;
 use p2p_core::fabric::{
-    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment,
+    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment,
     Token, WireRegion,
 };
 use p2p_core::network::{NetworkError, Route};
@@ -268,7 +268,7 @@ impl VerbsFabric {
         remote: RemoteSegment,
         local: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let op = if kind == OpKind::Get { "read" } else { "write" };
         let (remote_address, most) = (remote.checked(op, local.bytes)?, self.max_operation_bytes());
         let (local_address, region) = Self::local(&self.regions, most, op, &local)?;
@@ -281,7 +281,7 @@ impl VerbsFabric {
         if !entry.is_joined || entry.lanes.is_empty() {
             return Err(PostError::Disconnected { op });
         }
-        let Some(lane_idx) = entry.pick(depth) else { return Ok(Posted::Full) };
+        let Some(lane_idx) = entry.pick(depth) else { return Ok(PostOutcome::Full) };
         let remote_key = remote.region.key;
         let lane = &entry.lanes[lane_idx];
         let bytes = local.bytes as u32;
@@ -305,7 +305,7 @@ impl VerbsFabric {
         }
         let request = Request { token, kind, remote_address, remote_key, bytes };
         self.peers.posted(peer, lane_idx, request);
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 
     /// Address of a local range of at most `most` bytes, and the registration that holds it.
@@ -435,7 +435,7 @@ impl Fabric for VerbsFabric {
         dst: RemoteSegment,
         src: LocalSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         // SAFETY: the caller's promise.
         unsafe { self.start(OpKind::Put, peer, dst, src, token) }
     }
@@ -446,7 +446,7 @@ impl Fabric for VerbsFabric {
         dst: LocalSegment,
         src: RemoteSegment,
         token: Token,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         // SAFETY: the caller's promise.
         unsafe { self.start(OpKind::Get, peer, src, dst, token) }
     }

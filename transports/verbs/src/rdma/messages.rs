@@ -14,10 +14,10 @@ use thiserror::Error;
 use super::config::{SIGNALS_VARIABLE, SignalChoice};
 use super::detail::Signals;
 use super::owner::{CallError, ProtectionDomain};
-use super::qp::Capacity;
+use super::qp::{Buffer, Capacity};
 use super::registration::{MemoryRegion, Rights};
 use p2p_core::counted::inbound::{Inbound, OrderError};
-use p2p_core::counted::message::{Credit, HEADER_BYTES, Header, MessageError, Then};
+use p2p_core::counted::message::{Action, Credit, HEADER_BYTES, Header, MessageError};
 use p2p_core::region::Region;
 
 /// Selects the mechanism for flags: as `choice` requires, else as the environment requires, else as the devices
@@ -51,10 +51,10 @@ pub(super) fn choose(
 
 /// A message that consists of its header only. The header's fields for mail over libfabric count receives here.
 /// `taken` is the number of the sender's own receives that it has seen taken, modulo 2³².
-pub(super) fn header(seq: u32, writes: u64, then: Then, taken: u32) -> Header {
+pub(super) fn header(seq: u32, writes: u64, action: Action, taken: u32) -> Header {
     // A queue pair has one peer and one slot, so the header names neither.
     let (slot, token, credit, num_parts) = (0, 0, Credit::default(), 0);
-    Header { slot, seq, token, writes, then, credit, num_parts, mails: taken }
+    Header { slot, seq, token, writes, action, credit, num_parts, mails: taken }
 }
 
 /// Maximum number of messages and counted writes under way, before the peer reports that it has taken some.
@@ -81,14 +81,6 @@ pub(super) struct Messages {
     owed: AtomicU64,
     sent: AtomicU64,
     is_answering: AtomicBool,
-}
-
-/// Local memory of a request.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Buffer {
-    pub(super) address: u64,
-    pub(super) key: u32,
-    pub(super) bytes: u32,
 }
 
 impl Messages {
@@ -151,16 +143,16 @@ impl Messages {
             return None;
         }
         let id = self.owed.load(Ordering::Relaxed);
-        let then = if id > self.sent.load(Ordering::Relaxed) {
+        let action = if id > self.sent.load(Ordering::Relaxed) {
             self.sent.store(id, Ordering::Relaxed);
-            Then::Answered { id }
+            Action::Answered { id }
         } else if arrivals.has_news() {
-            Then::Credit
+            Action::Credit
         } else {
             return None;
         };
         self.is_answering.store(true, Ordering::Relaxed);
-        let answer = header(0, 0, then, arrivals.tell());
+        let answer = header(0, 0, action, arrivals.tell());
         Some(self.fill(self.num_receives + self.num_sends, &answer))
     }
 
@@ -290,10 +282,10 @@ impl Arrivals {
         // No holder of the lock can leave the contents half changed.
         let mut inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         let mut question = None;
-        let mut land = |header: &Header| match header.then {
-            Then::Add { offset, value } => add(offset as usize, value),
-            Then::Answer { id } => question = question.max(Some(id)),
-            Then::Nothing | Then::Answered { .. } | Then::Credit | Then::Farewell => {}
+        let mut land = |header: &Header| match header.action {
+            Action::Add { offset, value } => add(offset as usize, value),
+            Action::Answer { id } => question = question.max(Some(id)),
+            Action::Nothing | Action::Answered { .. } | Action::Credit | Action::Farewell => {}
         };
         match arrival {
             Arrival::Write(seq) => inbound.count_write_before(seq)?,
@@ -301,9 +293,9 @@ impl Arrivals {
                 let header = Header::decode(message)?;
                 check(&header, message, slot_bytes)?;
                 self.note_peer_taken(header.mails);
-                match header.then {
-                    Then::Credit => return Ok(None),
-                    Then::Answered { id } => {
+                match header.action {
+                    Action::Credit => return Ok(None),
+                    Action::Answered { id } => {
                         self.answered.fetch_max(id, Ordering::Release);
                         return Ok(None);
                     }
@@ -331,8 +323,8 @@ impl Arrivals {
 /// Refuses messages that this transport never sends. Parts do not fit into a receive.
 fn check(header: &Header, message: &[u8], slot_bytes: usize) -> Result<(), ReceiveError> {
     header.for_each_part(message, slot_bytes, |_, _| {})?;
-    let what = match header.then {
-        Then::Farewell => "a farewell",
+    let what = match header.action {
+        Action::Farewell => "a farewell",
         _ if header.num_parts > 0 => "parts",
         _ if header.credit != Credit::default() => "credit",
         _ if (header.slot, header.token) != (0, 0) => "a slot or token",

@@ -19,7 +19,7 @@ use super::state::{LaneState, PeerState, Sleeper};
 use super::status::Health;
 use super::sys;
 use p2p_core::endpoint::TransportKind;
-use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::Region;
 use p2p_core::slot::{SlotLayout, WAITING};
 use p2p_core::transport::AnyEndpoint;
@@ -292,7 +292,7 @@ impl OpenSide for VerbsSide {
         }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         let Self { mut lanes, slot, own, shared, route } = *self;
         let refuse = |detail: String| {
             error(&shared.name, "reading what the peer says of its side", None, detail)
@@ -332,7 +332,7 @@ impl OpenSide for VerbsSide {
             shared.config.stripe_bytes.max(1),
             (shared.signals == Signals::Messages).then(|| window_of(receives)),
         );
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        Ok(JoinedSide { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
     }
 }
 

@@ -4,10 +4,8 @@ use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use super::chain::MAX_CHAIN;
 use super::config::VerbsConfig;
 use super::detail::{LaneAddress, Signals};
-use super::messages::Buffer;
 use super::owner::{
     CallError, CompletionQueue, ProtectionDomain, check, raw_domain, raw_queue, report,
 };
@@ -340,6 +338,14 @@ impl Work {
     }
 }
 
+/// Local memory of a request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Buffer {
+    pub(super) address: u64,
+    pub(super) key: u32,
+    pub(super) bytes: u32,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     Write,
@@ -395,6 +401,8 @@ fn zeroed_attr() -> sys::ibv_qp_attr {
     unsafe { MaybeUninit::zeroed().assume_init() }
 }
 
+/// Maximum number of requests per call.
+pub(super) const MAX_CHAIN: usize = 32;
 /// 10 ms between retries when the peer has no receive for a wake-up.
 const RECEIVER_NOT_READY_TIMER: u8 = 20;
 /// Number of such retries. Seven would mean unlimited.

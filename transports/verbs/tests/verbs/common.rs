@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::{Endpoint, PostError};
 use p2p_core::fabric::{Access, Completion, Fabric, PeerId, RegionId};
-use p2p_core::network::{Joined, Network, Route};
+use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotConfig, SlotKey, SlotLayout};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -17,7 +17,7 @@ pub const ROUTE: Route = Route { local: LOCALHOST, remote: LOCALHOST };
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
 /// Sends random bytes each way and compares.
-pub fn exchange(a: &mut Joined, b: &mut Joined) {
+pub fn exchange(a: &mut JoinedSide, b: &mut JoinedSide) {
     let mut rng = seeded();
     let (slot_a, slot_b) = (a.slot.clone(), b.slot.clone());
     for (from, to) in [(a, &slot_b), (b, &slot_a)] {
@@ -58,7 +58,7 @@ pub fn fabric() -> VerbsFabric {
         .unwrap()
 }
 
-pub fn pair(network: &VerbsNetwork, layout: &SlotLayout) -> (Joined, Joined) {
+pub fn pair(network: &VerbsNetwork, layout: &SlotLayout) -> (JoinedSide, JoinedSide) {
     let (a, b) = (network.open(layout, ROUTE).unwrap(), network.open(layout, ROUTE).unwrap());
     let (at_a, at_b) = (a.description(), b.description());
     (a.join(&at_b).unwrap(), b.join(&at_a).unwrap())

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
-use p2p_core::network::{Joined, Network, SideDescription};
+use p2p_core::network::{JoinedSide, Network, SideDescription};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotKey};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -50,7 +50,7 @@ fn a_killed_peer_is_an_error_within_the_limit() {
         let side = network.open(&layout, ROUTE).unwrap();
         let mut child = child_process(&side.description(), &[]);
         let theirs = read_description(&mut child);
-        let Joined { mut endpoint, slot } = side.join(&theirs).unwrap();
+        let JoinedSide { mut endpoint, slot } = side.join(&theirs).unwrap();
         endpoint.register(&source).unwrap();
         writeln!(child.stdin.as_mut().unwrap()).unwrap();
         // Some operations to begin with, then the peer dies among more of them.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, PostError};
-use p2p_core::fabric::{Access, Fabric, LocalSegment, Posted, RegionId, RemoteSegment, Token};
+use p2p_core::fabric::{Access, Fabric, LocalSegment, PostOutcome, RegionId, RemoteSegment, Token};
 use rand::{Rng, RngExt};
 use switchyard_verbs::{DeviceAccess, DmaBuf, device_names};
 
@@ -44,7 +44,7 @@ fn a_device_moves_what_its_tokens_say() {
         let src = LocalSegment { region: from, offset: 0, bytes: len as u64 };
         // SAFETY: the source is not written before the completion.
         let posted = unsafe { a.write(at_a, dst, src, Token(len as u64)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
         let done = wait_one(&mut a);
         assert_eq!((done.token, done.result.is_ok()), (Token(len as u64), true));
         let found = bytes_of(&target);
@@ -55,7 +55,7 @@ fn a_device_moves_what_its_tokens_say() {
         let back = LocalSegment { region: from, offset: longest as u64, bytes: len as u64 };
         // SAFETY: no code touches that part before the completion.
         let posted = unsafe { a.read(at_a, back, dst, Token(1)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
         assert!(wait_one(&mut a).result.is_ok());
         assert_eq!(&bytes_of(&source)[longest..longest + len], &expected[..]);
     }
@@ -64,7 +64,7 @@ fn a_device_moves_what_its_tokens_say() {
     let dst = RemoteSegment { region: wire, offset: 0 };
     let mut num_posted = 0;
     // SAFETY: the source is not written from here on.
-    while unsafe { a.write(at_a, dst, src, Token(num_posted)) }.unwrap() == Posted::Accepted {
+    while unsafe { a.write(at_a, dst, src, Token(num_posted)) }.unwrap() == PostOutcome::Accepted {
         num_posted += 1;
         assert!(num_posted <= 1000, "the queue has no end");
     }
@@ -116,7 +116,7 @@ fn what_was_accepted_completes_once_whatever_happens() {
         for token in first..accepted {
             // SAFETY: the source is not written.
             let posted = unsafe { a.write(at_a, dst, src, Token(token)) }.unwrap();
-            assert_eq!(posted, Posted::Accepted);
+            assert_eq!(posted, PostOutcome::Accepted);
         }
         match end {
             End::ClosedHere => a.close_peer(at_a),
@@ -126,8 +126,8 @@ fn what_was_accepted_completes_once_whatever_happens() {
         for token in accepted..accepted + 10 {
             // SAFETY: the source is not written.
             match unsafe { a.write(at_a, dst, src, Token(token)) } {
-                Ok(Posted::Accepted) => accepted += 1,
-                Ok(Posted::Full) | Err(_) => break,
+                Ok(PostOutcome::Accepted) => accepted += 1,
+                Ok(PostOutcome::Full) | Err(_) => break,
             }
         }
         let mut seen = Vec::new();
@@ -161,7 +161,7 @@ fn a_sleeper_is_woken_by_the_end_of_its_operation() {
     for round in 0..200 {
         // SAFETY: the source is not written.
         let posted = unsafe { a.write(at_a, dst, src, Token(round)) }.unwrap();
-        assert_eq!(posted, Posted::Accepted);
+        assert_eq!(posted, PostOutcome::Accepted);
         let mut out = Vec::new();
         let deadline = Instant::now() + LIMIT;
         while out.is_empty() {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use p2p_core::Region;
-use p2p_core::fabric::{Access, Fabric, LocalSegment, PeerId, Posted, RemoteSegment, Token};
+use p2p_core::fabric::{Access, Fabric, LocalSegment, PeerId, PostOutcome, RemoteSegment, Token};
 use rand::Rng;
 use switchyard_verbs::{VerbsConfig, VerbsFabric};
 
@@ -59,7 +59,7 @@ fn exchange(a: &mut VerbsFabric, at_a: PeerId, b: &mut VerbsFabric, parts: u64) 
                         a.write(at_a, there, here, Token(next))
                     }
                 };
-                if posted.unwrap() == Posted::Full {
+                if posted.unwrap() == PostOutcome::Full {
                     break;
                 }
                 next += 1;
@@ -134,9 +134,9 @@ fn a_failure_on_one_queue_pair_ends_all_of_the_peers() {
         let dst = if token == 15 { bad } else { good };
         // SAFETY: the source is not written.
         match unsafe { a.write(at_a, dst, src, Token(token)) } {
-            Ok(Posted::Accepted) => num_posted += 1,
+            Ok(PostOutcome::Accepted) => num_posted += 1,
             // The peer has failed already.
-            Ok(Posted::Full) | Err(_) => break,
+            Ok(PostOutcome::Full) | Err(_) => break,
         }
     }
     let (mut out, deadline) = (Vec::new(), Instant::now() + LIMIT);

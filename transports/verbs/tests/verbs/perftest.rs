@@ -17,8 +17,10 @@ use std::time::{Duration, Instant};
 
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
-use p2p_core::fabric::{Access, Fabric, LocalSegment, Posted, RemoteSegment, Token, WireRegion};
-use p2p_core::network::{Joined, Network, OpenSide, SideDescription};
+use p2p_core::fabric::{
+    Access, Fabric, LocalSegment, PostOutcome, RemoteSegment, Token, WireRegion,
+};
+use p2p_core::network::{JoinedSide, Network, OpenSide, SideDescription};
 use p2p_core::{RemoteRange, SlotKey};
 use rand::{Rng, RngExt};
 use switchyard_verbs::device_names;
@@ -103,7 +105,7 @@ fn ib_write_bw_is_a_peer_of_a_fabric_too() {
         let src = LocalSegment { region: from, offset: 0, bytes: BYTES as u64 };
         let dst = RemoteSegment { region, offset: 0 };
         // SAFETY: the source is not written before the completion.
-        assert_eq!(unsafe { fabric.write(peer, dst, src, token) }.unwrap(), Posted::Accepted);
+        assert_eq!(unsafe { fabric.write(peer, dst, src, token) }.unwrap(), PostOutcome::Accepted);
         wait_one(fabric)
     };
     assert!(write(&mut fabric, region, Token(1)).result.is_ok());
@@ -404,12 +406,12 @@ impl Tool {
     }
 
     /// Joins one of this process's slots with the tool, after `spoil` has changed the tool's keys.
-    fn join(&mut self, spoil: &dyn Fn(&mut Keys)) -> (Joined, Keys) {
+    fn join(&mut self, spoil: &dyn Fn(&mut Keys)) -> (JoinedSide, Keys) {
         self.join_with(&[], spoil)
     }
 
     /// Like `join`, with these bytes in the slot.
-    fn join_with(&mut self, slot: &[u8], spoil: &dyn Fn(&mut Keys)) -> (Joined, Keys) {
+    fn join_with(&mut self, slot: &[u8], spoil: &dyn Fn(&mut Keys)) -> (JoinedSide, Keys) {
         let network = network(1);
         let side = network.open(&layout(BYTES), ROUTE).unwrap();
         let described = side.description();
@@ -487,7 +489,7 @@ impl Drop for Tool {
     }
 }
 
-fn join(side: Box<dyn OpenSide>, own: &SideDescription, keys: &Keys) -> Joined {
+fn join(side: Box<dyn OpenSide>, own: &SideDescription, keys: &Keys) -> JoinedSide {
     let described = SideDescription {
         address: keys.address,
         remote_key: keys.key.into(),

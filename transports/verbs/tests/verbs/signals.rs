@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
-use p2p_core::network::{Joined, Network};
+use p2p_core::network::{JoinedSide, Network};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotKey};
 use rand::RngExt;
 use switchyard_verbs::{SIGNALS_VARIABLE, SignalChoice, VerbsConfig, VerbsNetwork};
@@ -134,7 +134,7 @@ fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     let side = network.open(&layout(SLOT_BYTES), ROUTE).unwrap();
     let mut child = child_process(&side.description(), &[(SIGNALS_VARIABLE, "messages")]);
     let theirs = read_description(&mut child);
-    let Joined { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
+    let JoinedSide { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
     let found = Region::anonymous(4096).unwrap();
     endpoint.register(&found).unwrap();
     // More flags than the peer has receives.
@@ -180,7 +180,7 @@ fn nobody_who_asks_waits_for_a_peer_that_stands_still() {
     let side = network.open(&layout, ROUTE).unwrap();
     let mut child = child_process(&side.description(), &[(SIGNALS_VARIABLE, "messages")]);
     let theirs = read_description(&mut child);
-    let Joined { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
+    let JoinedSide { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
     signal(&child, libc::SIGSTOP);
     let (start, mut num_posted) = (Instant::now(), 0u64);
     while start.elapsed() < Duration::from_millis(STALL_MS / 8) {

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
-use p2p_core::fabric::{Access, Completion, Fabric, LocalSegment, Posted, RemoteSegment, Token};
+use p2p_core::fabric::{
+    Access, Completion, Fabric, LocalSegment, PostOutcome, RemoteSegment, Token,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use switchyard_verbs::{VerbsConfig, VerbsFabric, VerbsNetwork};
 
@@ -56,12 +58,15 @@ fn operations_of_a_fabric_fail_within_the_limit() {
     for sleeps in [false, true] {
         let (at_a, at_b) = join(&mut a, &mut b);
         // SAFETY: the source is not written before the completion.
-        assert_eq!(unsafe { a.write(at_a, dst, src, Token(1)) }.unwrap(), Posted::Accepted);
+        assert_eq!(unsafe { a.write(at_a, dst, src, Token(1)) }.unwrap(), PostOutcome::Accepted);
         assert!(wait_one(&mut a).result.is_ok());
         b.close_peer(at_b);
         for token in 0..20 {
             // SAFETY: as above.
-            assert_eq!(unsafe { a.write(at_a, dst, src, Token(token)) }.unwrap(), Posted::Accepted);
+            assert_eq!(
+                unsafe { a.write(at_a, dst, src, Token(token)) }.unwrap(),
+                PostOutcome::Accepted
+            );
         }
         let ended = ends(&mut a, 20, sleeps);
         for (expected, Completion { token, result }) in ended.into_iter().enumerate() {
@@ -86,7 +91,10 @@ fn operations_of_a_fabric_fail_within_the_limit() {
             // SAFETY: no other code uses the target any more.
             unsafe { target.as_ptr().write_bytes(0xa5, 4096) };
             // SAFETY: the source is not written before the completion.
-            assert_eq!(unsafe { a.write(peer, dst, src, Token(2)) }.unwrap(), Posted::Accepted);
+            assert_eq!(
+                unsafe { a.write(peer, dst, src, Token(2)) }.unwrap(),
+                PostOutcome::Accepted
+            );
             assert!(wait_one(&mut a).result.is_ok());
             assert_eq!(bytes_of(&target), bytes_of(&source));
         }

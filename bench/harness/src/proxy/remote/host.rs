@@ -3,24 +3,24 @@
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
-use p2p_core::network::Joined;
+use p2p_core::network::JoinedSide;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
+use super::lines::{LIMIT, Lines};
 use super::{Plan, Samples, check, fill, peer_config};
-use crate::proxy::lines::{LIMIT, Lines};
 use proxy::command::{Command, Opcode};
 use proxy::lane::{Lanes, Poster};
 use proxy::threads::{Proxy, ProxyPeer};
 
 pub(super) fn from_host(
     proxy: &Proxy,
-    pairs: Vec<Joined>,
+    pairs: Vec<JoinedSide>,
     plan: &Plan,
     layout: &SlotLayout,
     line: &mut Lines,
 ) -> Result<Samples> {
     let mut senders = Vec::new();
-    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+    for (idx, JoinedSide { endpoint, slot }) in pairs.into_iter().enumerate() {
         senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
     }
     let mut checked = 0;

@@ -74,7 +74,7 @@ impl Port for Sim {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let to = (dst.region.key as u32, dst.offset);
         self.post(tag, (src.region.0, src.offset), to, src.bytes)
     }
@@ -84,7 +84,7 @@ impl Port for Sim {
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let from = (src.region.key as u32, src.offset);
         self.post(tag, from, (dst.region.0, dst.offset), dst.bytes)
     }
@@ -128,13 +128,13 @@ impl Sim {
         from: (u32, u64),
         to: (u32, u64),
         bytes: u64,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         assert_eq!(u64::from(tag.bytes), bytes);
         if self.pending.len() >= self.most_pending {
-            return Ok(Posted::Full);
+            return Ok(PostOutcome::Full);
         }
         self.pending.push(Pending { tag, from, to, bytes });
-        Ok(Posted::Accepted)
+        Ok(PostOutcome::Accepted)
     }
 }
 
@@ -180,13 +180,13 @@ impl World {
     }
 
     /// Fresh memory with random contents.
-    pub(super) fn memory(&mut self, len: usize) -> Local<Bytes> {
+    pub(super) fn memory(&mut self, len: usize) -> LocalRange<Bytes> {
         let mut bytes = vec![0; len];
         self.rng.fill_bytes(&mut bytes);
         let hold = Rc::new(RefCell::new(bytes));
         self.heap.borrow_mut().push(Rc::clone(&hold));
         let region = RegionId(self.heap.borrow().len() as u32 - 1);
-        Local { hold, region, offset: 0, bytes: len as u64 }
+        LocalRange { hold, region, offset: 0, bytes: len as u64 }
     }
 
     /// One step of one side, chosen by chance. False: there was nothing to do.
@@ -208,7 +208,7 @@ impl World {
         while let Some(action) = port.credit.next_action() {
             match action {
                 Action::Credit { sender, credit } if sender == port.sender => {
-                    link.say(Frame::Credit(credit));
+                    link.push_frame(Frame::Credit(credit));
                 }
                 Action::Credit { credit, .. } => link.on_pull_credit(credit),
                 Action::Stalled { .. } => {}

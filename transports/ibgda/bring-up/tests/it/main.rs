@@ -2,6 +2,4 @@
 
 mod peers;
 mod run;
-#[path = "../../../../../tests/support/src/skip.rs"]
-mod skip;
 mod stages;

@@ -2,7 +2,6 @@
 
 use crate::run;
 use crate::run::{Ended, alone, complete_host, connect, listen};
-use crate::skip;
 
 const STAGES: [&str; 16] = [
     "probe",
@@ -34,7 +33,7 @@ fn pair(options: &[&str]) -> [Ended; 2] {
 fn can_post() -> bool {
     let can = softnic_driver::Driver::product().is_some();
     if !can {
-        skip::skip("cxx", "there is no C++ compiler: install g++");
+        test_support::skip("cxx", "there is no C++ compiler: install g++");
         let options = ["listen", "127.0.0.1:0", "--json", "--software-nic"];
         alone(&options).expect_failure(3, "probe", &["C++ compiler"]);
     }

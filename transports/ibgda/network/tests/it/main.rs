@@ -5,5 +5,3 @@ mod over_libfabric;
 mod pairs;
 mod queues;
 mod rig;
-#[path = "../../../../../tests/support/src/skip.rs"]
-mod skip;

@@ -1,7 +1,6 @@
 //! Pairs whose hosts are joined by libfabric, with queues on a NIC in software. Both sides join, and signs of life
 //! arrive. A dropped pair frees everything, although no thread drives its endpoints.
 
-use crate::skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,7 +28,7 @@ fn network() -> Option<DeviceNetwork> {
     let inner = match FabricNetwork::open("tcp;ofi_rxm") {
         Ok(inner) => inner,
         Err(error) => {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             return None;
         }
     };

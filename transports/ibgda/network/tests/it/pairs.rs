@@ -15,7 +15,7 @@ use kernels::slots::{DevicePair, DeviceSide};
 use p2p_core::TransportKind;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
+    JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
 };
 use p2p_core::slot::CONTROL_BYTES;
 use softnic::SoftNetwork;
@@ -65,7 +65,7 @@ fn open(networks: [&DeviceNetwork; 2]) -> [Box<dyn OpenSide>; 2] {
     open_sides(networks, &sides())
 }
 
-fn join(networks: [&DeviceNetwork; 2]) -> [(Joined, DevicePair); 2] {
+fn join(networks: [&DeviceNetwork; 2]) -> [(JoinedSide, DevicePair); 2] {
     join_sides(open(networks))
 }
 
@@ -338,7 +338,7 @@ impl OpenSide for WordySide {
         SideDescription { detail: vec![0; MAX_DETAIL_BYTES - 100], ..self.0.description() }
     }
 
-    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
         self.0.join(peer)
     }
 }

@@ -2,7 +2,6 @@
 //! The device functions post, on this machine's processor (`posts/posts.cpp`), to NICs in software behind the
 //! calls of libibverbs and libmlx5.
 
-use crate::skip;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::process::Command;
@@ -171,7 +170,7 @@ fn poster() -> Option<Post> {
         .output();
     let compiled = match compiled {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            skip::skip("cxx", "there is no C++ compiler: install g++");
+            test_support::skip("cxx", "there is no C++ compiler: install g++");
             return None;
         }
         other => other.expect("a compiler that starts"),

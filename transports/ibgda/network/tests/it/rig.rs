@@ -10,7 +10,7 @@ use kernels::gpu::Gpu;
 use kernels::slots::{DevicePair, DeviceSide};
 use p2p_core::SlotLayout;
 use p2p_core::device::{DeviceMemory, DeviceSlots};
-use p2p_core::network::{Joined, Network, OpenSide, Route};
+use p2p_core::network::{JoinedSide, Network, OpenSide, Route};
 use switchyard_ibgda_network::DeviceNetwork;
 
 pub const ROUTE: Route =
@@ -54,7 +54,7 @@ pub fn memory(side: &DeviceSide) -> Arc<dyn DeviceMemory> {
 }
 
 /// The slots of GPUs in a joined pair.
-pub fn with_pair((joined, slots): (Joined, DeviceSlots)) -> (Joined, DevicePair) {
+pub fn with_pair((joined, slots): (JoinedSide, DeviceSlots)) -> (JoinedSide, DevicePair) {
     (joined, slots.downcast().expect("slots of GPUs"))
 }
 
@@ -74,7 +74,7 @@ pub fn open_sides(
         .map(|(network, side)| network.open_device(&layout, ROUTE, &*memory(side)).expect("a side"))
 }
 
-pub fn join_sides([client, server]: [Box<dyn OpenSide>; 2]) -> [(Joined, DevicePair); 2] {
+pub fn join_sides([client, server]: [Box<dyn OpenSide>; 2]) -> [(JoinedSide, DevicePair); 2] {
     let (of_client, of_server) = (client.description(), server.description());
     [
         with_pair(client.join_device(&of_server).expect("the server's description")),

@@ -6,7 +6,7 @@ use super::VerbsEndpoint;
 use crate::rdma::lane::{Failed, Lane};
 use crate::rdma::request::OpKind;
 use crate::rdma::status::Cause;
-use p2p_core::counted::message::Then;
+use p2p_core::counted::message::Action;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError};
 use p2p_core::wait::Driver;
 
@@ -120,7 +120,7 @@ impl VerbsEndpoint {
             let Some(sent) = &self.sent else { return Ok(()) };
             if sent.is_open && self.room() > 0 {
                 let id = sent.num_asked + 1;
-                self.send(OpKind::Quiet, Then::Answer { id }).transpose()?;
+                self.send(OpKind::Quiet, Action::Answer { id }).transpose()?;
                 if let Some(sent) = &mut self.sent {
                     sent.count_question();
                 }

@@ -18,12 +18,12 @@ fn arrivals() -> Arrivals {
     Arrivals::new(20)
 }
 
-fn header(seq: u32, writes: u64, then: Then) -> Header {
-    super::header(seq, writes, then, 0)
+fn header(seq: u32, writes: u64, action: Action) -> Header {
+    super::header(seq, writes, action, 0)
 }
 
 fn add(seq: u32, writes: u64, value: u64) -> [u8; HEADER_BYTES] {
-    bytes(&header(seq, writes, Then::Add { offset: 64, value }))
+    bytes(&header(seq, writes, Action::Add { offset: 64, value }))
 }
 
 /// The values that one arrival adds to the flag, in order.
@@ -79,14 +79,14 @@ fn a_flag_waits_for_the_writes_of_other_queue_pairs() {
 fn questions_are_answered_behind_what_they_ask_about() {
     let arrivals = arrivals();
     let take = |arrival: Arrival<'_>| arrivals.take(arrival, SLOT_BYTES, |_, _| panic!("no flag"));
-    let ask = |seq, writes, id| bytes(&header(seq, writes, Then::Answer { id }));
+    let ask = |seq, writes, id| bytes(&header(seq, writes, Action::Answer { id }));
     assert_eq!(take(Arrival::Message(&ask(0, 1, 7))), Ok(None));
     assert_eq!(take(Arrival::Message(&ask(1, 1, 8))), Ok(None));
     // One answer is enough for both.
     assert_eq!(take(Arrival::Write(0)), Ok(Some(8)));
     assert_eq!(arrivals.answered(), 0);
     for (id, expected) in [(5, 5), (3, 5), (9, 9)] {
-        let answer = bytes(&header(0, 0, Then::Answered { id }));
+        let answer = bytes(&header(0, 0, Action::Answered { id }));
         assert_eq!(take(Arrival::Message(&answer)), Ok(None));
         assert_eq!(arrivals.answered(), expected);
     }
@@ -94,10 +94,10 @@ fn questions_are_answered_behind_what_they_ask_about() {
 
 #[test]
 fn what_a_peer_may_not_send_is_named() {
-    let good = header(0, 0, Then::Add { offset: 64, value: 1 });
+    let good = header(0, 0, Action::Add { offset: 64, value: 1 });
     let refused =
         |header: Header| added(&arrivals(), Arrival::Message(&bytes(&header))).unwrap_err();
-    let at = |offset| Header { then: Then::Add { offset, value: 1 }, ..good };
+    let at = |offset| Header { action: Action::Add { offset, value: 1 }, ..good };
     let beyond = MessageError::Range { offset: 4096, len: 8, slot_bytes: SLOT_BYTES };
     assert_eq!(refused(at(4096)), ReceiveError::Message(beyond));
     assert_eq!(refused(at(68)), ReceiveError::Message(MessageError::Misaligned { offset: 68 }));
@@ -110,7 +110,7 @@ fn what_a_peer_may_not_send_is_named() {
         Header { slot: 1, ..good },
         Header { token: 1, ..good },
         Header { credit: Credit { offset: 64, total: 1 }, ..good },
-        Header { then: Then::Farewell, ..good },
+        Header { action: Action::Farewell, ..good },
     ] {
         assert!(matches!(refused(header), ReceiveError::Unexpected { .. }), "{header:?}");
     }
@@ -139,12 +139,12 @@ fn any_bytes_end_the_pair_or_stay_within_the_slot() {
     for _ in 0..2_000 {
         let arrivals = arrivals();
         for seq in 0..20 {
-            let then = match rng.random_range(0..6) {
-                0 => Then::Answer { id: rng.random() },
-                1 => Then::Answered { id: rng.random() },
-                _ => Then::Add { offset: rng.random_range(0..512) * 8, value: rng.random() },
+            let action = match rng.random_range(0..6) {
+                0 => Action::Answer { id: rng.random() },
+                1 => Action::Answered { id: rng.random() },
+                _ => Action::Add { offset: rng.random_range(0..512) * 8, value: rng.random() },
             };
-            let mut message = bytes(&header(seq, rng.random_range(0..3), then));
+            let mut message = bytes(&header(seq, rng.random_range(0..3), action));
             if rng.random_range(0..4) == 0 {
                 message[rng.random_range(0..HEADER_BYTES)] = rng.random();
             }
@@ -234,19 +234,19 @@ fn receives_are_enough_and_room_comes_back() {
                     let asked = sides[own].take(arrival, SLOT_BYTES, |_, _| {}).unwrap();
                     owed[own] = owed[own].max(asked);
                 }
-                let then = match owed[own].take() {
-                    Some(id) => Then::Answered { id },
-                    None if sides[own].has_news() => Then::Credit,
+                let action = match owed[own].take() {
+                    Some(id) => Action::Answered { id },
+                    None if sides[own].has_news() => Action::Credit,
                     None => continue,
                 };
-                unread[peer].push_back(bytes(&super::header(0, 0, then, sides[own].tell())));
+                unread[peer].push_back(bytes(&super::header(0, 0, action, sides[own].tell())));
             } else if sent[own].wrapping_sub(sides[own].peer_taken()) < window {
-                let then = match rng.random() {
-                    true => Then::Answer { id: u64::from(sent[own]) },
-                    false => Then::Nothing,
+                let action = match rng.random() {
+                    true => Action::Answer { id: u64::from(sent[own]) },
+                    false => Action::Nothing,
                 };
                 let taken = sides[own].tell();
-                unread[peer].push_back(bytes(&super::header(sent[own], 0, then, taken)));
+                unread[peer].push_back(bytes(&super::header(sent[own], 0, action, taken)));
                 sent[own] += 1;
                 num_sent += 1;
             }
@@ -260,7 +260,7 @@ fn receives_are_enough_and_room_comes_back() {
             while let Some(message) = unread[own].pop_front() {
                 sides[own].take(Arrival::Message(&message), SLOT_BYTES, |_, _| {}).unwrap();
                 if sides[own].has_news() {
-                    let news = super::header(0, 0, Then::Credit, sides[own].tell());
+                    let news = super::header(0, 0, Action::Credit, sides[own].tell());
                     unread[1 - own].push_back(bytes(&news));
                 }
             }

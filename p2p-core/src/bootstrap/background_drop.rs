@@ -1,4 +1,4 @@
-//! Memory that is not freed by whoever lets go of it.
+//! Values that are dropped on a background thread.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -7,31 +7,35 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::runtime::Handle;
 
-/// A value whose end may take long, such as slots of a connection: a GPU frees memory when no kernel uses any,
-/// and a proxy posts on for a moment. Whoever drops this does not wait for that: a thread of the runtime does
-/// that is for work that blocks. Where it can have no such thread, the value stays until it has one, or goes with the
-/// last handle of the runtime; when the runtime is gone it is dropped in place.
-pub struct Aside<T: Send + 'static> {
+/// A value whose drop may take long. It is dropped on a thread of the runtime for blocking work,
+/// and the thread that drops the wrapper does not wait.
+///
+/// Slots of a connection are an example: a GPU frees memory only when no kernel uses any, and a
+/// proxy posts for a moment longer. If no such thread can be started, the value stays until one
+/// can, or until the last handle of the runtime is gone. Once the runtime is gone, the value is
+/// dropped in place.
+pub struct BackgroundDrop<T: Send + 'static> {
     value: ManuallyDrop<T>,
-    /// `None` where there is no runtime: then it goes in place.
+    /// `None` without a runtime: the value is then dropped in place.
     runtime: Option<Handle>,
 }
 
-impl<T: Send + 'static> Aside<T> {
-    /// Of the runtime that this is called in, also by one of its threads for work that blocks.
+impl<T: Send + 'static> BackgroundDrop<T> {
+    /// Wraps a value, to be dropped on a thread of the runtime in which this is called. The caller
+    /// may also be one of the runtime's threads for blocking work.
     #[must_use]
     pub fn new(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), runtime: Handle::try_current().ok() }
     }
 
-    /// Another value, which is made of this one.
+    /// Makes another value out of this one.
     #[must_use]
-    pub fn map<U: Send + 'static>(self, make: impl FnOnce(T) -> U) -> Aside<U> {
+    pub fn map<U: Send + 'static>(self, make: impl FnOnce(T) -> U) -> BackgroundDrop<U> {
         let (value, runtime) = self.into_parts();
-        Aside { value: ManuallyDrop::new(make(value)), runtime }
+        BackgroundDrop { value: ManuallyDrop::new(make(value)), runtime }
     }
 
-    /// The value, whose end is the caller's matter from now on.
+    /// Returns the value. The caller drops it from then on.
     #[must_use]
     pub fn into_inner(self) -> T {
         self.into_parts().0
@@ -44,7 +48,7 @@ impl<T: Send + 'static> Aside<T> {
     }
 }
 
-impl<T: Send + 'static> Deref for Aside<T> {
+impl<T: Send + 'static> Deref for BackgroundDrop<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -52,23 +56,23 @@ impl<T: Send + 'static> Deref for Aside<T> {
     }
 }
 
-impl<T: Send + 'static> DerefMut for Aside<T> {
+impl<T: Send + 'static> DerefMut for BackgroundDrop<T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }
 }
 
-impl<T: Send + 'static> Drop for Aside<T> {
+impl<T: Send + 'static> Drop for BackgroundDrop<T> {
     fn drop(&mut self) {
         // SAFETY: not used after this.
         let value = unsafe { ManuallyDrop::take(&mut self.value) };
         match &self.runtime {
-            // It panics where no thread can be started, with the value in its queue.
+            // This panics if no thread can be started, with the value in its queue.
             Some(runtime) => {
                 let drop_there = || drop(runtime.spawn_blocking(move || drop(value)));
                 if catch_unwind(AssertUnwindSafe(drop_there)).is_err() {
                     tracing::warn!(
-                        "no thread can be started to give memory back: it is kept until there is one"
+                        "no thread can be started to free memory: it is kept until one can"
                     );
                 }
             }
@@ -77,7 +81,7 @@ impl<T: Send + 'static> Drop for Aside<T> {
     }
 }
 
-impl<T: Send + fmt::Debug + 'static> fmt::Debug for Aside<T> {
+impl<T: Send + fmt::Debug + 'static> fmt::Debug for BackgroundDrop<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         T::fmt(self, f)
     }
@@ -93,7 +97,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Ends when it is allowed to, and says where it did.
+    /// Its drop waits for permission, then reports its thread.
     struct Slow {
         allowed: mpsc::Receiver<()>,
         ended: mpsc::Sender<ThreadId>,
@@ -113,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn who_drops_it_does_not_wait_for_its_end() {
+    fn a_drop_does_not_wait_for_the_value() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
         let (value, allow, end) = slow();
         let (another, allow_another, another_end) = slow();
-        // In a task, and by a thread that knows nothing of the runtime.
+        // One drop is in a task, the other on a thread without the runtime.
         let value = runtime.block_on(async {
-            drop(Aside::new(another));
-            Aside::new(value)
+            drop(BackgroundDrop::new(another));
+            BackgroundDrop::new(value)
         });
         drop(value.map(|value| (value, 7)));
         for (allow, end) in [(allow, end), (allow_another, another_end)] {
@@ -131,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn where_no_thread_can_be_had_it_goes_with_the_last_handle() {
+    fn without_a_thread_the_value_is_dropped_with_the_last_handle() {
         // No address space has room for such a stack.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .thread_stack_size(1 << 60)
@@ -139,26 +143,28 @@ mod tests {
             .expect("runtime");
         let (value, allow, end) = slow();
         drop(allow);
-        runtime.block_on(async { drop(Aside::new(value)) });
+        runtime.block_on(async { drop(BackgroundDrop::new(value)) });
         assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
         drop(runtime);
         end.recv_timeout(PATIENCE).expect("its end");
     }
 
     #[test]
-    fn without_a_runtime_it_goes_in_place() {
+    fn without_a_runtime_the_value_is_dropped_in_place() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
         let (late, allow_late, late_end) = slow();
-        let late = runtime.block_on(async { Aside::new(late) });
+        let late = runtime.block_on(async { BackgroundDrop::new(late) });
         drop(runtime);
         let (value, allow, end) = slow();
-        for (value, allow, end) in [(late, allow_late, late_end), (Aside::new(value), allow, end)] {
+        for (value, allow, end) in
+            [(late, allow_late, late_end), (BackgroundDrop::new(value), allow, end)]
+        {
             drop(allow);
             drop(value);
             assert_eq!(end.try_recv(), Ok(thread::current().id()));
         }
         let (value, _allow, end) = slow();
-        let value = Aside::new(value).into_inner();
+        let value = BackgroundDrop::new(value).into_inner();
         assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
         std::mem::forget(value);
     }

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::meet::{Caller, Meeting};
-use super::socket::Wire;
+use super::handshake::{ConnectCaller, Handshake};
+use super::socket::ControlSocket;
 use super::{Io, LISTENER, Place};
 use crate::engine::error::ConnectError;
 
@@ -31,26 +31,26 @@ impl Io {
                     if let Some(num_failures) = self.listening.failed(Instant::now()) {
                         tracing::error!(%error, num_failures, "cannot accept connections; {HINT}");
                     }
-                    return self.rest_listener();
+                    return self.pause_listener();
                 }
             };
             if let Some(num_failures) = self.listening.worked() {
                 tracing::info!(num_failures, "connections are accepted again");
             }
             let Some(stream) = stream else { return };
-            if self.strangers.len() >= self.config.max_handshakes {
-                self.turn_one_away(false);
+            if self.pending_handshakes.len() >= self.config.max_handshakes {
+                self.evict_handshake(false);
             }
             let deadline = Instant::now() + self.config.handshake_timeout;
             if let Err((error, _)) = self.place(deadline, None, Ok(stream)) {
-                self.complain(|| format!("a connection is not served: {error}"));
+                self.warn_rate_limited(|| format!("a connection is not served: {error}"));
             }
         }
     }
 
     /// Listens again after a rest.
-    pub(super) fn wake_listener(&mut self, now: Instant) {
-        let Some(until) = self.listener_rests else { return };
+    pub(super) fn resume_listener(&mut self, now: Instant) {
+        let Some(until) = self.listener_paused_until else { return };
         if until > now {
             self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
             return;
@@ -58,19 +58,19 @@ impl Io {
         let (data, flags) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
         match epoll::add(&*self.set, &self.listener, data, flags) {
             // It may never have been taken out.
-            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_rests = None,
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
             Err(error) => {
                 if let Some(num_failures) = self.listening.failed(now) {
                     tracing::error!(%error, num_failures, "cannot listen; {HINT}");
                 }
-                self.rest_listener();
+                self.pause_listener();
             }
         }
     }
 
-    fn rest_listener(&mut self) {
-        let until = Instant::now() + LISTENER_REST;
-        self.listener_rests = Some(until);
+    fn pause_listener(&mut self) {
+        let until = Instant::now() + LISTENER_PAUSE;
+        self.listener_paused_until = Some(until);
         self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
         // Where it is not in the set any more, that is what is wanted.
         let _ = epoll::delete(&*self.set, &self.listener);
@@ -81,7 +81,7 @@ impl Io {
         let is_full = self.free.is_empty() && self.places.len() >= self.config.max_connections;
         if is_full {
             // Whoever has something to say has it before somebody who has said nothing.
-            self.turn_one_away(true);
+            self.evict_handshake(true);
         }
         if let Some(idx) = self.free.pop() {
             return Ok(idx);
@@ -98,9 +98,9 @@ impl Io {
     pub(super) fn place(
         &mut self,
         deadline: Instant,
-        caller: Option<Caller>,
+        caller: Option<ConnectCaller>,
         stream: io::Result<TcpStream>,
-    ) -> Result<(), (io::Error, Option<Caller>)> {
+    ) -> Result<(), (io::Error, Option<ConnectCaller>)> {
         let stream = match stream {
             Ok(stream) => stream,
             Err(error) => return Err((error, caller)),
@@ -110,77 +110,79 @@ impl Io {
             Err(error) => return Err((error, caller)),
         };
         let timeout = self.config.liveness_timeout;
-        match Wire::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
-            Ok(wire) => {
+        match ControlSocket::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
+            Ok(socket) => {
                 self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
-                let meeting = Meeting::new(wire, deadline, caller);
-                self.enter_door(idx, &meeting);
-                self.places[idx as usize] = Place::Meeting(Box::new(meeting));
+                let handshake = Handshake::new(socket, deadline, caller);
+                self.add_pending(idx, &handshake);
+                self.places[idx as usize] = Place::Handshake(Box::new(handshake));
                 Ok(())
             }
             Err(error) => {
-                self.vacate(idx);
+                self.free_place(idx);
                 Err((error, caller))
             }
         }
     }
 
     /// Ends a handshake. Its caller, if it has one, is told `error`, or that it took too long.
-    pub(super) fn turn_away(&mut self, idx: u32, error: Option<ConnectError>) {
+    pub(super) fn abort_handshake(&mut self, idx: u32, error: Option<ConnectError>) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
-        if let Place::Meeting(mut meeting) = place {
-            self.leave_door(idx, &meeting);
-            self.end_meeting(&mut meeting, error);
-            self.vacate(idx);
+        if let Place::Handshake(mut handshake) = place {
+            self.remove_pending(idx, &handshake);
+            self.close_handshake(&mut handshake, error);
+            self.free_place(idx);
         } else {
             self.places[idx as usize] = place;
         }
     }
 
     /// Counts a handshake as long as it goes on, if a stranger has begun it.
-    pub(super) fn enter_door(&mut self, idx: u32, meeting: &Meeting) {
-        if meeting.is_strangers() {
-            self.strangers.insert((meeting.rank(), idx));
+    pub(super) fn add_pending(&mut self, idx: u32, handshake: &Handshake) {
+        if handshake.is_incoming() {
+            self.pending_handshakes.insert((handshake.eviction_key(), idx));
         }
     }
 
     /// Does so no more: it is through, one way or the other, or about to say more.
-    pub(super) fn leave_door(&mut self, idx: u32, meeting: &Meeting) {
-        self.strangers.remove(&(meeting.rank(), idx));
+    pub(super) fn remove_pending(&mut self, idx: u32, handshake: &Handshake) {
+        self.pending_handshakes.remove(&(handshake.eviction_key(), idx));
     }
 
-    /// Ends the handshake of the stranger who has said the least for the longest time; with `is_silent`
+    /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
     /// only one who has said nothing that counts.
-    fn turn_one_away(&mut self, is_silent: bool) {
-        if let Some((rank, idx)) = self.strangers.first().copied()
-            && !(rank.has_introduced_itself && is_silent)
+    fn evict_handshake(&mut self, only_silent: bool) {
+        if let Some((eviction_key, idx)) = self.pending_handshakes.first().copied()
+            && !(eviction_key.is_identified && only_silent)
         {
-            self.complain(|| "too many handshakes at once: the oldest is given up".to_owned());
-            self.turn_away(idx, None);
+            self.warn_rate_limited(|| {
+                "too many handshakes at once: the oldest is given up".to_owned()
+            });
+            self.abort_handshake(idx, None);
         }
     }
 
     /// Says that somebody is not served, now and then: whoever can cause it can cause it often.
-    fn complain(&mut self, what: impl FnOnce() -> String) {
+    fn warn_rate_limited(&mut self, what: impl FnOnce() -> String) {
         let now = Instant::now();
-        if self.complained.is_none_or(|last| now - last >= COMPLAINT_PAUSE) {
-            self.complained = Some(now);
+        if self.last_warning.is_none_or(|last| now - last >= WARNING_INTERVAL) {
+            self.last_warning = Some(now);
             tracing::warn!("{}", what());
         }
     }
 
     /// The same for a handshake that was refused.
-    pub(super) fn complain_of_handshake(&mut self, why: &str) {
-        self.complain(|| format!("handshake refused: {why}"));
+    pub(super) fn warn_refused(&mut self, why: &str) {
+        self.warn_rate_limited(|| format!("handshake refused: {why}"));
     }
 }
 
 /// Connections taken in before others have their turn.
 const MAX_ACCEPTS: usize = 64;
-const LISTENER_REST: Duration = Duration::from_millis(100);
+const LISTENER_PAUSE: Duration = Duration::from_millis(100);
 const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";
-const COMPLAINT_PAUSE: Duration = Duration::from_secs(1);
+const WARNING_INTERVAL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -189,60 +191,61 @@ mod tests {
 
     /// Other deadlines come and go while the listener rests, and none of them may be its last.
     #[test]
-    fn a_resting_listener_is_woken_whatever_expires_before() {
+    fn a_paused_listener_resumes_whatever_expires_before() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
-        io.rest_listener();
-        let until = io.listener_rests.unwrap();
-        let early = until - LISTENER_REST / 2;
+        io.pause_listener();
+        let until = io.listener_paused_until.unwrap();
+        let early = until - LISTENER_PAUSE / 2;
         io.expire(early, io.shared.ns(early));
         assert_eq!(io.next_deadline_ns, io.shared.ns(until));
-        assert_eq!(io.listener_rests, Some(until));
+        assert_eq!(io.listener_paused_until, Some(until));
         io.expire(until, io.shared.ns(until));
-        assert_eq!((io.listener_rests, io.next_deadline_ns), (None, u64::MAX));
+        assert_eq!((io.listener_paused_until, io.next_deadline_ns), (None, u64::MAX));
         let stream = TcpStream::connect(io.listener.local_addr().unwrap()).unwrap();
         io.poll_sockets(Duration::from_secs(30));
-        assert_eq!(io.strangers.len(), 1, "{stream:?} was not heard");
+        assert_eq!(io.pending_handshakes.len(), 1, "{stream:?} was not heard");
     }
 
     /// The list of strangers is what a look at every place would find, in the order in which they go.
     #[test]
-    fn strangers_go_in_the_order_in_which_they_came() {
+    fn handshakes_are_evicted_in_the_order_of_their_arrival() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
         let addr = io.listener.local_addr().unwrap();
         let mut streams = Vec::new();
         let limit = Instant::now() + Duration::from_secs(30);
         for num in 1..=5 {
             streams.push(TcpStream::connect(addr).unwrap());
-            while io.strangers.len() < num {
+            while io.pending_handshakes.len() < num {
                 assert!(Instant::now() < limit, "{num} strangers were not heard");
                 io.poll_sockets(Duration::from_millis(10));
             }
         }
-        let listed = |io: &Io| io.strangers.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
+        let listed =
+            |io: &Io| io.pending_handshakes.iter().map(|(_, idx)| *idx).collect::<Vec<_>>();
         assert_eq!(listed(&io), [0, 1, 2, 3, 4]);
-        io.turn_one_away(false);
+        io.evict_handshake(false);
         assert_eq!(listed(&io), [1, 2, 3, 4]);
         // Who leaves, or says nonsense and is told so, is looked at.
         drop(streams.remove(3));
-        while io.strangers.len() == 4 {
+        while io.pending_handshakes.len() == 4 {
             assert!(Instant::now() < limit, "the end was not heard");
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4]);
         // The place of the one who has gone is taken again, by one who has more time.
         streams.push(TcpStream::connect(addr).unwrap());
-        while io.strangers.len() < 4 {
+        while io.pending_handshakes.len() < 4 {
             assert!(Instant::now() < limit, "the last one was not heard");
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4, 3]);
-        for (rank, idx) in &io.strangers {
-            let Place::Meeting(meeting) = &io.places[*idx as usize] else { panic!("{idx}") };
-            assert_eq!(meeting.rank(), *rank);
+        for (eviction_key, idx) in &io.pending_handshakes {
+            let Place::Handshake(handshake) = &io.places[*idx as usize] else { panic!("{idx}") };
+            assert_eq!(handshake.eviction_key(), *eviction_key);
         }
         for num_left in (0..4).rev() {
-            io.turn_one_away(true);
-            assert_eq!(io.strangers.len(), num_left);
+            io.evict_handshake(true);
+            assert_eq!(io.pending_handshakes.len(), num_left);
         }
     }
 }

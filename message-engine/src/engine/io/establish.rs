@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::live::{Live, Peer, Ports};
-use super::meet::Meeting;
-use super::{Io, Place, hello, offer_of};
+use super::connection::{ActiveConnection, Peer, Ports};
+use super::handshake::Handshake;
+use super::hello::PeerHello;
+use super::{Io, Place, offer_of};
 use crate::engine::connection::Connection;
 use crate::engine::error::{CloseReason, ConnectError};
 use crate::engine::link::Link;
@@ -18,10 +19,10 @@ impl Io {
     pub(super) fn establish(
         &mut self,
         idx: u32,
-        mut meeting: Meeting,
+        mut handshake: Handshake,
         fabric: usize,
         id: PeerId,
-        who: &hello::Who,
+        hello: &PeerHello,
     ) {
         let places = self.credit.join().and_then(|sender| Ok((sender, self.credit.join()?)));
         let (sender, reads) = match places {
@@ -29,62 +30,72 @@ impl Io {
             Err(error) => {
                 tracing::warn!(%error, "a connection is not served");
                 self.fabrics[fabric].close_peer(id);
-                let addr =
-                    meeting.wire.addrs().map_or_else(|_| String::new(), |(_, to)| to.to_string());
+                let addr = handshake
+                    .socket
+                    .addrs()
+                    .map_or_else(|_| String::new(), |(_, to)| to.to_string());
                 let detail =
                     format!("this side cannot serve it: {error}; see `credit.max_senders`");
-                self.end_meeting(&mut meeting, Some(ConnectError::Foreign { addr, detail }));
-                return self.vacate(idx);
+                self.close_handshake(&mut handshake, Some(ConnectError::Foreign { addr, detail }));
+                return self.free_place(idx);
             }
         };
-        self.by_sender[sender.slot()] = idx;
-        self.by_sender[reads.slot()] = idx;
+        self.by_sender[sender.index()] = idx;
+        self.by_sender[reads.index()] = idx;
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
         let transport = offer_of(&*self.fabrics[fabric]);
-        let peer = Self::peer_info(&meeting, who);
+        let peer = Self::peer_info(&handshake, hello);
         let by = (fabric, transport);
-        let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, who.limits));
+        let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, hello.limits));
         let weak = Arc::downgrade(&conn);
-        lock(&self.shared.live).push(weak.clone());
-        let link = Link::new(self.config.limits(), who.limits, self.config.chunk_bytes);
-        let peer = Peer { key, conn: weak, engine_id: who.engine_id, fabric, id, sender, reads };
-        self.announce(&mut meeting, Connection { shared: conn });
-        let live = Live { wire: meeting.wire, peer, link, is_dirty: false, lost_ns: u64::MAX };
-        self.places[idx as usize] = Place::Live(Box::new(live));
+        lock(&self.shared.connections).push(weak.clone());
+        let link = Link::new(self.config.limits(), hello.limits, self.config.chunk_bytes);
+        let peer = Peer { key, conn: weak, engine_id: hello.engine_id, fabric, id, sender, reads };
+        self.report_established(&mut handshake, Connection { shared: conn });
+        let connection = ActiveConnection {
+            socket: handshake.socket,
+            peer,
+            link,
+            is_dirty: false,
+            lost_ns: u64::MAX,
+        };
+        self.places[idx as usize] = Place::Active(Box::new(connection));
         self.by_peer.insert((fabric, id), idx);
         // Frames may have come along with the last word.
-        self.look_at(idx, false);
+        self.handle_event(idx, false);
     }
 
     /// A fabric can do nothing towards a peer any more. The connection ends, but for the last words of a
     /// peer that has closed it in good order, which may be under way.
-    pub(super) fn lose(&mut self, fabric: usize, peer: PeerId) {
+    pub(super) fn on_peer_lost(&mut self, fabric: usize, peer: PeerId) {
         let known = self.by_peer.get(&(fabric, peer));
-        if let Some(Place::Live(live)) = known.and_then(|idx| self.places.get_mut(*idx as usize)) {
-            let lost_ns = self.shared.ns(Instant::now() + LAST_WORDS);
-            live.lost_ns = live.lost_ns.min(lost_ns);
+        if let Some(Place::Active(connection)) =
+            known.and_then(|idx| self.places.get_mut(*idx as usize))
+        {
+            let lost_ns = self.shared.ns(Instant::now() + LOSS_DELAY);
+            connection.lost_ns = connection.lost_ns.min(lost_ns);
             self.next_deadline_ns = self.next_deadline_ns.min(lost_ns);
             return;
         }
         // In the middle of its handshake, which happens to few.
-        let is_theirs = |place: &Place| matches!(place, Place::Meeting(meeting) if meeting.has_joined(fabric, peer));
+        let is_theirs = |place: &Place| matches!(place, Place::Handshake(handshake) if handshake.has_joined(fabric, peer));
         if let Some(idx) = self.places.iter().position(is_theirs) {
-            self.turn_away(idx as u32, None);
+            self.abort_handshake(idx as u32, None);
         }
     }
 
     /// Ends a connection: first the peer's access, then its transfers.
     pub(super) fn close(&mut self, idx: u32, reason: &CloseReason) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
-        let Place::Live(live) = place else {
+        let Place::Active(connection) = place else {
             self.places[idx as usize] = place;
             return;
         };
-        let Live { mut wire, peer, mut link, .. } = *live;
+        let ActiveConnection { mut socket, peer, mut link, .. } = *connection;
         self.by_peer.remove(&(peer.fabric, peer.id));
         let conn = peer.conn.upgrade();
-        self.shared.forget(&peer.conn);
+        self.shared.remove_connection(&peer.conn);
         if let Some(conn) = conn {
             let _ = conn.closed.set(reason.clone());
         }
@@ -94,9 +105,9 @@ impl Io {
         self.ended.push_back((peer.key.serial, reason.clone()));
         if matches!(reason, CloseReason::Local | CloseReason::Stopped) {
             // Best effort: a peer that does not read learns it from the end of the stream.
-            link.say(Frame::Goodbye);
-            let _ = wire.write(link.output());
-            wire.finish();
+            link.push_frame(Frame::Goodbye);
+            let _ = socket.write(link.output());
+            socket.finish();
         }
         self.fabrics[peer.fabric].close_peer(peer.id);
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &peer, 0);
@@ -108,7 +119,7 @@ impl Io {
         if link.num_in_flight() > 0 {
             self.places[idx as usize] = Place::Closing(Box::new(link), peer);
         } else {
-            self.vacate(idx);
+            self.free_place(idx);
         }
     }
 
@@ -116,8 +127,8 @@ impl Io {
     pub(super) fn stop(&mut self) {
         for idx in 0..self.places.len() as u32 {
             match &self.places[idx as usize] {
-                Place::Live(_) => self.close(idx, &CloseReason::Stopped),
-                Place::Meeting(_) => self.turn_away(idx, Some(ConnectError::Stopped)),
+                Place::Active(_) => self.close(idx, &CloseReason::Stopped),
+                Place::Handshake(_) => self.abort_handshake(idx, Some(ConnectError::Stopped)),
                 _ => {}
             }
         }
@@ -133,5 +144,5 @@ impl Io {
 
 const MAX_ENDED: usize = 64;
 /// Time for what a peer has said before its data connection ended.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const LOSS_DELAY: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);

@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hello::{HEADER_BYTES, Message, Side, Who};
-use super::socket::{Read1, Wire};
+use super::hello::{HEADER_BYTES, Message, PeerHello, Side};
+use super::socket::{ControlSocket, ReadOutcome};
 use super::{Io, offer_of};
 use crate::engine::PeerInfo;
 use crate::engine::connection::Connection;
@@ -19,17 +19,17 @@ use p2p_core::network::{Offer, Route};
 
 /// A connection that does not stand yet.
 #[derive(Debug)]
-pub(super) struct Meeting {
-    pub(super) wire: Wire,
+pub(super) struct Handshake {
+    pub(super) socket: ControlSocket,
     pub(super) deadline: Instant,
     out: Vec<u8>,
     step: Step,
     /// Sides opened for this peer.
-    opened: Vec<Opened>,
+    opened: Vec<FabricPeer>,
     /// Who wants to know how it ends.
-    caller: Option<Caller>,
-    is_strangers: bool,
-    peer: Option<Who>,
+    caller: Option<ConnectCaller>,
+    is_incoming: bool,
+    peer: Option<PeerHello>,
     /// What the connecting side offers and was not tried.
     offered: Vec<Side>,
 }
@@ -45,35 +45,35 @@ enum Step {
 }
 
 #[derive(Debug)]
-pub(super) struct Caller {
+pub(super) struct ConnectCaller {
     pub(super) addr: SocketAddr,
     pub(super) reply: Arc<Mailbox<ConnectReply>>,
 }
 
 /// The first of several goes first: who has said the least for the longest time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Rank {
+pub(super) struct EvictionKey {
     /// Whether the other side has said who it is, and was not refused.
-    pub(super) has_introduced_itself: bool,
+    pub(super) is_identified: bool,
     deadline: Instant,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Opened {
+struct FabricPeer {
     fabric: usize,
     id: PeerId,
 }
 
 /// What became of a step.
 pub(super) enum Outcome {
-    Going,
+    InProgress,
     /// It is over; the caller was told.
-    Over,
+    Ended,
     /// It stands, by this transport.
-    Stands {
+    Established {
         fabric: usize,
         id: PeerId,
-        who: Who,
+        hello: PeerHello,
     },
 }
 
@@ -87,16 +87,20 @@ enum Failure {
     Rejected(String),
 }
 
-impl Meeting {
-    pub(super) fn new(wire: Wire, deadline: Instant, caller: Option<Caller>) -> Self {
+impl Handshake {
+    pub(super) fn new(
+        socket: ControlSocket,
+        deadline: Instant,
+        caller: Option<ConnectCaller>,
+    ) -> Self {
         let step = if caller.is_some() { Step::Connecting } else { Step::AwaitHello };
         Self {
-            wire,
+            socket,
             deadline,
             out: Vec::new(),
             step,
             opened: Vec::new(),
-            is_strangers: caller.is_none(),
+            is_incoming: caller.is_none(),
             caller,
             peer: None,
             offered: Vec::new(),
@@ -104,13 +108,13 @@ impl Meeting {
     }
 
     /// Whether somebody else began it.
-    pub(super) const fn is_strangers(&self) -> bool {
-        self.is_strangers
+    pub(super) const fn is_incoming(&self) -> bool {
+        self.is_incoming
     }
 
-    pub(super) const fn rank(&self) -> Rank {
-        let has_introduced_itself = matches!(self.step, Step::AwaitReady);
-        Rank { has_introduced_itself, deadline: self.deadline }
+    pub(super) const fn eviction_key(&self) -> EvictionKey {
+        let is_identified = matches!(self.step, Step::AwaitReady);
+        EvictionKey { is_identified, deadline: self.deadline }
     }
 
     /// Whether it is about this peer of a fabric.
@@ -118,29 +122,38 @@ impl Meeting {
         self.opened.iter().any(|opened| opened.fabric == fabric && opened.id == id)
     }
 
-    fn say(&mut self, message: &Message) {
+    fn push_message(&mut self, message: &Message) {
         self.out.extend(message.encode());
     }
 
     fn route(&self) -> Result<(Route, SocketAddr), Failure> {
-        let (local, remote) = self.wire.addrs().map_err(|error| Failure::Io(error.to_string()))?;
+        let (local, remote) =
+            self.socket.addrs().map_err(|error| Failure::Io(error.to_string()))?;
         Ok((Route { local: local.ip(), remote: remote.ip() }, remote))
     }
 }
 
 impl Io {
     /// Goes on with a handshake. Whatever is not handed over is closed.
-    pub(super) fn advance_meeting(&mut self, meeting: &mut Meeting, writable: bool) -> Outcome {
-        match self.try_advance(meeting, writable) {
+    pub(super) fn advance_handshake(
+        &mut self,
+        handshake: &mut Handshake,
+        writable: bool,
+    ) -> Outcome {
+        match self.try_advance(handshake, writable) {
             Ok(outcome) => outcome,
-            Err(failure) => self.fail_meeting(meeting, failure),
+            Err(failure) => self.fail_handshake(handshake, failure),
         }
     }
 
     /// Ends a handshake at its deadline, or because the engine stops.
-    pub(super) fn end_meeting(&mut self, meeting: &mut Meeting, error: Option<ConnectError>) {
-        self.close_opened(meeting);
-        if let Some(Caller { addr, reply }) = meeting.caller.take() {
+    pub(super) fn close_handshake(
+        &mut self,
+        handshake: &mut Handshake,
+        error: Option<ConnectError>,
+    ) {
+        self.close_opened(handshake);
+        if let Some(ConnectCaller { addr, reply }) = handshake.caller.take() {
             let late = ConnectError::Timeout { addr: addr.to_string() };
             // Who has given up waiting needs no answer.
             let _ = reply.push(Err(error.unwrap_or(late)));
@@ -148,8 +161,8 @@ impl Io {
     }
 
     /// Tells whoever waits for it that the connection stands.
-    pub(super) fn announce(&self, meeting: &mut Meeting, connection: Connection) {
-        match meeting.caller.take() {
+    pub(super) fn report_established(&self, handshake: &mut Handshake, connection: Connection) {
+        match handshake.caller.take() {
             // Whoever has given up waiting gets none: it closes when it is dropped here.
             Some(caller) => drop(caller.reply.push(Ok(connection))),
             // It waits there until it is accepted, or over.
@@ -157,58 +170,65 @@ impl Io {
         }
     }
 
-    pub(super) fn peer_info(meeting: &Meeting, who: &Who) -> PeerInfo {
-        let ip = meeting.wire.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
+    pub(super) fn peer_info(handshake: &Handshake, hello: &PeerHello) -> PeerInfo {
+        let ip =
+            handshake.socket.addrs().map_or(SocketAddr::from(([0; 4], 0)), |(_, remote)| remote);
         PeerInfo {
-            engine_id: who.engine_id,
-            addr: SocketAddr::new(ip.ip(), who.port),
-            gpu_index: who.gpu_index,
-            pci_bdf: who.pci_bdf.clone(),
+            engine_id: hello.engine_id,
+            addr: SocketAddr::new(ip.ip(), hello.port),
+            gpu_index: hello.gpu_index,
+            pci_bdf: hello.pci_bdf.clone(),
         }
     }
 
-    fn try_advance(&mut self, meeting: &mut Meeting, writable: bool) -> Result<Outcome, Failure> {
-        if meeting.step == Step::Connecting {
+    fn try_advance(
+        &mut self,
+        handshake: &mut Handshake,
+        writable: bool,
+    ) -> Result<Outcome, Failure> {
+        if handshake.step == Step::Connecting {
             if !writable {
-                return Ok(Outcome::Going);
+                return Ok(Outcome::InProgress);
             }
-            meeting.wire.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
-            self.say_hello(meeting)?;
+            handshake.socket.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
+            self.say_hello(handshake)?;
         }
         loop {
-            self.flush_meeting(meeting)?;
-            if let Some(message) = next_message(meeting)? {
-                if let Some(stands) = self.on_message(meeting, message)? {
-                    self.flush_meeting(meeting)?;
-                    return Ok(stands);
+            self.flush_handshake(handshake)?;
+            if let Some(message) = next_message(handshake)? {
+                if let Some(established) = self.on_message(handshake, message)? {
+                    self.flush_handshake(handshake)?;
+                    return Ok(established);
                 }
                 continue;
             }
-            let head = meeting.wire.received().first_chunk();
+            let head = handshake.socket.received().first_chunk();
             let body_bytes = head.and_then(|head| Message::body_bytes(head).ok()).unwrap_or(0);
-            match meeting.wire.read(HEADER_BYTES + body_bytes) {
-                Read1::Some if meeting.step == Step::Rejected => {
-                    let received = meeting.wire.received().len();
-                    meeting.wire.consume(received);
+            match handshake.socket.read(HEADER_BYTES + body_bytes) {
+                ReadOutcome::Data if handshake.step == Step::Rejected => {
+                    let received = handshake.socket.received().len();
+                    handshake.socket.consume(received);
                     // Once a turn: it may send faster than this reads, and there are others, and a
                     // deadline to look at.
-                    return Ok(Outcome::Going);
+                    return Ok(Outcome::InProgress);
                 }
-                Read1::Some => {}
-                Read1::Nothing => return Ok(Outcome::Going),
-                Read1::Closed(_) if meeting.step == Step::Rejected => return Ok(Outcome::Over),
-                Read1::Closed(how) => return Err(Failure::Io(how)),
+                ReadOutcome::Data => {}
+                ReadOutcome::WouldBlock => return Ok(Outcome::InProgress),
+                ReadOutcome::Closed(_) if handshake.step == Step::Rejected => {
+                    return Ok(Outcome::Ended);
+                }
+                ReadOutcome::Closed(how) => return Err(Failure::Io(how)),
             }
         }
     }
 
     fn on_message(
         &mut self,
-        meeting: &mut Meeting,
+        handshake: &mut Handshake,
         message: Message,
     ) -> Result<Option<Outcome>, Failure> {
-        match (meeting.step, message) {
-            (Step::AwaitHello, Message::Hello { who, ticket, sides }) => {
+        match (handshake.step, message) {
+            (Step::AwaitHello, Message::Hello { hello, ticket, sides }) => {
                 if let Some(expected) = &self.config.ticket
                     && !equal_in_constant_time(expected.as_bytes(), &ticket)
                 {
@@ -221,45 +241,45 @@ impl Io {
                         "{untaken} bytes of notifications wait here to be taken, at most {most} may"
                     )));
                 }
-                meeting.peer = Some(who);
-                meeting.offered = sides;
-                self.choose(meeting)?;
+                handshake.peer = Some(hello);
+                handshake.offered = sides;
+                self.choose(handshake)?;
             }
             (Step::AwaitReady, Message::Next) => {
-                self.close_opened(meeting);
-                self.choose(meeting)?;
+                self.close_opened(handshake);
+                self.choose(handshake)?;
             }
             (Step::AwaitReady, Message::Ready) => {
-                if let (Some(Opened { fabric, id }), Some(who)) =
-                    (meeting.opened.pop(), meeting.peer.take())
+                if let (Some(FabricPeer { fabric, id }), Some(hello)) =
+                    (handshake.opened.pop(), handshake.peer.take())
                 {
-                    return Ok(Some(Outcome::Stands { fabric, id, who }));
+                    return Ok(Some(Outcome::Established { fabric, id, hello }));
                 }
             }
-            (Step::AwaitWelcome, Message::Welcome { who, side }) => {
-                let position = meeting
+            (Step::AwaitWelcome, Message::Welcome { hello, side }) => {
+                let position = handshake
                     .opened
                     .iter()
                     .position(|opened| self.offer(opened.fabric) == side.offer);
                 let position = position.ok_or_else(|| {
                     Failure::Foreign(format!("it chose {}, which was not offered", side.offer))
                 })?;
-                let opened = meeting.opened.swap_remove(position);
+                let opened = handshake.opened.swap_remove(position);
                 match self.fabrics[opened.fabric].join_peer(opened.id, &side.detail) {
                     Ok(()) => {
-                        self.close_opened(meeting);
-                        meeting.say(&Message::Ready);
-                        let Opened { fabric, id } = opened;
-                        return Ok(Some(Outcome::Stands { fabric, id, who }));
+                        self.close_opened(handshake);
+                        handshake.push_message(&Message::Ready);
+                        let FabricPeer { fabric, id } = opened;
+                        return Ok(Some(Outcome::Established { fabric, id, hello }));
                     }
                     Err(error) => {
                         tracing::debug!(%error, "cannot join by {}", side.offer);
                         self.fabrics[opened.fabric].close_peer(opened.id);
-                        meeting.say(&Message::Next);
+                        handshake.push_message(&Message::Next);
                     }
                 }
             }
-            (_, Message::Reject { message }) if meeting.caller.is_some() => {
+            (_, Message::Reject { message }) if handshake.caller.is_some() => {
                 return Err(Failure::Rejected(message));
             }
             (step, message) => {
@@ -270,32 +290,32 @@ impl Io {
         Ok(None)
     }
 
-    fn say_hello(&mut self, meeting: &mut Meeting) -> Result<(), Failure> {
-        let (route, _) = meeting.route()?;
+    fn say_hello(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let (route, _) = handshake.route()?;
         let mut sides = Vec::new();
         for fabric in 0..self.fabrics.len() {
             match self.fabrics[fabric].open_peer_on(route) {
                 Ok((id, detail)) => {
-                    meeting.opened.push(Opened { fabric, id });
+                    handshake.opened.push(FabricPeer { fabric, id });
                     sides.push(Side { offer: self.offer(fabric), detail });
                 }
                 Err(error) => tracing::warn!(%error, "not offered"),
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
-        meeting.say(&Message::Hello { who: self.who(), ticket, sides });
-        meeting.step = Step::AwaitWelcome;
+        handshake.push_message(&Message::Hello { hello: self.own_hello(), ticket, sides });
+        handshake.step = Step::AwaitWelcome;
         Ok(())
     }
 
     /// Joins by the best transport of this side that the peer offers, and says so.
-    fn choose(&mut self, meeting: &mut Meeting) -> Result<(), Failure> {
-        let (route, _) = meeting.route()?;
+    fn choose(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let (route, _) = handshake.route()?;
         for fabric in 0..self.fabrics.len() {
             let offer = self.offer(fabric);
-            let found = meeting.offered.iter().position(|side| side.offer == offer);
+            let found = handshake.offered.iter().position(|side| side.offer == offer);
             let Some(found) = found else { continue };
-            let theirs = meeting.offered.swap_remove(found);
+            let theirs = handshake.offered.swap_remove(found);
             let opened =
                 self.fabrics[fabric].open_peer_on(route).and_then(|(id, detail)| {
                     match self.fabrics[fabric].join_peer(id, &theirs.detail) {
@@ -308,10 +328,10 @@ impl Io {
                 });
             match opened {
                 Ok((id, detail)) => {
-                    meeting.opened.push(Opened { fabric, id });
+                    handshake.opened.push(FabricPeer { fabric, id });
                     let side = Side { offer, detail };
-                    meeting.say(&Message::Welcome { who: self.who(), side });
-                    meeting.step = Step::AwaitReady;
+                    handshake.push_message(&Message::Welcome { hello: self.own_hello(), side });
+                    handshake.step = Step::AwaitReady;
                     return Ok(());
                 }
                 Err(error) => tracing::debug!(%error, "cannot join by {offer}"),
@@ -324,12 +344,12 @@ impl Io {
         )))
     }
 
-    fn fail_meeting(&mut self, meeting: &mut Meeting, failure: Failure) -> Outcome {
-        let is_rejected = meeting.step == Step::Rejected;
-        if let Some(Caller { addr, .. }) = &meeting.caller {
+    fn fail_handshake(&mut self, handshake: &mut Handshake, failure: Failure) -> Outcome {
+        let is_rejected = handshake.step == Step::Rejected;
+        if let Some(ConnectCaller { addr, .. }) = &handshake.caller {
             let addr = addr.to_string();
             let error = match failure {
-                Failure::Io(detail) if meeting.step == Step::Connecting => {
+                Failure::Io(detail) if handshake.step == Step::Connecting => {
                     ConnectError::Unreachable { addr, detail }
                 }
                 Failure::Io(detail) | Failure::Foreign(detail) | Failure::Refuse(detail) => {
@@ -337,43 +357,43 @@ impl Io {
                 }
                 Failure::Rejected(message) => ConnectError::Rejected { addr, message },
             };
-            self.end_meeting(meeting, Some(error));
-            return Outcome::Over;
+            self.close_handshake(handshake, Some(error));
+            return Outcome::Ended;
         }
-        self.close_opened(meeting);
+        self.close_opened(handshake);
         let message = match failure {
-            Failure::Io(_) | Failure::Rejected(_) => return Outcome::Over,
+            Failure::Io(_) | Failure::Rejected(_) => return Outcome::Ended,
             Failure::Foreign(message) | Failure::Refuse(message) => message,
         };
         if is_rejected {
-            return Outcome::Over;
+            return Outcome::Ended;
         }
-        self.complain_of_handshake(&message);
-        meeting.say(&Message::Reject { message });
-        meeting.step = Step::Rejected;
-        let is_told = self.flush_meeting(meeting).is_ok();
-        let received = meeting.wire.received().len();
-        meeting.wire.consume(received);
-        if is_told { Outcome::Going } else { Outcome::Over }
+        self.warn_refused(&message);
+        handshake.push_message(&Message::Reject { message });
+        handshake.step = Step::Rejected;
+        let is_flushed = self.flush_handshake(handshake).is_ok();
+        let received = handshake.socket.received().len();
+        handshake.socket.consume(received);
+        if is_flushed { Outcome::InProgress } else { Outcome::Ended }
     }
 
-    fn flush_meeting(&mut self, meeting: &mut Meeting) -> Result<(), Failure> {
-        while !meeting.out.is_empty() {
-            match meeting.wire.write(&meeting.out) {
+    fn flush_handshake(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        while !handshake.out.is_empty() {
+            match handshake.socket.write(&handshake.out) {
                 Ok(0) => break,
-                Ok(written) => drop(meeting.out.drain(..written)),
+                Ok(written) => drop(handshake.out.drain(..written)),
                 Err(error) => return Err(Failure::Io(error.to_string())),
             }
         }
-        meeting.wire.want_out(self.set(), !meeting.out.is_empty());
-        if meeting.out.is_empty() && meeting.step == Step::Rejected {
-            meeting.wire.finish();
+        handshake.socket.want_out(self.set(), !handshake.out.is_empty());
+        if handshake.out.is_empty() && handshake.step == Step::Rejected {
+            handshake.socket.finish();
         }
         Ok(())
     }
 
-    fn close_opened(&mut self, meeting: &mut Meeting) {
-        for opened in meeting.opened.drain(..) {
+    fn close_opened(&mut self, handshake: &mut Handshake) {
+        for opened in handshake.opened.drain(..) {
             self.fabrics[opened.fabric].close_peer(opened.id);
         }
     }
@@ -382,9 +402,9 @@ impl Io {
         offer_of(&*self.fabrics[fabric])
     }
 
-    fn who(&self) -> Who {
+    fn own_hello(&self) -> PeerHello {
         let metadata = &self.shared.metadata;
-        Who {
+        PeerHello {
             engine_id: metadata.engine_id,
             port: metadata.addr.port(),
             gpu_index: metadata.gpu_index,
@@ -395,17 +415,17 @@ impl Io {
 }
 
 /// Takes a whole message out of what was received. Frames that follow a handshake stay.
-fn next_message(meeting: &mut Meeting) -> Result<Option<Message>, Failure> {
-    if matches!(meeting.step, Step::Connecting | Step::Rejected) {
+fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
+    if matches!(handshake.step, Step::Connecting | Step::Rejected) {
         return Ok(None);
     }
-    let received = meeting.wire.received();
+    let received = handshake.socket.received();
     let Some((header, rest)) = received.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };
     let body_bytes = Message::body_bytes(header).map_err(Failure::Foreign)?;
     let Some(body) = rest.get(..body_bytes) else { return Ok(None) };
     let message = Message::decode(header, body).map_err(Failure::Foreign)?;
-    meeting.wire.consume(HEADER_BYTES + body_bytes);
+    handshake.socket.consume(HEADER_BYTES + body_bytes);
     Ok(Some(message))
 }

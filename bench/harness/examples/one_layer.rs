@@ -1,16 +1,17 @@
 //! One MoE layer through two expert servers. One of them stops half-way.
 //!
-//! `cargo run --release -p switchyard-attention-client --example one_layer -- data/tiny-moe 2000`
+//! `cargo run --release -p switchyard-bench-harness --example one_layer -- data/tiny-moe 2000`
 
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
+use attention_client::{ClientModel, LayerTiming, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 use rand::RngExt;
-use switchyard_attention_client::{ClientModel, LayerTiming, MoeClient};
+use switchyard_bench_harness::stats::Latency;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -79,10 +80,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("server compute", |t| t.server_compute_ns),
     ];
     for (name, part) in parts {
-        let mut values: Vec<u64> = timings.iter().map(part).collect();
-        values.sort_unstable();
-        let us = |quantile: usize| values[values.len() * quantile / 100] as f64 / 1e3;
-        println!("{name:>15}: p50 {:7.1} µs, p99 {:7.1} µs", us(50), us(99));
+        let latency = Latency::of(timings.iter().map(part).collect()).ok_or("no call was made")?;
+        println!("{name:>15}: p50 {:7.1} µs, p99 {:7.1} µs", latency.p50_us, latency.p99_us);
     }
     let failovers: u32 = timings.iter().map(|timing| timing.failovers).sum();
     let stall_ns: u64 = timings.iter().map(|timing| timing.stall_ns).sum();

@@ -4,7 +4,7 @@ use cudarc::driver::DriverError;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribute};
 
-use crate::probe::{CudaState, Gpu, GpuReport, NicAccess};
+use super::{CudaState, Gpu, GpuReport, NicAccess};
 
 /// Replaces the kernel driver's report by the CUDA driver's, where that works.
 pub(crate) fn complete(mut report: GpuReport) -> GpuReport {

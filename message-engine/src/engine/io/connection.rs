@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 
-use super::socket::{Read1, Wire};
+use super::socket::{ControlSocket, ReadOutcome};
 use crate::credit::{Credit, CreditError, CreditReceiver, Event, SenderId};
 use crate::engine::Notification;
 use crate::engine::error::{CloseReason, TransferError};
@@ -11,13 +11,13 @@ use crate::engine::link::{Link, Port, Tag};
 use crate::engine::memory::Handle;
 use crate::engine::shared::{ConnKey, ConnShared, Shared};
 use crate::engine::wire::{Frame, HEADER_BYTES, Header};
-use crate::fabric::{Fabric, LocalSegment, PeerId, Posted, RemoteSegment, Token};
+use crate::fabric::{Fabric, LocalSegment, PeerId, PostOutcome, RemoteSegment, Token};
 use p2p_core::endpoint::PostError;
 
 /// The thread's side of a connection.
 #[derive(Debug)]
-pub(super) struct Live {
-    pub(super) wire: Wire,
+pub(super) struct ActiveConnection {
+    pub(super) socket: ControlSocket,
     pub(super) peer: Peer,
     pub(super) link: Link<Arc<Handle>>,
     /// Whether it is in the list of those to be looked at.
@@ -61,7 +61,7 @@ impl<'a> Ports<'a> {
     }
 }
 
-impl Live {
+impl ActiveConnection {
     /// Takes in what has arrived. An error ends the connection.
     pub(super) fn receive(
         &mut self,
@@ -77,10 +77,10 @@ impl Live {
                 return Ok(());
             }
             budget -= 1;
-            match self.wire.read(wanted) {
-                Read1::Some => {}
-                Read1::Nothing => return Ok(()),
-                Read1::Closed(how) => return Err(CloseReason::Lost(how.into())),
+            match self.socket.read(wanted) {
+                ReadOutcome::Data => {}
+                ReadOutcome::WouldBlock => return Ok(()),
+                ReadOutcome::Closed(how) => return Err(CloseReason::Lost(how.into())),
             }
         }
     }
@@ -88,13 +88,13 @@ impl Live {
     /// Sends what is to be sent. An error ends the connection.
     pub(super) fn flush(&mut self, set: BorrowedFd<'_>) -> Result<(), CloseReason> {
         while !self.link.output().is_empty() {
-            match self.wire.write(self.link.output()) {
+            match self.socket.write(self.link.output()) {
                 Ok(0) => break,
                 Ok(written) => self.link.sent(written),
                 Err(error) => return Err(CloseReason::Lost(error.to_string().into())),
             }
         }
-        self.wire.want_out(set, !self.link.output().is_empty());
+        self.socket.want_out(set, !self.link.output().is_empty());
         Ok(())
     }
 
@@ -112,7 +112,7 @@ impl Live {
         };
         let mut port = Ports { fabric, credit, shared, peer: &self.peer, now_ns };
         loop {
-            let received = self.wire.received();
+            let received = self.socket.received();
             let Some((head, rest)) = received.split_first_chunk::<HEADER_BYTES>() else {
                 return Ok(HEADER_BYTES);
             };
@@ -126,7 +126,7 @@ impl Live {
             if has_left {
                 return Err(CloseReason::Left);
             }
-            self.wire.consume(HEADER_BYTES + header.body_bytes);
+            self.socket.consume(HEADER_BYTES + header.body_bytes);
         }
     }
 }
@@ -141,7 +141,7 @@ impl Port for Ports<'_> {
         dst: RemoteSegment,
         src: LocalSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let token = token(self.peer.key.idx, tag);
         // SAFETY: the link holds the memory until the completion; the user has promised not to write
         // what is being sent.
@@ -153,7 +153,7 @@ impl Port for Ports<'_> {
         dst: LocalSegment,
         src: RemoteSegment,
         tag: Tag,
-    ) -> Result<Posted, PostError> {
+    ) -> Result<PostOutcome, PostError> {
         let token = token(self.peer.key.idx, tag);
         // SAFETY: the link holds the memory until the completion; it is reached by raw copies only.
         unsafe { self.fabric.read(self.peer.id, dst, src, token) }

@@ -1,32 +1,31 @@
-//! After warm-up, transfers of the message engine allocate nothing, on neither side. The counting
-//! allocator counts for the whole process, in which both engines live, so this test has a binary of its
-//! own. What libfabric allocates is the C library's and is not counted.
-#![cfg(not(loom))]
-
-#[path = "../../tests/support/src/counting.rs"]
-mod counting;
-#[path = "../../tests/support/src/skip.rs"]
-mod skip;
+//! After warm-up, transfers of the message engine allocate nothing, on neither side. The counting allocator counts for
+//! the whole process, in which both engines live, so the test runs alone. Allocations of libfabric are the C library's
+//! and are not counted.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
-use counting::PROCESS_ALLOCATIONS;
 use switchyard_message_engine::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, Span, open_fabric,
 };
+use test_support::allocations::PROCESS_ALLOCATIONS;
+use test_support::own_process::is_alone;
+use test_support::skip;
 
-/// Short, announced, and beyond what goes without credit.
+use crate::common::soon;
+
+/// Short messages, announced ones, and one that is longer than the bytes that may go without credit.
 const SIZES: [u64; 4] = [0, 100, 60_000, 3 << 20];
 const NUM_PARTS: u64 = 8;
 const ROUNDS_OF_A_BATCH: usize = 60;
-/// Queues grow with how the two threads happen to meet: some batches may be needed until they have met
-/// in every way.
+/// Queues grow with the interleaving of the two threads. Several batches may pass until every interleaving has occurred.
 const MAX_BATCHES: usize = 20;
 
 #[test]
 fn transfers_allocate_nothing_after_warm_up() {
+    if !is_alone("allocations::transfers_allocate_nothing_after_warm_up") {
+        return;
+    }
     for transport in ["tcp", "cma", "libfabric:tcp;ofi_rxm"] {
         let Some(rig) = Rig::start(transport) else { continue };
         let mut per_batch = Vec::new();
@@ -43,7 +42,7 @@ fn transfers_allocate_nothing_after_warm_up() {
     }
 }
 
-/// Two engines, and what they exchange, made before anything is counted.
+/// Two engines, their connection and their memory, made before anything is counted.
 struct Rig {
     _engines: [Engine; 2],
     out: Connection,
@@ -56,7 +55,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// `None`, which is told, where the transport is not.
+    /// Starts both engines. Returns `None`, and prints the skip, if this host lacks the transport.
     fn start(transport: &str) -> Option<Self> {
         let engine = || {
             let fabric = open_fabric(
@@ -71,9 +70,9 @@ impl Rig {
             engine().and_then(|first| Ok([first, engine()?]));
         let engines = match started {
             Ok(engines) => engines,
-            // No library, or no such provider in it.
+            // The library or its provider is missing.
             Err(error) if matches!(error.op, "load" | "fi_getinfo") => {
-                skip::skip("libfabric", &format!("{transport}: {error}"));
+                skip("libfabric", &format!("{transport}: {error}"));
                 return None;
             }
             Err(error) => panic!("{transport} is here and does not open: {error}"),
@@ -95,12 +94,12 @@ impl Rig {
         Some(Self { _engines: engines, out, back, here, there, remote, local, distant })
     }
 
-    /// Every kind of transfer, of every size.
+    /// Runs every kind of transfer with every size.
     fn round(&self) {
         for bytes in SIZES {
             let (here, there) =
                 (self.here.span(0, bytes).unwrap(), self.there.span(0, bytes).unwrap());
-            // Before its receive, and after it.
+            // The message is sent before its receive, and after it.
             for receives_first in [false, true] {
                 let receive = || self.back.start_recv(&there, soon()).unwrap();
                 let early = receives_first.then(receive);
@@ -126,8 +125,4 @@ impl Rig {
         let region = self.remote[0];
         Descriptor { bytes, ..region }
     }
-}
-
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(60)
 }

@@ -17,7 +17,7 @@ pub(super) fn start_connecting(addr: SocketAddr) -> io::Result<TcpStream> {
 }
 
 /// The address under which others reach what listens on `bind`.
-pub(super) fn outward(bind: IpAddr) -> IpAddr {
+pub(super) fn reachable_ip(bind: IpAddr) -> IpAddr {
     if !bind.is_unspecified() {
         return bind;
     }
@@ -34,9 +34,9 @@ pub(super) fn outward(bind: IpAddr) -> IpAddr {
         socket.local_addr().ok().map(|addr| addr.ip())
     };
     routes.into_iter().find_map(source).unwrap_or_else(|| {
-        let told = Ipv4Addr::LOCALHOST;
-        tracing::warn!(%told, "no route leads outside, so only this host can connect; set `advertise`");
-        told.into()
+        let ip = Ipv4Addr::LOCALHOST;
+        tracing::warn!(%ip, "no route leads outside, so only this host can connect; set `advertise`");
+        ip.into()
     })
 }
 
@@ -45,15 +45,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_published_is_an_address_to_connect_to() {
+    fn the_published_address_can_be_connected_to() {
         for bind in ["10.1.2.3", "::1"] {
             let bind: IpAddr = bind.parse().unwrap();
-            assert_eq!(outward(bind), bind);
+            assert_eq!(reachable_ip(bind), bind);
         }
         for bind in ["0.0.0.0", "::"] {
             // Whether this host has a route or not.
-            let told = outward(bind.parse().unwrap());
-            assert!(!told.is_unspecified(), "{bind}: {told}");
+            let ip = reachable_ip(bind.parse().unwrap());
+            assert!(!ip.is_unspecified(), "{bind}: {ip}");
         }
     }
 }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use super::descriptor::Descriptor;
 use super::error::{SubmitError, TransferError};
 use super::memory::Span;
-use super::shared::{Command, ConnShared, Move, What};
+use super::shared::{Command, ConnShared, Operation, TransferPart};
 use super::transfer::{Transfer, TransferId};
 
 /// What the parts of a transfer do.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Moves<'a> {
+pub(super) enum TransferKind<'a> {
     Send,
     Recv,
     /// Each into the range in its place.
@@ -23,28 +23,28 @@ pub(super) enum Moves<'a> {
 /// A transfer of which not all parts were handed to the thread.
 #[derive(Debug)]
 #[must_use = "its parts are to be handed over"]
-pub(super) struct Starting<'a> {
+pub(super) struct PendingTransfer<'a> {
     conn: &'a Arc<ConnShared>,
-    moves: Moves<'a>,
+    kind: TransferKind<'a>,
     /// Those that were not handed over.
     spans: &'a [Span],
-    num_taken: usize,
+    num_pushed: usize,
     deadline_ns: u64,
     id: TransferId,
     /// Whether somebody has its handle.
-    is_known: bool,
+    has_handle: bool,
     /// When the next part must have been taken.
-    give_up: Instant,
+    room_deadline: Instant,
     pause: Duration,
 }
 
-impl Moves<'_> {
-    fn what(self, nth: usize) -> What {
+impl TransferKind<'_> {
+    fn operation(self, nth: usize) -> Operation {
         match self {
-            Self::Send => What::Send,
-            Self::Recv => What::Recv,
-            Self::Write(remote) => What::Write(remote[nth].segment()),
-            Self::Read(remote) => What::Read(remote[nth].segment()),
+            Self::Send => Operation::Send,
+            Self::Recv => Operation::Recv,
+            Self::Write(remote) => Operation::Write(remote[nth].segment()),
+            Self::Read(remote) => Operation::Read(remote[nth].segment()),
         }
     }
 
@@ -58,12 +58,12 @@ impl Moves<'_> {
     }
 }
 
-impl<'a> Starting<'a> {
+impl<'a> PendingTransfer<'a> {
     /// Hands over the first part.
     pub(super) fn new(
         conn: &'a Arc<ConnShared>,
         spans: &'a [Span],
-        moves: Moves<'a>,
+        kind: TransferKind<'a>,
         deadline: Instant,
     ) -> Result<Self, SubmitError> {
         let shared = &conn.shared;
@@ -71,35 +71,35 @@ impl<'a> Starting<'a> {
         if spans.is_empty() {
             shared.transfers.finish(id.0 as u32, Ok(0));
         }
-        let mut starting = Self::of_one(conn, id);
-        (starting.spans, starting.moves) = (spans, moves);
-        starting.deadline_ns = shared.ns(deadline);
+        let mut pending = Self::pushed(conn, id);
+        (pending.spans, pending.kind) = (spans, kind);
+        pending.deadline_ns = shared.ns(deadline);
         // Busy before anything has begun: the caller may try again. All are given up on its drop.
-        if starting.has_more() && !starting.hand_over() {
+        if pending.has_more() && !pending.push_part() {
             Err(SubmitError::Busy)
         } else {
-            Ok(starting)
+            Ok(pending)
         }
     }
 
     /// A transfer that was handed over as a whole.
-    pub(super) fn of_one(conn: &'a Arc<ConnShared>, id: TransferId) -> Self {
+    pub(super) fn pushed(conn: &'a Arc<ConnShared>, id: TransferId) -> Self {
         Self {
             conn,
-            moves: Moves::Send,
+            kind: TransferKind::Send,
             spans: &[],
-            num_taken: 0,
+            num_pushed: 0,
             deadline_ns: 0,
             id,
-            is_known: false,
-            give_up: Instant::now() + PATIENCE,
+            has_handle: false,
+            room_deadline: Instant::now() + ROOM_TIMEOUT,
             pause: FIRST_PAUSE,
         }
     }
 
     /// Hands the rest over, sleeping while there is no room.
     pub(super) fn block(mut self) -> Transfer {
-        while let Some(pause) = self.go_on() {
+        while let Some(pause) = self.push_parts() {
             std::thread::sleep(pause);
         }
         self.transfer()
@@ -107,7 +107,7 @@ impl<'a> Starting<'a> {
 
     /// The same for tasks.
     pub(super) async fn wait(mut self) -> Transfer {
-        while let Some(pause) = self.go_on() {
+        while let Some(pause) = self.push_parts() {
             tokio::time::sleep(pause.max(LEAST_TASK_PAUSE)).await;
         }
         self.transfer()
@@ -115,13 +115,13 @@ impl<'a> Starting<'a> {
 
     /// Hands over what there is room for. Gives how long to wait before the rest is tried; `None` when there
     /// is nothing left, or no sense in it.
-    fn go_on(&mut self) -> Option<Duration> {
+    fn push_parts(&mut self) -> Option<Duration> {
         while self.has_more() {
-            if self.hand_over() {
+            if self.push_part() {
                 continue;
             }
             self.conn.shared.kick();
-            if Instant::now() >= self.give_up {
+            if Instant::now() >= self.room_deadline {
                 return None;
             }
             let pause = self.pause;
@@ -132,15 +132,15 @@ impl<'a> Starting<'a> {
     }
 
     const fn has_more(&self) -> bool {
-        self.num_taken < self.spans.len()
+        self.num_pushed < self.spans.len()
     }
 
     /// Hands over one part, if there is room.
-    fn hand_over(&mut self) -> bool {
-        let span = &self.spans[self.num_taken];
-        let part = Command::Move(Move {
+    fn push_part(&mut self) -> bool {
+        let span = &self.spans[self.num_pushed];
+        let part = Command::Transfer(TransferPart {
             conn: self.conn.key,
-            what: self.moves.what(self.num_taken),
+            operation: self.kind.operation(self.num_pushed),
             transfer: self.id.0 as u32,
             deadline_ns: self.deadline_ns,
             handle: Arc::clone(&span.handle),
@@ -149,36 +149,36 @@ impl<'a> Starting<'a> {
         });
         let is_taken = self.conn.shared.push(part).is_ok();
         if is_taken {
-            self.num_taken += 1;
+            self.num_pushed += 1;
             if self.pause > FIRST_PAUSE {
-                (self.give_up, self.pause) = (Instant::now() + PATIENCE, FIRST_PAUSE);
+                (self.room_deadline, self.pause) = (Instant::now() + ROOM_TIMEOUT, FIRST_PAUSE);
             }
         }
         is_taken
     }
 
     fn transfer(mut self) -> Transfer {
-        self.is_known = true;
+        self.has_handle = true;
         Transfer::new(Arc::clone(&self.conn.shared.transfers), self.id)
     }
 }
 
-impl Drop for Starting<'_> {
+impl Drop for PendingTransfer<'_> {
     fn drop(&mut self) {
         let transfers = &self.conn.shared.transfers;
-        let left = self.spans.len() - self.num_taken;
+        let left = self.spans.len() - self.num_pushed;
         if left > 0 {
-            let late = TransferError::Deadline { op: self.moves.name() };
+            let late = TransferError::Deadline { op: self.kind.name() };
             transfers.finish_many(self.id.0 as u32, left as u32, Err(late));
         }
-        if !self.is_known {
+        if !self.has_handle {
             transfers.release(self.id);
         }
     }
 }
 
 /// Time for the thread, which is never long behind, to make room for one part.
-const PATIENCE: Duration = Duration::from_secs(5);
+const ROOM_TIMEOUT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_micros(1);
 const MAX_PAUSE: Duration = Duration::from_millis(1);
 /// Timers of tasks are no finer.

@@ -49,7 +49,7 @@ impl<H: Memory> Link<H> {
                 }
                 Stage::Queued | Stage::Moving | Stage::Granted => {
                     let was_granted = kind == Kind::Send && stage == Stage::Moving;
-                    self.abandon(idx);
+                    self.withdraw_rest(idx);
                     self.unqueue(idx);
                     if was_granted {
                         let outcome = Outcome::Withdrawn;

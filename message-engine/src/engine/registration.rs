@@ -146,7 +146,7 @@ impl Engine {
         }
         let answer = match reply.pop(deadline) {
             // One that comes later goes nowhere: the thread keeps the handle then.
-            Err(WaitError::Deadline) => reply.give_up().ok_or(WaitError::Deadline),
+            Err(WaitError::Deadline) => reply.close_and_pop().ok_or(WaitError::Deadline),
             answer => answer,
         };
         match answer {
@@ -190,7 +190,7 @@ impl Engine {
             Ok(answer) => answer,
             Err(WaitError::Stopped) => return Err(RegisterError::Stopped),
             // An answer that comes later is taken back by the thread.
-            Err(WaitError::Deadline) => reply.give_up().ok_or_else(late)?,
+            Err(WaitError::Deadline) => reply.close_and_pop().ok_or_else(late)?,
         };
         let refused = |detail| RegisterError::Refused { bytes: bytes as u64, detail };
         let keys = answer.map_err(refused)?;

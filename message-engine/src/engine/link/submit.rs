@@ -1,7 +1,7 @@
 //! How operations begin.
 
 use super::{
-    EAGER_OVERHEAD, Kind, Link, Local, Memory, Op, Port, Stage, TransferError, Unexpected,
+    EAGER_OVERHEAD, EarlyMessage, Kind, Link, LocalRange, Memory, Op, Port, Stage, TransferError,
 };
 use crate::fabric::RemoteSegment;
 
@@ -12,7 +12,7 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         transfer: u32,
         deadline_ns: u64,
-        local: Local<H>,
+        local: LocalRange<H>,
     ) {
         if let Some(idx) = self.admit(port, Kind::Send, transfer, deadline_ns, Some(local)) {
             self.to_send.push_back(idx);
@@ -25,19 +25,19 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         transfer: u32,
         deadline_ns: u64,
-        local: Local<H>,
+        local: LocalRange<H>,
     ) {
         let Some(idx) = self.admit(port, Kind::Recv, transfer, deadline_ns, Some(local)) else {
             return;
         };
         match self.unexpected.pop_front() {
             None => self.posted.push_back(idx),
-            Some(Unexpected::Eager { payload }) => {
+            Some(EarlyMessage::Eager { payload }) => {
                 self.take_eager(port, idx, &payload);
                 self.eager_freed_in += payload.len() as u64 + EAGER_OVERHEAD;
-                self.keep_spare(payload);
+                self.recycle_buffer(payload);
             }
-            Some(Unexpected::Announced { seq, bytes }) => {
+            Some(EarlyMessage::Announced { seq, bytes }) => {
                 self.num_announced_in -= 1;
                 self.grant(port, idx, seq, bytes);
             }
@@ -50,7 +50,7 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         transfer: u32,
         deadline_ns: u64,
-        local: Local<H>,
+        local: LocalRange<H>,
         remote: RemoteSegment,
     ) {
         let idx = self.admit_one_sided(port, Kind::Write, transfer, deadline_ns, local, remote);
@@ -63,7 +63,7 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         transfer: u32,
         deadline_ns: u64,
-        local: Local<H>,
+        local: LocalRange<H>,
         remote: RemoteSegment,
     ) {
         let idx = self.admit_one_sided(port, Kind::Read, transfer, deadline_ns, local, remote);
@@ -77,7 +77,7 @@ impl<H: Memory> Link<H> {
         kind: Kind,
         transfer: u32,
         deadline_ns: u64,
-        local: Local<H>,
+        local: LocalRange<H>,
         remote: RemoteSegment,
     ) -> Option<u32> {
         let idx = self.admit(port, kind, transfer, deadline_ns, Some(local))?;
@@ -96,7 +96,7 @@ impl<H: Memory> Link<H> {
         kind: Kind,
         transfer: u32,
         deadline_ns: u64,
-        local: Option<Local<H>>,
+        local: Option<LocalRange<H>>,
     ) -> Option<u32> {
         if let Some(reason) = &self.closed {
             let error = TransferError::Disconnected { op: kind.name(), reason: reason.clone() };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::remote::Line;
+use super::Line;
 
 /// Waits up to `patience` for a connection. Leaves the listener in non-blocking mode.
 pub(super) fn accept(listener: &TcpListener, patience: Duration) -> Result<TcpStream> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use switchyard_message_engine::engine::{ConnectError, Engine, EngineConfig, WaitError};
 
-use crate::common::{By, befriend, config, soon, until};
+use crate::common::{TestTransport, config, connect_and_notify, soon, until};
 
 /// The header of a hello whose body has 100 bytes, and half of the body.
 fn half_a_hello() -> Vec<u8> {
@@ -23,7 +23,7 @@ fn whole_hello() -> (Vec<u8>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     std::thread::spawn(move || {
-        let engine = Engine::start(config(By::Tcp)).unwrap();
+        let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
         // Nobody answers, until the stream is closed.
         engine.connect(addr, soon()).unwrap_err();
     });
@@ -56,7 +56,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
 
 /// A friend connects and is heard.
 fn is_served(engine: &Engine) {
-    let friend = Engine::start(config(By::Tcp)).unwrap();
+    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
     connection.notify(b"served", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
@@ -64,27 +64,28 @@ fn is_served(engine: &Engine) {
 
 /// Limits that only numbers can reach: no handshake ends for the time that it takes.
 fn patient() -> EngineConfig {
-    EngineConfig { handshake_timeout: Duration::from_secs(3600), ..config(By::Tcp) }
+    EngineConfig { handshake_timeout: Duration::from_secs(3600), ..config(TestTransport::Tcp) }
 }
 
 #[test]
 fn handshakes_that_stall_anywhere_end_in_time() {
     let timeout = Duration::from_secs(3);
     let engine =
-        Engine::start(EngineConfig { handshake_timeout: timeout, ..config(By::Tcp) }).unwrap();
+        Engine::start(EngineConfig { handshake_timeout: timeout, ..config(TestTransport::Tcp) })
+            .unwrap();
     let (hello, _speaker) = whole_hello();
     let half = half_a_hello();
     // At every place where one can stop: nothing, within the header, within the body, and with the last
     // word left to say.
-    let mut strangers: Vec<TcpStream> = [&[][..], &half[..7], &half[..16], &half[..], &hello[..]]
+    let mut sockets: Vec<TcpStream> = [&[][..], &half[..7], &half[..16], &half[..], &hello[..]]
         .into_iter()
         .map(|says| stranger(engine.endpoint().addr, says))
         .collect();
-    befriend(&engine, By::Tcp);
-    for (idx, stream) in strangers.iter_mut().enumerate() {
+    connect_and_notify(&engine, TestTransport::Tcp);
+    for (idx, stream) in sockets.iter_mut().enumerate() {
         until(&format!("the end of handshake {idx}"), || is_closed(stream));
     }
-    befriend(&engine, By::Tcp);
+    connect_and_notify(&engine, TestTransport::Tcp);
     until("everybody to leave", || engine.stats().num_connections == 0);
 }
 
@@ -94,7 +95,8 @@ fn one_who_drips_bytes_gets_no_more_time() {
     const NUM_DROPS: u32 = 49;
     let timeout = Duration::from_secs(2);
     let engine =
-        Engine::start(EngineConfig { handshake_timeout: timeout, ..config(By::Tcp) }).unwrap();
+        Engine::start(EngineConfig { handshake_timeout: timeout, ..config(TestTransport::Tcp) })
+            .unwrap();
     let mut stream = stranger(engine.endpoint().addr, &half_a_hello());
     let mut num_drops = 0;
     until("the end of the handshake", || {
@@ -112,15 +114,15 @@ fn silent_sockets_push_out_each_other_and_no_friend() {
     const MOST: usize = 8;
     let engine = Engine::start(EngineConfig { max_handshakes: MOST, ..patient() }).unwrap();
     let half = half_a_hello();
-    let mut strangers: Vec<TcpStream> =
+    let mut sockets: Vec<TcpStream> =
         (0..100).map(|idx| stranger(engine.endpoint().addr, &half[..idx % half.len()])).collect();
     // Behind all of them at the listener.
     is_served(&engine);
-    let num_open = strangers.iter_mut().filter_map(|s| (!is_closed(s)).then_some(())).count();
-    assert!(num_open <= MOST, "{num_open} strangers are kept");
+    let num_open = sockets.iter_mut().filter_map(|s| (!is_closed(s)).then_some(())).count();
+    assert!(num_open <= MOST, "{num_open} sockets are kept");
     // The last ones, which had the least time.
-    assert!(strangers[..100 - MOST].iter_mut().all(is_closed));
-    assert!(!is_closed(&mut strangers[99]));
+    assert!(sockets[..100 - MOST].iter_mut().all(is_closed));
+    assert!(!is_closed(&mut sockets[99]));
 }
 
 #[test]
@@ -146,7 +148,7 @@ fn silent_sockets_hold_no_places_against_friends() {
     let engine = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
     let silent: Vec<TcpStream> = (0..20).map(|_| stranger(addr, &[])).collect();
-    let friends = Engine::start(config(By::Tcp)).unwrap();
+    let friends = Engine::start(config(TestTransport::Tcp)).unwrap();
     let kept: Vec<_> = (0..PLACES).map(|_| friends.connect(addr, soon()).unwrap()).collect();
     until("as many as fit", || engine.stats().num_connections == PLACES);
     // Full of friends now: nobody of them goes for one more.
@@ -165,10 +167,10 @@ fn silent_sockets_hold_no_places_against_friends() {
 
 #[test]
 fn what_peers_leave_untaken_is_bounded() {
-    let config_of = |most| EngineConfig { max_untaken_bytes: most, ..config(By::Tcp) };
+    let config_of = |most| EngineConfig { max_untaken_bytes: most, ..config(TestTransport::Tcp) };
     let engine = Engine::start(config_of(10_000)).unwrap();
     let addr = engine.endpoint().addr;
-    let friend = Engine::start(config(By::Tcp)).unwrap();
+    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     let (mut num_told, mut refused) = (0, None);
     // Each time with a new window.
     for _ in 0..20 {
@@ -200,8 +202,9 @@ fn what_peers_leave_untaken_is_bounded() {
 fn connections_that_nobody_accepts_do_not_pile_up() {
     const PLACES: usize = 4;
     let engine =
-        Engine::start(EngineConfig { max_connections: PLACES, ..config(By::Tcp) }).unwrap();
-    let friend = Engine::start(config(By::Tcp)).unwrap();
+        Engine::start(EngineConfig { max_connections: PLACES, ..config(TestTransport::Tcp) })
+            .unwrap();
+    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
     for _ in 0..10 * PLACES {
         let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
         until("the engine to see it", || engine.stats().num_connections == 1);
