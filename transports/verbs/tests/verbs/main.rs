@@ -6,9 +6,9 @@ mod common;
 mod deaths;
 mod device;
 mod handshakes;
-mod lanes;
 mod late;
 mod perftest;
+mod queue_pairs;
 mod refusals;
 mod signals;
 #[path = "../../../../tests/support/src/skip.rs"]
