@@ -14,3 +14,5 @@ mod signals;
 #[path = "../../../../tests/support/src/skip.rs"]
 mod skip;
 mod stalls;
+
+test_support::child_processes! { "peer" => deaths::peer_process }
