@@ -10,7 +10,7 @@ mod bounded;
 mod skip;
 
 use std::io::Write as _;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::abi::DevicePtr;
@@ -23,6 +23,8 @@ use p2p_core::{ChannelError, Region, RemoteRange, SlotConfig, SlotLayout};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_cuda_ipc::{DeviceChannel, DeviceError, INVITATION_BYTES, Invitation, meet};
+
+test_support::child_processes! { "other party" => other_party }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Party {
@@ -170,21 +172,19 @@ fn whoever_does_not_know_the_nonce_cannot_keep_the_peer_away() {
     });
 }
 
-/// The other half of the tests above. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let var = |name: &str| std::env::var(format!("P2P_CHILD_{name}")).ok();
-    let Some(invitation) = var("INVITATION") else { return };
+/// The other party of a test, in a process of its own.
+fn other_party() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [invitation, sizes, task] = &arguments[..] else { panic!("found {arguments:?}") };
     let bytes: Vec<u8> = invitation.split(',').map(|byte| byte.parse().unwrap()).collect();
     let invitation: [u8; INVITATION_BYTES] = bytes.try_into().unwrap();
-    let sizes: Vec<usize> = var("SLOT").unwrap().split(' ').map(|s| s.parse().unwrap()).collect();
+    let sizes: Vec<usize> = sizes.split(' ').map(|size| size.parse().unwrap()).collect();
     let layout = layout(SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] });
     let gpu = other_gpu(&first_gpu().unwrap());
     let channel = runtime().block_on(meet(&invitation, &gpu, layout, LIMIT)).unwrap();
-    let task = var("TASK").unwrap();
     let (what, seed) = task.split_once(' ').unwrap();
     if what == "hang" {
-        // Ends when the parent does, if nobody kills it before.
+        // Ends with the parent at the latest.
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
     }
@@ -493,11 +493,9 @@ fn with_child(gpu: &Gpu, slot: SlotConfig, task: &str) -> (DeviceChannel, Child,
     runtime().block_on(async {
         let invitation = Invitation::open().unwrap();
         let text: Vec<String> = invitation.to_bytes().iter().map(u8::to_string).collect();
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_process", "--nocapture"])
-            .env("P2P_CHILD_INVITATION", text.join(","))
-            .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
-            .env("P2P_CHILD_TASK", task)
+        let sizes = format!("{} {}", slot.slot_bytes, slot.num_frames);
+        let mut child = test_support::child::command("other party")
+            .args([text.join(","), sizes, task.to_owned()])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
