@@ -9,7 +9,7 @@ use crate::fabric::{LocalSegment, PostOutcome, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// How far posting came.
-enum PostOutcome {
+enum PostProgress {
     /// Everything was given to the fabric.
     Complete,
     /// There is no room or no credit now.
@@ -174,9 +174,9 @@ impl<H: Memory> Link<H> {
     /// Gives an operation to the fabric; false when it has to wait.
     fn post(&mut self, port: &mut impl Port, idx: u32) -> bool {
         match self.try_post(port, idx) {
-            PostOutcome::Complete => true,
-            PostOutcome::Blocked => false,
-            PostOutcome::Failed(error) => {
+            PostProgress::Complete => true,
+            PostProgress::Blocked => false,
+            PostProgress::Failed(error) => {
                 self.withdraw_rest(idx);
                 self.op(idx).error.get_or_insert(error);
                 true
@@ -184,18 +184,18 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    fn try_post(&mut self, port: &mut impl Port, idx: u32) -> PostOutcome {
+    fn try_post(&mut self, port: &mut impl Port, idx: u32) -> PostProgress {
         let most = self.chunk_bytes.min(port.max_operation_bytes());
         loop {
             let Some(Some(op)) = self.ops.get_mut(idx as usize) else {
-                return PostOutcome::Complete;
+                return PostProgress::Complete;
             };
             let (Some(local), Some(remote)) = (&op.local, op.remote) else {
-                return PostOutcome::Complete;
+                return PostProgress::Complete;
             };
             let mut bytes = (op.end - op.posted).min(most);
             if bytes == 0 {
-                return PostOutcome::Complete;
+                return PostProgress::Complete;
             }
             let is_read = op.kind == Kind::Read;
             let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
@@ -203,7 +203,7 @@ impl<H: Memory> Link<H> {
                 bytes = bytes.min(credit.allowance());
             }
             if bytes == 0 || self.num_in_flight >= MAX_IN_FLIGHT {
-                return PostOutcome::Blocked;
+                return PostProgress::Blocked;
             }
             let here =
                 LocalSegment { region: local.region, offset: local.offset + op.posted, bytes };
@@ -218,10 +218,10 @@ impl<H: Memory> Link<H> {
                 Ok(PostOutcome::Accepted) => {}
                 Ok(PostOutcome::Full) => {
                     self.waits_for_fabric = true;
-                    return PostOutcome::Blocked;
+                    return PostProgress::Blocked;
                 }
                 Err(error) => {
-                    return PostOutcome::Failed(TransferError::post(op.kind.name(), &error));
+                    return PostProgress::Failed(TransferError::post(op.kind.name(), &error));
                 }
             }
             op.stage = Stage::Moving;
