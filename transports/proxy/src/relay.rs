@@ -397,8 +397,8 @@ impl RelaySender {
             });
         };
         let dst = RemoteRange { key: SlotKey, offset: at, len: TASK_BYTES };
-        // SAFETY: the cell is written again only after the receiver has finished this task, of
-        // which it was notified behind the put.
+        // SAFETY: the cell is written again only after the receiver has finished this task. It
+        // learns of the task behind the put.
         unsafe { endpoint.put(dst, range)? };
         self.issued += 1;
         Ok(())

@@ -127,13 +127,13 @@ fn a_driver_that_nobody_drives_drives_itself() {
         assert!(publish(&mut a, bytes));
         let deadline = Instant::now() + LIMIT;
         while !b.has_frame() {
-            assert!(Instant::now() < deadline, "nobody put the frame in place");
+            assert!(Instant::now() < deadline, "the frame did not arrive");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(take(&mut b, bytes.len()).unwrap() == bytes);
         // The credit returns although this side does not drive either.
         while a.in_flight() > 0 {
-            assert!(Instant::now() < deadline, "nobody gave the frame back");
+            assert!(Instant::now() < deadline, "the credit did not return");
             std::thread::sleep(Duration::from_millis(1));
             for _ in 0..2 {
                 let _ = a.try_reserve().unwrap();
@@ -359,7 +359,7 @@ fn a_killed_peer_costs_an_error_and_nothing_else() {
                 Ok(has_come) => num_taken += u32::from(has_come),
                 Err(error) => break error,
             }
-            assert!(start.elapsed() < LIMIT, "nobody noticed");
+            assert!(start.elapsed() < LIMIT, "the loss of the peer was not noticed");
         };
         child.wait().unwrap();
         let before = Instant::now();
