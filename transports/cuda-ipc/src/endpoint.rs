@@ -1,4 +1,4 @@
-//! One-sided operations on a peer's slot in GPU memory, as a host posts them: in the order of one
+//! One-sided operations on a peer's slot in GPU memory. A host posts them, in the order of one
 //! stream.
 
 use std::mem::ManuallyDrop;
@@ -15,7 +15,8 @@ use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::signal_peer;
 
 /// Endpoint over a mapping of the peer's slot in GPU memory. Kernels store through
-/// [`window`](Self::window); the host's operations are copies and small kernels on a stream of its own.
+/// [`window`](Self::window). The host's operations are copies and small kernels on a stream of its
+/// own.
 #[derive(Debug)]
 pub struct DeviceEndpoint {
     stream: Stream,
@@ -185,5 +186,5 @@ fn failed(op: &'static str, error: &GpuError) -> PostError {
     PostError::Transport { op, code, detail: error.to_string() }
 }
 
-/// Copies towards a peer end within microseconds, also when it is dead.
+/// Copies towards a peer end within microseconds, even if the peer is dead.
 const DROP_LIMIT: Duration = Duration::from_secs(2);

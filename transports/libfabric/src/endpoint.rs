@@ -140,7 +140,7 @@ impl LibfabricEndpoint {
     fn post(&mut self, op: &'static str, after_writes: u64) -> Result<bool, PostError> {
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
-        if link.is_deserted() {
+        if link.is_peer_closed() {
             // As with memory that its owner has unmapped: no thread reads it any more.
             return Ok(true);
         }
@@ -178,7 +178,7 @@ impl LibfabricEndpoint {
         let mut start = 0;
         while start < len {
             link.health()?;
-            if link.is_deserted() {
+            if link.is_peer_closed() {
                 return if is_write { Ok(()) } else { Err(PostError::Disconnected { op }) };
             }
             let piece = (len - start).min(max_bytes);
@@ -317,7 +317,7 @@ impl Endpoint for LibfabricEndpoint {
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
-        match self.quiet(Instant::now() + FENCE_PATIENCE) {
+        match self.quiet(Instant::now() + FENCE_TIMEOUT) {
             Ok(()) => Ok(()),
             Err(QuietError::Post(error)) => Err(error),
             Err(error @ QuietError::Deadline { .. }) => {
@@ -336,13 +336,13 @@ impl Endpoint for LibfabricEndpoint {
         let mut num_rounds = 0u32;
         while !self.is_quiet() {
             self.lease.link.health()?;
-            if self.lease.link.is_deserted() {
+            if self.lease.link.is_peer_closed() {
                 return Err(PostError::Disconnected { op: "quiet" }.into());
             }
             self.lease.device.drive();
             num_rounds += 1;
             let is_pause = num_rounds.is_multiple_of(64);
-            // Also behind the first: who only looks gives a deadline that is over.
+            // Also after the first round: a caller that only polls passes an expired deadline.
             if (num_rounds == 1 || is_pause) && Instant::now() >= deadline {
                 let link = &self.lease.link;
                 let unanswered = usize::from(link.answered() < self.num_asked);
@@ -357,7 +357,7 @@ impl Endpoint for LibfabricEndpoint {
     }
 
     fn is_settled(&mut self) -> Result<bool, PostError> {
-        // Small puts were copied; questions to the peer would only tell of the rest.
+        // Small puts were copied, and an answer of the peer would not concern local memory.
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
         if link.backlog() == 0 && link.outstanding() == 0 {
@@ -368,7 +368,7 @@ impl Endpoint for LibfabricEndpoint {
     }
 
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
-        // The peer's driver adds to the flag itself, and wakes whoever sleeps on it.
+        // The peer's driver adds to the flag itself, and wakes a thread that sleeps on it.
         Ok(())
     }
 
@@ -383,4 +383,4 @@ const ADD: &str = "add_flag";
 /// Largest single write or read.
 const MAX_PIECE_BYTES: usize = 1 << 30;
 /// Time limit of a fence, which completes all earlier operations.
-const FENCE_PATIENCE: Duration = Duration::from_secs(5);
+const FENCE_TIMEOUT: Duration = Duration::from_secs(5);

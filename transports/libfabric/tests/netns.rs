@@ -23,6 +23,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_libfabric::FabricNetwork;
 
+test_support::child_processes! { "server" => server, "client" => client }
+
 const LIMIT: Duration = Duration::from_secs(90);
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 3 };
 /// A round trip that takes longer than this has failed.
@@ -54,10 +56,8 @@ impl Wire {
         let mut child = self
             .0
             .command(site, this.to_str().unwrap())
-            .args(["--exact", "child_process", "--nocapture"])
-            .env("NETNS_ROLE", if is_server { "server" } else { "client" })
-            .env("NETNS_SERVER", format!("{}:7100", self.0.hub_address(0)))
-            .env("NETNS_ROUNDS", num_rounds.to_string())
+            .args([format!("{}:7100", self.0.hub_address(0)), num_rounds.to_string()])
+            .envs(test_support::child::variables(if is_server { "server" } else { "client" }))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -66,9 +66,8 @@ impl Wire {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The harness may print its own words at the beginning of the line.
-                if let Some(at) = line.find("netns: ")
-                    && sender.send(line[at + 7..].to_owned()).is_err()
+                if let Some(line) = line.strip_prefix("netns: ")
+                    && sender.send(line.to_owned()).is_err()
                 {
                     break;
                 }
@@ -158,18 +157,27 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     assert!(error.contains("does not answer") || error.contains("transport"), "{error}");
 }
 
-/// One end of the connection. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let Ok(role) = std::env::var("NETNS_ROLE") else { return };
-    let num_rounds: u32 = std::env::var("NETNS_ROUNDS").unwrap().parse().unwrap();
-    let addr = std::env::var("NETNS_SERVER").unwrap();
+fn server() {
+    exchange_rounds(true);
+    // The other side reads its last answers first.
+    std::thread::sleep(Duration::from_secs(2));
+}
+
+fn client() {
+    exchange_rounds(false);
+}
+
+/// One end of the connection, in a process of its own.
+fn exchange_rounds(is_server: bool) {
+    let mut arguments = std::env::args().skip(1);
+    let addr = arguments.next().unwrap();
+    let num_rounds: u32 = arguments.next().unwrap().parse().unwrap();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let network = Arc::new(FabricNetwork::open("tcp;ofi_rxm").unwrap());
     let (slot, transports) = (SLOT, vec![TransportKind::Libfabric]);
     let liveness_timeout = Duration::from_secs(4);
-    let connection = if role == "server" {
+    let connection = if is_server {
         let (sender, connections) = channel();
         runtime.spawn(async move {
             let networks: Vec<Arc<dyn p2p_core::network::Network>> = vec![network];
@@ -207,13 +215,9 @@ fn child_process() {
         }
     };
     let mut connection = connection;
-    match talk(&mut connection, role == "client", num_rounds) {
+    match talk(&mut connection, !is_server, num_rounds) {
         Ok(()) => println!("netns: done {num_rounds} rounds"),
         Err(error) => println!("netns: gave up: {error}"),
-    }
-    if role == "server" {
-        // The other side reads its last answers first.
-        std::thread::sleep(Duration::from_secs(2));
     }
 }
 

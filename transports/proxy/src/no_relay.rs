@@ -10,10 +10,10 @@ use crate::failure::Cause;
 
 /// Whether the relay took something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sent {
-    Yes,
+pub(crate) enum RelayStatus {
+    Accepted,
     #[expect(dead_code, reason = "only a relay runs out of room")]
-    No,
+    Full,
 }
 
 /// Has no value, so that the compiler removes all code that needs one.
@@ -48,7 +48,7 @@ impl RelaySender {
         _offset: u32,
         _src: &LocalRange,
         _begun: &mut u32,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
@@ -59,7 +59,7 @@ impl RelaySender {
         _offset: u32,
         _is_add: bool,
         _value: u64,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
@@ -67,7 +67,7 @@ impl RelaySender {
         &mut self,
         _endpoint: &mut E,
         _window: u8,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
@@ -82,7 +82,7 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn look(&mut self) -> Result<u64, Cause> {
+    pub(crate) fn poll_done(&mut self) -> Result<u64, Cause> {
         match self.0 {}
     }
 }

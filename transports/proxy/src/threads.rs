@@ -439,7 +439,7 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
 fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<PeerService<E>>) {
     while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
         let PeerService { port, leaver, .. } = peers.remove(idx);
-        // With its endpoint, before its waiters are told.
+        // The endpoint is dropped too, before the waiters are notified.
         drop(port);
         line.num_peers.fetch_sub(1, Ordering::Relaxed);
         if let Some(leaver) = leaver {

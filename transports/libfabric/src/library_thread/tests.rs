@@ -169,7 +169,7 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     for side in [&local, &second] {
         eventually("the end of the pair", || side.endpoint.health().is_err());
         let error = side.endpoint.health().unwrap_err().to_string();
-        assert!(error.contains("has not come back for 5s"), "{error}");
+        assert!(error.contains("has not returned for 5s"), "{error}");
     }
     assert!(local.endpoint.add_flag(FLAG, 1).is_err());
     let result = local.endpoint.quiet(Instant::now() + LIMIT);

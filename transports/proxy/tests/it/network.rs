@@ -1,5 +1,5 @@
-//! The suite that every transport must pass, with a proxy in between: over the NIC model (also one that delays and
-//! reorders), and over libfabric between processes where it is installed.
+//! The suite that every transport must pass, with a proxy in between. It runs over the NIC model, also over one
+//! that delays and reorders, and between processes over libfabric if that is installed.
 
 use crate::common;
 use crate::parties;
