@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::Progress;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 /// How long a waiter polls before it blocks.
@@ -152,7 +152,7 @@ impl WaitSet {
     ///
     /// # Errors
     /// The system's.
-    pub fn attach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+    pub fn attach(&self, endpoint: &impl Progress) -> io::Result<()> {
         if let Some(fd) = endpoint.wait_fd() {
             self.add(fd)?;
         }
@@ -173,7 +173,7 @@ impl WaitSet {
     ///
     /// # Errors
     /// The system's.
-    pub fn detach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+    pub fn detach(&self, endpoint: &impl Progress) -> io::Result<()> {
         if let Some(driver) = endpoint.driver() {
             let mut drivers = self.drivers.borrow_mut();
             if let Some(idx) = drivers.iter().position(|known| is_same(&known.driver, &driver)) {

@@ -204,6 +204,10 @@ impl Endpoint for Way {
         self.kind
     }
 
+    fn register(&mut self, _: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -247,3 +251,6 @@ impl Endpoint for Way {
         None
     }
 }
+
+p2p_core::unbatched!(Way);
+p2p_core::immediate_progress!(Way);

@@ -15,7 +15,8 @@ mod receiver;
 use std::collections::VecDeque;
 
 use bytemuck::{Pod, Zeroable};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
+use p2p_core::endpoint::checks::out_of_range;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{LocalRange, MapError, RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
@@ -229,7 +230,7 @@ impl RelaySender {
 
     /// Puts `src` where the receiver forwards it from, in as many pieces as staging needs. `begun` counts the
     /// bytes that were put: while there is no room for more, it is to be called again with it.
-    pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn put<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -253,7 +254,7 @@ impl RelaySender {
         }
     }
 
-    fn put_piece<E: Endpoint<RemoteKey = SlotKey>>(
+    fn put_piece<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -290,7 +291,7 @@ impl RelaySender {
     }
 
     /// Adds to a word, or sets it, after what was put there before.
-    pub(crate) fn word<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn word<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -317,7 +318,7 @@ impl RelaySender {
     }
 
     /// Has the receiver finish everything given to it before it begins with what comes then.
-    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn fence<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -338,7 +339,7 @@ impl RelaySender {
     }
 
     /// Tells the receiver of everything given to it, unless there is no room for that.
-    pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn publish<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
     ) -> Result<(), PostError> {
@@ -374,7 +375,7 @@ impl RelaySender {
         self.issued - self.done >= self.layout.num_tasks
     }
 
-    fn give<E: Endpoint<RemoteKey = SlotKey>>(
+    fn give<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         mut task: Task,
@@ -385,13 +386,7 @@ impl RelaySender {
         let written = memory::write(&self.tasks, local, bytemuck::bytes_of(&task));
         let range = self.tasks.range(local, TASK_BYTES);
         let (Ok(()), Some(range)) = (written, range) else {
-            let (op, region_bytes) = ("task", self.tasks.len());
-            return Err(PostError::RemoteRange {
-                op,
-                offset: local,
-                len: TASK_BYTES,
-                region_bytes,
-            });
+            return Err(out_of_range("task", local, TASK_BYTES, self.tasks.len()));
         };
         let dst = RemoteRange { key: SlotKey, offset: at, len: TASK_BYTES };
         // SAFETY: the cell is written again only when the receiver has done this task, which it learned
