@@ -8,9 +8,9 @@
 //! | [`Transport`] | all three, implemented for every type that has them |
 //!
 //! No method has a default, so a wrapper that forgets one does not compile. A transport that posts every operation at
-//! once says so with [`unbatched!`](crate::unbatched). A transport whose operations are complete when their calls
-//! return says so with [`immediate_progress!`](crate::immediate_progress). A transport with a few trivial answers names
-//! them with [`default_progress!`](crate::default_progress). A wrapper names the methods that it passes on with
+//! once says so with [`unbatched!`](crate::unbatched). A transport that needs no driver and never waits for the peer's
+//! process says so with [`immediate_progress!`](crate::immediate_progress). A transport with a few trivial answers
+//! names them with [`default_progress!`](crate::default_progress). A wrapper names the methods that it passes on with
 //! [`forward_endpoint!`](crate::forward_endpoint).
 
 use std::os::fd::BorrowedFd;
@@ -295,7 +295,7 @@ pub trait Batch: Endpoint {
 
 /// Progress of operations, health of the transport, and forms of operations that never wait for the peer's process.
 ///
-/// A transport whose operations are complete when their calls return says so with
+/// A transport that needs no driver and never waits for the peer's process says so with
 /// [`immediate_progress!`](crate::immediate_progress).
 pub trait Progress: Endpoint {
     /// The driver that moves this endpoint's operations on, and those of the peer towards this side. `None` if the

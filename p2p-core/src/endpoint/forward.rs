@@ -231,8 +231,9 @@ macro_rules! unbatched {
     };
 }
 
-/// Implements [`Progress`](crate::endpoint::Progress) for a transport whose operations are complete when their calls
-/// return. Every method has the answer of [`default_progress!`](crate::default_progress).
+/// Implements [`Progress`](crate::endpoint::Progress) for a transport that needs no driver, whose calls report every
+/// failure, and whose posts never wait for the peer's process. Every method has the answer of
+/// [`default_progress!`](crate::default_progress).
 #[macro_export]
 macro_rules! immediate_progress {
     ($endpoint:ty) => {
