@@ -13,7 +13,8 @@ use super::message::{self, Action, HEADER_BYTES, Header, part_bytes};
 use super::outbox::{LocalMemory, Op};
 use super::port::{MemoryRegistration, Rights};
 use super::table::Source;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
@@ -87,28 +88,11 @@ impl LibfabricEndpoint {
         &self.lease.device.port().traits().provider
     }
 
-    fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        let region_bytes = self.remote.slot_bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(()),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
-    }
-
-    /// The library's descriptor of registered local memory.
+    /// What the library wants to know of local memory.
     fn descriptor(&self, op: &'static str, range: &LocalRange) -> Result<Descriptor, PostError> {
-        let (first, len) = (range.as_ptr().as_ptr().addr(), range.len());
-        let holds = |source: &&Source| {
-            let start = source.region.as_ptr().as_ptr().addr();
-            first >= start && first + len <= start + source.region.len()
-        };
-        match self.lease.sources.iter().find(holds) {
-            Some(source) => Ok(source
-                .registered
-                .as_ref()
-                .map_or(Descriptor::NONE, MemoryRegistration::descriptor)),
-            None => Err(PostError::Unregistered { op, address: first, len }),
-        }
+        let sources = self.lease.sources.iter().map(|source| (&source.region, source));
+        let (source, _) = find_registered(op, range, sources)?;
+        Ok(source.registered.as_ref().map_or(Descriptor::NONE, MemoryRegistration::descriptor))
     }
 
     /// Sends the message under construction.
@@ -242,22 +226,13 @@ impl Endpoint for LibfabricEndpoint {
         Ok(())
     }
 
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        Some(Arc::clone(&self.lease.device) as _)
-    }
-
-    #[inline]
-    fn health(&self) -> Result<(), PostError> {
-        self.lease.link.health()
-    }
-
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         let len = src.len();
-        self.check(PUT, dst.offset, len)?;
+        check_range(PUT, dst.offset, len, self.remote.slot_bytes)?;
         if len == 0 {
             return Ok(());
         }
@@ -284,7 +259,7 @@ impl Endpoint for LibfabricEndpoint {
     }
 
     unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
-        self.check(GET, src.offset, dst.len())?;
+        check_range(GET, src.offset, dst.len(), self.remote.slot_bytes)?;
         if dst.is_empty() {
             return Ok(());
         }
@@ -294,26 +269,9 @@ impl Endpoint for LibfabricEndpoint {
 
     #[inline]
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.check(ADD, dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: ADD, offset: dst.offset });
-        }
+        check_flag(ADD, dst.offset, self.remote.slot_bytes)?;
         self.is_open = true;
         self.send(ADD, Action::Add { offset: dst.offset as u32, value })
-    }
-
-    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.check(ADD, dst.offset, 8)?;
-        let Lease { device, link, .. } = &self.lease;
-        link.health()?;
-        if self.num_parts == 0
-            && dst.offset.is_multiple_of(8)
-            && device.add_credit(link, dst.offset as u32, value)
-        {
-            self.is_open = true;
-            return Ok(());
-        }
-        self.add_flag(dst, value)
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -356,17 +314,6 @@ impl Endpoint for LibfabricEndpoint {
         Ok(())
     }
 
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        // Small puts were copied, and an answer of the peer would not concern local memory.
-        let Lease { device, link, .. } = &self.lease;
-        link.health()?;
-        if link.backlog() == 0 && link.outstanding() == 0 {
-            return Ok(true);
-        }
-        device.drive();
-        Ok(link.backlog() == 0 && link.outstanding() == 0)
-    }
-
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
         // The peer's driver adds to the flag itself, and wakes a thread that sleeps on it.
         Ok(())
@@ -374,6 +321,43 @@ impl Endpoint for LibfabricEndpoint {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.lease.link.wake_fd().as_fd())
+    }
+}
+
+p2p_core::unbatched!(LibfabricEndpoint);
+
+impl Progress for LibfabricEndpoint {
+    p2p_core::default_progress! { has_room, has_room_to_spare, try_fence, marks }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.lease.device) as _)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.lease.link.health()
+    }
+
+    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        check_flag(ADD, dst.offset, self.remote.slot_bytes)?;
+        let Lease { device, link, .. } = &self.lease;
+        link.health()?;
+        if self.num_parts == 0 && device.add_credit(link, dst.offset as u32, value) {
+            self.is_open = true;
+            return Ok(());
+        }
+        self.add_flag(dst, value)
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        // Small puts were copied; questions to the peer would only tell of the rest.
+        let Lease { device, link, .. } = &self.lease;
+        link.health()?;
+        if link.backlog() == 0 && link.outstanding() == 0 {
+            return Ok(true);
+        }
+        device.drive();
+        Ok(link.backlog() == 0 && link.outstanding() == 0)
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use counting::PROCESS_ALLOCATIONS;
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Progress;
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig, SlotKey, SlotLayout};
 use switchyard_libfabric::FabricNetwork;

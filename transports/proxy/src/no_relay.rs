@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::region::{LocalRange, SlotKey};
 use p2p_core::{PostError, Region};
 
@@ -41,7 +41,7 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn put<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
@@ -52,7 +52,7 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn word<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn word<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
@@ -63,7 +63,7 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn fence<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
@@ -75,7 +75,7 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn publish<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
     ) -> Result<(), PostError> {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, Marks};
+use p2p_core::endpoint::{Marks, Transport};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 use p2p_core::{PostError, QuietError, Region};
@@ -104,7 +104,7 @@ impl Lane {
     }
 }
 
-impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
+impl<E: Transport<RemoteKey = SlotKey>> Port<E> {
     pub(crate) fn new(
         endpoint: E,
         lanes: &Lanes,

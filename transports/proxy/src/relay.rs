@@ -15,7 +15,8 @@ mod receiver;
 use std::collections::VecDeque;
 
 use bytemuck::{Pod, Zeroable};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
+use p2p_core::endpoint::checks::out_of_range;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{LocalRange, MapError, RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
@@ -221,9 +222,9 @@ impl RelaySender {
         self.done
     }
 
-    /// Sends `src` through staging, in as many pieces as needed. `begun` counts the bytes that were
-    /// put. After [`RelayStatus::Full`] the caller calls again with the same `begun`.
-    pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+    /// Puts `src` where the receiver forwards it from, in as many pieces as staging needs. `begun` counts the
+    /// bytes that were put: while there is no room for more, it is to be called again with it.
+    pub(crate) fn put<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -247,7 +248,7 @@ impl RelaySender {
         }
     }
 
-    fn put_piece<E: Endpoint<RemoteKey = SlotKey>>(
+    fn put_piece<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -284,8 +285,8 @@ impl RelaySender {
         Ok(RelayStatus::Accepted)
     }
 
-    /// Adds to a word, or sets it, after all earlier puts.
-    pub(crate) fn word<E: Endpoint<RemoteKey = SlotKey>>(
+    /// Adds to a word, or sets it, after what was put there before.
+    pub(crate) fn word<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -311,8 +312,8 @@ impl RelaySender {
         Ok(RelayStatus::Accepted)
     }
 
-    /// Makes the receiver finish all earlier tasks before it starts later ones.
-    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+    /// Has the receiver finish everything given to it before it begins with what comes then.
+    pub(crate) fn fence<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -332,8 +333,8 @@ impl RelaySender {
         self.issued > self.published
     }
 
-    /// Notifies the receiver of all tasks, unless the endpoint has no room for that.
-    pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
+    /// Tells the receiver of everything given to it, unless there is no room for that.
+    pub(crate) fn publish<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
     ) -> Result<(), PostError> {
@@ -369,7 +370,7 @@ impl RelaySender {
         self.issued - self.done >= self.layout.num_tasks
     }
 
-    fn give<E: Endpoint<RemoteKey = SlotKey>>(
+    fn give<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         mut task: Task,
@@ -380,13 +381,7 @@ impl RelaySender {
         let written = memory::write(&self.tasks, local, bytemuck::bytes_of(&task));
         let range = self.tasks.range(local, TASK_BYTES);
         let (Ok(()), Some(range)) = (written, range) else {
-            let (op, region_bytes) = ("task", self.tasks.len());
-            return Err(PostError::RemoteRange {
-                op,
-                offset: local,
-                len: TASK_BYTES,
-                region_bytes,
-            });
+            return Err(out_of_range("task", local, TASK_BYTES, self.tasks.len()));
         };
         let dst = RemoteRange { key: SlotKey, offset: at, len: TASK_BYTES };
         // SAFETY: the cell is written again only after the receiver has finished this task. It

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::super::{FabricNetwork, sys};
 use super::*;
 use crate::skip::skip;
-use p2p_core::endpoint::{Endpoint, QuietError};
+use p2p_core::endpoint::{Endpoint, Progress, QuietError};
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{SlotConfig, SlotLayout};

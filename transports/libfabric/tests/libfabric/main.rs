@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use held::{num_descriptors, num_threads, resident_bytes, usual_growth};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::{Endpoint, Progress};
 use p2p_core::network::{Network, Route, SideDescription};
 use p2p_core::wait::wait_until;
 use p2p_core::{

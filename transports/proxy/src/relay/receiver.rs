@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
@@ -79,8 +79,8 @@ pub struct RelayReceiver<E, C> {
     words: Vec<WordTask>,
 }
 
-impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
-    /// A receiver over this side's slot of a pair, and the endpoint towards the sender's.
+impl<E: Transport<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
+    /// Over this side's slot of a pair, and the endpoint towards the sender's.
     ///
     /// # Errors
     /// [`RelayError::Config`], also if the copier's targets are not those of `config`.

@@ -41,7 +41,10 @@ use super::request::OpKind;
 use super::send_queue::{Message, PostFailure, SendQueue};
 use super::state::PeerState;
 use p2p_core::counted::message::Action;
-use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{
+    self, Batch, Endpoint, Marks, PostError, Progress as _, QuietError, TransportKind,
+};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
@@ -122,26 +125,15 @@ impl VerbsEndpoint {
         offset: usize,
         len: usize,
     ) -> Result<u64, PostError> {
-        let region_bytes = self.remote.bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(self.remote.address + offset as u64),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
+        check_range(op, offset, len, self.remote.bytes)?;
+        Ok(self.remote.address + offset as u64)
     }
 
     /// Index of the registration that holds `range`.
     #[inline]
     fn source_of(&self, op: &'static str, range: &LocalRange) -> Result<usize, PostError> {
-        let (start, len) = (range.as_ptr().as_ptr() as usize, range.len());
-        self.sources
-            .iter()
-            .position(|region| {
-                let first = region.as_ptr().as_ptr() as usize;
-                start >= first
-                    && start - first <= region.len() - len.min(region.len())
-                    && len <= region.len()
-            })
-            .ok_or(PostError::Unregistered { op, address: start, len })
+        let sources = self.sources.iter().enumerate().map(|(idx, region)| (region, idx));
+        find_registered(op, range, sources).map(|(idx, _)| idx)
     }
 
     /// # Safety
@@ -302,15 +294,6 @@ impl Endpoint for VerbsEndpoint {
         Ok(())
     }
 
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
-    }
-
-    #[inline]
-    fn health(&self) -> Result<(), PostError> {
-        self.peer.health.check(|| self.describe_peer())
-    }
-
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -326,10 +309,8 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        let address = self.remote_address("add_flag", dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
-        }
+        check_flag("add_flag", dst.offset, self.remote.bytes)?;
+        let address = self.remote.address + dst.offset as u64;
         self.health()?;
         let action = Action::Add { offset: dst.offset as u32, value };
         if let Some(sent) = self.send(OpKind::AddFlag, action) {
@@ -341,46 +322,6 @@ impl Endpoint for VerbsEndpoint {
         // SYNC POINT `published`, SYNC POINT `consumed`: the device executes the addition after all earlier writes,
         // and makes them visible in that order.
         self.send_queues[0].add(address, value).map_err(|PostFailure| self.failure("add_flag"))
-    }
-
-    fn begin_batch(&mut self) {
-        self.send_queues.iter_mut().for_each(SendQueue::begin_batch);
-    }
-
-    fn flush(&mut self) -> Result<(), PostError> {
-        // Ends the batch on every send queue, even after a failure: otherwise the next batch would post leftover
-        // requests.
-        let ended = self.send_queues.iter_mut().map(SendQueue::end_batch).fold(Ok(()), Result::and);
-        ended.map_err(|PostFailure| self.failure("flush"))
-    }
-
-    fn has_room(&mut self) -> bool {
-        // Each part of a spread put takes one receive.
-        let Some(SentCounters { window, .. }) = self.sent else { return true };
-        let wanted = window.min(self.send_queues.len() as u32);
-        if self.room() < wanted {
-            self.progress.drive();
-        }
-        self.room() >= wanted || self.peer.health.has_failed()
-    }
-
-    fn has_room_to_spare(&mut self) -> bool {
-        let Some(SentCounters { window, .. }) = self.sent else { return true };
-        if self.room() <= window / 2 {
-            self.progress.drive();
-        }
-        self.room() > window / 2 || self.peer.health.has_failed()
-    }
-
-    fn try_fence(&mut self) -> Result<bool, PostError> {
-        if !self.has_open_messages() {
-            return self.fence().map(|()| true);
-        }
-        match self.quiet(Instant::now()) {
-            Ok(()) => Ok(true),
-            Err(QuietError::Deadline { .. }) => Ok(false),
-            Err(QuietError::Post(error)) => Err(error),
-        }
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -415,6 +356,80 @@ impl Endpoint for VerbsEndpoint {
         }
     }
 
+    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
+        let address = self.remote_address("wake", waiting_offset, 8)?;
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver checks the word. If the driver
+        // adds to flags itself, it checks then.
+        if self.sent.is_none() {
+            self.send_queues[0]
+                .touch(OpKind::Wake, address)
+                .map_err(|PostFailure| self.failure("wake"))?;
+        }
+        // Also processes the peer's own wake-ups, so that the peer never runs out of receives while this side works
+        // without waiting.
+        self.progress.drive();
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.peer.wake_self.as_fd())
+    }
+}
+
+impl Batch for VerbsEndpoint {
+    fn begin_batch(&mut self) {
+        self.send_queues.iter_mut().for_each(SendQueue::begin_batch);
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        // Ends the batch on every send queue, even after a failure: otherwise the next batch would post leftover
+        // requests.
+        let ended = self.send_queues.iter_mut().map(SendQueue::end_batch).fold(Ok(()), Result::and);
+        ended.map_err(|PostFailure| self.failure("flush"))
+    }
+}
+
+impl endpoint::Progress for VerbsEndpoint {
+    p2p_core::default_progress! { add_flag_lazily }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.peer.health.check(|| self.describe_peer())
+    }
+
+    fn has_room(&mut self) -> bool {
+        // Each part of a spread put takes one receive.
+        let Some(SentCounters { window, .. }) = self.sent else { return true };
+        let wanted = window.min(self.send_queues.len() as u32);
+        if self.room() < wanted {
+            self.progress.drive();
+        }
+        self.room() >= wanted || self.peer.health.has_failed()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        let Some(SentCounters { window, .. }) = self.sent else { return true };
+        if self.room() <= window / 2 {
+            self.progress.drive();
+        }
+        self.room() > window / 2 || self.peer.health.has_failed()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        if !self.has_open_messages() {
+            return self.fence().map(|()| true);
+        }
+        match self.quiet(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
+        }
+    }
+
     fn is_settled(&mut self) -> Result<bool, PostError> {
         // Pending work of the peer's driver uses no memory of this side.
         match self.drain(Instant::now()) {
@@ -438,25 +453,6 @@ impl Endpoint for VerbsEndpoint {
         self.progress.drive();
         let issued = send_queue.num_posted();
         Ok(Some(Marks { issued, arrived: issued - send_queue.num_outstanding() }))
-    }
-
-    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
-        let address = self.remote_address("wake", waiting_offset, 8)?;
-        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver checks the word. If the driver
-        // adds to flags itself, it checks then.
-        if self.sent.is_none() {
-            self.send_queues[0]
-                .touch(OpKind::Wake, address)
-                .map_err(|PostFailure| self.failure("wake"))?;
-        }
-        // Also processes the peer's own wake-ups, so that the peer never runs out of receives while this side works
-        // without waiting.
-        self.progress.drive();
-        Ok(())
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.peer.wake_self.as_fd())
     }
 }
 

@@ -7,7 +7,7 @@ use crate::rdma::request::OpKind;
 use crate::rdma::send_queue::{PostFailure, SendQueue};
 use crate::rdma::status::Cause;
 use p2p_core::counted::message::Action;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{PostError, Progress as _, QuietError};
 use p2p_core::wait::Driver;
 
 impl VerbsEndpoint {
