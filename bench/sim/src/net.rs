@@ -108,8 +108,8 @@ impl<'a> Net<'a> {
             let credit = match (&mut host.receiver, &credit_config) {
                 (Some(receiver), Some(config)) => {
                     let id = receiver.join()?;
-                    host.flow_of.resize(host.flow_of.len().max(id.slot() + 1), 0);
-                    host.flow_of[id.slot()] = idx as u32;
+                    host.flow_of.resize(host.flow_of.len().max(id.index() + 1), 0);
+                    host.flow_of[id.index()] = idx as u32;
                     Some(FlowCredit::new(config, traffic.verb, id))
                 }
                 _ => None,
