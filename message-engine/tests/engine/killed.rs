@@ -9,7 +9,7 @@ use test_support::bounded::{line_with, lines_of};
 use test_support::child;
 
 use crate::common::{TestTransport, config, rng, soon};
-use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
+use test_support::resources::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
 
 const BYTES: u64 = 3 << 20;
 /// Samples of memory. The early ones are taken while one-time allocations still happen.

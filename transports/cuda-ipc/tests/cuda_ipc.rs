@@ -4,11 +4,6 @@
 //! there are two.
 #![cfg(not(loom))]
 
-#[path = "../../../tests/support/src/bounded.rs"]
-mod bounded;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::io::Write as _;
 use std::process::{Child, ChildStdin, Stdio};
 use std::time::{Duration, Instant};
@@ -66,7 +61,8 @@ fn two_processes_over_device_slots() {
             println!("{name}: {config:?}");
             let (channel, mut child, _stdin) = with_child(&gpu, config, &format!("{idx} {seed}"));
             perform(Party::A, gpu.clone(), channel, seed, script);
-            let status = bounded::status_of(&mut child, name, bounded::LIMIT);
+            let status =
+                test_support::bounded::status_of(&mut child, name, test_support::bounded::LIMIT);
             assert!(status.success(), "the other party failed in: {name}");
         }
     }
@@ -518,7 +514,7 @@ fn first_gpu() -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            skip::skip("gpu", &error.to_string());
+            test_support::skip("gpu", &error.to_string());
             None
         }
     }

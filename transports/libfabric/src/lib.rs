@@ -41,9 +41,6 @@ mod receives;
 mod rma;
 mod rxm;
 mod service;
-#[cfg(test)]
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 mod sys;
 mod table;
 mod wait_mode;

@@ -2,18 +2,12 @@
 //! packets, a link that goes down, a half-open peer.
 
 #[allow(dead_code, reason = "other tests use the rest")]
-#[path = "../../../tests/support/src/namespaces.rs"]
-mod namespaces;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use namespaces::{Site, Star};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::wait::wait_until;
 use p2p_core::{
@@ -22,6 +16,7 @@ use p2p_core::{
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_libfabric::FabricNetwork;
+use test_support::namespaces::{Site, Star};
 
 test_support::child_processes! { "server" => server, "client" => client }
 
@@ -37,13 +32,13 @@ impl Wire {
     /// `None`, with a skip message, without the permission or the tools.
     fn lay() -> Option<Self> {
         if let Err(error) = FabricNetwork::open("tcp;ofi_rxm") {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             return None;
         }
         match Star::lay(1) {
             Ok(star) => Some(Self(star)),
             Err(error) => {
-                skip::skip("netns", &error);
+                test_support::skip("netns", &error);
                 None
             }
         }
@@ -116,7 +111,7 @@ fn frames_cross_namespaces() {
 fn lost_packets_cost_time_and_no_byte() {
     let Some(wire) = Wire::lay() else { return };
     if let Err(error) = wire.0.lose(1) {
-        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
+        test_support::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     let _server = wire.spawn(true, 200);
@@ -148,7 +143,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     client.expect("halfway");
     // The server's host falls silent first, so that no packet reports its end.
     if let Err(error) = wire.0.lose(100) {
-        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
+        test_support::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     server.child.kill().unwrap();

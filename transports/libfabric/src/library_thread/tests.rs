@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use super::super::{FabricNetwork, sys};
 use super::*;
-use crate::skip::skip;
 use p2p_core::endpoint::{Endpoint, Progress, QuietError};
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{SlotConfig, SlotLayout};
+use test_support::skip;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const FLAG: RemoteRange<SlotKey> = RemoteRange { key: SlotKey, offset: 8, len: 8 };

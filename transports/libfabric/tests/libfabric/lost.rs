@@ -112,7 +112,8 @@ fn what_a_killed_process_left_is_in_nobodys_way() {
     }
     // A child process, because other tests of this process use the same names.
     let mut command = test_support::child::command("leftovers");
-    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
+    let output =
+        test_support::bounded::output_of(&mut command, "the process", test_support::bounded::LIMIT);
     println!("{}", String::from_utf8_lossy(&output.stdout));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {said}", output.status);
@@ -179,7 +180,11 @@ fn whoever_ends_in_order_leaves_no_memory_behind() {
         });
         assert!(!memory_of(child.id()).is_empty(), "a peer without memory of its own");
         drop((channel, liveness));
-        let status = bounded::status_of(&mut child, "the peer that leaves", bounded::LIMIT);
+        let status = test_support::bounded::status_of(
+            &mut child,
+            "the peer that leaves",
+            test_support::bounded::LIMIT,
+        );
         assert!(status.success(), "{status}");
         assert_eq!(memory_of(child.id()), Vec::<PathBuf>::new());
     }

@@ -1,19 +1,12 @@
 //! Tests of libfabric beyond the conformance suite: drivers, dying peers and invalid input.
 
-#[path = "../../../../tests/support/src/bounded.rs"]
-mod bounded;
-#[path = "../../../../tests/support/src/held.rs"]
-mod held;
 mod lost;
-#[path = "../../../../tests/support/src/skip.rs"]
-mod skip;
 
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use held::{num_descriptors, num_threads, resident_bytes, usual_growth};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::endpoint::{Endpoint, Progress};
 use p2p_core::network::{Network, Route, SideDescription};
@@ -25,6 +18,7 @@ use p2p_core::{
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_libfabric::{FabricNetwork, LIBRARY_VARIABLE, WAIT_VARIABLE, providers};
+use test_support::resources::{num_descriptors, num_threads, resident_bytes, usual_growth};
 
 test_support::child_processes! {
     "missing library" => report_missing_library,
@@ -45,7 +39,7 @@ fn network(provider: &str) -> Option<FabricNetwork> {
     match FabricNetwork::open(provider) {
         Ok(network) => Some(network),
         Err(error) => {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }
@@ -200,7 +194,11 @@ fn those_who_look_find_what_comes() {
     for (name, value) in [(WAIT_VARIABLE, "poll"), ("FI_OFI_RXM_DEF_TCP_WAIT_OBJ", "pollfd")] {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let mut child = command.arg("--exact").args(tests).env(name, value).spawn().unwrap();
-        let status = bounded::status_of(&mut child, &format!("{name}={value}"), bounded::LONG);
+        let status = test_support::bounded::status_of(
+            &mut child,
+            &format!("{name}={value}"),
+            test_support::bounded::LONG,
+        );
         assert!(status.success(), "with {name}={value}: {status}");
     }
 }
@@ -212,7 +210,8 @@ fn a_word_that_says_no_way_to_wait_is_refused_by_name() {
     }
     let mut command = test_support::child::command("unknown wait mode");
     let mut child = command.env(WAIT_VARIABLE, "sometimes").spawn().unwrap();
-    let status = bounded::status_of(&mut child, "the process", bounded::LIMIT);
+    let status =
+        test_support::bounded::status_of(&mut child, "the process", test_support::bounded::LIMIT);
     assert!(status.success(), "{status}");
 }
 
@@ -326,7 +325,8 @@ fn what_is_missing_is_said_in_one_line() {
     assert!(providers().unwrap().contains(&"tcp;ofi_rxm".to_owned()));
     let mut command = test_support::child::command("missing library");
     command.env(LIBRARY_VARIABLE, "/nonexistent/libfabric.so");
-    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
+    let output =
+        test_support::bounded::output_of(&mut command, "the process", test_support::bounded::LIMIT);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
@@ -460,7 +460,11 @@ fn an_idle_device_costs_almost_no_processor_time() {
     }
     // A child process, because other tests of this process use processor time.
     let mut command = test_support::child::command("idle");
-    let output = bounded::output_of(&mut command, "the idle process", bounded::LIMIT);
+    let output = test_support::bounded::output_of(
+        &mut command,
+        "the idle process",
+        test_support::bounded::LIMIT,
+    );
     println!("{}", String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
