@@ -1,9 +1,6 @@
 //! Resources of this process, for tests of leaks.
 
-#![allow(dead_code, reason = "every test uses a part of it")]
-
-#[path = "descriptors.rs"]
-mod descriptors;
+use super::descriptors;
 
 /// Open descriptors of this process, in all its tables.
 pub fn num_descriptors() -> usize {

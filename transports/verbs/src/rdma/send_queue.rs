@@ -8,7 +8,7 @@ use super::progress::{Progress, Room};
 use super::qp::{FENCE, INLINE, QueuePair, Refusal, SIGNALLED, Verb, Work};
 use super::registration::MemoryRegion;
 use super::request::{OpKind, Place, RequestId};
-use super::state::LaneState;
+use super::state::QueuePairState;
 use super::status::Cause;
 use p2p_core::counted::message::Header;
 use p2p_core::region::Region;
@@ -17,8 +17,8 @@ use p2p_core::wait::Driver;
 /// A joined queue pair and its memory. Fields are dropped in this order: the queue pair, its room in the completion
 /// queue, the keys, the memory.
 #[derive(Debug)]
-pub(super) struct Lane {
-    state: Arc<LaneState>,
+pub(super) struct SendQueue {
+    state: Arc<QueuePairState>,
     place: Place,
     progress: Arc<Progress>,
     _room: Room,
@@ -46,9 +46,9 @@ pub(super) struct Lane {
     keeps_fences: bool,
 }
 
-/// The parts of a lane.
-pub(super) struct LaneParts {
-    pub(super) state: Arc<LaneState>,
+/// The parts of a send queue.
+pub(super) struct SendQueueParts {
+    pub(super) state: Arc<QueuePairState>,
     pub(super) place: Place,
     pub(super) progress: Arc<Progress>,
     pub(super) room: Room,
@@ -77,10 +77,10 @@ pub(super) struct Message {
 
 /// A request was not posted. The peer's health holds the cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Failed;
+pub(super) struct PostFailure;
 
-impl Lane {
-    pub(super) fn new(parts: LaneParts) -> Self {
+impl SendQueue {
+    pub(super) fn new(parts: SendQueueParts) -> Self {
         Self {
             state: parts.state,
             place: parts.place,
@@ -109,17 +109,17 @@ impl Lane {
     }
 
     /// Posts all buffered requests. From here on each request is posted at once.
-    pub(super) fn end_batch(&mut self) -> Result<(), Failed> {
+    pub(super) fn end_batch(&mut self) -> Result<(), PostFailure> {
         let flushed = self.flush();
         self.chain.close();
         flushed
     }
 
     /// Posts all buffered requests.
-    pub(super) fn flush(&mut self) -> Result<(), Failed> {
+    pub(super) fn flush(&mut self) -> Result<(), PostFailure> {
         let Self { chain, state, .. } = self;
         // SAFETY: the caller that created a request guarantees its conditions until it is complete.
-        let posted = chain.flush(|works| unsafe { post_all(&state.queue_pair, works) });
+        let posted = chain.flush(|works| unsafe { post_all(&state.qp, works) });
         posted.map_err(|refused| self.refused(refused))
     }
 
@@ -154,7 +154,11 @@ impl Lane {
     ///
     /// # Safety
     /// As for [`QueuePair::post`], also while the chain buffers the request.
-    pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
+    pub(super) unsafe fn transfer(
+        &mut self,
+        kind: OpKind,
+        message: Message,
+    ) -> Result<(), PostFailure> {
         let Message { source, local_address, bytes, remote_address, is_last, counted } = message;
         let mut flags = 0;
         if kind == OpKind::Get {
@@ -162,7 +166,7 @@ impl Lane {
             if is_last {
                 flags |= SIGNALLED;
             }
-        } else if bytes <= self.state.queue_pair.capacity().inline_bytes {
+        } else if bytes <= self.state.qp.capacity().inline_bytes {
             flags |= INLINE;
         }
         let work = Work {
@@ -187,8 +191,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Adds to a word of the peer, after all earlier requests of this lane.
-    pub(super) fn add(&mut self, remote_address: u64, value: u64) -> Result<(), Failed> {
+    /// Adds to a word of the peer, after all earlier requests of this send queue.
+    pub(super) fn add(&mut self, remote_address: u64, value: u64) -> Result<(), PostFailure> {
         // The device itself keeps writes and atomics of one queue pair in order. Answers to reads may come late,
         // and the flag must not overtake them.
         self.fence();
@@ -207,14 +211,14 @@ impl Lane {
         unsafe { self.post(OpKind::AddFlag, work) }
     }
 
-    /// Sends a message to the peer's driver, after all earlier requests of this lane.
-    pub(super) fn send(&mut self, kind: OpKind, header: &Header) -> Result<(), Failed> {
+    /// Sends a message to the peer's driver, after all earlier requests of this send queue.
+    pub(super) fn send(&mut self, kind: OpKind, header: &Header) -> Result<(), PostFailure> {
         // The order matters as for an addition by the device.
         self.fence();
         self.make_room(kind)?;
-        let Some(messages) = &self.state.messages else { return Err(Failed) };
+        let Some(messages) = &self.state.messages else { return Err(PostFailure) };
         let buffer = messages.outgoing(self.posted + 1, header);
-        let work = Work::message(0, buffer, self.state.queue_pair.capacity());
+        let work = Work::message(0, buffer, self.state.qp.capacity());
         // SAFETY: at most as many requests are under way as there are buffers. This buffer is therefore not written
         // before the request is complete. Its memory is freed after the queue pair.
         unsafe { self.post(kind, work) }
@@ -222,7 +226,7 @@ impl Lane {
 
     /// Posts a message without bytes. With `kind` Wake it consumes a receive of the peer, otherwise it only
     /// completes.
-    pub(super) fn touch(&mut self, kind: OpKind, remote_address: u64) -> Result<(), Failed> {
+    pub(super) fn touch(&mut self, kind: OpKind, remote_address: u64) -> Result<(), PostFailure> {
         let (verb, flags) = match kind {
             OpKind::Wake => (Verb::WriteWithImmediate(0), 0),
             _ => (Verb::Write, SIGNALLED),
@@ -248,7 +252,7 @@ impl Lane {
     }
 
     /// Ensures that the last request reports its completion.
-    pub(super) fn seal(&mut self, remote_address: u64) -> Result<(), Failed> {
+    pub(super) fn seal(&mut self, remote_address: u64) -> Result<(), PostFailure> {
         if self.signalled == self.posted {
             return Ok(());
         }
@@ -263,7 +267,7 @@ impl Lane {
         kind: OpKind,
         most: u64,
         deadline: Option<Instant>,
-    ) -> Result<bool, Failed> {
+    ) -> Result<bool, PostFailure> {
         self.flush()?;
         let mut num_looks = 0u32;
         let mut begun = None;
@@ -274,7 +278,7 @@ impl Lane {
                 break;
             }
             if self.state.peer.health.has_failed() {
-                return Err(Failed);
+                return Err(PostFailure);
             }
             num_looks = num_looks.wrapping_add(1);
             // Most waits end before this, and reading the clock costs as much as one check.
@@ -304,9 +308,9 @@ impl Lane {
 
     /// # Safety
     /// As for [`QueuePair::post`], also while the chain buffers the request.
-    unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
+    unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), PostFailure> {
         self.make_room(kind)?;
-        let depth = u64::from(self.state.queue_pair.capacity().sends);
+        let depth = u64::from(self.state.qp.capacity().sends);
         let sequence = self.posted + 1;
         // Signals often enough that room comes free while the device still works on the rest of the queue.
         if sequence - self.signalled >= depth / 4 {
@@ -324,7 +328,7 @@ impl Lane {
         work.id = RequestId::new(self.place, kind, sequence).0;
         let Self { chain, state, .. } = self;
         // SAFETY: the caller's promise, and the promises of the callers whose requests are buffered.
-        match chain.add(work, |works| unsafe { post_all(&state.queue_pair, works) }) {
+        match chain.add(work, |works| unsafe { post_all(&state.qp, works) }) {
             Ok(()) => {
                 self.posted = sequence;
                 if work.flags & SIGNALLED != 0 {
@@ -337,8 +341,8 @@ impl Lane {
     }
 
     /// Waits until the queue accepts another request.
-    fn make_room(&mut self, kind: OpKind) -> Result<(), Failed> {
-        let depth = u64::from(self.state.queue_pair.capacity().sends);
+    fn make_room(&mut self, kind: OpKind) -> Result<(), PostFailure> {
+        let depth = u64::from(self.state.qp.capacity().sends);
         if self.num_outstanding() >= depth {
             // Waits down to half the depth, so that the queue does not fill up again at once.
             self.wait(kind, depth / 2, None)?;
@@ -347,17 +351,17 @@ impl Lane {
     }
 
     #[cold]
-    fn refused(&self, (kind, code): (OpKind, i32)) -> Failed {
+    fn refused(&self, (kind, code): (OpKind, i32)) -> PostFailure {
         self.fail(kind, Cause::Refused { code })
     }
 
-    fn fail(&self, kind: OpKind, cause: Cause) -> Failed {
+    fn fail(&self, kind: OpKind, cause: Cause) -> PostFailure {
         self.state.peer.health.fail(kind.name(), cause);
-        Failed
+        PostFailure
     }
 }
 
-/// Posts requests of a lane to the device. If the device refuses one, the error names that request and the code.
+/// Posts requests of a send queue to the device. If the device refuses one, the error names that request and the code.
 ///
 /// # Safety
 /// As for [`QueuePair::post_chain`].
@@ -367,12 +371,12 @@ unsafe fn post_all(queue_pair: &QueuePair, works: &[Work]) -> Result<(), (OpKind
         .map_err(|Refusal { error, nth }| (RequestId(works[nth].id).kind(), error.code))
 }
 
-impl Drop for Lane {
+impl Drop for SendQueue {
     fn drop(&mut self) {
         // The driver removes its entry first. Then the queue pair stops, so that requests of neither side touch
         // memory any more. The fields follow in order.
         self.progress.leave(self.place);
-        if let Err(error) = self.state.queue_pair.stop() {
+        if let Err(error) = self.state.qp.stop() {
             tracing::error!(%error, "a queue pair cannot be stopped");
         }
     }

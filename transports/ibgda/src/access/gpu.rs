@@ -16,10 +16,8 @@ use std::sync::Arc;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
 pub use self::memory::GpuMemory;
-use crate::access::{
-    Access, AccessError, Guard, HostAccess, HostRange, Mapping, SharedMemory, Space,
-};
-use crate::probe::missing_for_doorbells;
+use super::{Access, AccessError, Guard, HostAccess, HostRange, Mapping, SharedMemory, Space};
+use crate::missing::missing_for_doorbells;
 
 /// Place of queues and slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,7 +168,7 @@ const NOT_MAPPABLE: [u32; 4] = [1, 800, 801, 95];
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::MissingPart;
+    use crate::missing::MissingPart;
 
     fn driver(code: u32) -> GpuError {
         GpuError::Driver { call: "cuMemHostRegister", code, name: format!("error {code}") }

@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use p2p_core::Region;
 
+use super::{ControlError, check_depth, place};
 use crate::format::{CQE_BYTES, Cqe};
 use crate::memory::Part;
-use crate::nic::{ControlError, check_depth, place};
 
 /// Memory layout of a completion queue. Offsets are within `region`.
 #[derive(Debug, Clone)]

@@ -84,12 +84,15 @@ fn large_transfers_use_all_queue_pairs() {
     }
     let (mut a, mut b) = (open(3), open(3));
     println!("{}", a.ports());
-    let num_lanes = 3 * a.ports().split('+').count();
+    let num_queue_pairs = 3 * a.ports().split('+').count();
     assert_eq!(a.max_operation_bytes(), STRIPE, "so that a transfer is split for all of them");
     let (at_a, at_b) = join(&mut a, &mut b);
     // More at the same time than fit into all queue pairs but one.
     let most = exchange(&mut a, at_a, &mut b, 800);
-    assert!(most > (num_lanes - 1) * DEPTH && most <= num_lanes * DEPTH, "{most} under way");
+    assert!(
+        most > (num_queue_pairs - 1) * DEPTH && most <= num_queue_pairs * DEPTH,
+        "{most} under way"
+    );
     a.close_peer(at_a);
     b.close_peer(at_b);
 }

@@ -3,8 +3,6 @@
 use std::fmt;
 use std::path::Path;
 
-use super::{first_line, is_at_least, is_loaded};
-
 /// Something that a host lacks for GPUs and NICs to reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -73,18 +71,18 @@ pub fn missing_for_gpu_memory(root: &Path) -> Vec<MissingPart> {
 }
 
 /// An option of the module nvidia.
-pub(super) struct DriverOption {
-    pub(super) name: &'static str,
-    pub(super) is_right: fn(&str) -> bool,
+pub(crate) struct DriverOption {
+    pub(crate) name: &'static str,
+    pub(crate) is_right: fn(&str) -> bool,
     /// As the driver shows it.
-    pub(super) expected: &'static str,
+    pub(crate) expected: &'static str,
     /// As it is set.
-    pub(super) setting: &'static str,
+    pub(crate) setting: &'static str,
 }
 
 impl DriverOption {
     /// `None` where the driver does not show it, or is not there.
-    pub(super) fn value(&self, root: &Path) -> Option<String> {
+    pub(crate) fn value(&self, root: &Path) -> Option<String> {
         let text = std::fs::read_to_string(root.join(PARAMS)).ok()?;
         text.lines().find_map(|line| {
             let (key, value) = line.split_once(':')?;
@@ -94,15 +92,15 @@ impl DriverOption {
 }
 
 /// State of the two methods that register memory of a GPU.
-pub(super) struct RegistrationMethods {
+pub(crate) struct RegistrationMethods {
     has_open_modules: bool,
     has_linux: bool,
-    pub(super) has_peer_memory: bool,
-    pub(super) release: String,
+    pub(crate) has_peer_memory: bool,
+    pub(crate) release: String,
 }
 
 impl RegistrationMethods {
-    pub(super) fn probe(root: &Path) -> Self {
+    pub(crate) fn probe(root: &Path) -> Self {
         let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
         let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
         let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
@@ -114,22 +112,39 @@ impl RegistrationMethods {
         }
     }
 
-    pub(super) const fn has_dma_buf(&self) -> bool {
+    pub(crate) const fn has_dma_buf(&self) -> bool {
         self.has_open_modules && self.has_linux
     }
 }
 
-/// Options that the driver was loaded with.
-pub(super) const PARAMS: &str = "proc/driver/nvidia/params";
+/// Whether the text of `proc/modules` lists a module.
+pub(crate) fn is_loaded(modules: &str, module: &str) -> bool {
+    modules.lines().any(|line| line.split(' ').next() == Some(module))
+}
 
-pub(super) const STREAM_MEM_OPS: DriverOption = DriverOption {
+/// The first line of a file, without white space around it.
+pub(crate) fn first_line(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    text.lines().next().map(|line| line.trim().to_owned())
+}
+
+/// Whether a kernel release such as `6.1.0-18-amd64` is at least `major.minor`.
+fn is_at_least(release: &str, major: u32, minor: u32) -> bool {
+    let mut parts = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (major, minor)
+}
+
+/// Options that the driver was loaded with.
+pub(crate) const PARAMS: &str = "proc/driver/nvidia/params";
+
+pub(crate) const STREAM_MEM_OPS: DriverOption = DriverOption {
     name: "EnableStreamMemOPs",
     is_right: |value| value == "1",
     expected: "EnableStreamMemOPs: 1",
     setting: "NVreg_EnableStreamMemOPs=1",
 };
 
-pub(super) const PEER_MAPPING: DriverOption = DriverOption {
+pub(crate) const PEER_MAPPING: DriverOption = DriverOption {
     name: "RegistryDwords",
     is_right: |value| value.contains("PeerMappingOverride=1"),
     expected: "RegistryDwords: \"PeerMappingOverride=1;\"",
