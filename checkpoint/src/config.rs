@@ -264,19 +264,20 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
         Ok(value)
     };
     Ok(match family.activation {
-        ActivationRule::Gated { key } => match keys.text(key)? {
-            None | Some("silu" | "swish") => Activation::SILU,
-            Some("gelu") => Activation::Gelu,
-            Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
-            Some("relu") => Activation::Relu,
-            Some(other) => {
+        ActivationRule::Silu => Activation::SILU,
+        ActivationRule::Gated { key, default } => match keys.text(key)?.unwrap_or(default) {
+            "silu" | "swish" => Activation::SILU,
+            "gelu" => Activation::Gelu,
+            "gelu_pytorch_tanh" | "gelu_new" => Activation::GeluTanh,
+            "relu" => Activation::Relu,
+            other => {
                 let expected = "'silu', 'gelu', 'gelu_pytorch_tanh' or 'relu'";
                 return Err(invalid(key, other, expected));
             }
         },
-        ActivationRule::Clamped => Activation::Swiglu {
+        ActivationRule::Clamped { default } => Activation::Swiglu {
             alpha: 1.0,
-            limit: positive("swiglu_limit", f32::INFINITY)?,
+            limit: positive("swiglu_limit", default)?,
             offset: 0.0,
         },
         ActivationRule::ClampedOffset { alpha, limit } => Activation::Swiglu {
@@ -293,12 +294,19 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
 
 /// Refuses settings that change the experts' arithmetic and that the family's description does not use.
 fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), ConfigError> {
-    let clamps =
-        matches!(family.activation, ActivationRule::Clamped | ActivationRule::ClampedOffset { .. });
+    let clamps = matches!(
+        family.activation,
+        ActivationRule::Clamped { .. } | ActivationRule::ClampedOffset { .. }
+    );
     for key in ["swiglu_limit", "swiglu_alpha"] {
         if !clamps && let Some(value) = keys.get(key) {
             return Err(ConfigError::Unsupported { field: key, found: clip(value), family });
         }
+    }
+    // Experts on rows of another width than the hidden states (Nemotron-H).
+    if let Some(value) = keys.get("moe_latent_size") {
+        let field = "moe_latent_size";
+        return Err(ConfigError::Unsupported { field, found: clip(value), family });
     }
     Ok(())
 }
