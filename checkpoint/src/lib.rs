@@ -39,8 +39,8 @@ mod tensor;
 mod weight;
 
 pub use config::{
-    Activation, AttentionConfig, ConfigError, ExpertArithmetic, LanguageConfig, ModelConfig,
-    QuantMethod, Quantization, RouterConfig, Scoring, TopkMethod,
+    Activation, AttentionConfig, ChosenBy, ConfigError, ExpertArithmetic, GroupScore, Groups,
+    LanguageConfig, ModelConfig, Normalisation, QuantMethod, Quantization, RouterConfig, Scoring,
 };
 pub use convert::{
     FP4_VALUES, bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3, f32_from_e8m0,

@@ -8,7 +8,7 @@ pub(crate) mod device;
 use std::io;
 use std::net::SocketAddr;
 
-use checkpoint::OpenError;
+use checkpoint::{OpenError, TensorError};
 use control_api::{ConfigError, LeaseError};
 #[cfg(feature = "device")]
 use kernels::{abi::ErrorWord, gpu::GpuError};
@@ -25,6 +25,9 @@ pub enum StartError {
     /// The checkpoint cannot be used.
     #[error("cannot open the checkpoint: {0}")]
     Open(#[from] OpenError),
+    /// The experts' tensors cannot be read.
+    #[error("cannot read the experts of the checkpoint: {0}")]
+    Fingerprint(#[source] TensorError),
     /// The selected experts do not exist.
     #[error("cannot hold the chosen experts: {0}")]
     Selection(#[from] SelectionError),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Fingerprint};
 use control_api::{
     Assignment, ControlClient, LayerAssignment, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus,
     ModelDescriptor, RegisterRequest,
@@ -21,11 +21,11 @@ use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
 /// The description of the model for the control plane.
-pub(crate) fn describe(checkpoint: &Checkpoint) -> ModelDescriptor {
+pub(crate) fn describe(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelDescriptor {
     let model = checkpoint.config();
     ModelDescriptor {
-        fingerprint: checkpoint.fingerprint().to_string(),
-        architecture: model.architecture.model_type().to_owned(),
+        fingerprint: fingerprint.to_string(),
+        architecture: model.family.model_type.to_owned(),
         hidden: model.hidden as u32,
         moe_layers: model.moe_layers(),
         num_experts: model.num_experts,

@@ -10,8 +10,10 @@ mod tile;
 
 use std::ops::Range;
 
-use super::weights::{SCALE_BLOCK, Weight, WeightDtype};
-use tile::{DotTile, K_BLOCK};
+use checkpoint::{Activation, WeightFormat};
+
+use super::weights::Weight;
+use tile::{DotTile, GROUP_STEP, K_BLOCK};
 
 /// An instruction set that has its own kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,15 +64,13 @@ impl Isa {
 /// Most tokens of one pass over weights. [`Kernels::dot`] takes any number.
 pub(super) const MAX_TOKENS: usize = 6;
 
-/// Distance from the row that is widened to the row that is prefetched, in rows.
-const WIDEN_ROWS_AHEAD: usize = 4;
 /// Tokens of one expert from which a GEMM replaces the portable kernels.
 const GEMM_MIN_TOKENS: usize = 8;
 
-type DotFn = unsafe fn(&DotTile);
-type WidenFn =
-    unsafe fn(src: *const u8, ahead: usize, scales: *const f32, len: usize, dst: *mut f32);
-type SiluMulFn = unsafe fn(gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
+type DotFn = unsafe fn(&DotTile<'_>);
+type WidenFn = unsafe fn(weight: &Weight, row: usize, dst: *mut f32);
+type ActivateFn =
+    unsafe fn(Activation, gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
 type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
 type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
 
@@ -80,13 +80,56 @@ pub(super) struct Kernels {
     isa: Isa,
     /// Most tokens per pass, up to [`MAX_TOKENS`].
     pass_tokens: usize,
-    /// One per dtype, at its [`dtype_idx`].
-    dot: [DotFn; 4],
-    widen: [WidenFn; 4],
-    silu_mul: SiluMulFn,
+    formats: Formats,
+    activate: ActivateFn,
     axpy: AxpyFn,
     read: ReadFn,
 }
+
+/// The kernels of every form of weights.
+#[derive(Clone, Copy, Debug)]
+struct Formats {
+    bf16: FormatKernels,
+    f16: FormatKernels,
+    f32: FormatKernels,
+    /// fp8 in blocks of several rows.
+    f8_blocks: FormatKernels,
+    /// fp8 with a scale per row or tile of columns in a row.
+    f8: FormatKernels,
+    int8: FormatKernels,
+    int4: FormatKernels,
+    fp4: FormatKernels,
+    /// Formats with groups whose size the other kernels do not take.
+    irregular: FormatKernels,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct FormatKernels {
+    dot: DotFn,
+    widen: WidenFn,
+}
+
+impl Formats {
+    fn of(&self, weight: &Weight) -> &FormatKernels {
+        let is_regular =
+            |cols: usize| cols.is_multiple_of(GROUP_STEP) || cols >= weight.cols();
+        match weight.format() {
+            WeightFormat::Bf16 => &self.bf16,
+            WeightFormat::F16 => &self.f16,
+            WeightFormat::F32 => &self.f32,
+            WeightFormat::F8E4m3 { block: [rows, cols] } if is_regular(cols) => {
+                if rows >= MIN_BLOCK_ROWS { &self.f8_blocks } else { &self.f8 }
+            }
+            WeightFormat::Int8 { group, .. } if is_regular(group) => &self.int8,
+            WeightFormat::Int4 { group, .. } if is_regular(group) => &self.int4,
+            WeightFormat::Fp4 { group } if is_regular(group) => &self.fp4,
+            _ => &self.irregular,
+        }
+    }
+}
+
+/// Least rows of a block whose scale is applied to the tokens.
+const MIN_BLOCK_ROWS: usize = 8;
 
 /// Rows of f32 that a kernel reads, at any positions.
 #[derive(Clone, Copy)]
@@ -158,8 +201,7 @@ impl Kernels {
         if y.is_empty() {
             return;
         }
-        let row_bytes = num_cols * w.dtype().size_bytes();
-        let stored = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
+        let dot = self.formats.of(w).dot;
         let num_passes = num_tokens.div_ceil(self.pass_tokens);
         // One pass reads whole rows, in the order of the weights in memory. Several passes read one block of
         // columns after the other, so that tokens and weights stay in the caches.
@@ -167,11 +209,9 @@ impl Kernels {
         for k_start in (0..num_cols).step_by(k_step) {
             let k_end = num_cols.min(k_start + k_step);
             let mut tile = DotTile {
-                weights: stored.as_ptr(),
-                scales: w.scales(),
+                weight: w,
                 row_start: rows.start,
                 num_rows,
-                num_cols,
                 accumulate: k_start > 0,
                 k_start,
                 k_end,
@@ -188,7 +228,7 @@ impl Kernels {
                 tile.y = y[tokens.start * num_rows..].as_mut_ptr();
                 // SAFETY: `new` has checked the instruction set. The assertions and slices above ensure the
                 // sizes that `DotTile` requires.
-                unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
+                unsafe { dot(&tile) };
             }
         }
     }
@@ -202,51 +242,31 @@ impl Kernels {
         self.isa == Isa::Portable && num_tokens >= GEMM_MIN_TOKENS
     }
 
-    /// Widens columns `cols` of rows `rows` of `w` to f32, row by row. `cols` starts at a multiple of the
-    /// scale block.
-    pub(super) fn widen(
-        &self,
-        w: &Weight,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        dst: &mut [f32],
-    ) {
-        assert!(cols.start.is_multiple_of(SCALE_BLOCK) && cols.end <= w.cols());
-        assert_eq!(dst.len(), rows.len() * cols.len());
-        let value_bytes = w.dtype().size_bytes();
-        let scale_cols = w.cols().div_ceil(SCALE_BLOCK);
-        for (row, dst) in rows.zip(dst.chunks_exact_mut(cols.len())) {
-            let first = row * w.cols() + cols.start;
-            let src = &w.data()[first * value_bytes..(first + cols.len()) * value_bytes];
-            let scales = match w.dtype() {
-                WeightDtype::F8E4m3 => {
-                    let first = row / SCALE_BLOCK * scale_cols + cols.start / SCALE_BLOCK;
-                    &w.scales()[first..first + cols.len().div_ceil(SCALE_BLOCK)]
-                }
-                _ => &[],
-            };
-            // SAFETY: the processor has the instruction set. `src` and `dst` have equally many values, and
-            // `scales` has one per block of them.
-            unsafe {
-                self.widen[dtype_idx(w.dtype())](
-                    src.as_ptr(),
-                    WIDEN_ROWS_AHEAD * w.cols() * value_bytes,
-                    scales.as_ptr(),
-                    dst.len(),
-                    dst.as_mut_ptr(),
-                );
-            }
+    /// Widens rows of `w` to f32, row by row.
+    pub(super) fn widen(&self, w: &Weight, rows: Range<usize>, dst: &mut [f32]) {
+        assert!(rows.end <= w.rows());
+        assert_eq!(dst.len(), rows.len() * w.cols());
+        let widen = self.formats.of(w).widen;
+        for (row, dst) in rows.zip(dst.chunks_exact_mut(w.cols())) {
+            // SAFETY: the processor has the instruction set. The row exists, and `dst` has its length.
+            unsafe { widen(w, row, dst.as_mut_ptr()) };
         }
     }
 
-    /// `dst[i] = silu(gate[i]) * up[i]`.
+    /// `dst[i] = activation(gate[i], up[i])`. Without a gate, `gate` is not used.
     ///
     /// # Safety
-    /// `dst` is valid for writes of `gate.len()` values, and no other thread accesses them meanwhile.
-    pub(super) unsafe fn silu_mul(&self, gate: &[f32], up: &[f32], dst: *mut f32) {
-        assert_eq!(gate.len(), up.len());
+    /// `dst` is valid for writes of `up.len()` values, and no other thread accesses them meanwhile.
+    pub(super) unsafe fn activate(
+        &self,
+        activation: Activation,
+        gate: &[f32],
+        up: &[f32],
+        dst: *mut f32,
+    ) {
+        assert!(gate.len() == up.len() || !activation.is_gated());
         // SAFETY: the processor has the instruction set; sizes as asserted and promised.
-        unsafe { (self.silu_mul)(gate.as_ptr(), up.as_ptr(), gate.len(), dst) };
+        unsafe { (self.activate)(activation, gate.as_ptr(), up.as_ptr(), up.len(), dst) };
     }
 
     /// `out[i] += alpha * y[i]`.
@@ -272,16 +292,6 @@ fn passes(num_tokens: usize, num_passes: usize) -> impl Iterator<Item = Range<us
         let end = begin + (num_tokens - begin).div_ceil(num_passes - pass);
         std::mem::replace(&mut begin, end)..end
     })
-}
-
-/// Position of a dtype in the kernel tables.
-const fn dtype_idx(dtype: WeightDtype) -> usize {
-    match dtype {
-        WeightDtype::Bf16 => 0,
-        WeightDtype::F16 => 1,
-        WeightDtype::F32 => 2,
-        WeightDtype::F8E4m3 => 3,
-    }
 }
 
 /// The default [`Products`](crate::Products), by crate `gemm` on the calling thread.

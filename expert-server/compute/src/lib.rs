@@ -1,8 +1,9 @@
 //! Experts on CPUs: computes one merged batch of one MoE layer at a time, on a few threads.
 //!
-//! For every (token, expert) entry the pool computes `down(silu(gate(x)) * up(x))` in f32. It multiplies the
-//! result by the entry's weight and sums over the entries of a token. Weights stay in the dtype of the
-//! checkpoint and are widened in registers or per tile. The crate excludes frames, slots and clients.
+//! For every (token, expert) entry the pool computes `down(silu(gate(x)) * up(x))`, or another of the model's
+//! [`ExpertArithmetic`], in f32. It multiplies the result by the entry's weight and sums over the entries of a
+//! token. Weights stay in the format of the checkpoint, see [`WeightFormat`], and are widened in registers or per
+//! tile. The crate excludes frames, slots and clients.
 //!
 //! # Examples
 //! ```
@@ -10,16 +11,17 @@
 //!
 //! use switchyard_expert_compute::{
 //!     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
-//!     WeightDtype,
+//!     WeightFormat,
 //! };
 //!
 //! // One expert with hidden size 2 and intermediate size 1, all weights 1.0 in bf16.
 //! let ones = |rows: usize, cols: usize| {
 //!     let bytes = WeightBytes::from([0x80, 0x3f].repeat(rows * cols));
-//!     Weight::new(WeightDtype::Bf16, rows, cols, bytes, Vec::new().into())
+//!     Weight::new(WeightFormat::Bf16, rows, cols, bytes, None)
 //! };
 //! let mut experts = LayerExperts::new(2, 1)?;
-//! let weights = ExpertWeights { gate: ones(1, 2)?, up: ones(1, 2)?, down: ones(2, 1)? };
+//! let (gate, up, down) = (Some(ones(1, 2)?), ones(1, 2)?, ones(2, 1)?);
+//! let weights = ExpertWeights { gate, up, down, biases: None };
 //! experts.insert(7, Arc::new(weights))?;
 //!
 //! // One token, routed to expert 7 with weight 0.5.
@@ -45,7 +47,10 @@ mod store;
 mod team;
 mod weights;
 
-pub use checkpoint::{Checkpoint, DType, TensorError};
+pub use checkpoint::{
+    Activation, Checkpoint, DType, ExpertArithmetic, ExpertBiases, TensorError, WeightFormat,
+    Weighting,
+};
 
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
 pub use kernels::{Isa, gemm};
@@ -54,5 +59,5 @@ pub use pool::{ComputePool, Products};
 pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
 pub use team::{Pinning, PoolError, pin_current_thread};
 pub use weights::{
-    ExpertWeights, LayerExperts, SCALE_BLOCK, Weight, WeightBytes, WeightDtype, WeightError,
+    ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales,
 };

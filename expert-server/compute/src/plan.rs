@@ -140,7 +140,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{ExpertGroup, ExpertWeights, Weight, WeightBytes, WeightDtype};
+    use crate::{ExpertGroup, ExpertWeights, Weight, WeightBytes, WeightFormat};
 
     #[test]
     fn tiles_are_neither_tiny_nor_long() {
@@ -158,12 +158,12 @@ mod tests {
         const INTER: usize = 1 << 18;
         let matrix = |rows, cols| {
             let bytes = WeightBytes::from(vec![0u8; INTER * 2]);
-            Weight::new(WeightDtype::Bf16, rows, cols, bytes, Vec::new().into()).unwrap()
+            Weight::new(WeightFormat::Bf16, rows, cols, bytes, None).unwrap()
         };
         let mut experts = LayerExperts::new(1, INTER).unwrap();
         for expert in [2, 5] {
-            let (gate, up) = (matrix(INTER, 1), matrix(INTER, 1));
-            let weights = ExpertWeights { gate, up, down: matrix(1, INTER) };
+            let (gate, up) = (Some(matrix(INTER, 1)), matrix(INTER, 1));
+            let weights = ExpertWeights { gate, up, down: matrix(1, INTER), biases: None };
             experts.insert(expert, Arc::new(weights)).unwrap();
         }
         let groups = [

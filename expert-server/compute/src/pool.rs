@@ -209,41 +209,75 @@ impl Job<'_> {
         true
     }
 
-    /// `h[entry, rows] = silu(gate[rows] . x) * (up[rows] . x)` for one run of rows of one expert.
+    /// `h[entry, rows] = activation(gate[rows] . x, up[rows] . x)` for one run of rows of one expert.
     fn gate_up(&self, phase: &Phase, idx: usize, scratch: &mut [f32], ticker: &mut Ticker<'_, '_>) {
         let (hidden, inter) = (self.experts.hidden(), self.experts.inter());
+        let activation = self.experts.activation();
         let tiles = self.plan.gate_up_tiles(inter);
         let segment = &self.plan.segments[phase.first_segment + idx / tiles];
         let rows = tile_range(idx % tiles, self.plan.gate_up_rows, inter);
         let Some(weights) = self.weights(segment) else { return };
         let mut scratch = self.sizes.split(scratch);
         let use_gemm = self.prefers_gemm(segment);
-        let [gate_rows, up_rows] = [&weights.gate, &weights.up].map(|weight| {
-            let rows = rows.clone();
-            self.operand(weight, rows, use_gemm, &mut scratch.panel, ticker)
-        });
-        let step = step_tokens(2 * rows.len(), hidden);
+        let mut operand = |weight| {
+            self.operand(weight, rows.clone(), use_gemm, &mut scratch.panel, ticker)
+        };
+        let gate_rows = weights.gate.as_ref().map(&mut operand);
+        let up_rows = operand(&weights.up);
+        let biases = weights.biases.as_ref();
+        let gate_bias = biases.filter(|_| gate_rows.is_some()).map(|b| &b.gate[rows.clone()]);
+        let up_bias = biases.map(|b| &b.up[rows.clone()]);
+        let num_matrices = if gate_rows.is_some() { 2 } else { 1 };
+        let step = step_tokens(num_matrices * rows.len(), hidden);
         let mut begin = segment.begin;
         while begin < segment.end {
             let end = segment.end.min(begin + step);
             let tokens = &self.batch.entry_token[begin..end];
             let x = Rows { data: self.batch.x, len: hidden, rows: RowIds::List(tokens) };
-            let (gate, up) = scratch.y.split_at_mut(rows.len() * (end - begin));
-            let up = &mut up[..gate.len()];
-            self.multiply(&gate_rows, x, scratch.spare, gate);
+            let num = rows.len() * (end - begin);
+            let (up, gate) = scratch.y.split_at_mut(num);
             self.multiply(&up_rows, x, scratch.spare, up);
+            self.finish(up, begin, rows.len(), up_bias);
+            let gate: &[f32] = match &gate_rows {
+                None => &[],
+                Some(gate_rows) => {
+                    let gate = &mut gate[..num];
+                    self.multiply(gate_rows, x, scratch.spare, gate);
+                    self.finish(gate, begin, rows.len(), gate_bias);
+                    gate
+                }
+            };
             for entry in begin..end {
                 let at = (entry - begin) * rows.len()..(entry - begin + 1) * rows.len();
                 let h_row = segment.h_row + entry - segment.begin;
+                let gate = if gate.is_empty() { &[] } else { &gate[at.clone()] };
                 // SAFETY: in this phase only this tile writes these columns of this row, and no tile reads them
                 // before the next phase.
                 unsafe {
                     let h = self.h.columns(h_row, rows.clone());
-                    self.kernels.silu_mul(&gate[at.clone()], &up[at], h);
+                    self.kernels.activate(activation, gate, &up[at], h);
                 }
             }
-            ticker.add(2 * rows.len() * hidden * (end - begin));
+            ticker.add(num_matrices * rows.len() * hidden * (end - begin));
             begin = end;
+        }
+    }
+
+    /// Applies the factors of entries from `begin` on, if they belong to the input, and a bias, to products
+    /// `y [entries, len]`. The products are linear, so a factor of the input is one of the product.
+    fn finish(&self, y: &mut [f32], begin: usize, len: usize, bias: Option<&[f32]>) {
+        let weights_input = self.experts.weights_input();
+        if !weights_input && bias.is_none() {
+            return;
+        }
+        for (y, entry) in y.chunks_exact_mut(len).zip(begin..) {
+            if weights_input {
+                let factor = self.batch.entry_weight[entry];
+                y.iter_mut().for_each(|y| *y *= factor);
+            }
+            if let Some(bias) = bias {
+                y.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+            }
         }
     }
 
@@ -259,6 +293,7 @@ impl Job<'_> {
             }
         }
         let step = step_tokens(cols.len(), inter);
+        let weights_input = self.experts.weights_input();
         // SAFETY: all writes to `h` were in the previous phase, which has ended.
         let h = unsafe { self.h.as_slice() };
         for segment in &self.plan.segments[phase.first_segment..][..phase.num_segments] {
@@ -267,6 +302,7 @@ impl Job<'_> {
             let use_gemm = self.prefers_gemm(segment);
             let down_rows =
                 self.operand(&weights.down, cols.clone(), use_gemm, &mut scratch.panel, ticker);
+            let bias = weights.biases.as_ref().map(|biases| &biases.down[cols.clone()]);
             let mut begin = segment.begin;
             while begin < segment.end {
                 let num = (segment.end - begin).min(step);
@@ -274,12 +310,16 @@ impl Job<'_> {
                 let rows = Rows { data: h, len: inter, rows: RowIds::Run(first, num) };
                 let y = &mut scratch.y[..num * cols.len()];
                 self.multiply(&down_rows, rows, scratch.spare, y);
-                for (y, entry) in y.chunks_exact(cols.len()).zip(begin..begin + num) {
+                for (y, entry) in y.chunks_exact_mut(cols.len()).zip(begin..begin + num) {
+                    if let Some(bias) = bias {
+                        y.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+                    }
                     let token = self.batch.entry_token[entry] as usize;
+                    let factor = if weights_input { 1.0 } else { self.batch.entry_weight[entry] };
                     // SAFETY: only this tile touches these columns of the output in this phase.
                     unsafe {
                         let out = self.out.columns(token, cols.clone());
-                        self.kernels.axpy(self.batch.entry_weight[entry], y, out);
+                        self.kernels.axpy(factor, y, out);
                     }
                 }
                 ticker.add(cols.len() * inter * num);
@@ -303,7 +343,7 @@ impl Job<'_> {
         let size = rows.len() * weight.cols();
         let (widened, rest) = std::mem::take(panel).split_at_mut(size);
         *panel = rest;
-        self.kernels.widen(weight, rows, 0..weight.cols(), widened);
+        self.kernels.widen(weight, rows, widened);
         ticker.add(size);
         Operand::Panel(widened)
     }

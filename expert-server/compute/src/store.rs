@@ -1,17 +1,20 @@
 //! The experts of a server by layer. Experts are added and removed while batches run.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use checkpoint::{Checkpoint, DType, ExpertTensors, TensorError, WeightView};
+use checkpoint::{Checkpoint, TensorError, WeightView};
 use memmap2::MmapMut;
 
-use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightDtype, WeightError};
+use super::weights::{
+    ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales,
+};
 
-/// The memory of weights.
+/// The memory of weights. Formats that the checkpoint does not store row by row, such as GPTQ's, are always copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Residency {
     /// The mapped files: shared with other processes, reclaimable by the system, 4 KiB pages.
@@ -43,9 +46,6 @@ pub enum LoadError {
     /// The weights are invalid.
     #[error("cannot use expert {expert} of layer {layer}: {source}")]
     Weight { layer: u32, expert: u32, source: WeightError },
-    /// The kernels do not support the dtype of a tensor.
-    #[error("tensor '{tensor}' is {dtype}; expected BF16, F16, F32 or F8_E4M3")]
-    Dtype { tensor: String, dtype: DType },
     /// The system has no memory for a copy.
     #[error(
         "cannot get {bytes} bytes for expert {expert} of layer {layer}: {source}; \
@@ -81,8 +81,9 @@ impl ExpertStore {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         let config = checkpoint.config();
-        let empty =
-            LayerExperts::new(config.hidden, config.moe_intermediate).map_err(LoadError::Model)?;
+        let empty = LayerExperts::new(config.hidden, config.moe_intermediate)
+            .map_err(LoadError::Model)?
+            .with_arithmetic(config.arithmetic);
         let mut layers = vec![empty; config.num_layers as usize];
         let num_experts = experts.values().map(Vec::len).sum();
         let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
@@ -195,82 +196,85 @@ fn load_expert(
         expert,
         source,
     })?;
-    let mut data = match residency {
-        Residency::Mapped => map_expert(checkpoint, &tensors),
-        Residency::Copied => {
-            let bytes = copy_bytes(views(&tensors).map(|view| view.tensor.data));
-            copy_expert(&tensors).map_err(|source| LoadError::Memory {
-                layer,
-                expert,
-                bytes,
-                source,
-            })?
+    let mut parts = Vec::new();
+    for view in tensors.matrices() {
+        parts.push(view.codes());
+        if let Some(scales) = view.scales() {
+            parts.push(scales.data.clone());
         }
     }
-    .into_iter();
-    let mut weight = |view: WeightView<'_>| {
-        let dtype = match view.dtype() {
-            DType::Bf16 => WeightDtype::Bf16,
-            DType::F16 => WeightDtype::F16,
-            DType::F32 => WeightDtype::F32,
-            DType::F8E4m3 => WeightDtype::F8E4m3,
-            dtype => {
-                return Err(LoadError::Dtype { tensor: view.tensor.name.to_owned(), dtype });
-            }
-        };
-        let scales = view.scales.map_or_else(Vec::new, |scales| scales.to_f32());
-        let data = data.next().unwrap_or_else(|| WeightBytes::from(Vec::new()));
-        Weight::new(dtype, view.rows(), view.cols(), data, scales.into())
+    let mut parts = place(checkpoint, residency, &parts)
+        .map_err(|(bytes, source)| LoadError::Memory { layer, expert, bytes, source })?
+        .into_iter();
+    let mut next = || parts.next().unwrap_or_else(|| Vec::new().into());
+    let mut weight = |view: &WeightView<'_>| {
+        let codes = next();
+        let scales = view.scales().map(|scales| WeightScales {
+            dtype: scales.dtype,
+            data: next(),
+            factor: scales.factor,
+            minima: view.minima().unwrap_or_default().into(),
+        });
+        Weight::new(view.format(), view.rows(), view.cols(), codes, scales)
             .map_err(|source| LoadError::Weight { layer, expert, source })
     };
-    Ok(ExpertWeights {
-        gate: weight(tensors.gate)?,
-        up: weight(tensors.up)?,
-        down: weight(tensors.down)?,
-    })
+    let gate = tensors.gate.as_ref().map(&mut weight).transpose()?;
+    let (up, down) = (weight(&tensors.up)?, weight(&tensors.down)?);
+    Ok(ExpertWeights { gate, up, down, biases: tensors.biases })
 }
 
-fn views<'a>(tensors: &ExpertTensors<'a>) -> [WeightView<'a>; 3] {
-    [tensors.gate, tensors.up, tensors.down]
+/// Borrows parts from the mapping, after touching each page, or copies them. An error has the bytes that a copy
+/// takes.
+fn place(
+    checkpoint: &Arc<Checkpoint>,
+    residency: Residency,
+    parts: &[Cow<'_, [u8]>],
+) -> Result<Vec<WeightBytes>, (usize, io::Error)> {
+    let is_borrowed = |part: &Cow<'_, [u8]>| {
+        residency == Residency::Mapped && matches!(part, Cow::Borrowed(_))
+    };
+    let copied = parts.iter().filter(|part| !is_borrowed(part)).map(|part| &**part);
+    let bytes = copied.clone().map(|part| part.len().next_multiple_of(ALIGN_BYTES)).sum();
+    let mut copies = copy(copied, bytes).map_err(|source| (bytes, source))?.into_iter();
+    let mut placed = Vec::new();
+    for part in parts {
+        match part {
+            Cow::Borrowed(part) if residency == Residency::Mapped => {
+                let pages = part.iter().step_by(PAGE_BYTES);
+                std::hint::black_box(pages.fold(0u8, |acc, &byte| acc ^ byte));
+                // SAFETY: the view borrows these bytes from the checkpoint's mapping, which is only read.
+                placed.push(unsafe { WeightBytes::borrowed(checkpoint, part) });
+            }
+            _ => placed.extend(copies.next()),
+        }
+    }
+    Ok(placed)
 }
 
-/// Borrows the matrices from the mapping, after touching each page.
-fn map_expert(checkpoint: &Arc<Checkpoint>, tensors: &ExpertTensors<'_>) -> [WeightBytes; 3] {
-    views(tensors).map(|view| {
-        let data = view.tensor.data;
-        std::hint::black_box(data.iter().step_by(PAGE_BYTES).fold(0u8, |acc, &byte| acc ^ byte));
-        let name = view.tensor.name;
-        WeightBytes::new(Arc::clone(checkpoint), |checkpoint| {
-            // The name is from the same checkpoint. The size check would catch a miss.
-            checkpoint.tensor(name).map_or(&[], |tensor| tensor.data)
-        })
-    })
-}
-
-/// Copies the matrices into one anonymous mapping.
-fn copy_expert(tensors: &ExpertTensors<'_>) -> io::Result<[WeightBytes; 3]> {
-    let matrices = views(tensors).map(|view| view.tensor.data);
-    let mut memory = MmapMut::map_anon(copy_bytes(matrices) + HUGE_PAGE_BYTES)?;
+/// Copies parts into one anonymous mapping of `bytes`, or each into its own memory if all fit into one huge page.
+fn copy<'a>(
+    parts: impl Iterator<Item = &'a [u8]>,
+    bytes: usize,
+) -> io::Result<Vec<WeightBytes>> {
+    if bytes < HUGE_PAGE_BYTES {
+        return Ok(parts.map(|part| part.to_vec().into()).collect());
+    }
+    let mut memory = MmapMut::map_anon(bytes + HUGE_PAGE_BYTES)?;
     // Best effort: without huge pages the copy is no worse than the mapping.
     #[cfg(target_os = "linux")]
     let _ = memory.advise(memmap2::Advice::HugePage);
     // Data starts at the first boundary of a huge page. The memory before it is never touched.
     let mut offset = memory.as_ptr().align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
-    let mut ranges = matrices.map(|data| {
-        let range = offset..offset + data.len();
-        memory[range.clone()].copy_from_slice(data);
-        offset += data.len().next_multiple_of(ALIGN_BYTES);
-        range
-    });
+    let mut ranges = Vec::new();
+    for part in parts {
+        let range = offset..offset + part.len();
+        memory[range.clone()].copy_from_slice(part);
+        offset += part.len().next_multiple_of(ALIGN_BYTES);
+        ranges.push(range);
+    }
     let memory = Arc::new(memory.make_read_only()?);
-    Ok(ranges.each_mut().map(|range| {
-        let range = std::mem::take(range);
-        WeightBytes::new(Arc::clone(&memory), |memory| &memory[range])
-    }))
-}
-
-fn copy_bytes(matrices: [&[u8]; 3]) -> usize {
-    matrices.iter().map(|data| data.len().next_multiple_of(ALIGN_BYTES)).sum()
+    let part = |range| WeightBytes::new(Arc::clone(&memory), |memory| &memory[range]);
+    Ok(ranges.into_iter().map(part).collect())
 }
 
 /// Stride at which a load touches mapped files: the smallest page of all targets.

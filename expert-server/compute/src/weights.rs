@@ -1,35 +1,13 @@
-//! Expert weights in the dtype of the checkpoint, in mapped files or in memory.
+//! Expert weights in the format of the checkpoint, in mapped files or in memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Side of the square blocks that share one scale in fp8 weights.
-pub const SCALE_BLOCK: usize = 128;
-
-/// Storage type of weights. Arithmetic is in f32 for all types.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WeightDtype {
-    /// bfloat16.
-    Bf16,
-    /// IEEE half precision.
-    F16,
-    /// IEEE single precision.
-    F32,
-    /// fp8 e4m3 (finite variant), with one f32 scale per block of 128 × 128 values.
-    F8E4m3,
-}
-
-impl WeightDtype {
-    /// Bytes per value.
-    #[must_use]
-    pub const fn size_bytes(self) -> usize {
-        match self {
-            Self::F8E4m3 => 1,
-            Self::Bf16 | Self::F16 => 2,
-            Self::F32 => 4,
-        }
-    }
-}
+use checkpoint::{
+    Activation, DType, ExpertArithmetic, ExpertBiases, WeightFormat, Weighting, f32_from_e4m3,
+    f32_from_e8m0,
+};
+use half::f16;
 
 /// Why weights cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -37,16 +15,35 @@ impl WeightDtype {
 #[allow(missing_docs, reason = "the message of a variant says what its fields are")]
 pub enum WeightError {
     /// The number of bytes does not fit the shape of the matrix.
-    #[error("a {rows} x {cols} matrix of {dtype:?} takes {expected} bytes, found {found}")]
-    DataSize { rows: usize, cols: usize, dtype: WeightDtype, expected: usize, found: usize },
-    /// The number of scales does not fit the matrix.
-    #[error("a {rows} x {cols} matrix of {dtype:?} needs {expected} block scales, found {found}")]
-    ScaleSize { rows: usize, cols: usize, dtype: WeightDtype, expected: usize, found: usize },
+    #[error("a {rows} x {cols} matrix of {format} takes {expected} bytes, found {found}")]
+    DataSize { rows: usize, cols: usize, format: WeightFormat, expected: usize, found: usize },
+    /// The number of bytes of scales, or of minima, does not fit the matrix.
+    #[error("a {rows} x {cols} matrix of {format} needs {expected} {what}, found {found}")]
+    ScaleSize {
+        rows: usize,
+        cols: usize,
+        format: WeightFormat,
+        what: &'static str,
+        expected: usize,
+        found: usize,
+    },
+    /// Scales have a dtype that is no float.
+    #[error("scales are {dtype}; expected F32, BF16, F16, F8_E8M0 or F8_E4M3")]
+    ScaleDtype { dtype: DType },
+    /// A packed row does not end at a byte.
+    #[error("a {rows} x {cols} matrix of {format} has rows that do not end at a byte")]
+    OddRow { rows: usize, cols: usize, format: WeightFormat },
     /// An fp8 matrix contains NaN, first at byte `offset`.
     #[error(
         "a {rows} x {cols} matrix of F8E4m3 holds NaN at byte {offset}; the weights are damaged"
     )]
     NotFinite { rows: usize, cols: usize, offset: usize },
+    /// A scale or a minimum is infinite or NaN.
+    #[error(
+        "a {rows} x {cols} matrix of {format} has {value} as scale or minimum number {idx}; \
+         the weights are damaged"
+    )]
+    ScaleNotFinite { rows: usize, cols: usize, format: WeightFormat, idx: usize, value: String },
     /// A matrix of an expert, `gate`, `up` or `down`, has the wrong shape.
     #[error("{matrix} of expert {expert} is {found_rows} x {found_cols}, expected {rows} x {cols}")]
     Shape {
@@ -57,6 +54,12 @@ pub enum WeightError {
         rows: usize,
         cols: usize,
     },
+    /// An expert has a gate that its activation does not use, or lacks one.
+    #[error("expert {expert} {found}, but the activation {activation} expects the opposite")]
+    Gate { expert: u32, found: &'static str, activation: String },
+    /// A bias of an expert, of `gate`, `up` or `down`, has the wrong length.
+    #[error("the bias of {matrix} of expert {expert} holds {found} values, expected {expected}")]
+    Bias { matrix: &'static str, expert: u32, found: usize, expected: usize },
     /// The hidden or intermediate size of a layer is zero.
     #[error("a layer of hidden size {hidden} and intermediate size {inter} cannot hold experts")]
     EmptyLayer { hidden: usize, inter: usize },
@@ -86,6 +89,15 @@ impl WeightBytes {
         Self { data, _owner: owner }
     }
 
+    /// Borrows `bytes` for as long as the result or a clone of it lives.
+    ///
+    /// # Safety
+    /// `bytes` is borrowed from the value behind `owner`, and that value does not change.
+    pub(crate) unsafe fn borrowed<O: Send + Sync + 'static>(owner: &Arc<O>, bytes: &[u8]) -> Self {
+        let owner: Arc<O> = Arc::clone(owner);
+        Self { data: NonNull::from(bytes), _owner: owner }
+    }
+
     /// The bytes.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
@@ -106,46 +118,89 @@ impl std::fmt::Debug for WeightBytes {
     }
 }
 
+/// Scales of a weight matrix, row-major as [`WeightFormat::scale_shape`] says, in a dtype of the checkpoint.
+#[derive(Clone, Debug)]
+pub struct WeightScales {
+    /// F32, BF16, F16, F8_E8M0 or F8_E4M3.
+    pub dtype: DType,
+    /// The values, little-endian, at any alignment.
+    pub data: WeightBytes,
+    /// Multiplies every scale.
+    pub factor: f32,
+    /// Added to the scaled values of a group, one for each scale; empty if the format has no minima.
+    pub minima: Arc<[f32]>,
+}
+
+impl From<Vec<f32>> for WeightScales {
+    fn from(scales: Vec<f32>) -> Self {
+        let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        Self { dtype: DType::F32, data: bytes.into(), factor: 1.0, minima: Arc::new([]) }
+    }
+}
+
+impl WeightScales {
+    /// The scale at `idx`, the factor applied. `idx` must be within the data.
+    #[inline]
+    pub(crate) fn get(&self, idx: usize) -> f32 {
+        let data = self.data.as_slice();
+        let pair = |idx: usize| u16::from_le_bytes([data[2 * idx], data[2 * idx + 1]]);
+        let scale = match self.dtype {
+            DType::Bf16 => f32::from_bits(u32::from(pair(idx)) << 16),
+            DType::F16 => f16::from_bits(pair(idx)).to_f32(),
+            DType::F8E8m0 => f32_from_e8m0(data[idx]),
+            DType::F8E4m3 => f32_from_e4m3(data[idx]),
+            _ => {
+                let [a, b, c, d] = [0, 1, 2, 3].map(|byte| data[4 * idx + byte]);
+                f32::from_le_bytes([a, b, c, d])
+            }
+        };
+        scale * self.factor
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.data.as_slice().len() + size_of_val(&*self.minima)
+    }
+}
+
 /// A row-major weight matrix `[rows, cols]`. The bytes need no alignment.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    dtype: WeightDtype,
+    format: WeightFormat,
     rows: usize,
     cols: usize,
-    data: WeightBytes,
-    scales: Arc<[f32]>,
+    codes: WeightBytes,
+    scales: Option<WeightScales>,
 }
 
 impl Weight {
-    /// Creates a matrix over `data`. For fp8 `scales` has `ceil(rows / 128) * ceil(cols / 128)` row-major
-    /// factors; for other types it is empty. Reads an fp8 matrix once as a whole, because the kernels rely on
-    /// finite values.
+    /// Creates a matrix over packed `codes`, see [`WeightFormat`]. Reads all scales, and an fp8 matrix as a whole,
+    /// because the kernels rely on finite values.
     ///
     /// # Errors
-    /// [`WeightError`] for sizes that do not fit the shape, and for NaN in an fp8 matrix.
+    /// [`WeightError`] for sizes that do not fit the shape, for NaN in an fp8 matrix, and for scales and minima that
+    /// are not finite.
     pub fn new(
-        dtype: WeightDtype,
+        format: WeightFormat,
         rows: usize,
         cols: usize,
-        data: WeightBytes,
-        scales: Arc<[f32]>,
+        codes: WeightBytes,
+        scales: Option<WeightScales>,
     ) -> Result<Self, WeightError> {
-        let found = data.as_slice().len();
-        let expected = rows.saturating_mul(cols).saturating_mul(dtype.size_bytes());
-        if found != expected {
-            return Err(WeightError::DataSize { rows, cols, dtype, expected, found });
-        }
-        let (expected, found) = match dtype {
-            WeightDtype::F8E4m3 => {
-                (rows.div_ceil(SCALE_BLOCK) * cols.div_ceil(SCALE_BLOCK), scales.len())
+        let row_bytes = match format.code_bits() {
+            4 if !cols.is_multiple_of(2) => {
+                return Err(WeightError::OddRow { rows, cols, format });
             }
-            _ => (0, scales.len()),
+            4 => cols / 2,
+            bits => cols.saturating_mul(bits / 8),
         };
+        let found = codes.as_slice().len();
+        let expected = row_bytes.saturating_mul(rows);
         if found != expected {
-            return Err(WeightError::ScaleSize { rows, cols, dtype, expected, found });
+            return Err(WeightError::DataSize { rows, cols, format, expected, found });
         }
-        if dtype == WeightDtype::F8E4m3 {
-            let bytes = data.as_slice();
+        check_scales(format, rows, cols, scales.as_ref())?;
+        if matches!(format, WeightFormat::F8E4m3 { .. }) {
+            let bytes = codes.as_slice();
             // Chunks without an early exit vectorise.
             let is_damaged = |chunk: &[u8]| {
                 chunk.iter().fold(false, |found, byte| found | (byte & 0x7f == 0x7f))
@@ -155,13 +210,13 @@ impl Weight {
                 return Err(WeightError::NotFinite { rows, cols, offset });
             }
         }
-        Ok(Self { dtype, rows, cols, data, scales })
+        Ok(Self { format, rows, cols, codes, scales })
     }
 
-    /// Storage dtype.
+    /// The form of the values.
     #[must_use]
-    pub fn dtype(&self) -> WeightDtype {
-        self.dtype
+    pub fn format(&self) -> WeightFormat {
+        self.format
     }
 
     /// Number of rows (outputs).
@@ -176,41 +231,90 @@ impl Weight {
         self.cols
     }
 
-    /// The stored values, row-major, little-endian.
+    /// The packed codes, row-major, little-endian.
     #[must_use]
-    pub fn data(&self) -> &[u8] {
-        self.data.as_slice()
+    pub fn codes(&self) -> &[u8] {
+        self.codes.as_slice()
     }
 
-    /// Block scales `[ceil(rows / 128), ceil(cols / 128)]`; empty unless fp8.
+    /// The scales; `None` for formats without.
     #[must_use]
-    pub fn scales(&self) -> &[f32] {
-        &self.scales
+    pub fn scales(&self) -> Option<&WeightScales> {
+        self.scales.as_ref()
     }
 
-    /// Bytes of all values and scales.
+    /// Bytes of a row of codes.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.cols * self.format.code_bits() / 8
+    }
+
+    /// Bytes of all codes, scales and minima.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
-        self.data().len() + size_of_val(&*self.scales)
+        self.codes().len() + self.scales.as_ref().map_or(0, WeightScales::size_bytes)
     }
 }
 
-/// The three matrices of one expert: `down(silu(gate(x)) * up(x))`.
+fn check_scales(
+    format: WeightFormat,
+    rows: usize,
+    cols: usize,
+    scales: Option<&WeightScales>,
+) -> Result<(), WeightError> {
+    let size = |what, expected, found| match found == expected {
+        true => Ok(()),
+        false => Err(WeightError::ScaleSize { rows, cols, format, what, expected, found }),
+    };
+    if format.scale_block().is_some_and(|block| block.contains(&0)) {
+        return size("rows and columns in a block", 1, 0);
+    }
+    let shape = format.scale_shape(rows, cols);
+    let expected = shape.map_or(0, |[rows, cols]| rows.saturating_mul(cols));
+    let Some(scales) = scales else { return size("scales", expected, 0) };
+    let scale_bytes = match scales.dtype {
+        DType::F32 => 4,
+        DType::Bf16 | DType::F16 => 2,
+        DType::F8E8m0 | DType::F8E4m3 => 1,
+        dtype => return Err(WeightError::ScaleDtype { dtype }),
+    };
+    let bytes = expected.saturating_mul(scale_bytes);
+    size("bytes of scales", bytes, scales.data.as_slice().len())?;
+    let has_minima = matches!(
+        format,
+        WeightFormat::Int8 { has_minima: true, .. } | WeightFormat::Int4 { has_minima: true, .. }
+    );
+    size("minima", if has_minima { expected } else { 0 }, scales.minima.len())?;
+    let values = (0..expected).map(|idx| scales.get(idx)).enumerate();
+    let minima = scales.minima.iter().copied().enumerate();
+    match values.chain(minima).find(|(_, value)| !value.is_finite()) {
+        None => Ok(()),
+        Some((idx, value)) => {
+            let value = value.to_string();
+            Err(WeightError::ScaleNotFinite { rows, cols, format, idx, value })
+        }
+    }
+}
+
+/// The matrices of one expert: `down(activation(gate(x), up(x)))`.
 #[derive(Clone, Debug)]
 pub struct ExpertWeights {
-    /// `[inter, hidden]`.
-    pub gate: Weight,
+    /// `[inter, hidden]`; `None` if the layer's activation has no gate.
+    pub gate: Option<Weight>,
     /// `[inter, hidden]`.
     pub up: Weight,
     /// `[hidden, inter]`.
     pub down: Weight,
+    /// Added to the matrices' outputs.
+    pub biases: Option<ExpertBiases>,
 }
 
 impl ExpertWeights {
-    /// Bytes of all values and scales.
+    /// Bytes of all values, scales and biases.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
-        self.gate.size_bytes() + self.up.size_bytes() + self.down.size_bytes()
+        let matrices = self.gate.iter().chain([&self.up, &self.down]);
+        let biases = self.biases.as_ref().map_or(0, |b| b.gate.len() + b.up.len() + b.down.len());
+        matrices.map(Weight::size_bytes).sum::<usize>() + biases * size_of::<f32>()
     }
 }
 
@@ -220,11 +324,12 @@ impl ExpertWeights {
 pub struct LayerExperts {
     hidden: usize,
     inter: usize,
+    arithmetic: ExpertArithmetic,
     experts: Vec<Option<Arc<ExpertWeights>>>,
 }
 
 impl LayerExperts {
-    /// Creates a layer without experts.
+    /// Creates a layer without experts, whose arithmetic is [`ExpertArithmetic::SWIGLU`].
     ///
     /// # Errors
     /// [`WeightError::EmptyLayer`] when a size is zero.
@@ -232,20 +337,32 @@ impl LayerExperts {
         if hidden == 0 || inter == 0 {
             return Err(WeightError::EmptyLayer { hidden, inter });
         }
-        Ok(Self { hidden, inter, experts: Vec::new() })
+        Ok(Self { hidden, inter, arithmetic: ExpertArithmetic::SWIGLU, experts: Vec::new() })
+    }
+
+    /// The same layer without experts, with another arithmetic.
+    #[must_use]
+    pub fn with_arithmetic(self, arithmetic: ExpertArithmetic) -> Self {
+        Self { arithmetic, experts: Vec::new(), ..self }
     }
 
     /// Adds or replaces an expert. Memory grows with the highest id, so ids should be small and dense.
     ///
     /// # Errors
-    /// [`WeightError::Shape`] when a matrix does not have the shape of the layer.
+    /// [`WeightError`] when a matrix or a bias does not have the shape of the layer, or when a gate is missing or
+    /// superfluous.
     pub fn insert(&mut self, expert: u32, weights: Arc<ExpertWeights>) -> Result<(), WeightError> {
         let (hidden, inter) = (self.hidden, self.inter);
-        for (matrix, weight, rows, cols) in [
-            ("gate", &weights.gate, inter, hidden),
-            ("up", &weights.up, inter, hidden),
-            ("down", &weights.down, hidden, inter),
-        ] {
+        let activation = self.arithmetic.activation;
+        if activation.is_gated() != weights.gate.is_some() {
+            let found = if weights.gate.is_some() { "has a gate" } else { "has no gate" };
+            return Err(WeightError::Gate { expert, found, activation: activation.to_string() });
+        }
+        let gate = weights.gate.as_ref().map(|gate| ("gate", gate, inter, hidden));
+        for (matrix, weight, rows, cols) in gate
+            .into_iter()
+            .chain([("up", &weights.up, inter, hidden), ("down", &weights.down, hidden, inter)])
+        {
             if (weight.rows, weight.cols) != (rows, cols) {
                 let (found_rows, found_cols) = (weight.rows, weight.cols);
                 return Err(WeightError::Shape {
@@ -256,6 +373,19 @@ impl LayerExperts {
                     rows,
                     cols,
                 });
+            }
+        }
+        if let Some(biases) = &weights.biases {
+            let gate = if activation.is_gated() { inter } else { 0 };
+            for (matrix, bias, expected) in [
+                ("gate", &biases.gate, gate),
+                ("up", &biases.up, inter),
+                ("down", &biases.down, hidden),
+            ] {
+                let found = bias.len();
+                if found != expected {
+                    return Err(WeightError::Bias { matrix, expert, found, expected });
+                }
             }
         }
         let idx = expert as usize;
@@ -305,5 +435,20 @@ impl LayerExperts {
     #[must_use]
     pub fn inter(&self) -> usize {
         self.inter
+    }
+
+    /// The arithmetic of the experts.
+    #[must_use]
+    pub fn arithmetic(&self) -> ExpertArithmetic {
+        self.arithmetic
+    }
+
+    pub(crate) fn activation(&self) -> Activation {
+        self.arithmetic.activation
+    }
+
+    /// Returns true if a token's factor for an expert applies to the expert's input.
+    pub(crate) fn weights_input(&self) -> bool {
+        self.arithmetic.weighting == Weighting::Input
     }
 }

@@ -2,7 +2,7 @@
 
 use std::mem::size_of;
 
-use checkpoint::ModelConfig;
+use checkpoint::{Activation, ExpertArithmetic, ModelConfig, Weighting};
 use kernels::abi::{
     Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry, LayerWeights,
     MAX_EXPERTS, MAX_PEERS, RANK_BITS, ServerState,
@@ -36,6 +36,22 @@ pub(crate) struct DevicePlan {
     pub(crate) has_networks: bool,
 }
 
+/// Checks that the kernels compute experts of this kind.
+fn check_arithmetic(arithmetic: ExpertArithmetic) -> Result<(), DeviceError> {
+    let refused = |what: String| Err(DeviceError::Arithmetic { what });
+    match arithmetic.activation {
+        Activation::SILU => {}
+        activation if !activation.is_gated() => {
+            return refused(format!("experts without a gate (activation {activation})"));
+        }
+        activation => return refused(format!("activation {activation}, only silu")),
+    }
+    match arithmetic.weighting {
+        Weighting::Output => Ok(()),
+        Weighting::Input => refused("router factors on the experts' input".to_owned()),
+    }
+}
+
 impl DevicePlan {
     /// Sizes for `model`, or the reason why the kernels cannot serve it.
     pub(crate) fn new(
@@ -44,6 +60,7 @@ impl DevicePlan {
         limits: &Limits,
         model: &ModelConfig,
     ) -> Result<Self, DeviceError> {
+        check_arithmetic(model.arithmetic)?;
         let unsupported = |source| DeviceError::Model {
             hidden: model.hidden,
             inter: model.moe_intermediate,

@@ -18,6 +18,9 @@ pub enum DeviceError {
         "the GPU kernels cannot serve this model (hidden {hidden}, intermediate {inter}, top-{top_k} of {num_experts} experts): {source}; serve it with `--device cpu`"
     )]
     Model { hidden: usize, inter: usize, top_k: usize, num_experts: u32, source: CheckError },
+    /// The kernels do not compute experts of this kind.
+    #[error("the GPU kernels have no {what}; serve this model on the CPU (`--device cpu`)")]
+    Arithmetic { what: String },
     /// The kernels do not read requests of this type.
     #[error("requests to a GPU cannot be {found}: expected bf16 or fp8")]
     Dtype { found: WireDtype },

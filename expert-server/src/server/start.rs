@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Fingerprint};
 use control_api::RegisterRequest;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
@@ -33,8 +33,8 @@ pub(super) async fn start(
     registry: prometheus::Registry,
     mut progress: impl FnMut(LoadProgress) + Send + 'static,
 ) -> Result<RunningServer, StartError> {
-    let checkpoint = open_checkpoint(&config).await?;
-    let shape = shape_of(&checkpoint);
+    let (checkpoint, fingerprint) = open_checkpoint(&config).await?;
+    let shape = shape_of(&checkpoint, fingerprint);
     let mut backend = open_backend(&config, &checkpoint, &shape).await?;
     let (device, frames) = (backend.device_name(), backend.frame_limits());
     if let Placement::Static(selection) = &config.placement {
@@ -74,7 +74,7 @@ pub(super) async fn start(
     let mut registration = RegisterRequest::new(
         config.name.clone(),
         advertised_addr(&config, data_addr)?,
-        members::describe(&checkpoint),
+        members::describe(&checkpoint, fingerprint),
     );
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
@@ -141,10 +141,17 @@ pub(super) async fn start(
     Ok(RunningServer { config, data_addr, metrics_addr, health, store, keeper, data, stop, end })
 }
 
-async fn open_checkpoint(config: &ServerConfig) -> Result<Arc<Checkpoint>, StartError> {
+/// Opens the checkpoint and reads its fingerprint.
+async fn open_checkpoint(
+    config: &ServerConfig,
+) -> Result<(Arc<Checkpoint>, Fingerprint), StartError> {
     let dir = config.model_dir.clone();
-    let opening = tokio::task::spawn_blocking(move || Checkpoint::open(dir));
-    Ok(Arc::new(opening.await.map_err(|_| StartError::LoadPanicked)??))
+    let opening = tokio::task::spawn_blocking(move || {
+        let checkpoint = Checkpoint::open(dir)?;
+        let fingerprint = checkpoint.fingerprint().map_err(StartError::Fingerprint)?;
+        Ok::<_, StartError>((Arc::new(checkpoint), fingerprint))
+    });
+    opening.await.map_err(|_| StartError::LoadPanicked)?
 }
 
 /// Opens the GPU of the configuration, or takes CPUs without one.
@@ -161,10 +168,10 @@ async fn open_backend(
     Ok(Box::new(CpuBackend::new(config, shape)?))
 }
 
-fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
+fn shape_of(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelShape {
     let model = checkpoint.config();
     ModelShape {
-        fingerprint: checkpoint.fingerprint().0,
+        fingerprint: fingerprint.0,
         hidden: model.hidden as u32,
         num_layers: model.num_layers,
         num_experts: model.num_experts,

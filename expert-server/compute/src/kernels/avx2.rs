@@ -2,9 +2,24 @@
 
 use std::arch::x86_64::*;
 
+use checkpoint::FP4_VALUES;
+
 use super::MAX_TOKENS;
 use super::simd::Simd;
 use super::tile::kernels_of;
+
+/// Eight packed codes, each in the lowest bits of its lane; higher bits hold other codes.
+///
+/// # Safety
+/// The caller has the instruction set, and `src` is valid for 4 bytes.
+#[inline(always)]
+unsafe fn codes(src: *const u8) -> __m256i {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        let packed = _mm256_set1_epi32(src.cast::<i32>().read_unaligned());
+        _mm256_srlv_epi32(packed, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28))
+    }
+}
 
 kernels_of!(Avx2, "avx2,fma,f16c", pass_tokens: 6);
 
@@ -109,6 +124,52 @@ unsafe impl Simd for Avx2 {
             let low = _mm256_castsi256_si128(bits);
             let high = _mm256_extracti128_si256::<1>(bits);
             [_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(src.cast()))) }
+    }
+
+    /// Scale, and the value of code 0.
+    type Int4 = [__m256; 2];
+
+    #[inline(always)]
+    unsafe fn int4(scale: f32, minimum: f32) -> [__m256; 2] {
+        // SAFETY: the caller has the instruction set. Eight times the scale is exact.
+        unsafe { [_mm256_set1_ps(scale), _mm256_set1_ps(minimum - 8.0 * scale)] }
+    }
+
+    #[inline(always)]
+    unsafe fn load_int4([scale, least]: [__m256; 2], src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe {
+            let codes = _mm256_and_si256(codes(src), _mm256_set1_epi32(15));
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), scale, least)
+        }
+    }
+
+    /// The values of codes 0 to 7.
+    type Fp4 = __m256;
+
+    #[inline(always)]
+    unsafe fn fp4(scale: f32) -> __m256 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm256_mul_ps(_mm256_loadu_ps(FP4_VALUES.as_ptr()), _mm256_set1_ps(scale)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_fp4(values: __m256, src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe {
+            let codes = codes(src);
+            // The permutation uses the three lowest bits of each index. The fourth is the sign.
+            let values = _mm256_permutevar8x32_ps(values, codes);
+            let sign = _mm256_slli_epi32::<28>(codes);
+            let sign = _mm256_and_ps(_mm256_castsi256_ps(sign), _mm256_set1_ps(-0.0));
+            _mm256_xor_ps(values, sign)
         }
     }
 }

@@ -2,9 +2,33 @@
 
 use std::arch::x86_64::*;
 
+use checkpoint::FP4_VALUES;
+
 use super::MAX_TOKENS;
 use super::simd::Simd;
 use super::tile::kernels_of;
+
+/// Shifts that move eight codes of a dword to the lowest bits, for two dwords.
+const NIBBLES: [i32; 16] = [0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28];
+const INT4_VALUES: [f32; 16] =
+    [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
+/// The values of 16 packed codes.
+///
+/// # Safety
+/// The caller has the instruction set, and `src` is valid for 8 bytes.
+#[inline(always)]
+unsafe fn look_up(values: __m512, src: *const u8) -> __m512 {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        let src = src.cast::<i32>();
+        let low = _mm512_set1_epi32(src.read_unaligned());
+        let codes = _mm512_mask_set1_epi32(low, 0xff00, src.add(1).read_unaligned());
+        // The permutation uses the four lowest bits of each index.
+        let codes = _mm512_srlv_epi32(codes, _mm512_loadu_si512(NIBBLES.as_ptr().cast()));
+        _mm512_permutexvar_ps(codes, values)
+    }
+}
 
 kernels_of!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", pass_tokens: 6);
 
@@ -112,5 +136,44 @@ unsafe impl Simd for Avx512 {
             let high = _mm512_extracti64x4_epi64::<1>(bits);
             [_mm512_cvtph_ps(low), _mm512_cvtph_ps(high)]
         }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(src.cast()))) }
+    }
+
+    /// The values of all codes.
+    type Int4 = __m512;
+
+    #[inline(always)]
+    unsafe fn int4(scale: f32, minimum: f32) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let values = _mm512_loadu_ps(INT4_VALUES.as_ptr());
+            _mm512_fmadd_ps(values, _mm512_set1_ps(scale), _mm512_set1_ps(minimum))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_int4(values: __m512, src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe { look_up(values, src) }
+    }
+
+    /// The values of all codes.
+    type Fp4 = __m512;
+
+    #[inline(always)]
+    unsafe fn fp4(scale: f32) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_mul_ps(_mm512_loadu_ps(FP4_VALUES.as_ptr()), _mm512_set1_ps(scale)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_fp4(values: __m512, src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe { look_up(values, src) }
     }
 }

@@ -1,27 +1,33 @@
 //! Plain Rust, in a form that compilers vectorise.
 
-use super::simd::{Bf16, F8, F16, F32, Simd};
-use super::{Isa, Kernels, MAX_TOKENS, tile};
+use checkpoint::FP4_VALUES;
+
+use super::simd::{Bf16, F8, F16, F32, Fp4, Int4, Int8, Simd};
+use super::tile::{self, Blocks, Format, Groups, Irregular, Stored};
+use super::{FormatKernels, Formats, Isa, Kernels, MAX_TOKENS};
 
 pub(super) const KERNELS: Kernels = Kernels {
     isa: Isa::Portable,
     pass_tokens: 4,
-    dot: [
-        tile::dot::<Portable, Bf16>,
-        tile::dot::<Portable, F16>,
-        tile::dot::<Portable, F32>,
-        tile::dot::<Portable, F8>,
-    ],
-    widen: [
-        tile::widen::<Portable, Bf16>,
-        tile::widen::<Portable, F16>,
-        tile::widen::<Portable, F32>,
-        tile::widen::<Portable, F8>,
-    ],
-    silu_mul: tile::silu_mul,
+    formats: Formats {
+        bf16: kernels::<Stored<Bf16>>(),
+        f16: kernels::<Stored<F16>>(),
+        f32: kernels::<Stored<F32>>(),
+        f8_blocks: kernels::<Blocks>(),
+        f8: kernels::<Groups<F8>>(),
+        int8: kernels::<Groups<Int8>>(),
+        int4: kernels::<Groups<Int4>>(),
+        fp4: kernels::<Groups<Fp4>>(),
+        irregular: kernels::<Irregular>(),
+    },
+    activate: tile::activate,
     axpy: tile::axpy::<Portable>,
     read: tile::read::<Portable>,
 };
+
+const fn kernels<F: Format>() -> FormatKernels {
+    FormatKernels { dot: tile::dot::<Portable, F>, widen: F::widen::<Portable> }
+}
 
 #[derive(Clone, Copy)]
 struct Portable;
@@ -99,6 +105,52 @@ unsafe impl Simd for Portable {
         // SAFETY: the caller promises twice `LANES` values.
         unsafe { [Self::load_f8(src), Self::load_f8(src.add(LANES))] }
     }
+
+    #[inline(always)]
+    unsafe fn load_i8(src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        let bytes = unsafe { src.cast::<[i8; LANES]>().read_unaligned() };
+        bytes.map(f32::from)
+    }
+
+    /// Scale and minimum.
+    type Int4 = [f32; 2];
+
+    #[inline(always)]
+    unsafe fn int4(scale: f32, minimum: f32) -> [f32; 2] {
+        [scale, minimum]
+    }
+
+    #[inline(always)]
+    unsafe fn load_int4([scale, minimum]: [f32; 2], src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        unsafe { codes(src) }.map(|code| (f32::from(code) - 8.0) * scale + minimum)
+    }
+
+    /// The scale.
+    type Fp4 = f32;
+
+    #[inline(always)]
+    unsafe fn fp4(scale: f32) -> f32 {
+        scale
+    }
+
+    #[inline(always)]
+    unsafe fn load_fp4(scale: f32, src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        unsafe { codes(src) }.map(|code| FP4_VALUES[usize::from(code)] * scale)
+    }
+}
+
+/// Packed 4-bit codes.
+///
+/// # Safety
+/// `src` is valid for `LANES / 2` bytes.
+#[inline(always)]
+unsafe fn codes(src: *const u8) -> [u8; LANES] {
+    // SAFETY: as promised by the caller.
+    let bytes = unsafe { src.cast::<[u8; LANES / 2]>().read_unaligned() };
+    std::array::from_fn(|i| bytes[i / 2] >> (i % 2 * 4) & 15)
 }
 
 /// Widens by a shift of the bits and a multiplication that corrects the exponent. That is exact for

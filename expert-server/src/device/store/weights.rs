@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use checkpoint::{Checkpoint, DType, ExpertTensors, WeightView};
+use checkpoint::{Checkpoint, ExpertTensors, FP8_BLOCK, WeightFormat, WeightView};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
-use crate::compute::{LoadError, WeightDtype, WeightError};
+use crate::compute::{LoadError, WeightError};
 use crate::device::DeviceError;
 use crate::device::upload::Uploader;
 
@@ -33,10 +33,11 @@ pub(crate) struct WeightShape {
 
 impl WeightShape {
     /// Sizes of the model's experts. The type is fp8 if all experts of the model are fp8 with blocks that the
-    /// kernels support; otherwise it is bf16, to which all types can be rounded. The type does not depend on the
+    /// kernels support; otherwise it is bf16, to which all formats can be rounded. The type does not depend on the
     /// experts that are loaded first, because any other may be assigned later.
     ///
-    /// Returns an error if the checkpoint lacks one of `experts`, which are to be loaded.
+    /// Returns an error if the checkpoint lacks one of `experts`, which are to be loaded, or if the kernels do not
+    /// compute experts of this kind.
     pub(super) fn of(
         checkpoint: &Checkpoint,
         experts: &BTreeMap<u32, Vec<u32>>,
@@ -46,17 +47,35 @@ impl WeightShape {
             experts.iter().flat_map(|(layer, ids)| ids.iter().map(move |id| (*layer, *id)));
         for (layer, expert) in wanted {
             let missing = |source| LoadError::Tensor { layer, expert, source };
-            checkpoint.expert(layer, expert).map_err(missing)?;
+            gated(checkpoint.expert(layer, expert).map_err(missing)?)?;
         }
         let layers = model.moe_layers().into_iter();
         let mut all = layers.flat_map(|layer| (0..model.num_experts).map(move |id| (layer, id)));
         let is_fp8 = all.all(|(layer, expert)| {
             // An expert that the checkpoint lacks cannot be loaded later either.
-            checkpoint.expert(layer, expert).map_or(true, |tensors| {
-                [tensors.gate, tensors.up, tensors.down].iter().all(is_block_fp8)
-            })
+            checkpoint
+                .expert(layer, expert)
+                .map_or(true, |tensors| tensors.matrices().all(is_block_fp8))
         });
-        Ok(Self { hidden: model.hidden, inter: model.moe_intermediate, is_fp8 })
+        let shape = Self { hidden: model.hidden, inter: model.moe_intermediate, is_fp8 };
+        shape.log_widening(checkpoint);
+        Ok(shape)
+    }
+
+    /// Says if the model takes more GPU memory than its files.
+    fn log_widening(&self, checkpoint: &Checkpoint) {
+        let first = checkpoint.config().moe_layers().first().copied();
+        let Some(Ok(tensors)) = first.map(|layer| checkpoint.expert(layer, 0)) else { return };
+        let stored: usize = tensors.matrices().map(WeightView::stored_bytes).sum();
+        let format = tensors.up.format();
+        if self.expert_bytes() > stored as u64 {
+            tracing::warn!(
+                %format,
+                stored_bytes_per_expert = stored,
+                gpu_bytes_per_expert = self.expert_bytes(),
+                "the GPU kernels have no kernel for this format: experts are widened to bf16 in GPU memory"
+            );
+        }
     }
 
     /// Bytes of one matrix: gate, up and down have the same size.
@@ -156,9 +175,10 @@ pub(super) fn put(
     local_idx: usize,
     (layer, expert): (u32, u32),
 ) -> Result<(), LoadError> {
-    let ExpertTensors { gate, up, down, .. } = checkpoint
+    let tensors = checkpoint
         .expert(layer, expert)
         .map_err(|source| LoadError::Tensor { layer, expert, source })?;
+    let [gate, up, down] = gated(tensors)?;
     let local_idx = local_idx as u64;
     let (bytes, scales) = (shape.matrix_bytes(), shape.num_scales() * 4);
     let at = |buffer: &GpuBuffer, idx: u64, len: u64| buffer.at(idx * len, len);
@@ -170,12 +190,9 @@ pub(super) fn put(
         let to = at(buffer, idx, bytes).map_err(refused)?;
         if shape.is_fp8 {
             check_fp8(&view).map_err(|source| LoadError::Weight { layer, expert, source })?;
-        } else if !matches!(view.dtype(), DType::Bf16 | DType::F16 | DType::F32 | DType::F8E4m3) {
-            let tensor = view.tensor.name.to_owned();
-            return Err(LoadError::Dtype { tensor, dtype: view.dtype() });
         }
         let copied = copy_matrix(uploader, to, &view, shape.is_fp8).and_then(|()| {
-            let Some((pair, factors)) = memory.scales.as_ref().zip(view.scales) else {
+            let Some((pair, factors)) = memory.scales.as_ref().zip(view.scales()) else {
                 return Ok(());
             };
             let factors: Vec<u8> = factors.to_f32().iter().flat_map(|f| f.to_le_bytes()).collect();
@@ -189,34 +206,43 @@ pub(super) fn put(
     Ok(())
 }
 
+/// Gate, up and down of an expert that the kernels compute.
+fn gated(tensors: ExpertTensors<'_>) -> Result<[WeightView<'_>; 3], DeviceError> {
+    let refused = |what: &str| DeviceError::Arithmetic { what: what.to_owned() };
+    if tensors.biases.is_some() {
+        return Err(refused("biases of experts"));
+    }
+    let gate = tensors.gate.ok_or_else(|| refused("experts without a gate"))?;
+    Ok([gate, tensors.up, tensors.down])
+}
+
 fn copy_matrix(
     uploader: &mut Uploader,
     to: DevicePtr,
     view: &WeightView<'_>,
     keeps_fp8: bool,
 ) -> Result<(), GpuError> {
-    match view.dtype() {
-        DType::Bf16 => uploader.copy_bytes(to, view.tensor.data),
-        DType::F8E4m3 if keeps_fp8 => uploader.copy_bytes(to, view.tensor.data),
+    match view.format() {
+        WeightFormat::Bf16 => uploader.copy_bytes(to, &view.codes()),
+        WeightFormat::F8E4m3 { .. } if keeps_fp8 => uploader.copy_bytes(to, &view.codes()),
         _ => uploader.copy_as_bf16(to, &view.to_f32()),
     }
 }
 
 fn is_block_fp8(view: &WeightView<'_>) -> bool {
-    let has_blocks = view.scales.is_some_and(|scales| scales.block == [SCALE_BLOCK; 2]);
-    view.dtype() == DType::F8E4m3 && has_blocks
+    view.format() == WeightFormat::F8E4m3 { block: FP8_BLOCK }
 }
 
 /// Checks that the kernels can use an fp8 matrix.
 fn check_fp8(view: &WeightView<'_>) -> Result<(), WeightError> {
-    let (rows, cols) = (view.rows(), view.cols());
-    let dtype = WeightDtype::F8E4m3;
+    let (rows, cols, format) = (view.rows(), view.cols(), view.format());
     if !is_block_fp8(view) {
         let expected = rows.div_ceil(SCALE_BLOCK) * cols.div_ceil(SCALE_BLOCK);
-        let found = view.scales.map_or(0, |scales| scales.tensor.num_elements());
-        return Err(WeightError::ScaleSize { rows, cols, dtype, expected, found });
+        let found = format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols);
+        let what = "block scales";
+        return Err(WeightError::ScaleSize { rows, cols, format, what, expected, found });
     }
-    match view.tensor.data.iter().position(|byte| byte & 0x7f == 0x7f) {
+    match view.codes().iter().position(|byte| byte & 0x7f == 0x7f) {
         Some(offset) => Err(WeightError::NotFinite { rows, cols, offset }),
         None => Ok(()),
     }
