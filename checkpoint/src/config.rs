@@ -8,7 +8,7 @@ mod router;
 
 use std::fmt;
 
-use crate::family::{ActivationRule, Family, SharedWidth, Weighting};
+use crate::family::{ActivationRule, Family, LayerRule, SharedWidth, Weighting};
 use keys::{Keys, clip, invalid};
 pub(crate) use language::token_ids;
 pub use language::{AttentionConfig, LanguageConfig};
@@ -123,7 +123,7 @@ impl ModelConfig {
         let keys = Keys::parse(json)?;
         let family = family(&keys)?;
         let hidden = keys.dim(&["hidden_size"])?;
-        let num_layers = keys.count(&["num_hidden_layers", "num_layers", "n_layers"])?;
+        let num_layers = num_layers(family, &keys)?;
         let num_experts = keys.count(NUM_EXPERTS)?;
         let top_k = keys.dim(TOP_K)?;
         if top_k > num_experts as usize {
@@ -255,6 +255,19 @@ fn family(keys: &Keys) -> Result<&'static Family, ConfigError> {
     })
 }
 
+fn num_layers(family: &Family, keys: &Keys) -> Result<u32, ConfigError> {
+    if family.layers == LayerRule::BlockTypes
+        && let Some(blocks) = layers::block_types(keys)?
+    {
+        let expected = "a block for each layer, 1 to 65536 of them";
+        return match u32::try_from(blocks.len()) {
+            Ok(number @ 1..=65_536) => Ok(number),
+            _ => Err(invalid("layers_block_type", format!("{} blocks", blocks.len()), expected)),
+        };
+    }
+    keys.count(&["num_hidden_layers", "num_layers", "n_layers"])
+}
+
 fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, ConfigError> {
     let positive = |key: &'static str, default: f32| {
         let value = keys.number(key)?.map_or(default, |value| value as f32);
@@ -264,19 +277,20 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
         Ok(value)
     };
     Ok(match family.activation {
-        ActivationRule::Gated { key } => match keys.text(key)? {
-            None | Some("silu" | "swish") => Activation::SILU,
-            Some("gelu") => Activation::Gelu,
-            Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
-            Some("relu") => Activation::Relu,
-            Some(other) => {
+        ActivationRule::Silu => Activation::SILU,
+        ActivationRule::Gated { key, default } => match keys.text(key)?.unwrap_or(default) {
+            "silu" | "swish" => Activation::SILU,
+            "gelu" => Activation::Gelu,
+            "gelu_pytorch_tanh" | "gelu_new" => Activation::GeluTanh,
+            "relu" => Activation::Relu,
+            other => {
                 let expected = "'silu', 'gelu', 'gelu_pytorch_tanh' or 'relu'";
                 return Err(invalid(key, other, expected));
             }
         },
-        ActivationRule::Clamped => Activation::Swiglu {
+        ActivationRule::Clamped { default } => Activation::Swiglu {
             alpha: 1.0,
-            limit: positive("swiglu_limit", f32::INFINITY)?,
+            limit: positive("swiglu_limit", default)?,
             offset: 0.0,
         },
         ActivationRule::ClampedOffset { alpha, limit } => Activation::Swiglu {
@@ -293,12 +307,19 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
 
 /// Refuses settings that change the experts' arithmetic and that the family's description does not use.
 fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), ConfigError> {
-    let clamps =
-        matches!(family.activation, ActivationRule::Clamped | ActivationRule::ClampedOffset { .. });
+    let clamps = matches!(
+        family.activation,
+        ActivationRule::Clamped { .. } | ActivationRule::ClampedOffset { .. }
+    );
     for key in ["swiglu_limit", "swiglu_alpha"] {
         if !clamps && let Some(value) = keys.get(key) {
             return Err(ConfigError::Unsupported { field: key, found: clip(value), family });
         }
+    }
+    // Experts on rows of another width than the hidden states (Nemotron-H).
+    if let Some(value) = keys.get("moe_latent_size") {
+        let field = "moe_latent_size";
+        return Err(ConfigError::Unsupported { field, found: clip(value), family });
     }
     Ok(())
 }

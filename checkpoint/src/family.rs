@@ -81,13 +81,20 @@ impl Family {
 /// How a family's configuration gives the experts' activation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ActivationRule {
-    /// `act(gate) · up`; the key names the activation, SiLU if it is absent.
+    /// `act(gate) · up`; the key names the activation.
     Gated {
         /// Key of the activation's name.
         key: &'static str,
+        /// Name without the key.
+        default: &'static str,
     },
-    /// `silu(min(gate, L)) · clamp(up, −L, L)`, L from `swiglu_limit`; without the key nothing is clamped.
-    Clamped,
+    /// `silu(gate) · up`, whatever the configuration says.
+    Silu,
+    /// `silu(min(gate, L)) · clamp(up, −L, L)`, L from `swiglu_limit`.
+    Clamped {
+        /// L without the key; infinite if nothing is clamped then.
+        default: f32,
+    },
     /// `gate · σ(α · gate) · (up + 1)` after the same clamping; α and L from the keys, else these values.
     ClampedOffset {
         /// Key of α, and its default.
@@ -128,6 +135,9 @@ pub(crate) enum LayerRule {
     Interleaved,
     /// From `moe_layer_start_index` to `moe_layer_end_index` every `moe_layer_interval`-th.
     Range,
+    /// The blocks of a hybrid model that `layers_block_type` or `hybrid_override_pattern` marks; their number is the
+    /// number of layers.
+    BlockTypes,
     /// The layers whose experts are stored.
     Stored,
 }

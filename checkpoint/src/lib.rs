@@ -29,6 +29,8 @@ mod digest;
 mod dtype;
 mod experts;
 mod family;
+mod gguf;
+mod inspect;
 mod layout;
 mod make;
 mod open;
@@ -47,6 +49,8 @@ pub use digest::{Coverage, Fingerprint, ParseFingerprintError, TensorDigest, Ten
 pub use dtype::DType;
 pub use experts::{ExpertBiases, ExpertTensors, RouterTensors};
 pub use family::{Family, Weighting};
+pub use gguf::{GgufError, GgufSummary};
+pub use inspect::ExpertSummary;
 pub use make::{
     MakeError, MakeOptions, MakeSummary, ParsePresetError, Preset, make_checkpoint, planned_bytes,
 };

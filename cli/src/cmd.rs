@@ -105,8 +105,8 @@ pub struct TransportArgs {
 #[cfg(feature = "ibgda")]
 #[derive(Debug, Clone, Copy, clap::Args, serde::Serialize, serde::Deserialize)]
 pub struct IbgdaArgs {
-    /// ibgda: memory of the slots. gpu: memory of the GPU. host: page-locked memory of the host. auto: memory
-    /// of the GPU if the NIC can access it, otherwise of the host.
+    /// ibgda: memory of the slots, `gpu` or `host` (page-locked). With `auto` it is the GPU's if the NIC can access
+    /// it, otherwise the host's.
     #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
     #[serde(with = "by_name")]
     pub ibgda_slots: ibgda_network::SlotPlace,

@@ -17,7 +17,7 @@ mod link;
 use std::sync::Arc;
 
 use p2p_core::device::DeviceSlots;
-use p2p_core::{AnyEndpoint, Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
+use p2p_core::{AnyEndpoint, Channel, Kicker, SpinPolicy, Transport, WaitSet};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
 
@@ -48,14 +48,14 @@ pub struct CpuConfig {
 
 /// The handle to a data thread on CPUs. Dropping it stops the thread.
 #[derive(Debug)]
-pub struct CpuPlane<E: Endpoint> {
+pub struct CpuPlane<E: Transport> {
     inbox: Arc<Inbox<Command<E>>>,
     kicker: Kicker,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
 }
 
-impl<E: Endpoint + 'static> CpuPlane<E>
+impl<E: Transport + 'static> CpuPlane<E>
 where
     E::RemoteKey: 'static,
 {
@@ -171,7 +171,7 @@ impl DataPlane for CpuPlane<AnyEndpoint> {
     }
 }
 
-impl<E: Endpoint> Drop for CpuPlane<E> {
+impl<E: Transport> Drop for CpuPlane<E> {
     fn drop(&mut self) {
         self.inbox.push(Command::Stop);
         self.kicker.kick();
@@ -179,7 +179,7 @@ impl<E: Endpoint> Drop for CpuPlane<E> {
 }
 
 /// Commands to the data thread.
-enum Command<E: Endpoint> {
+enum Command<E: Transport> {
     Attach {
         id: LinkId,
         channel: Channel<E>,

@@ -1,10 +1,9 @@
-//! Receiver-driven credits: who may send how much, decided where the congestion would be.
+//! Receiver-driven credits: the receiver decides which sender may send how much.
 //!
-//! Many senders into one receiver overrun its link, whatever each of them does on its own. Here the
-//! receiver hands out byte grants, so that what is under way to it never exceeds what its link and
-//! one round trip hold (the *window*). This module is arithmetic only: it has no sockets, no threads
-//! and no clock. Counters and times come in as events, and what is to be told to whom comes out as
-//! actions.
+//! Many senders into one receiver overrun its network link, whatever each of them does alone. Here the receiver hands
+//! out byte grants. The bytes under way to it then never exceed the capacity of its network link and one round trip
+//! (the *window*). This module is arithmetic only: it has no sockets, no threads and no clock. Counters and times come
+//! in as events, and reports to senders come out as actions.
 //!
 //! ```text
 //! CreditSender                                   CreditReceiver
@@ -13,15 +12,15 @@
 //!   sent(bytes)  ─────────── payload ────────────────▶  Event::Received
 //! ```
 //!
-//! - **Counters are cumulative and monotonic**: bytes since the two halves were made. A report that is
-//!   merged with a later one, or seen twice, changes nothing. A counter that a correct peer cannot
-//!   produce is a [`CreditError::Impossible`], and the state stays as it was.
-//! - **Small messages go unscheduled**: up to [`CreditConfig::unscheduled_bytes`] per sender may be
-//!   under way without a grant. All others are announced, and sent within the grant. Within each of
-//!   the two kinds, which message a byte belongs to is the caller's business.
-//! - **A grant that is not used expires.** Its share of the window goes to others, and is remembered:
-//!   the sender gets nothing new before the old grant was used or withdrawn, so late bytes are never
-//!   counted twice. At most [`CreditConfig::sender_window_bytes`] per stalled sender can still come.
+//! - **Counters are cumulative and monotonic**: they count bytes since the two halves were made. A report that is
+//!   merged with a later one, or arrives twice, changes nothing. A counter that a correct peer cannot produce is a
+//!   [`CreditError::Impossible`], and the state does not change.
+//! - **Small messages go unscheduled**: up to [`CreditConfig::unscheduled_bytes`] per sender may be under way without a
+//!   grant. All others are announced, and sent within the grant. Within each of the two kinds, the caller keeps track
+//!   of the message that a byte belongs to.
+//! - **A grant that is not used expires.** Its share of the window goes to others. The sender gets nothing new until
+//!   the old grant is used or withdrawn, so late bytes never count twice. At most
+//!   [`CreditConfig::sender_window_bytes`] per stalled sender can still arrive.
 //! - **Memory is bounded** by [`CreditConfig::max_senders`] and allocated once.
 
 mod heap;
@@ -36,45 +35,46 @@ use thiserror::Error;
 pub use receiver::{Action, CreditReceiver, Event, SenderId, SenderState};
 pub use sender::{Admission, CreditSender};
 
-/// Limits and policy. [`for_link`](Self::for_link) gives a start; both sides must agree on
-/// `unscheduled_bytes` and `max_demand_bytes`, the rest is the receiver's.
+/// Limits and policy. [`for_link`](Self::for_link) computes a starting point. Both sides must agree on
+/// `unscheduled_bytes` and `max_demand_bytes`. The other fields matter to the receiver only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CreditConfig {
-    /// Most granted bytes under way from all senders together: bandwidth × round trip of the
-    /// receiver's link, or more to keep senders busy that serve several receivers.
+    /// Most granted bytes under way from all senders together: bandwidth × round trip of the receiver's network link.
+    /// A larger window keeps senders busy that serve several receivers.
     pub window_bytes: u64,
     /// Most granted bytes under way from one sender.
     pub sender_window_bytes: u64,
     /// Bytes that a sender gets at its turn.
     pub grant_bytes: u64,
-    /// Longest message that goes without a grant, and most such bytes under way from one sender.
+    /// Longest message that may be sent without a grant, and most such bytes under way from one sender.
     pub unscheduled_bytes: u64,
     /// Most bytes that one sender may have announced and not sent.
     pub max_demand_bytes: u64,
     /// Most senders at a time.
     pub max_senders: usize,
-    /// Whose turn it is.
+    /// Order of the senders' turns.
     pub order: GrantOrder,
-    /// Time in which a granted byte has to arrive before its sender counts as stalled, in nanoseconds.
+    /// Time within which a granted byte must arrive, in nanoseconds. After it the sender counts as stalled.
     pub expiry_ns: u64,
 }
 
-/// Whose turn it is when there is room in the window.
+/// Order in which senders get grants while there is room in the window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum GrantOrder {
     /// All senders with demand in turn.
     #[default]
     RoundRobin,
-    /// The sender with the least announced and ungranted bytes; every eighth turn goes to the one that
-    /// has waited longest, so that nobody starves. See [`CreditConfig::overcommitted`].
+    /// The sender with the least announced and ungranted bytes. Every eighth turn goes to the sender that has waited
+    /// longest, so that no sender starves. See [`CreditConfig::overcommitted`].
     ShortestFirst,
 }
 
 impl CreditConfig {
-    /// For a link of `bytes_per_s` with a round trip of `rtt_ns`, control messages included. One sender
-    /// gets twice their product, which keeps the link busy by itself; all together get twice as much
-    /// again, because senders that serve several receivers do not answer each of them at once. Small
-    /// turns spread the window over many senders.
+    /// Limits for a network link of `bytes_per_s` with a round trip of `rtt_ns`, control messages included.
+    ///
+    /// One sender gets twice their product, which keeps the network link busy by itself. All senders together get twice
+    /// as much again, because senders that serve several receivers do not answer each of them at once. Small turns
+    /// spread the window over many senders.
     #[must_use]
     pub fn for_link(bytes_per_s: u64, rtt_ns: u64) -> Self {
         let product = u128::from(bytes_per_s) * u128::from(rtt_ns) / 1_000_000_000;
@@ -91,19 +91,19 @@ impl CreditConfig {
         }
     }
 
-    /// A window `times` as large, while what one sender gets of it stays the same: for senders that
-    /// serve several receivers. A receiver that counts on one sender alone idles while that sender
-    /// serves another, which [`GrantOrder::ShortestFirst`] makes likely. Queues may grow by as much.
+    /// Multiplies the window by `times` and leaves the share of one sender unchanged: for senders that serve several
+    /// receivers. A receiver that relies on one sender idles while that sender serves another, which
+    /// [`GrantOrder::ShortestFirst`] makes likely. Queues may grow by the same factor.
     #[must_use]
     pub const fn overcommitted(self, times: u64) -> Self {
         let times = if times == 0 { 1 } else { times };
         Self { window_bytes: self.window_bytes.saturating_mul(times), ..self }
     }
 
-    /// Whether the limits fit together.
+    /// Checks whether the limits fit together.
     ///
     /// # Errors
-    /// [`CreditError::Config`] names the first that does not.
+    /// [`CreditError::Config`] names the first limit that does not fit.
     pub const fn check(&self) -> Result<(), CreditError> {
         if self.grant_bytes == 0 || self.grant_bytes > self.sender_window_bytes {
             let expected = "1 to sender_window_bytes";
@@ -126,22 +126,22 @@ impl CreditConfig {
 }
 
 impl Default for CreditConfig {
-    /// 400 Gb/s and 10 µs.
+    /// Limits for 400 Gb/s and 10 µs.
     fn default() -> Self {
         Self::for_link(50_000_000_000, 10_000)
     }
 }
 
-/// What a sender tells its receiver. Both counters travel together.
+/// A sender's report to its receiver. Both counters travel together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Demand {
     /// Bytes of all scheduled messages so far.
     pub announced: u64,
-    /// Bytes of them that will not be sent after all.
+    /// Announced bytes that will not be sent after all.
     pub withdrawn: u64,
 }
 
-/// What a receiver tells a sender.
+/// A receiver's report to a sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Credit {
     /// Scheduled bytes that may have been sent or withdrawn.
@@ -150,56 +150,56 @@ pub struct Credit {
     pub unscheduled: u64,
 }
 
-/// A step of the credit protocol is not possible. The state is as it was before.
+/// An impossible step of the credit protocol. The state is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CreditError {
-    /// A counter of the peer holds what no correct peer can produce: drop the peer.
+    /// A counter of the peer has a value that no correct peer can produce. The caller drops the peer.
     #[error(
         "credit counter `{counter}` reads {found}, expected {low} to {high}: the peer broke the credit protocol"
     )]
     Impossible {
-        /// Which counter.
+        /// Name of the counter.
         counter: &'static str,
         /// Value found.
         found: u64,
-        /// Smallest value that was possible.
+        /// Smallest possible value.
         low: u64,
-        /// Largest value that was possible.
+        /// Largest possible value.
         high: u64,
     },
-    /// More bytes than there is room for. A local bug, or a message to be submitted later.
+    /// The bytes exceed the room. A local bug, or a message to be submitted later.
     #[error("cannot {op} {found} bytes: {limit} are possible now")]
     Excess {
-        /// What was asked for.
+        /// Requested step.
         op: &'static str,
-        /// Bytes asked for.
+        /// Requested bytes.
         found: u64,
-        /// Bytes possible.
+        /// Possible bytes.
         limit: u64,
     },
-    /// As many senders as configured are there.
-    #[error("{max} senders are there, which is the limit")]
+    /// The configured number of senders is reached.
+    #[error("there are {max} senders, which is the limit")]
     Full {
         /// The limit.
         max: usize,
     },
-    /// The sender has left, or was never there. A local bug.
-    #[error("no sender {index} of generation {generation} is there")]
+    /// The sender has left or has never joined. A local bug.
+    #[error("there is no sender {index} of generation {generation}")]
     Unknown {
-        /// Its place.
+        /// Index of the sender.
         index: u32,
-        /// Which of those who had the place.
+        /// Generation of the index.
         generation: u32,
     },
     /// The limits do not fit together.
     #[error("{what} is {found}, expected {expected}")]
     Config {
-        /// Which limit.
+        /// Name of the limit.
         what: &'static str,
         /// Value found.
         found: u64,
-        /// What is allowed.
+        /// Allowed values.
         expected: &'static str,
     },
 }

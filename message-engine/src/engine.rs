@@ -1,20 +1,25 @@
 //! The message engine: messages, one-sided reads and writes, and notifications between processes.
 //!
-//! An [`Engine`] listens, connects and owns one thread, which does all input and output. Users register
-//! memory, and start transfers on [`Connection`]s: two-sided ([`send`](Connection::send) and
-//! [`recv`](Connection::recv), matched in order), one-sided ([`read`](Connection::read) and
-//! [`write`](Connection::write) of memory that the peer has [advertised](Connection::advertise)), and
-//! [notifications](Connection::notify). Bytes go by the best [`Fabric`](crate::fabric::Fabric) that both sides have.
+//! An [`Engine`] listens, connects, and owns one thread that does all input and output. Users register memory and
+//! start transfers on [`Connection`]s:
 //!
-//! ```no_run
+//! - two-sided ones: [`send`](Connection::send) and [`recv`](Connection::recv), matched in order;
+//! - one-sided ones: [`read`](Connection::read) and [`write`](Connection::write) of memory that the peer has
+//!   [advertised](Connection::advertise);
+//! - [notifications](Connection::notify).
+//!
+//! Bytes go over the best [`Fabric`](crate::fabric::Fabric) that both sides have.
+//!
+//! ```
 //! use std::time::{Duration, Instant};
 //! use switchyard_message_engine::{Access, Engine, EngineConfig};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let soon = || Instant::now() + Duration::from_secs(30);
+//! // Both engines run in one process here. Usually another process publishes its metadata.
 //! let engine = Engine::start(EngineConfig::local())?;
-//! let peer_metadata = std::fs::read("peer.metadata")?;
-//! let soon = || Instant::now() + Duration::from_secs(5);
-//! let connection = engine.add_remote_endpoint(&peer_metadata, soon())?;
+//! let peer = Engine::start(EngineConfig::local())?;
+//! let connection = engine.add_remote_endpoint(&peer.metadata(), soon())?;
 //! let memory = engine.alloc(1 << 20, Access::RemoteReadWrite)?;
 //! memory.copy_in(0, b"hello")?;
 //! connection.send(&memory.span(0, 5)?, soon())?;
@@ -22,13 +27,13 @@
 //! # }
 //! ```
 //!
-//! - A transfer ends exactly once: as done, or as failed with the reason. A failed one is never reported
-//!   as done, and when it has ended its local buffer is free.
-//! - Every wait has a deadline. A peer that dies, or sends what makes no sense, costs its own connection.
-//! - Nothing is truncated or dropped: messages and notifications that nobody takes stay with the sender,
-//!   whose transfer then waits until its deadline.
-//! - Commands go to the thread by a bounded queue; after warm-up transfers allocate nothing, but for the
-//!   bytes of notifications.
+//! - A transfer ends exactly once: as done, or as failed with the reason. A failed one is never reported as done.
+//!   Its local buffer is free once it has ended.
+//! - Every wait has a deadline. A peer that dies or breaks the protocol loses its own connection and no other.
+//! - Nothing is truncated or dropped. A message or notification that the peer does not take stays with the sender,
+//!   whose transfer waits until its deadline.
+//! - Commands go to the thread through a bounded queue. After warm-up, transfers allocate nothing except the bytes of
+//!   notifications.
 
 mod codec;
 mod config;
@@ -71,12 +76,12 @@ pub use crate::fabric::{Access, DmaBuf};
 use self::mailbox::Mailbox;
 use self::shared::{Command, ConnShared, Shared, lock};
 
-/// What a peer said of itself when the connection was made.
+/// A peer's description of itself, from the handshake of its connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerInfo {
-    /// Names its engine.
+    /// Number of its engine: random, new with every start.
     pub engine_id: u64,
-    /// Where it listens; the address is the one it was met at.
+    /// Address of the connection's other end, with the port at which the peer listens.
     pub addr: SocketAddr,
     /// Its GPU.
     pub gpu_index: Option<u32>,
@@ -84,32 +89,32 @@ pub struct PeerInfo {
     pub pci_bdf: Option<String>,
 }
 
-/// A notification as it was received.
+/// A received notification.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Notification {
-    /// Number of the connection it came by.
+    /// Number of the connection that carried it.
     pub connection: u64,
     /// Engine that sent it.
     pub engine_id: u64,
-    /// What it says.
+    /// Its content.
     pub bytes: Vec<u8>,
 }
 
 impl Notification {
-    /// What it takes of the window.
+    /// Bytes of the sender's window that it occupies.
     const fn cost(&self) -> u64 {
         self.bytes.len() as u64 + link::NOTIFY_OVERHEAD
     }
 }
 
-/// What an engine holds.
+/// Counts of an engine's connections, transfers and rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineStats {
-    /// Connections that stand.
+    /// Established connections.
     pub num_connections: usize,
-    /// Transfers whose outcome nobody has taken.
+    /// Transfers whose outcome has not been taken.
     pub num_transfers: usize,
-    /// Rounds of the thread so far: looks at everything that may have something to do.
+    /// Rounds of the thread so far. In a round it checks commands, sockets, fabrics and connections once.
     pub num_rounds: u64,
 }
 
@@ -123,6 +128,20 @@ pub struct Engine {
 impl Engine {
     /// Listens and starts the thread.
     ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = Engine::start(EngineConfig::local())?;
+    /// // Other processes connect with these bytes.
+    /// let metadata = engine.metadata();
+    /// assert!(metadata.len() < 1024);
+    /// assert_eq!(engine.stats().num_connections, 0);
+    /// engine.stop()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// [`StartError`].
     pub fn start(config: EngineConfig) -> Result<Self, StartError> {
@@ -134,19 +153,33 @@ impl Engine {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// What to publish, so that others can reach this engine.
+    /// Encoded metadata to publish, so that other processes can connect to this engine; below 1 KiB.
     #[must_use]
     pub fn metadata(&self) -> Vec<u8> {
         self.shared.metadata.encode()
     }
 
-    /// The same, readable.
+    /// The metadata of this engine, decoded.
     #[must_use]
     pub fn endpoint(&self) -> &EndpointMetadata {
         &self.shared.metadata
     }
 
-    /// Connects to the engine at `addr`.
+    /// Connects to the engine at `addr`. Blocks until the handshake ends, at the latest at `deadline`.
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let deadline = Instant::now() + Duration::from_secs(30);
+    /// let (here, there) = (Engine::start(EngineConfig::local())?, Engine::start(EngineConfig::local())?);
+    /// let out = here.connect(there.endpoint().addr, deadline)?;
+    /// let back = there.accept(deadline)?;
+    /// assert_eq!(out.peer().engine_id, there.endpoint().engine_id);
+    /// assert_eq!(back.peer().engine_id, here.endpoint().engine_id);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -157,7 +190,7 @@ impl Engine {
         reply.pop(reply_deadline(deadline)).unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`connect`](Self::connect).
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -173,7 +206,8 @@ impl Engine {
         popped.unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
-    /// The next connection that a peer has made. Peers can use theirs without waiting for this.
+    /// Returns the next connection that a peer has made. Blocks until there is one, at the latest at `deadline`. The
+    /// peer can use its end before this call.
     ///
     /// # Errors
     /// [`WaitError`].
@@ -181,7 +215,7 @@ impl Engine {
         self.shared.accepted.pop(deadline)
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`accept`](Self::accept).
     ///
     /// # Errors
     /// [`WaitError`].
@@ -189,8 +223,9 @@ impl Engine {
         self.shared.accepted.pop_async(deadline).await
     }
 
-    /// The connection to the engine that published `metadata`: one that stands, whoever made it, or a new
-    /// one. The engine keeps it until [`remove_remote_endpoint`](Self::remove_remote_endpoint).
+    /// Returns the connection to the engine that published `metadata`. It reuses an established one, made by either
+    /// side, or makes a new one and blocks for that until `deadline`. The engine keeps the connection until
+    /// [`remove_remote_endpoint`](Self::remove_remote_endpoint).
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -207,7 +242,7 @@ impl Engine {
         self.retain_endpoint(&peer, found)
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`add_remote_endpoint`](Self::add_remote_endpoint).
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -224,7 +259,7 @@ impl Engine {
         self.retain_endpoint(&peer, found)
     }
 
-    /// Closes every connection to the engine that published `metadata`. False: there was none.
+    /// Closes every connection to the engine that published `metadata`. Returns false if there was none.
     ///
     /// # Errors
     /// [`ConnectError::Metadata`].
@@ -241,8 +276,34 @@ impl Engine {
         Ok(num_closed > 0)
     }
 
-    /// How far a transfer is whose handle was given up for its number. Asking about one that is done
-    /// takes its outcome; a failed one stays known until [`take`](Self::take).
+    /// Returns the status of a transfer by the number that [`into_id`](Transfer::into_id) has returned. A call that
+    /// finds it done takes the outcome. A failed transfer stays known until [`take`](Self::take).
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let deadline = Instant::now() + Duration::from_secs(30);
+    /// # let (here, there) = (Engine::start(EngineConfig::local())?, Engine::start(EngineConfig::local())?);
+    /// # let out = here.connect(there.endpoint().addr, deadline)?;
+    /// # let back = there.accept(deadline)?;
+    ///
+    /// # let source = here.alloc(64, Access::Local)?;
+    /// # let target = there.alloc(64, Access::RemoteReadWrite)?;
+    /// use switchyard_message_engine::TransferStatus;
+    ///
+    /// let id = back.start_recv(&target.whole(), deadline)?.into_id();
+    /// out.send(&source.whole(), deadline)?;
+    /// let status = loop {
+    ///     match there.poll_async(id)? {
+    ///         TransferStatus::Pending => std::thread::yield_now(),
+    ///         ended => break ended,
+    ///     }
+    /// };
+    /// assert_eq!(status, TransferStatus::Done { bytes: 64 });
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`UnknownTransfer`].
@@ -254,7 +315,7 @@ impl Engine {
         Ok(status)
     }
 
-    /// Forgets a transfer, and gives how far it was.
+    /// Removes a transfer and returns its last status. A pending one runs on.
     ///
     /// # Errors
     /// [`UnknownTransfer`].
@@ -264,7 +325,7 @@ impl Engine {
         Ok(status)
     }
 
-    /// The next notification of any peer.
+    /// Returns the next notification of any peer. Blocks until there is one, at the latest at `deadline`.
     ///
     /// # Errors
     /// [`WaitError`].
@@ -272,7 +333,7 @@ impl Engine {
         Ok(self.free_window(self.shared.inbox.pop(deadline)?))
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`next_notification`](Self::next_notification).
     ///
     /// # Errors
     /// [`WaitError`].
@@ -283,13 +344,13 @@ impl Engine {
         Ok(self.free_window(self.shared.inbox.pop_async(deadline).await?))
     }
 
-    /// All notifications that are there.
+    /// Returns all notifications that have arrived, without blocking.
     #[must_use]
     pub fn take_notifications(&self) -> Vec<Notification> {
         self.shared.inbox.drain().into_iter().map(|taken| self.free_window(taken)).collect()
     }
 
-    /// What the engine holds.
+    /// Returns current counts.
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         EngineStats {
@@ -302,7 +363,8 @@ impl Engine {
     /// Ends all connections, fails their transfers, and waits for the end of the thread.
     ///
     /// # Errors
-    /// [`StopError`] when the thread does not come back from a transport's library.
+    /// [`StopError`] if the thread makes no progress for [`stuck_timeout`](EngineConfig::stuck_timeout), because a call
+    /// into a transport's library does not return.
     pub fn stop(mut self) -> Result<(), StopError> {
         self.end()
     }
@@ -331,7 +393,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Connections that stand.
+    /// Established connections.
     fn connections(&self) -> impl Iterator<Item = Connection> + use<> {
         let mut connections = lock(&self.shared.connections);
         connections.retain(|weak| weak.strong_count() > 0);
@@ -373,7 +435,7 @@ impl Engine {
         Ok(found)
     }
 
-    /// Lets the peer send as much more.
+    /// Frees the notification's share of the peer's window.
     fn free_window(&self, (from, notification): (Weak<ConnShared>, Notification)) -> Notification {
         let cost = notification.cost();
         self.shared.subtract_untaken(cost);
@@ -387,12 +449,12 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
-            tracing::error!(%error, "an engine was left behind");
+            tracing::error!(%error, "the engine's thread could not be stopped");
         }
     }
 }
 
-/// What asks the thread to connect, and where it answers.
+/// A command to connect, and the mailbox of its reply.
 fn connect_command(
     addr: SocketAddr,
     deadline: Instant,
@@ -401,7 +463,7 @@ fn connect_command(
     (Command::Connect { addr, deadline, reply: Arc::clone(&reply) }, reply)
 }
 
-/// When the thread must have ended what has this deadline.
+/// Time until which the thread must have answered a command with this deadline.
 fn reply_deadline(deadline: Instant) -> Instant {
     deadline.checked_add(GRACE).unwrap_or(deadline)
 }
@@ -413,5 +475,5 @@ fn no_reply(addr: SocketAddr, error: WaitError) -> ConnectError {
     }
 }
 
-/// The thread ends handshakes at their deadlines; this long afterwards it counts as stuck.
+/// The thread ends handshakes at their deadlines. After this much more time it counts as stuck.
 const GRACE: Duration = Duration::from_secs(2);

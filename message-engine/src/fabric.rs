@@ -1,7 +1,7 @@
 //! The fabrics that need nothing installed: [`cma`] within a host, [`tcp`] between any two hosts.
 //!
-//! The contract is [`p2p_core::fabric`], which this module re-exports. Fabrics over libfabric and verbs come with the
-//! crates of those transports.
+//! The contract is [`p2p_core::fabric`], which this module re-exports. The crates of the transports contain the fabrics
+//! over libfabric and verbs.
 
 pub mod cma;
 #[cfg(fuzzing)]

@@ -1,19 +1,16 @@
-//! The backends that need no network, and a transport of tests.
+//! The backends that need no network, and a transport for tests.
 //!
 //! | backend | peers | puts |
 //! |---|---|---|
-//! | [`local`] | two ends in one process | stores |
+//! | [`local`] | two in one process | stores |
 //! | [`shm`] | two processes of one host | stores into a sealed memfd |
-//! | `staged` (feature `test-transports`) | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
+//! | `staged` (feature `test-transports`) | as [`shm`], for tests | copies from staging memory, delayed and reordered on request |
 //!
-//! Transports over networks are crates of their own, below `transports/`.
+//! Transports over networks are crates in `transports/`.
 
 pub mod local;
 pub mod mapped;
 #[cfg(not(loom))]
 pub mod shm;
-#[cfg(test)]
-#[path = "../../tests/support/src/skip.rs"]
-mod skip;
 #[cfg(feature = "test-transports")]
 pub mod staged;

@@ -19,7 +19,10 @@
 mod admission;
 mod attempt;
 mod background_drop;
+mod close;
+mod config;
 mod connect;
+mod error;
 mod fallback;
 mod listener;
 mod liveness;
@@ -38,12 +41,15 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 pub use background_drop::BackgroundDrop;
-pub use connect::{ConnectConfig, ConnectError, connect};
+pub use close::CloseReason;
+pub use config::{ConnectConfig, ListenerConfig};
+pub use connect::connect;
+pub use error::{BindError, ConnectError};
 pub use fallback::{
     ExcludedOffer, FIRST_PAUSE, Fallback, MAX_PAUSE, MAX_USELESS_LINKS, WorkingOffer,
 };
-pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
-pub use liveness::{CloseReason, Liveness};
+pub use listener::{Listener, ListenerStats};
+pub use liveness::Liveness;
 pub use policy::equal_in_constant_time;
 
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};

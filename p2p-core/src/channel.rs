@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 
-use crate::endpoint::{Endpoint, PostError, TransportKind};
+use crate::endpoint::{PostError, Transport, TransportKind};
 use crate::flags::{self, Contract};
 use crate::region::{MapError, Region, RemoteRange};
 use crate::ring::{Desync, RxCursor, TxCursor};
@@ -110,7 +110,7 @@ impl RxFrame {
 /// assert_eq!(&bytes, b"hello");
 /// ```
 #[derive(Debug)]
-pub struct Channel<E: Endpoint> {
+pub struct Channel<E: Transport> {
     endpoint: E,
     layout: SlotLayout,
     local: Region,
@@ -125,9 +125,9 @@ pub struct Channel<E: Endpoint> {
 
 // SAFETY: `remote` points into memory that `endpoint` keeps mapped and that has no thread affinity;
 // everything else is Send by itself.
-unsafe impl<E: Endpoint> Send for Channel<E> {}
+unsafe impl<E: Transport> Send for Channel<E> {}
 
-impl<E: Endpoint> Channel<E> {
+impl<E: Transport> Channel<E> {
     /// Joins the local slot `local`, fresh and zeroed, with the peer's slot behind `remote_key`.
     ///
     /// # Errors

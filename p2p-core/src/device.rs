@@ -12,8 +12,6 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use thiserror::Error;
 
-use crate::network::NetworkError;
-
 /// Device slots could not be made or mapped.
 #[derive(Debug, Error)]
 #[error("device slot: {0}")]
@@ -58,21 +56,6 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DeviceSlotError`] when the device refuses.
     fn open(&self) -> Result<Box<dyn OpenDeviceSlot>, DeviceSlotError>;
-}
-
-impl dyn DeviceMemory + '_ {
-    /// The concrete description, for a network that carries slots of this kind of device only.
-    ///
-    /// # Errors
-    /// [`NetworkError`] when the memory belongs to another kind of device.
-    pub fn downcast_for<T: Any>(&self, network: &str) -> Result<&T, NetworkError> {
-        self.as_any().downcast_ref().ok_or_else(|| NetworkError {
-            network: network.to_owned(),
-            op: "open device slots",
-            code: None,
-            detail: format!("expected {}, found other device memory", std::any::type_name::<T>()),
-        })
-    }
 }
 
 /// This side's device slot before the peer's is known. Dropping it frees the slot.

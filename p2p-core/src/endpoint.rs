@@ -1,4 +1,17 @@
-//! The transport trait: what one connected peer can be asked to do with its memory.
+//! The traits of a transport: one-sided operations on the memory of one connected peer.
+//!
+//! | trait | methods |
+//! |---|---|
+//! | [`Endpoint`] | operations that every transport performs: put, get, add-flag, fence, quiet, wake |
+//! | [`Batch`] | posting many operations together |
+//! | [`Progress`] | driving the transport, and asking about it without a wait |
+//! | [`Transport`] | all three, implemented for every type that has them |
+//!
+//! No method has a default, so a wrapper that forgets one does not compile. A transport that posts every operation at
+//! once says so with [`unbatched!`](crate::unbatched). A transport that needs no driver and never waits for the peer's
+//! process says so with [`immediate_progress!`](crate::immediate_progress). A transport with a few trivial answers
+//! names them with [`default_progress!`](crate::default_progress). A wrapper names the methods that it passes on with
+//! [`forward_endpoint!`](crate::forward_endpoint).
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -10,28 +23,31 @@ use thiserror::Error;
 use crate::region::{LocalRange, Region, RemoteRange};
 use crate::wait::Driver;
 
-/// Which transport joins two peers.
+pub mod checks;
+mod forward;
+
+/// The transport between two peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum TransportKind {
-    /// Both ends in one process.
+    /// Both peers in one process.
     Local,
     /// Shared memory of one host.
     Shm,
-    /// Shared memory of one host, reached by put only. For tests of code that runs over networks.
+    /// Shared memory of one host, accessed by put and get only. For tests of code that runs over networks.
     #[cfg(feature = "test-transports")]
     Staged,
     /// RDMA by reliable-connected queue pairs (InfiniBand, RoCE).
     Verbs,
-    /// RDMA or messages by libfabric, over whichever provider it was opened with.
+    /// RDMA or messages by libfabric, over the provider that it was opened with.
     Libfabric,
     /// Memory of GPUs of one host, mapped across processes.
     CudaIpc,
     /// The software model of an RDMA NIC, for tests.
     #[cfg(feature = "test-transports")]
     SoftNic,
-    /// RDMA whose requests kernels post by themselves (mlx5). For slots of GPUs.
+    /// RDMA whose requests GPU kernels post (mlx5). For slots in GPU memory.
     Ibgda,
     /// Plain sockets. For the message engine.
     Tcp,
@@ -56,7 +72,7 @@ impl TransportKind {
         Self::Cma,
     ];
 
-    /// Name as used in configuration, logs and metrics.
+    /// The name in configuration, logs and metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -75,7 +91,7 @@ impl TransportKind {
         }
     }
 
-    /// Whether a [`Network`](crate::network::Network) has to bring the peers together.
+    /// True if a [`Network`](crate::network::Network) connects the peers.
     #[must_use]
     pub const fn is_network(self) -> bool {
         match self {
@@ -86,18 +102,18 @@ impl TransportKind {
         }
     }
 
-    /// Whether it joins slots of GPUs only.
+    /// True if the transport only connects slots in GPU memory.
     #[must_use]
     pub const fn needs_device(self) -> bool {
         matches!(self, Self::Ibgda)
     }
 }
 
-/// An operation could not be posted.
+/// The transport could not post an operation.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PostError {
-    /// The range is not inside the region that the key stands for. A local bug.
+    /// The range leaves the peer's region. A local bug.
     #[error("{op}: {len} bytes at offset {offset} leave the peer's region of {region_bytes} bytes")]
     RemoteRange {
         /// Operation.
@@ -109,7 +125,7 @@ pub enum PostError {
         /// Bytes of the region.
         region_bytes: usize,
     },
-    /// A flag must lie on an 8-byte boundary. A local bug.
+    /// The flag is not on an 8-byte boundary. A local bug.
     #[error("{op}: flag offset {offset} is not a multiple of 8")]
     Misaligned {
         /// Operation.
@@ -117,7 +133,7 @@ pub enum PostError {
         /// Offset found.
         offset: usize,
     },
-    /// Local memory that this transport does not know. A local bug.
+    /// The local memory is not registered. A local bug.
     #[error("{op}: {len} bytes at {address:#x} are not registered; call `register` first")]
     Unregistered {
         /// Operation.
@@ -127,39 +143,39 @@ pub enum PostError {
         /// Bytes.
         len: usize,
     },
-    /// Memory could not be registered.
+    /// The transport could not register memory.
     #[error("cannot register {bytes} bytes of memory: {detail}")]
     Register {
         /// Bytes.
         bytes: usize,
-        /// The transport's answer, and what to check.
+        /// The transport's answer, and a setting to check.
         detail: String,
     },
-    /// The peer is gone. Its slot must be retired.
+    /// The connection to the peer is closed. The caller retires the slot.
     #[error("{op}: the connection to the peer is closed")]
     Disconnected {
         /// Operation.
         op: &'static str,
     },
-    /// The transport failed; the peer must be treated as lost.
+    /// The transport failed. The caller treats the peer as lost.
     #[error("{op}: transport error {code}: {detail}")]
     Transport {
         /// Operation.
         op: &'static str,
-        /// Raw code of the transport.
+        /// The transport's raw code.
         code: i64,
-        /// What it means.
+        /// Meaning of the code.
         detail: String,
     },
 }
 
-/// Outstanding operations could not be completed. Transports decide by the variant, so there will be no third one.
+/// Operations did not complete. Transports match on both variants, so the enum stays exhaustive.
 #[derive(Debug, Error)]
 pub enum QuietError {
-    /// The deadline passed with operations outstanding.
+    /// The deadline passed while operations were outstanding.
     #[error("quiet: {outstanding} operations still outstanding at the deadline")]
     Deadline {
-        /// Operations outstanding.
+        /// Number of outstanding operations.
         outstanding: usize,
     },
     /// An operation failed.
@@ -167,65 +183,47 @@ pub enum QuietError {
     Post(#[from] PostError),
 }
 
-/// How far a transport has come. Both numbers only grow.
+/// Progress of a transport as two positions in the sequence of its operations. Both only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
-    /// Behind everything issued so far.
+    /// Position after the last issued operation.
     pub issued: u64,
-    /// Everything before it has arrived at the peer, and uses no local memory any more.
+    /// Every operation before this position has arrived at the peer and no longer uses local memory.
     pub arrived: u64,
 }
 
 /// One connected peer.
 ///
-/// **Ordering contract.** An [`add_flag`](Self::add_flag) issued after puts to the same peer is seen
-/// by that peer only after those puts. Puts are not ordered among each other unless a
-/// [`fence`](Self::fence) stands between them. [`quiet`](Self::quiet) returns once everything issued
-/// before is complete: sources may be reused and the data is visible to the peer.
+/// **Ordering contract.** An [`add_flag`](Self::add_flag) becomes visible to the peer only after all puts that were
+/// issued to this peer before it. Puts have no order among each other, unless a [`fence`](Self::fence) stands between
+/// them. When [`quiet`](Self::quiet) returns, everything issued before it is complete: sources may be reused, and the
+/// data is visible to the peer.
 ///
-/// Endpoints are chosen while connecting and are concrete types while polling.
+/// The handshake chooses the endpoint; the data path calls a concrete type.
+///
+/// Implement [`Batch`] and [`Progress`] as well: channels and proxies require all of [`Transport`].
 pub trait Endpoint: Send {
     /// Wire form of the right to access one region. Never contains a local key.
     type RemoteKey: Copy + Send;
 
-    /// Which transport this is.
+    /// The transport of this endpoint.
     fn kind(&self) -> TransportKind;
 
-    /// Makes `region` usable as source of puts and target of gets, until the endpoint is dropped, which
-    /// keeps the region mapped as long. Nothing to do where puts are stores.
+    /// Makes `region` usable as source of puts and target of gets until the endpoint is dropped. The endpoint keeps the
+    /// region mapped for that time. Does nothing on transports whose puts are stores.
     ///
     /// # Errors
     /// [`PostError::Register`].
-    fn register(&mut self, region: &Region) -> Result<(), PostError> {
-        let _ = region;
-        Ok(())
-    }
+    fn register(&mut self, region: &Region) -> Result<(), PostError>;
 
-    /// What has to be driven so that this endpoint's operations, and the peer's towards this side, go
-    /// on. `None` where hardware or the operations themselves do that. Endpoints of one device share a
-    /// driver.
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        None
-    }
-
-    /// Whether the transport still works towards this peer, as far as is known: failures that no call
-    /// of this side is there to report. One load.
-    ///
-    /// # Errors
-    /// [`PostError::Transport`] or [`PostError::Disconnected`]; the peer must be treated as lost.
-    fn health(&self) -> Result<(), PostError> {
-        Ok(())
-    }
-
-    /// Address of the peer's region in this process, where loads and stores reach it.
-    /// `None` means that only puts and gets do.
+    /// Address of the peer's region in this process, if this process can load and store there. `None` if it is
+    /// accessible by put and get only.
     fn direct(&self, key: Self::RemoteKey) -> Option<NonNull<u8>>;
 
     /// Starts a copy of `src` into the peer's memory.
     ///
     /// # Safety
-    /// `src` stays registered (see [`register`](Self::register)) and unwritten until a `quiet` covers
-    /// this call.
+    /// `src` stays registered (see [`register`](Self::register)) and unwritten until a `quiet` covers this call.
     ///
     /// # Errors
     /// [`PostError`]; nothing was written then.
@@ -238,7 +236,7 @@ pub trait Endpoint: Send {
     /// Starts a copy from the peer's memory into `dst`.
     ///
     /// # Safety
-    /// `dst` stays registered, and nothing else reads or writes it, until a `quiet` covers this call.
+    /// `dst` stays registered, and no other code reads or writes it, until a `quiet` covers this call.
     ///
     /// # Errors
     /// [`PostError`]; nothing is read then.
@@ -254,9 +252,67 @@ pub trait Endpoint: Send {
     /// [`PostError`]; the flag is unchanged then.
     fn add_flag(&mut self, dst: RemoteRange<Self::RemoteKey>, value: u64) -> Result<(), PostError>;
 
-    /// As [`add_flag`](Self::add_flag) for an addition that nobody waits for urgently: a transport may
-    /// let it wait until the next operation towards this peer or a few turns of the
-    /// [`driver`](Self::driver), but not while anybody sleeps. It is not ordered after puts.
+    /// Orders everything issued before ahead of everything issued after.
+    ///
+    /// # Errors
+    /// [`PostError`] if the transport has failed.
+    fn fence(&mut self) -> Result<(), PostError>;
+
+    /// Blocks until everything issued before is complete, or until `deadline`.
+    ///
+    /// # Errors
+    /// [`QuietError`] at `deadline` or on failure.
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError>;
+
+    /// Wakes the peer if it sleeps on the region of `key`. The region's `WAITING` word is at `waiting_offset`. Call it
+    /// after `add_flag`.
+    ///
+    /// # Errors
+    /// [`PostError`] if the wake-up cannot be delivered.
+    fn wake(&mut self, key: Self::RemoteKey, waiting_offset: usize) -> Result<(), PostError>;
+
+    /// Descriptor that becomes readable when the peer wakes this side. Add it to a
+    /// [`WaitSet`](crate::wait::WaitSet) in edge-triggered mode.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// Batches: the device is notified once for many operations.
+///
+/// A transport that posts every operation at once says so with [`unbatched!`](crate::unbatched).
+pub trait Batch: Endpoint {
+    /// Begins a batch: until [`flush`](Self::flush), the transport may queue operations instead of posting them.
+    ///
+    /// Calls that wait for operations, or ask about their progress, post the queue first. The caller ends every batch
+    /// that it begins, also after an error. Until then it neither sleeps nor waits for the peer without such a call.
+    fn begin_batch(&mut self);
+
+    /// Ends a batch: posts the queued operations in order.
+    ///
+    /// # Errors
+    /// [`PostError`], the same as from any operation of the batch. The peer is lost then.
+    fn flush(&mut self) -> Result<(), PostError>;
+}
+
+/// Progress of operations, health of the transport, and forms of operations that never wait for the peer's process.
+///
+/// A transport that needs no driver and never waits for the peer's process says so with
+/// [`immediate_progress!`](crate::immediate_progress).
+pub trait Progress: Endpoint {
+    /// The driver that moves this endpoint's operations on, and those of the peer towards this side. `None` if the
+    /// hardware or the operations themselves do that. Endpoints of one device share a driver.
+    fn driver(&self) -> Option<Arc<dyn Driver>>;
+
+    /// Reports a failure of the transport that the endpoint knows of, also one that no call has returned. Costs one
+    /// load.
+    ///
+    /// # Errors
+    /// [`PostError::Transport`] or [`PostError::Disconnected`]. The caller treats the peer as lost.
+    fn health(&self) -> Result<(), PostError>;
+
+    /// [`add_flag`](Endpoint::add_flag) for an addition that is not urgent. It has no order after puts.
+    ///
+    /// A transport may delay it until the next operation towards this peer, or for a few turns of the
+    /// [`driver`](Self::driver). It does not delay it while a thread sleeps.
     ///
     /// # Errors
     /// [`PostError`]; the flag is unchanged then.
@@ -264,89 +320,45 @@ pub trait Endpoint: Send {
         &mut self,
         dst: RemoteRange<Self::RemoteKey>,
         value: u64,
-    ) -> Result<(), PostError> {
-        self.add_flag(dst, value)
-    }
+    ) -> Result<(), PostError>;
 
-    /// From here on what is posted may be kept back until [`flush`](Self::flush), so that the device is told once of
-    /// many operations. Calls that wait for operations, or look how far they are, first post what is kept back.
-    /// Whoever begins a batch ends it, whatever comes in between; until then nobody sleeps or waits for the peer
-    /// without such a call.
-    fn begin_batch(&mut self) {}
+    /// True if the endpoint can post a put or a flag without a wait for the peer's *process*. Does not wait.
+    ///
+    /// Few transports ever wait for that. A thread that serves several peers asks before it posts to one of them. The
+    /// answer is also true after a failure, so that the next operation reports it.
+    fn has_room(&mut self) -> bool;
 
-    /// Ends a batch: posts what was kept back, in order.
+    /// [`has_room`](Self::has_room) for optional operations: leaves half of the room for operations that the peer waits
+    /// for.
+    fn has_room_to_spare(&mut self) -> bool;
+
+    /// [`fence`](Endpoint::fence) without a wait for the peer's process. Returns `false` if it would have to wait; then
+    /// nothing is ordered, and the caller tries again.
     ///
     /// # Errors
-    /// [`PostError`], after which the peer is lost, as any operation of the batch would have said.
-    fn flush(&mut self) -> Result<(), PostError> {
-        Ok(())
-    }
+    /// The same as of `fence`.
+    fn try_fence(&mut self) -> Result<bool, PostError>;
 
-    /// Whether a put or a flag can be posted now without a wait for the peer's *process*. Few transports ever
-    /// wait for that, and a thread with several peers asks before it posts to one of them. A look, and true
-    /// where the transport has failed: whoever posts is told why.
-    fn has_room(&mut self) -> bool {
-        true
-    }
-
-    /// As [`has_room`](Self::has_room), for what nobody misses: half of what fits has to be left for what
-    /// somebody waits for.
-    fn has_room_to_spare(&mut self) -> bool {
-        true
-    }
-
-    /// Orders everything issued before ahead of everything issued after.
+    /// True if all earlier operations are done with local memory: sources may be overwritten, and data of gets is
+    /// there. Does not wait.
+    ///
+    /// This is less than [`quiet`](Endpoint::quiet): puts need not have arrived at the peer.
     ///
     /// # Errors
-    /// [`PostError`] when the transport has failed.
-    fn fence(&mut self) -> Result<(), PostError>;
+    /// [`PostError`] if the transport has failed.
+    fn is_settled(&mut self) -> Result<bool, PostError>;
 
-    /// As [`fence`](Self::fence), but without a wait for the peer's process. `false`: not now, and nothing is
-    /// ordered yet; ask again.
+    /// Positions that tell operations apart while the caller issues more. `None` if the transport has none, or has none
+    /// at this time. Does not wait.
     ///
     /// # Errors
-    /// As for `fence`.
-    fn try_fence(&mut self) -> Result<bool, PostError> {
-        self.fence().map(|()| true)
-    }
-
-    /// Waits until everything issued before is complete.
-    ///
-    /// # Errors
-    /// [`QuietError`] at `deadline` or on failure.
-    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError>;
-
-    /// Whether nothing issued before uses local memory any more: sources may be written again, and what
-    /// was got is there. Less than [`quiet`](Self::quiet), since puts need not have arrived. Looks, and
-    /// does not wait.
-    ///
-    /// # Errors
-    /// [`PostError`] when the transport has failed.
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        match self.quiet(Instant::now()) {
-            Ok(()) => Ok(true),
-            Err(QuietError::Deadline { .. }) => Ok(false),
-            Err(QuietError::Post(error)) => Err(error),
-        }
-    }
-
-    /// By which numbers operations are told apart while more are issued; `None` where the transport cannot
-    /// tell, or not now. Looks, and does not wait.
-    ///
-    /// # Errors
-    /// [`PostError`] when the transport has failed.
-    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
-        Ok(None)
-    }
-
-    /// Wakes the peer if it sleeps on the region of `key`, whose `WAITING` word is at
-    /// `waiting_offset`. Called after `add_flag`.
-    ///
-    /// # Errors
-    /// [`PostError`] when the wake-up cannot be delivered.
-    fn wake(&mut self, key: Self::RemoteKey, waiting_offset: usize) -> Result<(), PostError>;
-
-    /// Descriptor that becomes readable when the peer wakes us, to be put into a
-    /// [`WaitSet`](crate::wait::WaitSet) in edge-triggered mode.
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+    /// [`PostError`] if the transport has failed.
+    fn marks(&mut self) -> Result<Option<Marks>, PostError>;
 }
+
+/// A complete transport: the bound of channels, proxies and all other code over any transport.
+///
+/// Every type with [`Batch`] and [`Progress`] implements it.
+pub trait Transport: Batch + Progress {}
+
+impl<E: Batch + Progress + ?Sized> Transport for E {}

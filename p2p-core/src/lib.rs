@@ -11,7 +11,7 @@
 //! | [`slot`] | the layout of a slot: frames, control tail |
 //! | [`ring`] | the arithmetic of a frame ring: credits, order, desynchronisation |
 //! | [`flags`] | the steps at a flag, with their orderings |
-//! | [`endpoint`] | the transport trait: put, get, add-flag, fence, quiet |
+//! | [`endpoint`] | the traits of a transport: put, get, add-flag, fence, quiet; batches; progress |
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
 //! | [`wait`] | spin briefly, then block |
 //! | [`backend`] | transports |
@@ -58,7 +58,7 @@ pub mod wait;
 #[cfg(not(loom))]
 pub use bootstrap::{Connection, Liveness, PeerHello, Reject, RejectCode};
 pub use channel::{Channel, ChannelError, RxFrame, TxFrame};
-pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};
+pub use endpoint::{Batch, Endpoint, PostError, Progress, QuietError, Transport, TransportKind};
 pub use region::{LocalRange, Region, RemoteRange, SlotKey};
 pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
 pub use transport::AnyEndpoint;

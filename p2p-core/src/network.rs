@@ -13,6 +13,7 @@
 //!   first frame ◀───────────────────────── go
 //! ```
 
+use std::any::{Any, type_name};
 use std::fmt::Debug;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -110,6 +111,21 @@ pub trait Network: Send + Sync + Debug {
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
         let _ = (layout, route, device);
         Err(no_device_slots(self.kind()))
+    }
+}
+
+impl dyn DeviceMemory + '_ {
+    /// The concrete description, for a network that carries slots of this kind of device only.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when the memory belongs to another kind of device.
+    pub fn downcast_for<T: Any>(&self, network: &str) -> Result<&T, NetworkError> {
+        self.as_any().downcast_ref().ok_or_else(|| NetworkError {
+            network: network.to_owned(),
+            op: "open device slots",
+            code: None,
+            detail: format!("expected {}, found other device memory", type_name::<T>()),
+        })
     }
 }
 

@@ -132,6 +132,16 @@ impl Region {
         let end = offset.checked_add(len)?;
         (end <= self.len()).then(|| LocalRange { region: self.clone(), offset, len })
     }
+
+    /// Offset of `range` in this region, by address. `None` if it is not inside, as a whole. The range may have been
+    /// made from another region over the same memory.
+    #[must_use]
+    #[inline]
+    pub fn offset_of(&self, range: &LocalRange) -> Option<usize> {
+        let offset = range.as_ptr().addr().get().checked_sub(self.as_ptr().addr().get())?;
+        let end = offset.checked_add(range.len())?;
+        (end <= self.len()).then_some(offset)
+    }
 }
 
 impl Drop for Mapping {

@@ -1,31 +1,25 @@
-//! The endpoint of a connection, whichever transport the handshake chose.
-
-use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
-use std::sync::Arc;
-use std::time::Instant;
+//! The endpoint of a connection, over any transport.
 
 use crate::backend::mapped::MappedEndpoint;
-use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
-use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
-use crate::wait::Driver;
+use crate::endpoint::{Batch, Endpoint, Progress, Transport};
+use crate::region::SlotKey;
 
-/// One of the transports, matched once per call.
+/// An endpoint of the transport that the handshake chose. Every call matches the variant once.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum AnyEndpoint {
-    /// The peer's slot is mapped here.
+    /// The peer's slot is mapped in this process.
     Mapped(MappedEndpoint),
-    /// A transport over a network, at the price of an indirect call.
+    /// Any other transport. Its calls are indirect.
     Other(Box<dyn OtherEndpoint>),
 }
 
-/// An endpoint that [`AnyEndpoint`] can hold without knowing its type.
-pub trait OtherEndpoint: Endpoint<RemoteKey = SlotKey> + std::fmt::Debug {}
+/// A transport that [`AnyEndpoint`] holds without its type. Implemented for every transport over slots.
+pub trait OtherEndpoint: Transport<RemoteKey = SlotKey> + std::fmt::Debug {}
 
-impl<E: Endpoint<RemoteKey = SlotKey> + std::fmt::Debug> OtherEndpoint for E {}
+impl<E: Transport<RemoteKey = SlotKey> + std::fmt::Debug> OtherEndpoint for E {}
 
-/// The same call on whichever endpoint it is.
+/// Calls a method of the active variant.
 macro_rules! on {
     ($any:expr, $end:ident => $call:expr) => {
         match $any {
@@ -38,85 +32,18 @@ macro_rules! on {
 impl Endpoint for AnyEndpoint {
     type RemoteKey = SlotKey;
 
-    fn kind(&self) -> TransportKind {
-        on!(self, end => end.kind())
+    crate::forward_endpoint! {
+        kind, register, direct, put, get, add_flag, fence, quiet, wake, wait_fd => on!(self)
     }
+}
 
-    fn register(&mut self, region: &Region) -> Result<(), PostError> {
-        on!(self, end => end.register(region))
-    }
+impl Batch for AnyEndpoint {
+    crate::forward_endpoint! { begin_batch, flush => on!(self) }
+}
 
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        on!(self, end => end.driver())
-    }
-
-    fn health(&self) -> Result<(), PostError> {
-        on!(self, end => end.health())
-    }
-
-    fn direct(&self, key: SlotKey) -> Option<NonNull<u8>> {
-        on!(self, end => end.direct(key))
-    }
-
-    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
-        // SAFETY: the caller's promise about `src` is the callee's.
-        on!(self, end => unsafe { end.put(dst, src) })
-    }
-
-    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
-        // SAFETY: the caller's promise about `dst` is the callee's.
-        on!(self, end => unsafe { end.get(dst, src) })
-    }
-
-    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        on!(self, end => end.add_flag(dst, value))
-    }
-
-    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        on!(self, end => end.add_flag_lazily(dst, value))
-    }
-
-    fn begin_batch(&mut self) {
-        on!(self, end => end.begin_batch());
-    }
-
-    fn flush(&mut self) -> Result<(), PostError> {
-        on!(self, end => end.flush())
-    }
-
-    fn has_room(&mut self) -> bool {
-        on!(self, end => end.has_room())
-    }
-
-    fn has_room_to_spare(&mut self) -> bool {
-        on!(self, end => end.has_room_to_spare())
-    }
-
-    fn fence(&mut self) -> Result<(), PostError> {
-        on!(self, end => end.fence())
-    }
-
-    fn try_fence(&mut self) -> Result<bool, PostError> {
-        on!(self, end => end.try_fence())
-    }
-
-    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        on!(self, end => end.quiet(deadline))
-    }
-
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        on!(self, end => end.is_settled())
-    }
-
-    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
-        on!(self, end => end.marks())
-    }
-
-    fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
-        on!(self, end => end.wake(key, waiting_offset))
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        on!(self, end => end.wait_fd())
+impl Progress for AnyEndpoint {
+    crate::forward_endpoint! {
+        driver, health, add_flag_lazily, has_room, has_room_to_spare, try_fence, is_settled, marks
+        => on!(self)
     }
 }

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::Progress;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 /// Time that a waiter polls before it blocks.
@@ -157,7 +157,7 @@ impl WaitSet {
     ///
     /// # Errors
     /// The system's error.
-    pub fn attach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+    pub fn attach(&self, endpoint: &impl Progress) -> io::Result<()> {
         if let Some(fd) = endpoint.wait_fd() {
             self.add(fd)?;
         }
@@ -178,7 +178,7 @@ impl WaitSet {
     ///
     /// # Errors
     /// The system's error.
-    pub fn detach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+    pub fn detach(&self, endpoint: &impl Progress) -> io::Result<()> {
         if let Some(driver) = endpoint.driver() {
             let mut drivers = self.drivers.borrow_mut();
             if let Some(idx) = drivers.iter().position(|known| is_same(&known.driver, &driver)) {

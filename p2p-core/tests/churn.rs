@@ -4,14 +4,11 @@
 
 extern crate switchyard_p2p_core as p2p_core;
 
-#[path = "../../tests/support/src/held.rs"]
-mod held;
-
 use std::time::{Duration, Instant};
 
-use held::{num_descriptors, num_mappings_of, resident_bytes};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::{PeerHello, SlotConfig};
+use test_support::resources::{num_descriptors, num_mappings_of, resident_bytes};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 

@@ -130,47 +130,40 @@ fn no_wake_up_is_lost() {
 }
 
 macro_rules! mutants {
-    ($($name:ident: $sleeps:expr, $add:ident, $observe:ident, $wake:expr, $arm:expr;)*) => {
-        /// Each mutant runs in a process of its own: the checker may abort when it finds a
-        /// deadlock.
+    ($($name:literal: $sleeps:expr, $add:ident, $observe:ident, $wake:expr, $arm:expr;)*) => {
+        /// Each mutant runs in a process of its own: the checker may abort when it finds a deadlock.
         #[test]
         fn a_missing_ordering_is_caught() {
-            for name in [$(stringify!($name)),*] {
-                let program = std::env::current_exe().expect("this program");
-                let output = std::process::Command::new(program)
-                    .args(["--exact", &format!("mutants::{name}"), "--ignored"])
+            for name in [$($name),*] {
+                let output = test_support::child::command(name)
                     .env("RUST_BACKTRACE", "0")
                     .output()
                     .expect("to run this program");
                 let said = String::from_utf8_lossy(&output.stdout);
-                assert!(said.contains("running 1 test"), "{name} did not run: {said}");
+                assert_eq!(said, format!("runs {name}\n"));
                 assert!(!output.status.success(), "{name} was not noticed");
             }
         }
 
-        mod mutants {
-            use super::*;
-            $(
-                #[test]
-                #[ignore = "fails on purpose; `a_missing_ordering_is_caught` runs it"]
-                fn $name() {
-                    struct Mutant;
-                    impl Discipline for Mutant {
-                        const ADD: Ordering = Ordering::$add;
-                        const OBSERVE: Ordering = Ordering::$observe;
-                        const FENCE_BEFORE_WAKE: bool = $wake;
-                        const FENCE_AFTER_ARM: bool = $arm;
-                    }
-                    ring::<Mutant>(1, 2, $sleeps);
+        test_support::child_processes! {
+            $($name => || {
+                struct Mutant;
+                impl Discipline for Mutant {
+                    const ADD: Ordering = Ordering::$add;
+                    const OBSERVE: Ordering = Ordering::$observe;
+                    const FENCE_BEFORE_WAKE: bool = $wake;
+                    const FENCE_AFTER_ARM: bool = $arm;
                 }
-            )*
+                println!("runs {}", $name);
+                ring::<Mutant>(1, 2, $sleeps);
+            }),*
         }
     };
 }
 
 mutants! {
-    flag_without_release: false, Relaxed, Acquire, false, false;
-    look_without_acquire: false, AcqRel, Relaxed, false, false;
-    wake_up_without_fence: true, AcqRel, Acquire, false, true;
-    sleeper_without_fence: true, AcqRel, Acquire, true, false;
+    "flag without release": false, Relaxed, Acquire, false, false;
+    "look without acquire": false, AcqRel, Relaxed, false, false;
+    "wake-up without fence": true, AcqRel, Acquire, false, true;
+    "sleeper without fence": true, AcqRel, Acquire, true, false;
 }

@@ -11,8 +11,6 @@ mod execute;
 mod reach;
 mod receive;
 
-pub(crate) use self::deferred::DeferredEffect;
-
 use std::sync::atomic::Ordering;
 
 use rand::RngExt;
@@ -22,20 +20,8 @@ use crate::format::{
     BLOCK_BYTES, Cqe, CqeKind, Head, Operation, SEGMENT_BYTES, Syndrome, Wqe, decode_doorbell,
     doorbell_word,
 };
-use crate::nic::{DoorbellMode, Nic, Qp, QpState, TraceEntry, Violation};
+use crate::nic::{DoorbellMode, Nic, Qp, QpState, TraceEntry, UnreportedRequest, Violation};
 use crate::port::{self, state};
-
-/// An executed request that is not reported yet.
-#[derive(Debug)]
-pub(crate) struct UnreportedRequest {
-    cqe: Cqe,
-    /// Its first block.
-    position: u64,
-    /// The first one after it.
-    end: u64,
-    /// Whether a completion is due. A failed request gets one in any case.
-    is_reported: bool,
-}
 
 enum Step {
     Done,

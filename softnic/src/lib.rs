@@ -21,7 +21,6 @@
 //!
 //! `docs/explanation/ibgda.md` lists the properties that the model can and cannot show.
 
-mod cq;
 mod executor;
 pub mod format;
 pub mod memory;
@@ -33,12 +32,11 @@ pub mod thread;
 
 pub use kernels::mlx5 as abi;
 
-pub use cq::CqConfig;
 pub use memory::{Segment, SegmentError};
 pub use network::SoftNetwork;
 pub use nic::{
-    Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, QpConfig, QpState,
-    RecvQueueConfig, TraceEntry, Violation,
+    Adversary, ControlError, CqConfig, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, QpConfig,
+    QpState, RecvQueueConfig, TraceEntry, Violation,
 };
 pub use port::{Access, PortAddress};
 pub use queue::{HostQueue, Poster, QueueError, QueueSizes};

@@ -1,15 +1,17 @@
 //! The NIC as its host controls it: memory, queues, connections, faults.
 
+mod cq;
 mod error;
 mod fault;
 mod keys;
 mod pairs;
 
+pub use self::cq::CqConfig;
 pub use self::error::{ControlError, Violation};
 pub use self::fault::Fault;
 pub(crate) use self::keys::Memory;
 pub use self::keys::{Domain, Keys};
-pub(crate) use self::pairs::Qp;
+pub(crate) use self::pairs::{DeferredEffect, Effect, Qp, UnreportedRequest};
 pub use self::pairs::{QpConfig, QpState, RecvQueueConfig};
 
 use std::time::Duration;
@@ -18,8 +20,8 @@ use p2p_core::Region;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
+use self::cq::Cq;
 use self::keys::ShownSegment;
-use crate::cq::Cq;
 use crate::memory::{Part, SegmentError};
 use crate::port::{Peer, Port, PortAddress};
 

@@ -9,12 +9,11 @@ use std::sync::atomic::Ordering;
 use p2p_core::Region;
 
 use crate::abi::{CQ_COLLAPSED, NO_RECORD, QueueHandle, QueueState, ReceiveHandle, ReceiveState};
-use crate::cq::CqConfig;
 use crate::format::{
     BLOCK_BYTES, CQE_BYTES, CQE_FILL, MAX_MESSAGE_BYTES, RECEIVE_BYTES, empty_receive,
 };
 use crate::memory::{Part, Segment};
-use crate::nic::{ControlError, Domain, Nic, QpConfig, RecvQueueConfig};
+use crate::nic::{ControlError, CqConfig, Domain, Nic, QpConfig, RecvQueueConfig};
 use crate::port::{Access, PortAddress};
 
 /// Sizes of a [`HostQueue`].

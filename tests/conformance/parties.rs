@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Listener, ListenerConfig, connect};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::SlotKey;
 use p2p_core::{
@@ -38,7 +38,7 @@ pub fn fresh_seed() -> u64 {
 }
 
 /// Runs every script between two threads, each on a fresh pair of channels.
-pub fn in_threads<E: Endpoint + 'static>(
+pub fn in_threads<E: Transport + 'static>(
     mut make: impl FnMut(SlotConfig) -> (Channel<E>, Channel<E>),
 ) {
     let seed = fresh_seed();
@@ -197,7 +197,7 @@ pub fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
-fn perform<E: Endpoint>(script: Script<E>, party: Party, channel: Channel<E>, seed: u64) {
+fn perform<E: Transport>(script: Script<E>, party: Party, channel: Channel<E>, seed: u64) {
     reset_meetings();
     script(party, channel, seed);
 }

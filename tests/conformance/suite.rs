@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::channel::ChannelError;
-use p2p_core::endpoint::{Endpoint, PostError};
+use p2p_core::endpoint::{PostError, Transport};
 use p2p_core::slot::{CONSUMED, PROGRESS, PUBLISHED, WAITING};
 use p2p_core::wait::{SpinPolicy, WaitSet, wait_until};
 use p2p_core::{Channel, Region, RemoteRange};
@@ -23,7 +23,7 @@ pub enum Party {
 
 pub type Script<E> = fn(Party, Channel<E>, u64);
 
-pub fn scripts<E: Endpoint>() -> Vec<(&'static str, Script<E>)> {
+pub fn scripts<E: Transport>() -> Vec<(&'static str, Script<E>)> {
     vec![
         ("put, get, fence, quiet and flags", operations),
         ("accesses beyond the slot", bounds),
@@ -39,7 +39,7 @@ pub fn scripts<E: Endpoint>() -> Vec<(&'static str, Script<E>)> {
 const POISON: u8 = 0xa5;
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn operations<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
+fn operations<E: Transport>(party: Party, mut channel: Channel<E>, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let frame_bytes = channel.layout().frame_bytes();
     let mut lens = vec![0, 1, 7, 8, 63, 64, 65, 4095, 4096, frame_bytes];
@@ -93,7 +93,7 @@ fn operations<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
     }
 }
 
-fn bounds<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
+fn bounds<E: Transport>(party: Party, mut channel: Channel<E>, _seed: u64) {
     let slot_bytes = channel.layout().slot_bytes();
     fill(channel.local_slot(), 0, channel.layout().control_offset(PUBLISHED), POISON);
     meet(&mut channel);
@@ -135,7 +135,7 @@ fn bounds<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
     assert_eq!([word(&channel, PUBLISHED), word(&channel, CONSUMED)], [0, 0]);
 }
 
-fn frames_under_load<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
+fn frames_under_load<E: Transport>(party: Party, mut channel: Channel<E>, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let frame_bytes = channel.layout().frame_bytes();
     let mut lens = Vec::new();
@@ -183,7 +183,7 @@ fn frames_under_load<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u
     meet(&mut channel);
 }
 
-fn credits<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
+fn credits<E: Transport>(party: Party, mut channel: Channel<E>, _seed: u64) {
     let num_frames = channel.layout().num_frames() as u64;
     let (set, policy) = waiter(&channel, SpinPolicy::default());
     for round in 0..5u64 {
@@ -230,7 +230,7 @@ fn credits<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
     meet(&mut channel);
 }
 
-fn desync<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
+fn desync<E: Transport>(party: Party, mut channel: Channel<E>, _seed: u64) {
     let num_frames = channel.layout().num_frames() as u64;
     if party == Party::A {
         add(&mut channel, PUBLISHED, num_frames + 1);
@@ -264,7 +264,7 @@ fn desync<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
 
 /// Both sides block at once when there is nothing to read, so each frame needs a wake-up. A lost wake-up shows as a
 /// missed deadline.
-fn wake_ups<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
+fn wake_ups<E: Transport>(party: Party, mut channel: Channel<E>, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed ^ (party as u64));
     let (set, policy) = waiter(&channel, SpinPolicy { spin: Duration::ZERO });
     // Fewer rounds if a sleep and a wake-up take milliseconds, as in an emulated machine.
@@ -305,7 +305,7 @@ fn wake_ups<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
     meet(&mut channel);
 }
 
-fn large_counters<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
+fn large_counters<E: Transport>(party: Party, mut channel: Channel<E>, _seed: u64) {
     let start = (1u64 << 63) - 5;
     channel.start_at(start).unwrap();
     let (set, policy) = waiter(&channel, SpinPolicy::default());
@@ -331,7 +331,7 @@ fn large_counters<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64
     meet(&mut channel);
 }
 
-fn empty_frames<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
+fn empty_frames<E: Transport>(party: Party, mut channel: Channel<E>, _seed: u64) {
     let (set, policy) = waiter(&channel, SpinPolicy::default());
     fill(channel.local_slot(), 0, channel.layout().frame_bytes(), POISON);
     meet(&mut channel);
@@ -353,13 +353,13 @@ fn empty_frames<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) 
     meet(&mut channel);
 }
 
-fn waiter<E: Endpoint>(channel: &Channel<E>, policy: SpinPolicy) -> (WaitSet, SpinPolicy) {
+fn waiter<E: Transport>(channel: &Channel<E>, policy: SpinPolicy) -> (WaitSet, SpinPolicy) {
     let set = WaitSet::new().unwrap();
     set.attach(channel.endpoint()).unwrap();
     (set, policy)
 }
 
-fn wait_for<E: Endpoint, T>(
+fn wait_for<E: Transport, T>(
     set: &WaitSet,
     policy: SpinPolicy,
     channel: &mut Channel<E>,
@@ -382,7 +382,7 @@ fn wait_for<E: Endpoint, T>(
 }
 
 /// Waits until both parties have arrived here.
-fn meet<E: Endpoint>(channel: &mut Channel<E>) {
+fn meet<E: Transport>(channel: &mut Channel<E>) {
     channel.bump_progress().unwrap();
     let target = MET.get() + 1;
     MET.set(target);
@@ -401,7 +401,7 @@ pub fn reset_meetings() {
 
 /// Waits for an action of the other party, and drives the transport meanwhile. If the transport fails, the wait
 /// ends with its error.
-fn eventually<E: Endpoint>(
+fn eventually<E: Transport>(
     what: &str,
     channel: &Channel<E>,
     condition: impl Fn(&Channel<E>) -> bool,
@@ -428,7 +428,7 @@ fn eventually<E: Endpoint>(
     }
 }
 
-fn add<E: Endpoint>(channel: &mut Channel<E>, which: usize, value: u64) {
+fn add<E: Transport>(channel: &mut Channel<E>, which: usize, value: u64) {
     let dst = RemoteRange {
         key: channel.remote_key(),
         offset: channel.layout().control_offset(which),
@@ -437,7 +437,7 @@ fn add<E: Endpoint>(channel: &mut Channel<E>, which: usize, value: u64) {
     channel.endpoint_mut().add_flag(dst, value).unwrap();
 }
 
-fn word<E: Endpoint>(channel: &Channel<E>, which: usize) -> u64 {
+fn word<E: Transport>(channel: &Channel<E>, which: usize) -> u64 {
     assert!(which <= WAITING);
     let offset = channel.layout().control_offset(which);
     // SAFETY: control words are aligned, mapped as long as the channel, and only accessed atomically.

@@ -124,7 +124,7 @@ transport)
     check "conformance over six queue pairs of two devices, flags as messages" 200 \
         env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_PORTS=rxe0+rxe1 \
         ./conformance --exact verbs::two_processes_over_several_queue_pairs
-    SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 lanes::
+    SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 queue_pairs::
     rdma link del rxe1
     ;;
 services)

@@ -5,7 +5,7 @@ use crate::support::crowd::Crowd;
 use crate::support::{
     self, cpu_seconds, num_descriptors, resident_bytes, transports, wanted_peers,
 };
-use p2p_core::{Connection, Endpoint, SlotConfig, TransportKind};
+use p2p_core::{Connection, Endpoint, Progress, SlotConfig, TransportKind};
 
 /// Default slot size. Together the slots are 20 GiB, so that resident untouched memory would be noticed.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };

@@ -37,11 +37,6 @@ impl Keys {
         Ok(Keys { outer, nested, read: RefCell::default() })
     }
 
-    /// The object with the text model's keys, if it is nested.
-    pub(crate) fn nested(&self) -> Option<&'static str> {
-        self.nested
-    }
-
     fn inner(&self) -> Option<&Map<String, Value>> {
         self.outer.get(self.nested?)?.as_object()
     }
@@ -255,7 +250,6 @@ mod tests {
     fn nested_keys_come_first_and_outer_keys_fill_the_gaps() {
         let json = r#"{"a": 1, "b": 2, "text_config": {"a": 3, "hidden_size": 8, "x": []}}"#;
         let keys = Keys::parse(json).unwrap();
-        assert_eq!(keys.nested(), Some("text_config"));
         assert_eq!(keys.whole("a").unwrap(), Some(3));
         assert_eq!(keys.whole("b").unwrap(), Some(2));
         assert_eq!(keys.get_outer("a"), Some(&Value::from(1)));

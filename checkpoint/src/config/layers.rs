@@ -20,6 +20,10 @@ pub(super) fn moe_layers(
     let layers: Vec<u32> = match family.layers {
         LayerRule::All => all.collect(),
         LayerRule::Stored => return Ok((all.collect(), true)),
+        LayerRule::BlockTypes => match block_types(keys)? {
+            None => return Ok((all.collect(), true)),
+            Some(blocks) => (0..).zip(blocks).filter_map(|(l, has)| has.then_some(l)).collect(),
+        },
         LayerRule::SparseStep => {
             let step = positive(keys, "decoder_sparse_step", 1)?;
             let dense = numbers(keys, "mlp_only_layers")?.unwrap_or_default();
@@ -65,6 +69,16 @@ pub(super) fn moe_layers(
     Ok((not_empty(layers, num_layers)?, false))
 }
 
+/// Which blocks of a hybrid model (Nemotron-H) have experts: `layers_block_type`, or the letters of
+/// `hybrid_override_pattern` with `E` for experts. The number of blocks is the number of layers.
+pub(super) fn block_types(keys: &Keys) -> Result<Option<Vec<bool>>, ConfigError> {
+    if let Some(types) = keys.list("layers_block_type")? {
+        return Ok(Some(types.iter().map(|name| name.as_str() == Some("moe")).collect()));
+    }
+    let pattern = keys.text("hybrid_override_pattern")?;
+    Ok(pattern.map(|pattern| pattern.chars().map(|letter| letter == 'E').collect()))
+}
+
 fn not_empty(layers: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, ConfigError> {
     if layers.is_empty() {
         return Err(invalid(
@@ -85,7 +99,7 @@ fn layers_of_types(types: &[Value], num_layers: u32) -> Result<Vec<u32>, ConfigE
     let mut layers = Vec::new();
     for (layer, name) in (0..).zip(types) {
         match name.as_str() {
-            Some("sparse" | "moe") => layers.push(layer),
+            Some("sparse" | "moe" | "hash_moe") => layers.push(layer),
             Some("dense" | "mlp") => {}
             _ => return Err(invalid("mlp_layer_types", clip(name), "'dense' or 'sparse'")),
         }

@@ -86,8 +86,10 @@ impl Checkpoint {
         }
         let weight = part("weight")?;
         match weight.dtype {
-            DType::I8 => self.signed_bytes(name, weight, rows, cols),
-            DType::U8 => self.packed_floats(name, weight, rows, cols),
+            DType::I8 if weight.shape == [rows, cols] => {
+                self.signed_bytes(name, weight, rows, cols)
+            }
+            DType::I8 | DType::U8 => self.packed_floats(name, weight, rows, cols),
             _ => {
                 let weight = weight.expect_shape(&[rows, cols])?.expect_dtype(STORED)?;
                 self.floats(
@@ -402,7 +404,7 @@ impl Checkpoint {
         Ok(integers(words, bits, [rows, cols], group, Codes::Unpacked(codes), scales, Some(zeros)))
     }
 
-    /// NVFP4 and MXFP4 of compressed-tensors and ModelOpt: 4-bit floats, two in a byte along the inputs.
+    /// NVFP4 and MXFP4 of compressed-tensors, ModelOpt and DeepSeek-V4: 4-bit floats, two in a byte along the inputs.
     fn packed_floats<'a>(
         &'a self,
         name: &str,
@@ -410,8 +412,13 @@ impl Checkpoint {
         rows: usize,
         cols: usize,
     ) -> Result<WeightView<'a>, TensorError> {
-        let packed = packed.expect_shape(&[rows, cols / 2])?.expect_dtype(&[DType::U8])?;
-        let scale = self.tensor(&format!("{name}.weight_scale"))?;
+        let packed =
+            packed.expect_shape(&[rows, cols / 2])?.expect_dtype(&[DType::U8, DType::I8])?;
+        let inverse = format!("{name}.weight_scale_inv");
+        let scale = match self.contains(&inverse) {
+            true => self.tensor(&inverse)?,
+            false => self.tensor(&format!("{name}.weight_scale"))?,
+        };
         let (group, _) = self.groups(&scale, rows, cols)?;
         let dtype = scale_dtype(&scale)?;
         let single = |suffix: &str| -> Result<Option<f32>, TensorError> {

@@ -11,7 +11,7 @@ const BASE: Family = Family {
     aliases: &[],
     classes: &[],
     width: MOE_WIDTH,
-    activation: ActivationRule::Gated { key: "hidden_act" },
+    activation: ActivationRule::Gated { key: "hidden_act", default: "silu" },
     weighting: Weighting::Output,
     layers: LayerRule::All,
     fused: Fused { transposed: false, interleaved: false },
@@ -48,6 +48,10 @@ const QWEN_SHARED: Family = Family {
     ..BASE
 };
 
+/// gpt-oss's activation, which several families took over.
+const SWIGLU_OAI: ActivationRule =
+    ActivationRule::ClampedOffset { alpha: ("swiglu_alpha", 1.702), limit: ("swiglu_limit", 7.0) };
+
 const GRANITE: Family = Family {
     width: PLAIN_WIDTH,
     router: RouterRule::SoftmaxOfChosen,
@@ -60,10 +64,15 @@ const SHARED_EXPERTS: SharedRule = SharedRule {
     gate: None,
     width: SharedWidth::Times(&["n_shared_experts", "num_shared_experts"], 0),
 };
+const fn after_dense(default: u32) -> LayerRule {
+    LayerRule::AfterDense { key: &["first_k_dense_replace"], default }
+}
+
 const MOE_WIDTH: &[&str] = &["moe_intermediate_size"];
 const PLAIN_WIDTH: &[&str] = &["intermediate_size"];
 
 pub(super) static FAMILIES: &[Family] = &[
+    Family { model_type: "qwen2_moe", classes: &["Qwen2MoeForCausalLM"], ..QWEN_SHARED },
     Family {
         model_type: "qwen3_moe",
         classes: &["Qwen3MoeForCausalLM"],
@@ -71,36 +80,422 @@ pub(super) static FAMILIES: &[Family] = &[
         router: RouterRule::Softmax(Renormalise::Key(false)),
         ..BASE
     },
+    Family {
+        model_type: "qwen3_next",
+        classes: &["Qwen3NextForCausalLM"],
+        router: RouterRule::Softmax(Renormalise::Key(true)),
+        ..QWEN_SHARED
+    },
+    Family {
+        model_type: "qwen3_vl_moe",
+        aliases: &["qwen3_vl_moe_text"],
+        classes: &["Qwen3VLMoeForConditionalGeneration"],
+        layers: LayerRule::SparseStep,
+        fused: Fused { transposed: true, interleaved: false },
+        ..BASE
+    },
+    Family {
+        model_type: "qwen3_5_moe",
+        aliases: &["qwen3_5_moe_text"],
+        classes: &["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"],
+        layers: LayerRule::All,
+        router: RouterRule::Softmax(Renormalise::Always),
+        ..QWEN_SHARED
+    },
     Family { model_type: "mixtral", classes: &["MixtralForCausalLM"], ..MIXTRAL },
     Family {
         model_type: "deepseek_v2",
         classes: &["DeepseekV2ForCausalLM"],
-        layers: LayerRule::AfterDense { key: &["first_k_dense_replace"], default: 0 },
+        layers: after_dense(0),
+        router: RouterRule::DeepseekV2,
+        shared: Some(SHARED_EXPERTS),
+        ..BASE
+    },
+    Family {
+        model_type: "unlimited_ocr",
+        layers: after_dense(0),
         router: RouterRule::DeepseekV2,
         shared: Some(SHARED_EXPERTS),
         ..BASE
     },
     Family {
         model_type: "deepseek_v3",
-        aliases: &["kimi_k2", "kimi_k25"],
-        classes: &["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
+        aliases: &["kimi_k2"],
+        classes: &["DeepseekV3ForCausalLM"],
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "kimi_k25",
+        classes: &["Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"],
         ..DEEPSEEK_V3
     },
     Family { model_type: "deepseek_v32", classes: &["DeepseekV32ForCausalLM"], ..DEEPSEEK_V3 },
-    Family { model_type: "qwen2_moe", classes: &["Qwen2MoeForCausalLM"], ..QWEN_SHARED },
-    Family { model_type: "qwen3_next", classes: &["Qwen3NextForCausalLM"], ..QWEN_SHARED },
+    Family {
+        model_type: "deepseek_v4",
+        classes: &["DeepseekV4ForCausalLM"],
+        width: &["moe_intermediate_size", "intermediate_size"],
+        activation: ActivationRule::Clamped { default: 10.0 },
+        router: RouterRule::Own,
+        gate: &["ffn.gate.weight"],
+        choice_bias: &["ffn.gate.bias"],
+        shared: Some(SharedRule {
+            path: "ffn.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&[], 1),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "kimi_linear",
+        classes: &["KimiLinearForCausalLM"],
+        layers: after_dense(1),
+        gate: &["block_sparse_moe.gate.weight"],
+        choice_bias: &["block_sparse_moe.gate.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            path: "block_sparse_moe.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], 1),
+        }),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "glm4_moe",
+        classes: &["Glm4MoeForCausalLM"],
+        layers: after_dense(1),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "glm4_moe_lite",
+        classes: &["Glm4MoeLiteForCausalLM"],
+        layers: after_dense(1),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "glm4v_moe",
+        aliases: &["glm4v_moe_text"],
+        classes: &["Glm4vMoeForConditionalGeneration"],
+        layers: after_dense(1),
+        ..DEEPSEEK_V3
+    },
+    Family { model_type: "glm_moe_dsa", classes: &["GlmMoeDsaForCausalLM"], ..DEEPSEEK_V3 },
+    Family {
+        model_type: "glm5_next",
+        activation: ActivationRule::Clamped { default: f32::INFINITY },
+        ..DEEPSEEK_V3
+    },
+    Family { model_type: "axk1", ..DEEPSEEK_V3 },
+    Family { model_type: "axk2", ..DEEPSEEK_V3 },
+    Family { model_type: "dots3_note", aliases: &["dots3_note_text"], ..DEEPSEEK_V3 },
+    Family {
+        model_type: "dots1",
+        classes: &["Dots1ForCausalLM"],
+        layers: after_dense(0),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "solar_open",
+        classes: &["SolarOpenForCausalLM"],
+        layers: LayerRule::All,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "mimo_v2_flash",
+        classes: &["MiMoV2FlashForCausalLM"],
+        layers: after_dense(1),
+        shared: None,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "exaone_moe",
+        classes: &["ExaoneMoeForCausalLM"],
+        layers: after_dense(1),
+        choice_bias: &["mlp.e_score_correction_bias"],
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "bailing_hybrid",
+        classes: &["BailingHybridForCausalLM"],
+        layers: after_dense(2),
+        choice_bias: &["mlp.gate.expert_bias"],
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "hy_v3",
+        classes: &["HYV3ForCausalLM"],
+        layers: after_dense(1),
+        router: RouterRule::Own,
+        gate: &["mlp.router.gate.weight"],
+        choice_bias: &["mlp.expert_bias"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_mlp",
+            gate: None,
+            width: SharedWidth::Times(&["num_shared_experts"], 1),
+        }),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "hy_v4",
+        activation: ActivationRule::Clamped { default: f32::INFINITY },
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "afmoe",
+        classes: &["AfmoeForCausalLM"],
+        layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 1 },
+        router: RouterRule::Own,
+        gate: &["mlp.router.gate.weight"],
+        choice_bias: &["mlp.expert_bias"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&["num_shared_experts"], 2),
+        }),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "lfm2_moe",
+        classes: &["Lfm2MoeForCausalLM"],
+        activation: ActivationRule::Silu,
+        layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 2 },
+        router: RouterRule::Own,
+        gate: &["feed_forward.gate.weight"],
+        choice_bias: &["feed_forward.expert_bias"],
+        ..BASE
+    },
+    Family {
+        model_type: "laguna",
+        classes: &["LagunaForCausalLM"],
+        layers: after_dense(1),
+        router: RouterRule::Own,
+        choice_bias: &["mlp.experts.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_expert",
+            gate: None,
+            width: SharedWidth::Width("shared_expert_intermediate_size"),
+        }),
+        ..BASE
+    },
+    Family { model_type: "minimax", classes: &["MiniMaxForCausalLM"], ..MIXTRAL },
+    Family {
+        model_type: "minimax_m2",
+        classes: &["MiniMaxM2ForCausalLM"],
+        router: RouterRule::Own,
+        choice_bias: &["block_sparse_moe.e_score_correction_bias"],
+        ..MIXTRAL
+    },
+    Family {
+        model_type: "minimax_m3_vl",
+        aliases: &["minimax_m3_vl_text"],
+        classes: &["MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"],
+        activation: SWIGLU_OAI,
+        layers: after_dense(0),
+        router: RouterRule::Own,
+        choice_bias: &["block_sparse_moe.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            path: "block_sparse_moe.shared_experts",
+            gate: None,
+            width: SharedWidth::Width("shared_intermediate_size"),
+        }),
+        ..MIXTRAL
+    },
+    Family {
+        model_type: "phimoe",
+        classes: &["PhimoeForCausalLM", "PhiMoEForCausalLM"],
+        router: RouterRule::Own,
+        ..MIXTRAL
+    },
+    Family {
+        model_type: "olmoe",
+        classes: &["OlmoeForCausalLM"],
+        width: PLAIN_WIDTH,
+        router: RouterRule::Softmax(Renormalise::Key(false)),
+        ..BASE
+    },
+    Family {
+        model_type: "flex_olmo",
+        classes: &["FlexOlmoForCausalLM"],
+        width: PLAIN_WIDTH,
+        router: RouterRule::Softmax(Renormalise::Key(false)),
+        ..BASE
+    },
+    Family {
+        model_type: "mellum",
+        classes: &["MellumForCausalLM"],
+        router: RouterRule::Softmax(Renormalise::Key(false)),
+        ..BASE
+    },
+    Family {
+        model_type: "ernie4_5_moe",
+        classes: &["Ernie4_5_MoeForCausalLM"],
+        layers: LayerRule::Range,
+        router: RouterRule::Own,
+        choice_bias: &["mlp.moe_statics.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "hunyuan_v1_moe",
+        classes: &["HunYuanMoEV1ForCausalLM"],
+        width: PLAIN_WIDTH,
+        gate: &["mlp.gate.wg.weight"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_mlp",
+            gate: None,
+            width: SharedWidth::Width("intermediate_size"),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "jamba",
+        classes: &["JambaForCausalLM"],
+        width: PLAIN_WIDTH,
+        layers: LayerRule::Period,
+        router: RouterRule::Softmax(Renormalise::Never),
+        gate: &["feed_forward.router.weight"],
+        ..BASE
+    },
+    Family { model_type: "granitemoe", classes: &["GraniteMoeForCausalLM"], ..GRANITE },
+    Family {
+        model_type: "granitemoeshared",
+        classes: &["GraniteMoeSharedForCausalLM"],
+        shared: Some(SharedRule {
+            path: "shared_mlp",
+            gate: None,
+            width: SharedWidth::Width("shared_intermediate_size"),
+        }),
+        ..GRANITE
+    },
+    Family {
+        model_type: "granitemoehybrid",
+        classes: &["GraniteMoeHybridForCausalLM"],
+        shared: Some(SharedRule {
+            path: "shared_mlp",
+            gate: None,
+            width: SharedWidth::Width("shared_intermediate_size"),
+        }),
+        ..GRANITE
+    },
+    Family { model_type: "granitemoe_swa", gate: &["block_sparse_moe.router.weight"], ..GRANITE },
+    Family {
+        model_type: "cohere2_moe",
+        classes: &["Cohere2MoeForCausalLM"],
+        width: PLAIN_WIDTH,
+        layers: after_dense(0),
+        router: RouterRule::Own,
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&["num_shared_experts"], 0),
+        }),
+        ..BASE
+    },
     Family {
         model_type: "gpt_oss",
         classes: &["GptOssForCausalLM"],
         width: PLAIN_WIDTH,
-        activation: ActivationRule::ClampedOffset {
-            alpha: ("swiglu_alpha", 1.702),
-            limit: ("swiglu_limit", 7.0),
-        },
+        activation: SWIGLU_OAI,
         fused: Fused { transposed: true, interleaved: true },
         router: RouterRule::SoftmaxOfChosen,
         gate: &["mlp.router.weight"],
         ..BASE
     },
-    Family { model_type: "granitemoe", classes: &["GraniteMoeForCausalLM"], ..GRANITE },
+    Family {
+        model_type: "openai_privacy_filter",
+        classes: &["OpenAIPrivacyFilterForTokenClassification"],
+        width: PLAIN_WIDTH,
+        activation: SWIGLU_OAI,
+        fused: Fused { transposed: true, interleaved: false },
+        router: RouterRule::SoftmaxOfChosen,
+        gate: &["mlp.router.weight"],
+        ..BASE
+    },
+    Family {
+        model_type: "llama4",
+        aliases: &["llama4_text"],
+        classes: &["Llama4ForConditionalGeneration", "Llama4ForCausalLM"],
+        width: PLAIN_WIDTH,
+        weighting: Weighting::Input,
+        layers: LayerRule::Interleaved,
+        fused: Fused { transposed: true, interleaved: false },
+        router: RouterRule::Own,
+        gate: &["feed_forward.router.weight"],
+        shared: Some(SharedRule {
+            path: "feed_forward.shared_expert",
+            gate: None,
+            width: SharedWidth::Width("intermediate_size"),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "aria",
+        aliases: &["aria_text"],
+        classes: &["AriaForConditionalGeneration", "AriaTextForCausalLM"],
+        width: PLAIN_WIDTH,
+        activation: ActivationRule::Silu,
+        fused: Fused { transposed: true, interleaved: false },
+        router: RouterRule::SoftmaxOfChosen,
+        gate: &["mlp.router.weight"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            gate: None,
+            width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "nemotron_h",
+        classes: &["NemotronHForCausalLM"],
+        activation: ActivationRule::Relu2,
+        layers: LayerRule::BlockTypes,
+        router: RouterRule::DeepseekV3,
+        gate: &["mixer.gate.weight"],
+        choice_bias: &["mixer.gate.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            path: "mixer.shared_experts",
+            gate: None,
+            width: SharedWidth::Width("moe_shared_expert_intermediate_size"),
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "gemma4",
+        aliases: &["gemma4_text"],
+        classes: &["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"],
+        activation: ActivationRule::Gated {
+            key: "hidden_activation",
+            default: "gelu_pytorch_tanh",
+        },
+        layers: LayerRule::Stored,
+        router: RouterRule::Own,
+        gate: &["router.proj.weight"],
+        ..BASE
+    },
+    Family {
+        model_type: "mistral4",
+        classes: &["Mistral4ForCausalLM"],
+        layers: after_dense(0),
+        router: RouterRule::Own,
+        shared: Some(SHARED_EXPERTS),
+        ..BASE
+    },
+    Family {
+        model_type: "inkling",
+        aliases: &["inkling_mm_model", "inkling_text"],
+        classes: &["InklingForConditionalGeneration", "InklingForCausalLM"],
+        layers: LayerRule::Stored,
+        fused: Fused { transposed: false, interleaved: true },
+        router: RouterRule::Own,
+        ..BASE
+    },
+    Family {
+        model_type: "zaya",
+        classes: &["ZayaForCausalLM"],
+        router: RouterRule::Own,
+        gate: &["mlp.gate.router_mlp.out_proj.weight"],
+        ..BASE
+    },
 ];

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use switchyard_checkpoint::{
-    Architecture, Checkpoint, ConfigError, ModelConfig, Preset, Scoring, TopkMethod,
+    Checkpoint, ConfigError, Family, ModelConfig, Preset, Scoring, TopkMethod,
 };
 
 use crate::support::{config_text, data, tiny};
@@ -11,18 +11,22 @@ use crate::support::{config_text, data, tiny};
 fn the_shipped_model_reads_as_its_readme_says() {
     let checkpoint = Checkpoint::open(data("tiny-moe")).unwrap();
     let config = checkpoint.config();
-    assert_eq!(config.architecture, Architecture::Qwen3Moe);
+    assert_eq!(config.family.model_type, "qwen3_moe");
+    let language = config.language().unwrap();
     assert_eq!((config.hidden, config.moe_intermediate, config.num_layers), (256, 64, 4));
     assert_eq!((config.num_experts, config.top_k), (16, 4));
     assert_eq!(config.moe_layers(), [0, 1, 2, 3]);
-    assert!(config.router.renormalise && config.tie_word_embeddings);
-    assert_eq!((config.vocab, config.max_positions), (2048, 1024));
-    assert_eq!((config.bos_id, config.eos_ids.as_slice()), (Some(0), &[0][..]));
-    let attention = config.attention.as_ref().unwrap();
+    assert!(config.router().unwrap().renormalise && language.tie_word_embeddings);
+    assert_eq!((language.vocab, language.max_positions), (2048, 1024));
+    assert_eq!((language.bos_id, language.eos_ids.as_slice()), (Some(0), &[0][..]));
+    let attention = language.attention.as_ref().unwrap();
     assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (4, 2, 64));
     assert_eq!((attention.rope_theta, attention.rope_type.as_str()), (10_000.0, "default"));
     assert!(attention.qk_norm && !attention.bias && attention.sliding_window.is_none());
-    assert_eq!(config.fp8_block, None);
+    assert_eq!(config.quantization, None);
+    assert!(
+        config.ignored_keys.contains(&"torch_dtype".to_owned()) || !config.ignored_keys.is_empty()
+    );
 }
 
 #[test]
@@ -38,8 +42,10 @@ fn old_and_new_spellings_mean_the_same() {
     fields.insert("rope_parameters".into(), rope);
     fields.remove("rope_scaling");
     fields.insert("sliding_window".into(), json!(4096));
-    assert_eq!(ModelConfig::from_json(&json.to_string()).unwrap(), old);
-    assert_eq!(old.attention.unwrap().rope_theta, 1_000_000.0);
+    let new = ModelConfig::from_json(&json.to_string()).unwrap();
+    assert_eq!(new.language(), old.language());
+    assert_eq!(new.num_experts, old.num_experts);
+    assert_eq!(old.language().unwrap().attention.as_ref().unwrap().rope_theta, 1_000_000.0);
 }
 
 #[test]
@@ -51,14 +57,15 @@ fn a_deepseek_v3_that_leaves_the_routing_to_its_family_gets_that_family_s_routin
         json.as_object_mut().unwrap().remove(field).unwrap();
     }
     let short = ModelConfig::from_json(&json.to_string()).unwrap();
-    assert_eq!(short, full);
-    assert_eq!(short.router.scoring, Scoring::Sigmoid);
-    assert_eq!(short.router.topk_method, TopkMethod::NoAuxTc);
-    assert!(short.router.has_bias && short.router.renormalise);
-    assert_eq!((short.router.num_groups, short.router.topk_groups), (4, 2));
-    assert_eq!(short.router.routed_scaling_factor, 2.5);
-    assert_eq!(short.fp8_block, Some([128, 128]));
-    assert_eq!((short.moe_layers(), short.num_shared_experts), (vec![3], 1));
+    assert_eq!(short.router(), full.router());
+    let router = short.router().unwrap();
+    assert_eq!(router.scoring, Scoring::Sigmoid);
+    assert_eq!(router.topk_method, TopkMethod::NoAuxTc);
+    assert!(router.has_bias && router.renormalise);
+    assert_eq!((router.num_groups, router.topk_groups), (4, 2));
+    assert_eq!(router.routed_scaling_factor, 2.5);
+    assert_eq!(short.quantization.as_ref().unwrap().fp8_block, Some([128, 128]));
+    assert_eq!((short.moe_layers(), short.shared_width), (vec![3], short.moe_intermediate));
 }
 
 #[test]
@@ -85,12 +92,14 @@ fn layers_with_experts_follow_each_family_s_rule() {
 #[test]
 fn an_unknown_architecture_is_named_beside_those_supported() {
     let (dir, _checkpoint) = tiny(Preset::TinyMixtral, 1);
-    let text = config_text(dir.path()).replace("MixtralForCausalLM", "LlamaForCausalLM");
+    let text = config_text(dir.path())
+        .replace("MixtralForCausalLM", "LlamaForCausalLM")
+        .replace("\"mixtral\"", "\"llama\"");
     std::fs::write(dir.path().join("config.json"), text).unwrap();
     let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
     assert!(error.contains("config.json"), "{error}");
     assert!(error.contains("'LlamaForCausalLM'"), "{error}");
-    for known in Architecture::ALL {
+    for known in Family::ALL {
         assert!(error.contains(known.class_name()), "{error}");
     }
 }
@@ -99,14 +108,14 @@ fn an_unknown_architecture_is_named_beside_those_supported() {
 fn bad_numbers_are_refused_by_field_value_and_expectation() {
     let cases = [
         (Preset::TinyQwen3Moe, "num_experts_per_tok", json!(9), "at most the number of experts, 8"),
-        (Preset::TinyQwen3Moe, "hidden_size", json!(0), "a number from 1"),
-        (Preset::TinyQwen3Moe, "hidden_size", json!(1u64 << 40), "a number from 1"),
-        (Preset::TinyQwen3Moe, "num_hidden_layers", json!(1u64 << 30), "a number from 1"),
+        (Preset::TinyQwen3Moe, "hidden_size", json!(0), "a whole number from 1"),
+        (Preset::TinyQwen3Moe, "hidden_size", json!(1u64 << 40), "a whole number from 1"),
+        (Preset::TinyQwen3Moe, "num_hidden_layers", json!(1u64 << 30), "a whole number from 1"),
         (Preset::TinyQwen3Moe, "decoder_sparse_step", json!(0), "at least 1"),
         (Preset::TinyQwen3Moe, "decoder_sparse_step", json!(99), "at least one has experts"),
         (Preset::TinyQwen3Moe, "num_key_value_heads", json!(3), "a divisor of"),
         (Preset::TinyQwen3Moe, "head_dim", json!(33), "an even number"),
-        (Preset::TinyMixtral, "hidden_act", json!("gelu"), "'silu'"),
+        (Preset::TinyMixtral, "hidden_act", json!("tanh"), "'silu'"),
         (Preset::TinyDeepseekV3, "n_group", json!(3), "a divisor of 8 experts"),
         (Preset::TinyDeepseekV3, "n_group", json!(8), "has two experts"),
         (Preset::TinyDeepseekV3, "n_group", json!(0), "a divisor of"),
@@ -118,16 +127,19 @@ fn bad_numbers_are_refused_by_field_value_and_expectation() {
         (
             Preset::TinyDeepseekV3,
             "quantization_config",
-            json!({ "quant_method": "fp8", "weight_block_size": [64, 128] }),
-            "[128, 128]",
+            json!({ "quant_method": "fp8", "weight_block_size": [0, 128] }),
+            "two whole numbers",
         ),
-        (Preset::TinyMixtral, "quantization_config", json!({ "quant_method": "awq" }), "'fp8'"),
+        (Preset::TinyMixtral, "quantization_config", json!({ "quant_method": "exl2" }), "'fp8'"),
     ];
     for (preset, field, value, expected) in cases {
         let (dir, _checkpoint) = tiny(preset, 4);
         let mut json: Value = serde_json::from_str(&config_text(dir.path())).unwrap();
         json[field] = value.clone();
-        let error = ModelConfig::from_json(&json.to_string()).unwrap_err();
+        let config = ModelConfig::from_json(&json.to_string());
+        let error = config
+            .and_then(|c| c.router().and(c.language()).map(|_| ()))
+            .expect_err("the value is invalid");
         assert!(matches!(error, ConfigError::Invalid { .. }), "{field} = {value}: {error}");
         let text = error.to_string();
         assert!(text.contains(expected), "{field} = {value}: {text}");
@@ -156,7 +168,8 @@ fn a_missing_field_is_named() {
             assert!(ModelConfig::from_json(&json.to_string()).is_ok());
             json.as_object_mut().unwrap().remove("model_type").unwrap();
         }
-        let error = ModelConfig::from_json(&json.to_string()).unwrap_err().to_string();
+        let config = ModelConfig::from_json(&json.to_string());
+        let error = config.and_then(|c| c.language().map(|_| ())).unwrap_err().to_string();
         assert!(error.contains(field) && error.contains("is missing"), "{field}: {error}");
     }
 }
@@ -164,11 +177,11 @@ fn a_missing_field_is_named() {
 #[test]
 fn end_tokens_come_from_the_generation_config_where_there_is_one() {
     let (dir, checkpoint) = tiny(Preset::TinyMixtral, 1);
-    assert_eq!(checkpoint.config().eos_ids, [2]);
+    assert_eq!(checkpoint.config().language().unwrap().eos_ids, [2]);
     let path = dir.path().join("generation_config.json");
     let eos = |text: &str| {
         std::fs::write(&path, text).unwrap();
-        Checkpoint::open(dir.path()).map(|c| c.config().eos_ids.clone())
+        Checkpoint::open(dir.path()).map(|c| c.config().language().unwrap().eos_ids.clone())
     };
     assert_eq!(eos(r#"{"eos_token_id": [5, 7]}"#).unwrap(), [5, 7]);
     assert_eq!(eos(r#"{"eos_token_id": 9}"#).unwrap(), [9]);

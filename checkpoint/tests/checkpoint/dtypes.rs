@@ -1,7 +1,7 @@
 //! The dtypes that experts are stored in.
 
 use rand::RngExt;
-use switchyard_checkpoint::{Checkpoint, DType, Preset};
+use switchyard_checkpoint::{Checkpoint, DType, Preset, WeightFormat};
 
 use crate::support::{Tensor, all_tensors, config_text, rng, tiny, write_single};
 
@@ -27,8 +27,13 @@ fn experts_in_bf16_f16_and_f32_read_alike() {
         let copy = dir.path().join(dtype.name());
         write_single(&copy, &config, &tensors);
         let copy = Checkpoint::open(&copy).unwrap();
-        let gate = copy.expert(0, 2).unwrap().gate;
-        assert_eq!((gate.dtype(), gate.len_bytes()), (dtype, tensors_len(&tensors, w1)));
+        let gate = copy.expert(0, 2).unwrap().gate.unwrap();
+        let format = match dtype {
+            DType::Bf16 => WeightFormat::Bf16,
+            DType::F16 => WeightFormat::F16,
+            _ => WeightFormat::F32,
+        };
+        assert_eq!((gate.format(), gate.stored_bytes()), (format, tensors_len(&tensors, w1)));
         let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&gate.to_f32()), bits(&values), "{dtype}");
     }
@@ -50,7 +55,7 @@ fn block_scales_in_bf16_read_like_those_in_f32() {
         write_single(&copy, &config, &tensors);
         let copy = Checkpoint::open(&copy).unwrap();
         let up = copy.expert(0, 1).unwrap().up;
-        assert_eq!(up.scales.unwrap().to_f32(), scales, "{dtype}");
+        assert_eq!(up.scales().unwrap().to_f32(), scales, "{dtype}");
         read.push(up.to_f32());
     }
     assert_eq!(read[0], read[1]);

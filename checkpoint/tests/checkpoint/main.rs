@@ -1,9 +1,12 @@
 //! Checkpoints: valid, generated, damaged, and compared with transformers.
 
+mod arithmetic;
 mod config;
 mod damage;
 mod dtypes;
+mod families;
 mod fingerprint;
+mod formats;
 mod make;
 mod reference;
 mod support;

@@ -3,7 +3,7 @@
 use std::fs;
 
 use switchyard_checkpoint::{
-    Checkpoint, DType, MakeError, MakeOptions, Preset, make_checkpoint, planned_bytes,
+    Checkpoint, MakeError, MakeOptions, Preset, WeightFormat, make_checkpoint, planned_bytes,
 };
 
 use crate::support::{all_tensors, config_text, tiny};
@@ -30,8 +30,9 @@ fn every_layout_opens_with_every_expert_finite_and_of_sensible_size() {
                 assert_eq!(shared.is_some(), is_deepseek);
                 let routed = (0..config.num_experts).map(|e| checkpoint.expert(layer, e).unwrap());
                 for expert in routed.chain(shared) {
-                    assert_eq!(expert.gate.tensor.shape, [config.moe_intermediate, config.hidden]);
-                    for weight in [expert.gate, expert.up, expert.down] {
+                    let shape = (expert.up.rows(), expert.up.cols());
+                    assert_eq!(shape, (config.moe_intermediate, config.hidden));
+                    for weight in expert.matrices() {
                         check_values(&weight.to_f32(), weight.cols());
                     }
                 }
@@ -53,17 +54,18 @@ fn check_values(values: &[f32], fan_in: usize) {
 #[test]
 fn fp8_weights_are_stored_value_times_block_scale() {
     let (_dir, checkpoint) = tiny(Preset::TinyDeepseekV3, 1);
-    assert_eq!(checkpoint.config().fp8_block, Some([128, 128]));
+    assert_eq!(checkpoint.config().quantization.as_ref().unwrap().fp8_block, Some([128, 128]));
     let down = checkpoint.expert(0, 3).unwrap().down;
-    assert_eq!((down.dtype(), down.rows(), down.cols()), (DType::F8E4m3, 160, 136));
-    let scales = down.scales.unwrap();
-    assert_eq!(scales.tensor.shape, [2, 2]);
-    let factors = scales.to_f32();
+    let format = WeightFormat::F8E4m3 { block: [128, 128] };
+    assert_eq!((down.format(), down.rows(), down.cols()), (format, 160, 136));
+    let factors = down.scales().unwrap().to_f32();
+    assert_eq!(factors.len(), 4);
+    let codes = down.codes();
     assert!(factors.windows(2).all(|w| w[0] != w[1]), "blocks cannot be told apart");
     let values = down.to_f32();
     for row in 0..160 {
         for col in 0..136 {
-            let stored = switchyard_checkpoint::f32_from_e4m3(down.tensor.data[row * 136 + col]);
+            let stored = switchyard_checkpoint::f32_from_e4m3(codes[row * 136 + col]);
             let expected = stored * factors[row / 128 * 2 + col / 128];
             assert_eq!(values[row * 136 + col], expected, "row {row}, column {col}");
         }
@@ -86,7 +88,7 @@ fn the_seed_decides_the_bytes_and_sharding_does_not() {
         assert!(summary.num_shards > 2 && sharded.num_shards() == summary.num_shards);
         assert_eq!(summary.num_tensors, tensors.len());
         assert_eq!(all_tensors(&sharded), tensors, "{preset}");
-        assert_eq!(sharded.fingerprint(), single.fingerprint());
+        assert_eq!(sharded.fingerprint().unwrap(), single.fingerprint().unwrap());
         for entry in fs::read_dir(dir.path()).unwrap() {
             // A header of JSON comes on top of the tensors.
             assert!(entry.unwrap().metadata().unwrap().len() < 100_000 + 50_000);

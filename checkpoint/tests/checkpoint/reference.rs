@@ -1,9 +1,8 @@
 //! MoE blocks against the results of transformers for the same files.
 
-use switchyard_checkpoint::{
-    Checkpoint, ExpertTensors, RouterConfig, Scoring, TensorFile, TopkMethod, WeightView,
-};
+use switchyard_checkpoint::{Checkpoint, RouterConfig, Scoring, TensorFile, TopkMethod};
 
+use crate::arithmetic::Expert;
 use crate::support::data;
 
 /// Largest difference, relative to the largest value.
@@ -115,12 +114,6 @@ struct Block {
     shared: Option<Expert>,
 }
 
-struct Expert {
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-}
-
 struct Matrix {
     cols: usize,
     values: Vec<f32>,
@@ -132,14 +125,17 @@ impl Block {
         let router = checkpoint.router(layer).unwrap();
         let num_experts = config.num_experts;
         Block {
-            router: config.router,
+            router: *config.router().unwrap(),
             top_k: config.top_k,
             gate: Matrix { cols: config.hidden, values: router.weight.to_f32().unwrap() },
             bias: router.bias.map_or(vec![0.0; num_experts as usize], |b| b.to_f32().unwrap()),
             experts: (0..num_experts)
-                .map(|e| Expert::read(checkpoint.expert(layer, e).unwrap()))
+                .map(|e| Expert::read(config.arithmetic, &checkpoint.expert(layer, e).unwrap()))
                 .collect(),
-            shared: checkpoint.shared_expert(layer).unwrap().map(Expert::read),
+            shared: checkpoint
+                .shared_expert(layer)
+                .unwrap()
+                .map(|shared| Expert::read(config.arithmetic, &shared)),
         }
     }
 
@@ -152,7 +148,7 @@ impl Block {
         let logits = self.logits(x);
         let scores: Vec<f64> = match self.router.scoring {
             Scoring::Sigmoid => logits.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(),
-            Scoring::Softmax => {
+            _ => {
                 let sum: f64 = logits.iter().map(|l| l.exp()).sum();
                 logits.iter().map(|l| l.exp() / sum).collect()
             }
@@ -185,8 +181,8 @@ impl Block {
     fn routed(&self, x: &[f32], chosen: impl Iterator<Item = (usize, f64)>) -> Vec<f64> {
         let mut out = vec![0.0; x.len()];
         for (expert, weight) in chosen {
-            let y = self.experts[expert].forward(&widen(x));
-            out.iter_mut().zip(y).for_each(|(o, y)| *o += weight * y);
+            let y = self.experts[expert].forward(x, weight);
+            out.iter_mut().zip(y).for_each(|(o, y)| *o += y);
         }
         out
     }
@@ -194,25 +190,10 @@ impl Block {
     fn forward(&self, x: &[f32]) -> Vec<f64> {
         let mut out = self.routed(x, self.route(x).into_iter());
         if let Some(shared) = &self.shared {
-            let y = shared.forward(&widen(x));
+            let y = shared.forward(x, 1.0);
             out.iter_mut().zip(y).for_each(|(o, y)| *o += y);
         }
         out
-    }
-}
-
-impl Expert {
-    fn read(tensors: ExpertTensors<'_>) -> Expert {
-        let matrix = |w: WeightView<'_>| Matrix { cols: w.cols(), values: w.to_f32() };
-        Expert { gate: matrix(tensors.gate), up: matrix(tensors.up), down: matrix(tensors.down) }
-    }
-
-    fn forward(&self, x: &[f64]) -> Vec<f64> {
-        let up = self.up.times(x);
-        let silu = |g: f64| g / (1.0 + (-g).exp());
-        let inner: Vec<f64> =
-            self.gate.times(x).into_iter().zip(up).map(|(g, u)| silu(g) * u).collect();
-        self.down.times(&inner)
     }
 }
 

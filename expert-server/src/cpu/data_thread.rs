@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::ModelConfig;
-use p2p_core::{Endpoint, WaitSet};
+use p2p_core::{Transport, WaitSet};
 use protocol::{CombineMeta, DispatchScratch, FrameId, decode_dispatch, peek_id};
 
 use super::answer::{Answer, BufferPool, Fault};
@@ -18,7 +18,7 @@ use crate::inbox::Inbox;
 use crate::metrics::{DropReason, ExpertTokenCounters, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
 
-pub(super) struct DataThread<E: Endpoint> {
+pub(super) struct DataThread<E: Transport> {
     config: CpuConfig,
     store: Arc<ExpertStore>,
     pool: ComputePool,
@@ -50,7 +50,7 @@ enum ItemBody {
     Fault { id: FrameId, fault: Fault },
 }
 
-impl<E: Endpoint> DataThread<E> {
+impl<E: Transport> DataThread<E> {
     #[allow(clippy::too_many_arguments, reason = "all parts of the thread, assembled once")]
     pub(super) fn new(
         store: Arc<ExpertStore>,
@@ -415,7 +415,7 @@ impl<E: Endpoint> DataThread<E> {
 }
 
 /// Copies one frame into the batch, checking every field of the copy.
-fn copy_frame<E: Endpoint>(
+fn copy_frame<E: Transport>(
     link: &Link<E>,
     pending: &PendingFrame,
     model: &ModelConfig,

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use p2p_core::{Channel, ChannelError, Endpoint, RxFrame};
+use p2p_core::{Channel, ChannelError, RxFrame, Transport};
 use protocol::{DispatchExpect, FrameId};
 use tokio::sync::oneshot;
 
@@ -21,7 +21,7 @@ pub(crate) struct PendingFrame {
     pub(crate) taken_at: Instant,
 }
 
-pub(crate) struct Link<E: Endpoint> {
+pub(crate) struct Link<E: Transport> {
     pub(crate) id: LinkId,
     pub(crate) channel: Channel<E>,
     /// Properties that every frame of the client must have.
@@ -41,7 +41,7 @@ pub(crate) struct Link<E: Endpoint> {
     closed: oneshot::Sender<ClosedLink<Channel<E>>>,
 }
 
-impl<E: Endpoint> Link<E> {
+impl<E: Transport> Link<E> {
     pub(crate) fn new(
         id: LinkId,
         channel: Channel<E>,

@@ -1,9 +1,6 @@
 //! `device_abi.h` compiled by the C and C++ compilers of this machine says the same as `abi.rs`.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
-use std::mem::offset_of;
-use std::process::Command;
+use std::path::Path;
 
 use switchyard_kernels::abi::{
     self, Batch, ClientPeer, ClientState, CombineParams, DispatchParams, EchoParams, ErrorWord,
@@ -11,31 +8,12 @@ use switchyard_kernels::abi::{
     Handle, LayerWeights, Link, MaskCache, Placement, ReplicaSet, ServerPeer, ServerState,
 };
 use switchyard_kernels::gpu::LayerShape;
-
-/// Bytes of the field that `_` picks.
-fn field_bytes<S, F>(_: fn(&S) -> &F) -> usize {
-    size_of::<F>()
-}
-
-macro_rules! fields {
-    ($($rust:ty as $c:literal: $($field:ident),*;)*) => {{
-        let mut expected = BTreeMap::new();
-        $(
-            expected.insert(format!("sizeof {}", $c), size_of::<$rust>() as u64);
-            $(
-                let field = format!("{}.{}", $c, stringify!($field));
-                let bytes = field_bytes(|s: &$rust| &s.$field);
-                expected.insert(format!("offset {field}"), offset_of!($rust, $field) as u64);
-                expected.insert(format!("bytes {field}"), bytes as u64);
-            )*
-        )*
-        expected
-    }};
-}
+use test_support::c_fields;
+use test_support::c_header::check_c_header;
 
 #[test]
 fn header_and_rust_agree_field_by_field() {
-    let mut expected = fields! {
+    let fields = c_fields! {
         ErrorWord as "sy_error_word": tag, peer, reason, reserved, observed, expected;
         FrameGeometry as "sy_frame_geometry": hidden, top_k, dtype, num_frames, max_tokens,
             row_stride_bytes, scales_per_row, response_stride_bytes, flags_offset, entries_offset,
@@ -77,23 +55,10 @@ fn header_and_rust_agree_field_by_field() {
         EchoParams as "sy_echo_params": version, flags, geometry, state, abort_mask, timeout_ns,
             capacity, num_clients, num_blocks, reserved, clients;
     };
-    let layout: Vec<String> = expected.keys().cloned().collect();
-    expected.extend(maps());
-    expected.extend(constants().into_iter().map(|(name, value)| (format!("value {name}"), value)));
-
-    let program = program(&layout);
-    let compilers = [("cc", "-std=c11", "c", true), ("g++", "-std=c++17", "cpp", false)];
-    for (compiler, standard, extension, required) in compilers {
-        let Some(found) = compile_and_run(compiler, standard, extension, &program) else {
-            assert!(!required, "no {compiler}, which building this project needs");
-            test_support::skip(
-                "cxx",
-                &format!("device_abi.h as {standard}: there is no {compiler}"),
-            );
-            continue;
-        };
-        assert_eq!(found, expected, "{compiler} {standard}");
-    }
+    let mut values = maps();
+    values.extend(constants().into_iter().map(|(name, value)| (name.to_owned(), value)));
+    let include = Path::new(switchyard_kernels::INCLUDE_DIR);
+    check_c_header(include, "switchyard/layout/geometry.h", fields, values);
 }
 
 /// Each number of the descriptors of a layer's matrices for the copy engine.
@@ -106,7 +71,7 @@ fn maps() -> Vec<(String, u64)> {
         for (map, call) in
             [(shape.gate_up_map(), "sy_gate_up_map"), (shape.down_map(), "sy_down_map")]
         {
-            let call = format!("value {call}(384, 192, 5, {name})");
+            let call = format!("{call}(384, 192, 5, {name})");
             all.push((format!("{call}.rank"), map.rank.into()));
             for i in 0..5 {
                 all.push((format!("{call}.extent[{i}]"), map.extent[i].into()));
@@ -159,70 +124,4 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("sizeof(sy_frame_header)", switchyard_kernels::geometry::HEADER_BYTES),
         ("sizeof(sy_entry)", switchyard_kernels::geometry::ENTRY_BYTES),
     ]
-}
-
-fn program(layout: &[String]) -> String {
-    let mut body = String::new();
-    for key in layout {
-        let (what, name) = key.split_once(' ').expect("keys have two words");
-        let value = match (what, name.split_once('.')) {
-            ("sizeof", _) => format!("sizeof({name})"),
-            ("offset", Some((ty, field))) => format!("offsetof({ty}, {field})"),
-            ("bytes", Some((ty, field))) => format!("sizeof((({ty} *)0)->{field})"),
-            _ => unreachable!("no other keys are made"),
-        };
-        writeln!(body, "    show(\"{key}\", {value});").expect("String");
-    }
-    for (key, _) in maps() {
-        let value = key.strip_prefix("value ").unwrap_or_default();
-        writeln!(body, "    show(\"{key}\", {value});").expect("String");
-    }
-    for (name, _) in constants() {
-        writeln!(body, "    show(\"value {name}\", {name});").expect("String");
-    }
-    format!(
-        "#include <stdio.h>\n#include <switchyard/layout/geometry.h>\n\n\
-         static void show(const char *name, unsigned long long value) {{\n    \
-         printf(\"%s %llu\\n\", name, value);\n}}\n\nint main(void) {{\n{body}    return 0;\n}}\n"
-    )
-}
-
-/// Output of the program, or `None` without the compiler.
-fn compile_and_run(
-    compiler: &str,
-    standard: &str,
-    extension: &str,
-    program: &str,
-) -> Option<BTreeMap<String, u64>> {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let source = folder.path().join(format!("layout.{extension}"));
-    let binary = folder.path().join("layout");
-    std::fs::write(&source, program).expect("source");
-    let compiled = Command::new(compiler)
-        .args([
-            standard,
-            "-Wall",
-            "-Wextra",
-            "-Wpedantic",
-            "-Werror",
-            "-I",
-            switchyard_kernels::INCLUDE_DIR,
-        ])
-        .arg("-o")
-        .arg(&binary)
-        .arg(&source)
-        .output();
-    let compiled = match compiled {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
-        other => other.expect("compiler starts"),
-    };
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let output = Command::new(&binary).output().expect("program starts");
-    assert!(output.status.success());
-    let text = String::from_utf8(output.stdout).expect("names and numbers");
-    let pairs = text.lines().map(|line| {
-        let (name, value) = line.rsplit_once(' ').expect("name and value");
-        (name.to_owned(), value.parse().expect("number"))
-    });
-    Some(pairs.collect())
 }

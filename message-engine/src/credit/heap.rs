@@ -1,12 +1,12 @@
-//! A binary heap of small indices by key, which gives up and re-keys any of them, without allocating.
+//! A binary heap of small indices by key. Any of them can be removed or get a new key. Nothing allocates.
 
 use super::list::NONE;
 
-/// Indices by key, the least first; of equal keys the lower index.
+/// Indices by key, the least first. Of equal keys, the lower index comes first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Heap {
     entries: Vec<(u64, u32)>,
-    /// Where each index stands in `entries`.
+    /// Position of each index in `entries`.
     places: Vec<u32>,
 }
 
@@ -20,7 +20,7 @@ impl Heap {
         self.entries.first().map(|(_, idx)| *idx)
     }
 
-    /// Gives `idx` the key `key`, whether it is there or not.
+    /// Inserts `idx` with `key`, or changes its key.
     pub(super) fn set(&mut self, idx: u32, key: u64) {
         let place = match self.places[idx as usize] {
             NONE => {
@@ -36,7 +36,7 @@ impl Heap {
         self.restore(place);
     }
 
-    /// Takes `idx` out, if it is there.
+    /// Removes `idx`, if present.
     pub(super) fn remove(&mut self, idx: u32) {
         let place = self.places[idx as usize];
         if place == NONE {
@@ -50,7 +50,7 @@ impl Heap {
         }
     }
 
-    /// Moves the entry at `place` to where it belongs.
+    /// Restores the order of the heap for the entry at `place`.
     fn restore(&mut self, mut place: usize) {
         while place > 0 && self.entries[place] < self.entries[(place - 1) / 2] {
             self.swap(place, (place - 1) / 2);

@@ -1,9 +1,9 @@
-//! A queue of small indices that gives up any of them in constant time, without allocating.
+//! A queue of small indices. Any of them can be removed in constant time. Nothing allocates.
 
 /// No index.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Indices in the order in which they were pushed, each at most once.
+/// Indices in the order of their last push, each at most once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct List {
     links: Vec<Option<Link>>,
@@ -31,7 +31,7 @@ impl List {
         (self.first != NONE).then_some(self.first)
     }
 
-    /// Puts `idx` at the end, from wherever it is.
+    /// Puts `idx` at the end, also if it is in the list already.
     pub(super) fn push_last(&mut self, idx: u32) {
         self.remove(idx);
         self.links[idx as usize] = Some(Link { before: self.last, after: NONE });
@@ -42,7 +42,7 @@ impl List {
         self.last = idx;
     }
 
-    /// Takes `idx` out, if it is there.
+    /// Removes `idx`, if present.
     pub(super) fn remove(&mut self, idx: u32) {
         let Some(Link { before, after }) = self.links[idx as usize].take() else { return };
         match before {

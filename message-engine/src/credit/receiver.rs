@@ -1,10 +1,10 @@
-//! The receiving half: who gets how much of the window.
+//! The receiving half: distributes the window among the senders.
 
 use super::heap::Heap;
 use super::list::List;
 use super::{Credit, CreditConfig, CreditError, Demand, GrantOrder, within};
 
-/// A sender's place at a receiver.
+/// A sender of a receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SenderId {
     index: u32,
@@ -12,72 +12,72 @@ pub struct SenderId {
 }
 
 impl SenderId {
-    /// Its place, below [`CreditConfig::max_senders`]: free again when it has left.
+    /// Its index, below [`CreditConfig::max_senders`]. The index is reused after the sender has left.
     #[must_use]
     pub const fn index(self) -> usize {
         self.index as usize
     }
 }
 
-/// Something happened at the receiver.
+/// An event at the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// The sender told its demand.
+    /// The sender reported its demand.
     Demand(Demand),
-    /// So many scheduled bytes have arrived from the sender since it joined.
+    /// Scheduled bytes that have arrived from the sender since it joined.
     Received(u64),
-    /// So many unscheduled bytes have arrived from the sender since it joined.
+    /// Unscheduled bytes that have arrived from the sender since it joined.
     UnscheduledReceived(u64),
 }
 
-/// Something is to be done.
+/// A step for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Action {
-    /// Tell the sender its credit.
+    /// Send the sender its credit.
     Credit {
-        /// Whom.
+        /// The sender.
         sender: SenderId,
-        /// What. It replaces all that was said before.
+        /// Its credit, which replaces all earlier reports.
         credit: Credit,
     },
-    /// The sender did not use its grant in time. Nothing has to be done: it is left out until it does.
+    /// The sender did not use its grant in time. The caller need do nothing: the sender gets no grants until it does.
     Stalled {
-        /// Who.
+        /// The sender.
         sender: SenderId,
         /// Bytes that it may still send.
         outstanding_bytes: u64,
     },
 }
 
-/// What a receiver knows of one sender, in bytes.
+/// A receiver's state of one sender, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SenderState {
     /// Announced, not withdrawn and not granted.
     pub ungranted: u64,
     /// Granted and not arrived.
     pub outstanding: u64,
-    /// Whether the outstanding bytes are not counted in the window, because their time is over.
+    /// Whether the outstanding bytes have timed out and do not count in the window.
     pub stalled: bool,
 }
 
-/// Hands out one receiver's window.
+/// Distributes one receiver's window among its senders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CreditReceiver {
     config: CreditConfig,
     senders: Vec<Sender>,
     free: Vec<u32>,
     num_senders: usize,
-    /// Granted and not arrived, without those of stalled senders.
+    /// Bytes granted and not arrived, without stalled senders.
     window_used: u64,
-    /// Senders that may get a grant, the one that has waited longest first.
+    /// Senders that may get a grant, the longest-waiting first.
     ready: List,
-    /// The same by ungranted bytes; empty unless the order needs it.
+    /// The same senders by ungranted bytes; empty unless the order needs it.
     by_demand: Heap,
     /// Senders with a running time limit, the first to expire first.
     timed: List,
-    /// Senders of which there is an action.
+    /// Senders with an action.
     pending_actions: List,
     num_turns: u64,
     now_ns: u64,
@@ -92,9 +92,9 @@ struct Sender {
     granted: u64,
     unscheduled_received: u64,
     stalled: bool,
-    /// When the time for `target` began.
+    /// Begin of the time limit for `target`.
     since_ns: u64,
-    /// Value that received + withdrawn must reach in time.
+    /// Value that received + withdrawn must reach within the time limit.
     target: u64,
     credit_pending: bool,
     stall_pending: bool,
@@ -153,8 +153,7 @@ impl CreditReceiver {
         Ok(SenderId { index, generation })
     }
 
-    /// Forgets a sender; what it was granted is free again. Call it when nothing of it can arrive any
-    /// more.
+    /// Removes a sender and frees its grant. The caller ensures that nothing of it can arrive any more.
     ///
     /// # Errors
     /// [`CreditError::Unknown`].
@@ -179,12 +178,12 @@ impl CreditReceiver {
         Ok(())
     }
 
-    /// Takes in an event of sender `id` at `now_ns`, by any clock that does not run backwards. Then
-    /// [`next_action`](Self::next_action) tells what is to be done.
+    /// Handles an event of sender `id` at `now_ns`, by any clock that does not run backwards. Then
+    /// [`next_action`](Self::next_action) returns the steps for the caller.
     ///
     /// # Errors
-    /// [`CreditError::Impossible`]: the sender broke the protocol; [`CreditError::Unknown`]. Nothing has
-    /// changed then.
+    /// [`CreditError::Impossible`] if the sender broke the protocol; [`CreditError::Unknown`]. The state is unchanged
+    /// then.
     pub fn handle(&mut self, now_ns: u64, id: SenderId, event: Event) -> Result<(), CreditError> {
         let idx = self.find(id)?;
         match event {
@@ -198,8 +197,8 @@ impl CreditReceiver {
         Ok(())
     }
 
-    /// Writes off the grants whose time is over at `now_ns`, and gives their share to others. Returns
-    /// how many senders stalled.
+    /// Expires the grants that have timed out at `now_ns`, and gives their share to others. Returns the number of
+    /// senders that stalled.
     pub fn expire(&mut self, now_ns: u64) -> usize {
         self.now_ns = self.now_ns.max(now_ns);
         let mut num_stalled = 0;
@@ -221,14 +220,14 @@ impl CreditReceiver {
         num_stalled
     }
 
-    /// When [`expire`](Self::expire) has something to do next, unless more arrives before.
+    /// Time of the next expiry, unless more bytes arrive before.
     #[must_use]
     pub fn next_expiry_ns(&self) -> Option<u64> {
         let idx = self.timed.first()?;
         Some(self.senders[idx as usize].since_ns.saturating_add(self.config.expiry_ns))
     }
 
-    /// The next thing to do. To be called until it gives nothing.
+    /// Returns the next step. The caller repeats the call until it returns `None`.
     pub fn next_action(&mut self) -> Option<Action> {
         let idx = self.pending_actions.first()?;
         let sender = &mut self.senders[idx as usize];
@@ -253,13 +252,13 @@ impl CreditReceiver {
         self.window_used
     }
 
-    /// Senders that are there.
+    /// Number of senders.
     #[must_use]
     pub const fn num_senders(&self) -> usize {
         self.num_senders
     }
 
-    /// What is known of a sender.
+    /// State of a sender.
     ///
     /// # Errors
     /// [`CreditError::Unknown`].
@@ -272,8 +271,8 @@ impl CreditReceiver {
         })
     }
 
-    /// What a sender may do by now: the same as the next [`Action::Credit`] would tell it. For senders in
-    /// the same process, such as the reads of this receiver's own user.
+    /// Current credit of a sender: the same as in the next [`Action::Credit`]. For senders in the same process, such as
+    /// the reads of this receiver's own user.
     ///
     /// # Errors
     /// [`CreditError::Unknown`].
@@ -296,7 +295,7 @@ impl CreditReceiver {
         within("announced", demand.announced, old.announced, u64::MAX)?;
         let high = demand.announced - sender.received;
         within("withdrawn", demand.withdrawn, old.withdrawn, high)?;
-        // The sender counts what it has sent as no longer demanded; part of that is still under way.
+        // The sender no longer counts sent bytes as demanded, and some of them are still under way.
         let limit = self.config.max_demand_bytes.saturating_add(sender.outstanding());
         if demand.announced - demand.withdrawn - sender.received > limit {
             let high = limit.saturating_add(demand.withdrawn + sender.received);
@@ -307,8 +306,8 @@ impl CreditReceiver {
                 high,
             });
         }
-        // What is withdrawn comes out of what was not granted yet, as if it were granted and used at
-        // once, and only then out of the grant.
+        // Withdrawn bytes first reduce the ungranted bytes, as if those were granted and used at once. Only then do
+        // they reduce the grant.
         let withdrawn = demand.withdrawn - old.withdrawn;
         let from_ungranted = withdrawn.min(demand.announced - sender.granted);
         sender.demand = demand;
@@ -345,7 +344,7 @@ impl CreditReceiver {
         Ok(())
     }
 
-    /// Puts a sender whose counters changed where it belongs.
+    /// Moves a sender whose counters changed to the right queues.
     fn update_queues(&mut self, idx: u32) {
         let sender = &mut self.senders[idx as usize];
         if sender.outstanding() == 0 {
@@ -354,8 +353,8 @@ impl CreditReceiver {
         if sender.stalled || sender.outstanding() == 0 {
             self.timed.remove(idx);
         } else if !self.timed.contains(idx) || sender.used() >= sender.target {
-            // A time limit for all that is under way now: whoever sends a byte now and then does not
-            // keep its share for ever.
+            // A time limit for all bytes under way now: a sender that sends a byte now and then does not keep its share
+            // for ever.
             sender.since_ns = self.now_ns;
             sender.target = sender.granted;
             self.timed.push_last(idx);
@@ -377,8 +376,8 @@ impl CreditReceiver {
         }
     }
 
-    /// Gives turns while there is room in the window. A turn that does not fit whole waits, and
-    /// everybody with it: otherwise grants would crumble.
+    /// Gives turns while there is room in the window. A turn that does not fit whole waits, and all others with it.
+    /// Otherwise grants would become ever smaller.
     fn grant(&mut self) {
         while let Some(idx) = self.next_sender() {
             let sender = &mut self.senders[idx as usize];
@@ -412,5 +411,5 @@ impl CreditReceiver {
     }
 }
 
-/// Of so many turns by demand one goes to the sender that has waited longest.
+/// One of this many turns goes to the sender that has waited longest.
 const TURNS_PER_FAIR_TURN: u64 = 8;

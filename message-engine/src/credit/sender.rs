@@ -1,14 +1,14 @@
-//! The sending half: what may go now, and what the receiver is to be told.
+//! The sending half: the bytes that may be sent now, and the demand to report.
 
 use super::{Credit, CreditConfig, CreditError, Demand, within};
 
-/// How a message may go.
+/// Permission to send a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "a scheduled message has to be announced"]
 pub enum Admission {
-    /// At once and whole. It is counted as sent.
+    /// The sender may send it at once and whole. It counts as sent.
     Unscheduled,
-    /// As far as [`CreditSender::allowance`] reaches, once the receiver was told the demand.
+    /// The sender reports the demand, and may then send as far as [`CreditSender::allowance`] reaches.
     Scheduled(Demand),
 }
 
@@ -37,17 +37,17 @@ impl CreditSender {
         }
     }
 
-    /// Decides how a message of `len` bytes goes. An empty one needs no credit.
+    /// Submits a message of `len` bytes. An empty one needs no credit.
     ///
     /// # Errors
-    /// [`CreditError::Excess`] when the receiver takes no demand as large as it would become; try again
-    /// when more of it has been sent.
+    /// [`CreditError::Excess`] if the demand would exceed the receiver's limit. The caller retries when more of it has
+    /// been sent.
     pub fn submit(&mut self, len: u64) -> Result<Admission, CreditError> {
         if len <= self.unscheduled_allowance() {
             self.unscheduled_sent += len;
             return Ok(Admission::Unscheduled);
         }
-        // The counter itself ends after 16 EiB.
+        // The counter overflows at 16 EiB.
         let limit = (self.max_demand_bytes.saturating_sub(self.backlog()))
             .min(u64::MAX - self.demand.announced);
         if len > limit {
@@ -57,7 +57,7 @@ impl CreditSender {
         Ok(Admission::Scheduled(self.demand))
     }
 
-    /// Takes in what the receiver says.
+    /// Handles a report of the receiver.
     ///
     /// # Errors
     /// [`CreditError::Impossible`].
@@ -78,7 +78,7 @@ impl CreditSender {
     /// Scheduled bytes that may be sent now.
     #[must_use]
     pub const fn allowance(&self) -> u64 {
-        // What was withdrawn may be ahead of what was granted.
+        // Withdrawn bytes may exceed the granted ones.
         let granted = self.credit.granted.saturating_sub(self.sent + self.demand.withdrawn);
         if granted < self.backlog() { granted } else { self.backlog() }
     }
@@ -96,7 +96,7 @@ impl CreditSender {
         Ok(())
     }
 
-    /// Gives up `bytes` that were announced and not sent. The receiver is to be told the result.
+    /// Withdraws `bytes` that were announced and not sent. The caller reports the result to the receiver.
     ///
     /// # Errors
     /// [`CreditError::Excess`] beyond the backlog.
@@ -121,7 +121,7 @@ impl CreditSender {
         self.credit.unscheduled - self.unscheduled_sent
     }
 
-    /// What the receiver is to be told.
+    /// Demand to report to the receiver.
     #[must_use]
     pub const fn demand(&self) -> Demand {
         self.demand

@@ -20,7 +20,7 @@ fn config(order: GrantOrder) -> CreditConfig {
     }
 }
 
-/// One sender, what it has under way, and what it should have achieved.
+/// One sender, its bytes under way, and the test's own counts.
 struct Wire {
     id: SenderId,
     sender: CreditSender,
@@ -31,7 +31,7 @@ struct Wire {
     arrived: u64,
     unscheduled: VecDeque<u64>,
     unscheduled_arrived: u64,
-    /// What the test counts for itself.
+    /// Counts of the test.
     submitted: u64,
     withdrawn: u64,
     small: u64,
@@ -84,7 +84,7 @@ impl Net {
         wire.withdrawn += bytes;
     }
 
-    /// Lets the receiver see something of sender `at`: demands, data or unscheduled data.
+    /// Delivers something of sender `at` to the receiver: demands, data or unscheduled data.
     fn deliver(&mut self, at: usize, what: u8, merge: bool) {
         let wire = &mut self.wires[at];
         let event = match what % 3 {
@@ -148,7 +148,7 @@ impl Net {
         self.act();
     }
 
-    /// What must hold at any time, from what the senders really did.
+    /// Checks the invariants against the actual steps of the senders.
     fn check(&self) -> Result<(), TestCaseError> {
         let (mut window, mut under_way) = (0, 0);
         for wire in &self.wires {
@@ -172,7 +172,7 @@ impl Net {
         Ok(())
     }
 
-    /// Everybody sends what it may until nothing moves any more. Returns the rounds it took.
+    /// Every sender sends as much as it may until nothing moves any more. Returns the number of rounds.
     fn drain(&mut self) -> usize {
         for round in 0.. {
             let before: Vec<_> = self.wires.iter().map(Wire::progress).collect();
@@ -346,7 +346,7 @@ fn near_edges() -> impl Strategy<Value = u64> {
 }
 
 #[test]
-fn an_empty_demand_needs_no_credit_and_disturbs_nobody() {
+fn an_empty_demand_needs_no_credit_and_disturbs_no_sender() {
     let mut net = Net::new(config(GrantOrder::RoundRobin), 2);
     assert_eq!(net.wires[0].sender.submit(0), Ok(Admission::Unscheduled));
     let id = net.wires[0].id;
@@ -433,7 +433,7 @@ fn backlogged_senders_share_alike() {
         let ungranted = |wire: &Wire| net.receiver.sender(wire.id).unwrap().ungranted;
         net.wires.iter().map(|wire| 1_000_000 - ungranted(wire)).collect()
     };
-    // The first to come had the window for itself. From there on turns go round, whoever sends when.
+    // The first sender had the window for itself. After that, turns rotate in any order of sends.
     assert_eq!(granted(&net), [1000, 0, 0, 0]);
     for round in 0..2_000 {
         let at = round * round % 4 + round % 3;
@@ -451,7 +451,7 @@ fn backlogged_senders_share_alike() {
 }
 
 #[test]
-fn shortest_first_serves_the_short_and_starves_nobody() {
+fn shortest_first_serves_the_short_and_starves_no_sender() {
     let mut net = Net::new(
         CreditConfig {
             window_bytes: 100,
@@ -541,7 +541,7 @@ fn more_demand_than_agreed_is_refused_on_both_sides() {
 }
 
 #[test]
-fn senders_without_a_place_are_refused_and_those_that_left_are_unknown() {
+fn senders_above_the_limit_are_refused_and_departed_ones_are_unknown() {
     let mut receiver = CreditReceiver::new(config(GrantOrder::RoundRobin)).unwrap();
     let ids: Vec<_> = (0..5).map(|_| receiver.join().unwrap()).collect();
     assert_eq!(receiver.join(), Err(CreditError::Full { max: 5 }));

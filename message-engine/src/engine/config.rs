@@ -14,56 +14,54 @@ use crate::fabric::tcp::{TcpConfig, TcpFabric};
 use crate::fabric::{Fabric, FabricOpener};
 use p2p_core::network::NetworkError;
 
-/// How an engine is to be.
+/// Settings of an engine.
 #[derive(Debug)]
 pub struct EngineConfig {
-    /// Address to listen on. Port 0 takes a free one.
+    /// Address to listen on. Port 0 selects a free port.
     pub bind: SocketAddr,
-    /// Address to publish. `None`: that of `bind`, or of the interface that leads outside; where none does,
-    /// that of the loopback interface, which a warning says.
+    /// Address to publish. `None` publishes the address of `bind`, or of the interface with the default route. Without
+    /// a route the engine publishes the loopback address and logs a warning.
     pub advertise: Option<IpAddr>,
-    /// Transports, the best first. Empty: [`default_fabrics`].
+    /// Transports, the best first. An empty list selects [`default_fabrics`].
     pub fabrics: Vec<Box<dyn Fabric>>,
     /// GPU to publish.
     pub gpu_index: Option<u32>,
-    /// PCI address of that GPU to publish, as `0000:3b:00.0`: at most 32 visible characters.
+    /// PCI address of that GPU to publish, such as `0000:3b:00.0`: at most 32 visible characters.
     pub pci_bdf: Option<String>,
-    /// Shared secret that peers must have as well; at most 512 bytes.
+    /// Shared secret that connecting peers must present; at most 512 bytes.
     pub ticket: Option<String>,
-    /// Limit on the time of a handshake that a peer has begun.
+    /// Time limit of a handshake that a peer has begun.
     pub handshake_timeout: Duration,
-    /// Time without an answer of the peer's host after which it counts as gone.
+    /// Time without an answer of the peer's host after which the connection is closed.
     pub liveness_timeout: Duration,
-    /// Time after which a thread that does not come back from a transport's library counts as stuck; 2 s
-    /// or more. Registering memory may take as long, and with some transports takes a second for every few
-    /// GB.
+    /// Time after which the thread counts as stuck if a call into a transport's library does not return; 2 s or more.
+    /// Registering memory may take as long. With some transports it takes a second for every few GB.
     pub stuck_timeout: Duration,
-    /// Time that the thread looks for work before it sleeps.
+    /// Time for which an idle thread polls before it sleeps.
     pub spin: Duration,
-    /// Most connections, handshakes included; at most 65535. There are never more than
-    /// `credit.max_senders`.
+    /// Most connections, handshakes included; at most 65535. `credit.max_senders` limits them too.
     pub max_connections: usize,
-    /// Most handshakes at a time that others have begun. When there are more, the one goes that has said
-    /// the least for the longest time.
+    /// Most handshakes at a time that peers have begun. At the limit, the engine closes one that has not sent a valid
+    /// hello in favour of a new one, the oldest first. If all have sent one, it closes the oldest of them.
     pub max_handshakes: usize,
-    /// Most bytes of notifications that wait to be taken, with 64 for each, before new connections are
-    /// refused: whoever leaves and comes back has a new window, and leaves its notifications behind.
+    /// Most bytes of notifications that wait to be taken, with 64 for each. Above this the engine refuses new
+    /// connections. A peer that reconnects gets a new window, while its old notifications still wait.
     pub max_untaken_bytes: u64,
     /// Most transfers at a time.
     pub max_transfers: u32,
-    /// Most commands waiting for the thread.
+    /// Most commands that wait for the thread.
     pub queue_len: usize,
-    /// Longest message that goes ahead of its receive; at most 64 KiB.
+    /// Longest message that this engine accepts ahead of its receive; at most 64 KiB.
     pub eager_bytes: u64,
-    /// Bytes of such messages that one peer may have waiting here, with 64 for each.
+    /// Bytes of such messages of one peer that may wait here, with 64 for each.
     pub eager_window_bytes: u64,
-    /// Bytes of notifications that one peer may have waiting here, with 64 for each.
+    /// Bytes of notifications of one peer that may wait here, with 64 for each.
     pub notify_window_bytes: u64,
-    /// Longest notification that is taken.
+    /// Longest notification that this engine accepts.
     pub max_notification_bytes: u64,
-    /// Largest part that a transfer is split into; at most 128 MiB.
+    /// Largest part of a transfer that the fabric gets at once; at most 128 MiB.
     pub chunk_bytes: u64,
-    /// How senders share this engine's link.
+    /// Shares of senders in this engine's network link.
     pub credit: CreditConfig,
 }
 
@@ -102,7 +100,7 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
-    /// On the loopback interface, with a free port.
+    /// Settings for the loopback interface, with a free port.
     #[must_use]
     pub fn local() -> Self {
         Self { bind: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0), ..Self::default() }
@@ -164,11 +162,11 @@ impl EngineConfig {
     }
 }
 
-/// Opens one fabric: `tcp`, `cma`, or a fabric of `others` by its name and argument, as in `libfabric:tcp;ofi_rxm`.
-/// `local` is the address of this side's interface, for fabrics that have to choose one.
+/// Opens one fabric: `tcp`, `cma`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.
+/// `local` is the address of this side's interface, for fabrics that choose one.
 ///
 /// # Errors
-/// [`NetworkError`], also when this build or this host does not have it.
+/// [`NetworkError`], also if this build or this host lacks the fabric.
 pub fn open_fabric(
     text: &str,
     local: Option<IpAddr>,
@@ -196,10 +194,10 @@ pub fn open_fabric(
     Err(NetworkError { network: text.to_owned(), op: "open", code: None, detail })
 }
 
-/// The transports that need nothing installed, the best first.
+/// Opens the transports that need nothing installed, the best first.
 ///
 /// # Errors
-/// [`NetworkError`] when sockets cannot be had at `bind`.
+/// [`NetworkError`] if the system provides no sockets at `bind`.
 pub fn default_fabrics(
     bind: IpAddr,
     advertise: Option<IpAddr>,

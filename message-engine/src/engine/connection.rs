@@ -14,23 +14,23 @@ use p2p_core::network::Offer;
 
 /// Both directions to one peer. Clones share it; it is closed when the last one is dropped.
 ///
-/// Every transfer comes in three forms: `start_…` returns at once with a [`Transfer`]; the plain form
-/// blocks; `…_async` is for tasks. `deadline` bounds the transfer itself: when it passes, the transfer
-/// fails. If the peer could still reach the buffer then, the connection is closed, because nothing else
-/// gives the buffer back for sure; otherwise the connection goes on.
+/// Every transfer has three forms. `start_…` returns a [`Transfer`] at once. The plain form blocks until the transfer
+/// ends. `…_async` awaits its end. The transfer fails when `deadline` passes. If the peer could still reach the
+/// buffer then, the connection is closed, because only that frees the buffer with certainty. Otherwise the connection
+/// stays open.
 #[derive(Debug, Clone)]
 pub struct Connection {
     pub(super) shared: Arc<ConnShared>,
 }
 
 impl Connection {
-    /// What the peer said of itself.
+    /// The peer's description of itself, from the handshake.
     #[must_use]
     pub fn peer(&self) -> &PeerInfo {
         &self.shared.peer
     }
 
-    /// Transport of the bytes.
+    /// Transport that carries the bytes of transfers.
     #[must_use]
     pub fn transport(&self) -> &Offer {
         &self.shared.transport
@@ -42,21 +42,22 @@ impl Connection {
         self.shared.key.serial
     }
 
-    /// Why it is over; `None` while it stands.
+    /// Reason of its end; `None` while it is open.
     #[must_use]
     pub fn closed(&self) -> Option<CloseReason> {
         self.shared.closed.get().cloned()
     }
 
-    /// Closes it. Transfers under way fail.
+    /// Closes it. Pending transfers fail. Returns before the engine's thread has closed it.
     pub fn close(&self) {
         self.shared.shared.defer_close(self.shared.key);
     }
 
-    /// Describes a range of this side's memory to the peer.
+    /// Describes a range of this side's memory, for the peer to read or write. The caller sends the descriptor, for
+    /// example as a [notification](Self::notify).
     ///
     /// # Errors
-    /// [`SubmitError::Unregistered`] where peers may not reach it, [`SubmitError::ForeignMemory`].
+    /// [`SubmitError::Unregistered`] if peers may not reach the memory, [`SubmitError::ForeignMemory`].
     pub fn advertise(&self, span: &Span) -> Result<Descriptor, SubmitError> {
         self.check_memory(span)?;
         let region = span.wire(self.shared.fabric).ok_or_else(|| self.unregistered())?;
@@ -69,18 +70,40 @@ impl Connection {
         })
     }
 
-    /// The same for several ranges.
+    /// Describes several ranges.
     ///
     /// # Errors
-    /// As for [`advertise`](Self::advertise), of the first that cannot be described.
+    /// As for [`advertise`](Self::advertise), for the first range that fails.
     pub fn advertisev(&self, spans: &[Span]) -> Result<Vec<Descriptor>, SubmitError> {
         spans.iter().map(|span| self.advertise(span)).collect()
     }
 
     /// Starts to send a message. The peer's receives take messages in order.
     ///
-    /// Done means: a short message (see [`EngineConfig`](super::EngineConfig)) is at the peer's engine, a
-    /// longer one in the buffer of the peer's receive.
+    /// When the transfer is done, a message of up to [`eager_bytes`](super::EngineConfig::eager_bytes) is at the peer's
+    /// engine. A longer one is in the buffer of the peer's receive.
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let deadline = Instant::now() + Duration::from_secs(30);
+    /// # let (here, there) = (Engine::start(EngineConfig::local())?, Engine::start(EngineConfig::local())?);
+    /// # let out = here.connect(there.endpoint().addr, deadline)?;
+    /// # let back = there.accept(deadline)?;
+    ///
+    /// let source = here.alloc(64, Access::Local)?;
+    /// let target = there.alloc(64, Access::RemoteReadWrite)?;
+    /// source.copy_in(0, b"hello")?;
+    /// let received = back.start_recv(&target.whole(), deadline)?;
+    /// let sent = out.start_send(&source.span(0, 5)?, deadline)?;
+    /// assert_eq!((sent.wait()?, received.wait()?), (5, 5));
+    /// let mut bytes = [0; 5];
+    /// target.copy_out(0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"hello");
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -88,7 +111,8 @@ impl Connection {
         Ok(self.begin(std::slice::from_ref(span), TransferKind::Send, deadline)?.block())
     }
 
-    /// Starts to receive a message into `span`. The transfer gives its length.
+    /// Starts to receive a message into `span`. The transfer returns the length of the message in bytes. See
+    /// [`start_send`](Self::start_send) for an example.
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -112,7 +136,31 @@ impl Connection {
         Ok(self.begin(spans, TransferKind::Recv, deadline)?.block())
     }
 
-    /// Starts to write `local` into the peer's memory. Done means visible there.
+    /// Starts to write `local` into the peer's memory. The bytes are visible there when the transfer is done.
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let deadline = Instant::now() + Duration::from_secs(30);
+    /// # let (here, there) = (Engine::start(EngineConfig::local())?, Engine::start(EngineConfig::local())?);
+    /// # let out = here.connect(there.endpoint().addr, deadline)?;
+    /// # let back = there.accept(deadline)?;
+    ///
+    /// let source = here.alloc(64, Access::Local)?;
+    /// let target = there.alloc(64, Access::RemoteReadWrite)?;
+    /// source.copy_in(0, &[7; 64])?;
+    /// // The owner of the memory advertises it, and sends the descriptor to the peer.
+    /// let remote = back.advertise(&target.whole())?;
+    /// out.start_write(&source.whole(), &remote, deadline)?.wait()?;
+    /// let copy = here.alloc(64, Access::Local)?;
+    /// out.start_read(&copy.whole(), &remote, deadline)?.wait()?;
+    /// let mut bytes = [0; 64];
+    /// copy.copy_out(0, &mut bytes)?;
+    /// assert_eq!(bytes, [7; 64]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -125,7 +173,7 @@ impl Connection {
         self.start_writev(std::slice::from_ref(local), std::slice::from_ref(remote), deadline)
     }
 
-    /// Starts to write each of `local` into the range of `remote` in the same place, as one transfer.
+    /// Starts to write each range of `local` into the range of `remote` with the same index, as one transfer.
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -138,7 +186,7 @@ impl Connection {
         Ok(self.begin(local, TransferKind::Write(remote), deadline)?.block())
     }
 
-    /// Starts to read the peer's memory into `local`.
+    /// Starts to read the peer's memory into `local`. See [`start_write`](Self::start_write) for an example.
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -151,7 +199,7 @@ impl Connection {
         self.start_readv(std::slice::from_ref(local), std::slice::from_ref(remote), deadline)
     }
 
-    /// Starts to read each range of `remote` into the one of `local` in the same place, as one transfer.
+    /// Starts to read each range of `remote` into the range of `local` with the same index, as one transfer.
     ///
     /// # Errors
     /// [`SubmitError`].
@@ -164,8 +212,9 @@ impl Connection {
         Ok(self.begin(local, TransferKind::Read(remote), deadline)?.block())
     }
 
-    /// Starts to send a notification: bytes that the peer takes when it likes, in order. Done means: it
-    /// waits at the peer's engine. While more waits there than the peer allows, this one waits here.
+    /// Starts to send a notification: bytes that the peer takes in order, at any time. The transfer is done when the
+    /// notification waits at the peer's engine. It waits on this side while the peer's window for notifications is
+    /// full.
     ///
     /// # Errors
     /// [`SubmitError`]; [`SubmitError::TooLong`] above the peer's limit.
@@ -256,7 +305,7 @@ impl Connection {
     }
 }
 
-/// Blocking and awaited forms of the transfers above: the same, to the end.
+/// Blocking and awaited forms of the transfers above.
 macro_rules! forms {
     ($(
         $(#[$doc:meta])*
@@ -267,7 +316,7 @@ macro_rules! forms {
             $(
                 $(#[$doc])*
                 ///
-                /// Blocks. Gives the bytes moved.
+                /// Blocks until the transfer ends. Returns the bytes moved.
                 ///
                 /// # Errors
                 /// [`OpError`].
@@ -287,7 +336,8 @@ macro_rules! forms {
 
                 $(#[$doc])*
                 ///
-                /// Gives the bytes moved.
+                /// Awaits the end of the transfer. Returns the bytes moved. If the future is dropped, parts that were
+                /// submitted run on, and their buffers stay in use until they end.
                 ///
                 /// # Errors
                 /// [`OpError`].
@@ -300,7 +350,7 @@ macro_rules! forms {
                     let mut pause = Duration::from_millis(1);
                     loop {
                         match $begin {
-                            Ok(starting) => return Ok(starting.wait().await.await?),
+                            Ok(pending) => return Ok(pending.wait().await.await?),
                             Err(SubmitError::Busy) if Instant::now() < $deadline => {
                                 tokio::time::sleep(pause).await;
                                 pause = (pause * 2).min(MAX_PAUSE);

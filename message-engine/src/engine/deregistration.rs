@@ -1,18 +1,18 @@
-//! Registrations that their transports did not let go of at once, and when that is tried again.
+//! Retries of deregistrations that a transport did not confirm at once.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::mailbox::Mailbox;
 
-/// Where whoever gives a registration back is told whether its keys are revoked.
+/// Mailbox of a caller that deregisters memory: whether the keys are revoked, or the error.
 pub(super) type DeregistrationReply = Arc<Mailbox<Result<bool, String>>>;
 
-/// All of them, of one engine.
+/// The pending deregistrations of one engine.
 #[derive(Debug, Default)]
 pub(super) struct DeregistrationQueue {
     entries: Vec<Entry>,
-    /// The first of their times.
+    /// The earliest of their times.
     next_attempt: Option<Instant>,
 }
 
@@ -20,22 +20,21 @@ pub(super) struct DeregistrationQueue {
 struct Entry {
     idx: u32,
     num_attempts: u32,
-    /// When it is tried again.
+    /// Time of the next attempt.
     at: Instant,
-    /// Whoever waits for it, and when he is told that it did not work. Nobody has a handle otherwise.
+    /// The caller that waits, and the time at which it gets the error. `None` if no user has a handle.
     caller: Option<(DeregistrationReply, Instant)>,
 }
 
 impl DeregistrationQueue {
-    /// The registration in place `idx` was tried for the first time, and is still there. With `caller`
-    /// somebody waits to hear of it.
+    /// Adds the registration with index `idx` after its first failed attempt. A `caller` waits for the result.
     pub(super) fn add(&mut self, idx: u32, caller: Option<DeregistrationReply>, now: Instant) {
         let caller = caller.map(|reply| (reply, now + CALLER_TIMEOUT));
         self.entries.push(Entry { idx, num_attempts: 1, at: now + backoff_after(1), caller });
         self.update_next_attempt();
     }
 
-    /// When something is tried again.
+    /// Time of the next attempt.
     pub(super) const fn next_attempt(&self) -> Option<Instant> {
         self.next_attempt
     }
@@ -44,7 +43,7 @@ impl DeregistrationQueue {
         self.next_attempt.is_some_and(|at| at <= now)
     }
 
-    /// Tries what is due, the longest overdue first, and not all of it where that takes its time.
+    /// Retries due deregistrations, the longest overdue first. It stops early when the attempts take too long.
     pub(super) fn retry_due(
         &mut self,
         now: Instant,
@@ -66,7 +65,7 @@ impl DeregistrationQueue {
         self.update_next_attempt();
     }
 
-    /// The engine's thread ends: nothing is tried any more.
+    /// Ends all retries, because the engine's thread ends. Callers that wait get an error.
     pub(super) fn stop(&mut self) {
         for (reply, _) in self.entries.drain(..).filter_map(|entry| entry.caller) {
             let _ = reply.push(Err("the engine has stopped".to_owned()));
@@ -80,7 +79,7 @@ impl DeregistrationQueue {
 }
 
 impl Entry {
-    /// One more try has ended, which took a while. Gives whether there is to be another.
+    /// Records one more attempt, which took `took`. Returns whether there is to be another.
     fn record_attempt(&mut self, result: Result<(), String>, now: Instant, took: Duration) -> bool {
         self.num_attempts = self.num_attempts.saturating_add(1);
         let detail = match result {
@@ -89,7 +88,7 @@ impl Entry {
                 if let Some((reply, _)) = &self.caller {
                     let _ = reply.push(Ok(true));
                 } else if self.num_attempts > NUM_QUIET_ATTEMPTS {
-                    tracing::info!("memory that had stayed registered is deregistered");
+                    tracing::info!("memory is deregistered after retries");
                 }
                 return false;
             }
@@ -97,18 +96,18 @@ impl Entry {
         match &self.caller {
             Some((reply, until)) if now >= *until => {
                 if reply.push(Err(detail)).is_ok() {
-                    // He has the handle back, and may try for himself.
+                    // The caller has the handle back, and may retry itself.
                     return false;
                 }
                 self.caller = None;
             }
             Some(_) => {}
             None if self.num_attempts == NUM_QUIET_ATTEMPTS => {
-                tracing::error!(error = detail, "memory stays registered; it is tried again");
+                tracing::error!(error = detail, "memory stays registered; the engine retries");
             }
             None => tracing::debug!(error = detail, "memory stays registered"),
         }
-        // One that holds the thread up gets half of its time at most.
+        // An attempt that blocks the thread gets at most half of the thread's time.
         self.at = now + backoff_after(self.num_attempts).max(took.min(MAX_BACKOFF));
         if let Some((_, until)) = &self.caller {
             self.at = self.at.min(*until);
@@ -117,20 +116,20 @@ impl Entry {
     }
 }
 
-/// Time until the next try, after so many.
+/// Backoff after `num_attempts` attempts.
 fn backoff_after(num_attempts: u32) -> Duration {
     let doublings = num_attempts.saturating_sub(1).min(31);
     FIRST_BACKOFF.saturating_mul(1 << doublings).min(MAX_BACKOFF)
 }
 
-/// About as long as a peer takes for a step of a copy that it is in the middle of.
+/// About the time that a peer needs for one step of a copy.
 const FIRST_BACKOFF: Duration = Duration::from_millis(2);
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// So long whoever gives memory back waits for peers that are in the middle of something.
+/// Time for which a caller waits for peers in the middle of an operation.
 const CALLER_TIMEOUT: Duration = Duration::from_secs(1);
-/// Tries before it is said that memory stays: about a second.
+/// Attempts before an error is logged: about a second.
 const NUM_QUIET_ATTEMPTS: u32 = 10;
-/// Tries of one round may take as long, before others have their turn.
+/// Time that the attempts of one round may take before connections get their turn.
 const MAX_ROUND: Duration = Duration::from_millis(10);
 
 #[cfg(test)]
@@ -140,7 +139,7 @@ mod tests {
     use super::*;
     use crate::engine::error::WaitError;
 
-    /// A clock that only goes on when it is told to.
+    /// A clock that the test advances.
     struct Clock(Cell<Instant>);
 
     impl Clock {
@@ -156,7 +155,7 @@ mod tests {
             self.0.set(self.now() + time);
         }
 
-        /// Goes to when something is tried, and tries it.
+        /// Advances to the next attempt and makes it.
         fn run_next(
             &self,
             queue: &mut DeregistrationQueue,
@@ -189,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_any_more_is_tried_ever_more_rarely_until_it_goes() {
+    fn abandoned_registrations_are_retried_with_backoff() {
         let (clock, mut queue) = (Clock::new(), DeregistrationQueue::default());
         assert_eq!(queue.next_attempt(), None);
         queue.add(7, None, clock.now());
@@ -200,7 +199,7 @@ mod tests {
             });
             assert_eq!(paused, backoff_after(num_attempts));
         }
-        // Another one does not wait as long for that.
+        // Another entry does not wait for the first one's backoff.
         queue.add(8, None, clock.now());
         let paused = clock.run_next(&mut queue, |idx| {
             assert_eq!(idx, 8);
@@ -227,10 +226,10 @@ mod tests {
         }
         tried.sort_unstable();
         assert_eq!(tried, [0, 1, 2, 3, 4], "one in a round, and each of them once");
-        // Each of them rests at least as long as it took.
+        // Each backoff is at least as long as the attempt took.
         let first = queue.entries.iter().map(|entry| entry.at).max().unwrap();
         assert_eq!(first, clock.now() + long);
-        // Short ones go by one round.
+        // Short attempts fit into one round.
         clock.pass(2 * long);
         let mut num_tried = 0;
         clock.run_next(&mut queue, |_| {
@@ -241,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_is_told_when_it_is_gone_and_after_a_second_that_it_is_not() {
+    fn callers_get_the_result_or_an_error_after_a_second() {
         let (clock, mut queue) = (Clock::new(), DeregistrationQueue::default());
         let (good, bad, gone) = (
             DeregistrationReply::default(),
@@ -255,7 +254,7 @@ mod tests {
         gone.close_and_pop();
         let answer = |reply: &DeregistrationReply| reply.pop(begin);
         while answer(&bad) == Err(WaitError::Deadline) {
-            assert!(clock.now() < begin + CALLER_TIMEOUT, "nobody is told");
+            assert!(clock.now() < begin + CALLER_TIMEOUT, "no caller gets an answer");
             clock.run_next(&mut queue, |idx| {
                 num_good += u32::from(idx == 0);
                 if idx == 0 && num_good == 3 { Ok(()) } else { refuse() }
@@ -267,7 +266,7 @@ mod tests {
         }
         assert_eq!((clock.now(), num_good), (begin + CALLER_TIMEOUT, 3));
         assert_eq!(answer(&good), Ok(Ok(true)));
-        // Whoever was told has the handle, and tries for himself; whoever has given up has not.
+        // A caller that got the error has the handle and retries itself. One that timed out has no handle.
         let mut tried = Vec::new();
         clock.run_next(&mut queue, |idx| {
             tried.push(idx);
@@ -277,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_when_the_thread_ends_is_told() {
+    fn callers_get_an_error_when_the_thread_ends() {
         let mut queue = DeregistrationQueue::default();
         let reply = DeregistrationReply::default();
         queue.add(0, Some(Arc::clone(&reply)), Instant::now());

@@ -1,4 +1,4 @@
-//! What tells a peer of a range of memory: 64 bytes, to be sent by whatever means the user has.
+//! Descriptors of memory for a peer: 64 bytes, which the user sends by any means.
 
 use thiserror::Error;
 
@@ -9,14 +9,14 @@ use p2p_core::endpoint::TransportKind;
 /// Bytes of an encoded [`Descriptor`].
 pub const DESCRIPTOR_BYTES: usize = 64;
 
-/// A range of one engine's memory that a certain peer may reach by a certain transport.
+/// A range of one engine's memory, for one peer over one transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// Engine that owns the memory.
     pub engine_id: u64,
-    /// Transport that reaches it.
+    /// Transport that reaches the memory.
     pub transport: TransportKind,
-    /// The registration as the transport wants it.
+    /// The registration in the transport's terms.
     pub region: WireRegion,
     /// First byte of the range within the registration.
     pub offset: u64,
@@ -24,7 +24,7 @@ pub struct Descriptor {
     pub bytes: u64,
 }
 
-/// Bytes that are not a usable descriptor.
+/// Error of a descriptor that is malformed or does not fit the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DescriptorError {
@@ -34,7 +34,7 @@ pub enum DescriptorError {
         /// Bytes found.
         found: usize,
     },
-    /// Not a descriptor, or one of another version.
+    /// The bytes are no descriptor, or a descriptor of another version.
     #[error("these are not the bytes of a descriptor of version {VERSION}")]
     Foreign,
     /// The range leaves the registration.
@@ -47,7 +47,7 @@ pub enum DescriptorError {
         /// Bytes of the registration.
         limit: u64,
     },
-    /// It belongs to another engine than the one at the other end of the connection.
+    /// The memory does not belong to the engine at the other end of the connection.
     #[error("the descriptor is of engine {found:016x}, the connection leads to {expected:016x}")]
     OtherEngine {
         /// Engine of the descriptor.
@@ -55,7 +55,7 @@ pub enum DescriptorError {
         /// Engine of the connection.
         expected: u64,
     },
-    /// It is for another transport than the connection's.
+    /// The descriptor is for a transport that the connection does not use.
     #[error("the descriptor is for {}, the connection uses {}", .found.name(), .expected.name())]
     OtherTransport {
         /// Transport of the descriptor.
@@ -66,7 +66,7 @@ pub enum DescriptorError {
 }
 
 impl Descriptor {
-    /// The form that travels.
+    /// Encodes the descriptor for the peer.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; DESCRIPTOR_BYTES] {
         let mut out = [0; DESCRIPTOR_BYTES];
@@ -87,7 +87,7 @@ impl Descriptor {
         out
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) made, and checks it.
+    /// Decodes and checks bytes that [`to_bytes`](Self::to_bytes) has encoded.
     ///
     /// # Errors
     /// [`DescriptorError`].
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_refused() {
+    fn invalid_descriptors_are_refused() {
         let bytes = descriptor().to_bytes();
         assert_eq!(Descriptor::from_bytes(&bytes[1..]), Err(DescriptorError::Length { found: 63 }));
         for at in [0, 4, 5, 6, 60] {

@@ -1,4 +1,4 @@
-//! What can go wrong, by operation.
+//! Errors, one type per operation.
 
 use std::sync::Arc;
 
@@ -8,21 +8,21 @@ use super::descriptor::DescriptorError;
 use p2p_core::endpoint::PostError;
 use p2p_core::network::NetworkError;
 
-/// Why a connection is over.
+/// Reason of a connection's end.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CloseReason {
-    /// The peer closed it in good order.
+    /// The peer closed it in an orderly way.
     #[error("the peer closed it")]
     Left,
-    /// The peer's process ended, or its host answers no more.
+    /// The peer's process ended, or its host no longer answers.
     #[error("the peer is gone: {0}")]
     Lost(Arc<str>),
-    /// The peer sent what no correct peer sends.
+    /// The peer sent bytes that no correct peer sends.
     #[error("the peer broke the protocol: {0}")]
     Protocol(Arc<str>),
-    /// A transfer missed its deadline with data under way: only the end of the connection gives its
-    /// buffer back for sure.
+    /// A transfer missed its deadline while data was under way. Only the end of the connection frees its buffer with
+    /// certainty.
     #[error("a {0} missed its deadline with data under way")]
     Deadline(&'static str),
     /// This side closed it.
@@ -33,7 +33,7 @@ pub enum CloseReason {
     Stopped,
 }
 
-/// A transfer has failed. Its local buffer is free again, but for [`Stuck`](Self::Stuck); what is in the
+/// Failure of a transfer. Its local buffer is free again, except after [`Stuck`](Self::Stuck). The content of the
 /// destination is undefined.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -49,12 +49,12 @@ pub enum TransferError {
     Disconnected {
         /// Operation.
         op: &'static str,
-        /// Why.
+        /// Reason of the end.
         reason: CloseReason,
     },
-    /// The message is longer than the buffer that was to take it. Nothing was written. The receiver
-    /// sees it always, the sender unless the message was so short that it went ahead.
-    #[error("{op}: a message of {bytes} bytes met a buffer of {capacity}")]
+    /// The message is longer than the buffer of its receive. Nothing was written. The receiver always gets this error.
+    /// The sender gets it unless the message was sent ahead of its receive.
+    #[error("{op}: a message of {bytes} bytes for a buffer of {capacity} bytes")]
     Truncated {
         /// Operation.
         op: &'static str,
@@ -63,8 +63,8 @@ pub enum TransferError {
         /// Bytes of the buffer.
         capacity: u64,
     },
-    /// The receiver has a buffer for the message, and could not open it to this side. Nothing was
-    /// written; its receive has failed with the reason.
+    /// The receiver has a buffer for the message, but could not open it to this side. Nothing was written. The receive
+    /// has failed with the reason.
     #[error(
         "{op}: the peer has a buffer for the {bytes} bytes and could not open it to this side; the error \
          of its receive says why: let it register the buffer for writing by peers, and send again when \
@@ -76,34 +76,34 @@ pub enum TransferError {
         /// Bytes of the message.
         bytes: u64,
     },
-    /// The sender gave the message up after it was matched.
-    #[error("{op}: the peer gave the message up")]
+    /// The sender withdrew the message after it was matched.
+    #[error("{op}: the peer withdrew the message")]
     Withdrawn {
         /// Operation.
         op: &'static str,
     },
-    /// The transport refused or failed.
+    /// The transport refused the operation or failed.
     #[error("{op}: transport error {code}: {detail}")]
     Fabric {
         /// Operation.
         op: &'static str,
         /// The transport's code.
         code: i64,
-        /// What it means, what to do.
+        /// Meaning of the code, and remedy.
         detail: Arc<str>,
     },
-    /// The engine's thread has gone into a transport's library and does not come back, so that nothing
-    /// ends at its deadline any more. The transfer's buffer stays in use. Another engine works.
+    /// A call of the engine's thread into a transport's library does not return, so nothing ends at its deadline. The
+    /// transfer's buffer stays in use. Another engine of this process still works.
     #[error(
-        "the engine's thread does not come back from a transport's library; its memory stays in use"
+        "a call of the engine's thread into a transport's library does not return; the memory stays in use"
     )]
     Stuck,
 }
 
-/// An engine could not be stopped: its thread has gone into a transport's library and does not come back.
+/// An engine could not be stopped, because a call of its thread into a transport's library does not return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error(
-    "the engine's thread does not come back from a transport's library; memory that was registered must stay mapped"
+    "a call of the engine's thread into a transport's library does not return; registered memory must stay mapped"
 )]
 pub struct StopError;
 
@@ -143,10 +143,10 @@ pub enum SubmitError {
         /// Bytes of the descriptor.
         remote: u64,
     },
-    /// The peer's description of its memory is not usable here.
+    /// The peer's description of its memory is not usable on this connection.
     #[error(transparent)]
     Descriptor(#[from] DescriptorError),
-    /// The memory is another device's, which this processor does not read or write. A local bug.
+    /// The memory belongs to another device, and this processor does not read or write it. A local bug.
     #[error("the memory is another device's: let the device copy from or to it")]
     DeviceMemory,
     /// The memory belongs to another engine. A local bug.
@@ -157,7 +157,7 @@ pub enum SubmitError {
     Unregistered {
         /// The transport.
         transport: String,
-        /// Why.
+        /// Reason and remedy.
         detail: &'static str,
     },
     /// A notification is longer than the peer takes.
@@ -168,15 +168,15 @@ pub enum SubmitError {
         /// The peer's limit.
         limit: u64,
     },
-    /// As many transfers as configured are under way, or the engine is behind. Try again.
-    #[error("the engine has too much to do; wait for transfers and try again")]
+    /// The configured number of transfers is under way, or the command queue is full. The caller may retry.
+    #[error("the engine is busy; wait for transfers and retry")]
     Busy,
-    /// The connection is over.
+    /// The connection is closed.
     #[error("the connection is closed: {0}")]
     Closed(CloseReason),
 }
 
-/// Why a blocking or awaited transfer ended without success.
+/// Failure of a blocking or awaited transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OpError {
@@ -195,29 +195,29 @@ pub enum StartError {
     /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// Attempted action.
         what: String,
         /// The system's answer.
         source: std::io::Error,
     },
-    /// A setting makes no sense.
+    /// A setting is out of range.
     #[error("{what} is {found}, expected {expected}")]
     Config {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
         /// Value found.
         found: u64,
-        /// What is allowed.
+        /// Allowed values.
         expected: &'static str,
     },
-    /// A setting of text makes no sense.
+    /// A text setting is invalid.
     #[error("{what} is {found:?}, expected {expected}")]
     Text {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
         /// Value found.
         found: String,
-        /// What is allowed.
+        /// Allowed values.
         expected: &'static str,
     },
     /// A transport could not be opened.
@@ -229,10 +229,10 @@ pub enum StartError {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// Nobody answers there.
+    /// No process answers at the address.
     #[error("cannot reach {addr}: {detail}")]
     Unreachable {
-        /// Where to.
+        /// Address of the attempt.
         addr: String,
         /// The system's answer.
         detail: String,
@@ -240,23 +240,23 @@ pub enum ConnectError {
     /// Not done in time.
     #[error("{addr} did not complete the handshake in time")]
     Timeout {
-        /// Where to.
+        /// Address of the attempt.
         addr: String,
     },
-    /// The other side said no.
+    /// The other side rejected the handshake.
     #[error("{addr} rejected the connection: {message}")]
     Rejected {
-        /// Where to.
+        /// Address of the attempt.
         addr: String,
-        /// Its words.
+        /// Reason that the other side gave.
         message: String,
     },
-    /// What answered is no engine, or one of another version.
+    /// The other side is no engine, or an engine of another version or incarnation.
     #[error("{addr}: {detail}")]
     Foreign {
-        /// Where to.
+        /// Address of the attempt.
         addr: String,
-        /// What was wrong.
+        /// Details of the failure.
         detail: String,
     },
     /// The endpoint's metadata cannot be used.
@@ -271,16 +271,16 @@ pub enum ConnectError {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RegisterError {
-    /// No memory, or none that any transport takes.
+    /// The system has no memory, or no transport accepts the memory.
     #[error("cannot register {bytes} bytes: {detail}")]
     Refused {
         /// Bytes.
         bytes: u64,
-        /// Why.
+        /// Reasons of the system and of each transport.
         detail: String,
     },
-    /// It took longer than [`stuck_timeout`](super::EngineConfig::stuck_timeout). When the transport's
-    /// library comes back, it is undone, and nobody is told a key of it; the memory must stay mapped until
+    /// The call took longer than [`stuck_timeout`](super::EngineConfig::stuck_timeout). The engine undoes the
+    /// registration when the transport's library returns, and hands out no key of it. The memory must stay mapped until
     /// the engine answers again or has stopped.
     #[error(
         "registering {bytes} bytes has not ended within {limit_s} s; it will be undone when it does; raise `stuck_timeout` for memory that takes longer"
@@ -296,23 +296,23 @@ pub enum RegisterError {
     Stopped,
 }
 
-/// Memory could not be taken back. It must stay mapped.
+/// Memory could not be deregistered. It must stay mapped.
 #[derive(Debug, Error)]
 #[error("memory cannot be taken back: {detail}")]
 pub struct DeregisterError {
-    /// Who still uses it, or what failed.
+    /// User that still holds the memory, or the failed step.
     pub detail: String,
-    /// The registration, still in force. `None` when the engine did not answer in time: it takes the
-    /// memory back as soon as it can, and lets no later registration share the keys meanwhile.
+    /// The registration, still in force. `None` if the engine did not answer in time. It then deregisters the memory as
+    /// soon as it can, and lets no later registration share the keys meanwhile.
     pub region: Option<super::MemoryRegion>,
 }
 
-/// The transfer is not known: its outcome was taken already.
+/// The transfer is unknown: its outcome was taken already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("there is no such transfer; its outcome was taken already")]
 pub struct UnknownTransfer;
 
-/// Nothing came in time.
+/// A wait ended without a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WaitError {

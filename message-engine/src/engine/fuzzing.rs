@@ -1,17 +1,17 @@
-//! What fuzz targets reach of the decoders that peers' bytes go through.
+//! Entry points of fuzz targets into the decoders of peers' bytes.
 
 use super::io::hello;
 use super::wire::{Frame, Header};
 use super::{Descriptor, EndpointMetadata};
 
-/// Messages of the handshake, one of each kind.
+/// Encoded messages of the handshake, one of each kind.
 #[must_use]
 pub fn handshake_samples() -> Vec<Vec<u8>> {
     hello::samples()
 }
 
-/// Reads bytes as everything that a peer sends in a handshake. What can be read must be the same when it
-/// is written and read again.
+/// Decodes bytes as each message that a peer sends in a handshake. A decoded one must stay the same when it is encoded
+/// and decoded again.
 pub fn check_handshake(bytes: &[u8]) {
     if let Some((header, body)) = bytes.split_first_chunk() {
         hello::check(header, body);
@@ -24,7 +24,7 @@ pub fn check_handshake(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as a frame that follows a handshake, likewise.
+/// Decodes bytes as a frame after the handshake, with the same check.
 pub fn check_frame(bytes: &[u8]) {
     let Some((head, rest)) = bytes.split_first_chunk() else { return };
     let Ok(header) = Header::decode(head) else { return };

@@ -35,7 +35,7 @@ use p2p_core::network::Offer;
 use p2p_core::outage::Outage;
 use p2p_core::wait::event_fd;
 
-/// The thread's state. Fabrics come first: they go before the registrations and their memory.
+/// The thread's state. The fabrics are dropped first, before the registrations and their memory.
 #[derive(Debug)]
 pub(super) struct Io {
     fabrics: Vec<Box<dyn Fabric>>,
@@ -43,31 +43,30 @@ pub(super) struct Io {
     shared: Arc<Shared>,
     config: EngineConfig,
     credit: CreditReceiver,
-    /// Place of the connection by place of its sender in `credit`.
+    /// Index of the connection by the index of its sender in `credit`.
     by_sender: Vec<u32>,
     set: Arc<OwnedFd>,
     listener: TcpListener,
-    /// When the listener may be asked again after it failed.
+    /// Time at which the engine accepts again after a failure.
     listener_paused_until: Option<Instant>,
     listening: Outage,
-    /// Handshakes that others have begun, by who goes first when there is no room: place, after what the
-    /// handshake itself says.
+    /// Handshakes that peers have begun, in the order of their eviction: by what the handshake has shown, then index.
     pending_handshakes: BTreeSet<(EvictionKey, u32)>,
-    /// When somebody was last said to be turned away.
+    /// Time of the last warning about a refused connection.
     last_warning: Option<Instant>,
     places: Vec<Place>,
-    /// Places of the connections that stand, by fabric and peer.
+    /// Indices of the established connections, by fabric and peer.
     by_peer: HashMap<(usize, PeerId), u32>,
     free: Vec<u32>,
     next_serial: u64,
-    /// Connections with something to do.
+    /// Connections to be advanced.
     dirty: VecDeque<u32>,
     /// Connections whose fabric had no room.
     stalled: Vec<u32>,
     completions: Vec<Completion>,
-    /// No connection and no handshake has a deadline before this.
+    /// Lower bound on the deadlines of connections and handshakes.
     next_deadline_ns: u64,
-    /// Why the last few connections ended, for commands that come too late.
+    /// Reasons of the last few connections' ends, for commands that arrive afterwards.
     ended: VecDeque<(u64, CloseReason)>,
     is_stopping: bool,
 }
@@ -75,24 +74,24 @@ pub(super) struct Io {
 #[derive(Debug)]
 enum Place {
     Free,
-    /// Taken out while it is being looked at.
+    /// Its content is taken out during a call.
     Busy,
     Handshake(Box<Handshake>),
     Active(Box<ActiveConnection>),
-    /// Closed; the fabric still holds operations.
+    /// Closed, while the fabric still has operations of it.
     Closing(Box<Link<Arc<Handle>>>, Peer),
 }
 
 impl Io {
     pub(super) fn new(mut config: EngineConfig) -> Result<(Arc<Shared>, Self), StartError> {
         config.check()?;
-        // Whoever has a place has its credits as well.
+        // Every connection needs its credits as well.
         config.max_connections = config.max_connections.min(config.credit.max_senders);
         let system = |what: &str| {
             let what = what.to_owned();
             move |source: io::Error| StartError::System { what, source }
         };
-        // Twice: what peers push, and what is read from them.
+        // Each connection has two credit senders: the peer's pushes, and this side's reads from it.
         let max_senders = config.credit.max_senders.saturating_mul(2);
         let credit_config = CreditConfig { max_senders, ..config.credit };
         let credit = CreditReceiver::new(credit_config).map_err(|_| StartError::Config {
@@ -103,7 +102,7 @@ impl Io {
         let bind = config.bind;
         let listener = TcpListener::bind(bind).map_err(system(&format!("listen on {bind}")))?;
         listener.set_nonblocking(true).map_err(system("listen"))?;
-        // The standard library's backlog is too short for a storm of peers.
+        // The standard library's backlog is too short when many peers connect at once.
         rustix::net::listen(&listener, BACKLOG).map_err(|e| system("listen")(e.into()))?;
         let port = listener.local_addr().map_err(system("listen"))?.port();
         let ip = config.advertise.unwrap_or_else(|| reachable_ip(bind.ip()));
@@ -160,7 +159,7 @@ impl Io {
         Ok((shared, io))
     }
 
-    /// Works until the engine is dropped.
+    /// Runs until a stop command.
     pub(super) fn run(mut self) {
         let mut idle_since: Option<Instant> = None;
         while !self.is_stopping {
@@ -185,7 +184,7 @@ impl Io {
         self.stop();
     }
 
-    /// Looks at the sockets, waiting at most `timeout` for one.
+    /// Handles socket events. Blocks for at most `timeout` until there is one.
     fn poll_sockets(&mut self, timeout: Duration) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -195,7 +194,7 @@ impl Io {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        // Interrupted: whatever is there is there the next time.
+        // After a signal, the next call finds the same events.
         let num_ready = epoll::wait(&*self.set, &mut events[..], Some(&timeout)).unwrap_or(0);
         let mut is_busy = false;
         for event in &events[..num_ready] {
@@ -278,7 +277,7 @@ impl Io {
         is_busy
     }
 
-    /// Lets connections go on, tells credits, ends what is late.
+    /// Advances connections, hands out credits, and ends operations at their deadlines.
     fn advance_connections(&mut self, now: Instant) -> bool {
         let now_ns = self.shared.ns(now);
         if self.credit.next_expiry_ns().is_some_and(|at| at <= now_ns) {
@@ -413,7 +412,7 @@ impl Io {
         }
     }
 
-    /// Lets `act` work on a connection; false when it has ended.
+    /// Calls `act` with a connection's link. Returns false if the connection has ended.
     fn with_connection(
         &mut self,
         key: ConnKey,
@@ -432,7 +431,7 @@ impl Io {
         true
     }
 
-    /// Remembers to let a connection go on.
+    /// Adds a connection to the list of those to be advanced.
     fn mark_dirty(&mut self, idx: u32) {
         if let Some(Place::Active(connection)) = self.places.get_mut(idx as usize)
             && !std::mem::replace(&mut connection.is_dirty, true)
@@ -448,7 +447,7 @@ impl Io {
 
 impl Drop for Io {
     fn drop(&mut self) {
-        // Whatever is still there ends as a loss, also when the thread panics.
+        // Everything that is left fails, also when the thread panics.
         for idx in 0..self.places.len() as u32 {
             self.abort_handshake(idx, Some(ConnectError::Stopped));
             self.close(idx, &CloseReason::Stopped);
@@ -461,7 +460,7 @@ impl Drop for Io {
     }
 }
 
-/// A fabric as it is offered to peers.
+/// The offer of a fabric to peers.
 fn offer_of(fabric: &dyn Fabric) -> Offer {
     Offer { kind: fabric.kind(), flavour: fabric.flavour().to_owned() }
 }

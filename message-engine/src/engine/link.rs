@@ -1,8 +1,7 @@
 //! One connection as a state machine: no sockets, no threads, no clock.
 //!
-//! Commands of users, frames of the peer, completions of the fabric and the passing of deadlines go in;
-//! frames to be sent, operations for the fabric and the ends of transfers come out. What needs the
-//! world goes through [`Port`].
+//! Inputs are commands of users, frames of the peer, completions of the fabric, and expired deadlines. Outputs are
+//! frames to be sent, operations for the fabric, and the ends of transfers. All other effects go through [`Port`].
 //!
 //! ```text
 //! sender                                   receiver
@@ -13,8 +12,8 @@
 //!                   ── Finish ──────────────▶ the receive is done
 //! ```
 //!
-//! Bytes that this side pushes by fabric writes, for messages and one-sided writes alike, go by the
-//! receiver's credits ([`crate::credit`]).
+//! Bytes that this side pushes through the fabric, for messages and one-sided writes, stay within the receiver's
+//! credits ([`crate::credit`]).
 
 mod expiry;
 #[cfg(test)]
@@ -36,10 +35,10 @@ use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Eve
 use crate::fabric::{LocalSegment, PostOutcome, RegionId, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
-/// What one side takes from the other. Exchanged in the handshake.
+/// Limits of one side on what the other may send. Exchanged in the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// Longest message that goes ahead without asking.
+    /// Longest message that may be sent ahead of its receive.
     pub(super) eager_bytes: u64,
     /// Cost of such messages that wait for a receive.
     pub(super) eager_window: u64,
@@ -53,7 +52,7 @@ pub(super) struct Limits {
     pub(super) max_demand_bytes: u64,
 }
 
-/// Names an operation, and a part of it, in completions.
+/// Operation and part of a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tag {
     pub(super) op: u32,
@@ -63,7 +62,7 @@ pub(super) struct Tag {
 
 /// Memory of a user that short messages are copied from and to.
 pub(super) trait Memory {
-    /// Whether this processor can: otherwise neither of the others is called with any bytes.
+    /// Whether this processor can copy it. If not, `load` and `store` are only called for 0 bytes.
     fn is_host(&self) -> bool;
     /// Appends `bytes` bytes from `offset` of the registration to `out`.
     fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>);
@@ -71,7 +70,7 @@ pub(super) trait Memory {
     fn store(&self, offset: u64, bytes: &[u8]);
 }
 
-/// A range of local memory, kept alive by `hold`. It was checked against the registration.
+/// A range of local memory that `hold` keeps alive. It was checked against the registration.
 #[derive(Debug)]
 pub(super) struct LocalRange<H> {
     pub(super) hold: H,
@@ -80,7 +79,7 @@ pub(super) struct LocalRange<H> {
     pub(super) bytes: u64,
 }
 
-/// What a link needs of the world.
+/// Effects of a link: fabric, credits, transfers, notifications.
 pub(super) trait Port {
     fn max_operation_bytes(&self) -> u64;
     fn write(
@@ -95,16 +94,16 @@ pub(super) trait Port {
         src: RemoteSegment,
         tag: Tag,
     ) -> Result<PostOutcome, PostError>;
-    /// Lets the peer into local memory, until the fabric closes it.
+    /// Opens local memory to the peer, until [`end_grant`](Self::end_grant) or until the fabric closes the peer.
     fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError>;
-    /// The message for which a part was granted has ended.
+    /// Ends a grant, because its message has ended.
     fn end_grant(&mut self, part: LocalSegment);
-    /// Ends one part of a transfer. Its memory is free before.
+    /// Ends one part of a transfer. The link has dropped its memory before.
     fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>);
     fn deliver(&mut self, notification: Vec<u8>);
-    /// Tells this side's receiver of credits what the peer has said.
+    /// Passes a report of the peer to this side's receiver of credits.
     fn credit(&mut self, event: Event) -> Result<(), CreditError>;
-    /// Tells it what this side reads, and gives what of that may be read now.
+    /// Reports this side's reads to the same receiver. Returns the credit of the reads.
     fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError>;
 }
 
@@ -117,18 +116,18 @@ enum Kind {
     Notify,
 }
 
-/// Where an operation is.
+/// Progress of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// In a queue of this side; the peer knows nothing of it.
+    /// In a queue of this side; unknown to the peer.
     Queued,
-    /// A short message or a notification of which at least a part is on its way.
+    /// A short message or a notification that was sent, at least in part.
     Sent,
     /// An announced message that was not granted yet.
     Announced,
     /// A receive whose buffer the peer may write.
     Granted,
-    /// Bytes go by the fabric.
+    /// The fabric moves its bytes.
     Moving,
 }
 
@@ -136,16 +135,16 @@ enum Stage {
 struct Op<H> {
     kind: Kind,
     stage: Stage,
-    /// The user's transfer; `None` when it was told the end already.
+    /// The user's transfer; `None` once its end was reported.
     transfer: Option<u32>,
     deadline_ns: u64,
     local: Option<LocalRange<H>>,
     remote: Option<RemoteSegment>,
-    /// Bytes of the whole.
+    /// Bytes of the whole operation.
     total: u64,
     /// Bytes given to the fabric.
     posted: u64,
-    /// Bytes that will be given to it: less than `total` after a failure.
+    /// Bytes that the fabric will get: less than `total` after a failure.
     end: u64,
     /// Parts under way in the fabric.
     num_in_flight: u32,
@@ -171,11 +170,11 @@ pub(super) struct Link<H> {
     chunk_bytes: u64,
     ops: Vec<Option<Op<H>>>,
     free: Vec<u32>,
-    /// No operation has a deadline before this.
+    /// Lower bound on the deadlines of operations.
     next_deadline_ns: u64,
     num_in_flight: usize,
 
-    /// Messages that the peer has not heard of.
+    /// Messages that are unknown to the peer.
     to_send: VecDeque<u32>,
     next_out_seq: u64,
     announced: HashMap<u64, u32>,
@@ -184,7 +183,7 @@ pub(super) struct Link<H> {
     eager_freed_out: u64,
     eager_arrived_out: u64,
 
-    /// Receives without a message, or messages without a receive: never both.
+    /// Receives without a message, or messages without a receive. One of the two is always empty.
     posted: VecDeque<u32>,
     unexpected: VecDeque<EarlyMessage>,
     num_announced_in: usize,
@@ -194,21 +193,21 @@ pub(super) struct Link<H> {
     eager_freed_in: u64,
     eager_arrived_in: u64,
     eager_reported: (u64, u64),
-    /// Buffers of messages that came before their receive, and what they hold in all.
+    /// Free buffers for messages that arrive before their receive, and the sum of their costs.
     spare: Vec<Vec<u8>>,
     spare_bytes: u64,
 
-    /// Pushes that no credit was asked for yet.
+    /// Pushes whose credit was not requested yet.
     to_admit: VecDeque<u32>,
     unscheduled: VecDeque<u32>,
     scheduled: VecDeque<u32>,
     credit: CreditSender,
     demand_reported: Demand,
-    /// Bytes that have arrived, or never will: scheduled and unscheduled.
+    /// Bytes that have arrived or never will: scheduled and unscheduled.
     arrived: (u64, u64),
     arrived_reported: (u64, u64),
-    /// Reads that no credit was asked for yet, and those that wait for it: this side's own, so that all
-    /// that arrives, whoever began it, shares one window.
+    /// Reads whose credit was not requested yet, and reads that wait for it. The credit comes from this side's own
+    /// receiver, so pushes of peers and reads of this side share one window.
     to_pull: VecDeque<u32>,
     pulling: VecDeque<u32>,
     pull_credit: CreditSender,
@@ -219,10 +218,10 @@ pub(super) struct Link<H> {
     notices: notices::Notices,
     out: Vec<u8>,
     out_start: usize,
-    /// Whether payload waits for `out` to become shorter.
+    /// Whether payload waits until `out` is shorter.
     is_output_full: bool,
-    /// Whether the fabric had no room at the last attempt: a completion may never come to say that it
-    /// has again.
+    /// Whether the fabric had no room at the last attempt. There may be no completion that signals room, so the caller
+    /// retries.
     waits_for_fabric: bool,
     closed: Option<CloseReason>,
 }
@@ -234,7 +233,7 @@ impl<H: Memory> Link<H> {
             max_demand_bytes: theirs.max_demand_bytes,
             ..CreditConfig::default()
         };
-        // Asking takes no round trip here, so nothing goes without.
+        // A request for credit takes no round trip here, so every read needs a grant.
         let pull_config = CreditConfig {
             unscheduled_bytes: 0,
             max_demand_bytes: ours.max_demand_bytes,
@@ -288,7 +287,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Does what can be done now. To be called after everything else.
+    /// Sends and posts as much as possible now. The caller calls it after every other method.
     pub(super) fn progress(&mut self, port: &mut impl Port) {
         if self.closed.is_some() {
             return;
@@ -306,12 +305,12 @@ impl<H: Memory> Link<H> {
         &self.out[self.out_start..]
     }
 
-    /// Whether [`progress`](Self::progress) has more to do now that output was sent.
+    /// Whether [`progress`](Self::progress) can do more since output was sent.
     pub(super) fn has_room_again(&self) -> bool {
         self.is_output_full && self.out.len() - self.out_start <= HIGH_WATER
     }
 
-    /// Whether [`progress`](Self::progress) is to be tried again after the fabric was polled.
+    /// Whether the caller must retry [`progress`](Self::progress) after it has polled the fabric.
     pub(super) const fn waits_for_fabric(&self) -> bool {
         self.waits_for_fabric
     }
@@ -322,7 +321,7 @@ impl<H: Memory> Link<H> {
         if self.out_start == self.out.len() {
             self.out.clear();
             self.out_start = 0;
-            // A peer that did not read for a while leaves no more behind than others need.
+            // The buffer may have grown while the peer did not read.
             self.out.shrink_to(2 * HIGH_WATER);
         } else if self.out_start > HIGH_WATER {
             self.out.drain(..self.out_start);
@@ -330,12 +329,12 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Appends a frame that the engine decides on.
+    /// Appends a frame of the engine.
     pub(super) fn push_frame(&mut self, frame: Frame<'_>) {
         frame.encode(&mut self.out);
     }
 
-    /// When [`expire`](Self::expire) may have something to do.
+    /// Time from which [`expire`](Self::expire) may have something to do.
     pub(super) const fn next_deadline_ns(&self) -> u64 {
         self.next_deadline_ns
     }
@@ -345,7 +344,7 @@ impl<H: Memory> Link<H> {
         self.num_in_flight
     }
 
-    /// An operation that is known to be there.
+    /// An operation that exists for certain.
     fn op(&mut self, idx: u32) -> &mut Op<H> {
         let op = self.ops[idx as usize].as_mut();
         op.unwrap_or_else(|| unreachable!("a queue holds an operation that has ended"))
@@ -354,15 +353,15 @@ impl<H: Memory> Link<H> {
     fn end(&mut self, port: &mut impl Port, idx: u32, result: Result<u64, TransferError>) {
         let Some(op) = self.ops[idx as usize].take() else { return };
         self.free.push(idx);
-        // The user may unmap the memory as soon as it knows.
+        // The user may unmap the memory as soon as the end is reported.
         drop(op.local);
         if let Some(transfer) = op.transfer {
             port.finish(transfer, result);
         }
     }
 
-    /// Keeps the buffer of a message for the next one, as far as the window for them reaches: many that
-    /// are short must not leave room for as many that are long.
+    /// Keeps the buffer of a message for a later one, up to twice the window of such messages. Without the bound,
+    /// buffers of many short messages would in time all grow to the length of long ones.
     fn recycle_buffer(&mut self, buffer: Vec<u8>) {
         let cost = buffer.capacity() as u64 + EAGER_OVERHEAD;
         if self.spare_bytes + cost <= 2 * self.ours.eager_window {
@@ -371,7 +370,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// A buffer for a message that came before its receive.
+    /// Returns a buffer for a message that arrives before its receive.
     fn reuse_buffer(&mut self) -> Vec<u8> {
         let Some(mut buffer) = self.spare.pop() else { return Vec::new() };
         self.spare_bytes -= buffer.capacity() as u64 + EAGER_OVERHEAD;
@@ -379,7 +378,7 @@ impl<H: Memory> Link<H> {
         buffer
     }
 
-    /// Lets messages begin that the peer has not heard of.
+    /// Sends or announces messages that are unknown to the peer.
     fn start_sends(&mut self) {
         while let Some(&idx) = self.to_send.front() {
             if self.is_congested() {
@@ -414,7 +413,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Whether so much waits to be sent that payload must wait.
+    /// Whether so much output is unsent that payload must wait.
     fn is_congested(&mut self) -> bool {
         self.is_output_full = self.out.len() - self.out_start > HIGH_WATER;
         self.is_output_full
@@ -437,15 +436,15 @@ fn invalid_value(what: &'static str, found: u64, expected: u64) -> FrameError {
     FrameError::Value { what, found, expected }
 }
 
-/// What a short message costs beside its bytes.
+/// Cost of a short message in addition to its bytes.
 pub(super) const EAGER_OVERHEAD: u64 = 64;
 /// Most messages announced and not granted.
 const MAX_ANNOUNCED: usize = 1024;
 /// Most parts of one connection under way in the fabric.
 const MAX_IN_FLIGHT: usize = 256;
-/// Largest part: what a [`Tag`] can carry on.
+/// Largest part that a [`Tag`] can describe.
 pub(super) const MAX_CHUNK_BYTES: u64 = 128 << 20;
 const HIGH_WATER: usize = 512 << 10;
-/// Most bytes that wait for a peer that does not read: far more than payload may hold up, and answers to a
-/// correct peer take.
+/// Most output for a peer that does not read. Payload waits far below this, and answers to a correct peer need far
+/// less.
 const MAX_UNREAD: usize = HIGH_WATER + (8 << 20);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::error::WaitError;
 
-/// The queue. Not for the hot path.
+/// A queue of items, with a lock. Not for the hot path.
 #[derive(Debug)]
 pub(super) struct Mailbox<T> {
     state: Mutex<State<T>>,
@@ -29,10 +29,10 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Puts an item at the end.
+    /// Appends an item.
     ///
     /// # Errors
-    /// The item, when the mailbox is closed: nobody will take it.
+    /// The item, if the mailbox is closed.
     pub(super) fn push(&self, item: T) -> Result<(), T> {
         let mut state = self.lock();
         if state.is_closed {
@@ -46,14 +46,14 @@ impl<T> Mailbox<T> {
         Ok(())
     }
 
-    /// Closes it, and gives the item that came all the same: what is pushed later goes back.
+    /// Closes the mailbox and returns an item that arrived before. Later pushes fail.
     pub(super) fn close_and_pop(&self) -> Option<T> {
         let mut state = self.lock();
         state.is_closed = true;
         state.items.pop_front()
     }
 
-    /// Nothing more will come. What is there can still be taken.
+    /// Closes the mailbox and wakes all waiters. Items in it can still be taken.
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
@@ -63,7 +63,7 @@ impl<T> Mailbox<T> {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Whatever is there.
+    /// Takes all items, without blocking.
     pub(super) fn drain(&self) -> VecDeque<T> {
         std::mem::take(&mut self.lock().items)
     }
@@ -72,7 +72,7 @@ impl<T> Mailbox<T> {
         self.lock().items.retain(keep);
     }
 
-    /// Waits for an item.
+    /// Takes the first item. Blocks until there is one, at the latest at `deadline`.
     pub(super) fn pop(&self, deadline: Instant) -> Result<T, WaitError> {
         let mut state = self.lock();
         loop {
@@ -91,10 +91,10 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`pop`](Self::pop).
     pub(super) async fn pop_async(&self, deadline: Instant) -> Result<T, WaitError> {
         let wait = std::future::poll_fn(|context| self.poll_pop(context));
-        // Timers reckon with milliseconds after the deadline, which must exist.
+        // The timer adds milliseconds to the deadline, and the sum must be representable.
         let deadline = deadline.min(Instant::now() + FAR_AWAY);
         match tokio::time::timeout_at(deadline.into(), wait).await {
             Ok(result) => result,
@@ -120,5 +120,5 @@ impl<T> Mailbox<T> {
     }
 }
 
-/// Nobody waits longer for anything.
+/// Upper bound on any wait.
 const FAR_AWAY: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -1,4 +1,4 @@
-//! Registered memory as users hold it, and the cache of registrations.
+//! Handles of registered memory, and the cache of registrations.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,7 @@ use p2p_core::region::Region;
 
 /// Registered memory. Clones share it.
 ///
-/// Peers may write it at any time, so it is only ever copied from and to.
+/// Peers may write it at any time, so this crate only copies from and to it.
 #[derive(Debug, Clone)]
 pub struct MemoryRegion {
     pub(super) inner: Arc<Handle>,
@@ -31,7 +31,7 @@ pub struct Span {
     pub(super) bytes: u64,
 }
 
-/// One user's hold on a registration.
+/// One user's handle of a registration.
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
@@ -39,7 +39,7 @@ pub(super) struct Handle {
     /// First byte within the registration.
     offset: u64,
     bytes: u64,
-    /// Whether `dereg` has given it back already.
+    /// Whether `dereg` has returned it already.
     pub(super) is_returned: std::sync::atomic::AtomicBool,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Keys {
     bytes: u64,
     /// Whether this processor can read and write it.
     is_host: bool,
-    /// Local ids by transport; [`NO_REGION`] where there is none.
+    /// Local ids by transport; [`NO_REGION`] for a transport without one.
     ids: Box<[AtomicU32]>,
     wires: Mutex<Vec<Option<WireRegion>>>,
     /// Keeps memory that the engine has allocated mapped.
@@ -78,7 +78,7 @@ impl MemoryRegion {
         self.inner.bytes == 0
     }
 
-    /// First byte, for code that reads or writes it by raw copies or hands it to a device.
+    /// First byte, for code that reads or writes the memory by raw copies or hands it to a device.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
         // SAFETY: the handle lies within the registration.
@@ -91,7 +91,7 @@ impl MemoryRegion {
         self.inner.keys.idx
     }
 
-    /// A range of it.
+    /// Returns a range of the memory.
     ///
     /// # Errors
     /// [`SubmitError::Range`].
@@ -101,7 +101,7 @@ impl MemoryRegion {
         Ok(Span { offset: handle.offset + offset, bytes, handle })
     }
 
-    /// All of it.
+    /// Returns a span of all of the memory.
     #[must_use]
     pub fn whole(&self) -> Span {
         let handle = Arc::clone(&self.inner);
@@ -114,7 +114,7 @@ impl MemoryRegion {
         self.inner.keys.is_host
     }
 
-    /// Copies `bytes` to `offset`.
+    /// Copies `bytes` into the memory at `offset`.
     ///
     /// # Errors
     /// [`SubmitError::Range`], [`SubmitError::DeviceMemory`]; nothing is written then.
@@ -124,7 +124,7 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Copies from `offset` into `out`.
+    /// Copies from the memory at `offset` into `out`.
     ///
     /// # Errors
     /// [`SubmitError::Range`], [`SubmitError::DeviceMemory`]; `out` is untouched then.
@@ -152,7 +152,7 @@ impl Span {
         self.bytes == 0
     }
 
-    /// How the transport in place `fabric` describes the registration to peers.
+    /// The registration as the transport with index `fabric` describes it to peers.
     pub(super) fn wire(&self, fabric: usize) -> Option<WireRegion> {
         self.handle.keys.lock_wires().get(fabric).copied().flatten()
     }
@@ -181,7 +181,7 @@ impl Handle {
         }
     }
 
-    /// The same for a copy by this processor.
+    /// Checks a range for a copy by this processor.
     fn check_copy(&self, offset: u64, bytes: u64) -> Result<(), SubmitError> {
         self.check(offset, bytes)?;
         if self.keys.is_host { Ok(()) } else { Err(SubmitError::DeviceMemory) }
@@ -226,13 +226,13 @@ impl Drop for Handle {
 }
 
 impl Keys {
-    /// The id with the transport in place `fabric`.
+    /// The id with the transport of index `fabric`.
     pub(super) fn region(&self, fabric: usize) -> Option<RegionId> {
         let id = self.ids.get(fabric)?.load(Ordering::Acquire);
         (id != NO_REGION).then_some(RegionId(id))
     }
 
-    /// Whether the range is all of it.
+    /// Whether the range covers the whole registration.
     pub(super) fn covers(&self, ptr: NonNull<u8>, bytes: usize) -> bool {
         self.base == ptr && self.bytes == bytes as u64
     }
@@ -242,37 +242,37 @@ impl Keys {
     }
 }
 
-/// All registrations of an engine; its thread's.
+/// All registrations of an engine, owned by its thread.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
-    /// By first byte, then place.
+    /// Registrations by first byte, then index.
     by_start: BTreeSet<(usize, u32)>,
-    /// Longest registration there ever was.
+    /// Length of the longest registration so far.
     longest: usize,
     /// Registrations that could not be released yet.
     deregistrations: DeregistrationQueue,
 }
 
-/// Why a registration is still there.
+/// Reason for which a registration was not released.
 #[derive(Debug)]
 enum ReleaseError {
-    /// It is none of the caller's to release.
+    /// The caller may not release it.
     Refused(String),
-    /// A transport has not let go of it. The handle still counts, and it can be tried again.
+    /// A transport still uses it. The handle still counts, and the caller may retry.
     Retryable(String),
 }
 
-/// What is to be registered.
+/// Origin of memory to be registered.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// Memory that the engine has allocated, and keeps.
+    /// Memory that the engine has allocated and owns.
     Own(Region),
     /// Memory of this host that the user keeps mapped.
     Host,
-    /// Memory of another device that the user keeps allocated; with its dma-buf and where in it the
-    /// memory begins, if it has one.
+    /// Memory of another device that the user keeps allocated. If there is a dma-buf, it comes with the offset of the
+    /// memory in it.
     Device(Option<(OwnedFd, u64)>),
 }
 
@@ -287,15 +287,15 @@ struct Entry {
     keys: Arc<Keys>,
     access: Access,
     num_handles: usize,
-    /// Handles that cover all of it.
+    /// Handles that cover the whole registration.
     num_full: usize,
-    /// Whether it is to go, and did not yet: its keys serve whoever has a handle, and nobody else. The
-    /// memory may be unmapped when they are gone, and other memory be mapped there.
+    /// Whether it was to be released and could not be yet. Its keys serve the existing handles only, no new ones: when
+    /// those are gone the memory may be unmapped, and other memory be mapped at its addresses.
     is_retired: bool,
 }
 
 impl Registry {
-    /// Registers, or finds a registration with the same rights that covers the range.
+    /// Registers memory, or finds a registration with the same rights that covers the range.
     ///
     /// # Safety
     /// As for [`Fabric::register`].
@@ -373,8 +373,8 @@ impl Registry {
         Ok(keys)
     }
 
-    /// Takes one handle back. `Ok(true)`: it was the last, and the keys are revoked. On an error the
-    /// handle still counts.
+    /// Takes one handle back. Returns true if it was the last, so that the keys are revoked. After an error the handle
+    /// still counts.
     fn release(
         &mut self,
         fabrics: &mut [Box<dyn Fabric>],
@@ -414,8 +414,8 @@ impl Registry {
         Ok(true)
     }
 
-    /// Takes back the handle of somebody who waits to hear of it: whether the keys are revoked, or why
-    /// not. Peers that are in the middle of something get a second to end it.
+    /// Takes a handle back and answers its caller through `reply`: whether the keys are revoked, or the error. Peers in
+    /// the middle of an operation get a second to end it.
     pub(super) fn deregister(
         &mut self,
         fabrics: &mut [Box<dyn Fabric>],
@@ -431,8 +431,8 @@ impl Registry {
             Err(ReleaseError::Refused(detail)) => Err(detail),
         };
         if let Err(Err(_)) = reply.push(answer) {
-            // Whoever has asked has given up waiting, and the handle with it. He thinks it gone, so
-            // nobody else may share it.
+            // The caller has timed out and dropped its handle. It takes the memory for deregistered, so no new handle
+            // may share the keys.
             if let Some(Some(entry)) = self.entries.get_mut(idx as usize) {
                 entry.is_retired = true;
             }
@@ -440,7 +440,7 @@ impl Registry {
         }
     }
 
-    /// Takes back a handle that nobody has any more: at once, or as soon as it can be.
+    /// Takes back a handle that its user has dropped: at once, or as soon as the transports allow it.
     pub(super) fn deregister_abandoned(
         &mut self,
         fabrics: &mut [Box<dyn Fabric>],
@@ -453,12 +453,12 @@ impl Registry {
         }
     }
 
-    /// When something is to be [tried again](Self::retry_deregistrations).
+    /// Time of the next [retry](Self::retry_deregistrations).
     pub(super) const fn next_attempt(&self) -> Option<Instant> {
         self.deregistrations.next_attempt()
     }
 
-    /// Releases what was given back and can be released by now.
+    /// Retries deregistrations that are due.
     pub(super) fn retry_deregistrations(&mut self, fabrics: &mut [Box<dyn Fabric>], now: Instant) {
         if !self.deregistrations.is_due(now) {
             return;
@@ -471,7 +471,7 @@ impl Registry {
         self.deregistrations = queue;
     }
 
-    /// Nothing will be tried again: tells whoever waits for it.
+    /// Ends all retries, and answers the callers that wait for them.
     pub(super) fn stop(&mut self) {
         self.deregistrations.stop();
     }

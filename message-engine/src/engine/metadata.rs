@@ -1,28 +1,28 @@
-//! What an engine publishes of itself, so that others can connect to it.
+//! Metadata that an engine publishes, so that others can connect to it.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use super::codec::{Malformed, Reader, put_counted};
+use super::codec::{DecodeError, Reader, put_counted};
 use p2p_core::bootstrap::wire::{transport_code, transport_of};
 use p2p_core::network::{MAX_FLAVOUR_BYTES, Offer};
 
-/// Where an engine listens, and what is at it.
+/// An engine's address, GPU and transports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EndpointMetadata {
-    /// Names the engine: random, new with every start.
+    /// Number of the engine: random, new with every start.
     pub engine_id: u64,
-    /// Where to connect.
+    /// Address to connect to.
     pub addr: SocketAddr,
-    /// GPU whose memory is offered, as its process numbers them.
+    /// GPU whose memory is offered, by the numbering of its process.
     pub gpu_index: Option<u32>,
-    /// PCI address of that GPU, as `0000:3b:00.0`.
+    /// PCI address of that GPU, such as `0000:3b:00.0`.
     pub pci_bdf: Option<String>,
     /// Transports, the best first.
     pub transports: Vec<Offer>,
 }
 
 impl EndpointMetadata {
-    /// The form that travels; below 1 KiB. Of more than 16 transports it has the first, which are the best.
+    /// Encodes the metadata; below 1 KiB. Of more than 16 transports it keeps the first, which are the best.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -38,10 +38,10 @@ impl EndpointMetadata {
         out
     }
 
-    /// Reads what [`encode`](Self::encode) made.
+    /// Decodes bytes that [`encode`](Self::encode) has made.
     ///
     /// # Errors
-    /// What is wrong with the bytes, for people.
+    /// A text that names the malformed field.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = Reader::new(bytes);
         if reader.bytes("magic", 4)? != MAGIC {
@@ -56,7 +56,7 @@ impl EndpointMetadata {
         let (gpu_index, pci_bdf) = read_device(&mut reader)?;
         let mut transports = Vec::new();
         for _ in 0..read_num_offers(&mut reader)? {
-            // One that this version does not know is of no use, and no harm.
+            // A transport that this version does not know is skipped.
             transports.extend(read_offer(&mut reader)?);
         }
         reader.end()?;
@@ -73,7 +73,7 @@ pub(super) fn put_addr(out: &mut Vec<u8>, addr: SocketAddr) {
     out.extend(addr.port().to_le_bytes());
 }
 
-pub(super) fn read_addr(reader: &mut Reader<'_>) -> Result<SocketAddr, Malformed> {
+pub(super) fn read_addr(reader: &mut Reader<'_>) -> Result<SocketAddr, DecodeError> {
     let mut ip = [0; 16];
     ip.copy_from_slice(reader.bytes("address", 16)?);
     let ip = Ipv6Addr::from(ip).to_canonical();
@@ -87,7 +87,7 @@ pub(super) fn put_device(out: &mut Vec<u8>, gpu_index: Option<u32>, pci_bdf: Opt
 
 pub(super) fn read_device(
     reader: &mut Reader<'_>,
-) -> Result<(Option<u32>, Option<String>), Malformed> {
+) -> Result<(Option<u32>, Option<String>), DecodeError> {
     let gpu_index = u32::try_from(reader.u64("GPU index")?).ok();
     let pci_bdf = reader.text("PCI address", MAX_BDF_BYTES)?;
     Ok((gpu_index, (!pci_bdf.is_empty()).then_some(pci_bdf)))
@@ -98,7 +98,7 @@ pub(super) fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
     put_counted(out, offer.flavour.as_bytes());
 }
 
-pub(super) fn read_num_offers(reader: &mut Reader<'_>) -> Result<usize, Malformed> {
+pub(super) fn read_num_offers(reader: &mut Reader<'_>) -> Result<usize, DecodeError> {
     match usize::from(reader.u8("number of transports")?) {
         num if num <= MAX_OFFERS => Ok(num),
         num => Err(format!("{num} transports, at most {MAX_OFFERS} are allowed")),
@@ -106,7 +106,7 @@ pub(super) fn read_num_offers(reader: &mut Reader<'_>) -> Result<usize, Malforme
 }
 
 /// `None`: a transport that this version does not know.
-pub(super) fn read_offer(reader: &mut Reader<'_>) -> Result<Option<Offer>, Malformed> {
+pub(super) fn read_offer(reader: &mut Reader<'_>) -> Result<Option<Offer>, DecodeError> {
     let kind = transport_of(reader.u8("transport")?);
     let flavour = reader.text("flavour", MAX_FLAVOUR_BYTES)?;
     Ok(kind.map(|kind| Offer { kind, flavour }))
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_encoded_is_decoded() {
+    fn encoded_values_are_decoded_unchanged() {
         let there = metadata();
         assert_eq!(EndpointMetadata::decode(&there.encode()), Ok(there));
         let plain = EndpointMetadata {

@@ -1,4 +1,4 @@
-//! The beginning of a transfer: its parts go to the thread one by one, and wait for room in its queue.
+//! Submission of a transfer: its parts go to the thread one by one, and wait while the command queue is full.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,31 +9,31 @@ use super::memory::Span;
 use super::shared::{Command, ConnShared, Operation, TransferPart};
 use super::transfer::{Transfer, TransferId};
 
-/// What the parts of a transfer do.
+/// Operation of all parts of a transfer.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum TransferKind<'a> {
     Send,
     Recv,
-    /// Each into the range in its place.
+    /// Each part into the range with its index.
     Write(&'a [Descriptor]),
-    /// Each from the range in its place.
+    /// Each part from the range with its index.
     Read(&'a [Descriptor]),
 }
 
-/// A transfer of which not all parts were handed to the thread.
+/// A transfer whose parts are not all in the command queue.
 #[derive(Debug)]
 #[must_use = "its parts are to be handed over"]
 pub(super) struct PendingTransfer<'a> {
     conn: &'a Arc<ConnShared>,
     kind: TransferKind<'a>,
-    /// Those that were not handed over.
+    /// Local ranges, one per part; the first `num_pushed` are in the queue.
     spans: &'a [Span],
     num_pushed: usize,
     deadline_ns: u64,
     id: TransferId,
-    /// Whether somebody has its handle.
+    /// Whether a user has its handle.
     has_handle: bool,
-    /// When the next part must have been taken.
+    /// Time until which the queue must have room for the next part.
     room_deadline: Instant,
     pause: Duration,
 }
@@ -59,7 +59,7 @@ impl TransferKind<'_> {
 }
 
 impl<'a> PendingTransfer<'a> {
-    /// Hands over the first part.
+    /// Begins a transfer and pushes its first part. Never blocks.
     pub(super) fn new(
         conn: &'a Arc<ConnShared>,
         spans: &'a [Span],
@@ -74,7 +74,7 @@ impl<'a> PendingTransfer<'a> {
         let mut pending = Self::pushed(conn, id);
         (pending.spans, pending.kind) = (spans, kind);
         pending.deadline_ns = shared.ns(deadline);
-        // Busy before anything has begun: the caller may try again. All are given up on its drop.
+        // Nothing has begun yet, so the caller may retry. Dropping `pending` ends the transfer.
         if pending.has_more() && !pending.push_part() {
             Err(SubmitError::Busy)
         } else {
@@ -82,7 +82,7 @@ impl<'a> PendingTransfer<'a> {
         }
     }
 
-    /// A transfer that was handed over as a whole.
+    /// A transfer whose only command is in the queue already.
     pub(super) fn pushed(conn: &'a Arc<ConnShared>, id: TransferId) -> Self {
         Self {
             conn,
@@ -97,7 +97,7 @@ impl<'a> PendingTransfer<'a> {
         }
     }
 
-    /// Hands the rest over, sleeping while there is no room.
+    /// Pushes the remaining parts. Blocks while the queue is full, for at most [`ROOM_TIMEOUT`] per part.
     pub(super) fn block(mut self) -> Transfer {
         while let Some(pause) = self.push_parts() {
             std::thread::sleep(pause);
@@ -105,7 +105,7 @@ impl<'a> PendingTransfer<'a> {
         self.transfer()
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`block`](Self::block).
     pub(super) async fn wait(mut self) -> Transfer {
         while let Some(pause) = self.push_parts() {
             tokio::time::sleep(pause.max(LEAST_TASK_PAUSE)).await;
@@ -113,8 +113,8 @@ impl<'a> PendingTransfer<'a> {
         self.transfer()
     }
 
-    /// Hands over what there is room for. Gives how long to wait before the rest is tried; `None` when there
-    /// is nothing left, or no sense in it.
+    /// Pushes as many parts as the queue has room for. Returns the time to wait before the next call, or `None` if no
+    /// parts are left or the time limit has passed.
     fn push_parts(&mut self) -> Option<Duration> {
         while self.has_more() {
             if self.push_part() {
@@ -135,7 +135,7 @@ impl<'a> PendingTransfer<'a> {
         self.num_pushed < self.spans.len()
     }
 
-    /// Hands over one part, if there is room.
+    /// Pushes one part. Returns false if the queue is full.
     fn push_part(&mut self) -> bool {
         let span = &self.spans[self.num_pushed];
         let part = Command::Transfer(TransferPart {
@@ -177,9 +177,9 @@ impl Drop for PendingTransfer<'_> {
     }
 }
 
-/// Time for the thread, which is never long behind, to make room for one part.
+/// Time limit for the thread to make room for one part.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_micros(1);
 const MAX_PAUSE: Duration = Duration::from_millis(1);
-/// Timers of tasks are no finer.
+/// Resolution of tokio's timers.
 const LEAST_TASK_PAUSE: Duration = Duration::from_millis(1);

@@ -1,4 +1,4 @@
-//! Memory that an engine is given, and gives back.
+//! Registration of memory with an engine, and its end.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -14,26 +14,44 @@ use crate::fabric::{Access, DmaBuf};
 use p2p_core::region::Region;
 
 impl Engine {
-    /// Zeroed memory of the engine's own, registered. Committed page by page when touched, and freed
-    /// when the last handle is dropped and no transfer uses it.
+    /// Allocates and registers zeroed memory of `bytes` bytes. The system commits a page when it is first touched. The
+    /// memory is freed when the last handle is dropped and no transfer uses it.
+    ///
+    /// Blocks for at most [`stuck_timeout`](super::EngineConfig::stuck_timeout).
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use switchyard_message_engine::{Access, Engine, EngineConfig};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = Engine::start(EngineConfig::local())?;
+    /// let memory = engine.alloc(4096, Access::RemoteReadWrite)?;
+    /// memory.copy_in(100, b"hello")?;
+    /// let mut bytes = [0; 6];
+    /// memory.copy_out(100, &mut bytes)?;
+    /// assert_eq!(&bytes, b"hello\0");
+    /// // The keys are revoked: no peer can reach the memory any more.
+    /// assert!(engine.dereg(memory)?);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`RegisterError`].
     pub fn alloc(&self, bytes: usize, access: Access) -> Result<MemoryRegion, RegisterError> {
         let refused = |detail: String| RegisterError::Refused { bytes: bytes as u64, detail };
         let memory = Region::anonymous(bytes).map_err(|error| refused(error.to_string()))?;
-        // SAFETY: the registration holds the memory, and the engine deregisters before it lets go.
+        // SAFETY: the registration holds the memory, and the engine deregisters before it drops the memory.
         unsafe { self.register(memory.as_ptr(), bytes, access, Source::Own(memory.clone())) }
     }
 
-    /// Registers memory. A range within one that is registered with the same rights shares its keys.
+    /// Registers memory. A range inside an existing registration with the same rights shares its keys.
     ///
     /// # Safety
-    /// This processor can read `ptr..ptr+bytes`, and write it where anything is to be received, read or
-    /// written into it; see [`reg_device`](Self::reg_device) for memory of a GPU. It stays mapped until
-    /// [`dereg`](Self::dereg) of every region made of it has succeeded, or the engine has
-    /// [stopped](Self::stop); dropping it does the same without saying whether. Nothing holds references
-    /// to it while transfers use it.
+    /// - This processor can read `ptr..ptr+bytes`. It can write the parts that transfers or peers write. See
+    ///   [`reg_device`](Self::reg_device) for memory of a GPU.
+    /// - The memory stays mapped until [`dereg`](Self::dereg) has succeeded for every region made of it, or the engine
+    ///   has [stopped](Self::stop). A dropped region is deregistered too, but the caller does not learn when.
+    /// - Nothing holds references to the memory while transfers use it.
     ///
     /// # Errors
     /// [`RegisterError`].
@@ -47,22 +65,21 @@ impl Engine {
         unsafe { self.register(ptr, bytes, access, Source::Host) }
     }
 
-    /// Registers memory of another device, such as a GPU, with the transports that reach it: over
-    /// `verbs` by its dma-buf if it has one and this host can, else by its address, which needs a
-    /// peer-memory module of the device's driver. The descriptor is not needed any more afterwards.
+    /// Registers memory of another device, such as a GPU, with the transports that reach it.
     ///
-    /// Such memory is for one-sided transfers, for messages to be sent, and for messages to be received
-    /// that are announced: an engine that receives into it sets
-    /// [`eager_bytes`](super::EngineConfig::eager_bytes) to 0, because a short message that came ahead would
-    /// have to be copied by this processor.
+    /// `verbs` uses the dma-buf if there is one and this host supports it. Otherwise it uses the address, which needs a
+    /// peer-memory module of the device's driver. The caller may close the dma-buf's descriptor afterwards.
+    ///
+    /// Such memory serves one-sided transfers, sent messages, and received messages that were announced. An engine that
+    /// receives into it sets [`eager_bytes`](super::EngineConfig::eager_bytes) to 0: this processor would have to copy
+    /// a short message that arrives before its receive.
     ///
     /// # Safety
-    /// As for [`reg`](Self::reg), but that the device reads and writes instead of this processor;
-    /// `ptr..ptr+bytes` is memory of the device in this process's addresses, and what the dma-buf stands
-    /// for from its offset on.
+    /// As for [`reg`](Self::reg), but the device reads and writes instead of this processor. `ptr..ptr+bytes` is memory
+    /// of the device in this process's addresses. It is the memory that the dma-buf contains from its offset on.
     ///
     /// # Errors
-    /// [`RegisterError`], which names every transport with its reason when none reaches the memory.
+    /// [`RegisterError`]. If no transport reaches the memory, it names each of them with its reason.
     pub unsafe fn reg_device(
         &self,
         ptr: NonNull<u8>,
@@ -83,7 +100,7 @@ impl Engine {
     /// Registers several ranges, all or none.
     ///
     /// # Safety
-    /// As for [`reg`](Self::reg), for each.
+    /// As for [`reg`](Self::reg), for each range.
     ///
     /// # Errors
     /// [`RegisterError`].
@@ -101,7 +118,7 @@ impl Engine {
             match register(range) {
                 Ok(region) => regions.push(region),
                 Err(error) => {
-                    // None: the caller may unmap all of it now, so no key may be left in force.
+                    // The caller may unmap all of the ranges after an error, so no key may stay in force.
                     let left = regions.into_iter().filter_map(|region| self.dereg(region).err());
                     return Err(match left.last() {
                         None => error,
@@ -118,12 +135,15 @@ impl Engine {
         Ok(regions)
     }
 
-    /// Takes memory back. True: its keys are revoked, no peer reaches it any more. False: another region
-    /// that covers the same range keeps the keys in force.
+    /// Deregisters memory. Returns true if its keys are revoked, so that no peer can reach it. Returns false if another
+    /// region of the same registration keeps the keys in force.
+    ///
+    /// Blocks for at most [`stuck_timeout`](super::EngineConfig::stuck_timeout). A peer in the middle of a copy gets a
+    /// second to end it.
     ///
     /// # Errors
-    /// [`DeregisterError`] with the region while clones, spans or transfers use it, or when a transport
-    /// cannot confirm that peers have let go. The memory must stay mapped then.
+    /// [`DeregisterError`] with the region while clones, spans or transfers use it, or if a transport cannot confirm
+    /// that peers have stopped using it. The memory must stay mapped then.
     pub fn dereg(&self, region: MemoryRegion) -> Result<bool, DeregisterError> {
         let failed = |detail: String, region| Err(DeregisterError { detail, region });
         if !Arc::ptr_eq(&region.inner.shared, &self.shared) {
@@ -145,7 +165,7 @@ impl Engine {
             return failed("the engine is too busy".to_owned(), back(handle));
         }
         let answer = match reply.pop(deadline) {
-            // One that comes later goes nowhere: the thread keeps the handle then.
+            // The closed mailbox refuses a later answer, and the thread keeps the handle then.
             Err(WaitError::Deadline) => reply.close_and_pop().ok_or(WaitError::Deadline),
             answer => answer,
         };
@@ -155,23 +175,25 @@ impl Engine {
                 Ok(is_revoked)
             }
             Ok(Err(detail)) => failed(detail, back(handle)),
-            // The thread is gone, and the fabrics with it.
+            // The thread has ended and has dropped the fabrics.
             Err(WaitError::Stopped) => {
                 handle.is_returned.store(true, Ordering::Release);
                 Ok(true)
             }
             Err(WaitError::Deadline) => {
-                // The command will still be carried out.
+                // The thread still executes the command.
                 handle.is_returned.store(true, Ordering::Release);
-                let detail = "the engine did not answer in time; it takes the memory back as soon as it \
-                              can, and until it has stopped nobody can say whether it has";
+                let detail = "the engine did not answer in time; it deregisters the memory as soon as it can, and \
+                              until it has stopped it is unknown whether it has";
                 failed(detail.to_owned(), None)
             }
         }
     }
 
+    /// Has the thread register memory, and waits for the keys.
+    ///
     /// # Safety
-    /// As for [`reg`](Self::reg), unless `source` holds it.
+    /// As for [`reg`](Self::reg), unless `source` holds the memory.
     unsafe fn register(
         &self,
         ptr: NonNull<u8>,
@@ -189,7 +211,7 @@ impl Engine {
         let answer = match reply.pop(deadline) {
             Ok(answer) => answer,
             Err(WaitError::Stopped) => return Err(RegisterError::Stopped),
-            // An answer that comes later is taken back by the thread.
+            // The closed mailbox refuses a later answer, and the thread deregisters the memory then.
             Err(WaitError::Deadline) => reply.close_and_pop().ok_or_else(late)?,
         };
         let refused = |detail| RegisterError::Refused { bytes: bytes as u64, detail };

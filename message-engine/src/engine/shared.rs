@@ -1,4 +1,4 @@
-//! What users and the engine's thread have in common.
+//! State that users share with the engine's thread.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,7 +24,7 @@ use p2p_core::network::Offer;
 use p2p_core::pulse::Pulse;
 use p2p_core::wait::signal_event;
 
-/// What users ask of the thread.
+/// A command of a user to the thread.
 #[derive(Debug)]
 pub(super) enum Command {
     Transfer(TransferPart),
@@ -49,7 +49,7 @@ pub(super) struct TransferPart {
     pub(super) bytes: u64,
 }
 
-/// Which transfer.
+/// Operation of a part.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Operation {
     Send,
@@ -82,14 +82,14 @@ pub(super) struct Register {
 // SAFETY: an address and its length; the memory has no thread affinity.
 unsafe impl Send for Register {}
 
-/// Names a connection on the thread: place and number.
+/// A connection on the thread: index and number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ConnKey {
     pub(super) idx: u32,
     pub(super) serial: u64,
 }
 
-/// A connection as users and thread share it.
+/// State of a connection that users share with the thread.
 #[derive(Debug)]
 pub(super) struct ConnShared {
     pub(super) shared: Arc<Shared>,
@@ -101,12 +101,12 @@ pub(super) struct ConnShared {
     pub(super) closed: OnceLock<CloseReason>,
     /// Cost of the notifications that users have taken.
     taken: AtomicU64,
-    /// Whether the thread is about to look at it.
+    /// Whether the thread has been asked to read `taken`.
     has_taken: AtomicBool,
 }
 
 impl ConnShared {
-    /// A connection that stands, with the transport in place `fabric`.
+    /// An established connection over the transport with index `fabric`.
     pub(super) fn new(
         shared: &Arc<Shared>,
         key: ConnKey,
@@ -127,16 +127,16 @@ impl ConnShared {
         }
     }
 
-    /// A user has taken a notification of so much cost: the peer may send as much more.
+    /// Adds the cost of a notification that a user has taken. The peer may send as much more.
     pub(super) fn add_taken(&self, cost: u64) {
         self.taken.fetch_add(cost, Ordering::Relaxed);
-        // Release: the thread that finds this set, or that has just taken it back, sees the count.
+        // Release: the thread sees the count when it finds this set, or has just reset it.
         if !self.has_taken.swap(true, Ordering::AcqRel) {
             self.shared.defer_taken(self.key);
         }
     }
 
-    /// Cost of all notifications that users have taken so far, for the thread that was told.
+    /// Returns the cost of all notifications that users have taken so far, and resets the request to the thread.
     pub(super) fn all_taken(&self) -> u64 {
         self.has_taken.swap(false, Ordering::AcqRel);
         self.taken.load(Ordering::Relaxed)
@@ -151,21 +151,21 @@ impl Drop for ConnShared {
     }
 }
 
-/// What an engine's users and its thread share.
+/// State of an engine that its users share with its thread.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) metadata: EndpointMetadata,
     pub(super) start: Instant,
     pub(super) transfers: Arc<Transfers>,
-    /// Time for what the thread does while somebody waits, such as registering memory.
+    /// Time limit of commands whose caller waits, such as registering memory.
     pub(super) command_timeout: Duration,
     pub(super) queue: ArrayQueue<Command>,
     wake: OwnedFd,
-    /// Whether the thread sleeps, or is about to.
+    /// Whether the thread sleeps or is about to sleep.
     sleeping: AtomicBool,
     pub(super) is_dead: AtomicBool,
     pub(super) inbox: Mailbox<(Weak<ConnShared>, Notification)>,
-    /// Cost of what is in the inbox.
+    /// Cost of the notifications in the inbox.
     untaken: AtomicU64,
     pub(super) accepted: Mailbox<Connection>,
     deferred: Mutex<DeferredCommands>,
@@ -174,14 +174,14 @@ pub(super) struct Shared {
     pub(super) endpoints: Mutex<Vec<Connection>>,
 }
 
-/// What destructors, and takers of notifications, leave to the thread: it cannot be refused, and nobody
-/// waits for it.
+/// Commands of destructors and of users that take notifications. The queue must not refuse them, and no caller waits
+/// for them.
 #[derive(Debug, Default)]
 pub(super) struct DeferredCommands {
-    /// Registrations: place and whether the handle covered all of it.
+    /// Registrations: index, and whether the handle covered all of it.
     pub(super) released: Vec<(u32, bool)>,
     pub(super) closed: Vec<ConnKey>,
-    /// Connections of which users have taken notifications.
+    /// Connections whose notifications users have taken.
     pub(super) taken: Vec<ConnKey>,
 }
 
@@ -212,20 +212,20 @@ impl Shared {
         u64::try_from(at.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Takes a connection that is about to end out of every list: nobody is to be given it.
+    /// Removes a connection that is about to end from every list, so that no user gets it any more.
     pub(super) fn remove_connection(&self, conn: &Weak<ConnShared>) {
         self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
         lock(&self.connections).retain(|other| !other.ptr_eq(conn));
     }
 
-    /// Puts a notification where users take it.
+    /// Appends a notification to the inbox.
     pub(super) fn deliver(&self, from: Weak<ConnShared>, notification: Notification) {
         self.untaken.fetch_add(notification.cost(), Ordering::Relaxed);
-        // Closed: the engine is no more, and nobody asks what waits.
+        // A closed inbox drops it: the engine has ended.
         let _ = self.inbox.push((from, notification));
     }
 
-    /// A user has taken a notification of so much cost.
+    /// Subtracts the cost of a notification that a user has taken.
     pub(super) fn subtract_untaken(&self, cost: u64) {
         self.untaken.fetch_sub(cost, Ordering::Relaxed);
     }
@@ -235,7 +235,7 @@ impl Shared {
         self.untaken.load(Ordering::Relaxed)
     }
 
-    /// Hands a command to the thread; gives it back when the queue is full.
+    /// Pushes a command to the thread. Returns it if the queue is full.
     pub(super) fn push(&self, command: Command) -> Result<(), Command> {
         self.queue.push(command)?;
         self.kick();
@@ -245,7 +245,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The same, waiting for room until `deadline`.
+    /// Pushes a command. Blocks while the queue is full, until `deadline`.
     pub(super) fn push_until(
         &self,
         mut command: Command,
@@ -264,7 +264,7 @@ impl Shared {
         }
     }
 
-    /// The same for tasks.
+    /// Awaitable form of [`push_until`](Self::push_until).
     pub(super) async fn push_until_async(
         &self,
         mut command: Command,
@@ -283,8 +283,8 @@ impl Shared {
 
     /// Wakes the thread if it sleeps.
     pub(super) fn kick(&self) {
-        // SYNC POINT: engine-sleep. What was queued before is seen by a thread that went to sleep
-        // before this load; a thread that goes to sleep after it sees the queue.
+        // SYNC POINT: engine-sleep. A thread that went to sleep before this load sees the commands queued before. A
+        // thread that goes to sleep after it sees the queue.
         fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::SeqCst)
             && self.sleeping.swap(false, Ordering::SeqCst)
@@ -294,7 +294,7 @@ impl Shared {
         }
     }
 
-    /// Announces sleep. False: there is something to do, and nothing was announced.
+    /// Announces that the thread sleeps. Returns false, without the announcement, if there is something to do.
     pub(super) fn may_sleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         // SYNC POINT: engine-sleep.
@@ -337,7 +337,7 @@ impl Shared {
         Some(std::mem::take(&mut *lock(&self.deferred)))
     }
 
-    /// Ends what is in the queue of a thread that is no more.
+    /// Fails the queued commands of a thread that has ended.
     pub(super) fn fail_queued(&self) {
         while let Some(command) = self.queue.pop() {
             let (transfer, op) = match &command {
@@ -363,7 +363,7 @@ impl Shared {
         }
     }
 
-    /// Begins a transfer, or says why not.
+    /// Begins a transfer of `num_parts` parts.
     pub(super) fn begin(&self, num_parts: usize) -> Result<TransferId, SubmitError> {
         let num_parts = u32::try_from(num_parts).unwrap_or(u32::MAX).max(1);
         self.transfers.begin(num_parts).ok_or(SubmitError::Busy)

@@ -1,8 +1,8 @@
 //! The state of transfers, shared between their users and the engine's thread.
 //!
-//! A transfer has one or more parts. The thread finishes the parts; the last one makes the transfer
-//! done, or failed when any part failed, and wakes whoever waits. A place is free again when the user
-//! has taken the outcome, or has lost interest and the last part is finished.
+//! A transfer has one or more parts. The thread finishes the parts. The last one makes the transfer done, or failed if
+//! any part failed, and wakes the waiter. An entry is free again when the user has taken the outcome. If the user has
+//! dropped the handle, it is free when the last part is finished.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,26 +18,26 @@ use rustix::thread::futex;
 use super::error::{CloseReason, TransferError, UnknownTransfer};
 use p2p_core::pulse::Pulse;
 
-/// Names a transfer within its engine.
+/// Number of a transfer within its engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TransferId(pub u64);
 
-/// How far a transfer is.
+/// Status of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TransferStatus {
-    /// Under way: its buffers are in use.
+    /// Under way. Its buffers are in use.
     Pending,
     /// Done.
     Done {
-        /// Bytes moved; for a receive the bytes of the message.
+        /// Bytes moved; for a receive, the length of the message.
         bytes: u64,
     },
     /// Failed. Never reported as done.
     Failed(TransferError),
 }
 
-/// A transfer under way. It can be polled, waited for and awaited; dropping it lets it run on
-/// unobserved, its buffers in use until its end.
+/// A transfer under way. It can be polled, waited for and awaited. After a drop it runs on unobserved, and its buffers
+/// stay in use until its end. The same holds for a future that awaits it.
 #[derive(Debug)]
 #[must_use = "dropping a transfer forgets its outcome"]
 pub struct Transfer {
@@ -51,19 +51,19 @@ impl Transfer {
         Self { transfers, id, is_released: false }
     }
 
-    /// How far it is. May be asked again at any time.
+    /// Returns the status without blocking, any number of times.
     #[must_use]
     pub fn poll(&self) -> TransferStatus {
-        // The place is ours until the handle is dropped.
+        // The entry belongs to this handle until it is dropped.
         self.transfers.status(self.id).unwrap_or_else(|_| stopped())
     }
 
-    /// Waits for the end, which the transfer's deadline bounds. Gives the bytes moved.
+    /// Blocks until the transfer ends, which its deadline bounds. Returns the bytes moved.
     ///
     /// # Errors
     /// [`TransferError`].
     pub fn wait(self) -> Result<u64, TransferError> {
-        // The thread ends every transfer at its deadline; a thread that is gone has ended them all.
+        // The thread ends every transfer at its deadline. A thread that has ended has failed them all.
         let pulse = &self.transfers.pulse;
         let mut watch = pulse.watch();
         while !self.transfers.wait(self.id, Instant::now() + pulse.interval()) {
@@ -74,15 +74,15 @@ impl Transfer {
         self.outcome().unwrap_or(Err(lost()))
     }
 
-    /// Waits until `until`, which is not the transfer's deadline. `None`: still under way.
+    /// Blocks until the transfer ends or `until` passes. `until` is not the transfer's deadline. Returns `None` if the
+    /// transfer is still under way.
     #[must_use]
     pub fn wait_until(&self, until: Instant) -> Option<Result<u64, TransferError>> {
         self.transfers.wait(self.id, until);
         self.outcome()
     }
 
-    /// Gives up the handle for the number, to be polled by
-    /// [`Engine::poll_async`](super::Engine::poll_async).
+    /// Turns the handle into the transfer's number, for [`Engine::poll_async`](super::Engine::poll_async).
     #[must_use]
     pub fn into_id(mut self) -> TransferId {
         self.is_released = true;
@@ -123,7 +123,7 @@ impl Drop for Transfer {
 pub(super) struct Transfers {
     entries: Box<[Entry]>,
     free: ArrayQueue<u32>,
-    /// Of the thread that ends them.
+    /// Pulse of the thread that ends them.
     pub(super) pulse: Pulse,
 }
 
@@ -149,20 +149,20 @@ impl Transfers {
         Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse }
     }
 
-    /// A new transfer of `num_parts` parts, at least one. `None`: none is free.
+    /// Begins a transfer of `num_parts` parts, at least one. Returns `None` if no entry is free.
     pub(super) fn begin(&self, num_parts: u32) -> Option<TransferId> {
         let idx = self.free.pop()?;
         let entry = &self.entries[idx as usize];
         entry.num_parts.store(num_parts, Ordering::Relaxed);
         entry.bytes.store(0, Ordering::Relaxed);
         entry.has_failed.store(false, Ordering::Relaxed);
-        // The command queue hands everything above to the thread.
+        // Pushing to the command queue publishes the stores above to the thread.
         entry.state.store(PENDING, Ordering::Relaxed);
         let generation = entry.generation.load(Ordering::Relaxed);
         Some(TransferId(u64::from(generation) << 32 | u64::from(idx)))
     }
 
-    /// Ends one part of the transfer in place `idx`.
+    /// Ends one part of the transfer with index `idx`.
     pub(super) fn finish(&self, idx: u32, result: Result<u64, TransferError>) {
         self.finish_many(idx, 1, result);
     }
@@ -179,7 +179,7 @@ impl Transfers {
                 entry.has_failed.store(true, Ordering::Relaxed);
             }
         }
-        // Release: what the parts moved and counted is seen with the phase.
+        // Release: a reader of the phase sees the bytes and counts of all parts.
         if entry.num_parts.fetch_sub(num, Ordering::AcqRel) != num {
             return;
         }
@@ -210,7 +210,7 @@ impl Transfers {
         })
     }
 
-    /// Waits for the end; false when `until` passes before.
+    /// Blocks until the transfer ends. Returns false if `until` passes first.
     pub(super) fn wait(&self, id: TransferId, until: Instant) -> bool {
         let Some(entry) = self.entry(id) else { return true };
         let start = Instant::now();
@@ -238,12 +238,12 @@ impl Transfers {
                 tv_sec: left.as_secs().min(3600).cast_signed(),
                 tv_nsec: left.subsec_nanos().into(),
             };
-            // Woken, changed before, interrupted, or late: the loop looks again.
+            // After a wake-up, a change, a signal or a timeout, the loop checks again.
             let _ = futex::wait(&entry.state, futex::Flags::PRIVATE, state, Some(&timeout));
         }
     }
 
-    /// Lets go of a transfer. Its place is free once it has ended.
+    /// Drops a user's interest in a transfer. Its entry is free once it has ended.
     pub(super) fn release(&self, id: TransferId) {
         let Some(entry) = self.entry(id) else { return };
         let mut state = entry.state.load(Ordering::Acquire);
@@ -282,13 +282,13 @@ impl Transfers {
         (entry.generation.load(Ordering::Acquire) == (id.0 >> 32) as u32).then_some(entry)
     }
 
-    /// Transfers whose places are taken.
+    /// Number of entries in use.
     pub(super) fn num_in_use(&self) -> usize {
         self.entries.len() - self.free.len()
     }
 }
 
-/// A lock whose holder panicked guards nothing that could be half done.
+/// Ignores poison: no holder of these locks leaves the value inconsistent.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -306,9 +306,9 @@ const PENDING: u32 = 1;
 const DONE: u32 = 2;
 const FAILED: u32 = 3;
 const PHASE: u32 = 3;
-/// Nobody will take the outcome.
+/// The user has dropped the handle.
 const DETACHED: u32 = 4;
-/// Somebody sleeps on the futex.
+/// A thread sleeps on the futex.
 const WAITS: u32 = 8;
 /// There is a waker.
 const WAKES: u32 = 16;
@@ -339,7 +339,7 @@ mod tests {
         }
         transfers.release(id);
         assert_eq!(transfers.status(id), Err(UnknownTransfer));
-        // The place is used again without a trace of the failure.
+        // The entry is reused without a trace of the failure.
         for _ in 0..4 {
             let next = transfers.begin(1).unwrap();
             assert_ne!(next, id);

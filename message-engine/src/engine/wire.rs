@@ -17,52 +17,52 @@ pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// No such frame.
-    #[error("frame of kind {kind}, which there is not")]
+    /// The kind is unknown.
+    #[error("frame of unknown kind {kind}")]
     Kind {
         /// Kind found.
         kind: u8,
     },
-    /// The body is longer than any may be.
+    /// The body is longer than the limit.
     #[error("frame of kind {kind} with {bytes} bytes, at most {MAX_BODY_BYTES} are allowed")]
     Oversized {
-        /// Its kind.
+        /// Kind of the frame.
         kind: u8,
         /// Bytes found.
         bytes: u32,
     },
-    /// The body does not have the length that its kind has.
+    /// The body's length does not fit the kind.
     #[error("frame of kind {kind} with {bytes} bytes, expected {expected}")]
     Length {
-        /// Its kind.
+        /// Kind of the frame.
         kind: u8,
         /// Bytes found.
         bytes: usize,
         /// Bytes expected.
         expected: usize,
     },
-    /// Bytes that must be zero are not.
+    /// Reserved bytes are not zero.
     #[error("frame of kind {kind} with reserved bytes that are not zero")]
     Reserved {
-        /// Its kind.
+        /// Kind of the frame.
         kind: u8,
     },
-    /// A field or the moment makes no sense.
+    /// A field has an impossible value, or the frame is impossible in this state.
     #[error("{what}: found {found}, expected {expected}")]
     Value {
-        /// What was found where.
+        /// Name of the field.
         what: &'static str,
         /// Value found.
         found: u64,
-        /// What would have made sense.
+        /// Expected value or limit.
         expected: u64,
     },
-    /// A counter of the credit protocol makes no sense.
+    /// A counter of the credit protocol is impossible.
     #[error(transparent)]
     Credit(#[from] crate::credit::CreditError),
 }
 
-/// How a message that was announced ended.
+/// Outcome of an announced message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
     Written,
@@ -70,35 +70,35 @@ pub(super) enum Outcome {
     Failed,
 }
 
-/// Why a message that was announced is not taken.
+/// Reason for which an announced message is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// The buffer is too short for it.
     TooShort,
-    /// The buffer cannot be opened to the sender.
+    /// The fabric cannot open the buffer to the sender.
     NotOpened,
 }
 
 /// One frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Frame<'a> {
-    /// Part of a notification of `total` bytes. Parts of one follow one another.
+    /// Part of a notification of `total` bytes. The parts of one follow each other.
     Notify { total: u64, part: &'a [u8] },
     /// Bytes of notifications that may have been sent, and how many notifications have arrived.
     NotifyCredit { granted: u64, arrived: u64 },
-    /// A message as a whole.
+    /// A whole message.
     Eager { seq: u64, payload: &'a [u8] },
-    /// Cost of eager messages that has been freed, and how many have arrived.
+    /// Freed cost of eager messages, and the number that have arrived.
     EagerCredit { freed: u64, arrived: u64 },
-    /// A message is to be sent.
+    /// The sender has a message of `bytes` bytes.
     Announce { seq: u64, bytes: u64 },
-    /// Where to write it.
+    /// The receiver's buffer for the message.
     Grant { seq: u64, target: RemoteSegment },
-    /// It cannot be written, and why. The buffer has `capacity` bytes.
+    /// The message cannot be written, with the reason. The buffer has `capacity` bytes.
     Refuse { seq: u64, capacity: u64, why: Refusal },
-    /// It is written, or will not be.
+    /// The message is written, or will not be.
     Finish { seq: u64, outcome: Outcome },
-    /// It will not be sent, unless it was granted already: then a finish follows the grant.
+    /// The message will not be sent. If it was granted already, a finish answers the grant.
     Withdraw { seq: u64 },
     /// See [`crate::credit`].
     Demand(Demand),
@@ -110,7 +110,7 @@ pub(super) enum Frame<'a> {
     Goodbye,
 }
 
-/// A header whose body may be waited for.
+/// A checked header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     kind: u8,
@@ -136,7 +136,7 @@ impl Header {
 }
 
 impl<'a> Frame<'a> {
-    /// Reads a frame.
+    /// Decodes a frame.
     pub(super) fn decode(header: Header, body: &'a [u8]) -> Result<Self, FrameError> {
         let Header { kind, number, .. } = header;
         let expected = match kind {
@@ -251,7 +251,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Begins a frame whose body of `bytes` the caller appends.
+/// Appends the header of an eager frame. The caller appends the body of `bytes` bytes.
 pub(super) fn put_eager_header(out: &mut Vec<u8>, seq: u64, bytes: usize) {
     put_header(out, EAGER, seq, bytes);
 }
@@ -326,7 +326,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_encoded_is_decoded(frame in frames()) {
+        fn encoded_values_are_decoded_unchanged(frame in frames()) {
             let mut bytes = Vec::new();
             frame.encode(&mut bytes);
             let (head, body) = bytes.split_first_chunk().unwrap();
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn malformed_frames_are_named() {
         assert_eq!(Header::decode(&[0; 16]), Err(FrameError::Kind { kind: 0 }));
         let mut head = [0; 16];
         (head[0], head[6]) = (EAGER, 2);

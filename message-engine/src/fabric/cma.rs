@@ -1,17 +1,17 @@
 //! A fabric between the processes of one host, by copies from memory to memory.
 //!
-//! The initiator copies with `process_vm_readv` and `process_vm_writev`; within one process with plain
-//! copies. The target's processor is not needed. The system allows this between processes of one user
-//! (see `ptrace(2)`, "Ptrace access mode checking"); whether it does is tried out at
-//! [`join_peer`](Fabric::join_peer), which fails where it does not.
+//! The initiator copies with `process_vm_readv` and `process_vm_writev`, and within one process with plain copies. The
+//! target's processor is not needed. The system allows copies between processes of one user (see `ptrace(2)`, "Ptrace
+//! access mode checking"). [`join_peer`](Fabric::join_peer) tries one, and fails if the system forbids it.
 //!
-//! Nobody but the initiator sees a copy coming, so the rights are kept by an agreement between the two,
-//! through a table that each side shares (`table.rs`): the initiator announces the key that it is
-//! about to use, checks that it is in force, copies, and takes the announcement back. Whoever revokes a
-//! key first makes that known and then looks for announcements: as long as there is one of that key, the
-//! memory stays registered, and it is to be tried again. Whoever closes a peer waits, for a second at most,
-//! until it announces nothing. This guards against mistakes and against peers that die or lag, not against
-//! malice: a process that may copy from another may do so anyway.
+//! Only the initiator knows of a copy in advance, so the two sides agree on rights through tables that they share
+//! (`table.rs`). The initiator announces the key of a copy, checks that it is in force, copies, and removes the
+//! announcement. The owner of a key revokes it in its table first, and then looks for announcements. While there is an
+//! announcement of that key, the memory stays registered, and the caller retries. A side that closes a peer waits for
+//! at most a second until the peer announces nothing.
+//!
+//! The agreement protects against mistakes and against peers that die or lag, not against malice: a process that may
+//! copy from another may do so anyway.
 
 mod table;
 
@@ -43,11 +43,11 @@ pub struct CmaFabric {
     table: OwnTable,
     peers: Vec<Peer>,
     free_peers: Vec<u32>,
-    /// Closed peers that were in the middle of a copy and did not say that they have ended it.
+    /// Closed peers that were in the middle of a copy and have not ended it yet.
     lingering: Vec<RemoteProcess>,
     queue: VecDeque<Op>,
     done: Vec<Completion>,
-    /// Never fires: everything is done by the time `poll` returns, or there is more to do.
+    /// Never readable: when `poll` returns, everything is done or `may_sleep` is false.
     idle: OwnedFd,
 }
 
@@ -61,14 +61,14 @@ struct Peer {
 #[derive(Debug)]
 struct RemoteProcess {
     table: PeerTable,
-    /// The peer's place in our table, and ours in its.
+    /// This side's index in the peer's table.
     our_place: usize,
     pid: Pid,
     /// `None`: the same process.
     process: Option<OwnedFd>,
 }
 
-/// One operation, as far as it is left.
+/// The rest of an operation.
 #[derive(Debug)]
 struct Op {
     token: Token,
@@ -81,7 +81,7 @@ struct Op {
     bytes: u64,
 }
 
-/// What one call copies.
+/// The ranges of one system call.
 struct Batch {
     len: usize,
     bytes: u64,
@@ -112,7 +112,7 @@ impl CmaFabric {
     /// [`NetworkError`] when the system has no memory or no descriptors.
     pub fn new() -> Result<Self, NetworkError> {
         let table = OwnTable::new().map_err(|error| system("make a table", &error))?;
-        // From zero on: one that is readable would keep every engine awake.
+        // The count starts at zero: a readable descriptor would keep every engine awake.
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let idle =
             eventfd(0, flags).map_err(|error| system("make an event descriptor", &error.into()))?;
@@ -153,14 +153,14 @@ impl CmaFabric {
         let LocalSegment { region, offset, bytes } = local;
         let op =
             Op { token, peer, is_write, key: remote.region.key, address, region, offset, bytes };
-        // Not copied at once: what comes behind it may go by the same call.
+        // Operations are copied in `poll`, so that several can share a system call.
         self.queue.push_back(op);
         Ok(PostOutcome::Accepted)
     }
 
-    /// Copies a step of what is first in the queue, and by the same call of what follows it between the
-    /// same two, in the same direction and by the same key. Gives how many operations that were, the last
-    /// of them perhaps in part, and the bytes; or why the first one cannot go on.
+    /// Copies a step of the first operation in the queue. The same system call copies operations behind it if they have
+    /// the same peer, direction and key. Returns the number of operations and the bytes; the last operation may be
+    /// partial. An error is that of the first operation.
     fn copy(&self) -> Result<(usize, u64), PostError> {
         let Some(first) = self.queue.front() else { return Ok((0, 0)) };
         let name = op_name(first.is_write);
@@ -176,7 +176,7 @@ impl CmaFabric {
         for op in &self.queue {
             let is_alike =
                 op.peer == first.peer && op.key == first.key && op.is_write == first.is_write;
-            // One without bytes goes alone: what fails behind it is none of its business.
+            // An operation without bytes is copied alone, so that a failure behind it does not concern it.
             let is_empty = op.bytes == 0 && batch.len > 0 || first.bytes == 0 && batch.len == 1;
             if !is_alike || is_empty || batch.len == MAX_BATCH || batch.bytes == STEP_BYTES {
                 break;
@@ -185,7 +185,7 @@ impl CmaFabric {
             match self.check(op, bytes, remote) {
                 Ok(here) => batch.push(here, op.address, bytes),
                 Err(error) if batch.len == 0 => return Err(error),
-                // It is told when it is first.
+                // Its error is reported when it is the first one.
                 Err(_) => break,
             }
         }
@@ -195,7 +195,7 @@ impl CmaFabric {
             for (here, there) in here.iter().zip(there) {
                 let (from, to) = if first.is_write { (here, there) } else { (there, here) };
                 // SAFETY: this process's own memory on both sides: `here` is registered with this
-                // fabric, `there` with the peer's, which does not let go of it while `busy` is up.
+                // fabric, `there` with the peer's, which keeps it registered while `announcement` exists.
                 unsafe {
                     std::ptr::copy(
                         from.iov_base.cast_const().cast::<u8>(),
@@ -227,8 +227,7 @@ impl CmaFabric {
         Ok((len, copied))
     }
 
-    /// Where the first `bytes` of what is left of `op` are on this side, if they may be copied. Its key has
-    /// been announced.
+    /// Local address of the first `bytes` of the rest of `op`, if they may be copied. The caller has announced its key.
     fn check(&self, op: &Op, bytes: u64, remote: &RemoteProcess) -> Result<*mut u8, PostError> {
         let name = op_name(op.is_write);
         let segment = LocalSegment { region: op.region, offset: op.offset, bytes };
@@ -252,7 +251,7 @@ impl CmaFabric {
         Ok(here)
     }
 
-    /// Takes the queue a step further. Gives the bytes copied.
+    /// Copies one step of the queue. Returns the bytes copied.
     fn step(&mut self) -> u64 {
         let (num_ops, copied) = match self.copy() {
             Ok(done) => done,
@@ -280,7 +279,8 @@ impl CmaFabric {
         copied
     }
 
-    /// Waits, for a while, until a peer whose gate is closed has ended the step that it is in.
+    /// Waits for at most [`CLOSE_TIMEOUT`] until a peer whose gate is closed has ended its step. Returns false on
+    /// timeout.
     fn wait_until_quiet(remote: &RemoteProcess) -> bool {
         let start = Instant::now();
         while !Self::is_quiet(remote) {
@@ -303,7 +303,8 @@ impl CmaFabric {
             let opened = pidfd_open(pid, PidfdFlags::empty());
             Some(opened.map_err(|error| system("open the peer's process", &error.into()))?)
         };
-        // Same number after the process was opened: it is the one that wrote the detail.
+        // The process was opened before its table is read, so a table with the right instance belongs to the process
+        // that wrote the detail.
         let table = PeerTable::open(detail).map_err(|error| {
             let code = error.raw_os_error().map(i64::from);
             network("open the peer's table", &format!("{error}; {HINT}"), code)
@@ -362,10 +363,10 @@ impl Fabric for CmaFabric {
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
         let entry = *self.regions.get(region).ok_or_else(|| unknown(region))?;
         self.table.revoke(index_of(region));
-        let remote = self.peers.iter().filter_map(|peer| peer.remote.as_ref());
-        // One look, without waiting: a peer that is stopped in the middle of a copy holds nobody up. Once
-        // it is found elsewhere it does not come back, because the key is revoked.
-        let in_use = remote.chain(&self.lingering).find(|peer| Self::is_using(peer, entry.key));
+        let remotes = self.peers.iter().filter_map(|peer| peer.remote.as_ref());
+        // Checks once, without waiting, because a peer that is stopped in the middle of a copy must not block this
+        // side. A peer that has moved on does not come back, because the key is revoked.
+        let in_use = remotes.chain(&self.lingering).find(|peer| Self::is_using(peer, entry.key));
         if let Some(peer) = in_use {
             return Err(PostError::Register {
                 bytes: entry.bytes as usize,
@@ -388,7 +389,7 @@ impl Fabric for CmaFabric {
                 self.peers.push(Peer { entry: PeerEntry::default(), remote: None });
                 self.peers.len() - 1
             }
-            None => return Err(network("open", "too many peers are there", None)),
+            None => return Err(network("open", "there are too many peers", None)),
         };
         let id = self.peers[idx].entry.open(idx);
         Ok((id, self.table.detail(idx).encode()))
@@ -420,7 +421,7 @@ impl Fabric for CmaFabric {
         if Self::wait_until_quiet(&remote) {
             self.free_peers.push(idx as u32);
         } else {
-            // Its place is never given again, so that its announcement stays its own.
+            // Its index is never reused, so that its announcement stays its own.
             tracing::error!(
                 pid = remote.pid.as_raw_nonzero(),
                 "a closed peer is in the middle of a copy and does not go on"
@@ -482,7 +483,7 @@ impl CmaFabric {
     }
 }
 
-/// Whether a process is no more.
+/// Whether a process has ended.
 fn has_ended(process: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -508,11 +509,11 @@ const _: () = assert!(MAX_PEERS <= post::MAX_PLACES);
 const MAX_OPS: usize = 4096;
 /// Most operations of one call.
 const MAX_BATCH: usize = 64;
-/// Bytes under one announcement: how long a revocation may have to be tried again.
+/// Bytes under one announcement. They bound the time for which a revocation is retried.
 const STEP_BYTES: u64 = 1 << 20;
-/// Bytes of one poll, before others have their turn.
+/// Bytes of one poll, before other fabrics get their turn.
 const POLL_BYTES: u64 = 4 << 20;
-/// A copy that is under way for longer has been stopped.
+/// A process whose copy takes longer counts as stopped.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The registrations of a fabric that checks every access itself.
+//! Registrations of a fabric that checks every access itself.
 
 use std::ptr::NonNull;
 
@@ -22,7 +22,7 @@ pub(super) struct Entry {
     pub(super) ptr: NonNull<u8>,
     pub(super) bytes: u64,
     pub(super) access: Access,
-    /// Whoever has it may do what `access` says. 0: the place is free.
+    /// A peer with this key has the rights of `access`. 0 if the entry is free.
     pub(super) key: u64,
     generation: u32,
 }
@@ -41,7 +41,7 @@ impl Registration for Entry {
 // caller of `register` keeps mapped, whichever thread looks.
 unsafe impl Send for Entry {}
 
-/// Why an access of a peer is refused.
+/// Reason for which a peer's access is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     Key,
@@ -70,7 +70,7 @@ impl Refusal {
         }
     }
 
-    /// As the error of the operation that was refused.
+    /// The error of a refused operation.
     pub(super) fn error(self, op: &'static str) -> PostError {
         let detail = match self {
             Self::Key => "the peer knows no registration of this key; it was revoked or never made",
@@ -104,14 +104,14 @@ impl Regions {
             None => {
                 return Err(PostError::Register {
                     bytes,
-                    detail: format!("{MAX_REGIONS} registrations are there, which is the limit"),
+                    detail: format!("there are {MAX_REGIONS} registrations, which is the limit"),
                 });
             }
         };
         let entry = &mut self.entries[idx as usize];
         let generation = (entry.generation + 1) % GENERATIONS;
         let id = RegionId(idx | generation << INDEX_BITS);
-        // Never 0: the upper half is not.
+        // The key is never 0, because its upper half is not.
         let secret: u32 = rand::rng().random_range(1..=u32::MAX);
         let key = u64::from(secret) << 32 | u64::from(id.0);
         *entry = Entry { ptr, bytes: bytes as u64, access, key, generation };
@@ -142,7 +142,7 @@ impl Regions {
         Ok(unsafe { entry.ptr.as_ptr().add(segment.offset as usize) })
     }
 
-    /// What a peer may reach with `key`: id and address, when the access is allowed.
+    /// Returns id and address of a peer's range, if `key` and its rights allow the access.
     pub(super) fn remote(
         &self,
         key: u64,
@@ -185,7 +185,7 @@ pub(super) fn unknown(id: RegionId) -> PostError {
     PostError::Register { bytes: 0, detail: format!("there is no registration {}", id.0) }
 }
 
-/// Place in a table, without the generation that is above it.
+/// Index into a table: the lower bits of an id, below its generation.
 pub(super) const fn index_of(id: RegionId) -> usize {
     (id.0 & INDEX_MASK) as usize
 }

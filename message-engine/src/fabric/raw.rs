@@ -1,9 +1,9 @@
-//! System calls on memory that a peer may write meanwhile, which no slice may be formed over.
+//! System calls on memory that a peer may write meanwhile. No slice may be formed over such memory.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Address and length, as the system wants them.
+/// Address and length, in the system's layout.
 pub(super) use libc::iovec;
 
 /// A part of the process's memory.
@@ -11,7 +11,7 @@ pub(super) const fn part(ptr: *const u8, bytes: usize) -> iovec {
     iovec { iov_base: ptr.cast_mut().cast(), iov_len: bytes }
 }
 
-/// Sends from `parts` as much as the socket takes now.
+/// Sends from `parts` as many bytes as the socket takes without blocking.
 ///
 /// # Safety
 /// Every part is readable memory of this process.
@@ -23,7 +23,7 @@ pub(super) unsafe fn send(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<usi
     if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
 }
 
-/// Receives into `parts` what there is now. 0: the peer has closed.
+/// Receives available bytes into `parts`, without blocking. Returns 0 if the peer has closed.
 ///
 /// # Safety
 /// Every part is writable memory of this process that nothing else in it holds a reference to.
@@ -34,8 +34,8 @@ pub(super) unsafe fn receive(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<
     if got < 0 { Err(io::Error::last_os_error()) } else { Ok(got as usize) }
 }
 
-/// Copies between this process's memory and that of process `pid`, one range after the other. Gives the
-/// bytes copied, which may be less than asked for: the first ranges whole, then a part of one.
+/// Copies between the memory of this process and of process `pid`, one range after the other. Returns the bytes copied.
+/// They may be fewer than requested: then the first ranges are whole, and the last one is partial.
 ///
 /// # Safety
 /// Every range of `local` is memory of this process, writable unless `to_peer`.

@@ -1,15 +1,14 @@
 //! A fabric over plain sockets, between any two hosts.
 //!
-//! Each side connects to the other and asks for reads and writes on the connection that it made; the
-//! target's thread serves them from and into the registered memory, without a copy of its own. A write
-//! is done when the target has acknowledged it: its bytes are in place then.
+//! Each side connects to the other and requests reads and writes on its own connection. The target's thread serves them
+//! from and into the registered memory, without an intermediate copy. A write is done when the target has acknowledged
+//! it: its bytes are in place then.
 //!
-//! Whoever connects proves with a nonce, which travelled over the peers' own connection, that it is the
-//! peer. Every request is checked against key, range and rights. What peers send costs them their
-//! connection at most.
+//! The connecting side proves its identity with a nonce that it got over the peers' own connection. Every request is
+//! checked against key, range and rights. A peer that sends invalid bytes loses its connection and nothing else.
 //!
-//! A poll gives every connection that has something to do one turn, in which it moves at most a MiB in
-//! either direction: one that never runs dry holds nobody up.
+//! A poll gives one turn to every connection that has something to do. A turn moves at most a MiB in either direction,
+//! so a busy connection does not delay the others.
 
 mod issue;
 mod listen;
@@ -44,14 +43,14 @@ use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::network::{NetworkError, Route};
 use p2p_core::outage::Outage;
 
-/// Where to listen for data connections.
+/// Addresses and time limit of data connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TcpConfig {
-    /// Address to listen on. Port 0 takes a free one.
+    /// Address to listen on. Port 0 selects a free port.
     pub bind: SocketAddr,
-    /// Address that peers are told. `None`: that of the route on which a peer is met, or of `bind`.
+    /// Address for peers to connect to. `None` selects the address of the route to the peer, or of `bind`.
     pub advertise: Option<IpAddr>,
-    /// Time without an answer of the peer's host after which a connection counts as broken.
+    /// Time without an answer of the peer's host after which a connection is closed.
     pub timeout: Duration,
 }
 
@@ -70,10 +69,10 @@ impl Default for TcpConfig {
 pub struct TcpFabric {
     config: TcpConfig,
     listener: TcpListener,
-    /// When it may be asked again after it failed.
+    /// Time at which the fabric accepts again after a failure.
     listener_paused_until: Option<Instant>,
     listening: Outage,
-    /// Too many who do not say whose they are.
+    /// Outage: too many data connections without a hello.
     overload: Outage,
     port: u16,
     set: OwnedFd,
@@ -85,12 +84,12 @@ pub struct TcpFabric {
     free_servers: Vec<usize>,
     num_unidentified: usize,
     last_hello_check: Instant,
-    /// Peers with operations posted since the last poll, or more to do.
+    /// Peers with operations posted since the last poll, or with more to do.
     dirty: VecDeque<u32>,
     /// Connections of peers with more to do.
     busy_servers: VecDeque<usize>,
     done: Vec<Completion>,
-    /// Peers whose connection has ended, to be told.
+    /// Peers whose connection has ended, to be reported.
     lost: Vec<PeerId>,
 }
 
@@ -99,13 +98,13 @@ struct Peer {
     entry: PeerEntry,
     nonce: [u8; 16],
     issuer: Option<Issuer>,
-    /// Whether it waits for its next turn.
+    /// Whether it is in `dirty`.
     is_dirty: bool,
     server: Option<usize>,
 }
 
 impl TcpFabric {
-    /// Listens.
+    /// Listens for data connections.
     ///
     /// # Errors
     /// [`NetworkError`] when the address cannot be bound.
@@ -120,8 +119,8 @@ impl TcpFabric {
         };
         let listener = TcpListener::bind(config.bind).map_err(failed("bind"))?;
         listener.set_nonblocking(true).map_err(failed("bind"))?;
-        // The standard library's backlog is too short for a storm of peers: who is turned away tries
-        // again after a second.
+        // The standard library's backlog is too short when many peers connect at once. A peer that finds it full
+        // retries after a second.
         rustix::net::listen(&listener, BACKLOG)
             .map_err(io::Error::from)
             .map_err(failed("listen"))?;
@@ -303,7 +302,7 @@ impl Fabric for TcpFabric {
             server.revoke(region);
         }
         for (idx, peer) in self.peers.iter_mut().enumerate() {
-            // Half of a write cannot be taken back from the stream.
+            // The stream cannot take back half of a write, so the connection ends.
             if let Some(mut issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
                 issuer.fail(&mut self.done);
                 self.lost.push(peer.entry.id(idx));
@@ -334,7 +333,7 @@ impl Fabric for TcpFabric {
                 });
                 self.peers.len() - 1
             }
-            None => return Err(failed("open", "too many peers are there", None)),
+            None => return Err(failed("open", "there are too many peers", None)),
         };
         let ip = match (self.config.advertise, self.config.bind.ip()) {
             (Some(ip), _) => ip,
@@ -404,7 +403,7 @@ impl Fabric for TcpFabric {
         if self.listener_paused_until.is_some() {
             self.resume_listener();
         }
-        // Those that put themselves back have their next turn at the next poll.
+        // Peers that are appended meanwhile get their next turn in the next poll.
         for _ in 0..self.dirty.len() {
             let Some(idx) = self.dirty.pop_front() else { break };
             self.peers[idx as usize].is_dirty = false;
@@ -422,7 +421,7 @@ impl Fabric for TcpFabric {
             data: epoll::EventData::new_u64(0),
         }; 64];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Interrupted: whatever is there is there at the next poll.
+        // After a signal, the next poll finds the same events.
         let num_ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
         for event in &events[..num_ready] {
             let (data, flags) = (event.data.u64(), event.flags);
@@ -430,7 +429,7 @@ impl Fabric for TcpFabric {
                 self.accept();
             } else if data & SERVER != 0 {
                 let idx = (data >> 1) as usize;
-                // One that waits for its next turn has had one in this poll.
+                // A server in `busy_servers` has had its turn in this poll.
                 let is_due = |server: &Server| !server.is_busy;
                 if self.servers.get(idx).and_then(Option::as_ref).is_some_and(is_due) {
                     self.advance_server(idx);

@@ -18,7 +18,8 @@ use crate::common::soon;
 const SIZES: [u64; 4] = [0, 100, 60_000, 3 << 20];
 const NUM_PARTS: u64 = 8;
 const ROUNDS_OF_A_BATCH: usize = 60;
-/// Queues grow with the interleaving of the two threads. Several batches may pass until every interleaving has occurred.
+/// Queues grow with the interleaving of the two threads. Several batches may pass until every interleaving has
+/// occurred.
 const MAX_BATCHES: usize = 20;
 
 #[test]

@@ -1,4 +1,4 @@
-//! Which of several fabrics a connection goes by.
+//! Choice of a connection's fabric among several.
 
 use switchyard_message_engine::engine::EngineConfig;
 use switchyard_message_engine::fabric::cma::CmaFabric;
@@ -6,7 +6,7 @@ use switchyard_message_engine::fabric::cma::CmaFabric;
 use crate::common::{TestTransport, contents, memory_of, pair_of, poisoned, soon};
 use crate::hooked::HookedFabric;
 
-/// Whoever of the two may not copy, the connection goes by the next fabric, and works.
+/// If either side may not copy, the connection uses the next fabric, and works.
 #[test]
 fn a_host_that_forbids_copies_between_processes_gets_the_next_fabric() {
     let config = |is_forbidden: bool| {

@@ -29,7 +29,7 @@ pub enum TestTransport {
     LibfabricTcp,
     /// libfabric within a host.
     LibfabricShm,
-    /// What `SWITCHYARD_TEST_TRANSPORT` names, as `open_fabric` takes it.
+    /// The fabric that `SWITCHYARD_TEST_TRANSPORT` names, in the syntax of `open_fabric`.
     Named,
 }
 
@@ -41,7 +41,7 @@ fn open(name: &str) -> Result<Box<dyn Fabric>, NetworkError> {
 }
 
 impl TestTransport {
-    /// Those of this host, or the one that was asked for.
+    /// The transports of this host, or the requested one.
     pub fn all() -> Vec<Self> {
         if std::env::var(TRANSPORT).is_ok() {
             return vec![Self::Named];
@@ -50,7 +50,7 @@ impl TestTransport {
         for by in [Self::LibfabricTcp, Self::LibfabricShm] {
             match open(by.name()) {
                 Ok(_) => all.push(by),
-                // No library, or no such provider in it.
+                // The library or its provider is missing.
                 Err(error) if matches!(error.op, "load" | "fi_getinfo") => {
                     skip("libfabric", &format!("{by:?}: {error}"));
                 }
@@ -60,7 +60,7 @@ impl TestTransport {
         all
     }
 
-    /// As `open_fabric` takes it.
+    /// The name for `open_fabric`.
     fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
@@ -71,13 +71,13 @@ impl TestTransport {
         }
     }
 
-    /// As `Debug` writes it.
+    /// The transport whose `Debug` form is `name`.
     pub fn of_name(name: &str) -> Self {
         let all = [Self::Tcp, Self::Cma, Self::LibfabricTcp, Self::LibfabricShm, Self::Named];
         all.into_iter().find(|by| format!("{by:?}") == name).expect("a transport")
     }
 
-    /// Whether a request that the target refuses costs the connection, as it does where a device checks.
+    /// Whether a refused request ends the connection, as it does if a device checks requests.
     pub fn ends_with_a_refusal(self) -> bool {
         let is_verbs = std::env::var(TRANSPORT).is_ok_and(|name| name.starts_with("verbs"));
         self.is_over_rxm() || self == Self::Named && is_verbs
@@ -89,9 +89,8 @@ impl TestTransport {
         self == Self::LibfabricTcp || self == Self::Named && is_named
     }
 
-    /// All but those whose provider does not get over peers that are killed, and does not answer a
-    /// request that it refuses: `shm` keeps locks in memory that processes share, and a killed one never
-    /// releases its own.
+    /// All transports except libfabric's `shm`. Its processes keep locks in shared memory, and a killed one never
+    /// releases its own. It does not answer a request that it refuses either.
     pub fn robust() -> Vec<Self> {
         let is_robust = |by: &Self| {
             *by != Self::LibfabricShm
@@ -146,19 +145,20 @@ pub fn pair_of(here: EngineConfig, there: EngineConfig) -> Pair {
     Pair { here, there, out, back }
 }
 
-/// A friend who is let in and heard, though a busy machine may use up the time for a handshake.
+/// Connects another engine and checks that it is served. A busy machine may exceed the time limit of a handshake, so
+/// this retries for 20 s.
 pub fn connect_and_notify(engine: &Engine, by: TestTransport) -> (Engine, Connection) {
-    let friend = Engine::start(config(by)).unwrap();
+    let other = Engine::start(config(by)).unwrap();
     let (begin, addr) = (Instant::now(), engine.endpoint().addr);
     let connection = loop {
-        match friend.connect(addr, soon()) {
+        match other.connect(addr, soon()) {
             Ok(connection) => break connection,
             Err(error) => assert!(begin.elapsed() < Duration::from_secs(20), "{error}"),
         }
     };
     connection.notify(b"served", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
-    (friend, connection)
+    (other, connection)
 }
 
 /// A generator whose seed is printed.
@@ -174,14 +174,14 @@ pub fn random_bytes(rng: &mut StdRng, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Registered memory that holds `bytes`, one more at the least.
+/// Registered memory that holds `bytes`, one byte longer than these.
 pub fn memory_of(engine: &Engine, bytes: &[u8]) -> MemoryRegion {
     let memory = engine.alloc(bytes.len() + 1, Access::RemoteReadWrite).unwrap();
     memory.copy_in(0, bytes).unwrap();
     memory
 }
 
-/// Registered memory full of what no test sends.
+/// Registered memory full of bytes that no test sends.
 pub fn poisoned(engine: &Engine, len: usize) -> MemoryRegion {
     memory_of(engine, &vec![0xa5; len])
 }

@@ -1,5 +1,5 @@
-//! Memory that this processor does not touch. Memory of the host stands in for it, in a fabric that says that
-//! it reaches other devices; or really, by its address, where the test runs over RDMA.
+//! Memory that this processor does not touch. Memory of the host stands in for it, in a fabric that claims to reach
+//! other devices. Over RDMA, the network device really accesses it by its address.
 
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -30,7 +30,7 @@ fn engine_config(fabric: fn() -> Box<dyn Fabric>, eager_bytes: u64) -> EngineCon
     EngineConfig { fabrics: vec![fabric()], eager_bytes, ..EngineConfig::local() }
 }
 
-/// Memory of a device: only its owner looks into it.
+/// Memory of a device. Only the test reads and writes it directly.
 struct Device {
     memory: Region,
     region: MemoryRegion,
@@ -39,7 +39,7 @@ struct Device {
 impl Device {
     fn new(engine: &Engine, byte: u8, len: usize) -> Self {
         let memory = Region::anonymous(len).unwrap();
-        // SAFETY: just made, nobody else has it.
+        // SAFETY: just made, so nothing else uses it.
         unsafe { memory.as_ptr().write_bytes(byte, len) };
         // SAFETY: the memory is dropped after the engine's use of it, see `bytes`.
         let region =
@@ -59,7 +59,7 @@ impl Device {
         bytes
     }
 
-    /// Gives it back, and only then the memory.
+    /// Deregisters the region, and then drops the memory.
     fn end(self, engine: &Engine) {
         assert!(engine.dereg(self.region).unwrap());
     }
@@ -68,7 +68,7 @@ impl Device {
 #[test]
 fn device_memory_is_written_read_sent_and_received_into() {
     for fabric in fabrics() {
-        // Nothing goes ahead to the one who receives into a device.
+        // No message may be sent ahead to the engine that receives into a device.
         let Pair { here, there, out, back } =
             pair_of(engine_config(fabric, 8 << 10), engine_config(fabric, 0));
         for len in [1, 100, 8192, 300_000, 5 << 20] {
@@ -81,7 +81,7 @@ fn device_memory_is_written_read_sent_and_received_into() {
             unsafe { far.memory.as_ptr().write_bytes(3, len) };
             out.read(&near.region.whole(), &remote, soon()).unwrap();
             assert!(near.bytes() == vec![3; len], "a read of {len} bytes");
-            // Messages both ways: into a device, and out of one into memory of the host.
+            // Messages in both directions: into a device, and out of one into memory of the host.
             let receive = back.start_recv(&far.region.whole(), soon()).unwrap();
             // SAFETY: no transfer uses it yet.
             unsafe { near.memory.as_ptr().write_bytes(4, len) };
@@ -108,7 +108,8 @@ fn this_processor_leaves_device_memory_alone() {
         assert_eq!(device.region.copy_in(0, &[1]), Err(SubmitError::DeviceMemory));
         assert_eq!(device.region.copy_out(0, &mut [0]), Err(SubmitError::DeviceMemory));
         assert!(matches!(device.region.copy_in(100, &[1]), Err(SubmitError::Range { .. })));
-        // A short message that came ahead has nowhere to go, and says so; the next one is fine.
+        // A short message that was sent ahead cannot be copied into a device, and its receive fails. The next one
+        // succeeds.
         let source = memory_of(&here, &[5; 100]);
         let receive = back.start_recv(&device.region.whole(), soon()).unwrap();
         out.send(&source.span(0, 100).unwrap(), soon()).unwrap();
@@ -120,7 +121,7 @@ fn this_processor_leaves_device_memory_alone() {
         let receive = back.start_recv(&host.span(0, 100).unwrap(), soon()).unwrap();
         out.send(&source.span(0, 100).unwrap(), soon()).unwrap();
         assert_eq!(receive.wait(), Ok(100));
-        // An empty one copies nothing.
+        // An empty message needs no copy.
         let receive = back.start_recv(&device.region.whole(), soon()).unwrap();
         out.send(&source.span(0, 0).unwrap(), soon()).unwrap();
         assert_eq!(receive.wait(), Ok(0));
@@ -139,7 +140,7 @@ fn transports_that_do_not_reach_it_say_so() {
     let error = register(&plain, None).unwrap_err();
     assert!(matches!(&error, RegisterError::Refused { bytes: 4096, .. }), "{error}");
     assert!(error.to_string().contains("tcp") && error.to_string().contains("host"), "{error}");
-    // One of two does: connections by the other cannot use it, and say so.
+    // One of two fabrics reaches it. Connections over the other one report an error.
     let mixed = || EngineConfig {
         fabrics: vec![TestTransport::Tcp.fabric(), reaching()],
         ..EngineConfig::local()
@@ -152,14 +153,14 @@ fn transports_that_do_not_reach_it_say_so() {
     assert!(matches!(refused, OpError::Submit(SubmitError::Unregistered { .. })), "{refused}");
     assert!(out.advertise(&region.whole()).is_err());
     assert!(here.dereg(region).unwrap());
-    // The same range as memory of the host is another registration, with keys of its own.
+    // The same range as memory of the host gets another registration, with keys of its own.
     let device = register(&here, None).unwrap();
     // SAFETY: as above.
     let host = unsafe { here.reg(memory.as_ptr(), 4096, Access::RemoteReadWrite) }.unwrap();
     assert_ne!(device.registration(), host.registration());
     assert!(host.is_host() && host.copy_in(0, &[1]).is_ok());
     assert!(here.dereg(device).unwrap() && here.dereg(host).unwrap());
-    // A descriptor belongs to its giver, who may close it at once.
+    // The caller owns the descriptor, and may close it at once.
     let file = tempfile::tempfile().unwrap();
     file.set_len(8192).unwrap();
     let region = register(&here, Some(DmaBuf { fd: file.as_fd(), offset: 4096 })).unwrap();

@@ -1,4 +1,4 @@
-//! An engine without descriptors left: it waits for some, and is there again when it has them.
+//! An engine without free descriptors: it pauses, and accepts again when it has some.
 
 use std::net::TcpStream;
 use std::process::{Child, Stdio};
@@ -12,7 +12,7 @@ use test_support::child;
 
 use crate::common::{TestTransport, config, soon, until};
 
-/// Enough for a friend, and for some of the strangers.
+/// Enough descriptors for one peer, and for some of the silent sockets.
 const SPARE: u64 = 8;
 
 /// The process of the test below.
@@ -35,7 +35,7 @@ pub fn engine_without_descriptors() {
     println!("ends {}", num_said(&NUM_ENDS));
 }
 
-/// Counts what the engine says of connections that it cannot accept, and then can again.
+/// Counts log lines about failed and resumed accepts.
 struct Lines;
 
 static NUM_FAILURES: AtomicU64 = AtomicU64::new(0);
@@ -89,33 +89,33 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
         let child = child::command("exhausted").stdout(Stdio::piped()).spawn().unwrap();
         let mut child = Process(child);
         let lines = lines_of(child.0.stdout.take().unwrap());
-        let told = |what: &str| -> Vec<u64> {
+        let numbers_of = |what: &str| -> Vec<u64> {
             let line = line_with(&lines, &format!("{what} "));
             line.split(' ').map(|number| number.parse().unwrap()).collect()
         };
-        let ports = told("ports");
+        let ports = numbers_of("ports");
         let sockets: Vec<_> = (0..3 * SPARE)
             .map(|_| TcpStream::connect(("127.0.0.1", ports[usize::from(is_data)] as u16)).unwrap())
             .collect();
-        let rounds = told("rounds")[0];
+        let rounds = numbers_of("rounds")[0];
         assert!(rounds < 3000, "{rounds} rounds in half a second, for what cannot be done");
-        let num_lines = told("lines")[0];
+        let num_lines = numbers_of("lines")[0];
         assert!(num_lines <= 1, "{num_lines} lines in half a second, after the first");
         drop(sockets);
-        let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+        let other = Engine::start(config(TestTransport::Tcp)).unwrap();
         let addr = format!("127.0.0.1:{}", ports[0]).parse().unwrap();
         let mut connection = None;
         until("the engine to listen again", || {
-            connection = friend.connect(addr, Instant::now() + Duration::from_secs(2)).ok();
+            connection = other.connect(addr, Instant::now() + Duration::from_secs(2)).ok();
             connection.is_some()
         });
-        connection.unwrap().notify(b"friend", soon()).unwrap();
-        assert_eq!(told("heard"), [6]);
-        assert!(told("ends")[0] > 0);
+        connection.unwrap().notify(b"served", soon()).unwrap();
+        assert_eq!(numbers_of("heard"), [6]);
+        assert!(numbers_of("ends")[0] > 0);
     }
 }
 
-/// `None` when there is none left to count them with.
+/// Returns `None` if no descriptor is left to count them with.
 fn num_descriptors() -> Option<u64> {
     Some(std::fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

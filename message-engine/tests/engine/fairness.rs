@@ -1,4 +1,4 @@
-//! One peer that wants everything, and one that wants little.
+//! One peer that floods a hub, and one with little traffic.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,14 +8,14 @@ use switchyard_message_engine::engine::{Engine, EngineConfig};
 use crate::common::{TestTransport, config, memory_of, poisoned, soon};
 
 const FLOOD_BYTES: usize = 32 << 20;
-/// What one connection of the `tcp` fabric moves before the others have their turn.
+/// Bytes that one connection of the `tcp` fabric moves before the others get their turn.
 const TURN_BYTES: usize = 1 << 20;
 
-/// However fast the flood comes, the hub looks at everybody else after every turn of it: counted in rounds of
-/// its thread, of which each lets a connection move one turn's worth.
+/// However fast the flood is, the hub serves all other peers after each of its turns. The test counts rounds of the
+/// thread: a connection moves one turn's worth in each.
 #[test]
 fn a_flood_leaves_rounds_to_others() {
-    // Rounds of a thread that sleeps in between say nothing: this one spins.
+    // The thread spins, because rounds of a thread that sleeps in between prove nothing.
     let spins = EngineConfig { spin: Duration::from_secs(3600), ..config(TestTransport::Tcp) };
     let hub = Engine::start(spins).unwrap();
     let (much, little) = (
@@ -37,7 +37,7 @@ fn a_flood_leaves_rounds_to_others() {
     let num_floods = std::thread::scope(|scope| {
         let flooding = scope.spawn(|| {
             let mut num_floods = 0;
-            // Two at a time, so that the connection never runs dry.
+            // Two transfers at a time keep the connection busy.
             let mut next = flood.start_write(&whole, &remote, soon()).unwrap();
             loop {
                 let after = flood.start_write(&whole, &remote, soon()).unwrap();
@@ -50,7 +50,7 @@ fn a_flood_leaves_rounds_to_others() {
                 }
             }
         });
-        // Small ones of every kind get through for as long as that lasts.
+        // Small transfers of every kind get through during the flood.
         for nth in 0..200u8 {
             word.copy_in(0, &[nth; 64]).unwrap();
             small.write(&word.span(0, 64).unwrap(), &cell, soon()).unwrap();

@@ -1,4 +1,4 @@
-//! What happens when peers misbehave or die.
+//! Peers that misbehave or die.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -24,8 +24,8 @@ fn descriptors_that_do_not_fit_are_refused() {
         assert!(pair.out.write(&short, &good, soon()).unwrap_err().to_string().contains("999"));
         let other = Descriptor { engine_id: third.endpoint().engine_id, ..good };
         assert!(pair.out.write(&span, &other, soon()).unwrap_err().to_string().contains("engine"));
-        // A key that was never given, and ranges that leave what was. Where the target's device checks,
-        // the first refusal ends the connection, so each has one of its own.
+        // A key that was never given out, and ranges that leave their registration. If the target's device checks, the
+        // first refusal ends the connection, so each case has a connection of its own.
         let mut forged = good;
         forged.region.key ^= if by.ends_with_a_refusal() { 0xff00 } else { 1 << 45 };
         let mut far = good;
@@ -44,7 +44,7 @@ fn descriptors_that_do_not_fit_are_refused() {
                 let key = format!("with key {:#x}", bad.region.key);
                 assert!(error.contains("denies access") && error.contains(&key), "{by:?}: {error}");
                 assert_eq!(contents(&target, 0, 1000), [0xa5; 1000]);
-                // A device is done with its pair then; `ofi_rxm` may connect again.
+                // A device cannot use its queue pair any more; `ofi_rxm` may connect again.
                 let again = out.write(&span, &good, soon());
                 assert!(again.is_err() || by.is_over_rxm(), "{by:?}");
                 target.copy_in(0, &[0xa5; 1000]).unwrap();
@@ -55,7 +55,7 @@ fn descriptors_that_do_not_fit_are_refused() {
             }
             assert_eq!(contents(&target, 0, 1000), [0xa5; 1000]);
         }
-        // Other connections go on.
+        // Other connections stay usable.
         source.copy_in(0, &[1; 1000]).unwrap();
         pair.out.write(&span, &good, soon()).unwrap();
         assert_eq!(contents(&target, 0, 1000), [1; 1000]);
@@ -65,7 +65,7 @@ fn descriptors_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn what_waits_when_the_peer_leaves_fails() {
+fn pending_transfers_fail_when_the_peer_leaves() {
     for by in TestTransport::all() {
         let pair = pair(by);
         let target = poisoned(&pair.here, 100_000);
@@ -84,7 +84,7 @@ fn what_waits_when_the_peer_leaves_fails() {
         assert!(send.wait().is_err());
         assert_eq!(pair.out.closed(), Some(reason));
         assert!(pair.out.start_recv(&target.span(0, 1).unwrap(), soon()).is_err());
-        // Nothing of the engine holds the buffers any more.
+        // The engine holds no buffers any more.
         assert!(pair.here.dereg(target).unwrap() && pair.here.dereg(source).unwrap());
         assert_eq!(pair.here.stats().num_connections, 0);
     }
@@ -98,18 +98,18 @@ fn deadlines_without_data_under_way_cost_only_the_transfer() {
         let target = poisoned(&pair.there, 100_000);
         let brief = || Instant::now() + Duration::from_millis(30);
         let long = source.span(0, 100_000).unwrap();
-        // Nobody receives: the announced message is withdrawn.
+        // Without a receive, the announced message is withdrawn.
         let error = pair.out.send(&long, brief()).unwrap_err().to_string();
         assert!(error.contains("deadline"), "{error}");
-        // Whether the withdrawal is there already or comes when the message is matched. For the latter there is
-        // time enough for the way there and back: a deadline in between would have data under way.
+        // The withdrawal arrives before or after the message is matched. The deadline leaves time for a round trip: a
+        // shorter one would expire with data under way.
         let whole = target.span(0, 100_000).unwrap();
         let matched = Instant::now() + Duration::from_secs(2);
         let error = pair.back.recv(&whole, matched).unwrap_err().to_string();
-        assert!(error.contains("deadline") || error.contains("gave the message up"), "{error}");
+        assert!(error.contains("deadline") || error.contains("withdrew the message"), "{error}");
         let error = pair.back.recv(&whole, brief()).unwrap_err().to_string();
         assert!(error.contains("deadline"), "{error}");
-        // The next message is the one that is received.
+        // The receive gets the next message.
         let second = memory_of(&pair.here, &[2; 100_000]);
         let got = pair.back.start_recv(&target.span(0, 100_000).unwrap(), soon()).unwrap();
         pair.out.send(&second.span(0, 100_000).unwrap(), soon()).unwrap();
@@ -120,7 +120,7 @@ fn deadlines_without_data_under_way_cost_only_the_transfer() {
 }
 
 #[test]
-fn strangers_are_told_or_dropped_and_others_are_served() {
+fn invalid_handshakes_are_refused_and_other_peers_are_served() {
     let by = TestTransport::Tcp;
     let brief = EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(by) };
     let engine = Engine::start(brief).unwrap();
@@ -145,7 +145,7 @@ fn strangers_are_told_or_dropped_and_others_are_served() {
         let answer = String::from_utf8_lossy(&answer).into_owned();
         assert!(answer.contains(expected), "{expected}: {answer}");
     }
-    // One that says nothing, and one that stalls within the handshake, end at the limit.
+    // A silent socket, and one that stalls within the handshake, are closed at the time limit.
     let mut silent = TcpStream::connect(addr).unwrap();
     let mut stalling = TcpStream::connect(addr).unwrap();
     stalling.write_all(&with_len(100)).unwrap();
@@ -194,21 +194,21 @@ fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
 }
 
 #[test]
-fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
-    // It would be read for ever.
+fn a_rejected_peer_that_keeps_sending_blocks_no_other() {
+    // Without a limit the engine would read it forever.
     const MOST: Duration = Duration::from_secs(40);
     let limits =
         EngineConfig { handshake_timeout: Duration::from_secs(5), ..config(TestTransport::Tcp) };
     let engine = Engine::start(limits).unwrap();
     let addr = engine.endpoint().addr;
-    // Of no protocol at all, and without an end.
+    // Endless bytes of no protocol.
     let floods: Vec<_> = (0..2)
         .map(|_| {
             let mut stream = TcpStream::connect(addr).unwrap();
             std::thread::spawn(move || {
                 stream.set_write_timeout(Some(2 * MOST)).unwrap();
                 let begin = Instant::now();
-                // Whoever reads all of it fails below.
+                // An engine that reads all of them fails the assertion below.
                 while begin.elapsed() < MOST && stream.write_all(&[0xee; 64 << 10]).is_ok() {}
                 begin.elapsed()
             })
@@ -223,7 +223,7 @@ fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
 }
 
 #[test]
-fn tickets_keep_strangers_out() {
+fn peers_without_the_ticket_are_refused() {
     let by = TestTransport::Tcp;
     let secret =
         |ticket: Option<&str>| EngineConfig { ticket: ticket.map(str::to_owned), ..config(by) };
@@ -242,11 +242,11 @@ fn tickets_keep_strangers_out() {
 }
 
 #[test]
-fn nobody_at_the_other_end_is_an_error_in_time() {
+fn an_absent_peer_is_an_error_in_time() {
     let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = free.local_addr().unwrap();
-    // Accepts into its backlog, and never answers.
+    // A listener that accepts into its backlog and never answers.
     let error = engine.connect(addr, Instant::now() + Duration::from_millis(50)).unwrap_err();
     assert!(matches!(error, ConnectError::Timeout { .. }), "{error}");
     drop(free);

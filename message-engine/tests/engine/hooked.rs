@@ -1,4 +1,4 @@
-//! A fabric with a test's hand in it.
+//! A fabric with hooks for tests.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -14,19 +14,19 @@ use p2p_core::{PostError, TransportKind};
 
 pub struct HookedFabric {
     pub inner: Box<dyn Fabric>,
-    /// False: a host that does not allow copies between processes. Offered, tried, and refused.
+    /// False for a host that forbids copies between processes. The fabric is offered and tried, and fails to join.
     pub may_join: bool,
-    /// Whether it reaches memory of other devices, for which memory of this host stands in.
+    /// Whether it claims to reach memory of other devices. Memory of this host stands in for it.
     pub reaches_devices: bool,
-    /// False: no write is taken, as if there were never room.
+    /// False if no write is accepted, as if there were never room.
     pub may_write: bool,
-    /// Changes what peers are told of this side.
-    pub told: fn(Vec<u8>) -> Vec<u8>,
+    /// Changes the detail that peers get.
+    pub change_detail: fn(Vec<u8>) -> Vec<u8>,
     /// Called before every poll.
     pub before_poll: Box<dyn FnMut() + Send>,
-    /// Called before everything that is registered.
+    /// Called before each registration.
     pub before_register: Box<dyn FnMut() + Send>,
-    /// Called before everything that is deregistered; what it refuses stays.
+    /// Called before each deregistration. An error refuses it.
     pub before_deregister: Box<dyn FnMut() -> Result<(), PostError> + Send>,
 }
 
@@ -41,7 +41,7 @@ impl HookedFabric {
             inner,
             may_join: true,
             may_write: true,
-            told: |detail| detail,
+            change_detail: |detail| detail,
             reaches_devices: false,
             before_poll,
             before_register,
@@ -87,7 +87,7 @@ impl Fabric for HookedFabric {
             // SAFETY: the caller's promise.
             return unsafe { self.inner.register_device(ptr, bytes, access, dma_buf) };
         }
-        // As the descriptor was given, whoever owns it now.
+        // With the caller's dma-buf, unchanged.
         if let Some(DmaBuf { fd, offset }) = dma_buf {
             let len = rustix::fs::fstat(fd).unwrap().st_size as u64;
             assert!(offset + bytes as u64 <= len, "{bytes} bytes at {offset} of {len}");
@@ -119,7 +119,7 @@ impl Fabric for HookedFabric {
 
     fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
         let (id, detail) = self.inner.open_peer_on(route)?;
-        Ok((id, (self.told)(detail)))
+        Ok((id, (self.change_detail)(detail)))
     }
 
     fn lost(&mut self) -> Option<PeerId> {

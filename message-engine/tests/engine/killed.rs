@@ -1,4 +1,4 @@
-//! Peers that are killed in the middle of whatever they do.
+//! Peers that are killed in the middle of transfers.
 
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -9,13 +9,13 @@ use test_support::bounded::{line_with, lines_of};
 use test_support::child;
 
 use crate::common::{TestTransport, config, rng, soon};
-use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
+use test_support::resources::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
 
 const BYTES: u64 = 3 << 20;
-/// How often memory is looked at, the first ones before everything is there that is made once.
+/// Samples of memory. The early ones are taken while one-time allocations still happen.
 const NUM_SAMPLES: usize = 8;
 const NUM_EARLY: usize = 2;
-/// Bytes for each dead peer: half of what a connection has in receive buffers alone.
+/// Allowed growth for each dead peer in bytes: half of a connection's receive buffers.
 const MOST_KEPT: u64 = 48 << 10;
 
 /// The process that the test below kills. Its arguments are the transport, and the metadata of the test's engine in
@@ -93,7 +93,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             std::thread::sleep(Duration::from_micros(rng.random_range(0..4000)));
             victim.0.kill().unwrap();
             let killed = Instant::now();
-            // Everything ends, done or failed, long before its deadline.
+            // Every transfer ends, done or failed, long before its deadline.
             for transfer in transfers {
                 let ended = transfer.wait();
                 let waited = killed.elapsed();

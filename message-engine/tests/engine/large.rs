@@ -1,4 +1,4 @@
-//! Beyond 4 GiB.
+//! Transfers and ranges beyond 4 GiB.
 
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use crate::common::{TestTransport, contents, pair, random_bytes, rng, soon};
 
 const FOUR_GIB: u64 = 4 << 30;
 
-/// A mapping of `len` bytes, of which those below 4 GiB all lie on the same `page_bytes` of memory. Those
-/// from 4 GiB on have memory of their own.
+/// A mapping of `len` bytes. All bytes below 4 GiB share the same `page_bytes` of memory. Bytes from 4 GiB on have
+/// memory of their own.
 struct FoldedMapping {
     ptr: *mut u8,
     len: usize,
@@ -48,14 +48,14 @@ impl FoldedMapping {
 
 impl Drop for FoldedMapping {
     fn drop(&mut self) {
-        // SAFETY: mapped above, and nobody uses it any more.
+        // SAFETY: mapped above, and nothing uses it any more.
         unsafe { rustix::mm::munmap(self.ptr.cast(), self.len).unwrap() };
     }
 }
 
-/// One message of more than 4 GiB. Source and target are many windows on a few MiB of memory each, so
-/// that it costs time only. What lies beyond 4 GiB comes nowhere else, and offsets that lost their upper
-/// half would meet other bytes: 4 GiB is no multiple of the window.
+/// One message of more than 4 GiB. Source and target are many windows on a few MiB of memory each, so the test costs
+/// only time. The bytes beyond 4 GiB occur nowhere else. Offsets without their upper half would reach other bytes,
+/// because 4 GiB is no multiple of the window.
 #[test]
 fn a_message_beyond_4_gib_arrives_whole() {
     for by in [TestTransport::Cma, TestTransport::Tcp] {
@@ -84,7 +84,7 @@ fn a_message_beyond_4_gib_arrives_whole_by(by: TestTransport) {
     source.copy_in(0, &bytes).unwrap();
     let tail = random_bytes(&mut rng, (len - FOUR_GIB) as usize);
     source.copy_in(FOUR_GIB, &tail).unwrap();
-    // Seconds, but for a host that is busy with much else.
+    // Takes seconds. The limit allows for a busy host.
     let patience = Instant::now() + Duration::from_secs(300);
     let got = pair.back.start_recv(&target.whole(), patience).unwrap();
     assert_eq!(pair.out.send(&source.whole(), patience), Ok(len));
@@ -95,7 +95,7 @@ fn a_message_beyond_4_gib_arrives_whole_by(by: TestTransport) {
     drop((from, to));
 }
 
-/// Ranges that begin beyond 4 GiB, in memory of which only a little is ever touched.
+/// Ranges that begin beyond 4 GiB. Only little of the memory is touched.
 #[test]
 fn offsets_beyond_4_gib_are_exact() {
     for by in TestTransport::all() {

@@ -8,8 +8,6 @@ mod device_memory;
 mod exhausted;
 mod fairness;
 mod faults;
-#[path = "../../../tests/support/src/held.rs"]
-mod held;
 mod hooked;
 mod killed;
 mod large;

@@ -1,4 +1,4 @@
-//! Sockets that others open and do nothing good with, while friends are served.
+//! Sockets whose handshakes never end, while other peers are served.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -17,14 +17,14 @@ fn half_a_hello() -> Vec<u8> {
     bytes
 }
 
-/// A whole hello, as long as what comes with it is kept: the engine that says it waits for an answer, so that
-/// what it says of its transports is true.
+/// A whole hello, valid while the returned stream is open. Its engine waits for an answer meanwhile, so the details of
+/// its transports are valid.
 fn whole_hello() -> (Vec<u8>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     std::thread::spawn(move || {
         let engine = Engine::start(config(TestTransport::Tcp)).unwrap();
-        // Nobody answers, until the stream is closed.
+        // There is no answer until the stream is closed.
         engine.connect(addr, soon()).unwrap_err();
     });
     let (mut stream, _) = listener.accept().unwrap();
@@ -36,13 +36,13 @@ fn whole_hello() -> (Vec<u8>, TcpStream) {
     (hello, stream)
 }
 
-fn stranger(addr: SocketAddr, says: &[u8]) -> TcpStream {
+fn raw_socket(addr: SocketAddr, says: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(addr).unwrap();
     stream.write_all(says).unwrap();
     stream
 }
 
-/// Whether the other side has closed, after what it has said.
+/// Whether the other side has closed the stream. Discards its bytes.
 fn is_closed(stream: &mut TcpStream) -> bool {
     stream.set_nonblocking(true).unwrap();
     loop {
@@ -54,15 +54,15 @@ fn is_closed(stream: &mut TcpStream) -> bool {
     }
 }
 
-/// A friend connects and is heard.
+/// Checks that another engine can connect and is served.
 fn is_served(engine: &Engine) {
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
     connection.notify(b"served", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
 }
 
-/// Limits that only numbers can reach: no handshake ends for the time that it takes.
+/// Limits on numbers only: no handshake times out.
 fn patient() -> EngineConfig {
     EngineConfig { handshake_timeout: Duration::from_secs(3600), ..config(TestTransport::Tcp) }
 }
@@ -75,32 +75,32 @@ fn handshakes_that_stall_anywhere_end_in_time() {
             .unwrap();
     let (hello, _speaker) = whole_hello();
     let half = half_a_hello();
-    // At every place where one can stop: nothing, within the header, within the body, and with the last
-    // word left to say.
+    // Handshakes that stop at every point: before the first byte, within the header, within the body, and before the
+    // last message.
     let mut sockets: Vec<TcpStream> = [&[][..], &half[..7], &half[..16], &half[..], &hello[..]]
         .into_iter()
-        .map(|says| stranger(engine.endpoint().addr, says))
+        .map(|says| raw_socket(engine.endpoint().addr, says))
         .collect();
     connect_and_notify(&engine, TestTransport::Tcp);
     for (idx, stream) in sockets.iter_mut().enumerate() {
         until(&format!("the end of handshake {idx}"), || is_closed(stream));
     }
     connect_and_notify(&engine, TestTransport::Tcp);
-    until("everybody to leave", || engine.stats().num_connections == 0);
+    until("all connections to end", || engine.stats().num_connections == 0);
 }
 
 #[test]
-fn one_who_drips_bytes_gets_no_more_time() {
-    // 50 bytes are still to come, for ten times as long as the limit.
+fn a_slow_sender_gets_no_more_time() {
+    // The missing 50 bytes take ten times as long as the limit.
     const NUM_DROPS: u32 = 49;
     let timeout = Duration::from_secs(2);
     let engine =
         Engine::start(EngineConfig { handshake_timeout: timeout, ..config(TestTransport::Tcp) })
             .unwrap();
-    let mut stream = stranger(engine.endpoint().addr, &half_a_hello());
+    let mut stream = raw_socket(engine.endpoint().addr, &half_a_hello());
     let mut num_drops = 0;
     until("the end of the handshake", || {
-        // Never whole, always something new.
+        // A message that is never whole, with new bytes all the time.
         num_drops += 1;
         assert!(num_drops <= NUM_DROPS, "every byte gives it more time");
         let _ = stream.write_all(&[0]);
@@ -110,74 +110,75 @@ fn one_who_drips_bytes_gets_no_more_time() {
 }
 
 #[test]
-fn silent_sockets_push_out_each_other_and_no_friend() {
+fn silent_sockets_evict_each_other_and_no_served_peer() {
     const MOST: usize = 8;
     let engine = Engine::start(EngineConfig { max_handshakes: MOST, ..patient() }).unwrap();
     let half = half_a_hello();
     let mut sockets: Vec<TcpStream> =
-        (0..100).map(|idx| stranger(engine.endpoint().addr, &half[..idx % half.len()])).collect();
-    // Behind all of them at the listener.
+        (0..100).map(|idx| raw_socket(engine.endpoint().addr, &half[..idx % half.len()])).collect();
+    // Queued behind all of them at the listener.
     is_served(&engine);
     let num_open = sockets.iter_mut().filter_map(|s| (!is_closed(s)).then_some(())).count();
     assert!(num_open <= MOST, "{num_open} sockets are kept");
-    // The last ones, which had the least time.
+    // The latest sockets, whose deadlines are the furthest.
     assert!(sockets[..100 - MOST].iter_mut().all(is_closed));
     assert!(!is_closed(&mut sockets[99]));
 }
 
 #[test]
-fn who_has_introduced_itself_outlasts_those_who_have_not() {
+fn handshakes_with_a_hello_outlast_silent_ones() {
     let engine = Engine::start(EngineConfig { max_handshakes: 4, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
     let (hello, _speaker) = whole_hello();
-    let mut slow = stranger(addr, &hello);
-    // It is answered, and now it is up to it.
+    let mut slow = raw_socket(addr, &hello);
+    // The engine has answered it, and waits for the next message.
     slow.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut welcome = [0; 16];
     slow.read_exact(&mut welcome).unwrap();
     assert_eq!(welcome[10..12], [2, 0], "a welcome");
-    let mut silent: Vec<TcpStream> = (0..20).map(|_| stranger(addr, &[])).collect();
+    let mut silent: Vec<TcpStream> = (0..20).map(|_| raw_socket(addr, &[])).collect();
     is_served(&engine);
     assert!(!is_closed(&mut slow));
     assert!(silent[..16].iter_mut().all(is_closed));
 }
 
 #[test]
-fn silent_sockets_hold_no_places_against_friends() {
+fn silent_sockets_take_no_places_from_served_peers() {
     const PLACES: usize = 4;
     let engine = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
     let addr = engine.endpoint().addr;
-    let silent: Vec<TcpStream> = (0..20).map(|_| stranger(addr, &[])).collect();
-    let friends = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let kept: Vec<_> = (0..PLACES).map(|_| friends.connect(addr, soon()).unwrap()).collect();
+    let silent: Vec<TcpStream> = (0..20).map(|_| raw_socket(addr, &[])).collect();
+    let others = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let kept: Vec<_> = (0..PLACES).map(|_| others.connect(addr, soon()).unwrap()).collect();
     until("as many as fit", || engine.stats().num_connections == PLACES);
-    // Full of friends now: nobody of them goes for one more.
-    let error = friends.connect(addr, soon()).unwrap_err();
+    // All places are connections now. None of them is evicted for one more.
+    let error = others.connect(addr, soon()).unwrap_err();
     assert!(matches!(error, ConnectError::Foreign { .. }), "{error}");
     for connection in &kept {
         connection.notify(b"still here", soon()).unwrap();
     }
-    // And an engine that is full of silence can still call out.
+    // An engine whose places are all silent sockets can still connect to others.
     let caller = Engine::start(EngineConfig { max_connections: PLACES, ..patient() }).unwrap();
-    let _silent: Vec<TcpStream> = (0..20).map(|_| stranger(caller.endpoint().addr, &[])).collect();
+    let _silent: Vec<TcpStream> =
+        (0..20).map(|_| raw_socket(caller.endpoint().addr, &[])).collect();
     is_served(&caller);
-    caller.connect(friends.endpoint().addr, soon()).unwrap();
+    caller.connect(others.endpoint().addr, soon()).unwrap();
     drop(silent);
 }
 
 #[test]
-fn what_peers_leave_untaken_is_bounded() {
+fn untaken_notifications_are_bounded() {
     let config_of = |most| EngineConfig { max_untaken_bytes: most, ..config(TestTransport::Tcp) };
     let engine = Engine::start(config_of(10_000)).unwrap();
     let addr = engine.endpoint().addr;
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
-    let (mut num_told, mut refused) = (0, None);
-    // Each time with a new window.
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let (mut num_sent, mut refused) = (0, None);
+    // Each connection has a new window.
     for _ in 0..20 {
-        match friend.connect(addr, soon()) {
+        match other.connect(addr, soon()) {
             Ok(connection) => {
                 connection.notify(&[7; 4000], soon()).unwrap();
-                num_told += 1;
+                num_sent += 1;
             }
             Err(error) => {
                 refused = Some(error);
@@ -190,31 +191,31 @@ fn what_peers_leave_untaken_is_bounded() {
         matches!(&refused, ConnectError::Rejected { message, .. } if message.contains("notifications")),
         "{refused}"
     );
-    assert_eq!(num_told, 3, "the third goes beyond the limit, which the fourth finds");
-    // Nothing is lost, and with room there is a welcome again.
-    for _ in 0..num_told {
+    assert_eq!(num_sent, 3, "the third goes beyond the limit, which the fourth finds");
+    // No notification is lost. Once they are taken, a connection is accepted again.
+    for _ in 0..num_sent {
         assert_eq!(engine.next_notification(soon()).unwrap().bytes, [7; 4000]);
     }
-    friend.connect(addr, soon()).unwrap();
+    other.connect(addr, soon()).unwrap();
 }
 
 #[test]
-fn connections_that_nobody_accepts_do_not_pile_up() {
+fn connections_that_are_not_accepted_do_not_pile_up() {
     const PLACES: usize = 4;
     let engine =
         Engine::start(EngineConfig { max_connections: PLACES, ..config(TestTransport::Tcp) })
             .unwrap();
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
     for _ in 0..10 * PLACES {
-        let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+        let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
         until("the engine to see it", || engine.stats().num_connections == 1);
         drop(connection);
         until("the engine to see it go", || engine.stats().num_connections == 0);
     }
-    // What is over is nobody's to accept, and what stands is.
-    let connection = friend.connect(engine.endpoint().addr, soon()).unwrap();
+    // Only the established connection can be accepted, not the closed ones.
+    let connection = other.connect(engine.endpoint().addr, soon()).unwrap();
     let back = engine.accept(soon()).unwrap();
-    assert_eq!(back.peer().engine_id, friend.endpoint().engine_id);
+    assert_eq!(back.peer().engine_id, other.endpoint().engine_id);
     assert_eq!(engine.accept(Instant::now()).unwrap_err(), WaitError::Deadline);
     assert_eq!(connection.closed(), None);
 }

@@ -1,4 +1,4 @@
-//! Connections for data that end while the peers live: a middlebox forgets them, a route changes.
+//! Data connections that end while the peers live: a middlebox drops them, or a route changes.
 
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -9,10 +9,10 @@ use switchyard_message_engine::engine::{CloseReason, EngineConfig};
 use crate::common::{TestTransport, config, contents, memory_of, pair_of, poisoned, soon, until};
 use crate::hooked::HookedFabric;
 
-/// What is between the peers and the one port for data that this test has.
+/// A middlebox between the peers and the one data port of this test.
 #[derive(Default)]
 struct Middlebox {
-    /// Where connections are accepted, and where they lead to.
+    /// Port of the middlebox, and port behind it.
     ports: OnceLock<(u16, AtomicU16)>,
     streams: Mutex<Vec<TcpStream>>,
 }
@@ -20,7 +20,7 @@ struct Middlebox {
 static MIDDLEBOX: Middlebox = Middlebox { ports: OnceLock::new(), streams: Mutex::new(Vec::new()) };
 
 impl Middlebox {
-    /// Port of the middlebox, for data that is for `port`.
+    /// Port of the middlebox for data to `port`.
     fn before(&'static self, port: u16) -> u16 {
         let (own, target) = self.ports.get_or_init(|| {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -55,7 +55,7 @@ impl Middlebox {
     }
 }
 
-/// As `tcp` tells it: the port follows the version.
+/// The port in a detail of `tcp`, behind the version.
 fn through_the_middlebox(mut detail: Vec<u8>) -> Vec<u8> {
     let port = u16::from_le_bytes([detail[2], detail[3]]);
     detail[2..4].copy_from_slice(&MIDDLEBOX.before(port).to_le_bytes());
@@ -65,7 +65,7 @@ fn through_the_middlebox(mut detail: Vec<u8>) -> Vec<u8> {
 #[test]
 fn a_connection_whose_data_cannot_move_any_more_ends_and_can_be_made_again() {
     let behind = HookedFabric {
-        told: through_the_middlebox,
+        change_detail: through_the_middlebox,
         ..HookedFabric::of(TestTransport::Tcp.fabric())
     };
     let behind = EngineConfig { fabrics: vec![Box::new(behind)], ..EngineConfig::local() };
@@ -76,12 +76,12 @@ fn a_connection_whose_data_cannot_move_any_more_ends_and_can_be_made_again() {
     pair.out.write(&span, &remote, soon()).unwrap();
     assert_eq!(pair.out.closed(), None);
 
-    // Nothing is under way, and nobody would notice by itself.
+    // Nothing is under way, so no side would notice by itself.
     MIDDLEBOX.forget_all();
     until("the end at the side that writes", || pair.out.closed().is_some());
     assert!(matches!(pair.out.closed(), Some(CloseReason::Lost(_))), "{:?}", pair.out.closed());
     until("the end at the other side", || pair.back.closed().is_some());
-    // Not the same one again.
+    // The new connection is another one.
     let again = pair.here.add_remote_endpoint(&pair.there.metadata(), soon()).unwrap();
     assert_ne!(again.id(), pair.out.id());
     source.copy_in(0, &[8; 5000]).unwrap();

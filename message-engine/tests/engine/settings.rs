@@ -1,4 +1,4 @@
-//! Settings and deadlines at their ends.
+//! Settings and deadlines at their limits.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use switchyard_message_engine::engine::{
 
 use crate::common::{TestTransport, config, memory_of, poisoned, soon};
 
-/// The last instant that there is.
+/// The last representable instant.
 fn farthest() -> Instant {
     let (mut at, mut step) = (Instant::now(), Duration::from_secs(1 << 62));
     while !step.is_zero() {
@@ -42,7 +42,7 @@ async fn deadlines_may_be_as_far_as_there_are_instants() {
 }
 
 #[test]
-fn what_no_peer_would_take_is_refused_at_the_start() {
+fn settings_that_no_peer_accepts_are_refused_at_the_start() {
     let start = |change: fn(&mut EngineConfig)| {
         let mut settings = config(TestTransport::Tcp);
         change(&mut settings);
@@ -67,7 +67,7 @@ fn what_no_peer_would_take_is_refused_at_the_start() {
     assert!(matches!(Engine::start(none), Err(StartError::Config { .. })));
 }
 
-/// Every connection takes a place among the receiver's senders of credits.
+/// Every connection needs credit senders, whose number is limited.
 #[test]
 fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
     let few = || {
@@ -75,16 +75,16 @@ fn a_peer_for_whom_there_is_no_place_never_has_a_connection() {
         EngineConfig { credit: CreditConfig { max_senders: 2, ..all.credit }, ..all }
     };
     let full = Engine::start(few()).unwrap();
-    let friend = Engine::start(config(TestTransport::Tcp)).unwrap();
+    let other = Engine::start(config(TestTransport::Tcp)).unwrap();
     let addr = full.endpoint().addr;
-    let kept: Vec<_> = (0..2).map(|_| friend.connect(addr, soon()).unwrap()).collect();
+    let kept: Vec<_> = (0..2).map(|_| other.connect(addr, soon()).unwrap()).collect();
     let back: Vec<_> = (0..2).map(|_| full.accept(soon()).unwrap()).collect();
     for _ in 0..3 {
-        let error = friend.connect(addr, soon()).unwrap_err();
+        let error = other.connect(addr, soon()).unwrap_err();
         assert!(!matches!(error, ConnectError::Timeout { .. }), "{error}");
-        // It has none to give, either, and says so.
-        let error = full.connect(friend.endpoint().addr, soon()).unwrap_err().to_string();
-        assert!(error.contains("2 connections are there, the limit"), "{error}");
+        // It has no place left for a connection of its own either, and reports that.
+        let error = full.connect(other.endpoint().addr, soon()).unwrap_err().to_string();
+        assert!(error.contains("there are 2 connections, which is the limit"), "{error}");
     }
     assert_eq!(full.accept(Instant::now()).unwrap_err(), WaitError::Deadline);
     for (out, back) in kept.iter().zip(&back) {

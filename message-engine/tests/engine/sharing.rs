@@ -1,4 +1,4 @@
-//! One registration, and one engine, for many peers: the end of one of them is its own.
+//! One registration of one engine, used by many peers. The end of one peer does not affect the others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ fn bytes(byte: u8) -> Vec<u8> {
     vec![byte; PART as usize]
 }
 
-/// A peer that is granted a part of a registration, and dies or stalls in the middle of its message, must
-/// lose its access; others have operations under way with the same registration, and hold its keys.
+/// A peer that is granted a part of a registration, and dies or stalls in the middle of its message, must lose its
+/// access. Others have operations under way with the same registration, and keep its keys.
 #[test]
-fn the_end_of_a_peer_takes_nothing_from_others_who_share_the_memory() {
+fn the_end_of_a_peer_affects_no_other_peer_of_the_memory() {
     for by in TestTransport::robust() {
         let engine = Engine::start(config(by)).unwrap();
-        // A place before the shared registration's, which is free afterwards.
+        // Takes the index before the shared registration's, which is free afterwards.
         let before = engine.alloc(4096, Access::RemoteReadWrite).unwrap();
         let memory = poisoned(&engine, 4 * PART as usize);
         let part = |nth: u64| memory.span(nth * PART, PART).unwrap();
@@ -38,12 +38,12 @@ fn the_end_of_a_peer_takes_nothing_from_others_who_share_the_memory() {
             source.span(0, PART).unwrap(),
             from_good.advertise(&target.span(0, PART).unwrap()).unwrap(),
         );
-        let told = to_good.advertise(&part(1)).unwrap();
+        let described = to_good.advertise(&part(1)).unwrap();
         let receive = to_good.start_recv(&part(2), soon()).unwrap();
-        from_good.write(&all, &told, soon()).unwrap();
-        // Granted, and never written.
+        from_good.write(&all, &described, soon()).unwrap();
+        // The message is granted and never written.
         let stalling = out.start_send(&memory_of(&bad, &bytes(9)).whole(), soon());
-        // Time enough to be granted in.
+        // Time for the grant to arrive.
         let late = Instant::now() + Duration::from_secs(2);
         let granted = to_bad.start_recv(&memory.whole(), late).unwrap();
         let (is_over, limit) = (AtomicBool::new(false), soon());
@@ -62,13 +62,13 @@ fn the_end_of_a_peer_takes_nothing_from_others_who_share_the_memory() {
             is_over.store(true, Ordering::Relaxed);
             assert!(writing.join().unwrap() > 0);
         });
-        // Memory that might be taken for the shared.
+        // Memory that the fabric might confuse with the shared one.
         engine.dereg(before).unwrap();
         let other = poisoned(&engine, 4 * PART as usize);
 
         assert_eq!(to_good.closed(), None, "{by:?}");
         source.copy_in(0, &bytes(8)).unwrap();
-        from_good.write(&all, &told, soon()).unwrap();
+        from_good.write(&all, &described, soon()).unwrap();
         assert!(contents(&memory, PART, PART as usize) == bytes(8), "{by:?}");
         from_good.send(&all, soon()).unwrap();
         assert_eq!(receive.wait(), Ok(PART));

@@ -1,4 +1,4 @@
-//! A transport's library that does not come back.
+//! Calls into a transport's library that do not return.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,11 +13,11 @@ use switchyard_message_engine::fabric::cma::CmaFabric;
 use crate::common::{TestTransport, config, memory_of, pair_of, poisoned, soon, until};
 use crate::hooked::HookedFabric;
 
-/// More than anything takes that is not stuck, on a machine with much to do.
+/// Longer than any call that is not stuck takes on a busy machine.
 const STUCK: Duration = Duration::from_secs(5);
 
 #[test]
-fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
+fn waiters_for_a_stuck_library_get_an_error_and_other_engines_work() {
     let lock = Arc::new(Mutex::new(()));
     let cma = HookedFabric::new(CmaFabric::new().unwrap());
     let theirs = Arc::clone(&lock);
@@ -34,7 +34,7 @@ fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     let write = || pair.out.write(&source.span(0, 100).unwrap(), &remote, soon());
     assert_eq!(write().unwrap(), 100);
 
-    // The thread goes into its fabric and stays there.
+    // The thread calls its fabric, and the call does not return.
     let held = lock.lock().unwrap();
     assert!(matches!(write(), Err(OpError::Transfer(TransferError::Stuck))));
     let other = pair_of(config(TestTransport::Cma), config(TestTransport::Cma));
@@ -42,14 +42,14 @@ fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     other.out.send(&memory.span(0, 10).unwrap(), soon()).unwrap();
     assert_eq!(pair.here.stop(), Err(StopError));
 
-    // It comes back after all: everything ends as it should.
+    // The call returns after all, and everything ends as usual.
     drop(held);
     until("the end of the connection", || pair.out.closed().is_some());
     until("the end at the other side", || pair.back.closed().is_some());
 }
 
-/// Whoever is told that a registration has failed may unmap the memory, and something else may be mapped
-/// there: the keys of the first must not serve the second.
+/// After a failed registration the caller may unmap the memory, and other memory may be mapped at its address. The keys
+/// of the first must not serve the second.
 #[test]
 fn a_registration_that_comes_too_late_is_undone() {
     let num_registered = Arc::new(AtomicUsize::new(0));
@@ -77,18 +77,18 @@ fn a_registration_that_comes_too_late_is_undone() {
         again.is_some()
     });
     assert!(num_registered.load(Ordering::SeqCst) > 1, "the first one's keys are used again");
-    assert!(engine.dereg(again.unwrap()).unwrap(), "somebody else holds the registration");
+    assert!(engine.dereg(again.unwrap()).unwrap(), "another handle keeps the registration");
     engine.stop().unwrap();
 }
 
-/// An engine whose transport takes its time over deregistering, and refuses it, as long as it is told to.
+/// An engine whose transport deregisters slowly, and refuses it on demand.
 struct SlowDeregistration {
     engine: Engine,
     memory: Region,
     refuses: Arc<AtomicBool>,
-    /// Attempts that it refuses before it gives in.
+    /// Attempts that it refuses before it deregisters.
     num_refusals: Arc<AtomicUsize>,
-    /// Milliseconds that it takes once.
+    /// Milliseconds that the next deregistration takes; reset to 0 by it.
     pause: Arc<AtomicUsize>,
     num_refused: Arc<AtomicUsize>,
     num_registered: Arc<AtomicUsize>,
@@ -157,7 +157,7 @@ impl SlowDeregistration {
     }
 
     /// Waits until the transport has nothing registered.
-    fn is_empty_at_last(&self) {
+    fn wait_until_empty(&self) {
         until("everything to be released", || {
             let num_registered = self.num_registered.load(Ordering::SeqCst);
             self.num_released.load(Ordering::SeqCst) == num_registered
@@ -174,14 +174,14 @@ impl SlowDeregistration {
     }
 }
 
-/// As long as the engine waits, and as long again, for machines with much to do.
+/// Longer than the engine waits, with a margin for busy machines.
 const PAUSE_MS: usize = 6000;
 const ACCESS: Access = Access::RemoteReadWrite;
 
-/// Memory that was to be taken back and was not may be unmapped when its handle is gone, and other memory
-/// be mapped at its address: the keys of the first must not serve the second.
+/// After a deregistration that timed out, the caller has no handle and may unmap the memory. Other memory may be mapped
+/// at its address. The keys of the first must not serve the second.
 #[test]
-fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
+fn a_late_deregistration_shares_no_keys_and_completes() {
     let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
@@ -191,14 +191,18 @@ fn a_registration_that_is_late_to_go_serves_nobody_else_and_goes_when_it_can() {
     assert!(error.region.is_none() && error.detail.contains("in time"), "{error}");
     rig.has_refused();
     let second = rig.reg(4096);
-    assert_ne!(second.registration(), number, "shared with memory that is thought gone");
+    assert_ne!(
+        second.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
     rig.refuse(false);
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
 #[test]
-fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_can() {
+fn a_refused_deregistration_shares_no_keys_and_completes() {
     let rig = SlowDeregistration::start();
     let first = rig.reg(4096);
     let number = first.registration();
@@ -206,22 +210,26 @@ fn a_dropped_registration_that_is_refused_serves_nobody_else_and_goes_when_it_ca
     drop(first);
     rig.has_refused();
     let second = rig.reg(4096);
-    assert_ne!(second.registration(), number, "shared with memory that is thought gone");
-    // Who keeps its handle can try for itself.
+    assert_ne!(
+        second.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
+    // A caller that keeps its handle can retry.
     let second = rig.engine.dereg(second).unwrap_err().region.unwrap();
     rig.refuse(false);
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
-/// The same for memory of which only a part is still somebody's.
+/// The same rule for memory that a handle of a part keeps registered.
 #[test]
 fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
     let rig = SlowDeregistration::start();
     let (whole, part) = (rig.reg(8192), rig.reg(4096));
     let number = whole.registration();
     assert_eq!(part.registration(), number);
-    // Something else holds the thread up, so that it answers too late that the part is in the way.
+    // Another deregistration blocks the thread. So it reports too late that the part prevents the release.
     let other = rig.engine.alloc(4096, ACCESS).unwrap();
     rig.pause.store(PAUSE_MS, Ordering::SeqCst);
     drop(other);
@@ -229,35 +237,39 @@ fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
     let error = rig.engine.dereg(whole).unwrap_err();
     assert!(error.region.is_none() && error.detail.contains("in time"), "{error}");
     let again = rig.reg(8192);
-    assert_ne!(again.registration(), number, "shared with memory that is thought gone");
-    assert!(rig.engine.dereg(part).unwrap(), "somebody else holds the registration");
+    assert_ne!(
+        again.registration(),
+        number,
+        "shared with memory that its user takes for deregistered"
+    );
+    assert!(rig.engine.dereg(part).unwrap(), "another handle keeps the registration");
     assert!(rig.engine.dereg(again).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
-/// A peer that is in the middle of a copy ends that soon: whoever gives the memory back need not know.
+/// A peer in the middle of a copy ends it soon. The caller that deregisters the memory sees no error.
 #[test]
 fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
     let rig = SlowDeregistration::start();
     for num_refusals in 1..4 {
         let first = rig.reg(4096);
         rig.num_refusals.store(num_refusals, Ordering::SeqCst);
-        assert!(rig.engine.dereg(first).unwrap(), "somebody else holds the registration");
+        assert!(rig.engine.dereg(first).unwrap(), "another handle keeps the registration");
     }
     assert_eq!(rig.num_refused.load(Ordering::SeqCst), 1 + 2 + 3);
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }
 
-/// Meanwhile the thread serves others, and whoever waits is told in the end.
+/// The thread serves others meanwhile, and the caller gets the error in the end.
 #[test]
-fn a_registration_that_stays_in_use_holds_nobody_else_up() {
+fn a_registration_that_stays_in_use_blocks_no_other_command() {
     let rig = SlowDeregistration::start();
     let (first, second) = (rig.reg(4096), rig.engine.alloc(4096, ACCESS).unwrap());
     rig.refuse(true);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| rig.engine.dereg(first).unwrap_err());
         rig.has_refused();
-        // Not one round of the thread's for every try: it does what it is asked meanwhile.
+        // The thread does more than one attempt per round: it executes these commands meanwhile.
         for _ in 0..100 {
             drop(rig.reg(8192));
         }
@@ -267,5 +279,5 @@ fn a_registration_that_stays_in_use_holds_nobody_else_up() {
         assert!(rig.engine.dereg(error.region.unwrap()).unwrap());
     });
     assert!(rig.engine.dereg(second).unwrap());
-    rig.is_empty_at_last();
+    rig.wait_until_empty();
 }

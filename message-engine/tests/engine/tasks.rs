@@ -1,4 +1,4 @@
-//! What tasks await must leave their executor to other tasks.
+//! Awaited calls must leave their executor to other tasks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use crate::hooked::HookedFabric;
 
 const NUM_PARTS: u64 = 40;
 
-/// Holds the engine's thread up in its next round, as long as it is set; and settings with room for little.
+/// A flag that blocks the engine's thread in its next round while it is set, and settings with a short queue.
 fn brief_queue() -> (Arc<AtomicBool>, EngineConfig) {
     let is_held = Arc::new(AtomicBool::new(false));
     let theirs = Arc::clone(&is_held);
@@ -26,15 +26,15 @@ fn brief_queue() -> (Arc<AtomicBool>, EngineConfig) {
     (is_held, EngineConfig { fabrics, queue_len: 4, ..EngineConfig::local() })
 }
 
-/// Lets the engine's thread go on once this task has had its turn often enough.
-async fn let_go_after_some_turns(is_held: &AtomicBool) {
+/// Unblocks the engine's thread once this task has been polled often enough.
+async fn release_after_some_turns(is_held: &AtomicBool) {
     for _ in 0..20 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     is_held.store(false, Ordering::SeqCst);
 }
 
-/// More commands than there is room for.
+/// More commands than the queue has room for.
 fn fill_the_queue(connection: &Connection) {
     while let Ok(transfer) = connection.start_notify(b"", soon()) {
         drop(transfer);
@@ -54,11 +54,11 @@ async fn a_vector_that_waits_for_room_lets_other_tasks_go_on() {
     let spans = parts(&source);
     is_held.store(true, Ordering::SeqCst);
     let (sent, ()) =
-        tokio::join!(pair.out.sendv_async(&spans, soon()), let_go_after_some_turns(&is_held));
+        tokio::join!(pair.out.sendv_async(&spans, soon()), release_after_some_turns(&is_held));
     assert_eq!(sent, Ok(NUM_PARTS));
     assert_eq!(receive.await, Ok(NUM_PARTS));
 
-    // Given up half-way, the rest ends with an error, and nothing is left of it.
+    // If the future is dropped half-way, the other parts fail, and nothing stays behind.
     is_held.store(true, Ordering::SeqCst);
     let brief =
         tokio::time::timeout(Duration::from_millis(20), pair.out.sendv_async(&spans, soon()));
@@ -77,7 +77,7 @@ async fn connecting_while_there_is_no_room_lets_other_tasks_go_on() {
     let late = Instant::now() + Duration::from_secs(20);
     let (found, ()) = tokio::join!(
         pair.here.connect_async(third.endpoint().addr, late),
-        let_go_after_some_turns(&is_held)
+        release_after_some_turns(&is_held)
     );
     assert_eq!(found.unwrap().peer().engine_id, third.endpoint().engine_id);
 }

@@ -1,4 +1,4 @@
-//! What transfers do when all goes well.
+//! Transfers without faults.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::common::{
     until,
 };
 
-/// Around every limit: empty, short, at the edge of eager, one and several parts, odd ends.
+/// Lengths around every limit: empty, short, at the edge of eager, one and several parts, odd ends.
 const SIZES: [usize; 12] =
     [0, 1, 7, 4096, 8191, 8192, 8193, 65_537, 1 << 20, (1 << 20) + 1, 5_000_001, 9 << 20];
 
@@ -102,11 +102,11 @@ fn one_sided_transfers_move_what_was_advertised() {
             let source = memory_of(&pair.here, &bytes);
             let target = poisoned(&pair.there, len + 20);
             // The descriptor travels as bytes.
-            let told = pair.back.advertise(&target.span(10, len as u64).unwrap()).unwrap();
-            let remote = Descriptor::from_bytes(&told.to_bytes()).unwrap();
+            let descriptor = pair.back.advertise(&target.span(10, len as u64).unwrap()).unwrap();
+            let remote = Descriptor::from_bytes(&descriptor.to_bytes()).unwrap();
             let span = source.span(0, len as u64).unwrap();
             assert_eq!(pair.out.write(&span, &remote, soon()).unwrap(), len as u64);
-            // Visible as soon as the writer knows.
+            // The bytes are visible as soon as the writer's transfer is done.
             assert!(contents(&target, 10, len) == bytes, "{by:?}: {len} bytes written");
             assert_eq!(contents(&target, 0, 10), [0xa5; 10]);
             assert_eq!(contents(&target, 10 + len as u64, 10), [0xa5; 10]);
@@ -127,7 +127,7 @@ fn vectored_writes_and_reads_scatter_and_gather() {
         let source = memory_of(&pair.here, &bytes);
         let target = poisoned(&pair.there, bytes.len());
         let local: Vec<_> = (0..num).map(|i| source.span(i * each, each).unwrap()).collect();
-        // Backwards, so that order matters.
+        // Reversed, so that order matters.
         let there: Vec<_> = (0..num).rev().map(|i| target.span(i * each, each).unwrap()).collect();
         let remote = pair.back.advertisev(&there).unwrap();
         assert_eq!(pair.out.writev(&local, &remote, soon()).unwrap(), num * each);
@@ -145,7 +145,7 @@ fn vectored_writes_and_reads_scatter_and_gather() {
 #[test]
 fn notifications_of_any_length_arrive_whole_and_in_order() {
     for by in TestTransport::all() {
-        // A window far below what is sent, so that most of it waits at the sender.
+        // The window is far smaller than the sum of the notifications, so that most of them wait at the sender.
         let small = EngineConfig { notify_window_bytes: 4096, ..config(by) };
         let (pair, mut rng) = (pair_of(config(by), small), rng());
         let lens = [0, 1, 255, 256, 257, 4000, 4096, 65_536, 65_537, 1 << 20, 3_000_001, 5, 0];
@@ -165,7 +165,7 @@ fn notifications_of_any_length_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn a_sender_of_notifications_waits_while_nobody_takes_them() {
+fn a_sender_of_notifications_waits_until_they_are_taken() {
     for by in TestTransport::all() {
         let small = EngineConfig { notify_window_bytes: 4096, ..config(by) };
         let pair = pair_of(config(by), small);
@@ -174,7 +174,7 @@ fn a_sender_of_notifications_waits_while_nobody_takes_them() {
         let late = Instant::now() + Duration::from_millis(50);
         let error = pair.out.notify(&[2; 4000], late).unwrap_err().to_string();
         assert!(error.contains("deadline"), "{error}");
-        // What gave up was never sent, and what follows is.
+        // The expired notification is never sent, and the following ones are.
         let third = pair.out.start_notify(&[3; 4000], soon()).unwrap();
         assert_eq!(pair.there.next_notification(soon()).unwrap().bytes, [1; 4000]);
         assert_eq!(pair.there.next_notification(soon()).unwrap().bytes, [3; 4000]);
@@ -198,11 +198,11 @@ fn a_buffer_too_small_fails_and_stays_untouched() {
             let error = got.wait().unwrap_err();
             let (op, bytes) = ("recv", len as u64);
             assert_eq!(error, TransferError::Truncated { op, bytes, capacity: 99 });
-            // A short message has gone ahead; a long one is refused at both ends.
+            // A short message was sent ahead. A long one is refused at both ends.
             assert_eq!(sent.is_ok(), len == 100, "{by:?}: {sent:?}");
             assert_eq!(contents(&target, 0, 200), [0xa5; 200]);
         }
-        // The connection goes on.
+        // The connection stays usable.
         let source = memory_of(&pair.here, &[3; 60_000]);
         let got = pair.back.start_recv(&target.span(0, 50_000).unwrap(), soon()).unwrap();
         pair.out.send(&source.span(0, 50_000).unwrap(), soon()).unwrap();
@@ -210,8 +210,7 @@ fn a_buffer_too_small_fails_and_stays_untouched() {
     }
 }
 
-/// The sender is not told that its message is too long when it is the receiver that cannot open a buffer
-/// that is long enough.
+/// The sender's error does not call the message too long if the receiver cannot open a buffer that is long enough.
 #[test]
 fn a_buffer_that_cannot_be_opened_is_called_so_at_both_ends() {
     for by in TestTransport::all() {
@@ -226,7 +225,7 @@ fn a_buffer_that_cannot_be_opened_is_called_so_at_both_ends() {
         let error = got.wait().unwrap_err().to_string();
         assert!(error.contains("not registered for writing by peers"), "{by:?}: {error}");
         assert_eq!(contents(&closed, 0, 100_000), [0; 100_000]);
-        // The connection goes on.
+        // The connection stays usable.
         let target = poisoned(&pair.there, 100_000);
         let got = pair.back.start_recv(&target.whole(), soon()).unwrap();
         pair.out.send(&source.span(0, 100_000).unwrap(), soon()).unwrap();
@@ -306,8 +305,8 @@ fn endpoints_come_and_go_by_their_metadata() {
         assert_eq!(first.peer().addr, there.endpoint().addr);
         let again = here.add_remote_endpoint(&metadata, soon()).unwrap();
         assert_eq!(first.id(), again.id(), "one connection is enough");
-        // Nobody has to accept it; whoever does not can use it from the other end by name, once it is
-        // there.
+        // The other end need not accept the connection. It can use the connection by the peer's metadata, once it is
+        // established.
         until("the other end", || there.stats().num_connections == 1);
         let back = there.add_remote_endpoint(&here.metadata(), soon()).unwrap();
         back.notify(b"hello", soon()).unwrap();
@@ -347,7 +346,7 @@ fn registrations_are_shared_by_range_and_revoked_with_the_last() {
         let mut found = [0; 52];
         first.copy_out(99, &mut found).unwrap();
         assert_eq!((found[0], found[1], found[50], found[51]), (0, 9, 9, 0));
-        // Read-only memory is not written.
+        // A write into read-only memory fails.
         let readable = pair.back.advertise(&other.span(0, 50).unwrap()).unwrap();
         pair.out.read(&span, &readable, soon()).unwrap();
         let error = pair.out.write(&span, &readable, soon()).unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! Both ends in one process: the same rings and flags over plain memory. For tests, and for a client
-//! and a server that share a process.
+//! Both peers in one process: the same rings and flags over plain memory. For tests, and for a client and a server that
+//! share a process.
 
 use std::io;
 use std::sync::Arc;
@@ -10,43 +10,43 @@ use super::mapped::MappedEndpoint;
 #[cfg(feature = "test-transports")]
 use super::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
-use crate::endpoint::{Endpoint, TransportKind};
+use crate::endpoint::{Transport, TransportKind};
 use crate::region::{MapError, Region, SlotKey};
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
 use crate::wait::event_fd;
 
-/// A pair of local channels could not be made.
+/// [`pair`] could not make two channels.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum LocalPairError {
-    /// The slot configuration is not usable.
+    /// The slot configuration is invalid.
     #[error(transparent)]
     Config(#[from] SlotConfigError),
     /// No memory for the slots.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// No event descriptor.
+    /// The system gives no event descriptor.
     #[error("cannot create an event descriptor: {0}")]
     Event(#[from] io::Error),
-    /// The channels refused their parts.
+    /// A channel rejected its slot.
     #[error(transparent)]
     Channel(#[from] ChannelError),
 }
 
-/// Two joined channels in this process.
+/// Two connected channels in this process.
 ///
 /// # Errors
-/// [`LocalPairError`] when the configuration is not usable or the system is out of resources.
+/// [`LocalPairError`] if the configuration is invalid or the system is out of resources.
 pub fn pair(
     config: SlotConfig,
 ) -> Result<(Channel<MappedEndpoint>, Channel<MappedEndpoint>), LocalPairError> {
     joined(config, |endpoint| endpoint)
 }
 
-/// Two joined channels in this process that reach each other by put only, in `disorder` if given.
+/// Two connected channels in this process that transfer frames by put only. Puts are reordered by `disorder` if given.
 ///
 /// # Errors
-/// [`LocalPairError`] when the configuration is not usable or the system is out of resources.
+/// [`LocalPairError`] if the configuration is invalid or the system is out of resources.
 #[cfg(feature = "test-transports")]
 pub fn staged_pair(
     config: SlotConfig,
@@ -55,7 +55,7 @@ pub fn staged_pair(
     joined(config, |endpoint| StagedEndpoint::new(endpoint, disorder))
 }
 
-fn joined<E: Endpoint<RemoteKey = SlotKey>>(
+fn joined<E: Transport<RemoteKey = SlotKey>>(
     config: SlotConfig,
     wrap: impl Fn(MappedEndpoint) -> E,
 ) -> Result<(Channel<E>, Channel<E>), LocalPairError> {

@@ -1,4 +1,4 @@
-//! The endpoint of every transport whose peer memory is mapped here: puts are stores.
+//! The endpoint of every transport that maps the peer's memory into this process: puts are stores.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
 
 use crate::copy::copy_out;
+use crate::endpoint::checks::{check_flag, check_range};
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::flags::{self, Contract};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
@@ -22,8 +23,8 @@ pub struct MappedEndpoint {
 }
 
 impl MappedEndpoint {
-    /// Endpoint over `remote`, the mapping of the peer's slot. `wake_peer` is the event descriptor that
-    /// the peer waits on, `wake_self` the one that this side waits on.
+    /// Endpoint over `remote`, the mapping of the peer's slot. The peer waits on the event descriptor `wake_peer`, this
+    /// side on `wake_self`.
     #[must_use]
     pub const fn new(
         kind: TransportKind,
@@ -34,9 +35,10 @@ impl MappedEndpoint {
         Self { kind, remote, wake_peer, wake_self }
     }
 
-    /// Checks that an access stays inside the peer's slot.
-    pub fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        self.target(op, offset, len).map(|_| ())
+    /// Bytes of the peer's slot.
+    #[cfg(feature = "test-transports")]
+    pub(super) fn remote_bytes(&self) -> usize {
+        self.remote.len()
     }
 
     fn target(
@@ -45,22 +47,16 @@ impl MappedEndpoint {
         offset: usize,
         len: usize,
     ) -> Result<NonNull<u8>, PostError> {
-        let region_bytes = self.remote.len();
-        match offset.checked_add(len) {
-            // SAFETY: offset + len <= the mapping's length.
-            Some(end) if end <= region_bytes => Ok(unsafe { self.remote.as_ptr().add(offset) }),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
+        check_range(op, offset, len, self.remote.len())?;
+        // SAFETY: offset + len <= the mapping's length.
+        Ok(unsafe { self.remote.as_ptr().add(offset) })
     }
 
     fn word(&self, op: &'static str, offset: usize) -> Result<&AtomicU64, PostError> {
-        let target = self.target(op, offset, 8)?;
-        if !offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op, offset });
-        }
-        // SAFETY: in range and 8-byte aligned (mappings are page-aligned); mapped as long as `self`;
-        // flags are accessed atomically on both sides.
-        Ok(unsafe { AtomicU64::from_ptr(target.as_ptr().cast()) })
+        check_flag(op, offset, self.remote.len())?;
+        // SAFETY: in range and 8-byte aligned (mappings are page-aligned); mapped as long as `self`; both sides access
+        // flags atomically.
+        Ok(unsafe { AtomicU64::from_ptr(self.remote.as_ptr().add(offset).as_ptr().cast()) })
     }
 }
 
@@ -71,21 +67,25 @@ impl Endpoint for MappedEndpoint {
         self.kind
     }
 
+    fn register(&mut self, _region: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         Some(self.remote.as_ptr())
     }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         let target = self.target("put", dst.offset, dst.len.max(src.len()))?;
-        // SAFETY: both ranges were checked; the caller keeps `src` unwritten; a slot of a peer never
-        // overlaps local memory that is registered as a source.
+        // SAFETY: both ranges are checked; the caller keeps `src` unwritten; a peer's slot never overlaps local memory
+        // that is registered as a source.
         unsafe { copy_out(src.as_ptr().as_ptr(), target.as_ptr(), src.len()) };
         Ok(())
     }
 
     unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
         let target = self.target("get", src.offset, src.len.max(dst.len()))?;
-        // SAFETY: as for `put`, with the roles exchanged.
+        // SAFETY: as in `put`, with source and target exchanged.
         unsafe {
             std::ptr::copy_nonoverlapping(target.as_ptr(), dst.as_ptr().as_ptr(), dst.len());
         }
@@ -93,7 +93,7 @@ impl Endpoint for MappedEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        // Puts are stores of this thread, so releasing them orders them ahead of the sum.
+        // Puts are stores of this thread, so the release of the sum orders them before it.
         flags::add::<Contract>(self.word("add_flag", dst.offset)?, value);
         Ok(())
     }
@@ -124,3 +124,6 @@ impl Endpoint for MappedEndpoint {
         Some(self.wake_self.as_fd())
     }
 }
+
+crate::unbatched!(MappedEndpoint);
+crate::immediate_progress!(MappedEndpoint);

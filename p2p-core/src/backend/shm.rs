@@ -1,11 +1,11 @@
 //! Slots in shared memory: sealed memfds, exchanged over an abstract Unix socket.
 //!
-//! Nothing has a name in a file system, so nothing is left behind when a process dies. The trust
-//! boundary is the user: whoever runs under the same uid could attach a debugger anyway. Within it the
-//! seals keep a peer from shrinking a mapping, which would turn our loads into SIGBUS, and every byte
-//! it writes is checked by those who read it. One hole stays open on purpose: a peer whose slot lies on
-//! reserved huge pages can give them back to the pool, and a store into them fails if the pool is
-//! empty then.
+//! Slots have no name in a file system, so a process that dies leaves no file behind.
+//!
+//! The trust boundary is the user: a process of the same uid could attach a debugger anyway. Within that boundary, the
+//! seals prevent a peer from shrinking a mapping, which would turn loads of this process into SIGBUS. Readers check
+//! every byte that a peer writes. One hole stays open on purpose: a peer whose slot lies on reserved huge pages can give
+//! the pages back to the pool. A store into them then fails if the pool is empty.
 
 mod pages;
 pub mod pass;
@@ -26,7 +26,7 @@ use crate::region::Region;
 use crate::slot::SlotLayout;
 use crate::wait::event_fd;
 
-/// A shared slot could not be made or taken over.
+/// An error of making a shared slot, or of mapping that of a peer.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ShmError {
@@ -40,7 +40,7 @@ pub enum ShmError {
         /// The system's answer.
         source: io::Error,
     },
-    /// The peer's slot has another size than agreed.
+    /// The peer's slot has a different size than agreed.
     #[error("the peer's slot is {found} bytes, expected {expected} bytes as agreed")]
     Size {
         /// Bytes found.
@@ -48,7 +48,7 @@ pub enum ShmError {
         /// Bytes agreed.
         expected: usize,
     },
-    /// The peer could change the size of its slot under us.
+    /// The peer could resize its slot while this process has it mapped.
     #[error(
         "the peer's slot is not sealed against resizing (seals {found:#x}, expected {expected:#x}); its mapping would not be safe"
     )]
@@ -58,13 +58,13 @@ pub enum ShmError {
         /// Seals expected.
         expected: u32,
     },
-    /// The wake-up descriptor is not one.
+    /// The peer's wake-up descriptor is not an eventfd.
     #[error("the peer's wake-up descriptor is `{found}`, expected an eventfd")]
     NotAnEvent {
-        /// What it is.
+        /// The kind of descriptor found.
         found: String,
     },
-    /// The exchange of descriptors failed.
+    /// The peers could not exchange descriptors.
     #[error("shared memory rendezvous: {0}")]
     Rendezvous(String),
 }
@@ -79,8 +79,8 @@ pub struct SharedSlot {
 }
 
 impl SharedSlot {
-    /// A fresh slot, zeroed, sealed against resizing, on huge pages where the system has them.
-    /// Memory is committed page by page when touched, except on reserved huge pages.
+    /// Makes a zeroed slot that is sealed against resizing, on huge pages if the system has enough. The kernel commits
+    /// its memory page by page on first access, except for reserved huge pages.
     ///
     /// # Errors
     /// [`ShmError::System`].
@@ -89,7 +89,7 @@ impl SharedSlot {
         let system = |call| move |e: io::Error| ShmError::System { call, bytes, source: e };
         let wake = Arc::new(event_fd().map_err(system("eventfd"))?);
         if pages::huge_pages_fit(bytes) {
-            // A pool that others drain meanwhile is no error: small pages do.
+            // Another process may drain the pool first. That is no error: small pages work as well.
             if let Ok((fd, region)) =
                 create_mapped(bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)
             {
@@ -107,19 +107,19 @@ impl SharedSlot {
         &self.region
     }
 
-    /// Which pages the slot lies on.
+    /// The kind of pages under the slot.
     #[must_use]
     pub const fn pages(&self) -> PageKind {
         self.pages
     }
 
-    /// Descriptors that the peer needs: the memory, then the wake-up.
+    /// The descriptors for the peer: the memory, then the wake-up.
     #[must_use]
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
         [self.fd.as_fd(), self.wake.as_fd()]
     }
 
-    /// Endpoint of `kind` towards `peer`. The descriptor of the memory is closed; the mappings stay.
+    /// Returns an endpoint of `kind` to `peer`, and this slot. Closes the memory's descriptor; the mappings stay.
     #[must_use]
     pub fn join(self, kind: TransportKind, peer: PeerSlot) -> (MappedEndpoint, Region) {
         let Self { region, wake, .. } = self;
@@ -127,7 +127,7 @@ impl SharedSlot {
     }
 }
 
-/// A peer's slot, mapped here.
+/// A peer's slot, mapped into this process.
 #[derive(Debug)]
 pub struct PeerSlot {
     region: Region,
@@ -135,13 +135,13 @@ pub struct PeerSlot {
 }
 
 impl PeerSlot {
-    /// Verifies and maps what a peer sent: its memory and its wake-up descriptor.
+    /// Verifies the memory and the wake-up descriptor that a peer sent, and maps the memory.
     ///
     /// # Errors
-    /// [`ShmError`] when the size or the seals are not as agreed, or a descriptor is something else.
+    /// [`ShmError`] if the size or the seals are not as agreed, or a descriptor has the wrong kind.
     pub fn open(memory: &OwnedFd, wake: OwnedFd, layout: &SlotLayout) -> Result<Self, ShmError> {
         let bytes = layout.slot_bytes();
-        // Seals first: only a sealed size stays what it is.
+        // Seals first: only the size of a sealed file cannot change after the check.
         let seals = fcntl_get_seals(memory).unwrap_or(SealFlags::empty());
         if !seals.contains(SEALS) {
             return Err(ShmError::Seals { found: seals.bits(), expected: SEALS.bits() });
@@ -161,7 +161,7 @@ impl PeerSlot {
     }
 }
 
-/// Refuses a wake-up descriptor that is something else.
+/// Rejects a wake-up descriptor that is not an eventfd.
 pub fn check_event(wake: &OwnedFd) -> Result<(), ShmError> {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", wake.as_raw_fd()))
         .map(|path| path.to_string_lossy().into_owned())
@@ -182,11 +182,11 @@ fn create_mapped(bytes: usize, extra: MemfdFlags) -> Result<(OwnedFd, Region), S
 
 fn map_shared(fd: &OwnedFd, bytes: usize) -> Result<Region, ShmError> {
     let prot = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a fresh mapping at an address the kernel chooses aliases nothing of this process; its
-    // bytes are reached only through views, atomics and copies.
+    // SAFETY: a fresh mapping at an address that the kernel chooses aliases no memory of this process. This process
+    // accesses its bytes only through views, atomics and copies.
     let ptr = unsafe { mmap(std::ptr::null_mut(), bytes, prot, MapFlags::SHARED, fd, 0) }
         .map_err(|e| ShmError::System { call: "mmap", bytes, source: e.into() })?;
-    // SAFETY: `ptr..ptr+bytes` was just mapped, whole, and is owned by nobody else.
+    // SAFETY: `ptr..ptr+bytes` was just mapped, whole, and has no other owner.
     unsafe { Region::from_raw(ptr.cast(), bytes) }.ok_or(ShmError::System {
         call: "mmap",
         bytes,
@@ -227,7 +227,7 @@ mod tests {
         let layout = SlotLayout::new(SlotConfig { slot_bytes: 4 << 20, num_frames: 2 }).unwrap();
         if !pages::huge_pages_fit(layout.slot_bytes()) {
             let reason = "the pool is empty: sysctl vm.nr_hugepages=16";
-            return crate::backend::skip::skip("huge-pages", reason);
+            return test_support::skip("huge-pages", reason);
         }
         let slot = SharedSlot::create(&layout).unwrap();
         assert_eq!(slot.pages(), PageKind::HugeTlb);

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
 
+use super::close::is_over;
 use super::fallback::{ExcludedOffer, Fallback};
-use super::liveness::is_over;
 use super::{ConnectConfig, ConnectError, RejectCode};
 use crate::network::{Offer, offers};
 

@@ -1,137 +1,38 @@
 //! The connecting side of the handshake.
 
 use std::fmt::Display;
-use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use thiserror::Error;
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
 use super::attempt::Attempt;
 use super::background_drop::BackgroundDrop;
-use super::fallback::{self, Fallback};
+use super::fallback;
 use super::liveness::Liveness;
 use super::wire::{
     self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_SHAPE_BYTES,
     MAX_TICKET_BYTES, WireError,
 };
 use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES,
-    MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
-    read_message, write_message,
+    ConnectConfig, ConnectError, Connection, MAX_PAYLOAD_BYTES, MemoryEndpoint, PeerHello,
+    ReadError, Reject, RejectCode, blocking, join_device, open_device, read_message, write_message,
 };
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError, pass};
 #[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
-use crate::channel::{Channel, ChannelError};
-use crate::device::{DeviceMemory, DeviceSlotError, DeviceSlots};
+use crate::channel::Channel;
+use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, NetworkError, Route, SideDescription,
-    network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
-use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+use crate::slot::SlotLayout;
 use crate::transport::AnyEndpoint;
-
-/// How to connect.
-#[derive(Debug, Clone)]
-pub struct ConnectConfig {
-    /// Slots to use. The listening side must have the same.
-    pub slot: SlotConfig,
-    /// Shared secret, if the listening side wants one.
-    pub ticket: Option<String>,
-    /// Transports to offer, the best first.
-    pub transports: Vec<TransportKind>,
-    /// Networks of this process, for the network kinds among `transports`.
-    pub networks: Vec<Arc<dyn Network>>,
-    /// Failures of offers with this peer so far. All connections to one peer should share it.
-    pub fallback: Fallback,
-    /// Memory for device slots beside the host slots. The listening side must want the same.
-    pub device: Option<Arc<dyn DeviceMemory>>,
-    /// Limit on the time of the whole handshake.
-    pub timeout: Duration,
-    /// Time after which a host that does not answer counts as gone.
-    pub liveness_timeout: Duration,
-    /// Delays and reordering of a staged transport. For tests.
-    #[cfg(feature = "test-transports")]
-    pub disorder: Option<Disorder>,
-}
-
-impl Default for ConnectConfig {
-    fn default() -> Self {
-        Self {
-            slot: SlotConfig::default(),
-            ticket: None,
-            transports: vec![TransportKind::Local, TransportKind::Shm],
-            networks: Vec::new(),
-            fallback: Fallback::default(),
-            device: None,
-            timeout: DEFAULT_HANDSHAKE_TIMEOUT,
-            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
-            #[cfg(feature = "test-transports")]
-            disorder: None,
-        }
-    }
-}
-
-/// A connection could not be made.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages explain the fields")]
-pub enum ConnectError {
-    /// No listener answers at the address.
-    #[error("cannot reach {addr}: {source}")]
-    Unreachable { addr: String, source: io::Error },
-    /// The whole handshake took longer than allowed.
-    #[error("{addr} did not complete the handshake within {} ms", .limit.as_millis())]
-    Timeout { addr: String, limit: Duration },
-    /// The listening side said no.
-    #[error("{addr} rejected the connection: {reject}")]
-    Rejected { addr: String, reject: Reject },
-    /// The other end is not a Switchyard listener, or has another protocol version.
-    #[error("{addr}: {source}")]
-    Foreign { addr: String, source: WireError },
-    /// The connection broke during the handshake.
-    #[error("the connection to {addr} broke during the handshake: {detail}")]
-    Broken { addr: String, detail: String },
-    /// A field to be sent is too long. A local bug or misconfiguration.
-    #[error("`{field}` is {found} bytes, at most {max} are allowed")]
-    TooLong { field: &'static str, found: usize, max: usize },
-    /// The slot configuration is not usable.
-    #[error(transparent)]
-    Slot(#[from] SlotConfigError),
-    /// Shared memory failed.
-    #[error(transparent)]
-    Shm(#[from] ShmError),
-    /// Device slots could not be made on this side.
-    #[error(transparent)]
-    Device(#[from] DeviceSlotError),
-    /// A network failed on this side.
-    #[error(transparent)]
-    Network(#[from] NetworkError),
-    /// The channel could not be made.
-    #[error(transparent)]
-    Channel(#[from] ChannelError),
-    /// The connection could not be set up as liveness connection.
-    #[error("cannot set up the liveness connection: {0}")]
-    Liveness(io::Error),
-}
-
-impl ConnectError {
-    /// The listening side's reason to refuse, if it refused.
-    #[must_use]
-    pub const fn reject(&self) -> Option<&Reject> {
-        match self {
-            Self::Rejected { reject, .. } => Some(reject),
-            _ => None,
-        }
-    }
-}
 
 /// Connects to a [`Listener`](super::Listener). Retries as long as the listener reports that it is
 /// busy with others.

@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream, lookup_host};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -25,87 +24,21 @@ use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES,
-    MemoryEndpoint, PeerHello, ReadError, Reject, RejectCode, blocking, join_device, open_device,
-    read_message, write_message,
+    BindError, Connection, ListenerConfig, MAX_PAYLOAD_BYTES, MemoryEndpoint, PeerHello, ReadError,
+    Reject, RejectCode, blocking, join_device, open_device, read_message, write_message,
 };
 use crate::backend::shm::pass::{self, Nonce, SlotDescriptors};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
-#[cfg(feature = "test-transports")]
-use crate::backend::staged::Disorder;
 use crate::channel::Channel;
 use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Network, Offer, Route, SideDescription, network_of,
+    HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Offer, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
-use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+use crate::slot::SlotLayout;
 use crate::transport::AnyEndpoint;
-
-/// How to listen.
-#[derive(Debug, Clone)]
-pub struct ListenerConfig {
-    /// Slots to use. Peers must have the same.
-    pub slot: SlotConfig,
-    /// Shared secret that peers must show; `None` admits every peer.
-    pub ticket: Option<String>,
-    /// Transports to offer.
-    pub transports: Vec<TransportKind>,
-    /// Networks of this process, for the network kinds among `transports`.
-    pub networks: Vec<Arc<dyn Network>>,
-    /// Memory for device slots beside the host slots. Peers must want the same.
-    pub device: Option<Arc<dyn DeviceMemory>>,
-    /// Limit on the time of a whole handshake.
-    pub handshake_timeout: Duration,
-    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one.
-    pub max_handshakes: usize,
-    /// Most peers connected at the same time.
-    pub max_peers: usize,
-    /// Time after which a host that does not answer counts as gone.
-    pub liveness_timeout: Duration,
-    /// Delays and reordering of a staged transport. For tests.
-    #[cfg(feature = "test-transports")]
-    pub disorder: Option<Disorder>,
-}
-
-impl Default for ListenerConfig {
-    fn default() -> Self {
-        Self {
-            slot: SlotConfig::default(),
-            ticket: None,
-            transports: vec![TransportKind::Local, TransportKind::Shm],
-            networks: Vec::new(),
-            device: None,
-            handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
-            max_handshakes: 1024,
-            max_peers: 4096,
-            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
-            #[cfg(feature = "test-transports")]
-            disorder: None,
-        }
-    }
-}
-
-/// A listener could not be made.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages explain the fields")]
-pub enum BindError {
-    /// Another process listens there.
-    #[error("{addr} is in use by another process; choose another port or stop that process")]
-    InUse { addr: String },
-    /// The system refuses to listen there.
-    #[error("cannot listen on {addr}: {source}")]
-    Listen { addr: String, source: io::Error },
-    /// The Unix socket for shared memory cannot be made.
-    #[error("cannot listen on an abstract Unix socket for shared memory: {0}")]
-    Rendezvous(io::Error),
-    /// The slot configuration is not usable.
-    #[error(transparent)]
-    Slot(#[from] SlotConfigError),
-}
 
 /// Counts of a listener. Every connection ends in exactly one of the last five counts.
 #[derive(Debug, Default)]

@@ -37,7 +37,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, sendmsg, sockopt,
 };
 
-use super::liveness::{CloseReason, why_over};
+use super::close::{CloseReason, why_over};
 use super::wire::encode_goodbye;
 use crate::wait::{event_fd, signal_event};
 

@@ -206,6 +206,10 @@ impl Endpoint for StandInEndpoint {
         self.kind
     }
 
+    fn register(&mut self, _: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -249,3 +253,6 @@ impl Endpoint for StandInEndpoint {
         None
     }
 }
+
+p2p_core::unbatched!(StandInEndpoint);
+p2p_core::immediate_progress!(StandInEndpoint);

@@ -3,22 +3,8 @@
 use super::reach::{local, pin, remote_domain};
 use crate::format::{Local, Remote, Syndrome};
 use crate::memory::copy;
-use crate::nic::{Nic, Qp, QpState};
+use crate::nic::{DeferredEffect, Effect, Nic, Qp, QpState};
 use crate::port::Access;
-
-/// A part of an executed request that lands later.
-#[derive(Debug)]
-pub(crate) struct DeferredEffect {
-    pub(super) position: u64,
-    pub(super) effect: Effect,
-}
-
-#[derive(Debug)]
-pub(super) enum Effect {
-    Write { remote: Remote, local: Local, is_relaxed: bool },
-    Read { remote: Remote, local: Local },
-    Land { local: Local, bytes: [u8; 8] },
-}
 
 impl Nic {
     /// Lands all effects of requests before `end`.

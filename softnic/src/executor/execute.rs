@@ -7,11 +7,10 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, RngExt};
 
-use super::deferred::{DeferredEffect, Effect};
 use super::reach::{local, pin, remote_domain, remote_entry};
 use crate::format::{Atomic, Local, MAX_MESSAGE_BYTES, Operation, Remote, Source, Syndrome, Wqe};
 use crate::memory::copy;
-use crate::nic::{Nic, Qp};
+use crate::nic::{DeferredEffect, Effect, Nic, Qp};
 use crate::port::{Access, NUM_INBOX};
 
 impl Nic {

@@ -5,7 +5,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{Endpoint, Marks, PostError, Progress, QuietError, TransportKind};
 use p2p_core::region::SlotKey;
 use p2p_core::wait::Driver;
 use p2p_core::{LocalRange, Region, RemoteRange};
@@ -27,9 +28,8 @@ pub(super) struct Side {
     slot: Segment,
     slot_keys: Keys,
     poster: Option<Poster>,
-    sources: Vec<Keys>,
-    /// Kept mapped as long as they are registered.
-    regions: Vec<Region>,
+    /// Registered memory, which stays mapped as long.
+    sources: Vec<(Region, Keys)>,
 }
 
 impl Side {
@@ -41,8 +41,7 @@ impl Side {
         poster: Poster,
     ) -> Self {
         let poster = Some(poster);
-        let (sources, regions) = (Vec::new(), Vec::new());
-        Self { device, domain, slot, slot_keys, poster, sources, regions }
+        Self { device, domain, slot, slot_keys, poster, sources: Vec::new() }
     }
 
     pub(super) const fn slot_keys(&self) -> &Keys {
@@ -75,7 +74,7 @@ impl Drop for Side {
         if let Some(poster) = self.poster.take() {
             warn("a queue", poster.into_queue().destroy(&mut nic));
         }
-        for keys in &self.sources {
+        for (_, keys) in &self.sources {
             warn("memory", nic.deregister(keys.lkey));
         }
     }
@@ -110,27 +109,20 @@ impl SoftEndpoint {
 
     /// The peer's memory at `offset`, checked.
     fn remote(&self, op: &'static str, offset: usize, len: usize) -> Result<Remote, PostError> {
-        let region_bytes = self.remote_bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => {
-                let address = self.remote_address.wrapping_add(offset as u64);
-                Ok(Remote { address, rkey: self.rkey })
-            }
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
+        check_range(op, offset, len, self.remote_bytes)?;
+        Ok(self.remote_at(offset))
+    }
+
+    fn remote_at(&self, offset: usize) -> Remote {
+        Remote { address: self.remote_address.wrapping_add(offset as u64), rkey: self.rkey }
     }
 
     /// Local memory with its key.
     fn local(&self, op: &'static str, range: &LocalRange) -> Result<Local, PostError> {
-        let (start, len) = (range.as_ptr().as_ptr() as u64, range.len());
-        let holds = |keys: &&Keys| {
-            start.checked_sub(keys.address).is_some_and(|offset| {
-                offset.checked_add(len as u64).is_some_and(|end| end <= keys.num_bytes)
-            })
-        };
-        let unregistered = PostError::Unregistered { op, address: start as usize, len };
-        let keys = self.side.sources.iter().rev().find(holds).ok_or(unregistered)?;
-        Ok(Local { address: start, lkey: keys.lkey, num_bytes: len as u32 })
+        let sources = self.side.sources.iter().map(|(region, keys)| (region, keys));
+        let (keys, _) = find_registered(op, range, sources)?;
+        let address = range.as_ptr().as_ptr() as u64;
+        Ok(Local { address, lkey: keys.lkey, num_bytes: range.len() as u32 })
     }
 
     fn post(&mut self, op: &'static str, operation: Operation) -> Result<(), PostError> {
@@ -192,17 +184,8 @@ impl Endpoint for SoftEndpoint {
             .lock()
             .register_local(side.domain, region, Access::LOCAL_WRITE)
             .map_err(|error| PostError::Register { bytes, detail: error.to_string() })?;
-        side.sources.push(keys);
-        side.regions.push(region.clone());
+        side.sources.push((region.clone(), keys));
         Ok(())
-    }
-
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        Some(Arc::clone(&self.side.device) as Arc<dyn Driver>)
-    }
-
-    fn health(&self) -> Result<(), PostError> {
-        self.failure.map_or(Ok(()), |failure| Err(post_error("health", failure)))
     }
 
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
@@ -226,10 +209,8 @@ impl Endpoint for SoftEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        let remote = self.remote("add_flag", dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
-        }
+        check_flag("add_flag", dst.offset, self.remote_bytes)?;
+        let remote = self.remote_at(dst.offset);
         let Some(poster) = &self.side.poster else {
             return Err(PostError::Disconnected { op: "add_flag" });
         };
@@ -261,21 +242,6 @@ impl Endpoint for SoftEndpoint {
         })
     }
 
-    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
-        self.health()?;
-        self.side.device.progress();
-        let Some(poster) = &mut self.side.poster else {
-            return Err(PostError::Disconnected { op: "marks" });
-        };
-        match poster.poll() {
-            Ok(arrived) => Ok(Some(Marks { issued: poster.posted(), arrived })),
-            Err(error) => {
-                self.failure = Some(error);
-                Err(post_error("marks", error))
-            }
-        }
-    }
-
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
         // Whether the peer sleeps stands in its memory, and asking would cost as much as waking it. The
         // flag must have come before, which takes longer only with an adversary.
@@ -292,6 +258,37 @@ impl Endpoint for SoftEndpoint {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.wake_self.as_fd())
+    }
+}
+
+p2p_core::unbatched!(SoftEndpoint);
+
+impl Progress for SoftEndpoint {
+    p2p_core::default_progress! {
+        add_flag_lazily, has_room, has_room_to_spare, try_fence, is_settled
+    }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.side.device) as Arc<dyn Driver>)
+    }
+
+    fn health(&self) -> Result<(), PostError> {
+        self.failure.map_or(Ok(()), |failure| Err(post_error("health", failure)))
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        self.health()?;
+        self.side.device.progress();
+        let Some(poster) = &mut self.side.poster else {
+            return Err(PostError::Disconnected { op: "marks" });
+        };
+        match poster.poll() {
+            Ok(arrived) => Ok(Some(Marks { issued: poster.posted(), arrived })),
+            Err(error) => {
+                self.failure = Some(error);
+                Err(post_error("marks", error))
+            }
+        }
     }
 }
 

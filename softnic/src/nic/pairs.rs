@@ -7,10 +7,9 @@ use std::time::Instant;
 
 use p2p_core::Region;
 
+use super::cq::{Cq, CqConfig};
 use super::{ControlError, Domain, Nic, check_depth, place};
-use crate::cq::{Cq, CqConfig};
-use crate::executor::{DeferredEffect, UnreportedRequest};
-use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
+use crate::format::{Cqe, DEPTHS, Local, RECEIVE_BYTES, Remote, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};
 
@@ -100,6 +99,33 @@ pub(crate) struct Qp {
     pub(crate) num_dropped: u32,
     pub(crate) failures: Vec<(u64, Syndrome)>,
     pub(crate) failing_ranges: Vec<(Range<u64>, Syndrome)>,
+}
+
+/// An executed request that is not reported yet.
+#[derive(Debug)]
+pub(crate) struct UnreportedRequest {
+    pub(crate) cqe: Cqe,
+    /// Its first block.
+    pub(crate) position: u64,
+    /// The first one after it.
+    pub(crate) end: u64,
+    /// Whether a completion is due. A failed request gets one in any case.
+    pub(crate) is_reported: bool,
+}
+
+/// A part of an executed request that lands later.
+#[derive(Debug)]
+pub(crate) struct DeferredEffect {
+    pub(crate) position: u64,
+    pub(crate) effect: Effect,
+}
+
+/// The memory operation of a [`DeferredEffect`].
+#[derive(Debug)]
+pub(crate) enum Effect {
+    Write { remote: Remote, local: Local, is_relaxed: bool },
+    Read { remote: Remote, local: Local },
+    Land { local: Local, bytes: [u8; 8] },
 }
 
 impl Nic {

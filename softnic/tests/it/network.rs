@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::parties::{ROUTE, TransportSetup, fresh_seed, in_processes, pair, var};
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError};
 use p2p_core::network::{Network, SideDescription};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::{SlotConfig, SlotLayout};

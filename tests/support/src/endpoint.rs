@@ -1,16 +1,13 @@
 //! Faults of a network: an endpoint that forwards every call, except where a [`Fault`] intervenes.
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use p2p_core::endpoint::{Endpoint, Marks};
+use p2p_core::endpoint::{Batch, Endpoint, Marks, Progress};
 use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
-use p2p_core::wait::Driver;
-use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, TransportKind};
+use p2p_core::{AnyEndpoint, PostError, QuietError, SlotLayout, TransportKind};
 
 /// The points at which a fault intervenes. The defaults change nothing.
 pub trait Fault: fmt::Debug + Send + 'static {
@@ -143,26 +140,7 @@ struct FaultyEndpoint<F> {
 impl<F: Fault> Endpoint for FaultyEndpoint<F> {
     type RemoteKey = SlotKey;
 
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-
-    fn register(&mut self, region: &Region) -> Result<(), PostError> {
-        self.inner.register(region)
-    }
-
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        self.inner.driver()
-    }
-
-    fn health(&self) -> Result<(), PostError> {
-        self.fault.completions()?;
-        self.inner.health()
-    }
-
-    fn direct(&self, key: SlotKey) -> Option<NonNull<u8>> {
-        self.inner.direct(key)
-    }
+    p2p_core::forward_endpoint! { kind, register, direct, fence, wake, wait_fd => self.inner }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         if !self.fault.post(Op::Put)? {
@@ -187,6 +165,26 @@ impl<F: Fault> Endpoint for FaultyEndpoint<F> {
         }
     }
 
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        if !self.fault.completions()? {
+            return Err(QuietError::Deadline { outstanding: 1 });
+        }
+        self.inner.quiet(deadline)
+    }
+}
+
+impl<F: Fault> Batch for FaultyEndpoint<F> {
+    p2p_core::forward_endpoint! { begin_batch, flush => self.inner }
+}
+
+impl<F: Fault> Progress for FaultyEndpoint<F> {
+    p2p_core::forward_endpoint! { driver, has_room, has_room_to_spare => self.inner }
+
+    fn health(&self) -> Result<(), PostError> {
+        self.fault.completions()?;
+        self.inner.health()
+    }
+
     fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
         match self.fault.add_flag(dst, value)? {
             Some(value) => self.inner.add_flag_lazily(dst, value),
@@ -194,35 +192,8 @@ impl<F: Fault> Endpoint for FaultyEndpoint<F> {
         }
     }
 
-    fn begin_batch(&mut self) {
-        self.inner.begin_batch();
-    }
-
-    fn flush(&mut self) -> Result<(), PostError> {
-        self.inner.flush()
-    }
-
-    fn has_room(&mut self) -> bool {
-        self.inner.has_room()
-    }
-
-    fn has_room_to_spare(&mut self) -> bool {
-        self.inner.has_room_to_spare()
-    }
-
-    fn fence(&mut self) -> Result<(), PostError> {
-        self.inner.fence()
-    }
-
     fn try_fence(&mut self) -> Result<bool, PostError> {
         Ok(self.fault.completions()? && self.inner.try_fence()?)
-    }
-
-    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        if !self.fault.completions()? {
-            return Err(QuietError::Deadline { outstanding: 1 });
-        }
-        self.inner.quiet(deadline)
     }
 
     fn is_settled(&mut self) -> Result<bool, PostError> {
@@ -234,13 +205,5 @@ impl<F: Fault> Endpoint for FaultyEndpoint<F> {
             return Ok(None);
         }
         self.inner.marks()
-    }
-
-    fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
-        self.inner.wake(key, waiting_offset)
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.wait_fd()
     }
 }

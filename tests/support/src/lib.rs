@@ -4,6 +4,7 @@
 
 pub mod allocations;
 pub mod bounded;
+pub mod c_header;
 pub mod child;
 pub mod descriptors;
 #[cfg(feature = "endpoint")]
@@ -14,6 +15,7 @@ pub mod model;
 pub mod namespaces;
 pub mod own_process;
 pub mod procfs;
+pub mod resources;
 pub mod seed;
 pub mod skip;
 pub mod stopped;

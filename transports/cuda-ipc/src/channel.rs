@@ -16,16 +16,17 @@ use p2p_core::slot::{CONSUMED, PROGRESS, PUBLISHED, SlotLayout, WAITING};
 
 /// A pair of device slots: this process's, which the peer writes, and the peer's, mapped here.
 ///
-/// Kernels take [`local`](Self::local) and [`window`](Self::window) and do everything themselves. The
-/// rings are for hosts, with the rules of [`Channel`](p2p_core::Channel); a frame is known by its number.
+/// Kernels take [`local`](Self::local) and [`window`](Self::window) and do everything themselves.
+/// The rings are for hosts, with the rules of [`Channel`](p2p_core::Channel); a frame is named by
+/// its number.
 #[derive(Debug)]
 pub struct DeviceChannel {
-    // First, so that this side's copies end before its slot goes.
+    // Dropped first, so that this side's copies end before its slot is freed.
     endpoint: DeviceEndpoint,
     gpu: Gpu,
     slot: DeviceSlot,
     layout: SlotLayout,
-    /// Copy of the local control tail in host memory, and what copies it.
+    /// Copy of the local control tail in host memory, and the stream that copies it.
     words: GpuBuffer,
     reader: Stream,
     tx: TxCursor,
@@ -94,7 +95,7 @@ impl DeviceChannel {
     /// Number of the next frame to fill, or `None` while the peer has not given credit.
     ///
     /// # Errors
-    /// [`DeviceError`], also when the peer's credits are impossible.
+    /// [`DeviceError`], also if the peer's credits are impossible.
     pub fn try_reserve(&mut self) -> Result<Option<u64>, DeviceError> {
         if !self.tx.has_spare() {
             let consumed = self.word(CONSUMED)?;
@@ -106,7 +107,7 @@ impl DeviceChannel {
     }
 
     /// Starts a copy of `len` bytes at `src`, host or GPU memory, into the frame that
-    /// [`try_reserve`](Self::try_reserve) gave, `offset` bytes from its start.
+    /// [`try_reserve`](Self::try_reserve) returned, `offset` bytes from its start.
     ///
     /// # Safety
     /// As for [`DeviceEndpoint::put_device`].
@@ -129,7 +130,7 @@ impl DeviceChannel {
         Ok(())
     }
 
-    /// Gives the frame that [`try_reserve`](Self::try_reserve) gave to the peer.
+    /// Publishes the frame that [`try_reserve`](Self::try_reserve) returned.
     ///
     /// # Errors
     /// [`DeviceError`]; without credit nothing is published.
@@ -143,22 +144,23 @@ impl DeviceChannel {
         self.wake()
     }
 
-    /// Number of the next frame that arrived, if any. It is held until [`release`](Self::release).
+    /// Number of the next frame that arrived, if any. The frame stays unchanged until
+    /// [`release`](Self::release).
     ///
     /// # Errors
-    /// [`DeviceError`], also when the peer's counter is impossible.
+    /// [`DeviceError`], also if the peer's counter is impossible.
     pub fn try_next(&mut self) -> Result<Option<u64>, DeviceError> {
         let published = self.word(PUBLISHED)?;
         Ok(self.rx.take(published).map_err(ChannelError::from)?)
     }
 
-    /// Address of a held frame in this GPU's memory. The peer can still change it.
+    /// Address of a received frame in this GPU's memory. A faulty peer can still change it.
     #[must_use]
     pub fn frame(&self, seq: u64) -> DevicePtr {
         self.local().add(self.layout.frame_offset(seq) as u64)
     }
 
-    /// Copies bytes of the local slot to the host and waits for them.
+    /// Copies bytes of the local slot to the host. Blocks until the copy is done, for at most 5 s.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -167,7 +169,7 @@ impl DeviceChannel {
         Ok(self.gpu.read(&self.slot.memory, offset as u64, out, deadline)?)
     }
 
-    /// Gives the oldest held frame back to the peer as credit.
+    /// Returns the oldest received frame to the peer as credit.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -195,8 +197,8 @@ impl DeviceChannel {
     pub fn word(&self, word: usize) -> Result<u64, DeviceError> {
         let tail = self.layout.control_offset(PUBLISHED) as u64;
         let from = self.slot.memory.at(tail, WORDS_BYTES)?;
-        // SAFETY: both ranges have these bytes, and only this call touches the copy. `wait` ends with
-        // an error at worst, after which the copy may still come, into memory that lives on.
+        // SAFETY: both ranges have these bytes, and only this call touches the copy. After an error
+        // of `wait` the copy may still run, into memory that stays allocated.
         unsafe { self.reader.copy(self.words.ptr(), from, WORDS_BYTES)? };
         self.reader.wait(Instant::now() + READ_LIMIT)?;
         let host = self

@@ -1,4 +1,4 @@
-//! One-sided operations on a peer's slot in GPU memory, as a host posts them: in the order of one
+//! One-sided operations on a peer's slot in GPU memory. A host posts them, in the order of one
 //! stream.
 
 use std::mem::ManuallyDrop;
@@ -10,12 +10,14 @@ use std::time::{Duration, Instant};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{GpuBuffer, GpuError, Stream};
 
+use p2p_core::endpoint::checks::{check_flag, check_range};
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
-use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::signal_peer;
 
 /// Endpoint over a mapping of the peer's slot in GPU memory. Kernels store through
-/// [`window`](Self::window); the host's operations are copies and small kernels on a stream of its own.
+/// [`window`](Self::window). The host's operations are copies and small kernels on a stream of its
+/// own.
 #[derive(Debug)]
 pub struct DeviceEndpoint {
     stream: Stream,
@@ -82,11 +84,8 @@ impl DeviceEndpoint {
     }
 
     fn target(&self, op: &'static str, offset: usize, len: usize) -> Result<DevicePtr, PostError> {
-        let region_bytes = self.slot_bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(self.peer.ptr().add(offset as u64)),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
+        check_range(op, offset, len, self.slot_bytes)?;
+        Ok(self.peer.ptr().add(offset as u64))
     }
 
     fn posted(&mut self, op: &'static str, posted: Result<(), GpuError>) -> Result<(), PostError> {
@@ -100,6 +99,10 @@ impl Endpoint for DeviceEndpoint {
 
     fn kind(&self) -> TransportKind {
         TransportKind::CudaIpc
+    }
+
+    fn register(&mut self, _region: &Region) -> Result<(), PostError> {
+        Ok(())
     }
 
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
@@ -123,10 +126,8 @@ impl Endpoint for DeviceEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        let flag = self.target("add_flag", dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
-        }
+        check_flag("add_flag", dst.offset, self.slot_bytes)?;
+        let flag = self.peer.ptr().add(dst.offset as u64);
         // SYNC POINT publish: the kernel runs after the stream's copies, and releases them.
         // SAFETY: in range and aligned, in memory that this GPU reaches.
         self.posted("add_flag", unsafe { self.stream.add_flag(flag, value) })
@@ -166,6 +167,9 @@ impl Endpoint for DeviceEndpoint {
     }
 }
 
+p2p_core::unbatched!(DeviceEndpoint);
+p2p_core::immediate_progress!(DeviceEndpoint);
+
 impl Drop for DeviceEndpoint {
     fn drop(&mut self) {
         // The mapping must not go from under a copy.
@@ -185,5 +189,5 @@ fn failed(op: &'static str, error: &GpuError) -> PostError {
     PostError::Transport { op, code, detail: error.to_string() }
 }
 
-/// Copies towards a peer end within microseconds, also when it is dead.
+/// Copies towards a peer end within microseconds, even if the peer is dead.
 const DROP_LIMIT: Duration = Duration::from_secs(2);

@@ -1,24 +1,24 @@
 //! Slots in the memory of GPUs, mapped across the processes of one host.
 //!
-//! A pair of device slots stands *beside* a connection of another transport, usually
-//! [`shm`](p2p_core::backend::shm), which carries liveness and whatever hosts tell one another: kernels of both
-//! sides move the data and the flags in the slots by themselves, and no host is in their way.
+//! A pair of device slots accompanies a connection of another transport, usually
+//! [`shm`](p2p_core::backend::shm). That connection carries liveness and messages between hosts.
+//! Kernels of both sides move the data and the flags in the device slots without a host.
 //!
-//! The handshake of a connection makes a [`DevicePair`] when both sides bring a [`DeviceSide`]: two
-//! slots, whose meaning is the services' and their kernels' own. Two peers that are connected already
-//! get two slots with host-driven rings, a [`DeviceChannel`], by an [`Invitation`] whose bytes one sends
-//! to the other. Either way descriptors of the memory go over a Unix socket, as shared memory's do, with
-//! the same check of the user.
+//! The handshake of a connection makes a [`DevicePair`] if both sides bring a [`DeviceSide`]. These
+//! are two slots whose content the services and their kernels define. Connected peers can also make
+//! a [`DeviceChannel`]: two slots with host-driven rings. One sends the bytes of an [`Invitation`]
+//! to the other for that. In both cases descriptors of the memory travel over a Unix socket, as
+//! those of shared memory do, with the same check of the user.
 //!
-//! Flags live in the control tail of each slot, in GPU memory, where kernels poll them at the price of
-//! their own memory instead of a trip to the host. The price is that a host sees them by copies, some
-//! 10 µs each: [`DeviceChannel`] is for set-up, tests and tools, not for the data path. A host wakes its
-//! peer after each frame without asking whether it sleeps, because asking would be a copy, too.
+//! Flags are in the control tail of each slot, in GPU memory. Kernels poll their own memory and
+//! need no access to the host's. A host reads flags by copies of about 10 µs each, so
+//! [`DeviceChannel`] is for set-up, tests and tools and not for the data path. A host wakes its
+//! peer after each frame without asking whether it sleeps, because asking would be a copy too.
 //!
-//! **Death.** The memory of a dead process stays allocated until everybody has unmapped it, and stays
-//! harmless to store into. So: stop launching towards the peer, let running kernels reach their bound,
-//! drop the channel, and the peer's GPU memory is free for its successor. Dropping waits for this
-//! side's own copies only.
+//! **Death.** The memory of a dead process stays allocated until all peers have unmapped it, and
+//! stores into it remain harmless. To recover, stop launching towards the peer, let running kernels
+//! reach their bound, and drop the channel. The peer's GPU memory is then free for its successor.
+//! Dropping waits for this side's own copies only.
 
 mod channel;
 mod endpoint;
@@ -49,7 +49,7 @@ use p2p_core::wait::event_fd;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// The GPU refused.
+    /// The GPU reported an error.
     #[error("device slot: {0}")]
     Gpu(#[from] GpuError),
     /// The exchange of descriptors failed.
@@ -58,18 +58,18 @@ pub enum DeviceError {
     /// A system call failed.
     #[error("device slot: {call} failed: {source}")]
     System {
-        /// The call.
+        /// Name of the call.
         call: &'static str,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// The peer did not come.
+    /// The peer did not exchange its descriptors in time.
     #[error("device slot: the peer did not exchange its descriptors within {} ms", .limit.as_millis())]
     Timeout {
-        /// The limit.
+        /// The time limit.
         limit: Duration,
     },
-    /// The rings cannot go on; retire the channel.
+    /// The rings have failed. Retire the channel.
     #[error(transparent)]
     Channel(#[from] ChannelError),
 }
@@ -77,7 +77,8 @@ pub enum DeviceError {
 /// Bytes of an [`Invitation`] on the wire.
 pub const INVITATION_BYTES: usize = 32;
 
-/// A place where one peer can exchange descriptors with this process, known to whoever has its bytes.
+/// A socket at which one peer exchanges descriptors with this process. Only a peer with the
+/// invitation's bytes succeeds.
 #[derive(Debug)]
 pub struct Invitation {
     token: pass::Nonce,
@@ -86,7 +87,7 @@ pub struct Invitation {
 }
 
 impl Invitation {
-    /// Opens the place. Within a Tokio runtime.
+    /// Opens the socket. Requires a Tokio runtime.
     ///
     /// # Errors
     /// [`DeviceError::System`].
@@ -97,7 +98,7 @@ impl Invitation {
         Ok(Self { token, nonce, listener })
     }
 
-    /// What the peer needs to know. Send it to nobody else.
+    /// The bytes to send to the peer. Send them to no other process.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; INVITATION_BYTES] {
         let mut bytes = [0; INVITATION_BYTES];
@@ -106,48 +107,49 @@ impl Invitation {
         bytes
     }
 
-    /// Waits for the peer and joins both slots, each in its process's GPU.
+    /// Waits up to `limit` for the peer and joins both slots, each in its process's GPU.
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub async fn meet(
+    pub async fn accept(
         self,
         gpu: &Gpu,
         layout: SlotLayout,
         limit: Duration,
     ) -> Result<DeviceChannel, DeviceError> {
-        let met = timeout(limit, async {
+        let connected = timeout(limit, async {
             let own = create(gpu, layout).await?;
             loop {
                 let accepted = self.listener.accept().await;
                 let (stream, _) =
                     accepted.map_err(|source| DeviceError::System { call: "accept", source })?;
-                // Nobody else can keep the peer away: who does not know the nonce gets nothing.
+                // Another process cannot block the peer: without the nonce it gets no descriptor.
                 if let Err(error) = pass::check_user(&stream) {
                     tracing::warn!(%error, "refused a stranger's connection");
                     continue;
                 }
-                let heard = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
-                let passed = match heard.unwrap_or(Err(DeviceError::Timeout { limit })) {
-                    Ok(passed) => passed,
+                let received = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
+                let descriptors = match received.unwrap_or(Err(DeviceError::Timeout { limit })) {
+                    Ok(descriptors) => descriptors,
                     Err(error) => {
                         tracing::warn!(%error, "refused a connection that is not the peer's");
                         continue;
                     }
                 };
                 send(&stream, &self.nonce, &own).await?;
-                break join(gpu, layout, own, passed).await;
+                break join(gpu, layout, own, descriptors).await;
             }
         });
-        met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
+        connected.await.unwrap_or(Err(DeviceError::Timeout { limit }))
     }
 }
 
-/// Goes where `invitation` says and joins both slots, each in its process's GPU.
+/// Connects to the peer that sent `invitation` and joins both slots, each in its process's GPU.
+/// Waits up to `limit`.
 ///
 /// # Errors
 /// [`DeviceError`].
-pub async fn meet(
+pub async fn connect(
     invitation: &[u8; INVITATION_BYTES],
     gpu: &Gpu,
     layout: SlotLayout,
@@ -156,14 +158,14 @@ pub async fn meet(
     let (mut token, mut nonce) = ([0; 16], [0; 16]);
     token.copy_from_slice(&invitation[..16]);
     nonce.copy_from_slice(&invitation[16..]);
-    let met = timeout(limit, async {
+    let connected = timeout(limit, async {
         let own = create(gpu, layout).await?;
         let stream = pass::reach(&token).await?;
         send(&stream, &nonce, &own).await?;
-        let passed = receive(&stream, &nonce).await?;
-        join(gpu, layout, own, passed).await
+        let descriptors = receive(&stream, &nonce).await?;
+        join(gpu, layout, own, descriptors).await
     });
-    met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
+    connected.await.unwrap_or(Err(DeviceError::Timeout { limit }))
 }
 
 /// This process's slot in its GPU's memory, zeroed.
@@ -175,7 +177,7 @@ pub struct DeviceSlot {
 }
 
 impl DeviceSlot {
-    /// A fresh slot that a peer can map. GPUs give memory in pieces of 2 MiB.
+    /// A fresh slot that a peer can map. GPUs allocate memory in pieces of 2 MiB.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -210,29 +212,29 @@ async fn receive(
     stream: &UnixStream,
     nonce: &pass::Nonce,
 ) -> Result<pass::SlotDescriptors, DeviceError> {
-    let passed = pass::receive(stream).await?;
-    if passed.nonce != *nonce {
+    let descriptors = pass::receive(stream).await?;
+    if descriptors.nonce != *nonce {
         let text = "what came belongs to another exchange".to_owned();
         return Err(ShmError::Rendezvous(text).into());
     }
-    p2p_core::backend::shm::check_event(&passed.wake)?;
-    Ok(passed)
+    p2p_core::backend::shm::check_event(&descriptors.wake)?;
+    Ok(descriptors)
 }
 
 async fn join(
     gpu: &Gpu,
     layout: SlotLayout,
     own: DeviceSlot,
-    passed: pass::SlotDescriptors,
+    descriptors: pass::SlotDescriptors,
 ) -> Result<DeviceChannel, DeviceError> {
     let gpu = gpu.clone();
     blocking(move || {
-        let peer = gpu.import_shared(passed.memory, layout.slot_bytes() as u64)?;
+        let peer = gpu.import_shared(descriptors.memory, layout.slot_bytes() as u64)?;
         let endpoint = DeviceEndpoint::new(
             gpu.stream()?,
             peer,
             layout.slot_bytes(),
-            Arc::new(passed.wake),
+            Arc::new(descriptors.wake),
             Arc::clone(&own.wake),
         );
         DeviceChannel::new(&gpu, layout, own, endpoint)
@@ -240,7 +242,7 @@ async fn join(
     .await
 }
 
-/// Calls into the driver take milliseconds while memory is mapped.
+/// Runs driver calls on a blocking thread: they take milliseconds while memory is mapped.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, DeviceError> + Send + 'static,
 ) -> Result<T, DeviceError> {
@@ -249,5 +251,5 @@ async fn blocking<T: Send + 'static>(
     })
 }
 
-/// Part of the time that one connection may take until it has said something.
+/// Part of the time limit that one connection may take to identify itself.
 const SHARE_OF_ONE: u32 = 4;

@@ -1,16 +1,11 @@
-//! Device slots between two processes: the conformance rules of every transport, with device buffers,
-//! and what happens when a peer dies while its memory is mapped. On GPUs in software; with
-//! `SWITCHYARD_TEST_DEVICE=cuda` and the feature `cuda` on real ones: each process has its own where there
-//! are two.
+//! Device slots between two processes: the conformance rules of every transport, with device
+//! buffers, and the death of a peer while its memory is mapped. The GPUs are emulated in software.
+//! With `SWITCHYARD_TEST_DEVICE=cuda` and the feature `cuda` they are real, one per process if
+//! there are two.
 #![cfg(not(loom))]
 
-#[path = "../../../tests/support/src/bounded.rs"]
-mod bounded;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::io::Write as _;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::abi::DevicePtr;
@@ -22,7 +17,9 @@ use p2p_core::wait::WaitSet;
 use p2p_core::{ChannelError, Region, RemoteRange, SlotConfig, SlotLayout};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use switchyard_cuda_ipc::{DeviceChannel, DeviceError, INVITATION_BYTES, Invitation, meet};
+use switchyard_cuda_ipc::{DeviceChannel, DeviceError, INVITATION_BYTES, Invitation, connect};
+
+test_support::child_processes! { "other party" => other_party }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Party {
@@ -52,7 +49,7 @@ struct Stage {
     gpu: Gpu,
     channel: DeviceChannel,
     rng: StdRng,
-    met: u64,
+    num_barriers: u64,
 }
 
 #[test]
@@ -64,13 +61,14 @@ fn two_processes_over_device_slots() {
             println!("{name}: {config:?}");
             let (channel, mut child, _stdin) = with_child(&gpu, config, &format!("{idx} {seed}"));
             perform(Party::A, gpu.clone(), channel, seed, script);
-            let status = bounded::status_of(&mut child, name, bounded::LIMIT);
+            let status =
+                test_support::bounded::status_of(&mut child, name, test_support::bounded::LIMIT);
             assert!(status.success(), "the other party failed in: {name}");
         }
     }
 }
 
-/// Channels of slots in GPU memory differ too much for one code, not in what they owe.
+/// The rules are those of other transports, but channels in GPU memory need scripts of their own.
 #[test]
 fn no_rule_of_the_other_transports_is_left_out() {
     let suite = include_str!("../../../tests/conformance/suite.rs");
@@ -100,7 +98,7 @@ fn the_memory_of_a_dead_peer_is_harmless_and_comes_back() {
     put(&mut channel);
     child.kill().unwrap();
     child.wait().unwrap();
-    // Late stores land in memory that nobody reads any more.
+    // Late stores land in memory that no process reads any more.
     for _ in 0..10 {
         put(&mut channel);
     }
@@ -115,7 +113,7 @@ fn the_memory_of_a_dead_peer_is_harmless_and_comes_back() {
         "free bytes: {before} before, {mapped} while mapped, {} after",
         owner.free_bytes().unwrap()
     );
-    // The survivor goes on.
+    // The survivor continues.
     gpu.write(&source, 0, &[1; 64], Instant::now() + LIMIT).unwrap();
 }
 
@@ -142,7 +140,7 @@ fn nobody_waits_for_ever_for_a_peer() {
     let limit = Duration::from_millis(100);
     let error = runtime().block_on(async {
         let invitation = Invitation::open().unwrap();
-        invitation.meet(&gpu, layout(configs()[0]), limit).await.unwrap_err()
+        invitation.accept(&gpu, layout(configs()[0]), limit).await.unwrap_err()
     });
     assert!(matches!(error, DeviceError::Timeout { .. }), "{error}");
 }
@@ -158,33 +156,33 @@ fn whoever_does_not_know_the_nonce_cannot_keep_the_peer_away() {
         let bytes = invitation.to_bytes();
         let token: String = bytes[..16].iter().map(|byte| format!("{byte:02x}")).collect();
         let addr = SocketAddr::from_abstract_name(format!("switchyard-{token}")).unwrap();
-        // They are there first. One talks nonsense, one leaves at once.
+        // They connect first. One sends garbage, one leaves at once.
         let mut garbled = UnixStream::connect_addr(&addr).unwrap();
         garbled.write_all(&[7; 64]).unwrap();
         drop(UnixStream::connect_addr(&addr).unwrap());
-        let (ours, theirs) =
-            tokio::join!(invitation.meet(&gpu, layout, LIMIT), meet(&bytes, &other, layout, LIMIT));
+        let (ours, theirs) = tokio::join!(
+            invitation.accept(&gpu, layout, LIMIT),
+            connect(&bytes, &other, layout, LIMIT)
+        );
         let (mut ours, theirs) = (ours.unwrap(), theirs.unwrap());
         ours.bump_progress().unwrap();
         eventually("a word arrives", || theirs.word(PROGRESS).unwrap() == 1);
     });
 }
 
-/// The other half of the tests above. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let var = |name: &str| std::env::var(format!("P2P_CHILD_{name}")).ok();
-    let Some(invitation) = var("INVITATION") else { return };
+/// The other party of a test, in a process of its own.
+fn other_party() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [invitation, sizes, task] = &arguments[..] else { panic!("found {arguments:?}") };
     let bytes: Vec<u8> = invitation.split(',').map(|byte| byte.parse().unwrap()).collect();
     let invitation: [u8; INVITATION_BYTES] = bytes.try_into().unwrap();
-    let sizes: Vec<usize> = var("SLOT").unwrap().split(' ').map(|s| s.parse().unwrap()).collect();
+    let sizes: Vec<usize> = sizes.split(' ').map(|size| size.parse().unwrap()).collect();
     let layout = layout(SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] });
     let gpu = other_gpu(&first_gpu().unwrap());
-    let channel = runtime().block_on(meet(&invitation, &gpu, layout, LIMIT)).unwrap();
-    let task = var("TASK").unwrap();
+    let channel = runtime().block_on(connect(&invitation, &gpu, layout, LIMIT)).unwrap();
     let (what, seed) = task.split_once(' ').unwrap();
     if what == "hang" {
-        // Ends when the parent does, if nobody kills it before.
+        // Ends with the parent at the latest.
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
     }
@@ -194,10 +192,10 @@ fn child_process() {
 
 fn perform(party: Party, gpu: Gpu, channel: DeviceChannel, seed: u64, script: Script) {
     let rng = StdRng::seed_from_u64(seed);
-    let mut stage = Stage { party, gpu, channel, rng, met: 0 };
+    let mut stage = Stage { party, gpu, channel, rng, num_barriers: 0 };
     script(&mut stage);
-    // Neither unmaps while the other still stores.
-    stage.meet();
+    // Neither side unmaps while the other still stores.
+    stage.barrier();
 }
 
 fn operations(stage: &mut Stage) {
@@ -212,16 +210,16 @@ fn operations(stage: &mut Stage) {
         stage.rng.fill_bytes(&mut expected);
         if stage.party == Party::B {
             stage.poison_local();
-            stage.meet();
-            stage.meet();
+            stage.barrier();
+            stage.barrier();
             let found = stage.local(frame_bytes);
             assert_eq!(&found[offset..offset + len], &expected, "round {round}");
             let beside = found[..offset].iter().chain(&found[offset + len..]);
             assert!(beside.clone().all(|b| *b == POISON), "round {round} wrote beside its range");
-            stage.meet();
+            stage.barrier();
             continue;
         }
-        stage.meet();
+        stage.barrier();
         // From device memory and from host memory, in two halves with a fence between them.
         let cut = if round % 2 == 0 { len } else { len / 2 };
         stage.upload(&device, &expected);
@@ -249,15 +247,15 @@ fn operations(stage: &mut Stage) {
         }
         end.quiet(Instant::now() + LIMIT).unwrap();
         assert_eq!(load(&host, len), expected, "get in round {round}");
-        stage.meet();
-        stage.meet();
+        stage.barrier();
+        stage.barrier();
     }
 }
 
 fn bounds(stage: &mut Stage) {
     let slot_bytes = stage.channel.layout().slot_bytes();
     stage.poison_local();
-    stage.meet();
+    stage.barrier();
     if stage.party == Party::A {
         let source = Region::anonymous(4096).unwrap();
         let end = stage.channel.endpoint_mut();
@@ -278,7 +276,7 @@ fn bounds(stage: &mut Stage) {
         }
         end.quiet(Instant::now() + LIMIT).unwrap();
     }
-    stage.meet();
+    stage.barrier();
     let found = stage.local(stage.channel.layout().control_offset(PUBLISHED));
     assert!(found.iter().all(|b| *b == POISON));
     assert_eq!(stage.channel.word(PUBLISHED).unwrap(), 0);
@@ -312,7 +310,7 @@ fn frames_under_load(stage: &mut Stage) {
             stage.channel.release().unwrap();
         }
     }
-    // Before the buffers go.
+    // Before the buffers are freed.
     stage.channel.endpoint_mut().quiet(Instant::now() + LIMIT).unwrap();
 }
 
@@ -325,18 +323,18 @@ fn credits(stage: &mut Stage) {
         }
         assert_eq!(stage.channel.try_reserve().unwrap(), None);
         assert!(stage.channel.publish().is_err());
-        stage.meet();
-        stage.meet();
+        stage.barrier();
+        stage.barrier();
         assert_eq!(stage.channel.try_reserve().unwrap(), Some(num_frames));
         stage.channel.publish().unwrap();
         assert_eq!(stage.channel.try_reserve().unwrap(), None);
         return;
     }
-    stage.meet();
+    stage.barrier();
     assert_eq!(stage.channel.try_next().unwrap(), Some(0));
     stage.channel.release().unwrap();
     assert!(stage.channel.release().is_err());
-    stage.meet();
+    stage.barrier();
 }
 
 fn desync(stage: &mut Stage) {
@@ -347,13 +345,13 @@ fn desync(stage: &mut Stage) {
             let dst = RemoteRange { key: SlotKey, offset, len: 8 };
             stage.channel.endpoint_mut().add_flag(dst, jump).unwrap();
         }
-        stage.meet();
+        stage.barrier();
         if stage.party == Party::B {
             let error = stage.channel.try_next().unwrap_err();
             let is_desync = matches!(error, DeviceError::Channel(ChannelError::Desync(_)));
             assert!(is_desync, "{error}");
         }
-        stage.meet();
+        stage.barrier();
     }
 }
 
@@ -381,7 +379,7 @@ fn large_counters(stage: &mut Stage) {
         let both = [PUBLISHED, CONSUMED].map(|word| channel.word(word).unwrap() >= start);
         (both == [true, true]).then_some(())
     });
-    stage.meet();
+    stage.barrier();
     for round in 0..20 {
         if stage.party == Party::A {
             let frame = stage.until(|channel| channel.try_reserve().unwrap());
@@ -399,8 +397,8 @@ fn empty_frames(stage: &mut Stage) {
     let num_frames = stage.channel.layout().num_frames() as u64;
     let frame_bytes = stage.channel.layout().frame_bytes();
     stage.poison_local();
-    stage.meet();
-    // Every place of the ring is used, and used again.
+    stage.barrier();
+    // Every place of the ring is used more than once.
     for seq in 0..10 + 2 * num_frames {
         if stage.party == Party::A {
             let frame = stage.until(|channel| channel.try_reserve().unwrap());
@@ -423,11 +421,11 @@ fn empty_frames(stage: &mut Stage) {
 }
 
 impl Stage {
-    /// Both parties arrive here before either goes on.
-    fn meet(&mut self) {
+    /// Waits until both parties have arrived.
+    fn barrier(&mut self) {
         self.channel.bump_progress().unwrap();
-        self.met += 1;
-        let target = self.met;
+        self.num_barriers += 1;
+        let target = self.num_barriers;
         self.until(|channel| (channel.word(PROGRESS).unwrap() >= target).then_some(()));
     }
 
@@ -458,7 +456,7 @@ impl Stage {
         }
     }
 
-    /// Poisons the frames of this side's slot, behind which only flags lie.
+    /// Poisons the frames of this side's slot. Only flags follow them.
     fn poison_local(&self) {
         let bytes = self.channel.layout().control_offset(PUBLISHED) as u64;
         let stream = self.gpu.stream().unwrap();
@@ -493,23 +491,21 @@ fn with_child(gpu: &Gpu, slot: SlotConfig, task: &str) -> (DeviceChannel, Child,
     runtime().block_on(async {
         let invitation = Invitation::open().unwrap();
         let text: Vec<String> = invitation.to_bytes().iter().map(u8::to_string).collect();
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_process", "--nocapture"])
-            .env("P2P_CHILD_INVITATION", text.join(","))
-            .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
-            .env("P2P_CHILD_TASK", task)
+        let sizes = format!("{} {}", slot.slot_bytes, slot.num_frames);
+        let mut child = test_support::child::command("other party")
+            .args([text.join(","), sizes, task.to_owned()])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
         let mut stdin = child.stdin.take().unwrap();
         stdin.flush().unwrap();
-        let channel = invitation.meet(gpu, layout(slot), LIMIT).await.unwrap();
+        let channel = invitation.accept(gpu, layout(slot), LIMIT).await.unwrap();
         (channel, child, stdin)
     })
 }
 
-/// The first GPU. Without one that was asked for, says so.
+/// The first GPU. `None`, with a skip message, if the requested one is missing.
 fn first_gpu() -> Option<Gpu> {
     let kind = std::env::var("SWITCHYARD_TEST_DEVICE").unwrap_or_else(|_| "emulated".to_owned());
     if kind == "emulated" {
@@ -518,13 +514,13 @@ fn first_gpu() -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            skip::skip("gpu", &error.to_string());
+            test_support::skip("gpu", &error.to_string());
             None
         }
     }
 }
 
-/// Where the other process's memory lies: on a GPU of its own, if there are two.
+/// GPU with the other process's memory: one of its own, if there are two.
 fn other_gpu(first: &Gpu) -> Gpu {
     match first.name() {
         DeviceName::Emulated(_) => Gpu::open_emulated(1).unwrap(),

@@ -1,5 +1,5 @@
-//! Device slots made by the handshake, between GPUs in software: who may have them, what each side sees
-//! of the other's memory, and what stays when one goes.
+//! Device slots made by the handshake, between emulated GPUs: permission, visibility of the other
+//! side's memory, and cleanup when one side ends.
 #![cfg(not(loom))]
 
 use std::net::SocketAddr;
@@ -21,7 +21,7 @@ const OWN_BYTES: u64 = 96 << 10;
 const PEER_BYTES: u64 = 160 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The connecting side's; the listening side's has the sizes the other way round.
+/// The connecting side's device. The listening side has the sizes the other way round.
 fn side(gpu: u32, shape: &[u8]) -> DeviceSide {
     let gpu = Gpu::open_emulated(gpu).expect("a GPU in software");
     let shape = shape.to_vec();
@@ -77,7 +77,7 @@ fn deadline() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// Writes by one side's GPU are read by the other's from its own slot.
+/// Checks that the other side reads one side's GPU writes from its own slot.
 fn crosses(rng: &mut StdRng, from: (&Gpu, &DevicePair), to: (&Gpu, &DevicePair)) {
     let (mut sent, mut found) = (vec![0u8; 4000], vec![0u8; 4000]);
     rng.fill_bytes(&mut sent);
@@ -110,7 +110,7 @@ async fn each_side_writes_into_the_others_gpu_and_late_writes_harm_nobody() {
     assert!(fresh.iter().all(|byte| *byte == 0), "a slot begins as zeros");
     crosses(&mut rng, (&gpu, &here), (&far, &there));
     crosses(&mut rng, (&far, &there), (&gpu, &here));
-    // The memory of a side that is gone can still be written.
+    // The memory of a closed side can still be written.
     drop(there);
     gpu.write(here.peer_memory().expect("mapped"), 0, &[7; 64], deadline()).expect("a late write");
 }

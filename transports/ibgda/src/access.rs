@@ -1,5 +1,6 @@
 //! Memory that both a NIC and the posters reach: a GPU's, or the host's.
 
+mod gpu;
 mod host;
 
 use std::collections::BTreeMap;
@@ -12,9 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kernels::gpu::GpuError;
 use thiserror::Error;
 
+pub use self::gpu::{GpuAccess, GpuMemory, Place};
 pub use self::host::{HostAccess, HostPages};
-use crate::gpu::GpuMemory;
-use crate::probe::{MissingPart, list};
+use crate::missing::{MissingPart, list};
 
 /// The poster cannot reach the memory, or there is none.
 #[derive(Debug, Error)]
@@ -224,9 +225,9 @@ pub(crate) struct Plan {
     bytes: usize,
 }
 
-/// A piece of a [`Plan`].
+/// Offset and size of one piece of a [`Plan`].
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct PlanSpan {
     offset: usize,
     bytes: usize,
 }
@@ -240,7 +241,7 @@ impl Plan {
     ///
     /// # Errors
     /// [`AccessError`] if the total exceeds the address space.
-    pub(crate) fn add(&mut self, bytes: usize, align: usize) -> Result<Place, AccessError> {
+    pub(crate) fn add(&mut self, bytes: usize, align: usize) -> Result<PlanSpan, AccessError> {
         let offset = self.bytes.checked_next_multiple_of(align);
         let end = offset.and_then(|offset| offset.checked_add(bytes));
         // The driver rounds up to whole pieces of its own.
@@ -248,7 +249,7 @@ impl Plan {
             return Err(AccessError::TooLarge { what: "memory of a peer", bytes, most: MAX_BYTES });
         };
         self.bytes = end;
-        Ok(Place { offset, bytes })
+        Ok(PlanSpan { offset, bytes })
     }
 
     /// All of it, zeroed.
@@ -261,9 +262,9 @@ impl Plan {
 }
 
 impl Pieces {
-    /// The piece at a place of the plan that this was allocated by.
-    pub(crate) fn part(&self, place: Place) -> Part {
-        Part { whole: Arc::clone(&self.0), offset: place.offset, bytes: place.bytes }
+    /// The part at a span of the plan that this was allocated by.
+    pub(crate) fn part(&self, span: PlanSpan) -> Part {
+        Part { whole: Arc::clone(&self.0), offset: span.offset, bytes: span.bytes }
     }
 }
 

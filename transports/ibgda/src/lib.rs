@@ -10,8 +10,7 @@
 //! | [`peer`] | a peer's slot and the queues to it: open, describe, join; as a link of fused kernels |
 //! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
 //! | [`nic`] | a port of a NIC, registration of host and GPU memory |
-//! | [`access`] | memory that both the NIC and the posters reach |
-//! | [`gpu`] | the same for a GPU, by CUDA |
+//! | [`access`] | memory that both the NIC and the posters reach: the host's, or a GPU's by CUDA |
 //! | [`prm`] | commands to the firmware, as bytes |
 //! | [`device`] | devices as libibverbs lists them, and which are mlx5 |
 //! | [`library`], [`ffi`] | libibverbs and libmlx5, opened at run time |
@@ -19,17 +18,16 @@
 pub mod access;
 pub mod device;
 pub mod ffi;
-pub mod gpu;
 pub mod library;
+mod missing;
 pub mod nic;
 pub mod peer;
 pub mod prm;
 pub mod probe;
 pub mod queue;
 
-pub use access::{Access, HostAccess};
+pub use access::{Access, GpuAccess, GpuMemory, HostAccess, Place};
 pub use device::{Device, DeviceError, devices};
-pub use gpu::{GpuAccess, GpuMemory, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
 pub use peer::{LinkError, OpenPeer, Peer, PeerConfig, PeerError, ResetPeer, Waits};

@@ -18,8 +18,8 @@ use self::open::{Closer, OpenDevice, open_device, query_port};
 use crate::access::{NoDescriptor, PageTable};
 use crate::ffi::{self, AhAttributes, DvAh, DvObject, DvPd, GlobalRoute, InOut};
 use crate::library::{Libraries, LibraryError};
+use crate::missing::{MissingPart, list};
 use crate::prm::{AtomicCapabilities, GeneralCapabilities, Refused};
-use crate::probe::{MissingPart, list};
 
 pub(crate) use self::capability::MAX_READS;
 pub use self::capability::{Capabilities, DeviceLimits};

@@ -1,7 +1,6 @@
 //! Checks of the host and its NICs for GPU-initiated RDMA, one for each requirement.
 
 mod devices;
-mod missing;
 
 use std::fmt;
 use std::path::Path;
@@ -9,10 +8,11 @@ use std::path::Path;
 use serde::Serialize;
 
 pub use self::devices::probe_devices;
-pub(crate) use self::missing::list;
-use self::missing::{DriverOption, PARAMS, PEER_MAPPING, RegistrationMethods, STREAM_MEM_OPS};
-pub use self::missing::{MissingPart, missing_for_doorbells, missing_for_gpu_memory};
 use crate::library::Libraries;
+use crate::missing::{
+    DriverOption, PARAMS, PEER_MAPPING, RegistrationMethods, STREAM_MEM_OPS, first_line, is_loaded,
+};
+pub use crate::missing::{MissingPart, missing_for_doorbells, missing_for_gpu_memory};
 
 /// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -299,19 +299,4 @@ fn missing(name: &'static str, found: String, remedy: &str) -> Check {
 /// Of use, only less well.
 fn partial(name: &'static str, found: String, remedy: Option<&str>) -> Check {
     Check { name, state: State::Partial, found, remedy: remedy.map(str::to_owned) }
-}
-
-fn is_loaded(modules: &str, module: &str) -> bool {
-    modules.lines().any(|line| line.split(' ').next() == Some(module))
-}
-
-fn first_line(path: &Path) -> Option<String> {
-    let text = std::fs::read_to_string(path).ok()?;
-    text.lines().next().map(|line| line.trim().to_owned())
-}
-
-/// Whether a kernel release such as `6.1.0-18-amd64` is at least `major.minor`.
-fn is_at_least(release: &str, major: u32, minor: u32) -> bool {
-    let mut parts = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
-    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (major, minor)
 }

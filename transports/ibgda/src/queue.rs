@@ -29,7 +29,7 @@ use self::plain::PlainQueue;
 pub(crate) use self::receive::wait_for;
 pub use self::receive::{Immediate, ReceiveError};
 use self::receive::{Piece, ReceiveQueue};
-use crate::access::{Access, AccessError, PAGE_BYTES, Part, Pieces, Place, Plan, SharedMemory};
+use crate::access::{Access, AccessError, PAGE_BYTES, Part, Pieces, Plan, PlanSpan, SharedMemory};
 use crate::nic::{MAX_READS, Nic, NicError, Registration, Rights};
 
 /// Maker of the queue pair, and place of its memory.
@@ -192,11 +192,11 @@ pub struct Queue {
 /// Layout of a queue in a peer's memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QueuePlace {
-    state: Place,
+    state: PlanSpan,
     /// In the memory of [`Access::counts`].
-    counts: Option<Place>,
+    counts: Option<PlanSpan>,
     /// On [`QueuePath::Devx`].
-    ring: Option<Place>,
+    ring: Option<PlanSpan>,
 }
 
 impl QueuePlace {

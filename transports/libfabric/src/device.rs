@@ -177,7 +177,7 @@ impl Device {
             let queued = link.enqueue(op).map_err(|error| PostError::Transport {
                 op: name,
                 code: sys::FI_ENOMEM,
-                detail: format!("an operation that must wait found no room: {error}"),
+                detail: format!("no memory to queue an operation: {error}"),
             })?;
             match queued {
                 (PushStatus::Merged, _) => return Ok(false),
@@ -195,7 +195,7 @@ impl Device {
                     if now >= *deadline.get_or_insert(now + POST_TIMEOUT) {
                         let code = sys::FI_EAGAIN;
                         let detail = format!(
-                            "the peer has taken nothing for {} ms",
+                            "the peer has accepted nothing for {} ms",
                             POST_TIMEOUT.as_millis()
                         );
                         link.fail(name, code, detail.clone());
@@ -253,7 +253,7 @@ impl Device {
             if !link.flush_credit(&self.port)
                 && let Err(link) = self.credits.push(link)
             {
-                link.fail("send", sys::FI_EAGAIN, "the peer takes nothing".to_owned());
+                link.fail("send", sys::FI_EAGAIN, "the peer accepts nothing".to_owned());
             }
         }
     }

@@ -13,7 +13,8 @@ use super::message::{self, Action, HEADER_BYTES, Header, part_bytes};
 use super::outbox::{LocalMemory, Op};
 use super::port::{MemoryRegistration, Rights};
 use super::table::Source;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
@@ -87,28 +88,11 @@ impl LibfabricEndpoint {
         &self.lease.device.port().traits().provider
     }
 
-    fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        let region_bytes = self.remote.slot_bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(()),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
-    }
-
-    /// The library's descriptor of registered local memory.
+    /// What the library wants to know of local memory.
     fn descriptor(&self, op: &'static str, range: &LocalRange) -> Result<Descriptor, PostError> {
-        let (first, len) = (range.as_ptr().as_ptr().addr(), range.len());
-        let holds = |source: &&Source| {
-            let start = source.region.as_ptr().as_ptr().addr();
-            first >= start && first + len <= start + source.region.len()
-        };
-        match self.lease.sources.iter().find(holds) {
-            Some(source) => Ok(source
-                .registered
-                .as_ref()
-                .map_or(Descriptor::NONE, MemoryRegistration::descriptor)),
-            None => Err(PostError::Unregistered { op, address: first, len }),
-        }
+        let sources = self.lease.sources.iter().map(|source| (&source.region, source));
+        let (source, _) = find_registered(op, range, sources)?;
+        Ok(source.registered.as_ref().map_or(Descriptor::NONE, MemoryRegistration::descriptor))
     }
 
     /// Sends the message under construction.
@@ -140,7 +124,7 @@ impl LibfabricEndpoint {
     fn post(&mut self, op: &'static str, after_writes: u64) -> Result<bool, PostError> {
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
-        if link.is_deserted() {
+        if link.is_peer_closed() {
             // As with memory that its owner has unmapped: no thread reads it any more.
             return Ok(true);
         }
@@ -178,7 +162,7 @@ impl LibfabricEndpoint {
         let mut start = 0;
         while start < len {
             link.health()?;
-            if link.is_deserted() {
+            if link.is_peer_closed() {
                 return if is_write { Ok(()) } else { Err(PostError::Disconnected { op }) };
             }
             let piece = (len - start).min(max_bytes);
@@ -242,22 +226,13 @@ impl Endpoint for LibfabricEndpoint {
         Ok(())
     }
 
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        Some(Arc::clone(&self.lease.device) as _)
-    }
-
-    #[inline]
-    fn health(&self) -> Result<(), PostError> {
-        self.lease.link.health()
-    }
-
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         let len = src.len();
-        self.check(PUT, dst.offset, len)?;
+        check_range(PUT, dst.offset, len, self.remote.slot_bytes)?;
         if len == 0 {
             return Ok(());
         }
@@ -284,7 +259,7 @@ impl Endpoint for LibfabricEndpoint {
     }
 
     unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
-        self.check(GET, src.offset, dst.len())?;
+        check_range(GET, src.offset, dst.len(), self.remote.slot_bytes)?;
         if dst.is_empty() {
             return Ok(());
         }
@@ -294,30 +269,13 @@ impl Endpoint for LibfabricEndpoint {
 
     #[inline]
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.check(ADD, dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: ADD, offset: dst.offset });
-        }
+        check_flag(ADD, dst.offset, self.remote.slot_bytes)?;
         self.is_open = true;
         self.send(ADD, Action::Add { offset: dst.offset as u32, value })
     }
 
-    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.check(ADD, dst.offset, 8)?;
-        let Lease { device, link, .. } = &self.lease;
-        link.health()?;
-        if self.num_parts == 0
-            && dst.offset.is_multiple_of(8)
-            && device.add_credit(link, dst.offset as u32, value)
-        {
-            self.is_open = true;
-            return Ok(());
-        }
-        self.add_flag(dst, value)
-    }
-
     fn fence(&mut self) -> Result<(), PostError> {
-        match self.quiet(Instant::now() + FENCE_PATIENCE) {
+        match self.quiet(Instant::now() + FENCE_TIMEOUT) {
             Ok(()) => Ok(()),
             Err(QuietError::Post(error)) => Err(error),
             Err(error @ QuietError::Deadline { .. }) => {
@@ -336,13 +294,13 @@ impl Endpoint for LibfabricEndpoint {
         let mut num_rounds = 0u32;
         while !self.is_quiet() {
             self.lease.link.health()?;
-            if self.lease.link.is_deserted() {
+            if self.lease.link.is_peer_closed() {
                 return Err(PostError::Disconnected { op: "quiet" }.into());
             }
             self.lease.device.drive();
             num_rounds += 1;
             let is_pause = num_rounds.is_multiple_of(64);
-            // Also behind the first: who only looks gives a deadline that is over.
+            // Also after the first round: a caller that only polls passes an expired deadline.
             if (num_rounds == 1 || is_pause) && Instant::now() >= deadline {
                 let link = &self.lease.link;
                 let unanswered = usize::from(link.answered() < self.num_asked);
@@ -356,6 +314,41 @@ impl Endpoint for LibfabricEndpoint {
         Ok(())
     }
 
+    fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
+        // The peer's driver adds to the flag itself, and wakes a thread that sleeps on it.
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.lease.link.wake_fd().as_fd())
+    }
+}
+
+p2p_core::unbatched!(LibfabricEndpoint);
+
+impl Progress for LibfabricEndpoint {
+    p2p_core::default_progress! { has_room, has_room_to_spare, try_fence, marks }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.lease.device) as _)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.lease.link.health()
+    }
+
+    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        check_flag(ADD, dst.offset, self.remote.slot_bytes)?;
+        let Lease { device, link, .. } = &self.lease;
+        link.health()?;
+        if self.num_parts == 0 && device.add_credit(link, dst.offset as u32, value) {
+            self.is_open = true;
+            return Ok(());
+        }
+        self.add_flag(dst, value)
+    }
+
     fn is_settled(&mut self) -> Result<bool, PostError> {
         // Small puts were copied; questions to the peer would only tell of the rest.
         let Lease { device, link, .. } = &self.lease;
@@ -366,15 +359,6 @@ impl Endpoint for LibfabricEndpoint {
         device.drive();
         Ok(link.backlog() == 0 && link.outstanding() == 0)
     }
-
-    fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
-        // The peer's driver adds to the flag itself, and wakes whoever sleeps on it.
-        Ok(())
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.lease.link.wake_fd().as_fd())
-    }
 }
 
 const PUT: &str = "put";
@@ -383,4 +367,4 @@ const ADD: &str = "add_flag";
 /// Largest single write or read.
 const MAX_PIECE_BYTES: usize = 1 << 30;
 /// Time limit of a fence, which completes all earlier operations.
-const FENCE_PATIENCE: Duration = Duration::from_secs(5);
+const FENCE_TIMEOUT: Duration = Duration::from_secs(5);

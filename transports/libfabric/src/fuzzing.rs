@@ -70,14 +70,14 @@ pub fn check_order(bytes: &[u8]) {
     let Some((&max_missing, records)) = bytes.split_first() else { return };
     let limit = u32::from(max_missing % 40);
     // Writes name the message that they belong to, or there is a mailbox.
-    let is_told = max_missing >= 128;
-    let mut inbound = if is_told { Inbound::with_window(limit) } else { Inbound::new(limit) };
+    let is_ordered = max_missing >= 128;
+    let mut inbound = if is_ordered { Inbound::with_window(limit) } else { Inbound::new(limit) };
     let mut next = 0;
     for record in records.chunks_exact(4) {
         let near = |byte: u8| u32::from(byte).wrapping_sub(4);
         let seq = inbound.next_seq().wrapping_add(near(record[1]));
         match record[0] % 4 {
-            0 if is_told => {
+            0 if is_ordered => {
                 if inbound.count_write_before(seq).is_err() {
                     return;
                 }

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | sys | `sys` (structures, tables of functions), `load` (symbols) |
 //! | owner | `owner` (objects that close themselves), `fi_endpoint` (one endpoint), `port` (with its queue and addresses) |
-//! | safe | `device` (the driver, shared by all pairs), `library_thread` (the only thread that calls a library whose calls may never return), `table` (a device's pairs), `link` (one pair), `outbox` (its queued operations), `endpoint` |
+//! | safe | `device` (the driver, shared by all pairs), `library_thread` (the only caller of some providers), `table` (a device's pairs), `link` (one pair), `outbox` (its queued operations), `endpoint` |
 //!
 //! `docs/explanation/memory-model.md` describes how the ordering contract is kept without any
 //! promise of the provider about writes and messages.
@@ -41,9 +41,6 @@ mod receives;
 mod rma;
 mod rxm;
 mod service;
-#[cfg(test)]
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
 mod sys;
 mod table;
 mod wait_mode;

@@ -175,15 +175,15 @@ impl LibraryThread {
         let timeout = self.timeouts.drain + LONGEST_NAP;
         if drained.recv_timeout(timeout) == Err(RecvTimeoutError::Timeout) {
             let provider = &self.provider;
-            tracing::debug!(provider, ?timeout, "the last user of a device does not wait longer");
+            tracing::debug!(provider, ?timeout, "the last user of a device stops waiting");
             names::unlink(&self.address);
         }
     }
 
     fn stuck_reason(&self) -> String {
         format!(
-            "the library has not come back for {:?}: a process that was killed may have left one of its \
-             locks closed; new pairs get new locks",
+            "the library has not returned for {:?}: a process that was killed may have left one of its \
+             locks held; new pairs get new locks",
             self.timeouts.call
         )
     }

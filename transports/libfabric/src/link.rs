@@ -55,7 +55,7 @@ pub(super) struct Link {
     mails_read: AtomicU32,
     mails_taken: AtomicU32,
     /// True once the peer has closed its side: it no longer sees later messages.
-    is_deserted: AtomicBool,
+    is_peer_closed: AtomicBool,
     failed: AtomicBool,
     failure: Mutex<Option<(&'static str, i64, String)>>,
 }
@@ -146,7 +146,7 @@ impl Link {
             credit_landed: AtomicU64::new(0),
             mails_read: AtomicU32::new(0),
             mails_taken: AtomicU32::new(0),
-            is_deserted: AtomicBool::new(false),
+            is_peer_closed: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             failure: Mutex::default(),
         }
@@ -190,13 +190,13 @@ impl Link {
     }
 
     #[inline]
-    pub(super) fn is_deserted(&self) -> bool {
-        self.is_deserted.load(Ordering::Acquire)
+    pub(super) fn is_peer_closed(&self) -> bool {
+        self.is_peer_closed.load(Ordering::Acquire)
     }
 
     /// Records that the peer has closed its side.
-    pub(super) fn desert(&self) {
-        self.is_deserted.store(true, Ordering::Release);
+    pub(super) fn mark_peer_closed(&self) {
+        self.is_peer_closed.store(true, Ordering::Release);
         self.wake_owner();
     }
 
@@ -309,7 +309,7 @@ impl Link {
         self.is_credit_queued.swap(false, Ordering::AcqRel);
         let total = self.credit_total.load(Ordering::Acquire);
         let sent = self.credit_sent.load(Ordering::Acquire);
-        if sent >= total || self.is_failed() || self.is_deserted() {
+        if sent >= total || self.is_failed() || self.is_peer_closed() {
             return true;
         }
         let Some(message) = self.unnumbered(Action::Credit, 0) else { return true };
@@ -372,7 +372,7 @@ impl Link {
     /// left.
     pub(super) fn flush(&self, port: &Port) -> bool {
         self.outbox.flush(|op| {
-            if self.is_failed() || self.is_deserted() {
+            if self.is_failed() || self.is_peer_closed() {
                 return None;
             }
             let taken = match op {

@@ -30,7 +30,7 @@ pub(super) const MAX_MAIL_BYTES: usize = CELL_BYTES - CELL_HEAD_BYTES;
 /// Cells of a mailbox. They fill one page.
 pub(super) const NUM_CELLS: u32 = 32;
 
-/// Where a peer writes its mail.
+/// Address of a mailbox, as a peer writes to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MailboxAddress {
     pub(super) address: u64,
@@ -266,10 +266,7 @@ mod tests {
             let (words, len) = encode_cell(number, TOKEN, &message).unwrap();
             place(&memory, number, &bytemuck::cast_slice(&words)[..len]);
             assert!(at.has_started());
-            assert!(
-                MailboxCursor { token: !TOKEN, ..at }.read().is_none(),
-                "mail of somebody else"
-            );
+            assert!(MailboxCursor { token: !TOKEN, ..at }.read().is_none(), "mail of another peer");
             assert_eq!(at.read().unwrap().message(), message, "seed {seed}");
             at = at.next();
             assert_eq!(u64::from(at.num_read()), number);

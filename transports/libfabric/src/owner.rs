@@ -402,10 +402,10 @@ fn enable(library: &'static Library, ep: &Object<sys::FidEp>) -> Result<(), Call
         let result = unsafe { ((*(*ep.fid()).ops).control)(ep.fid(), sys::FI_ENABLE, null_mut()) };
         match check(library, "fi_enable", result.into()) {
             Err(error) if error.code == sys::FI_EBUSY && attempt < MAX_ENABLE_ATTEMPTS => {
-                tracing::info!(%error, "what a killed process left is in the way of an endpoint");
+                tracing::info!(%error, "memory of a killed process has the name of a new endpoint");
             }
             Err(mut error) if error.code == sys::FI_EBUSY => {
-                error.text += ": somebody else has the name of this endpoint's memory; do processes of \
+                error.text += ": another process uses the name of this endpoint's memory; do processes of \
                                several process namespaces share /dev/shm?";
                 return Err(error);
             }

@@ -2,16 +2,14 @@
 //! covers the whole process, with both sides and the threads that drive them, so this test has a
 //! binary of its own. Allocations of libfabric use the C library's allocator and are not counted.
 
-#[path = "../../../tests/support/src/counting.rs"]
-mod counting;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use counting::PROCESS_ALLOCATIONS;
-use p2p_core::endpoint::Endpoint;
+use test_support::allocations::{CountingAllocator, PROCESS_ALLOCATIONS};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+use p2p_core::endpoint::Progress;
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig, SlotKey, SlotLayout};
 use switchyard_libfabric::FabricNetwork;
@@ -58,7 +56,7 @@ impl Rig {
         let networks = match open().and_then(|a| Ok([a, open()?])) {
             Ok(networks) => networks,
             Err(error) => {
-                skip::skip("libfabric", &error.to_string());
+                test_support::skip("libfabric", &error.to_string());
                 return None;
             }
         };

@@ -2,18 +2,12 @@
 //! packets, a link that goes down, a half-open peer.
 
 #[allow(dead_code, reason = "other tests use the rest")]
-#[path = "../../../tests/support/src/namespaces.rs"]
-mod namespaces;
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use namespaces::{Site, Star};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::wait::wait_until;
 use p2p_core::{
@@ -22,6 +16,9 @@ use p2p_core::{
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_libfabric::FabricNetwork;
+use test_support::namespaces::{Site, Star};
+
+test_support::child_processes! { "server" => server, "client" => client }
 
 const LIMIT: Duration = Duration::from_secs(90);
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 3 };
@@ -35,13 +32,13 @@ impl Wire {
     /// `None`, with a skip message, without the permission or the tools.
     fn lay() -> Option<Self> {
         if let Err(error) = FabricNetwork::open("tcp;ofi_rxm") {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             return None;
         }
         match Star::lay(1) {
             Ok(star) => Some(Self(star)),
             Err(error) => {
-                skip::skip("netns", &error);
+                test_support::skip("netns", &error);
                 None
             }
         }
@@ -54,10 +51,8 @@ impl Wire {
         let mut child = self
             .0
             .command(site, this.to_str().unwrap())
-            .args(["--exact", "child_process", "--nocapture"])
-            .env("NETNS_ROLE", if is_server { "server" } else { "client" })
-            .env("NETNS_SERVER", format!("{}:7100", self.0.hub_address(0)))
-            .env("NETNS_ROUNDS", num_rounds.to_string())
+            .args([format!("{}:7100", self.0.hub_address(0)), num_rounds.to_string()])
+            .envs(test_support::child::variables(if is_server { "server" } else { "client" }))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -66,9 +61,8 @@ impl Wire {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The harness may print its own words at the beginning of the line.
-                if let Some(at) = line.find("netns: ")
-                    && sender.send(line[at + 7..].to_owned()).is_err()
+                if let Some(line) = line.strip_prefix("netns: ")
+                    && sender.send(line.to_owned()).is_err()
                 {
                     break;
                 }
@@ -117,7 +111,7 @@ fn frames_cross_namespaces() {
 fn lost_packets_cost_time_and_no_byte() {
     let Some(wire) = Wire::lay() else { return };
     if let Err(error) = wire.0.lose(1) {
-        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
+        test_support::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     let _server = wire.spawn(true, 200);
@@ -149,7 +143,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     client.expect("halfway");
     // The server's host falls silent first, so that no packet reports its end.
     if let Err(error) = wire.0.lose(100) {
-        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
+        test_support::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     server.child.kill().unwrap();
@@ -158,18 +152,27 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     assert!(error.contains("does not answer") || error.contains("transport"), "{error}");
 }
 
-/// One end of the connection. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let Ok(role) = std::env::var("NETNS_ROLE") else { return };
-    let num_rounds: u32 = std::env::var("NETNS_ROUNDS").unwrap().parse().unwrap();
-    let addr = std::env::var("NETNS_SERVER").unwrap();
+fn server() {
+    exchange_rounds(true);
+    // The other side reads its last answers first.
+    std::thread::sleep(Duration::from_secs(2));
+}
+
+fn client() {
+    exchange_rounds(false);
+}
+
+/// One end of the connection, in a process of its own.
+fn exchange_rounds(is_server: bool) {
+    let mut arguments = std::env::args().skip(1);
+    let addr = arguments.next().unwrap();
+    let num_rounds: u32 = arguments.next().unwrap().parse().unwrap();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let network = Arc::new(FabricNetwork::open("tcp;ofi_rxm").unwrap());
     let (slot, transports) = (SLOT, vec![TransportKind::Libfabric]);
     let liveness_timeout = Duration::from_secs(4);
-    let connection = if role == "server" {
+    let connection = if is_server {
         let (sender, connections) = channel();
         runtime.spawn(async move {
             let networks: Vec<Arc<dyn p2p_core::network::Network>> = vec![network];
@@ -207,13 +210,9 @@ fn child_process() {
         }
     };
     let mut connection = connection;
-    match talk(&mut connection, role == "client", num_rounds) {
+    match talk(&mut connection, !is_server, num_rounds) {
         Ok(()) => println!("netns: done {num_rounds} rounds"),
         Err(error) => println!("netns: gave up: {error}"),
-    }
-    if role == "server" {
-        // The other side reads its last answers first.
-        std::thread::sleep(Duration::from_secs(2));
     }
 }
 

@@ -107,22 +107,22 @@ impl Bell {
 
 /// Time without a finished command, as this thread saw it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
-    looked_at: Instant,
+pub(crate) struct StallTimer {
+    polled_at: Instant,
     waited: Duration,
 }
 
-impl Patience {
+impl StallTimer {
     pub(crate) fn new() -> Self {
-        Self { looked_at: Instant::now(), waited: Duration::ZERO }
+        Self { polled_at: Instant::now(), waited: Duration::ZERO }
     }
 
     /// Counts the time since the last poll, at most `most` of it: a stopped host, or a thread without a processor,
     /// has seen nothing meanwhile.
     pub(crate) fn count(&mut self, most: Duration) -> Duration {
         let now = Instant::now();
-        self.waited += (now - self.looked_at).min(most);
-        self.looked_at = now;
+        self.waited += (now - self.polled_at).min(most);
+        self.polled_at = now;
         self.waited
     }
 }

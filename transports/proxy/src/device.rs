@@ -218,8 +218,7 @@ impl Memory {
             // The bit of the word that ends waits: every peer has a word of its own.
             peer: 0,
             timeout_ns: WAIT_LIMIT.as_nanos() as u64,
-            // The lane itself reports errors that the thread finds; this word alone reports those that kernels
-            // find.
+            // The lane reports errors of the thread; only this word reports errors of kernels.
             error: waits.ptr().0 + ERROR_OFFSET as u64,
             abort_mask: waits.ptr().0,
         };

@@ -7,8 +7,6 @@ use p2p_core::PostError;
 use thiserror::Error;
 
 use crate::command::{BadCommand, ERROR_CLOSED, ERROR_POST, ERROR_STALLED, Opcode};
-#[cfg(feature = "relay")]
-use crate::relay::RelayError;
 
 /// A command was not executed. Its lane, or the whole peer, is out of service.
 #[derive(Debug, Error)]
@@ -45,10 +43,15 @@ pub enum Cause {
     /// No command finished for too long. All lanes of the peer are out of service.
     #[error("not over {limit_ms} ms after it was taken, and nothing else was meanwhile")]
     Stalled { limit_ms: u64 },
-    /// The relay at the peer sent an invalid answer. All lanes of the peer are out of service.
+    /// The relay at the peer counts tasks as done that it was never given. All lanes of the peer are out of service.
     #[cfg(feature = "relay")]
-    #[error(transparent)]
-    Relay(#[from] RelayError),
+    #[error("the relay at the peer says that {done} tasks are done, {issued} were given to it")]
+    Relay {
+        /// Tasks said to be done.
+        done: u64,
+        /// Tasks given.
+        issued: u64,
+    },
 }
 
 impl Cause {
@@ -59,7 +62,7 @@ impl Cause {
             Self::Command(bad) => bad.code(),
             Self::Post { .. } | Self::Transport(_) => ERROR_POST,
             #[cfg(feature = "relay")]
-            Self::Relay(_) => ERROR_POST,
+            Self::Relay { .. } => ERROR_POST,
             Self::Stalled { .. } => ERROR_STALLED,
         }
     }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{Endpoint, Progress};
 use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
@@ -185,14 +186,6 @@ impl ProxyEndpoint {
         &self.peer
     }
 
-    fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
-        let region_bytes = self.slot_bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(()),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
-    }
-
     /// The error that took the lane out of service.
     #[cold]
     fn failure(&self, op: &'static str) -> PostError {
@@ -232,15 +225,9 @@ impl ProxyEndpoint {
         local: &LocalRange,
         offset: usize,
     ) -> Result<(), PostError> {
-        self.check(op, offset, local.len())?;
-        let address = local.as_ptr().as_ptr() as usize;
-        let place = self.sources.iter().find_map(|(region, source)| {
-            let first = region.as_ptr().as_ptr() as usize;
-            let at = address.checked_sub(first)?;
-            (at.checked_add(local.len())? <= region.len()).then_some((at, *source))
-        });
-        let unregistered = PostError::Unregistered { op, address, len: local.len() };
-        let (at, source) = place.ok_or(unregistered)?;
+        check_range(op, offset, local.len(), self.slot_bytes)?;
+        let sources = self.sources.iter().map(|(region, source)| (region, *source));
+        let (source, at) = find_registered(op, local, sources)?;
         let mut done = 0;
         while done < local.len() {
             let len = (local.len() - done).min(MAX_PIECE_BYTES);
@@ -259,10 +246,7 @@ impl ProxyEndpoint {
         offset: usize,
         value: u64,
     ) -> Result<(), PostError> {
-        self.check(op, offset, 8)?;
-        if !offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op, offset });
-        }
+        check_flag(op, offset, self.slot_bytes)?;
         self.post(op, &Command::word(opcode, offset as u32, value)).map(drop)
     }
 }
@@ -288,14 +272,6 @@ impl Endpoint for ProxyEndpoint {
         Ok(())
     }
 
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        self.driver.clone()
-    }
-
-    fn health(&self) -> Result<(), PostError> {
-        if self.poster.error() != 0 { Err(self.failure("health")) } else { Ok(()) }
-    }
-
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -310,14 +286,6 @@ impl Endpoint for ProxyEndpoint {
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
         self.word("add_flag", Opcode::Add, dst.offset, value)
-    }
-
-    fn has_room(&mut self) -> bool {
-        self.poster.num_free() > 0 || self.poster.error() != 0
-    }
-
-    fn has_room_to_spare(&mut self) -> bool {
-        self.poster.num_free() > self.poster.budget() / 2 || self.poster.error() != 0
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -350,17 +318,39 @@ impl Endpoint for ProxyEndpoint {
         }
     }
 
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        self.health()?;
-        Ok(self.poster.completed() == self.poster.posted())
-    }
-
     fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         self.word("wake", Opcode::Wake, waiting_offset, 0)
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.wait_fd.as_ref().map(AsFd::as_fd)
+    }
+}
+
+p2p_core::unbatched!(ProxyEndpoint);
+
+impl Progress for ProxyEndpoint {
+    p2p_core::default_progress! { add_flag_lazily, try_fence, marks }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        self.driver.clone()
+    }
+
+    fn health(&self) -> Result<(), PostError> {
+        if self.poster.error() != 0 { Err(self.failure("health")) } else { Ok(()) }
+    }
+
+    fn has_room(&mut self) -> bool {
+        self.poster.num_free() > 0 || self.poster.error() != 0
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        self.poster.num_free() > self.poster.budget() / 2 || self.poster.error() != 0
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        self.health()?;
+        Ok(self.poster.completed() == self.poster.posted())
     }
 }
 

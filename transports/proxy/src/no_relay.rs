@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::region::{LocalRange, SlotKey};
 use p2p_core::{PostError, Region};
 
@@ -10,10 +10,10 @@ use crate::failure::Cause;
 
 /// Whether the relay took something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sent {
-    Yes,
+pub(crate) enum RelayStatus {
+    Accepted,
     #[expect(dead_code, reason = "only a relay runs out of room")]
-    No,
+    Full,
 }
 
 /// Has no value, so that the compiler removes all code that needs one.
@@ -41,33 +41,33 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn put<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
         _offset: u32,
         _src: &LocalRange,
         _begun: &mut u32,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
-    pub(crate) fn word<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn word<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
         _offset: u32,
         _is_add: bool,
         _value: u64,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
-    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn fence<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
         _window: u8,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         match self.0 {}
     }
 
@@ -75,14 +75,14 @@ impl RelaySender {
         match self.0 {}
     }
 
-    pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn publish<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         _endpoint: &mut E,
     ) -> Result<(), PostError> {
         match self.0 {}
     }
 
-    pub(crate) fn look(&mut self) -> Result<u64, Cause> {
+    pub(crate) fn poll_done(&mut self) -> Result<u64, Cause> {
         match self.0 {}
     }
 }

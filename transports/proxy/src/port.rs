@@ -4,17 +4,17 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, Marks};
+use p2p_core::endpoint::{Marks, Transport};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 use p2p_core::{PostError, QuietError, Region};
 
 use crate::abi::MAX_SOURCES;
-use crate::backoff::Patience;
+use crate::backoff::StallTimer;
 use crate::command::{BadCommand, Command, ERROR_CLOSED, Opcode, error_word};
 use crate::failure::{Cause, Failure, Shared};
 use crate::lane::{Lanes, Reader};
-use crate::relay::{RelaySender, Sent};
+use crate::relay::{RelaySender, RelayStatus};
 
 /// Result of a turn of a port.
 #[derive(Debug, Clone, Copy, Default)]
@@ -40,8 +40,8 @@ pub(crate) struct Port<E> {
     lanes: Vec<Lane>,
     relay: Option<RelaySender>,
     shared: Arc<Shared>,
-    /// Operations given to the endpoint, those that use no memory of this side any more, and those that have
-    /// arrived.
+    /// Operations given to the endpoint, operations that no longer use local memory, and operations
+    /// that have arrived.
     issued: u64,
     settled: u64,
     quieted: u64,
@@ -53,7 +53,7 @@ pub(crate) struct Port<E> {
     /// Time since which service is to end.
     closing: Option<CloseState>,
     /// While operations are under way: time since the last one was over.
-    patience: Option<Patience>,
+    stall_timer: Option<StallTimer>,
     stall_limit: Duration,
     has_driver: bool,
     num_turns: u32,
@@ -104,7 +104,7 @@ impl Lane {
     }
 }
 
-impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
+impl<E: Transport<RemoteKey = SlotKey>> Port<E> {
     pub(crate) fn new(
         endpoint: E,
         lanes: &Lanes,
@@ -138,7 +138,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             wants_quiet: false,
             is_closed: false,
             closing: None,
-            patience: None,
+            stall_timer: None,
             stall_limit,
             num_turns: 0,
         }
@@ -188,7 +188,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         if self.is_closed {
             return turn;
         }
-        // Whatever the result of taking: a batch that was begun is posted.
+        // An error of taking does not matter here: a batch that was begun is posted.
         self.endpoint.begin_batch();
         self.take_from_lanes(batch, &mut turn);
         let flushed = self.endpoint.flush();
@@ -205,7 +205,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         } else if self.num_turns.is_multiple_of(TURNS_PER_HEALTH) && self.endpoint.health().is_err()
         {
             // No caller waits: the next command meets the failure.
-            self.patience = None;
+            self.stall_timer = None;
         }
         turn
     }
@@ -345,7 +345,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             && let Some(relay) = &mut self.relay
         {
             let (bytes, former) = (relay.target_bytes(window), relay.issued());
-            let sent = match opcode {
+            let status = match opcode {
                 Opcode::Put => {
                     remote(num_bytes, bytes)?;
                     relay.put(&mut self.endpoint, window, offset, &local()?, begun)?
@@ -355,14 +355,15 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
                     relay.word(&mut self.endpoint, window, offset, opcode == Opcode::Add, value)?
                 }
                 Opcode::Fence => relay.fence(&mut self.endpoint, window)?,
-                Opcode::Quiet | Opcode::Nop => Sent::Yes,
+                Opcode::Quiet | Opcode::Nop => RelayStatus::Accepted,
                 Opcode::Get | Opcode::Wake => {
                     return Err(BadCommand::Unsupported { window, opcode }.into());
                 }
             };
             // Each piece uses the source until it is settled.
-            self.issued += (relay.issued() - former).max(u64::from(sent == Sent::Yes));
-            return Ok(sent == Sent::Yes);
+            self.issued +=
+                (relay.issued() - former).max(u64::from(status == RelayStatus::Accepted));
+            return Ok(status == RelayStatus::Accepted);
         }
         let bytes = self.window_bytes;
         let post = |source| Cause::Post { opcode, source };
@@ -441,7 +442,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             self.endpoint.health().map_err(Cause::Transport)
         };
         let former = self.relay.as_ref().map_or(0, RelaySender::done);
-        let result = result.and_then(|()| self.relay.as_mut().map_or(Ok(0), RelaySender::look));
+        let result =
+            result.and_then(|()| self.relay.as_mut().map_or(Ok(0), RelaySender::poll_done));
         let done = match result {
             Ok(done) => done,
             Err(cause) => return self.fail(self.first_busy(), cause),
@@ -485,17 +487,17 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
     /// Gives up a peer without progress.
     fn watch(&mut self, has_moved: bool) {
         if !self.is_busy() {
-            self.patience = None;
+            self.stall_timer = None;
             return;
         }
-        if has_moved || self.patience.is_none() {
-            self.patience = Some(Patience::new());
+        if has_moved || self.stall_timer.is_none() {
+            self.stall_timer = Some(StallTimer::new());
             return;
         }
         let (limit, is_due) = (self.stall_limit, self.num_turns.is_multiple_of(TURNS_PER_CLOCK));
-        if let Some(patience) = &mut self.patience
+        if let Some(stall_timer) = &mut self.stall_timer
             && is_due
-            && patience.count(limit / LOOKS_PER_LIMIT) > limit
+            && stall_timer.count(limit / LOOKS_PER_LIMIT) > limit
         {
             self.fail(self.first_busy(), Cause::Stalled { limit_ms: limit.as_millis() as u64 });
         }

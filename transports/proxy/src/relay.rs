@@ -1,13 +1,13 @@
-//! Memory of further GPUs behind a peer: what is put there travels to the peer's slot, and a receiver
-//! there forwards it, over NVLink where the copier is a kernel.
+//! Memory of further GPUs behind a peer. Bytes for it travel to the peer's slot. A receiver there
+//! forwards them, over NVLink if the copier is a kernel.
 //!
 //! ```text
 //! slot: | window 0 | staging, a ring of bytes | tasks, a ring of 32 bytes each | control tail |
 //! ```
 //!
-//! The sending thread puts the payload into staging, a task that says where it belongs behind it, and
-//! adds to `PUBLISHED`; the receiver copies, then adds to the sender's `CONSUMED`. Only then are a
-//! command and its bytes in staging over: the acknowledgement is of the copy, and not of the arrival.
+//! The sending thread puts the payload into staging, then a task with the payload's target, and
+//! adds to `PUBLISHED`. The receiver copies, then adds to the sender's `CONSUMED`. Only then are a
+//! command and its bytes in staging finished: the receiver acknowledges the copy, not the arrival.
 
 mod copier;
 mod receiver;
@@ -15,7 +15,8 @@ mod receiver;
 use std::collections::VecDeque;
 
 use bytemuck::{Pod, Zeroable};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
+use p2p_core::endpoint::checks::out_of_range;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{LocalRange, MapError, RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
@@ -29,56 +30,48 @@ use crate::command::Opcode;
 use crate::failure::Cause;
 use crate::memory;
 
-/// How a slot is divided. Both sides of a pair have it alike.
+/// Division of a slot. Both sides of a pair use the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RelayConfig {
     /// Bytes of window 0, which the peer itself receives. A multiple of 64.
     pub direct_bytes: u64,
-    /// Bytes of staging. A multiple of 64. A put of more than half as many goes in pieces.
+    /// Bytes of staging. A multiple of 64. A put of more than half of it is split into pieces.
     pub staging_bytes: u64,
-    /// Tasks under way at most, a power of two.
+    /// Maximum number of unfinished tasks, a power of two.
     pub num_tasks: u32,
     /// Bytes of memory of each further GPU, as windows 1, 2, ….
     pub targets: Vec<u64>,
 }
 
-/// A relay cannot be set up, or the other side breaks its rules.
+/// A relay cannot be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {
-    /// The configuration cannot be used.
+    /// The configuration is invalid.
     #[error("{what} is {found}: expected {expected}")]
     Config {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
         /// Its value.
         found: u64,
-        /// What it may be.
+        /// The values that are allowed.
         expected: String,
     },
-    /// No memory.
+    /// The memory could not be allocated.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// The transport does not take the memory of the tasks.
+    /// The transport could not register the memory of the tasks.
     #[error(transparent)]
     Register(#[from] PostError),
-    /// The receiver says it has done tasks that it was never given.
-    #[error("the relay at the peer says that {done} tasks are done, {issued} were given to it")]
-    Desync {
-        /// Tasks said to be done.
-        done: u64,
-        /// Tasks given.
-        issued: u64,
-    },
 }
 
 /// `kind` of a task.
 const COPY: u16 = 1;
 const ADD: u16 = 2;
-/// What stands behind it is begun when all before it is done.
+/// All tasks before it finish before a task behind it starts.
 const FENCE: u16 = 3;
 
-/// What the receiver is to do.
+/// One task of the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 struct Task {
@@ -88,17 +81,17 @@ struct Task {
     offset: u64,
     /// Offset in staging, or the value of a word.
     value: u64,
-    /// Number of the task, so that one of an earlier lap is never taken for it.
+    /// Number of the task, which tells it from one of an earlier lap.
     number: u64,
 }
 
 const _: () = assert!(size_of::<Task>() == TASK_BYTES);
 const TASK_BYTES: usize = 32;
-/// Tasks carried out together.
+/// Maximum number of tasks in a batch.
 const MAX_BATCH: usize = 64;
 
 impl RelayConfig {
-    /// Where things are in a slot of `slot_bytes`.
+    /// Computes the offsets in a slot of `slot_bytes`.
     fn layout(&self, slot_bytes: usize) -> Result<Layout, RelayError> {
         let bad = |what, found, expected: String| Err(RelayError::Config { what, found, expected });
         let Self { direct_bytes, staging_bytes, num_tasks, targets } = self;
@@ -149,12 +142,12 @@ impl Layout {
     }
 }
 
-/// Whether something was given to the relay.
+/// Outcome of giving the relay an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sent {
-    Yes,
-    /// No room yet.
-    No,
+pub(crate) enum RelayStatus {
+    Accepted,
+    /// There is no room. Retry later.
+    Full,
 }
 
 /// The sending end.
@@ -171,15 +164,15 @@ pub(crate) struct RelaySender {
     issued: u64,
     published: u64,
     done: u64,
-    /// Bytes of staging given out and given back, since the beginning.
+    /// Bytes of staging allocated and freed, since the beginning.
     head: u64,
     tail: u64,
-    /// Task number behind each piece of staging, and the head behind it.
+    /// For each piece in staging, the number of the next task and the value of `head` after it.
     pieces: VecDeque<(u64, u64)>,
 }
 
 impl RelaySender {
-    /// Made before the port; [`Self::tasks`] must be registered with the endpoint.
+    /// Called before the port is made. [`Self::tasks`] must be registered with the endpoint.
     pub(crate) fn new(
         config: &RelayConfig,
         slot: Region,
@@ -224,58 +217,59 @@ impl RelaySender {
         self.issued
     }
 
-    /// Tasks that are done, as of the last look.
+    /// Finished tasks, as of the last poll.
     pub(crate) const fn done(&self) -> u64 {
         self.done
     }
 
     /// Puts `src` where the receiver forwards it from, in as many pieces as staging needs. `begun` counts the
     /// bytes that were put: while there is no room for more, it is to be called again with it.
-    pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn put<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
         offset: u32,
         src: &LocalRange,
         begun: &mut u32,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         loop {
-            // There is room for so many, wherever the ring ends.
+            // A piece of this size always fits, wherever the ring ends.
             let most = self.layout.staging_bytes as usize / 2;
             let begin = *begun as usize;
             let len = src.len().saturating_sub(begin).min(most);
-            let Some(piece) = src.sub(begin, len) else { return Ok(Sent::Yes) };
-            if self.put_piece(endpoint, window, offset + *begun, piece)? == Sent::No {
-                return Ok(Sent::No);
+            let Some(piece) = src.sub(begin, len) else { return Ok(RelayStatus::Accepted) };
+            if self.put_piece(endpoint, window, offset + *begun, piece)? == RelayStatus::Full {
+                return Ok(RelayStatus::Full);
             }
             *begun += len as u32;
             if *begun as usize >= src.len() {
-                return Ok(Sent::Yes);
+                return Ok(RelayStatus::Accepted);
             }
         }
     }
 
-    fn put_piece<E: Endpoint<RemoteKey = SlotKey>>(
+    fn put_piece<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
         offset: u32,
         src: LocalRange,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         let num_bytes = src.len() as u64;
         let bytes = self.layout.staging_bytes;
-        // In one piece: what is left before the end of the ring is skipped if it is too short.
+        // A piece is contiguous: a rest of the ring that is too short is skipped.
         let (at, room) = (self.head % bytes, num_bytes.next_multiple_of(16));
         let skipped = if at + room > bytes { bytes - at } else { 0 };
         let head = self.head + skipped + room;
         if head - self.tail > bytes || self.is_full() || !endpoint.has_room() {
-            return Ok(Sent::No);
+            return Ok(RelayStatus::Full);
         }
         let at = (self.head + skipped) % bytes;
         let dst = self.layout.staging + at as usize;
         let dst = RemoteRange { key: SlotKey, offset: dst, len: src.len() };
         let post = |source| Cause::Post { opcode: Opcode::Put, source };
-        // SAFETY: as for a put to window 0: the command is not over before the endpoint is settled.
+        // SAFETY: as for a put to window 0: the command is not finished before the endpoint is
+        // settled.
         unsafe { endpoint.put(dst, src) }.map_err(post)?;
         self.head = head;
         let task = Task {
@@ -288,20 +282,20 @@ impl RelaySender {
         };
         self.give(endpoint, task).map_err(post)?;
         self.pieces.push_back((self.issued, head));
-        Ok(Sent::Yes)
+        Ok(RelayStatus::Accepted)
     }
 
     /// Adds to a word, or sets it, after what was put there before.
-    pub(crate) fn word<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn word<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
         offset: u32,
         is_add: bool,
         value: u64,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         if self.is_full() {
-            return Ok(Sent::No);
+            return Ok(RelayStatus::Full);
         }
         let opcode = if is_add { Opcode::Add } else { Opcode::Signal };
         let words = &mut self.words[usize::from(window) - 1];
@@ -315,37 +309,37 @@ impl RelaySender {
         let (window, offset) = (u16::from(window), u64::from(offset));
         let task = Task { kind: ADD, window, num_bytes: 8, offset, value, number: 0 };
         self.give(endpoint, task).map_err(|source| Cause::Post { opcode, source })?;
-        Ok(Sent::Yes)
+        Ok(RelayStatus::Accepted)
     }
 
     /// Has the receiver finish everything given to it before it begins with what comes then.
-    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn fence<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
-    ) -> Result<Sent, Cause> {
+    ) -> Result<RelayStatus, Cause> {
         if self.is_full() {
-            return Ok(Sent::No);
+            return Ok(RelayStatus::Full);
         }
         let window = u16::from(window);
         let task = Task { kind: FENCE, window, num_bytes: 0, offset: 0, value: 0, number: 0 };
         let post = |source| Cause::Post { opcode: Opcode::Fence, source };
         self.give(endpoint, task).map_err(post)?;
-        Ok(Sent::Yes)
+        Ok(RelayStatus::Accepted)
     }
 
-    /// Whether the receiver has still to be told of something.
+    /// True if the receiver was not notified of the latest tasks.
     pub(crate) const fn has_unpublished(&self) -> bool {
         self.issued > self.published
     }
 
     /// Tells the receiver of everything given to it, unless there is no room for that.
-    pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
+    pub(crate) fn publish<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
     ) -> Result<(), PostError> {
         let num = self.issued - self.published;
-        // What is not over is asked about again, whether the receiver was told or not.
+        // Without the notification, the tasks stay unfinished and the next turn retries.
         if num == 0 || !endpoint.has_room() {
             return Ok(());
         }
@@ -356,13 +350,13 @@ impl RelaySender {
         endpoint.wake(SlotKey, waiting_offset)
     }
 
-    /// Tasks that are done.
-    pub(crate) fn look(&mut self) -> Result<u64, Cause> {
+    /// Reads the number of finished tasks.
+    pub(crate) fn poll_done(&mut self) -> Result<u64, Cause> {
         // The slot was checked to be long enough.
         let word = memory::word(&self.slot, self.layout.control + CONSUMED);
         let done = word.map_or(self.done, flags::observe::<Contract>);
         if done > self.issued || done < self.done {
-            return Err(RelayError::Desync { done, issued: self.issued }.into());
+            return Err(Cause::Relay { done, issued: self.issued });
         }
         self.done = done;
         while let Some((_, head)) = self.pieces.front().filter(|(task, _)| *task <= done) {
@@ -376,7 +370,7 @@ impl RelaySender {
         self.issued - self.done >= self.layout.num_tasks
     }
 
-    fn give<E: Endpoint<RemoteKey = SlotKey>>(
+    fn give<E: Transport<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         mut task: Task,
@@ -387,17 +381,11 @@ impl RelaySender {
         let written = memory::write(&self.tasks, local, bytemuck::bytes_of(&task));
         let range = self.tasks.range(local, TASK_BYTES);
         let (Ok(()), Some(range)) = (written, range) else {
-            let (op, region_bytes) = ("task", self.tasks.len());
-            return Err(PostError::RemoteRange {
-                op,
-                offset: local,
-                len: TASK_BYTES,
-                region_bytes,
-            });
+            return Err(out_of_range("task", local, TASK_BYTES, self.tasks.len()));
         };
         let dst = RemoteRange { key: SlotKey, offset: at, len: TASK_BYTES };
-        // SAFETY: the cell is written again only when the receiver has done this task, which it learned
-        // of behind the put.
+        // SAFETY: the cell is written again only after the receiver has finished this task. It
+        // learns of the task behind the put.
         unsafe { endpoint.put(dst, range)? };
         self.issued += 1;
         Ok(())

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::region::SlotKey;
 use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, PostError, Region};
@@ -153,7 +153,7 @@ struct Worker<E> {
     thread: Option<JoinHandle<()>>,
 }
 
-impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
+impl<E: Transport<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
     /// Starts the threads.
     ///
     /// # Errors
@@ -338,7 +338,7 @@ fn answer<T>(receiver: &Receiver<T>) -> Result<T, ProxyError> {
     })
 }
 
-fn run<E: Endpoint<RemoteKey = SlotKey>>(
+fn run<E: Transport<RemoteKey = SlotKey>>(
     line: &Line<E>,
     idle: IdlePolicy,
     batch: usize,
@@ -421,7 +421,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
 }
 
 /// The drivers of all peers, each once.
-fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
+fn find_drivers<E: Transport<RemoteKey = SlotKey>>(
     peers: &[PeerService<E>],
     drivers: &mut Vec<Arc<dyn Driver>>,
 ) {
@@ -436,10 +436,10 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
 }
 
 /// Removes the peers whose service has ended.
-fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<PeerService<E>>) {
+fn release<E: Transport<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<PeerService<E>>) {
     while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
         let PeerService { port, leaver, .. } = peers.remove(idx);
-        // With its endpoint, before its waiters are told.
+        // The endpoint is dropped too, before the waiters are notified.
         drop(port);
         line.num_peers.fetch_sub(1, Ordering::Relaxed);
         if let Some(leaver) = leaver {
@@ -449,7 +449,7 @@ fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Pee
 }
 
 /// Executes orders of other threads. `true`: stop.
-fn follow<E: Endpoint<RemoteKey = SlotKey>>(
+fn follow<E: Transport<RemoteKey = SlotKey>>(
     line: &Line<E>,
     peers: &mut Vec<PeerService<E>>,
 ) -> bool {
@@ -462,7 +462,10 @@ fn follow<E: Endpoint<RemoteKey = SlotKey>>(
     is_last
 }
 
-fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<PeerService<E>>) {
+fn serve<E: Transport<RemoteKey = SlotKey>>(
+    orders: Vec<Order<E>>,
+    peers: &mut Vec<PeerService<E>>,
+) {
     for order in orders {
         match order {
             Order::Add(port, shared) => {

@@ -80,8 +80,8 @@ fn the_way_from_a_push_to_its_post_is_measured() {
     assert_eq!(figures.by_lane.len(), 4);
 }
 
-/// Puts from the GPU's memory and from the mirror, with an add and a signal behind each, and gets of the put
-/// bytes, of every alignment, over a transport that delays and reorders within the rules.
+/// Puts from the GPU's memory and from the mirror, with an add and a signal behind each. Gets of the
+/// put bytes follow, of every alignment. The transport delays and reorders within the rules.
 #[test]
 fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
     const SLOT: usize = 64 << 10;

@@ -44,7 +44,7 @@ pub const SIGNALS_VARIABLE: &str = "SWITCHYARD_VERBS_SIGNALS";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VerbsConfig {
-    /// Ports to use. They yield at most [`MAX_LANES`] queue pairs per peer.
+    /// Ports to use. They yield at most [`MAX_QUEUE_PAIRS`] queue pairs per peer.
     pub ports: PortChoice,
     /// Queue pairs per port and peer.
     pub queue_pairs_per_port: u32,
@@ -126,7 +126,7 @@ impl Default for VerbsConfig {
 }
 
 /// Maximum number of queue pairs per peer.
-pub const MAX_LANES: usize = 8;
+pub const MAX_QUEUE_PAIRS: usize = 8;
 
 #[cfg(test)]
 mod tests {

@@ -1,25 +1,25 @@
 //! Encodes the description of a side's queue pairs that it sends to the peer.
 //!
 //! ```text
-//! 0 version  1 link  2 lanes  3 signals
-//! then per lane, 40 bytes, little-endian:
+//! 0 version  1 link  2 queue pairs  3 signals
+//! then per queue pair, 40 bytes, little-endian:
 //! 0 queue pair u32   4 first packet u32   8 remote key u32   12 lid u16   14 mtu u8   15 responses u8
 //! 16 gid [16]   32 receives u32   36 zero [4]
 //! ```
 
 use thiserror::Error;
 
-use super::config::MAX_LANES;
+use super::config::MAX_QUEUE_PAIRS;
 use p2p_core::network::MAX_DETAIL_BYTES;
 
 /// The properties of one queue pair that its peer needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct LaneAddress {
+pub(super) struct QueuePairAddress {
     /// Queue pair number.
     pub(super) number: u32,
     /// Packet sequence number of its first request.
     pub(super) first_packet: u32,
-    /// Remote key of the slot on this lane's device. Fabrics have no slots: the field is then the index of the
+    /// Remote key of the slot on this queue pair's device. Fabrics have no slots: the field is then the index of the
     /// side's device, first or second.
     pub(super) remote_key: u32,
     /// InfiniBand local identifier; 0 on Ethernet.
@@ -57,8 +57,8 @@ pub(super) enum DetailError {
     Length { found: usize, expected: usize },
     #[error("version {found}, this side speaks {VERSION}; use the same release on both sides")]
     Version { found: u8 },
-    #[error("{found} queue pairs, expected 1 to {MAX_LANES}")]
-    Lanes { found: u8 },
+    #[error("{found} queue pairs, expected 1 to {MAX_QUEUE_PAIRS}")]
+    QueuePairs { found: u8 },
     #[error("`{field}` is {found:#x}, expected {expected}")]
     Value { field: &'static str, found: u64, expected: &'static str },
     #[error(
@@ -72,17 +72,20 @@ pub(super) enum DetailError {
     Signals { found: Signals, own: Signals },
 }
 
-pub(super) fn encode((link, signals): (Link, Signals), lanes: &[LaneAddress]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(HEAD_BYTES + lanes.len() * LANE_BYTES);
-    out.extend([VERSION, link as u8, lanes.len() as u8, signals as u8]);
-    for lane in lanes {
-        out.extend(lane.number.to_le_bytes());
-        out.extend(lane.first_packet.to_le_bytes());
-        out.extend(lane.remote_key.to_le_bytes());
-        out.extend(lane.lid.to_le_bytes());
-        out.extend([lane.mtu, lane.num_responses]);
-        out.extend(lane.gid);
-        out.extend(lane.receives.to_le_bytes());
+pub(super) fn encode(
+    (link, signals): (Link, Signals),
+    queue_pairs: &[QueuePairAddress],
+) -> Vec<u8> {
+    let mut out = Vec::with_capacity(HEAD_BYTES + queue_pairs.len() * QUEUE_PAIR_BYTES);
+    out.extend([VERSION, link as u8, queue_pairs.len() as u8, signals as u8]);
+    for queue_pair in queue_pairs {
+        out.extend(queue_pair.number.to_le_bytes());
+        out.extend(queue_pair.first_packet.to_le_bytes());
+        out.extend(queue_pair.remote_key.to_le_bytes());
+        out.extend(queue_pair.lid.to_le_bytes());
+        out.extend([queue_pair.mtu, queue_pair.num_responses]);
+        out.extend(queue_pair.gid);
+        out.extend(queue_pair.receives.to_le_bytes());
         out.extend([0; 4]);
     }
     out
@@ -91,11 +94,11 @@ pub(super) fn encode((link, signals): (Link, Signals), lanes: &[LaneAddress]) ->
 pub(super) fn decode(
     (own, own_signals): (Link, Signals),
     bytes: &[u8],
-) -> Result<Vec<LaneAddress>, DetailError> {
-    let Some((head, lanes)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
+) -> Result<Vec<QueuePairAddress>, DetailError> {
+    let Some((head, queue_pairs)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
         return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES });
     };
-    let [version, link, num_lanes, signals] = *head;
+    let [version, link, num_queue_pairs, signals] = *head;
     if version != VERSION {
         return Err(DetailError::Version { found: version });
     }
@@ -107,8 +110,8 @@ pub(super) fn decode(
     if found != own {
         return Err(DetailError::Link { found, own });
     }
-    if !(1..=MAX_LANES).contains(&usize::from(num_lanes)) {
-        return Err(DetailError::Lanes { found: num_lanes });
+    if !(1..=MAX_QUEUE_PAIRS).contains(&usize::from(num_queue_pairs)) {
+        return Err(DetailError::QueuePairs { found: num_queue_pairs });
     }
     let found = match signals {
         0 => Signals::Atomics,
@@ -118,19 +121,26 @@ pub(super) fn decode(
     if found != own_signals {
         return Err(DetailError::Signals { found, own: own_signals });
     }
-    let expected = usize::from(num_lanes) * LANE_BYTES;
-    if lanes.len() != expected {
+    let expected = usize::from(num_queue_pairs) * QUEUE_PAIR_BYTES;
+    if queue_pairs.len() != expected {
         return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES + expected });
     }
-    lanes.chunks_exact(LANE_BYTES).map(|lane| decode_lane(own, found, lane)).collect()
+    queue_pairs
+        .chunks_exact(QUEUE_PAIR_BYTES)
+        .map(|queue_pair| decode_queue_pair(own, found, queue_pair))
+        .collect()
 }
 
-fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
+fn decode_queue_pair(
+    link: Link,
+    signals: Signals,
+    bytes: &[u8],
+) -> Result<QueuePairAddress, DetailError> {
     let word =
         |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let mut gid = [0; 16];
     gid.copy_from_slice(&bytes[16..32]);
-    let lane = LaneAddress {
+    let queue_pair = QueuePairAddress {
         number: word(0),
         first_packet: word(4),
         remote_key: word(8),
@@ -142,27 +152,27 @@ fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress
         gid_index: 0,
     };
     // The fabric reserves two queue pair numbers.
-    if !(2..1 << 24).contains(&lane.number) {
-        return Err(value("queue pair", lane.number.into(), "2 to 0xffffff"));
+    if !(2..1 << 24).contains(&queue_pair.number) {
+        return Err(value("queue pair", queue_pair.number.into(), "2 to 0xffffff"));
     }
-    if lane.first_packet >= 1 << 24 {
-        return Err(value("first packet", lane.first_packet.into(), "at most 0xffffff"));
+    if queue_pair.first_packet >= 1 << 24 {
+        return Err(value("first packet", queue_pair.first_packet.into(), "at most 0xffffff"));
     }
-    if !(1..=5).contains(&lane.mtu) {
-        return Err(value("mtu", lane.mtu.into(), "1 to 5"));
+    if !(1..=5).contains(&queue_pair.mtu) {
+        return Err(value("mtu", queue_pair.mtu.into(), "1 to 5"));
     }
-    if lane.num_responses == 0 {
+    if queue_pair.num_responses == 0 {
         return Err(value("responses", 0, "at least 1"));
     }
-    if signals == Signals::Messages && !(MIN_RECEIVES..1 << 31).contains(&lane.receives) {
-        return Err(value("receives", lane.receives.into(), "22 to 0x7fffffff"));
+    if signals == Signals::Messages && !(MIN_RECEIVES..1 << 31).contains(&queue_pair.receives) {
+        return Err(value("receives", queue_pair.receives.into(), "22 to 0x7fffffff"));
     }
     match link {
-        Link::InfiniBand if lane.lid == 0 && gid == [0; 16] => {
+        Link::InfiniBand if queue_pair.lid == 0 && gid == [0; 16] => {
             Err(value("lid", 0, "an address; is a subnet manager running?"))
         }
         Link::Ethernet if gid == [0; 16] => Err(value("gid", 0, "an address")),
-        _ => Ok(lane),
+        _ => Ok(queue_pair),
     }
 }
 
@@ -173,11 +183,11 @@ const fn value(field: &'static str, found: u64, expected: &'static str) -> Detai
 /// Minimum number of receives with which messages make progress, even for a put that is spread over all queue
 /// pairs.
 pub(super) const MIN_RECEIVES: u32 = 22;
-const _: () = assert!((MIN_RECEIVES as usize - 4) / 2 > MAX_LANES);
+const _: () = assert!((MIN_RECEIVES as usize - 4) / 2 > MAX_QUEUE_PAIRS);
 const VERSION: u8 = 2;
 const HEAD_BYTES: usize = 4;
-const LANE_BYTES: usize = 40;
-const _: () = assert!(HEAD_BYTES + MAX_LANES * LANE_BYTES <= MAX_DETAIL_BYTES);
+const QUEUE_PAIR_BYTES: usize = 40;
+const _: () = assert!(HEAD_BYTES + MAX_QUEUE_PAIRS * QUEUE_PAIR_BYTES <= MAX_DETAIL_BYTES);
 
 #[cfg(test)]
 mod tests {
@@ -185,8 +195,8 @@ mod tests {
 
     use super::*;
 
-    fn lane() -> LaneAddress {
-        LaneAddress {
+    fn queue_pair() -> QueuePairAddress {
+        QueuePairAddress {
             number: 17,
             first_packet: 0xab_cdef,
             remote_key: 0x1234_5678,
@@ -202,13 +212,13 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         for link in [Link::InfiniBand, Link::Ethernet] {
-            for num_lanes in 1..=MAX_LANES {
+            for num_queue_pairs in 1..=MAX_QUEUE_PAIRS {
                 for signals in [Signals::Atomics, Signals::Messages] {
                     let way = (link, signals);
-                    let lanes: Vec<_> = (0..num_lanes)
-                        .map(|idx| LaneAddress { number: 17 + idx as u32, ..lane() })
+                    let queue_pairs: Vec<_> = (0..num_queue_pairs)
+                        .map(|idx| QueuePairAddress { number: 17 + idx as u32, ..queue_pair() })
                         .collect();
-                    assert_eq!(decode(way, &encode(way, &lanes)), Ok(lanes));
+                    assert_eq!(decode(way, &encode(way, &queue_pairs)), Ok(queue_pairs));
                 }
             }
         }
@@ -217,7 +227,7 @@ mod tests {
     #[test]
     fn bytes_that_make_no_sense_are_named() {
         let way = (Link::Ethernet, Signals::Atomics);
-        let good = encode(way, &[lane()]);
+        let good = encode(way, &[queue_pair()]);
         let with = |at: usize, byte: u8| {
             let mut bytes = good.clone();
             bytes[at] = byte;
@@ -236,13 +246,13 @@ mod tests {
         let (found, own_signals) = (Signals::Atomics, Signals::Messages);
         let expected = DetailError::Signals { found, own: own_signals };
         assert_eq!(decode(own, &good), Err(expected));
-        let few = encode(own, &[LaneAddress { receives: 21, ..lane() }]);
+        let few = encode(own, &[QueuePairAddress { receives: 21, ..queue_pair() }]);
         assert!(decode(own, &few).unwrap_err().to_string().contains("receives"));
         assert!(with(7, 1).contains("queue pair"));
         assert!(with(11, 1).contains("first packet"));
         assert!(with(18, 0).contains("mtu") && with(18, 6).contains("mtu"));
         assert!(with(19, 0).contains("responses"));
-        let nowhere = encode(way, &[LaneAddress { gid: [0; 16], ..lane() }]);
+        let nowhere = encode(way, &[QueuePairAddress { gid: [0; 16], ..queue_pair() }]);
         assert!(decode(way, &nowhere).is_err());
     }
 
@@ -250,8 +260,8 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode((Link::Ethernet, Signals::Messages), &bytes);
-            if let Ok(lanes) = decode((Link::InfiniBand, Signals::Atomics), &bytes) {
-                prop_assert!(!lanes.is_empty() && lanes.len() <= MAX_LANES);
+            if let Ok(queue_pairs) = decode((Link::InfiniBand, Signals::Atomics), &bytes) {
+                prop_assert!(!queue_pairs.is_empty() && queue_pairs.len() <= MAX_QUEUE_PAIRS);
             }
         }
     }

@@ -20,7 +20,7 @@ mod rdma;
 use p2p_core::fabric::FabricOpener;
 use p2p_core::transports::NetworkOpener;
 
-pub use config::{MAX_LANES, PortChoice, SIGNALS_VARIABLE, SignalChoice, VerbsConfig};
+pub use config::{MAX_QUEUE_PAIRS, PortChoice, SIGNALS_VARIABLE, SignalChoice, VerbsConfig};
 #[cfg(feature = "rdma")]
 pub use rdma::{DeviceAccess, DmaBuf, VerbsEndpoint, VerbsFabric, VerbsNetwork};
 

@@ -15,7 +15,7 @@ use crate::stats::percentile;
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
 };
-use p2p_core::endpoint::{Endpoint, TransportKind};
+use p2p_core::endpoint::{Progress, TransportKind};
 use p2p_core::network::Network;
 use p2p_core::slot::SlotConfig;
 use p2p_core::transports::{OpenNetworks, TransportRequest, TransportSpec};

@@ -157,6 +157,10 @@ impl Endpoint for BenchEndpoint {
         TransportKind::Local
     }
 
+    fn register(&mut self, _region: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -195,10 +199,6 @@ impl Endpoint for BenchEndpoint {
         Ok(())
     }
 
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        Ok(true)
-    }
-
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
         Ok(())
     }
@@ -207,3 +207,6 @@ impl Endpoint for BenchEndpoint {
         None
     }
 }
+
+p2p_core::unbatched!(BenchEndpoint);
+p2p_core::immediate_progress!(BenchEndpoint);

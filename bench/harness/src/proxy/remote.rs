@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use kernels::gpu::Gpu;
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Progress;
 use p2p_core::network::{JoinedSide, Network, Route, SideDescription};
 use p2p_core::{Region, SlotLayout};
 

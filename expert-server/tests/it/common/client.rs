@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use p2p_core::wait::wait_until;
-use p2p_core::{Channel, Endpoint, SpinPolicy, TxFrame, WaitSet};
+use p2p_core::{Channel, SpinPolicy, Transport, TxFrame, WaitSet};
 use protocol::{
     CombineExpect, DispatchExpect, DispatchMeta, Entry, ErrorCode, FrameGeometry, FrameId,
     ModelShape, Response, ResponseScratch, ServerTimes, TokenRef, WireDtype, decode_response,
@@ -20,7 +20,7 @@ pub struct Reply {
 }
 
 /// A plain client of one server: frames out, frames in, in order.
-pub struct TestClient<E: Endpoint> {
+pub struct TestClient<E: Transport> {
     pub channel: Channel<E>,
     pub geometry: FrameGeometry,
     shape: ModelShape,
@@ -31,7 +31,7 @@ pub struct TestClient<E: Endpoint> {
     wait: WaitSet,
 }
 
-impl<E: Endpoint> TestClient<E> {
+impl<E: Transport> TestClient<E> {
     pub fn new(
         channel: Channel<E>,
         shape: ModelShape,

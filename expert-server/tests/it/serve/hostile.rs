@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use p2p_core::slot::{CONSUMED, PUBLISHED};
-use p2p_core::{Endpoint, RemoteRange, SlotConfig};
+use p2p_core::{Endpoint, RemoteRange, SlotConfig, Transport};
 use protocol::{ErrorCode, WireDtype};
 use rand::RngExt;
 use switchyard_expert_server::{DropReason, Limits};
@@ -48,7 +48,7 @@ fn mangled_frames_get_error_frames_and_disturb_no_other_client() {
 }
 
 /// Takes the next answer and returns true if it is rows, by the kind at byte 38 of the header.
-fn is_served<E: Endpoint>(client: &mut TestClient<E>) -> bool {
+fn is_served<E: Transport>(client: &mut TestClient<E>) -> bool {
     eventually("an answer to every frame", || client.channel.has_frame());
     let frame = client.channel.try_next().expect("sound").expect("a frame");
     let mut kind = [0; 2];

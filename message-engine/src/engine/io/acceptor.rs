@@ -1,8 +1,7 @@
-//! Who comes in: sockets that others have opened, until their handshakes are through.
+//! Accepts sockets of peers, and limits handshakes that are in progress.
 //!
-//! A stranger costs little and not for long: a handshake ends at its deadline whatever the other side
-//! says, there are at most [`EngineConfig::max_handshakes`] of them, and when all of those are taken the
-//! one goes that has said the least for the longest time.
+//! A handshake ends at its deadline, whatever the peer sends. There are at most [`EngineConfig::max_handshakes`] of
+//! them. At the limit, the engine evicts the oldest one without a valid hello; if all have sent one, the oldest of all.
 //!
 //! [`EngineConfig::max_handshakes`]: crate::engine::EngineConfig::max_handshakes
 
@@ -19,7 +18,7 @@ use super::{Io, LISTENER, Place};
 use crate::engine::error::ConnectError;
 
 impl Io {
-    /// Takes in connections that wait at the listener.
+    /// Accepts connections that wait at the listener.
     pub(super) fn accept(&mut self) {
         for _ in 0..MAX_ACCEPTS {
             let stream = match self.listener.accept() {
@@ -27,7 +26,7 @@ impl Io {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
-                    // Out of descriptors, most likely: asking again at once would only burn time.
+                    // Most likely the process has no descriptors left. A retry at once would fail again.
                     if let Some(num_failures) = self.listening.failed(Instant::now()) {
                         tracing::error!(%error, num_failures, "cannot accept connections; {HINT}");
                     }
@@ -43,12 +42,12 @@ impl Io {
             }
             let deadline = Instant::now() + self.config.handshake_timeout;
             if let Err((error, _)) = self.place(deadline, None, Ok(stream)) {
-                self.warn_rate_limited(|| format!("a connection is not served: {error}"));
+                self.warn_rate_limited(|| format!("a connection is refused: {error}"));
             }
         }
     }
 
-    /// Listens again after a rest.
+    /// Listens again after a pause.
     pub(super) fn resume_listener(&mut self, now: Instant) {
         let Some(until) = self.listener_paused_until else { return };
         if until > now {
@@ -57,7 +56,7 @@ impl Io {
         }
         let (data, flags) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
         match epoll::add(&*self.set, &self.listener, data, flags) {
-            // It may never have been taken out.
+            // The listener may still be in the set.
             Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
             Err(error) => {
                 if let Some(num_failures) = self.listening.failed(now) {
@@ -72,15 +71,15 @@ impl Io {
         let until = Instant::now() + LISTENER_PAUSE;
         self.listener_paused_until = Some(until);
         self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(until));
-        // Where it is not in the set any more, that is what is wanted.
+        // An error means that it is not in the set, which is the aim.
         let _ = epoll::delete(&*self.set, &self.listener);
     }
 
-    /// A free place, which is taken: whoever does not use it vacates it.
+    /// Takes a free place. The caller frees it if it does not use it.
     fn take_place(&mut self) -> io::Result<u32> {
         let is_full = self.free.is_empty() && self.places.len() >= self.config.max_connections;
         if is_full {
-            // Whoever has something to say has it before somebody who has said nothing.
+            // A new connection has priority over a handshake without a valid hello.
             self.evict_handshake(true);
         }
         if let Some(idx) = self.free.pop() {
@@ -88,13 +87,15 @@ impl Io {
         }
         if is_full {
             let most = self.config.max_connections;
-            return Err(io::Error::other(format!("{most} connections are there, the limit")));
+            return Err(io::Error::other(format!(
+                "there are {most} connections, which is the limit"
+            )));
         }
         self.places.push(Place::Free);
         Ok(self.places.len() as u32 - 1)
     }
 
-    /// Puts a socket into a place of its own.
+    /// Begins a handshake on a socket, in a place of its own.
     pub(super) fn place(
         &mut self,
         deadline: Instant,
@@ -125,7 +126,7 @@ impl Io {
         }
     }
 
-    /// Ends a handshake. Its caller, if it has one, is told `error`, or that it took too long.
+    /// Ends a handshake. Its caller, if any, gets `error`, or else a timeout.
     pub(super) fn abort_handshake(&mut self, idx: u32, error: Option<ConnectError>) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
         if let Place::Handshake(mut handshake) = place {
@@ -137,32 +138,32 @@ impl Io {
         }
     }
 
-    /// Counts a handshake as long as it goes on, if a stranger has begun it.
+    /// Adds a handshake that a peer has begun to the pending ones.
     pub(super) fn add_pending(&mut self, idx: u32, handshake: &Handshake) {
         if handshake.is_incoming() {
             self.pending_handshakes.insert((handshake.eviction_key(), idx));
         }
     }
 
-    /// Does so no more: it is through, one way or the other, or about to say more.
+    /// Removes a handshake that has ended, or whose state is about to change.
     pub(super) fn remove_pending(&mut self, idx: u32, handshake: &Handshake) {
         self.pending_handshakes.remove(&(handshake.eviction_key(), idx));
     }
 
-    /// Ends the handshake of the stranger who has said the least for the longest time; with `only_silent`
-    /// only one who has said nothing that counts.
+    /// Ends the first pending handshake in the order of eviction. With `only_silent` it ends only one without a valid
+    /// hello.
     fn evict_handshake(&mut self, only_silent: bool) {
         if let Some((eviction_key, idx)) = self.pending_handshakes.first().copied()
             && !(eviction_key.is_identified && only_silent)
         {
             self.warn_rate_limited(|| {
-                "too many handshakes at once: the oldest is given up".to_owned()
+                "too many handshakes at once: the oldest is closed".to_owned()
             });
             self.abort_handshake(idx, None);
         }
     }
 
-    /// Says that somebody is not served, now and then: whoever can cause it can cause it often.
+    /// Logs a warning, at most once a second: peers can cause it as often as they like.
     fn warn_rate_limited(&mut self, what: impl FnOnce() -> String) {
         let now = Instant::now();
         if self.last_warning.is_none_or(|last| now - last >= WARNING_INTERVAL) {
@@ -171,16 +172,16 @@ impl Io {
         }
     }
 
-    /// The same for a handshake that was refused.
+    /// Warns of a refused handshake.
     pub(super) fn warn_refused(&mut self, why: &str) {
         self.warn_rate_limited(|| format!("handshake refused: {why}"));
     }
 }
 
-/// Connections taken in before others have their turn.
+/// Connections accepted in one call, before other events get their turn.
 const MAX_ACCEPTS: usize = 64;
 const LISTENER_PAUSE: Duration = Duration::from_millis(100);
-const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+const HINT: &str = "the engine retries every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";
 const WARNING_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
     use crate::engine::EngineConfig;
 
-    /// Other deadlines come and go while the listener rests, and none of them may be its last.
+    /// Other deadlines expire while the listener is paused. The listener must resume all the same.
     #[test]
     fn a_paused_listener_resumes_whatever_expires_before() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!(io.pending_handshakes.len(), 1, "{stream:?} was not heard");
     }
 
-    /// The list of strangers is what a look at every place would find, in the order in which they go.
+    /// The list of pending handshakes agrees with the places, in the order of eviction.
     #[test]
     fn handshakes_are_evicted_in_the_order_of_their_arrival() {
         let (_shared, mut io) = Io::new(EngineConfig::local()).unwrap();
@@ -225,14 +226,14 @@ mod tests {
         assert_eq!(listed(&io), [0, 1, 2, 3, 4]);
         io.evict_handshake(false);
         assert_eq!(listed(&io), [1, 2, 3, 4]);
-        // Who leaves, or says nonsense and is told so, is looked at.
+        // A peer that closes its socket is removed.
         drop(streams.remove(3));
         while io.pending_handshakes.len() == 4 {
             assert!(Instant::now() < limit, "the end was not heard");
             io.poll_sockets(Duration::from_millis(10));
         }
         assert_eq!(listed(&io), [1, 2, 4]);
-        // The place of the one who has gone is taken again, by one who has more time.
+        // Its place is reused by a newer handshake, which comes last in the order.
         streams.push(TcpStream::connect(addr).unwrap());
         while io.pending_handshakes.len() < 4 {
             assert!(Instant::now() < limit, "the last one was not heard");

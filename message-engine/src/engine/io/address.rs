@@ -1,11 +1,11 @@
-//! Addresses: how this side reaches others, and others this side.
+//! Connecting to addresses, and the address to publish.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-/// A socket on its way to `addr`.
+/// Starts to connect to `addr`, without blocking.
 pub(super) fn start_connecting(addr: SocketAddr) -> io::Result<TcpStream> {
     let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -16,7 +16,7 @@ pub(super) fn start_connecting(addr: SocketAddr) -> io::Result<TcpStream> {
     }
 }
 
-/// The address under which others reach what listens on `bind`.
+/// The address at which peers reach a listener on `bind`.
 pub(super) fn reachable_ip(bind: IpAddr) -> IpAddr {
     if !bind.is_unspecified() {
         return bind;
@@ -27,7 +27,7 @@ pub(super) fn reachable_ip(bind: IpAddr) -> IpAddr {
         let outside = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
         routes.push((Ipv6Addr::UNSPECIFIED.into(), outside.into()));
     }
-    // No packet is sent: the system only says which address it would send from.
+    // This sends no packet: the system only selects the source address.
     let source = |(any, outside): (IpAddr, IpAddr)| {
         let socket = UdpSocket::bind((any, 0)).ok()?;
         socket.connect((outside, 9)).ok()?;
@@ -51,7 +51,7 @@ mod tests {
             assert_eq!(reachable_ip(bind), bind);
         }
         for bind in ["0.0.0.0", "::"] {
-            // Whether this host has a route or not.
+            // This holds with and without a route.
             let ip = reachable_ip(bind.parse().unwrap());
             assert!(!ip.is_unspecified(), "{bind}: {ip}");
         }

@@ -10,7 +10,7 @@ use crate::engine::link::LocalRange;
 use crate::engine::shared::{Command, ConnKey, Operation, Register, TransferPart};
 
 impl Io {
-    /// Carries out what users have asked for.
+    /// Executes commands of users. Returns whether there were any.
     pub(super) fn execute_commands(&mut self) -> bool {
         let mut is_busy = false;
         if let Some(deferred) = self.shared.take_deferred() {
@@ -54,7 +54,7 @@ impl Io {
                 // `source` holds it.
                 let keys = unsafe { self.registry.acquire(fabrics, ptr, bytes, access, source) };
                 if let Err(Ok(keys)) = reply.push(keys) {
-                    // Nobody waits for it any more, and nobody would ever give it back.
+                    // The caller has timed out, so no handle would ever release the registration.
                     let is_full = keys.covers(ptr, bytes);
                     self.registry.deregister_abandoned(&mut self.fabrics, keys.idx, is_full);
                 }
@@ -87,7 +87,7 @@ impl Io {
         });
     }
 
-    /// A transfer for a connection that has ended.
+    /// Fails a transfer whose connection has ended.
     fn fail_disconnected(&self, conn: ConnKey, transfer: u32, op: &'static str) {
         let known = self.ended.iter().find(|(serial, _)| *serial == conn.serial);
         let reason = known.map_or(CloseReason::Local, |(_, reason)| reason.clone());
@@ -113,5 +113,5 @@ impl Io {
     }
 }
 
-/// Commands carried out before others have their turn.
+/// Commands executed in one round, before sockets and fabrics get their turn.
 const MAX_COMMANDS: usize = 256;

@@ -1,4 +1,4 @@
-//! A connection that stands.
+//! An established connection.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -20,13 +20,13 @@ pub(super) struct ActiveConnection {
     pub(super) socket: ControlSocket,
     pub(super) peer: Peer,
     pub(super) link: Link<Arc<Handle>>,
-    /// Whether it is in the list of those to be looked at.
+    /// Whether it is in the list of connections to be advanced.
     pub(super) is_dirty: bool,
-    /// When it ends, because its fabric has lost the peer and nothing better has been heard until then.
+    /// Time at which it is closed because its fabric has lost the peer, unless the peer's goodbye arrives first.
     pub(super) lost_ns: u64,
 }
 
-/// Who is at the other end, and by which transport.
+/// The peer at the other end, and its transport.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) key: ConnKey,
@@ -34,12 +34,12 @@ pub(super) struct Peer {
     pub(super) engine_id: u64,
     pub(super) fabric: usize,
     pub(super) id: PeerId,
-    /// The peer as one that pushes, and this side's reads from it, each with credits of its own.
+    /// Credit senders: the peer's pushes, and this side's reads from it.
     pub(super) sender: SenderId,
     pub(super) reads: SenderId,
 }
 
-/// What a link needs, for as long as one call takes.
+/// The [`Port`] of a link during one call.
 pub(super) struct Ports<'a> {
     pub(super) fabric: &'a mut dyn Fabric,
     pub(super) credit: &'a mut CreditReceiver,
@@ -49,7 +49,7 @@ pub(super) struct Ports<'a> {
 }
 
 impl<'a> Ports<'a> {
-    /// For a call to the link with `peer`.
+    /// A port for the link with `peer`.
     pub(super) fn new(
         fabrics: &'a mut [Box<dyn Fabric>],
         credit: &'a mut CreditReceiver,
@@ -62,7 +62,7 @@ impl<'a> Ports<'a> {
 }
 
 impl ActiveConnection {
-    /// Takes in what has arrived. An error ends the connection.
+    /// Reads and handles frames that have arrived. An error ends the connection.
     pub(super) fn receive(
         &mut self,
         fabric: &mut dyn Fabric,
@@ -85,7 +85,7 @@ impl ActiveConnection {
         }
     }
 
-    /// Sends what is to be sent. An error ends the connection.
+    /// Writes the link's output to the socket. An error ends the connection.
     pub(super) fn flush(&mut self, set: BorrowedFd<'_>) -> Result<(), CloseReason> {
         while !self.link.output().is_empty() {
             match self.socket.write(self.link.output()) {
@@ -98,7 +98,7 @@ impl ActiveConnection {
         Ok(())
     }
 
-    /// Hands whole frames to the link. Gives the room that the next one needs.
+    /// Hands whole frames to the link. Returns the buffer bytes that the next frame needs.
     fn take_frames(
         &mut self,
         fabric: &mut dyn Fabric,
@@ -190,18 +190,18 @@ impl Port for Ports<'_> {
     }
 }
 
-/// What a completion brings back: place of the connection, operation, bytes.
+/// Token of a completion: index of the connection, operation, bytes.
 fn token(conn: u32, tag: Tag) -> Token {
     Token(u64::from(conn) << 48 | u64::from(tag.op) << 28 | u64::from(tag.bytes))
 }
 
-/// The other way round.
+/// Splits a token into the index of the connection and the tag.
 pub(super) const fn parse_token(token: Token) -> (u32, Tag) {
     let op = (token.0 >> 28) as u32 & 0xf_ffff;
     ((token.0 >> 48) as u32, Tag { op, bytes: token.0 as u32 & 0xfff_ffff })
 }
 
-/// Reads of one connection before others have their turn.
+/// Reads of one connection in a row, before others get their turn.
 const MAX_READS: usize = 16;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Connections that stand: how they begin, and how they end.
+//! Beginning and end of established connections.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::engine::wire::Frame;
 use crate::fabric::PeerId;
 
 impl Io {
-    /// A handshake has succeeded.
+    /// Makes a connection of a handshake that has succeeded.
     pub(super) fn establish(
         &mut self,
         idx: u32,
@@ -28,7 +28,7 @@ impl Io {
         let (sender, reads) = match places {
             Ok(places) => places,
             Err(error) => {
-                tracing::warn!(%error, "a connection is not served");
+                tracing::warn!(%error, "a connection is refused");
                 self.fabrics[fabric].close_peer(id);
                 let addr = handshake
                     .socket
@@ -62,12 +62,12 @@ impl Io {
         };
         self.places[idx as usize] = Place::Active(Box::new(connection));
         self.by_peer.insert((fabric, id), idx);
-        // Frames may have come along with the last word.
+        // Frames may have arrived together with the last message of the handshake.
         self.handle_event(idx, false);
     }
 
-    /// A fabric can do nothing towards a peer any more. The connection ends, but for the last words of a
-    /// peer that has closed it in good order, which may be under way.
+    /// Handles the loss of a peer by a fabric. The connection is closed after a delay, because a goodbye of the peer
+    /// may still be under way.
     pub(super) fn on_peer_lost(&mut self, fabric: usize, peer: PeerId) {
         let known = self.by_peer.get(&(fabric, peer));
         if let Some(Place::Active(connection)) =
@@ -78,14 +78,14 @@ impl Io {
             self.next_deadline_ns = self.next_deadline_ns.min(lost_ns);
             return;
         }
-        // In the middle of its handshake, which happens to few.
+        // Otherwise the peer is in the middle of its handshake, which is rare.
         let is_theirs = |place: &Place| matches!(place, Place::Handshake(handshake) if handshake.has_joined(fabric, peer));
         if let Some(idx) = self.places.iter().position(is_theirs) {
             self.abort_handshake(idx as u32, None);
         }
     }
 
-    /// Ends a connection: first the peer's access, then its transfers.
+    /// Closes a connection. The peer's access ends first, then the transfers.
     pub(super) fn close(&mut self, idx: u32, reason: &CloseReason) {
         let place = std::mem::replace(&mut self.places[idx as usize], Place::Busy);
         let Place::Active(connection) = place else {
@@ -104,7 +104,7 @@ impl Io {
         }
         self.ended.push_back((peer.key.serial, reason.clone()));
         if matches!(reason, CloseReason::Local | CloseReason::Stopped) {
-            // Best effort: a peer that does not read learns it from the end of the stream.
+            // Best effort: a peer that does not read sees the end of the stream.
             link.push_frame(Frame::Goodbye);
             let _ = socket.write(link.output());
             socket.finish();
@@ -113,7 +113,7 @@ impl Io {
         let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &peer, 0);
         link.close(&mut ports, reason);
         let now_ns = self.shared.ns(Instant::now());
-        // It has joined when the connection was made.
+        // Both senders joined when the connection was made, so this cannot fail.
         let _ = self.credit.leave(now_ns, peer.sender);
         let _ = self.credit.leave(now_ns, peer.reads);
         if link.num_in_flight() > 0 {
@@ -123,7 +123,7 @@ impl Io {
         }
     }
 
-    /// Ends everything, in order.
+    /// Closes all connections and handshakes.
     pub(super) fn stop(&mut self) {
         for idx in 0..self.places.len() as u32 {
             match &self.places[idx as usize] {
@@ -132,7 +132,7 @@ impl Io {
                 _ => {}
             }
         }
-        // Closed peers complete at once or within the fabric's own bound.
+        // Operations of closed peers complete at once or within the fabric's own time limit.
         let give_up = Instant::now() + STOP_TIMEOUT;
         while self.places.iter().any(|place| matches!(place, Place::Closing(..)))
             && Instant::now() < give_up
@@ -143,6 +143,6 @@ impl Io {
 }
 
 const MAX_ENDED: usize = 64;
-/// Time for what a peer has said before its data connection ended.
+/// Time for frames that a peer has sent before its data connection ended.
 const LOSS_DELAY: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! Handshakes: how connections come to stand.
+//! Handshakes that establish connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,20 +17,20 @@ use p2p_core::bootstrap::equal_in_constant_time;
 use p2p_core::host::names;
 use p2p_core::network::{Offer, Route};
 
-/// A connection that does not stand yet.
+/// A connection whose handshake is in progress.
 #[derive(Debug)]
 pub(super) struct Handshake {
     pub(super) socket: ControlSocket,
     pub(super) deadline: Instant,
     out: Vec<u8>,
     step: Step,
-    /// Sides opened for this peer.
+    /// Peers of fabrics that were opened for this handshake.
     opened: Vec<FabricPeer>,
-    /// Who wants to know how it ends.
+    /// The user's call that waits for the connection.
     caller: Option<ConnectCaller>,
     is_incoming: bool,
     peer: Option<PeerHello>,
-    /// What the connecting side offers and was not tried.
+    /// Offers of the connecting side that were not tried yet.
     offered: Vec<Side>,
 }
 
@@ -40,7 +40,7 @@ enum Step {
     AwaitHello,
     AwaitWelcome,
     AwaitReady,
-    /// The last word is being sent; then the peer may close.
+    /// The rejection is being sent; then the peer may close.
     Rejected,
 }
 
@@ -50,10 +50,10 @@ pub(super) struct ConnectCaller {
     pub(super) reply: Arc<Mailbox<ConnectReply>>,
 }
 
-/// The first of several goes first: who has said the least for the longest time.
+/// Order of eviction: the least is evicted first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct EvictionKey {
-    /// Whether the other side has said who it is, and was not refused.
+    /// Whether the other side has sent a hello that was accepted.
     pub(super) is_identified: bool,
     deadline: Instant,
 }
@@ -64,12 +64,12 @@ struct FabricPeer {
     id: PeerId,
 }
 
-/// What became of a step.
+/// State after a step.
 pub(super) enum Outcome {
     InProgress,
-    /// It is over; the caller was told.
+    /// The handshake has ended, and its caller has the error.
     Ended,
-    /// It stands, by this transport.
+    /// The connection is established over this transport.
     Established {
         fabric: usize,
         id: PeerId,
@@ -77,13 +77,13 @@ pub(super) enum Outcome {
     },
 }
 
-/// Why a handshake failed.
+/// Failure of a handshake.
 enum Failure {
     Io(String),
     Foreign(String),
-    /// The peer is told why.
+    /// This side refuses, and sends the reason to the peer.
     Refuse(String),
-    /// The peer has told why.
+    /// The peer has refused, with its reason.
     Rejected(String),
 }
 
@@ -107,7 +107,7 @@ impl Handshake {
         }
     }
 
-    /// Whether somebody else began it.
+    /// Whether the peer has begun it.
     pub(super) const fn is_incoming(&self) -> bool {
         self.is_incoming
     }
@@ -117,7 +117,7 @@ impl Handshake {
         EvictionKey { is_identified, deadline: self.deadline }
     }
 
-    /// Whether it is about this peer of a fabric.
+    /// Whether it has opened this peer of a fabric.
     pub(super) fn has_joined(&self, fabric: usize, id: PeerId) -> bool {
         self.opened.iter().any(|opened| opened.fabric == fabric && opened.id == id)
     }
@@ -134,7 +134,7 @@ impl Handshake {
 }
 
 impl Io {
-    /// Goes on with a handshake. Whatever is not handed over is closed.
+    /// Advances a handshake. On failure it closes the peers of fabrics that it has opened.
     pub(super) fn advance_handshake(
         &mut self,
         handshake: &mut Handshake,
@@ -146,7 +146,7 @@ impl Io {
         }
     }
 
-    /// Ends a handshake at its deadline, or because the engine stops.
+    /// Closes a handshake. Its caller, if any, gets `error`, or else a timeout.
     pub(super) fn close_handshake(
         &mut self,
         handshake: &mut Handshake,
@@ -155,17 +155,17 @@ impl Io {
         self.close_opened(handshake);
         if let Some(ConnectCaller { addr, reply }) = handshake.caller.take() {
             let late = ConnectError::Timeout { addr: addr.to_string() };
-            // Who has given up waiting needs no answer.
+            // A caller that has timed out needs no answer.
             let _ = reply.push(Err(error.unwrap_or(late)));
         }
     }
 
-    /// Tells whoever waits for it that the connection stands.
+    /// Hands the connection to the caller that waits for it, or to the queue of accepted ones.
     pub(super) fn report_established(&self, handshake: &mut Handshake, connection: Connection) {
         match handshake.caller.take() {
-            // Whoever has given up waiting gets none: it closes when it is dropped here.
+            // If the caller has timed out, the connection is dropped here, which closes it.
             Some(caller) => drop(caller.reply.push(Ok(connection))),
-            // It waits there until it is accepted, or over.
+            // It waits there until it is accepted or closed.
             None => drop(self.shared.accepted.push(connection)),
         }
     }
@@ -208,8 +208,8 @@ impl Io {
                 ReadOutcome::Data if handshake.step == Step::Rejected => {
                     let received = handshake.socket.received().len();
                     handshake.socket.consume(received);
-                    // Once a turn: it may send faster than this reads, and there are others, and a
-                    // deadline to look at.
+                    // One read per turn: the peer may send faster than this side reads, and others must get their
+                    // turn.
                     return Ok(Outcome::InProgress);
                 }
                 ReadOutcome::Data => {}
@@ -283,8 +283,8 @@ impl Io {
                 return Err(Failure::Rejected(message));
             }
             (step, message) => {
-                tracing::debug!(?step, ?message, "out of turn");
-                return Err(Failure::Foreign("it said something out of turn".to_owned()));
+                tracing::debug!(?step, ?message, "message out of turn");
+                return Err(Failure::Foreign("it sent a message out of turn".to_owned()));
             }
         }
         Ok(None)
@@ -299,7 +299,7 @@ impl Io {
                     handshake.opened.push(FabricPeer { fabric, id });
                     sides.push(Side { offer: self.offer(fabric), detail });
                 }
-                Err(error) => tracing::warn!(%error, "not offered"),
+                Err(error) => tracing::warn!(%error, "a transport is not offered"),
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
@@ -308,7 +308,7 @@ impl Io {
         Ok(())
     }
 
-    /// Joins by the best transport of this side that the peer offers, and says so.
+    /// Joins over the best transport of this side that the peer offers, and sends the welcome.
     fn choose(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
         let (route, _) = handshake.route()?;
         for fabric in 0..self.fabrics.len() {
@@ -414,7 +414,7 @@ impl Io {
     }
 }
 
-/// Takes a whole message out of what was received. Frames that follow a handshake stay.
+/// Takes a whole message out of the received bytes. Frames that follow the handshake stay.
 fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
     if matches!(handshake.step, Step::Connecting | Step::Rejected) {
         return Ok(None);

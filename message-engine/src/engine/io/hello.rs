@@ -1,7 +1,7 @@
 //! Messages of the handshake between engines, as bytes. Specified in `docs/reference/wire-format.md`, "Message
 //! engine".
 
-use crate::engine::codec::{Malformed, Reader, put_counted};
+use crate::engine::codec::{DecodeError, Reader, put_counted};
 use crate::engine::link::Limits;
 use crate::engine::metadata::{
     MAX_OFFERS, put_device, put_offer, read_device, read_num_offers, read_offer,
@@ -16,18 +16,18 @@ pub(super) const MAX_BODY_BYTES: usize = 32 << 10;
 /// Longest ticket.
 pub(in crate::engine) const MAX_TICKET_BYTES: usize = 512;
 
-/// What either side says of itself.
+/// A side's description of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PeerHello {
     pub(super) engine_id: u64,
-    /// Where it listens.
+    /// Port at which it listens.
     pub(super) port: u16,
     pub(super) gpu_index: Option<u32>,
     pub(super) pci_bdf: Option<String>,
     pub(super) limits: Limits,
 }
 
-/// A transport, and what the fabric of the sender says of its side.
+/// A transport, and the detail of the sender's fabric that the peer needs to join.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Side {
     pub(super) offer: Offer,
@@ -36,15 +36,15 @@ pub(super) struct Side {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The connecting side: who it is, its ticket, and every transport that it has.
+    /// From the connecting side: its description, its ticket, and all its transports.
     Hello { hello: PeerHello, ticket: Vec<u8>, sides: Vec<Side> },
-    /// The listening side: who it is, and the transport that it has joined.
+    /// From the listening side: its description, and the transport that it has joined.
     Welcome { hello: PeerHello, side: Side },
-    /// The connecting side has joined as well: frames may follow.
+    /// From the connecting side: it has joined as well, and frames may follow.
     Ready,
-    /// The connecting side cannot join by this transport: another, please.
+    /// From the connecting side: it cannot join over this transport, and asks for the next.
     Next,
-    /// The listening side does not want it, and why.
+    /// From the listening side: it refuses, with the reason.
     Reject { message: String },
 }
 
@@ -80,9 +80,11 @@ impl Message {
     }
 
     /// Bytes of the body that follows a header.
-    pub(super) fn body_bytes(header: &[u8; HEADER_BYTES]) -> Result<usize, Malformed> {
+    pub(super) fn body_bytes(header: &[u8; HEADER_BYTES]) -> Result<usize, DecodeError> {
         if header[..8] != MAGIC {
-            return Err("what answers is no engine: its first bytes are not ours".to_owned());
+            return Err(
+                "the other side is no engine: its first bytes are not an engine's".to_owned()
+            );
         }
         let version = u16::from_le_bytes([header[8], header[9]]);
         if version != VERSION {
@@ -97,7 +99,7 @@ impl Message {
         Ok(bytes)
     }
 
-    pub(super) fn decode(header: &[u8; HEADER_BYTES], body: &[u8]) -> Result<Self, Malformed> {
+    pub(super) fn decode(header: &[u8; HEADER_BYTES], body: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(body);
         let message = match u16::from_le_bytes([header[10], header[11]]) {
             1 => {
@@ -122,7 +124,7 @@ impl Message {
                 let message = printable(bytes);
                 return Ok(Self::Reject { message });
             }
-            kind => return Err(format!("a message of kind {kind}, which there is not")),
+            kind => return Err(format!("a message of unknown kind {kind}")),
         };
         reader.end()?;
         Ok(message)
@@ -146,7 +148,7 @@ fn put_peer_hello(out: &mut Vec<u8>, hello: &PeerHello) {
     }
 }
 
-fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, Malformed> {
+fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, DecodeError> {
     let engine_id = reader.u64("engine id")?;
     let port = reader.u16("port")?;
     let (gpu_index, pci_bdf) = read_device(reader)?;
@@ -169,7 +171,7 @@ fn read_peer_hello(reader: &mut Reader<'_>) -> Result<PeerHello, Malformed> {
         ("unscheduled_bytes", limits.unscheduled_bytes),
         ("max_demand_bytes", limits.max_demand_bytes),
     ] {
-        // Sums of them must not overflow.
+        // Sums of the limits must not overflow.
         if found > u64::MAX >> 1 {
             return Err(format!("`{what}` is {found}, at most 2^63 - 1 is allowed"));
         }
@@ -182,8 +184,8 @@ fn put_side(out: &mut Vec<u8>, side: &Side) {
     put_counted(out, &side.detail);
 }
 
-/// `None`: of a transport that this version does not know.
-fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, Malformed> {
+/// Reads a side. Returns `None` for a transport that this version does not know.
+fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, DecodeError> {
     let offer = read_offer(reader)?;
     let detail = reader.counted("detail of a transport", MAX_DETAIL_BYTES)?.to_vec();
     Ok(offer.map(|offer| Side { offer, detail }))
@@ -193,7 +195,7 @@ const MAGIC: [u8; 8] = *b"SYENGINE";
 const VERSION: u16 = 2;
 const MAX_REJECT_BYTES: usize = 1024;
 
-/// One of each.
+/// One message of each kind.
 #[cfg(any(test, fuzzing))]
 fn messages() -> Vec<Message> {
     let limits = Limits {
@@ -223,19 +225,19 @@ fn messages() -> Vec<Message> {
     ]
 }
 
-/// The same as bytes.
+/// The encoded messages.
 #[cfg(fuzzing)]
 pub(in crate::engine) fn samples() -> Vec<Vec<u8>> {
     messages().iter().map(Message::encode).collect()
 }
 
-/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+/// Decodes bytes of a peer. A decoded message must stay the same when it is encoded and decoded again.
 #[cfg(fuzzing)]
 pub(in crate::engine) fn check(header: &[u8; HEADER_BYTES], body: &[u8]) {
     let _ = Message::body_bytes(header);
     let Ok(message) = Message::decode(header, body) else { return };
     if matches!(message, Message::Reject { .. }) {
-        // What is no text is replaced, and may have become too long.
+        // Bytes that are no text were replaced, so the text may be too long to encode.
         return;
     }
     let bytes = message.encode();
@@ -249,14 +251,14 @@ mod tests {
 
     use super::*;
 
-    fn decode(bytes: &[u8]) -> Result<Message, Malformed> {
+    fn decode(bytes: &[u8]) -> Result<Message, DecodeError> {
         let (header, body) = bytes.split_first_chunk().unwrap();
         assert_eq!(Message::body_bytes(header), Ok(body.len()));
         Message::decode(header, body)
     }
 
     #[test]
-    fn what_was_encoded_is_decoded() {
+    fn encoded_values_are_decoded_unchanged() {
         for message in messages() {
             assert_eq!(decode(&message.encode()), Ok(message));
         }

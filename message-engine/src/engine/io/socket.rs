@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustix::event::epoll;
 use rustix::net::sockopt;
 
-/// A stream in an epoll set.
+/// A stream in an epoll set, with a receive buffer.
 #[derive(Debug)]
 pub(super) struct ControlSocket {
     stream: TcpStream,
@@ -19,7 +19,7 @@ pub(super) struct ControlSocket {
     end: usize,
 }
 
-/// What reading gave.
+/// Result of a read.
 #[derive(Debug)]
 pub(super) enum ReadOutcome {
     Data,
@@ -28,7 +28,7 @@ pub(super) enum ReadOutcome {
 }
 
 impl ControlSocket {
-    /// Takes over a stream that connects or is connected.
+    /// Adds a stream that connects or is connected to the set.
     pub(super) fn new(
         stream: TcpStream,
         set: BorrowedFd<'_>,
@@ -53,12 +53,12 @@ impl ControlSocket {
         Ok((self.stream.local_addr()?, self.stream.peer_addr()?))
     }
 
-    /// How connecting ended.
+    /// Result of connecting.
     pub(super) fn connect_result(&self) -> io::Result<()> {
         self.stream.take_error()?.map_or(Ok(()), Err)
     }
 
-    /// What was received and not consumed.
+    /// Bytes that were received and not consumed.
     pub(super) fn received(&self) -> &[u8] {
         &self.rx[self.start..self.end]
     }
@@ -67,7 +67,7 @@ impl ControlSocket {
         self.start += bytes;
     }
 
-    /// Reads once, with room for a message of `wanted` bytes.
+    /// Reads once, without blocking, with room for a message of `wanted` bytes.
     pub(super) fn read(&mut self, wanted: usize) -> ReadOutcome {
         if self.start > 0 {
             self.rx.copy_within(self.start..self.end, 0);
@@ -92,7 +92,7 @@ impl ControlSocket {
         }
     }
 
-    /// Writes as much as is taken now.
+    /// Writes as many bytes as the socket takes without blocking.
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         loop {
             return match self.stream.write(bytes) {
@@ -103,7 +103,7 @@ impl ControlSocket {
         }
     }
 
-    /// Asks to be woken when there is room to write, or not any more.
+    /// Sets whether epoll reports room to write.
     pub(super) fn want_out(&mut self, set: BorrowedFd<'_>, wants_out: bool) {
         if wants_out == self.wants_out {
             return;
@@ -115,9 +115,9 @@ impl ControlSocket {
         }
     }
 
-    /// Says that nothing more will be written.
+    /// Shuts down the sending direction.
     pub(super) fn finish(&self) {
-        // A peer that is gone needs no word.
+        // An error means that the peer has gone.
         let _ = self.stream.shutdown(std::net::Shutdown::Write);
     }
 }

@@ -1,4 +1,4 @@
-//! How operations end that nobody has brought to an end: at their deadlines, or with the connection.
+//! Ends of operations at their deadlines and with the connection.
 
 use std::collections::VecDeque;
 
@@ -6,8 +6,8 @@ use super::{CloseReason, Kind, Link, Memory, Port, Stage, TransferError};
 use crate::engine::wire::{Frame, Outcome};
 
 impl<H: Memory> Link<H> {
-    /// Ends what is over at `now_ns`. An error names the operation for which the connection has to be
-    /// closed, because its memory is in use.
+    /// Ends operations whose deadline has passed at `now_ns`. An error names an operation whose memory is in use, so
+    /// that the connection must be closed.
     pub(in crate::engine) fn expire(
         &mut self,
         port: &mut impl Port,
@@ -34,7 +34,7 @@ impl<H: Memory> Link<H> {
             }
             let (seq, late) = (op.seq, Err(late));
             match stage {
-                // The peer will have it all the same, but the user's buffer is free.
+                // The peer gets it all the same, but the user's buffer is free.
                 Stage::Sent => {
                     let op = self.op(idx);
                     op.local = None;
@@ -62,8 +62,8 @@ impl<H: Memory> Link<H> {
         Ok(())
     }
 
-    /// Ends everything that the fabric does not hold; the rest ends with its completions. The fabric
-    /// must have closed the peer before.
+    /// Ends every operation that the fabric does not hold. The others end with their completions. The fabric must have
+    /// closed the peer before.
     pub(in crate::engine) fn close(&mut self, port: &mut impl Port, reason: &CloseReason) {
         if self.closed.is_some() {
             return;
@@ -96,7 +96,7 @@ impl<H: Memory> Link<H> {
         self.notices.unqueue(idx);
     }
 
-    /// Every queue of operations, but for notifications.
+    /// All queues of operations, except those of notifications.
     fn queues(&mut self) -> [&mut VecDeque<u32>; 7] {
         [
             &mut self.to_send,

@@ -1,4 +1,4 @@
-//! A link whose peer says anything at all, at any moment, beside users who come and go.
+//! A link whose peer sends arbitrary frames at any moment, while users start transfers.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -11,7 +11,7 @@ use crate::credit::{Credit, Demand};
 use crate::engine::wire::{Outcome, Refusal};
 use crate::fabric::WireRegion;
 
-/// Memory whose contents do not matter; how much of it is in use does.
+/// Memory without contents that counts its users.
 #[derive(Debug)]
 struct HoldCount(Rc<RefCell<usize>>);
 
@@ -43,14 +43,14 @@ impl Memory for HoldCount {
 }
 
 #[derive(Default)]
-struct ArbitraryFrames {
+struct RecordingPort {
     pending: Vec<Tag>,
     finished: HashMap<u32, Result<u64, TransferError>>,
     is_full: bool,
     num_granted: usize,
 }
 
-impl Port for ArbitraryFrames {
+impl Port for RecordingPort {
     fn max_operation_bytes(&self) -> u64 {
         300
     }
@@ -99,7 +99,7 @@ impl Port for ArbitraryFrames {
     }
 }
 
-impl ArbitraryFrames {
+impl RecordingPort {
     fn post(&mut self, tag: Tag) -> Result<PostOutcome, PostError> {
         if self.is_full {
             return Ok(PostOutcome::Full);
@@ -116,21 +116,21 @@ enum Step {
     Write(u64),
     Read(u64),
     Notify(usize),
-    /// The fabric ends an operation, well or not.
+    /// The fabric ends an operation, with or without success.
     Done(prop::sample::Index, bool),
     Full(bool),
     /// Time passes.
     Expire(u64),
-    /// The peer reads so much.
+    /// The peer reads this many bytes.
     Sent(usize),
     /// Users have taken notifications.
     Taken(u64),
-    /// The peer says something: kind, two numbers, and a length.
+    /// The peer sends a frame: kind, two numbers, and a length.
     Says(u8, u64, u64, usize),
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    // Small numbers, so that they often mean something; now and then the largest.
+    // Small numbers are often valid. Now and then the largest number comes.
     let number =
         || prop_oneof![8 => 0u64..8, 4 => 0u64..3000, 1 => Just(u64::MAX), 1 => any::<u64>()];
     prop_oneof![
@@ -192,14 +192,14 @@ fn frame(kind: u8, number: u64, second: u64, payload: &[u8]) -> Frame<'_> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// Whatever is said: nothing panics, every transfer ends exactly once, and all memory is let go of.
+    /// Nothing panics on any frames. Every transfer ends exactly once, and all memory is released.
     #[test]
     fn a_peer_can_say_anything(steps in prop::collection::vec(step(), 1..200)) {
         let count = Rc::new(RefCell::new(0));
         let mut link: Link<HoldCount> = Link::new(limits(), limits(), 300);
-        let mut port = ArbitraryFrames::default();
+        let mut port = RecordingPort::default();
         let (mut next, mut now) = (0u32, 0);
-        // The peer's own numbers, so that sequences are often the ones that are due.
+        // The next sequence number of the peer, so that many frames have the expected one.
         let mut due = 0;
         let mut reason = CloseReason::Left;
         for step in steps {
@@ -265,16 +265,15 @@ proptest! {
     }
 }
 
-/// Many messages that are short, and then few that are long, over and over: what is kept of their buffers
-/// stays within what the window allows.
+/// Rounds of many short and few long messages: the buffers that are kept for reuse stay within the bound of the window.
 #[test]
 fn buffers_of_messages_that_came_early_do_not_pile_up() {
     let count = Rc::new(RefCell::new(0));
     let mut link: Link<HoldCount> = Link::new(limits(), limits(), 300);
-    let mut port = ArbitraryFrames::default();
+    let mut port = RecordingPort::default();
     let (mut seq, mut transfer) = (0, 0);
     for round in 0..100 {
-        // As many as fit, of different lengths, so that long ones come into buffers of short ones.
+        // As many messages as fit, of different lengths, so that long ones get buffers of short ones.
         let mut waiting = Vec::new();
         for nth in 0.. {
             let bytes = if (nth + round) % 7 == 0 { 200 } else { nth % 3 };

@@ -1,4 +1,4 @@
-//! What the peer says.
+//! Frames of the peer.
 
 use super::{
     EAGER_OVERHEAD, EarlyMessage, Kind, Link, LocalRange, MAX_ANNOUNCED, MAX_UNREAD, Memory, Port,
@@ -9,10 +9,10 @@ use crate::engine::wire::{Frame, FrameError, Outcome, Refusal};
 use crate::fabric::{LocalSegment, RemoteSegment};
 
 impl<H: Memory> Link<H> {
-    /// Takes in a frame. True: the peer has closed the connection.
+    /// Handles a frame. Returns true if the peer has closed the connection.
     ///
     /// # Errors
-    /// [`FrameError`] when no correct peer could have sent it; the connection must be closed.
+    /// [`FrameError`] if no correct peer could have sent it. The caller must close the connection.
     pub(in crate::engine) fn on_frame(
         &mut self,
         port: &mut impl Port,
@@ -41,7 +41,7 @@ impl<H: Memory> Link<H> {
             }
             Frame::Goodbye => return Ok(true),
         }
-        // Answers are not held up, so a peer that asks and never reads would fill this side's memory.
+        // Answers are never delayed, so a peer that asks and never reads would fill this side's memory.
         let waiting = self.output().len();
         if waiting > MAX_UNREAD {
             return Err(invalid_value(
@@ -185,7 +185,7 @@ impl<H: Memory> Link<H> {
     ) -> Result<(), FrameError> {
         self.check_out(seq)?;
         let Some(idx) = self.announced.remove(&seq) else {
-            // Withdrawn meanwhile: the receiver waits for the answer to its grant.
+            // The message was withdrawn meanwhile. The receiver waits for the answer to its grant.
             let outcome = Outcome::Withdrawn;
             Frame::Finish { seq, outcome }.encode(&mut self.out);
             return Ok(());
@@ -213,7 +213,7 @@ impl<H: Memory> Link<H> {
         why: Refusal,
     ) -> Result<(), FrameError> {
         self.check_out(seq)?;
-        // Withdrawn meanwhile otherwise.
+        // Otherwise the message was withdrawn meanwhile.
         let Some(idx) = self.announced.remove(&seq) else { return Ok(()) };
         let (op, bytes) = (Kind::Send.name(), self.op(idx).total);
         let error = match why {
@@ -248,7 +248,7 @@ impl<H: Memory> Link<H> {
             Outcome::Failed => Err(TransferError::Fabric {
                 op,
                 code: 0,
-                detail: "the peer could not write the message; its error says why".into(),
+                detail: "the peer could not write the message; its error has the reason".into(),
             }),
         };
         self.end(port, idx, result);
@@ -262,7 +262,7 @@ impl<H: Memory> Link<H> {
         let found = self.unexpected.iter().position(
             |message| matches!(message, EarlyMessage::Announced { seq: other, .. } if *other == seq),
         );
-        // Granted or refused meanwhile otherwise.
+        // Otherwise the message was granted or refused meanwhile.
         if let Some(at) = found {
             self.unexpected.remove(at);
             self.num_announced_in -= 1;
@@ -270,7 +270,7 @@ impl<H: Memory> Link<H> {
         Ok(())
     }
 
-    /// Messages come in order.
+    /// Checks that a message has the next sequence number.
     fn next_in(&mut self, seq: u64) -> Result<(), FrameError> {
         if seq != self.next_in_seq {
             return Err(invalid_value("sequence number of a message", seq, self.next_in_seq));

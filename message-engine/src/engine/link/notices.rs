@@ -1,7 +1,7 @@
 //! Notifications: bytes of any length, in order, none dropped.
 //!
-//! The receiver says how many bytes may have been sent in all, so that what nobody takes stays at the
-//! sender. A notification longer than the window is let in when it is the one that is being received.
+//! The receiver reports how many bytes may have been sent in all. Notifications beyond that stay at the sender. A
+//! notification that is longer than the window is granted whole once it is being received.
 
 use std::collections::VecDeque;
 
@@ -12,22 +12,22 @@ use crate::engine::wire::{Frame, FrameError, MAX_BODY_BYTES};
 #[derive(Debug)]
 pub(super) struct Notices {
     to_send: VecDeque<u32>,
-    /// Bytes sent of the first of those; `None`: not begun.
+    /// Bytes sent of the first one in `to_send`; `None` if it has not begun.
     part_sent: Option<usize>,
-    /// Sent whole, and not acknowledged.
+    /// Sent whole and not acknowledged.
     sent: VecDeque<u32>,
     cost_out: u64,
     granted_out: u64,
     arrived_out: u64,
 
-    /// The one that is being received, and its length.
+    /// Length and received bytes of the notification that is being received.
     incoming: Option<(u64, Vec<u8>)>,
-    /// Where the cost stood when it began.
+    /// Value of `cost_in` when it began.
     incoming_began: u64,
     cost_in: u64,
     taken: u64,
     arrived_in: u64,
-    /// What the peer was told: granted, arrived.
+    /// Counters as last reported to the peer: granted, arrived.
     reported: (u64, u64),
     window: u64,
     longest: u64,
@@ -53,7 +53,7 @@ impl Notices {
         }
     }
 
-    /// Takes out what was not begun.
+    /// Removes a notification that has not begun.
     pub(super) fn unqueue(&mut self, idx: u32) {
         self.to_send.retain(|other| *other != idx);
     }
@@ -76,7 +76,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Notifications of so much cost have been taken by users so far.
+    /// Records the cost of all notifications that users have taken so far.
     pub(in crate::engine) fn taken(&mut self, cost: u64) {
         self.notices.taken = cost.min(self.notices.cost_in).max(self.notices.taken);
     }
@@ -181,7 +181,7 @@ impl<H: Memory> Link<H> {
         }
         let (reported, reported_arrived) = notices.reported;
         let granted = granted.max(reported);
-        // Not for every byte, but always where the peer could not begin another one.
+        // Not for every byte, but always if the peer could not begin another notification otherwise.
         let is_stuck = notices.incoming.is_some()
             || reported.saturating_sub(notices.cost_in) <= NOTIFY_OVERHEAD;
         let is_worth_it =
@@ -193,5 +193,5 @@ impl<H: Memory> Link<H> {
     }
 }
 
-/// What a notification costs beside its bytes.
+/// Cost of a notification in addition to its bytes.
 pub(in crate::engine) const NOTIFY_OVERHEAD: u64 = 64;

@@ -1,4 +1,4 @@
-//! Bytes that go by the fabric.
+//! Transfers of bytes through the fabric.
 
 use std::collections::VecDeque;
 
@@ -8,18 +8,18 @@ use crate::engine::wire::{Frame, Outcome};
 use crate::fabric::{LocalSegment, PostOutcome, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
-/// How far posting came.
+/// Result of posting an operation.
 enum PostProgress {
-    /// Everything was given to the fabric.
+    /// The fabric has got all of it.
     Complete,
-    /// There is no room or no credit now.
+    /// The fabric has no room, or the operation has no credit.
     Blocked,
-    /// The fabric refused.
+    /// The fabric refused it.
     Failed(TransferError),
 }
 
 impl<H: Memory> Link<H> {
-    /// Takes in the end of a part.
+    /// Handles the completion of a part.
     pub(in crate::engine) fn on_done(
         &mut self,
         port: &mut impl Port,
@@ -29,7 +29,7 @@ impl<H: Memory> Link<H> {
         let Some(Some(op)) = self.ops.get_mut(tag.op as usize) else { return };
         op.num_in_flight -= 1;
         self.num_in_flight -= 1;
-        // Whatever became of them, they are not under way any more.
+        // These bytes are no longer under way, with or without success.
         let (bytes, kind) = (u64::from(tag.bytes), op.kind);
         if kind == Kind::Read {
             self.pulled += bytes;
@@ -47,7 +47,7 @@ impl<H: Memory> Link<H> {
         self.finish_if_complete(port, tag.op);
     }
 
-    /// Gives bytes to the fabric, as far as room and credit reach.
+    /// Requests credit for pushes, and posts them as far as room and credit allow.
     pub(super) fn push(&mut self, port: &mut impl Port) {
         while let Some(&idx) = self.to_admit.front() {
             let total = self.op(idx).total;
@@ -57,7 +57,7 @@ impl<H: Memory> Link<H> {
                     self.op(idx).is_scheduled = true;
                     self.scheduled.push_back(idx);
                 }
-                // When more was sent.
+                // Retried when more has been sent.
                 Err(_) => break,
             }
             self.op(idx).stage = Stage::Moving;
@@ -67,11 +67,11 @@ impl<H: Memory> Link<H> {
         self.post_queue(port, |link| &mut link.scheduled);
     }
 
-    /// The same for reads.
+    /// Requests credit for reads, and posts them as far as room and credit allow.
     pub(super) fn pull(&mut self, port: &mut impl Port) {
         while let Some(&idx) = self.to_pull.front() {
             let total = self.op(idx).total;
-            // Waits for those before it when they are more than can be announced.
+            // Waits for earlier reads if all of them together exceed the most that can be announced.
             let Ok(Admission::Scheduled(_)) = self.pull_credit.submit(total) else { break };
             let op = self.op(idx);
             op.is_scheduled = true;
@@ -81,11 +81,11 @@ impl<H: Memory> Link<H> {
         }
         self.report_pulls(port);
         self.post_queue(port, |link| &mut link.pulling);
-        // A failure takes back what was announced.
+        // A failed read withdraws its announced bytes.
         self.report_pulls(port);
     }
 
-    /// What may be read now.
+    /// Handles new credit for reads.
     pub(in crate::engine) fn on_pull_credit(&mut self, credit: Credit) {
         let credit = Credit { unscheduled: 0, ..credit };
         if let Err(error) = self.pull_credit.on_credit(credit) {
@@ -93,7 +93,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Tells this side's own receiver of credits what is new of the reads.
+    /// Reports changed counters of reads to this side's own receiver of credits.
     fn report_pulls(&mut self, port: &mut impl Port) {
         let demand = self.pull_credit.demand();
         if demand != self.pull_demand_reported {
@@ -113,14 +113,14 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Tells the peer what is new of the counters.
+    /// Sends changed counters to the peer.
     pub(super) fn report_counters(&mut self) {
         let demand = self.credit.demand();
         if demand != self.demand_reported {
             self.demand_reported = demand;
             Frame::Demand(demand).encode(&mut self.out);
         }
-        // Unscheduled bytes are no hurry: their allowance is only used up after more of them.
+        // Unscheduled bytes are reported late: the peer's allowance lasts for twice as many.
         let (scheduled, unscheduled) = self.arrived;
         let is_due =
             unscheduled - self.arrived_reported.1 >= self.theirs.unscheduled_bytes.div_ceil(2);
@@ -137,7 +137,7 @@ impl<H: Memory> Link<H> {
         self.report_notify_credit();
     }
 
-    /// What was not given to the fabric never will be.
+    /// Cancels the bytes of an operation that were not posted, and withdraws their credit.
     pub(super) fn withdraw_rest(&mut self, idx: u32) {
         let was_admitted = !self.to_admit.contains(&idx) && !self.to_pull.contains(&idx);
         let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
@@ -149,14 +149,14 @@ impl<H: Memory> Link<H> {
         if op.is_scheduled {
             let is_read = op.kind == Kind::Read;
             let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
-            // Cannot exceed the backlog, of which it is a part.
+            // The bytes are part of the backlog, so this cannot fail.
             let _ = credit.withdraw(rest);
         } else {
             self.arrived.1 += rest;
         }
     }
 
-    /// Gives the operations of a queue to the fabric, until one has to wait.
+    /// Posts the operations of a queue, until one has to wait.
     fn post_queue(
         &mut self,
         port: &mut impl Port,
@@ -171,7 +171,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Gives an operation to the fabric; false when it has to wait.
+    /// Posts an operation. Returns false if it has to wait.
     fn post(&mut self, port: &mut impl Port, idx: u32) -> bool {
         match self.try_post(port, idx) {
             PostProgress::Complete => true,
@@ -229,13 +229,13 @@ impl<H: Memory> Link<H> {
             op.num_in_flight += 1;
             self.num_in_flight += 1;
             if op.is_scheduled {
-                // Within the allowance.
+                // The bytes are within the allowance, so this cannot fail.
                 let _ = credit.sent(bytes);
             }
         }
     }
 
-    /// Ends an operation of which nothing is under way or to be posted.
+    /// Ends an operation that has nothing under way and nothing to be posted.
     fn finish_if_complete(&mut self, port: &mut impl Port, idx: u32) {
         let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
         if op.num_in_flight > 0 || op.posted < op.end {

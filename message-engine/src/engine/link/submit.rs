@@ -1,4 +1,4 @@
-//! How operations begin.
+//! Submission of operations.
 
 use super::{
     EAGER_OVERHEAD, EarlyMessage, Kind, Link, LocalRange, Memory, Op, Port, Stage, TransferError,
@@ -6,7 +6,7 @@ use super::{
 use crate::fabric::RemoteSegment;
 
 impl<H: Memory> Link<H> {
-    /// A message to be sent.
+    /// Queues a message to be sent.
     pub(in crate::engine) fn send(
         &mut self,
         port: &mut impl Port,
@@ -19,7 +19,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// A buffer for the next message.
+    /// Posts a buffer for the next message.
     pub(in crate::engine) fn recv(
         &mut self,
         port: &mut impl Port,
@@ -44,7 +44,7 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// A one-sided write.
+    /// Queues a one-sided write.
     pub(in crate::engine) fn write(
         &mut self,
         port: &mut impl Port,
@@ -57,7 +57,7 @@ impl<H: Memory> Link<H> {
         self.to_admit.extend(idx);
     }
 
-    /// A one-sided read.
+    /// Queues a one-sided read.
     pub(in crate::engine) fn read(
         &mut self,
         port: &mut impl Port,
@@ -70,7 +70,7 @@ impl<H: Memory> Link<H> {
         self.to_pull.extend(idx);
     }
 
-    /// `None` where it has ended already: also when there is nothing to move.
+    /// Admits a one-sided operation. Returns `None` if it has ended already, also because it has no bytes.
     fn admit_one_sided(
         &mut self,
         port: &mut impl Port,
@@ -142,5 +142,5 @@ impl<H: Memory> Link<H> {
     }
 }
 
-/// Most operations at a time: what a completion can name.
+/// Most operations at a time: a completion can name no more.
 const MAX_OPS: usize = 1 << 20;

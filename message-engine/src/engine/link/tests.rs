@@ -9,13 +9,13 @@ use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use self::world::{Bytes, Heap, Pending, Side, World};
+use self::world::{Bytes, Heap, PendingOp, Side, World};
 use super::*;
 use crate::credit::{Action, Credit, CreditReceiver, SenderId};
 use crate::engine::wire::{Outcome, Refusal};
 use crate::fabric::WireRegion;
 
-/// What was asked for, and how it must look in the end.
+/// A one-sided operation, and its expected result.
 #[derive(Debug)]
 struct Expectation {
     side: usize,
@@ -95,7 +95,7 @@ proptest! {
                     prop_assert!(truncated && sent.is_some(), "{got:?} {sent:?}");
                 }
             }
-            // What nobody met waits, and nothing else does.
+            // Receives without a message still wait, and no others.
             let num_pairs = sends[side].len().min(receives[1 - side].len());
             for (recv, ..) in &receives[1 - side][num_pairs..] {
                 prop_assert_eq!(world.sides[1 - side].port.finished.get(recv), None);
@@ -135,13 +135,13 @@ proptest! {
         let Side { link, port, .. } = &mut world.sides[0];
         link.close(port, &CloseReason::Local);
         // The fabric ends what it holds.
-        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+        for PendingOp { tag, .. } in std::mem::take(&mut port.pending) {
             link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
         }
         prop_assert_eq!(link.num_in_flight(), 0);
         prop_assert_eq!(port.finished.len(), num_begun as usize);
         prop_assert!(link.ops.iter().all(Option::is_none));
-        // No memory is held by the link any more: the heap has the only reference.
+        // The link has released all memory: the heap has the only reference.
         drop(world.sides);
         for bytes in world.heap.borrow().iter() {
             prop_assert_eq!(Rc::strong_count(bytes), 1);
@@ -190,14 +190,14 @@ proptest! {
         }
         let Side { link, port, .. } = &mut world.sides[0];
         link.close(port, &CloseReason::Left);
-        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+        for PendingOp { tag, .. } in std::mem::take(&mut port.pending) {
             link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
         }
         prop_assert_eq!(port.finished.len(), 20);
     }
 }
 
-/// One of many connections over which the same process reads.
+/// One of many connections of a process that reads.
 struct Reader {
     credit: Rc<RefCell<CreditReceiver>>,
     reads: SenderId,
@@ -259,7 +259,7 @@ impl Port for Reader {
 
 const READ_BYTES: u64 = 1000;
 
-/// Reads of many connections together stay within the window of the one who reads, and all end.
+/// The reads of many connections together stay within the window of their process, and all end.
 #[test]
 fn reads_of_many_connections_share_one_window() {
     let seed = rand::random();
@@ -327,7 +327,7 @@ fn reads_of_many_connections_share_one_window() {
     assert!(peak > window_bytes / 2, "the window is hardly used: {peak}");
 }
 
-/// What a peer says of a buffer that is too short must be true of it.
+/// A peer that calls a buffer too short must report a shorter one.
 #[test]
 fn a_refusal_names_its_cause_or_breaks_the_protocol() {
     let refused = |capacity, why| {
@@ -349,7 +349,7 @@ fn a_refusal_names_its_cause_or_breaks_the_protocol() {
     assert!(outcome.unwrap_err().contains("a buffer that is too short: found 1000"));
 }
 
-/// Every answer is one to something that a correct peer might have asked once.
+/// Each single answer is one that a correct peer might get.
 #[test]
 fn a_peer_that_asks_and_never_reads_is_cut_off() {
     let mut world = World::new(1);

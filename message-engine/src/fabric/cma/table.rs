@@ -1,4 +1,4 @@
-//! The table that two sides share: what the owner allows, and what it is doing.
+//! The table that a side shares with its peers: its registrations, and its copies under way.
 //!
 //! One memory file per fabric, sealed against resizing, mapped by every peer:
 //!
@@ -8,10 +8,10 @@
 //! 266240   per registration, 32 bytes: key, address, bytes, rights
 //! ```
 //!
-//! SYNC POINT: cma-revoke. The initiator stores `busy` in its own table and then loads the gate and the
-//! key from the target's; the target stores the gate or the key and then loads `busy` from the
-//! initiator's. Both have a full fence between, so at least one of them sees the other: the initiator
-//! does not copy, or the target knows that the memory must stay.
+//! SYNC POINT: cma-revoke. The initiator stores `busy` in its own table and then loads the gate and the key from the
+//! target's. The target stores the gate or the key and then loads `busy` from the initiator's. Both have a full fence
+//! between, so at least one of them sees the other: the initiator does not copy, or the target knows that the memory
+//! must stay.
 
 use std::fs::File;
 use std::io;
@@ -40,7 +40,7 @@ pub(super) struct OwnTable {
     host: HostIdentity,
     pid_namespace: u64,
     instance: u64,
-    /// Holds `instance`, where peers read it to see whether they can.
+    /// Holds `instance`. Peers read it to find out whether the system lets them copy.
     probe: Box<[u8; 8]>,
 }
 
@@ -50,20 +50,20 @@ pub(super) struct PeerTable {
     map: Region,
 }
 
-/// What a peer has to know.
+/// Details that a peer needs to join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Detail {
     pub(super) pid: i32,
     descriptor: i32,
     pub(super) instance: u64,
     pub(super) probe_address: u64,
-    /// The peer's place in the table.
+    /// The peer's index in the table.
     pub(super) place: u32,
     boot_id: [u8; 16],
     pid_namespace: u64,
 }
 
-/// What a key opens.
+/// Range and rights of a key.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grant {
     pub(super) address: u64,
@@ -71,14 +71,14 @@ pub(super) struct Grant {
     pub(super) access: Access,
 }
 
-/// Up while this side copies.
+/// Announces a copy of this side until it is dropped.
 pub(super) struct CopyAnnouncement<'a> {
     word: &'a AtomicU64,
 }
 
 impl Drop for CopyAnnouncement<'_> {
     fn drop(&mut self) {
-        // Release: what was copied is in place for whoever sees this.
+        // Release: a thread that sees the 0 also sees the copied bytes.
         self.word.store(0, Ordering::Release);
     }
 }
@@ -106,7 +106,7 @@ impl OwnTable {
         Ok(table)
     }
 
-    /// What the peer in `place` has to know.
+    /// The details for the peer with index `place`.
     pub(super) fn detail(&self, place: usize) -> Detail {
         Detail {
             pid: std::process::id().cast_signed(),
@@ -119,7 +119,7 @@ impl OwnTable {
         }
     }
 
-    /// Why the peer's numbers mean nothing here, if so.
+    /// Checks that process numbers of the peer are valid here. The error is the reason.
     pub(super) fn check_host(&self, peer: &Detail) -> Result<(), String> {
         if peer.boot_id != self.host.boot_id {
             return Err("the peers run on different hosts".to_owned());
@@ -130,7 +130,7 @@ impl OwnTable {
         Ok(())
     }
 
-    /// Announces a copy with `key` at the peer in `place`.
+    /// Announces a copy with `key` at the peer with index `place`.
     pub(super) fn announce(&self, place: usize, key: u64) -> CopyAnnouncement<'_> {
         let word = word(&self.map, peer_at(place) + 8);
         word.store(key, Ordering::SeqCst);
@@ -173,7 +173,7 @@ impl PeerTable {
     /// Maps the table that the peer describes.
     pub(super) fn open(detail: &Detail) -> io::Result<Self> {
         let file = open_memory(detail.pid, detail.descriptor)?;
-        // Only a sealed size stays what it is: loads beyond the end of a file kill the process.
+        // Only a sealed size cannot change. A load beyond the end of a file would kill this process.
         let seals = fcntl_get_seals(&file)?;
         if !seals.contains(SEALS) {
             let (found, expected) = (seals.bits(), SEALS.bits());
@@ -192,17 +192,17 @@ impl PeerTable {
         Ok(Self { map: map_peer(&file)? })
     }
 
-    /// Whether the peer lets in whoever has `place` in its table.
+    /// Whether the peer's gate for index `place` is open.
     pub(super) fn admits(&self, place: usize) -> bool {
         word(&self.map, peer_at(place)).load(Ordering::SeqCst) == 1
     }
 
-    /// The key that the peer uses at whoever has `place` in its table; 0 for none.
+    /// The key that the peer announces to the side with index `place` in its table; 0 for none.
     pub(super) fn announced(&self, place: usize) -> u64 {
         word(&self.map, peer_at(place) + 8).load(Ordering::SeqCst)
     }
 
-    /// What `key` opens, if it is in force.
+    /// Range and rights of `key`, if it is in force.
     pub(super) fn grant(&self, key: u64) -> Option<Grant> {
         let idx = crate::fabric::memory::index_of(crate::fabric::RegionId(key as u32));
         if idx >= MAX_REGIONS || key == 0 {
@@ -219,7 +219,7 @@ impl PeerTable {
         };
         let address = word(&self.map, at + 8).load(Ordering::Relaxed);
         let bytes = word(&self.map, at + 16).load(Ordering::Relaxed);
-        // A table that wraps around is not one of ours.
+        // A correct peer has no range that wraps around.
         address.checked_add(bytes)?;
         Some(Grant { address, bytes, access })
     }
@@ -270,13 +270,13 @@ impl Detail {
     }
 }
 
-/// What this process would tell.
+/// An encoded detail of this process.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn detail_samples() -> Vec<Vec<u8>> {
     vec![OwnTable::new().expect("a table").detail(3).encode()]
 }
 
-/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+/// Decodes bytes of a peer. A decoded detail must stay the same when it is encoded and decoded again.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn check_detail(bytes: &[u8]) {
     if let Ok(detail) = Detail::decode(bytes) {
@@ -285,7 +285,7 @@ pub(in crate::fabric) fn check_detail(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as a key and as the entry that a peer has in its place.
+/// Reads bytes as a key and as its entry in a peer's table.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn check_table(bytes: &[u8]) {
     thread_local! {
@@ -310,8 +310,8 @@ pub(in crate::fabric) fn check_table(bytes: &[u8]) {
     });
 }
 
-/// Opens a descriptor of another process for reading, if it is a file in memory. It is only named before:
-/// opening a pipe, a terminal or somebody's own file system has effects, and may wait without an end.
+/// Opens a descriptor of another process for reading, if it is a file in memory. A first open with `O_PATH` checks that
+/// without effects. Opening a pipe, a terminal or a user's own file system has effects, and may block forever.
 fn open_memory(pid: i32, descriptor: i32) -> io::Result<File> {
     let path = format!("/proc/{pid}/fd/{descriptor}");
     let named = File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
@@ -353,12 +353,12 @@ fn map(file: &OwnedFd, protection: ProtFlags) -> io::Result<Region> {
     // SAFETY: a fresh mapping at an address that the kernel chooses aliases nothing.
     let ptr =
         unsafe { mmap(std::ptr::null_mut(), TABLE_BYTES, protection, MapFlags::SHARED, file, 0) }?;
-    // SAFETY: just mapped whole, and nobody else unmaps it. A peer's table is only read.
+    // SAFETY: just mapped whole, and nothing else unmaps it. A peer's table is only read.
     unsafe { Region::from_raw(ptr.cast(), TABLE_BYTES) }
         .ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// What keeps a table from being resized.
+/// Seals that forbid resizing a table.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 const MAGIC: u64 = u64::from_le_bytes(*b"SYCMATAB");
 const VERSION: u32 = 1;
@@ -413,7 +413,7 @@ mod tests {
         assert!(PeerTable::open(&foreign).is_err());
     }
 
-    /// Opening it for reading would wait for somebody who writes.
+    /// Opening a pipe for reading would block until a process opens it for writing.
     #[test]
     fn a_pipe_that_is_named_as_a_table_is_not_opened() {
         let folder = tempfile::tempdir().unwrap();
@@ -424,9 +424,11 @@ mod tests {
         let held = File::options().read(true).custom_flags(flags).open(&path).unwrap();
         let own = OwnTable::new().unwrap();
         let named = Detail { descriptor: held.as_raw_fd(), ..own.detail(0) };
-        let (tell, told) = std::sync::mpsc::channel();
-        std::thread::spawn(move || tell.send(PeerTable::open(&named).err().map(|e| e.to_string())));
-        let error = told.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits");
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            sender.send(PeerTable::open(&named).err().map(|e| e.to_string()))
+        });
+        let error = receiver.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits");
         assert_eq!(error.as_deref(), Some("the peer's descriptor is not its table"));
     }
 

@@ -17,7 +17,7 @@ fn pair() -> ((CmaFabric, PeerId), (CmaFabric, PeerId)) {
     ((a, a_id), (b, b_id))
 }
 
-/// Whoever sleeps on an idle fabric must not be woken by it.
+/// A thread that sleeps on an idle fabric must not be woken by it.
 #[test]
 fn an_idle_fabric_is_not_readable() {
     let fabric = CmaFabric::new().unwrap();
@@ -26,9 +26,9 @@ fn an_idle_fabric_is_not_readable() {
     assert_eq!(rustix::event::poll(&mut fds, Some(&now)), Ok(0));
 }
 
-/// Ranges that go by one call keep their own ends: each its bytes, each its own failure.
+/// Ranges that share a system call end separately: each with its bytes, each with its own failure.
 #[test]
-fn what_goes_together_ends_by_itself() {
+fn operations_of_one_system_call_end_separately() {
     const RANGE: usize = 512;
     const NUM: usize = 3 * MAX_BATCH;
     let ((mut a, a_id), (mut b, _)) = pair();
@@ -50,7 +50,7 @@ fn what_goes_together_ends_by_itself() {
         });
         (local, remotes)
     };
-    // A key that was never given.
+    // The fabric never gave out this key.
     let is_bad = |nth: usize| nth % 7 == 3;
     let target = |nth: usize| usize::from(nth >= NUM / 2);
     for nth in 0..NUM {
@@ -62,7 +62,7 @@ fn what_goes_together_ends_by_itself() {
         // Of different lengths, down to nothing.
         let bytes = (RANGE - nth % 8 * RANGE / 7) as u64;
         let src = LocalSegment { region: local, offset, bytes };
-        // SAFETY: nobody writes the source.
+        // SAFETY: no thread writes the source.
         let posted = unsafe {
             a.write(a_id, RemoteSegment { region, offset }, src, Token(nth as u64)).unwrap()
         };
@@ -85,9 +85,9 @@ fn what_goes_together_ends_by_itself() {
     }
 }
 
-/// The engine's thread must not stand still for a peer that does.
+/// A stopped peer must not block the engine's thread.
 #[test]
-fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() {
+fn memory_that_a_stopped_peer_copies_stays_registered_without_blocking() {
     let ((mut a, _), (mut b, b_id)) = pair();
     let (memory, near) = (Region::anonymous(8192).unwrap(), Region::anonymous(8192).unwrap());
     // SAFETY: the memory outlives both fabrics' last copies.
@@ -107,9 +107,9 @@ fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() 
     a.deregister(other).unwrap();
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     drop(busy);
-    // The key was revoked by the first try.
+    // The first attempt has revoked the key.
     let src = LocalSegment { region: local, offset: 0, bytes: 10 };
-    // SAFETY: nobody writes the source.
+    // SAFETY: no thread writes the source.
     let posted = unsafe { b.write(b_id, RemoteSegment { region, offset: 0 }, src, Token(1)) };
     assert_eq!(posted.unwrap(), PostOutcome::Accepted);
     let done = all_of(&mut b);
@@ -118,7 +118,7 @@ fn memory_that_a_stopped_peer_copies_stays_registered_and_nobody_waits_for_it() 
     assert!(a.deregister(held).is_err() && a.describe(held).is_none());
 }
 
-/// Everything that is under way, in the order of its ends.
+/// All completions of operations under way, in their order.
 fn all_of(fabric: &mut CmaFabric) -> Vec<Completion> {
     let mut done = Vec::new();
     while !fabric.may_sleep() {
@@ -127,10 +127,10 @@ fn all_of(fabric: &mut CmaFabric) -> Vec<Completion> {
     done
 }
 
-/// Ranges lie that far apart, so that each has pages of its own, whatever their size.
+/// Distance of ranges, so that each has pages of its own, whatever their size.
 const STRIDE: usize = 64 << 10;
 const RANGE: u64 = 4096;
-/// The one that is not there.
+/// Index of the range that is not mapped.
 const HOLE: usize = MAX_BATCH / 2 - 1;
 
 /// The other process of the tests below. Its argument is the other side's detail, in hexadecimal.
@@ -150,13 +150,13 @@ pub(crate) fn peer_process() {
     };
     let WireRegion { address, bytes, key } = region;
     println!("peer: {} {address} {bytes} {key}", hex::encode(&detail));
-    // Until the other side is through, and not for ever.
-    let (tell, told) = mpsc::channel();
-    std::thread::spawn(move || tell.send(std::io::stdin().read_to_end(&mut Vec::new()).is_ok()));
-    told.recv_timeout(Duration::from_secs(60)).expect("the end of the test");
+    // Runs until the other side has ended, with a time limit.
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(std::io::stdin().read_to_end(&mut Vec::new()).is_ok()));
+    receiver.recv_timeout(Duration::from_secs(60)).expect("the end of the test");
 }
 
-/// A process with registered memory, one range of which it has taken away.
+/// A process with registered memory, except for one range that it has made inaccessible.
 struct PeerProcess {
     child: Child,
     fabric: CmaFabric,
@@ -175,25 +175,25 @@ impl PeerProcess {
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
                 if let Some((_, found)) = line.split_once("peer: ") {
-                    let _ = tell.send(found.to_owned());
+                    let _ = sender.send(found.to_owned());
                 }
             }
         });
-        let line = told.recv_timeout(Duration::from_secs(60)).expect("the other process");
+        let line = receiver.recv_timeout(Duration::from_secs(60)).expect("the other process");
         let mut words = line.split(' ');
         fabric.join_peer(id, &hex::decode(words.next().unwrap())).unwrap();
         let [address, bytes, key] = [(); 3].map(|()| words.next().unwrap().parse().unwrap());
         Self { child, fabric, id, region: WireRegion { address, bytes, key } }
     }
 
-    /// Posts an operation on the range in place `nth` there.
+    /// Posts an operation on the range with index `nth` of the process.
     fn post(&mut self, is_write: bool, local: LocalSegment, nth: usize, token: u64) {
         let remote = RemoteSegment { region: self.region, offset: (nth * STRIDE) as u64 };
-        // SAFETY: nobody touches the local memory before all has ended.
+        // SAFETY: no thread touches the local memory before all operations have ended.
         let posted = unsafe {
             match is_write {
                 true => self.fabric.write(self.id, remote, local, Token(token)),
@@ -223,7 +223,7 @@ mod hex {
     }
 }
 
-/// One call copies them all, and stops at the one that is not there: it fails, and no other.
+/// One system call copies all ranges and stops at the inaccessible one. That operation fails, and no other.
 #[test]
 fn memory_that_is_not_there_fails_its_own_operation_only() {
     let mut peer = PeerProcess::start();
@@ -266,14 +266,14 @@ fn memory_that_is_not_there_fails_its_own_operation_only() {
     assert!(found[..hole.start] == sent[..hole.start] && found[hole.end..] == sent[hole.end..]);
 }
 
-/// Nothing is copied, so that nothing can be missing, neither of its own nor behind it.
+/// A range without bytes copies nothing, so it cannot fail, neither by itself nor by the operation behind it.
 #[test]
 fn a_range_without_bytes_is_done_whatever_comes_behind_it() {
     let mut peer = PeerProcess::start();
     let near = Region::anonymous(RANGE as usize).unwrap();
     // SAFETY: the memory outlives the fabric's last copy.
     let local = unsafe { peer.fabric.register(near.as_ptr(), near.len(), Access::Local).unwrap() };
-    // Places, and bytes of each.
+    // Indices of ranges, and bytes of each.
     let ranges = [
         (HOLE, 0),
         (HOLE, RANGE),

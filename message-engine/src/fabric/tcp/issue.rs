@@ -12,19 +12,19 @@ use crate::fabric::raw;
 use crate::fabric::{Completion, RegionId, Token};
 use p2p_core::endpoint::PostError;
 
-/// The connection on which this side asks.
+/// The connection for this side's requests.
 #[derive(Debug)]
 pub(super) struct Issuer {
     stream: Stream,
     hello: [u8; HELLO_BYTES],
     hello_sent: usize,
     is_connecting: bool,
-    /// The oldest first; the first `num_sent` await their answers.
+    /// Operations, the oldest first. The first `num_sent` await their answers.
     ops: VecDeque<Op>,
     num_sent: usize,
-    /// Bytes sent of the operation after those.
+    /// Bytes sent of the operation behind those.
     part_sent: usize,
-    /// Bytes to come of the frame that is being received, which answers the first.
+    /// Bytes left of the frame that is being received. It answers the first operation.
     frame_left: usize,
 }
 
@@ -35,9 +35,9 @@ pub(super) struct Op {
     pub(super) is_write: bool,
     pub(super) request: [u8; REQUEST_BYTES],
     pub(super) region: RegionId,
-    /// Source of a write, or where the next byte of a read goes.
+    /// Source of a write, or address of the next byte of a read.
     pub(super) ptr: *mut u8,
-    /// Bytes of a write to be sent, or of a read to come.
+    /// Bytes of a write, or bytes left of a read.
     pub(super) bytes: usize,
 }
 
@@ -52,7 +52,7 @@ impl Issuer {
             hello,
             hello_sent: 0,
             is_connecting: true,
-            // Grows with use: a ring of full size would be walked through, and so touched, by anybody.
+            // Grows with use: every connection would touch all pages of a ring of full size over time.
             ops: VecDeque::new(),
             num_sent: 0,
             part_sent: 0,
@@ -72,7 +72,7 @@ impl Issuer {
         self.ops.iter().any(|op| op.region == region)
     }
 
-    /// Everything that is under way ends as a loss.
+    /// Fails all operations.
     pub(super) fn fail(&mut self, done: &mut Vec<Completion>) {
         for op in self.ops.drain(..) {
             let result = Err(PostError::Disconnected { op: op_name(op.is_write) });
@@ -91,8 +91,8 @@ impl Issuer {
         self.stream.turns()
     }
 
-    /// Goes on, as far as the turn reaches. True: there is more to do at once, which nothing will wake
-    /// for. An error means that the connection is over.
+    /// Sends and receives until the turn is over. Returns true if there is more to do at once, without an event to wait
+    /// for. After an error the connection is unusable.
     pub(super) fn advance(
         &mut self,
         set: BorrowedFd<'_>,
@@ -113,7 +113,7 @@ impl Issuer {
         Ok(has_more || is_spent)
     }
 
-    /// Sends what the socket takes, as far as the turn reaches; true when the socket takes no more.
+    /// Sends until the turn is over. Returns true if the socket takes no more.
     fn send(&mut self) -> io::Result<bool> {
         while self.hello_sent < HELLO_BYTES {
             let rest = &self.hello[self.hello_sent..];
@@ -170,7 +170,7 @@ impl Issuer {
         }
     }
 
-    /// Takes in answers; true when it stopped before there were none left.
+    /// Handles answers. Returns true if the turn ended before the last one.
     fn receive(&mut self, done: &mut Vec<Completion>) -> io::Result<bool> {
         loop {
             let received = if self.frame_left > 0 {
@@ -195,8 +195,8 @@ impl Issuer {
         let Some(op) = self.ops.front_mut() else { return Err(protocol_error()) };
         let bytes = self.stream.buffered(self.frame_left as u64);
         let received = if bytes.is_empty() {
-            // SAFETY: the frame fits into what the operation still expects, which is registered memory
-            // that nobody else uses until the completion; the buffer is empty.
+            // SAFETY: the frame fits into the rest of the operation, which is registered memory that no other thread
+            // uses until the completion. The buffer is empty.
             unsafe { self.stream.fill_past(op.ptr, self.frame_left) }
         } else {
             // SAFETY: as above.
@@ -213,8 +213,8 @@ impl Issuer {
     }
 
     fn begin(&mut self, response: Response, done: &mut Vec<Completion>) -> io::Result<()> {
-        // An answer to a write that is refused may come before the write is sent whole; the rest of it
-        // is still sent. One to something never asked for makes no sense.
+        // A refusal may arrive before the write is sent whole. The rest of the write is still sent. An answer without
+        // a request breaks the protocol.
         let Some(op) = self.ops.front() else { return Err(protocol_error()) };
         if self.num_sent == 0 || response.is_data == op.is_write {
             return Err(protocol_error());
@@ -257,7 +257,7 @@ impl Issuer {
 }
 
 impl Op {
-    /// What goes over the wire: the request, and the payload of a write.
+    /// Bytes on the wire: the request, and the payload of a write.
     fn parts(&self) -> [(*const u8, usize); 2] {
         let payload = if self.is_write { self.bytes } else { 0 };
         [(self.request.as_ptr(), REQUEST_BYTES), (self.ptr, payload)]

@@ -1,4 +1,4 @@
-//! Who connects, until it has said who it is.
+//! Accepts data connections, and limits the number without a hello.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,7 +12,7 @@ use super::stream::Stream;
 use super::{LISTENER, SERVER, TcpFabric};
 
 impl TcpFabric {
-    /// Takes in connections that wait at the listener.
+    /// Accepts connections that wait at the listener.
     pub(super) fn accept(&mut self) {
         for _ in 0..64 {
             let stream = match self.listener.accept() {
@@ -20,7 +20,7 @@ impl TcpFabric {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
-                    // Out of descriptors, most likely: asking again at once would only burn time.
+                    // Most likely the process has no descriptors left. A retry at once would fail again.
                     let now = Instant::now();
                     self.listener_paused_until = Some(now + LISTENER_PAUSE);
                     let removed = epoll::delete(&self.set, &self.listener);
@@ -36,11 +36,11 @@ impl TcpFabric {
                 tracing::info!(num_failures, "data connections are accepted again");
             }
             let Some(stream) = stream else { return };
-            // Every open peer may be about to say whose it is.
+            // Every open peer may be about to connect.
             if self.num_unidentified >= MAX_UNIDENTIFIED + self.by_nonce.len() {
                 if let Some(num_dropped) = self.overload.failed(Instant::now()) {
-                    let what = "too many data connections at once that do not say whose they are";
-                    tracing::warn!(num_dropped, "{what}: the oldest go");
+                    let what = "too many data connections without a hello";
+                    tracing::warn!(num_dropped, "{what}: the oldest are closed");
                 }
                 self.drop_oldest_unidentified();
             }
@@ -67,14 +67,14 @@ impl TcpFabric {
         }
     }
 
-    /// Listens again after a rest.
+    /// Listens again after a pause.
     pub(super) fn resume_listener(&mut self) {
         if self.listener_paused_until.is_none_or(|until| Instant::now() < until) {
             return;
         }
         let (data, interest) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
         match epoll::add(&self.set, &self.listener, data, interest) {
-            // It may never have been taken out.
+            // The listener may still be in the set.
             Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_paused_until = None,
             Err(error) => {
                 let now = Instant::now();
@@ -86,7 +86,7 @@ impl TcpFabric {
         }
     }
 
-    /// Has the system notice when the other host is gone.
+    /// Sets the options by which the system detects that the other host is gone.
     pub(super) fn watch(&self, fd: &OwnedFd) -> io::Result<()> {
         let timeout = self.config.timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));
         let probe = Duration::from_secs((timeout.as_secs() / 4).max(1));
@@ -99,7 +99,7 @@ impl TcpFabric {
         Ok(())
     }
 
-    /// Closes what did not introduce itself within `timeout`.
+    /// Closes connections that have not sent a hello within `timeout`.
     pub(super) fn drop_unidentified(&mut self, timeout: Duration) {
         self.last_hello_check = Instant::now();
         for idx in 0..self.servers.len() {
@@ -112,7 +112,7 @@ impl TcpFabric {
         }
     }
 
-    /// Closes the connection that has waited longest without introducing itself.
+    /// Closes the oldest connection that has not sent a hello.
     fn drop_oldest_unidentified(&mut self) {
         let unidentified = |(idx, server): (usize, &Option<Server>)| match server {
             Some(server) if server.peer.is_none() => Some((server.since, idx)),
@@ -124,11 +124,11 @@ impl TcpFabric {
     }
 }
 
-/// Most connections that have not introduced themselves, beside one for each open peer.
+/// Most connections without a hello, in addition to one for each open peer.
 pub(super) const MAX_UNIDENTIFIED: usize = 256;
-/// Time for a connection to introduce itself.
+/// Time limit for a connection's hello.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for which a listener that failed is left alone.
+/// Pause of a listener after a failure.
 pub(super) const LISTENER_PAUSE: Duration = Duration::from_millis(100);
-const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+const HINT: &str = "the fabric retries every 100 ms; raise the limit on open files (`ulimit -n`) if that \
                     is what is missing";

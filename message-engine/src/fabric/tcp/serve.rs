@@ -11,31 +11,31 @@ use crate::fabric::RegionId;
 use crate::fabric::memory::{Refusal, Regions};
 use crate::fabric::raw;
 
-/// A connection on which a peer asks.
+/// A connection for a peer's requests.
 #[derive(Debug)]
 pub(super) struct Server {
     stream: Stream,
-    /// Whose it is, once it has said so.
+    /// Index of its peer, once its hello has arrived.
     pub(super) peer: Option<u32>,
     pub(super) since: Instant,
-    /// Whether it waits for its next turn.
+    /// Whether it is in `busy_servers`.
     pub(super) is_busy: bool,
     payload: Option<Payload>,
     replies: VecDeque<Reply>,
 }
 
-/// What a server says after a step.
+/// Result of a server's turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     /// Nothing more to do now.
     Idle,
-    /// There is more to do at once, which nothing will wake for.
+    /// There is more to do at once, without an event to wait for.
     More,
-    /// A peer introduced itself: tell whose the connection is, then go on.
+    /// The hello has arrived. The caller sets `peer` and continues.
     Hello([u8; 16]),
 }
 
-/// How far sending came.
+/// Result of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     /// Everything is sent.
@@ -49,22 +49,22 @@ enum Progress {
 /// A write that is being received.
 #[derive(Debug)]
 struct Payload {
-    /// Where the next byte goes. Null: nowhere, the write is refused.
+    /// Address of the next byte. Null if the write is refused.
     dst: *mut u8,
     left: u64,
     region: RegionId,
     refusal: Option<Refusal>,
 }
 
-/// An answer that is being sent: frames of memory, one at a time, then the verdict. A frame whose memory
-/// was revoked half-way is filled up with zeros, and the verdict says so.
+/// An answer that is being sent: frames of memory, one at a time, then the verdict. If the memory is revoked within a
+/// frame, zeros fill it up, and the verdict reports the revocation.
 #[derive(Debug)]
 struct Reply {
     header: [u8; RESPONSE_BYTES],
     verdict: [u8; RESPONSE_BYTES],
     /// Bytes sent of header, frame, and verdict.
     sent: usize,
-    /// Bytes of the frame, which begins at `ptr`; 0: the verdict alone.
+    /// Bytes of the frame at `ptr`; 0 if only the verdict is left.
     frame: usize,
     ptr: *const u8,
     /// Bytes of later frames.
@@ -81,7 +81,7 @@ unsafe impl Send for Reply {}
 
 impl Server {
     pub(super) fn new(stream: Stream) -> Self {
-        // Grows with use: a ring of full size would be walked through, and so touched, by anybody.
+        // Grows with use: every connection would touch all pages of a ring of full size over time.
         let replies = VecDeque::new();
         Self { stream, peer: None, since: Instant::now(), is_busy: false, payload: None, replies }
     }
@@ -103,7 +103,7 @@ impl Server {
         self.stream.fd()
     }
 
-    /// Goes on, as far as the turn reaches. An error means that the connection is over.
+    /// Receives and sends until the turn is over. After an error the connection is unusable.
     pub(super) fn advance(&mut self, set: BorrowedFd<'_>, regions: &Regions) -> io::Result<Step> {
         let mut sent = self.send()?;
         let mut is_drained = false;
@@ -134,12 +134,12 @@ impl Server {
         }
         let has_room = self.replies.len() < MAX_REPLIES;
         self.stream.set_interest(set, has_room, sent == Progress::Blocked);
-        // What the socket refuses, it will say when it takes it again; the rest nobody will.
+        // epoll reports when a blocked socket takes bytes again. Nothing reports the end of a turn.
         let is_waiting = is_drained || !has_room;
         Ok(if is_waiting && sent != Progress::TurnOver { Step::Idle } else { Step::More })
     }
 
-    /// Takes a registration out of everything under way. Nothing touches its memory afterwards.
+    /// Removes a registration from all requests and answers. Nothing touches its memory afterwards.
     pub(super) fn revoke(&mut self, region: RegionId) {
         if let Some(payload) = &mut self.payload
             && payload.region == region
@@ -189,7 +189,7 @@ impl Server {
         if got > 0 {
             if !payload.dst.is_null() {
                 // SAFETY: the whole range was checked, and `revoke` has not taken it back. The memory is
-                // the registration's; whoever reads it meanwhile sees any mixture.
+                // the registration's; a thread that reads it meanwhile sees any mixture.
                 unsafe { std::ptr::copy(bytes.as_ptr(), payload.dst, got) };
             }
         } else if payload.dst.is_null() {
@@ -210,7 +210,7 @@ impl Server {
         ReceiveOutcome::Bytes(got)
     }
 
-    /// Sends what the socket takes, as far as the turn reaches.
+    /// Sends until the turn is over or the socket takes no more.
     fn send(&mut self) -> io::Result<Progress> {
         while !self.replies.is_empty() {
             let most = self.stream.left_to_send();
@@ -228,7 +228,7 @@ impl Server {
                         wanted += len;
                     }
                 }
-                // What comes next depends on how far this one gets.
+                // The bytes behind this reply depend on the progress of the reply.
                 if reply.later > 0 || reply.is_revoked {
                     break;
                 }
@@ -289,7 +289,7 @@ impl Reply {
         self.header = Response { is_data: true, status: 0, is_last: false, bytes }.encode();
     }
 
-    /// Memory that was not sent yet is not touched any more.
+    /// Ends the use of memory that was not sent yet.
     fn revoke(&mut self) {
         if self.later == 0 && self.sent >= self.frame_bytes() {
             return;
@@ -311,7 +311,7 @@ impl Reply {
         self.frame_bytes() + if self.later == 0 { RESPONSE_BYTES } else { 0 }
     }
 
-    /// What is left to be sent before the next frame.
+    /// Bytes left to be sent before the next frame.
     fn parts(&self) -> [(*const u8, usize); 3] {
         let nothing = (std::ptr::null(), 0);
         let mut parts = [nothing; 3];
@@ -343,7 +343,7 @@ fn protocol_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the peer's request makes no sense")
 }
 
-/// Fill up a frame whose memory is gone.
+/// Fills up a frame whose memory was revoked.
 static ZEROS: [u8; 16 << 10] = [0; 16 << 10];
 /// Most answers waiting to be sent, before requests wait too.
 const MAX_REPLIES: usize = 1024;

@@ -1,4 +1,4 @@
-//! A socket with a small buffer for headers, past which large payloads go.
+//! A socket with a small buffer for headers. Large payloads bypass the buffer.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,14 +7,14 @@ use rustix::event::epoll;
 
 use crate::fabric::raw;
 
-/// What sending gave.
+/// Result of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SendOutcome {
-    /// So many bytes.
+    /// This many bytes were sent.
     Bytes(usize),
     /// The socket takes nothing now.
     WouldBlock,
-    /// There is more to send at the next turn.
+    /// The turn is over.
     TurnOver,
 }
 
@@ -32,21 +32,21 @@ pub(super) struct Stream {
     num_turns: usize,
 }
 
-/// What a connection may still move before others have their turn.
+/// Bytes that a connection may still move in its turn.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     receive: usize,
     send: usize,
 }
 
-/// What receiving gave.
+/// Result of receiving.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReceiveOutcome {
-    /// So many bytes went to where they were wanted, the others into the buffer.
+    /// This many bytes went to the destination, and the others into the buffer.
     Bytes(usize),
     /// Nothing is there now.
     WouldBlock,
-    /// There may be more, at the next turn.
+    /// The turn is over; there may be more bytes.
     TurnOver,
     /// The peer has closed, or the connection broke.
     Closed,
@@ -76,7 +76,7 @@ impl Stream {
         })
     }
 
-    /// Begins a turn: up to [`TURN_BYTES`] may be received, and as many sent.
+    /// Begins a turn, in which up to [`TURN_BYTES`] may be received and as many sent.
     pub(super) const fn begin_turn(&mut self) {
         self.turn = Turn::WHOLE;
         #[cfg(test)]
@@ -95,7 +95,7 @@ impl Stream {
         self.fd.as_fd()
     }
 
-    /// Changes what wakes. Costs nothing when it is the same.
+    /// Sets the events that epoll reports. An unchanged set costs nothing.
     pub(super) fn set_interest(&mut self, set: BorrowedFd<'_>, reads: bool, writes: bool) {
         let mut interest = epoll::EventFlags::empty();
         interest.set(epoll::EventFlags::IN, reads);
@@ -109,7 +109,7 @@ impl Stream {
         }
     }
 
-    /// Takes a header of `N` bytes out of the buffer, when it is whole.
+    /// Takes a header of `N` bytes out of the buffer, if it is whole.
     pub(super) fn header<const N: usize>(&mut self) -> Option<[u8; N]> {
         let bytes = self.buf[self.start..self.end].first_chunk::<N>().copied()?;
         self.start += N;
@@ -129,7 +129,7 @@ impl Stream {
         unsafe { self.fill_past(std::ptr::null_mut(), 0) }
     }
 
-    /// Receives up to `bytes` at `dst`, and what follows into the buffer.
+    /// Receives up to `bytes` bytes at `dst`, and later ones into the buffer.
     ///
     /// # Safety
     /// `dst..dst+bytes` is writable memory that nothing in this process holds a reference to. The buffer
@@ -205,6 +205,6 @@ impl Turn {
 }
 
 const BUFFER_BYTES: usize = 16 << 10;
-/// Most bytes that a connection receives, and sends, before the others have their turn: some hundred
-/// microseconds of copying, beside which a turn costs nothing.
+/// Most bytes that a connection receives, and sends, in one turn: some hundred microseconds of copying. The cost of a
+/// turn is negligible beside that.
 pub(super) const TURN_BYTES: usize = 1 << 20;

@@ -1,4 +1,4 @@
-//! Turns: how much one connection moves before the others have theirs. Counted in polls and bytes.
+//! Turns: the bytes that one connection moves before the others get theirs. Counted in polls and bytes.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -40,14 +40,14 @@ impl Side {
 
     fn write(&mut self, peer: PeerId, dst: RemoteSegment, bytes: u64) {
         let src = self.local(bytes);
-        // SAFETY: nobody writes the source before the completion.
+        // SAFETY: no thread writes the source before the completion.
         let posted = unsafe { self.fabric.write(peer, dst, src, Token(bytes)) }.unwrap();
         assert_eq!(posted, PostOutcome::Accepted);
     }
 
     fn read(&mut self, peer: PeerId, src: RemoteSegment, bytes: u64) {
         let dst = self.local(bytes);
-        // SAFETY: nobody looks at the target before the completion.
+        // SAFETY: no thread reads the target before the completion.
         let posted = unsafe { self.fabric.read(peer, dst, src, Token(bytes)) }.unwrap();
         assert_eq!(posted, PostOutcome::Accepted);
     }
@@ -64,20 +64,20 @@ impl Side {
         unsafe { self.memory.as_ptr().add(offset).cast::<u64>().read_unaligned() }
     }
 
-    /// The connection on which the peer asks.
+    /// The connection for the peer's requests.
     fn server(&self, peer: PeerId) -> &Server {
         let place = self.fabric.find("find", peer).unwrap();
         self.fabric.servers[self.fabric.peers[place].server.unwrap()].as_ref().unwrap()
     }
 
-    /// The connection on which this side asks.
+    /// The connection for this side's requests.
     fn issuer(&self, peer: PeerId) -> &Issuer {
         let place = self.fabric.find("find", peer).unwrap();
         self.fabric.peers[place].issuer.as_ref().unwrap()
     }
 }
 
-/// Joins two sides, and waits until both connections stand.
+/// Joins two sides, and waits until both connections are established.
 fn join(a: &mut Side, b: &mut Side) -> (PeerId, PeerId) {
     let (at_a, of_a) = a.fabric.open_peer().unwrap();
     let (at_b, of_b) = b.fabric.open_peer().unwrap();
@@ -106,11 +106,11 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 
 const FLOOD_BYTES: u64 = 8 << 20;
 const NUM_FLOODS: u64 = 12;
-/// Behind what is flooded.
+/// Offset behind the flooded range.
 const SMALL_AT: u64 = FLOOD_BYTES;
 const HUB_BYTES: usize = FLOOD_BYTES as usize + 4096;
 
-/// The hub, one who floods it, and one who wants little.
+/// The hub, a peer that floods it, and a peer with little traffic.
 fn overload() -> (Side, (Side, PeerId, PeerId), (Side, PeerId, PeerId)) {
     let (mut hub, mut much) = (Side::new(HUB_BYTES), Side::new(HUB_BYTES));
     let mut little = Side::new(64);
@@ -144,7 +144,7 @@ fn a_peer_that_writes_without_end_does_not_hold_up_another() {
         });
         let (turns, ..) = hub.server(much_at_hub).turns();
         hub.poll();
-        // One poll: the small one is served, and the flood had one turn at the most.
+        // One poll serves the small peer. The flood has had at most one turn.
         assert_eq!(hub.get(SMALL_AT as usize), num_rounds);
         let (turns_now, received, _) = hub.server(much_at_hub).turns();
         assert!(turns_now <= turns + 1, "{} turns in a poll", turns_now - turns);
@@ -164,7 +164,7 @@ fn a_peer_that_writes_without_end_does_not_hold_up_another() {
 #[test]
 fn a_peer_that_takes_without_end_does_not_hold_up_another() {
     let (mut hub, (mut much, much_at_hub, at_much), (mut little, little_at_hub, _)) = overload();
-    // Both ways in which the hub sends: writes of its own, and answers to reads.
+    // The hub sends in two ways: its own writes, and answers to reads.
     for _ in 0..NUM_FLOODS {
         hub.write(much_at_hub, much.remote(0), FLOOD_BYTES);
         much.read(at_much, hub.remote(0), FLOOD_BYTES);
@@ -184,7 +184,7 @@ fn a_peer_that_takes_without_end_does_not_hold_up_another() {
         assert!(own.0 <= before.0 + 1 && answers.0 <= before.1 + 1, "{own:?} {answers:?}");
         assert!(own.2 <= TURN_BYTES && answers.2 <= TURN_BYTES, "{own:?} {answers:?}");
         if is_new {
-            // In this very poll, whatever the floods had to send.
+            // In the same poll, whatever the floods send.
             let (_, _, sent) = hub.issuer(little_at_hub).turns();
             assert_eq!(sent, REQUEST_BYTES + 8);
         }
@@ -203,7 +203,7 @@ fn a_peer_that_takes_without_end_does_not_hold_up_another() {
     assert!(num_small > 0);
 }
 
-/// Headers are bytes like others: a target that answers a read with frames of nothing gets no more time.
+/// Headers count as bytes: a target that answers a read with empty frames gets no more time.
 #[test]
 fn answers_without_payload_count_as_well() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -247,5 +247,5 @@ fn answers_without_payload_count_as_well() {
     drop(stream);
 }
 
-/// Each of 64 KiB: several turns' worth.
+/// Operations of 64 KiB each: several turns' worth.
 const NUM_NOTHINGS: u64 = 64;

@@ -2,14 +2,14 @@
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-/// What a peer has to know to connect, and what it proves itself with.
+/// The address for a peer to connect to, and the nonce that proves its identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Detail {
     pub(super) address: SocketAddr,
     pub(super) nonce: [u8; 16],
 }
 
-/// One operation, as it is asked for. The payload of a write follows.
+/// The request for one operation. The payload of a write follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) is_write: bool,
@@ -22,7 +22,7 @@ pub(super) struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Response {
     pub(super) is_data: bool,
-    /// 0, or why the operation was refused.
+    /// 0, or the code of the refusal.
     pub(super) status: u8,
     /// Whether this is the verdict, which ends the operation and carries nothing.
     pub(super) is_last: bool,
@@ -144,7 +144,7 @@ pub(in crate::fabric) fn detail_samples() -> Vec<Vec<u8>> {
     vec![detail([10, 0, 0, 1].into()), detail(Ipv6Addr::LOCALHOST.into())]
 }
 
-/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+/// Decodes bytes of a peer. A decoded detail must stay the same when it is encoded and decoded again.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn check_detail(bytes: &[u8]) {
     if let Ok(detail) = Detail::decode(bytes) {
@@ -163,7 +163,7 @@ pub(in crate::fabric) fn samples() -> Vec<Vec<u8>> {
     [vec![request(false), request(true), hello], responses.to_vec()].concat()
 }
 
-/// Reads bytes of a peer. What can be read must be the same when it is written.
+/// Decodes bytes of a peer. A decoded message must stay the same when it is encoded again.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn check(bytes: &[u8]) {
     if let Some(bytes) = bytes.first_chunk()
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_encoded_is_decoded() {
+    fn encoded_values_are_decoded_unchanged() {
         for address in ["10.1.2.3:4567", "[fe80::1]:9"] {
             let detail = Detail { address: address.parse().unwrap(), nonce: [7; 16] };
             assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_bytes_are_refused() {
         let detail = Detail { address: "10.1.2.3:4567".parse().unwrap(), nonce: [7; 16] };
         assert!(Detail::decode(&detail.encode()[1..]).is_err());
         let mut other = detail.encode();

@@ -1,24 +1,24 @@
-//! Which pages a slot lies on.
+//! The kind of pages under a slot.
 
 use rustix::mm::{Advice, madvise};
 
 use crate::region::Region;
 
-/// Pages behind a slot.
+/// The kind of pages under a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum PageKind {
     /// 2 MiB pages from the system's pool.
     HugeTlb,
-    /// Huge pages if the system finds some when the memory is touched.
+    /// Huge pages if the system finds some on first access.
     Transparent,
     /// Small pages.
     Plain,
 }
 
 impl PageKind {
-    /// Name as used in logs and reports.
+    /// The name in logs and reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -29,7 +29,7 @@ impl PageKind {
     }
 }
 
-/// Whether `bytes` is made of whole huge pages and the pool has that many to give.
+/// True if `bytes` is a number of whole huge pages and the pool has that many free.
 pub(super) fn huge_pages_fit(bytes: usize) -> bool {
     if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
         return false;
@@ -40,18 +40,18 @@ pub(super) fn huge_pages_fit(bytes: usize) -> bool {
             .and_then(|text| text.trim().parse::<usize>().ok())
             .unwrap_or(0)
     };
-    // Reserved pages count as free until they are touched, but are promised to somebody.
+    // Reserved pages count as free until first access, but belong to another mapping.
     pool("free_hugepages").saturating_sub(pool("resv_hugepages")) >= bytes / HUGE_PAGE_BYTES
 }
 
-/// Asks for huge pages where the system gives them to shared memory on request.
+/// Requests huge pages, if the system gives them to shared memory on request.
 pub(super) fn advise_huge(region: &Region) -> PageKind {
     let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         .unwrap_or_default();
     match chosen(&setting) {
         Some("always" | "within_size" | "force") => PageKind::Transparent,
         Some("advise") => {
-            // SAFETY: the advice changes how pages are found, not what they hold.
+            // SAFETY: the advice changes how the kernel allocates pages, not their content.
             let advised = unsafe {
                 madvise(region.as_ptr().as_ptr().cast(), region.len(), Advice::LinuxHugepage)
             };
@@ -61,7 +61,7 @@ pub(super) fn advise_huge(region: &Region) -> PageKind {
     }
 }
 
-/// The bracketed word of a sysfs choice: `always [never]` gives `never`.
+/// The word in brackets of a sysfs setting: `always [never]` gives `never`.
 fn chosen(setting: &str) -> Option<&str> {
     setting.split_once('[')?.1.split_once(']').map(|(word, _)| word)
 }

@@ -1,4 +1,4 @@
-//! Descriptors over a Unix socket: one message, one nonce, and as many descriptors as agreed.
+//! Passes descriptors over a Unix socket: one message with one nonce and a fixed number of descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -16,28 +16,28 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::ShmError;
 
-/// Bytes that tie a message to a handshake.
+/// Bytes that identify the handshake of a message.
 pub type Nonce = [u8; 16];
 
 /// The content of one message.
 #[derive(Debug)]
 pub struct SlotDescriptors {
-    /// Names the handshake.
+    /// Identifies the handshake.
     pub nonce: Nonce,
-    /// Memory of the slot.
+    /// The slot's memory.
     pub memory: OwnedFd,
     /// Event descriptor that wakes the sender.
     pub wake: OwnedFd,
 }
 
-/// Listens on the abstract name that belongs to `token`. Nothing appears in a file system.
+/// Listens on the abstract name for `token`. It has no entry in a file system.
 pub fn listen(token: &Nonce) -> io::Result<UnixListener> {
     let listener = StdUnixListener::bind_addr(&address(token)?)?;
     listener.set_nonblocking(true)?;
     UnixListener::from_std(listener)
 }
 
-/// Connects to whoever listens for `token`, and checks who that is. The caller limits the time.
+/// Connects to the listener for `token`, and checks its user. Waits without a limit; the caller sets one.
 pub async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
     let failed = |what: &str, e: io::Error| {
         ShmError::Rendezvous(format!(
@@ -59,7 +59,7 @@ pub async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
         .map_err(|e| failed("address", e.into()))?;
         match rustix::net::connect(&socket, &name) {
             Ok(()) => break std::os::unix::net::UnixStream::from(socket),
-            // The backlog is full: a Unix socket gives no event for this, so try again soon.
+            // The backlog is full. A Unix socket reports no event for this, so retry after a pause.
             Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(Duration::from_millis(2)).await,
             Err(errno) => return Err(failed("connect", errno.into())),
         }
@@ -69,7 +69,7 @@ pub async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
     Ok(stream)
 }
 
-/// Refuses a peer of another user. Root may reach everybody.
+/// Rejects a peer of another user. Root may connect to every user.
 pub fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
     let found =
         stream.peer_cred().map_err(|e| ShmError::Rendezvous(format!("SO_PEERCRED: {e}")))?.uid();
@@ -102,20 +102,20 @@ pub async fn send<const N: usize>(
                 &mut control,
                 SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
             )?;
-            // A Unix stream takes so short a message whole or not at all.
+            // A Unix stream accepts such a short message as a whole or not at all.
             if sent == nonce.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
         })
         .await
         .map_err(|e| ShmError::Rendezvous(format!("sending descriptors: {e}")))
 }
 
-/// Receives one message with a memory and a wake-up. The caller limits the time.
+/// Receives one message with the descriptors of a slot. Waits without a limit; the caller sets one.
 pub async fn receive(stream: &UnixStream) -> Result<SlotDescriptors, ShmError> {
     let (nonce, [memory, wake]) = receive_exactly(stream).await?;
     Ok(SlotDescriptors { nonce, memory, wake })
 }
 
-/// Receives one message with `N` descriptors, at most `MAX_DESCRIPTORS`. The caller limits the time.
+/// Receives one message with `N` descriptors, at most `MAX_DESCRIPTORS`. Waits without a limit; the caller sets one.
 pub async fn receive_exactly<const N: usize>(
     stream: &UnixStream,
 ) -> Result<(Nonce, [OwnedFd; N]), ShmError> {
@@ -160,5 +160,5 @@ fn address(token: &Nonce) -> io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(name)
 }
 
-/// Most descriptors of a message.
+/// Maximum number of descriptors in a message.
 const MAX_DESCRIPTORS: usize = 2;

@@ -2,14 +2,12 @@
 //! monitor.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
-use std::time::Instant;
 
-use p2p_core::endpoint::{Endpoint, Marks};
-use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::endpoint::{Batch, Endpoint, Progress};
+use p2p_core::region::SlotKey;
 use p2p_core::wait::Driver;
-use p2p_core::{AnyEndpoint, PostError, QuietError, Region, TransportKind};
+use p2p_core::{AnyEndpoint, PostError, TransportKind};
 
 /// See the [module](self). Dropping it ends the endpoint.
 #[derive(Debug)]
@@ -55,65 +53,30 @@ impl HostHealth {
 impl Endpoint for HostEndpoint {
     type RemoteKey = SlotKey;
 
+    p2p_core::forward_endpoint! {
+        register, direct, put, get, add_flag, fence, quiet, wake => self.lock()
+    }
+
     fn kind(&self) -> TransportKind {
         TransportKind::Ibgda
     }
 
-    fn register(&mut self, region: &Region) -> Result<(), PostError> {
-        self.lock().register(region)
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.wait_fd.as_ref().map(AsFd::as_fd)
+    }
+}
+
+impl Batch for HostEndpoint {
+    p2p_core::forward_endpoint! { begin_batch, flush => self.lock() }
+}
+
+impl Progress for HostEndpoint {
+    p2p_core::forward_endpoint! {
+        health, add_flag_lazily, has_room, has_room_to_spare, try_fence, is_settled, marks
+        => self.lock()
     }
 
     fn driver(&self) -> Option<Arc<dyn Driver>> {
         self.driver.clone()
-    }
-
-    fn health(&self) -> Result<(), PostError> {
-        self.lock().health()
-    }
-
-    fn direct(&self, key: SlotKey) -> Option<NonNull<u8>> {
-        self.lock().direct(key)
-    }
-
-    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.lock().put(dst, src) }
-    }
-
-    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.lock().get(dst, src) }
-    }
-
-    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.lock().add_flag(dst, value)
-    }
-
-    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.lock().add_flag_lazily(dst, value)
-    }
-
-    fn fence(&mut self) -> Result<(), PostError> {
-        self.lock().fence()
-    }
-
-    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        self.lock().quiet(deadline)
-    }
-
-    fn is_settled(&mut self) -> Result<bool, PostError> {
-        self.lock().is_settled()
-    }
-
-    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
-        self.lock().marks()
-    }
-
-    fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
-        self.lock().wake(key, waiting_offset)
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.wait_fd.as_ref().map(AsFd::as_fd)
     }
 }

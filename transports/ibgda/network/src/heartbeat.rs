@@ -13,6 +13,7 @@ use ibgda::{
 };
 use kernels::mlx5::QueueHandle;
 use p2p_core::PostError;
+use p2p_core::endpoint::checks::check_flag;
 
 /// The queue before the peer's is known.
 #[derive(Debug)]
@@ -97,13 +98,7 @@ impl HeartbeatQueue {
     pub fn add(&mut self, offset: u64) -> Result<(), PostError> {
         const OP: &str = "show_life";
         let Target { address, bytes, rkey } = self.target;
-        if offset.checked_add(8).is_none_or(|end| end > bytes) {
-            let (offset, region_bytes) = (offset as usize, bytes as usize);
-            return Err(PostError::RemoteRange { op: OP, offset, len: 8, region_bytes });
-        }
-        if !offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: OP, offset: offset as usize });
-        }
+        check_flag(OP, offset as usize, bytes as usize)?;
         self.health(OP)?;
         if self.poster.posted - self.poster.completed < MOST_UNDER_WAY {
             self.poster.post(address + offset, rkey, 1);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::{DmaBufError, Nic, NicError};
 use crate::access::NoDescriptor;
 use crate::ffi::{self, Umem, UmemIn};
-use crate::probe::missing_for_gpu_memory;
+use crate::missing::missing_for_gpu_memory;
 
 /// How a region became known to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

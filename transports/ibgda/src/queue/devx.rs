@@ -13,7 +13,7 @@ use super::{
     QueueError, RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
 };
 use crate::access::{
-    ALIGN_BYTES, Access, AccessError, HostRange, MappingPart, PAGE_BYTES, Part, Place, Plan,
+    ALIGN_BYTES, Access, AccessError, HostRange, MappingPart, PAGE_BYTES, Part, Plan, PlanSpan,
     SharedMemory,
 };
 use crate::ffi;
@@ -115,7 +115,7 @@ impl Drop for UarOwner {
 }
 
 /// Receives, blocks, completions and records of a queue.
-pub(super) fn plan_ring(plan: &mut Plan, config: &QueueConfig) -> Result<Place, AccessError> {
+pub(super) fn plan_ring(plan: &mut Plan, config: &QueueConfig) -> Result<PlanSpan, AccessError> {
     plan.add(usize::try_from(Layout::new(config).bytes).unwrap_or(usize::MAX), ALIGN_BYTES)
 }
 

@@ -43,12 +43,12 @@ impl Device {
     fn handle_write(&self, state: &mut State, note: u64) {
         let has_secret = self.port.traits().has_wide_notes;
         let Some(entry) = state.entry_of(note as u32) else {
-            tracing::debug!(note, "a write into a slot that is gone");
+            tracing::debug!(note, "a write into a closed slot");
             return;
         };
         let Some(link) = &entry.link else { return };
         if note != note_of(link.id, link.token, has_secret) {
-            tracing::warn!(slot = link.id, "a write that another peer announces");
+            tracing::warn!(slot = link.id, "a write notification from another peer");
             return;
         }
         entry.inbound.count_write();
@@ -104,7 +104,7 @@ impl Device {
             false
         };
         if link.is_failed() {
-            return end("a mail after the end".to_owned());
+            return end("a mail after the end of the pair".to_owned());
         }
         let message = mail.message();
         let header = match Header::decode(message) {
@@ -112,7 +112,7 @@ impl Device {
             Err(error) => return end(format!("a bad mail: {error}")),
         };
         if header.slot != link.id || header.token != link.token || header.action.is_unnumbered() {
-            return end("a mail that does not belong here".to_owned());
+            return end("a mail that does not belong to this pair".to_owned());
         }
         link.note_mails_taken(header.mails);
         let expected = entry.inbound.next_seq();
@@ -140,7 +140,7 @@ impl Device {
         let header = match Header::decode(message) {
             Ok(header) => header,
             Err(error) => {
-                tracing::warn!(%error, "a message of nobody known");
+                tracing::warn!(%error, "an invalid message from an unknown sender");
                 return;
             }
         };
@@ -149,7 +149,7 @@ impl Device {
             .and_then(|entry| entry.link.clone().map(|link| (entry, link)))
             .filter(|(_, link)| link.id == header.slot)
         else {
-            tracing::debug!(slot = header.slot, "a message to a slot that is gone");
+            tracing::debug!(slot = header.slot, "a message to a closed slot");
             return;
         };
         if header.token != link.token || !comes_from(&link, source) {
@@ -159,7 +159,7 @@ impl Device {
         }
         if header.action == Action::Farewell {
             entry.farewell = Some(header.writes);
-            link.desert();
+            link.mark_peer_closed();
             return;
         }
         if entry.close_state.is_some() || link.is_failed() {
@@ -191,7 +191,7 @@ impl Device {
             let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
             if is_there && stall.since.elapsed() >= STALL_TIMEOUT {
                 let seq = stall.seq;
-                link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
+                link.fail("receive", 0, format!("message {seq} did not arrive: it was lost"));
                 return false;
             }
             is_there
@@ -257,7 +257,7 @@ fn deliver(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     }
 }
 
-/// Mailboxes that one turn reads in rotation, beside those that got mail lately.
+/// Mailboxes that one turn reads in rotation, beside the recently used ones.
 const MAX_COLD: usize = 64;
 /// How much later than its successor a message may arrive.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);

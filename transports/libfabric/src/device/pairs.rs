@@ -148,7 +148,7 @@ impl Device {
             let link = &request.link;
             link.backlog() == 0
                 || link.is_failed()
-                || link.is_deserted()
+                || link.is_peer_closed()
                 || request.since.elapsed() >= timeout
         };
         loop {

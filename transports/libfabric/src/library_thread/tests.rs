@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use super::super::{FabricNetwork, sys};
 use super::*;
-use crate::skip::skip;
-use p2p_core::endpoint::{Endpoint, QuietError};
+use p2p_core::endpoint::{Endpoint, Progress, QuietError};
 use p2p_core::network::{JoinedSide, Network, Route};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{SlotConfig, SlotLayout};
+use test_support::skip;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const FLAG: RemoteRange<SlotKey> = RemoteRange { key: SlotKey, offset: 8, len: 8 };
@@ -169,7 +169,7 @@ fn a_library_that_does_not_come_back_ends_its_pairs_and_nothing_else() {
     for side in [&local, &second] {
         eventually("the end of the pair", || side.endpoint.health().is_err());
         let error = side.endpoint.health().unwrap_err().to_string();
-        assert!(error.contains("has not come back for 5s"), "{error}");
+        assert!(error.contains("has not returned for 5s"), "{error}");
     }
     assert!(local.endpoint.add_flag(FLAG, 1).is_err());
     let result = local.endpoint.quiet(Instant::now() + LIMIT);

@@ -85,7 +85,7 @@ fn others_add_and_close_while_the_library_stands_still() {
         if num_posted == 1 {
             assert_eq!(push(&outbox, self::op(1)), (PushStatus::Queued, false), "not the only one");
             assert_eq!(outbox.num(), 2);
-            assert!(!outbox.flush(|_| panic!("somebody drives")));
+            assert!(!outbox.flush(|_| panic!("another thread drives")));
         }
         assert_eq!(offset_of(op), num_posted - 1);
         Some(PostStatus::Accepted)

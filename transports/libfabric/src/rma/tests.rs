@@ -5,8 +5,8 @@ use rand::{Rng, RngExt, SeedableRng};
 
 use super::grants::Limits;
 use super::*;
-use crate::skip::skip;
 use p2p_core::region::Region;
+use test_support::skip;
 
 const LIMIT: Duration = Duration::from_secs(30);
 

@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 use std::process::Command;
 
 use super::*;
-use crate::skip::skip;
+use test_support::skip;
 
 /// Checks of one structure: its name in C, our type, and pairs of C field and our field.
 macro_rules! layouts {

@@ -91,7 +91,7 @@ fn peers_killed_over_shared_memory_of_the_library_hold_nobody_up() {
                 Ok(has_come) => num_taken += u32::from(has_come),
                 Err(_) => break,
             }
-            assert!(start.elapsed() < LIMIT, "nobody noticed");
+            assert!(start.elapsed() < LIMIT, "the loss of the peer was not noticed");
         }
         child.wait().unwrap();
         bury(child.id());
@@ -111,9 +111,9 @@ fn what_a_killed_process_left_is_in_nobodys_way() {
         return;
     }
     // A child process, because other tests of this process use the same names.
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "leftovers");
-    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
+    let mut command = test_support::child::command("leftovers");
+    let output =
+        test_support::bounded::output_of(&mut command, "the process", test_support::bounded::LIMIT);
     println!("{}", String::from_utf8_lossy(&output.stdout));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {said}", output.status);
@@ -152,7 +152,11 @@ pub(crate) fn meet_leftovers() {
     let back = there.accept(until).unwrap();
     let after = left.each_ref().map(number_of);
     for nth in 0..left.len() {
-        assert!(before[nth].is_some() && before[nth] != after[nth], "nobody met {:?}", left[nth]);
+        assert!(
+            before[nth].is_some() && before[nth] != after[nth],
+            "no endpoint met {:?}",
+            left[nth]
+        );
     }
     // Within one process the library follows pointers into closed endpoints.
     std::mem::forget(((a, b), (out, back), (here, there), opened, networks));
@@ -176,7 +180,11 @@ fn whoever_ends_in_order_leaves_no_memory_behind() {
         });
         assert!(!memory_of(child.id()).is_empty(), "a peer without memory of its own");
         drop((channel, liveness));
-        let status = bounded::status_of(&mut child, "the peer that leaves", bounded::LIMIT);
+        let status = test_support::bounded::status_of(
+            &mut child,
+            "the peer that leaves",
+            test_support::bounded::LIMIT,
+        );
         assert!(status.success(), "{status}");
         assert_eq!(memory_of(child.id()), Vec::<PathBuf>::new());
     }

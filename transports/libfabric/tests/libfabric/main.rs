@@ -1,21 +1,14 @@
 //! Tests of libfabric beyond the conformance suite: drivers, dying peers and invalid input.
 
-#[path = "../../../../tests/support/src/bounded.rs"]
-mod bounded;
-#[path = "../../../../tests/support/src/held.rs"]
-mod held;
 mod lost;
-#[path = "../../../../tests/support/src/skip.rs"]
-mod skip;
 
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use held::{num_descriptors, num_threads, resident_bytes, usual_growth};
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::{Endpoint, Progress};
 use p2p_core::network::{Network, Route, SideDescription};
 use p2p_core::wait::wait_until;
 use p2p_core::{
@@ -25,6 +18,17 @@ use p2p_core::{
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use switchyard_libfabric::{FabricNetwork, LIBRARY_VARIABLE, WAIT_VARIABLE, providers};
+use test_support::resources::{num_descriptors, num_threads, resident_bytes, usual_growth};
+
+test_support::child_processes! {
+    "missing library" => report_missing_library,
+    "unknown wait mode" => report_unknown_wait_mode,
+    "idle" => be_idle,
+    "leftovers" => lost::meet_leftovers,
+    "crowd" => crowd,
+    "echo" => echo,
+    "leaver" => leave,
+}
 
 const LIMIT: Duration = Duration::from_secs(60);
 const TCP: &str = "tcp;ofi_rxm";
@@ -35,7 +39,7 @@ fn network(provider: &str) -> Option<FabricNetwork> {
     match FabricNetwork::open(provider) {
         Ok(network) => Some(network),
         Err(error) => {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }
@@ -117,13 +121,13 @@ fn a_driver_that_nobody_drives_drives_itself() {
         assert!(publish(&mut a, bytes));
         let deadline = Instant::now() + LIMIT;
         while !b.has_frame() {
-            assert!(Instant::now() < deadline, "nobody put the frame in place");
+            assert!(Instant::now() < deadline, "the frame did not arrive");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(take(&mut b, bytes.len()).unwrap() == bytes);
         // The credit returns although this side does not drive either.
         while a.in_flight() > 0 {
-            assert!(Instant::now() < deadline, "nobody gave the frame back");
+            assert!(Instant::now() < deadline, "the credit did not return");
             std::thread::sleep(Duration::from_millis(1));
             for _ in 0..2 {
                 let _ = a.try_reserve().unwrap();
@@ -190,7 +194,11 @@ fn those_who_look_find_what_comes() {
     for (name, value) in [(WAIT_VARIABLE, "poll"), ("FI_OFI_RXM_DEF_TCP_WAIT_OBJ", "pollfd")] {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let mut child = command.arg("--exact").args(tests).env(name, value).spawn().unwrap();
-        let status = bounded::status_of(&mut child, &format!("{name}={value}"), bounded::LONG);
+        let status = test_support::bounded::status_of(
+            &mut child,
+            &format!("{name}={value}"),
+            test_support::bounded::LONG,
+        );
         assert!(status.success(), "with {name}={value}: {status}");
     }
 }
@@ -200,13 +208,10 @@ fn a_word_that_says_no_way_to_wait_is_refused_by_name() {
     if network("tcp;ofi_rxm").is_none() {
         return;
     }
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child
-        .args(["--exact", "child_process"])
-        .env("LF_CHILD", "waits")
-        .env(WAIT_VARIABLE, "sometimes");
-    let mut child = child.spawn().unwrap();
-    let status = bounded::status_of(&mut child, "the process", bounded::LIMIT);
+    let mut command = test_support::child::command("unknown wait mode");
+    let mut child = command.env(WAIT_VARIABLE, "sometimes").spawn().unwrap();
+    let status =
+        test_support::bounded::status_of(&mut child, "the process", test_support::bounded::LIMIT);
     assert!(status.success(), "{status}");
 }
 
@@ -318,12 +323,10 @@ fn what_is_missing_is_said_in_one_line() {
     println!("{error}");
     assert!(error.contains("no provider `cxi` here; found: ") && error.contains("tcp;ofi_rxm"));
     assert!(providers().unwrap().contains(&"tcp;ofi_rxm".to_owned()));
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", "child_process", "--nocapture"])
-        .env("LF_CHILD", "absent")
-        .env(LIBRARY_VARIABLE, "/nonexistent/libfabric.so");
-    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
+    let mut command = test_support::child::command("missing library");
+    command.env(LIBRARY_VARIABLE, "/nonexistent/libfabric.so");
+    let output =
+        test_support::bounded::output_of(&mut command, "the process", test_support::bounded::LIMIT);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
@@ -356,7 +359,7 @@ fn a_killed_peer_costs_an_error_and_nothing_else() {
                 Ok(has_come) => num_taken += u32::from(has_come),
                 Err(error) => break error,
             }
-            assert!(start.elapsed() < LIMIT, "nobody noticed");
+            assert!(start.elapsed() < LIMIT, "the loss of the peer was not noticed");
         };
         child.wait().unwrap();
         let before = Instant::now();
@@ -456,9 +459,12 @@ fn an_idle_device_costs_almost_no_processor_time() {
         return;
     }
     // A child process, because other tests of this process use processor time.
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "idle");
-    let output = bounded::output_of(&mut command, "the idle process", bounded::LIMIT);
+    let mut command = test_support::child::command("idle");
+    let output = test_support::bounded::output_of(
+        &mut command,
+        "the idle process",
+        test_support::bounded::LIMIT,
+    );
     println!("{}", String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -488,47 +494,44 @@ fn unregistered_memory_is_refused() {
     assert!(matches!(result, Err(PostError::Unregistered { .. })), "{result:?}");
 }
 
-/// The other process of some tests. Does nothing when run on its own.
-#[test]
-fn child_process() {
-    let Ok(role) = std::env::var("LF_CHILD") else { return };
-    if role == "absent" {
-        let error = FabricNetwork::open("tcp;ofi_rxm").unwrap_err().to_string();
-        assert!(error.contains("/nonexistent/libfabric.so"), "{error}");
-        assert!(error.contains(LIBRARY_VARIABLE) && !error.contains('\n'), "{error}");
-        assert!(providers().is_err());
-        return;
-    }
-    if role == "idle" {
-        return be_idle();
-    }
-    if role == "leftovers" {
-        return lost::meet_leftovers();
-    }
-    if role == "waits" {
-        let error = FabricNetwork::open("tcp;ofi_rxm").unwrap_err().to_string();
-        assert!(error.contains(WAIT_VARIABLE) && error.contains("`sometimes`"), "{error}");
-        return;
-    }
-    let (addr, provider) =
-        (std::env::var("LF_ADDR").unwrap(), std::env::var("LF_PROVIDER").unwrap());
-    let network: Arc<dyn Network> = Arc::new(FabricNetwork::open(&provider).unwrap());
-    let runtime = runtime();
-    let connected = |slot| {
-        let config = ConnectConfig {
-            slot,
-            transports: vec![TransportKind::Libfabric],
-            networks: vec![Arc::clone(&network)],
-            timeout: LIMIT,
-            ..ConnectConfig::default()
-        };
-        runtime.block_on(connect(addr.as_str(), PeerHello::default(), config)).unwrap()
-    };
-    if role == "crowd" {
-        let mut crowd: Vec<Connection> = (0..lost::CROWD).map(|_| connected(lost::SLOT)).collect();
-        return lost::answer(&mut crowd);
-    }
-    let mut connection = connected(SLOT);
+fn report_missing_library() {
+    let error = FabricNetwork::open("tcp;ofi_rxm").unwrap_err().to_string();
+    assert!(error.contains("/nonexistent/libfabric.so"), "{error}");
+    assert!(error.contains(LIBRARY_VARIABLE) && !error.contains('\n'), "{error}");
+    assert!(providers().is_err());
+}
+
+fn report_unknown_wait_mode() {
+    let error = FabricNetwork::open("tcp;ofi_rxm").unwrap_err().to_string();
+    assert!(error.contains(WAIT_VARIABLE) && error.contains("`sometimes`"), "{error}");
+}
+
+fn echo() {
+    let peer = Peer::from_arguments();
+    answer_until_closed(&mut peer.connect(SLOT));
+}
+
+/// Ends in order after its peer has left.
+fn leave() {
+    let peer = Peer::from_arguments();
+    let mut connection = peer.connect(SLOT);
+    answer_until_closed(&mut connection);
+    // The endpoint, and then the network. The threads that sleep on it keep it until the process
+    // exits, so the library's endpoint is not closed before.
+    let set = WaitSet::new().unwrap();
+    set.attach(connection.channel.endpoint()).unwrap();
+    drop(connection);
+    drop(peer);
+    std::mem::forget(set);
+}
+
+fn crowd() {
+    let peer = Peer::from_arguments();
+    let mut crowd: Vec<Connection> = (0..lost::CROWD).map(|_| peer.connect(lost::SLOT)).collect();
+    lost::answer(&mut crowd);
+}
+
+fn answer_until_closed(connection: &mut Connection) {
     let bytes = vec![1; 50_000];
     while connection.liveness.closed_now().is_none() {
         drive(&[&connection.channel]);
@@ -536,15 +539,33 @@ fn child_process() {
             break;
         }
     }
-    if role == "leaver" {
-        // The endpoint, and then the network. The threads that sleep on it keep it until the
-        // process exits, so the library's endpoint is not closed before.
-        let set = WaitSet::new().unwrap();
-        set.attach(connection.channel.endpoint()).unwrap();
-        drop(connection);
-        drop(runtime);
-        drop(network);
-        std::mem::forget(set);
+}
+
+/// The connecting side in a child process.
+struct Peer {
+    runtime: tokio::runtime::Runtime,
+    network: Arc<dyn Network>,
+    addr: String,
+}
+
+impl Peer {
+    /// With the arguments that [`child`] passes.
+    fn from_arguments() -> Self {
+        let mut arguments = std::env::args().skip(1);
+        let (provider, addr) = (arguments.next().unwrap(), arguments.next().unwrap());
+        let network = Arc::new(FabricNetwork::open(&provider).unwrap());
+        Self { runtime: runtime(), network, addr }
+    }
+
+    fn connect(&self, slot: SlotConfig) -> Connection {
+        let config = ConnectConfig {
+            slot,
+            transports: vec![TransportKind::Libfabric],
+            networks: vec![Arc::clone(&self.network)],
+            timeout: LIMIT,
+            ..ConnectConfig::default()
+        };
+        self.runtime.block_on(connect(self.addr.as_str(), PeerHello::default(), config)).unwrap()
     }
 }
 
@@ -570,11 +591,8 @@ fn serve(network: FabricNetwork, slot: SlotConfig) -> (Receiver<Connection>, Str
 }
 
 fn child(role: &str, provider: &str, addr: &str) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process", "--nocapture"])
-        .env("LF_CHILD", role)
-        .env("LF_PROVIDER", provider)
-        .env("LF_ADDR", addr)
+    test_support::child::command(role)
+        .args([provider, addr])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .spawn()

@@ -27,6 +27,10 @@ impl Endpoint for Slow {
         TransportKind::Local
     }
 
+    fn register(&mut self, _: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -63,6 +67,9 @@ impl Endpoint for Slow {
         None
     }
 }
+
+p2p_core::unbatched!(Slow);
+p2p_core::immediate_progress!(Slow);
 
 /// Slots of a peer behind `path`, and the proxy.
 fn slots_over(path: &Arc<Path>) -> (Slots, Proxy) {

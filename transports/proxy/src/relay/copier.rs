@@ -1,4 +1,4 @@
-//! Who copies from staging to where it belongs.
+//! Copiers, which move bytes from staging to their targets.
 
 use std::sync::atomic::Ordering;
 
@@ -7,10 +7,11 @@ use thiserror::Error;
 
 use crate::memory;
 
-/// Bytes of staging that belong somewhere else. Checked by the receiver: inside of both.
+/// Bytes of staging and their place in a target. The receiver has checked that both ranges are
+/// inside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyTask {
-    /// Which target, from 0.
+    /// Index of the target, from 0.
     pub target: usize,
     /// Offset in the slot.
     pub source_offset: u64,
@@ -23,43 +24,43 @@ pub struct CopyTask {
 /// An addition to a word of a target, after the copies that were submitted with or before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WordTask {
-    /// Which target, from 0.
+    /// Index of the target, from 0.
     pub target: usize,
     /// Offset of the word in the target, a multiple of 8.
     pub target_offset: u64,
-    /// What is added.
+    /// The value to add.
     pub value: u64,
 }
 
-/// Copies cannot be carried out.
+/// A copy failed.
 #[derive(Debug, Error)]
 #[error("{op}: {detail}")]
 pub struct CopyError {
     /// The step.
     pub op: &'static str,
-    /// What went wrong.
+    /// Description of the failure.
     pub detail: String,
 }
 
-/// Carries tasks out, in batches, one at a time.
+/// Carries out batches of tasks, one batch at a time.
 pub trait Copier: Send {
     /// Bytes of each target.
     fn targets(&self) -> Vec<u64>;
 
-    /// Starts a batch. The one before is done.
+    /// Starts a batch. The caller waits for the previous one first.
     ///
     /// # Errors
     /// [`CopyError`]; the receiver ends then.
     fn submit(&mut self, copies: &[CopyTask], words: &[WordTask]) -> Result<(), CopyError>;
 
-    /// Whether the batch is done. Does not wait.
+    /// Returns true if the batch is finished. Does not wait.
     ///
     /// # Errors
     /// [`CopyError`]; the receiver ends then.
     fn is_done(&mut self) -> Result<bool, CopyError>;
 }
 
-/// Copies of the processor, for targets in memory of the host.
+/// Copies by the processor, for targets in host memory.
 #[derive(Debug)]
 pub struct HostCopier {
     slot: Region,
@@ -67,7 +68,7 @@ pub struct HostCopier {
 }
 
 impl HostCopier {
-    /// From `slot` to `targets`.
+    /// Copies from `slot` to `targets`.
     #[must_use]
     pub const fn new(slot: Region, targets: Vec<Region>) -> Self {
         Self { slot, targets }
@@ -86,8 +87,8 @@ impl Copier for HostCopier {
             let target = self.targets.get(task.target).ok_or_else(outside)?;
             let source = self.slot.range(from, task.num_bytes as usize).ok_or_else(outside)?;
             let target = target.range(to, task.num_bytes as usize).ok_or_else(outside)?;
-            // SAFETY: both ranges were just made; slot and targets are different mappings. The sender may
-            // write the source meanwhile and only spoils what it sent.
+            // SAFETY: both ranges were just made; slot and targets are different mappings. A
+            // concurrent write of the sender only spoils what it sent.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     source.as_ptr().as_ptr(),
@@ -120,7 +121,7 @@ mod gpu {
 
     use super::{Copier, CopyError, CopyTask, WordTask};
 
-    /// Memory of a GPU that the copying GPU reaches.
+    /// Memory of a GPU that the copying GPU can access.
     #[derive(Debug, Clone, Copy)]
     pub struct GpuTarget {
         /// First byte, mapped for the copying GPU.
@@ -135,18 +136,19 @@ mod gpu {
         stream: Stream,
         slot: DevicePtr,
         targets: Vec<GpuTarget>,
-        /// In page-locked memory, where the kernel reads them. There until the copier is dropped.
+        /// In page-locked memory, where the kernel reads them. Kept until the copier is dropped.
         entries: Option<GpuBuffer>,
         kernels: Vec<PreparedKernel<PeerCopyParams>>,
     }
 
     impl GpuCopier {
-        /// From the slot at `slot` to `targets`, by `gpu`.
+        /// Copies from the slot at `slot` to `targets`, by `gpu`.
         ///
         /// # Safety
-        /// `slot` and the targets are memory that `gpu` reaches, as large as is said, and stay so until the
-        /// copier's drop has returned: it waits for the batch under way. Where it says that the batch does
-        /// not end within 10 s, which the log shows, they stay so until the GPU's context is gone.
+        /// `slot` and the targets are memory that `gpu` can access, with the given sizes. They stay
+        /// valid until the copier's drop has returned, which waits for the running batch. If drop
+        /// logs that the batch does not end within 10 s, they stay valid until the GPU's context is
+        /// destroyed.
         ///
         /// # Errors
         /// [`GpuError`].
@@ -171,7 +173,7 @@ mod gpu {
 
     impl Drop for GpuCopier {
         fn drop(&mut self) {
-            // A failed stream is not known to have stopped reading either.
+            // A failed stream may still read them.
             if let Err(error) = self.stream.wait(Instant::now() + DROP_LIMIT) {
                 tracing::error!(%error, "copies to a further GPU do not end: their list stays allocated");
                 std::mem::forget(self.entries.take());
@@ -201,7 +203,8 @@ mod gpu {
                     target: self.targets[task.target].address.0 + task.target_offset,
                     num_bytes: task.num_bytes,
                 };
-                // SAFETY: fewer than the buffer holds; no kernel runs, since the batch before is done.
+                // SAFETY: fewer than the buffer holds; no kernel runs, since the previous batch is
+                // finished.
                 unsafe { host.cast::<CopyEntry>().add(idx).write_volatile(entry) };
             }
             if let Some(kernel) = copies.len().checked_sub(1).and_then(|idx| self.kernels.get(idx))

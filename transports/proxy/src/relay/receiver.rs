@@ -1,9 +1,10 @@
-//! The receiving end of a relay: tasks are copied out of the slot, checked, carried out and counted.
+//! The receiving end of a relay: copies tasks out of the slot, checks them, carries them out and
+//! counts them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::Transport;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
@@ -17,23 +18,23 @@ use super::{
 };
 use crate::memory;
 
-/// The receiver cannot go on. The connection must be given up.
+/// The receiver has failed. Close the connection.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayReceiverError {
-    /// The sender's task makes no sense.
+    /// The sender's task is invalid.
     #[error("task {number} of the sender: {what} is {found}, expected {expected}")]
     Task {
         /// Number of the task, from 1.
         number: u64,
-        /// Which field.
+        /// Name of the field.
         what: &'static str,
         /// Its value.
         found: u64,
-        /// What it may be.
+        /// The values that are allowed.
         expected: String,
     },
-    /// The sender published more tasks than the ring holds, or took some back.
+    /// The sender published more tasks than the ring holds, or a lower number than before.
     #[error("the sender says {published} tasks, {taken} were taken of a ring of {num_tasks}")]
     Desync {
         /// Tasks published.
@@ -46,8 +47,8 @@ pub enum RelayReceiverError {
     /// The copies failed.
     #[error(transparent)]
     Copy(#[from] CopyError),
-    /// The sender cannot be told.
-    #[error("the sender cannot be told: {0}")]
+    /// The finished tasks could not be acknowledged.
+    #[error("the finished tasks cannot be acknowledged: {0}")]
     Post(#[from] PostError),
     /// An earlier turn failed.
     #[error(
@@ -59,7 +60,7 @@ pub enum RelayReceiverError {
     },
 }
 
-/// The receiving end. Somebody calls [`turn`](Self::turn) again and again.
+/// The receiving end. Its owner calls [`turn`](Self::turn) repeatedly.
 #[derive(Debug)]
 pub struct RelayReceiver<E, C> {
     endpoint: E,
@@ -69,20 +70,20 @@ pub struct RelayReceiver<E, C> {
     layout: Layout,
     targets: Vec<u64>,
     taken: u64,
-    /// Tasks of the batch under way.
+    /// Tasks of the running batch.
     num_under_way: u64,
-    /// Since when there has been no room to acknowledge a batch.
-    cramped: Option<Instant>,
+    /// Time since which there has been no room to acknowledge a batch.
+    blocked_since: Option<Instant>,
     has_ended: bool,
     copies: Vec<CopyTask>,
     words: Vec<WordTask>,
 }
 
-impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
+impl<E: Transport<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
     /// Over this side's slot of a pair, and the endpoint towards the sender's.
     ///
     /// # Errors
-    /// [`RelayError::Config`], also when the copier's targets are not those of `config`.
+    /// [`RelayError::Config`], also if the copier's targets are not those of `config`.
     pub fn new(
         config: &RelayConfig,
         endpoint: E,
@@ -105,7 +106,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             targets,
             taken: 0,
             num_under_way: 0,
-            cramped: None,
+            blocked_since: None,
             has_ended: false,
             copies: Vec::with_capacity(MAX_BATCH),
             words: Vec::with_capacity(MAX_BATCH),
@@ -123,11 +124,11 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
         self.taken - self.num_under_way
     }
 
-    /// Drives the transport, acknowledges what is done, and starts what has come. Whether there was
-    /// anything to do, or something is under way. Does not wait.
+    /// Drives the transport, acknowledges finished tasks, and starts tasks that have arrived.
+    /// Returns true if it did anything or if a batch is running. Does not wait.
     ///
     /// # Errors
-    /// [`RelayReceiverError`]; nothing more is carried out or acknowledged then, in later turns neither.
+    /// [`RelayReceiverError`]; later turns neither carry out nor acknowledge anything.
     pub fn turn(&mut self) -> Result<bool, RelayReceiverError> {
         if self.has_ended {
             return Err(RelayReceiverError::Ended { taken: self.taken });
@@ -146,12 +147,12 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
                 return Ok(true);
             }
             if !self.endpoint.has_room()
-                && self.cramped.get_or_insert_with(Instant::now).elapsed() < ROOM_LIMIT
+                && self.blocked_since.get_or_insert_with(Instant::now).elapsed() < ROOM_LIMIT
             {
                 return Ok(true);
             }
-            // Without room still, the endpoint waits and fails within its own limit.
-            self.cramped = None;
+            // If there is still no room, the endpoint waits and fails within its own limit.
+            self.blocked_since = None;
             let offset = self.slot.len() - CONTROL_BYTES + CONSUMED;
             let num = std::mem::take(&mut self.num_under_way);
             self.endpoint.add_flag(RemoteRange { key: SlotKey, offset, len: 8 }, num)?;
@@ -170,20 +171,21 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
         self.words.clear();
         let mut num_tasks = num_ready.min(MAX_BATCH as u64);
         for idx in 0..num_tasks {
-            // Nothing of a batch is in order but its words behind its copies: a fence ends one.
+            // Within a batch, the only order is that words follow copies. So a fence ends a batch.
             if self.check(taken + idx)? {
                 num_tasks = idx + 1;
                 break;
             }
         }
-        // Copies first: a word is added to after all that was put before it, and puts have no order.
+        // Copies first: an add to a word follows all earlier puts, and puts have no order.
         self.copier.submit(&self.copies, &self.words)?;
-        // Counted when all of them are under way, and not before.
+        // Counted only once all of them have started.
         (self.taken, self.num_under_way) = (taken + num_tasks, num_tasks);
         Ok(true)
     }
 
-    /// Adds the task after `before` others to the batch. Whether it is the last, a fence.
+    /// Adds the task after `before` others to the batch. Returns true if it is a fence, and so the
+    /// last.
     fn check(&mut self, before: u64) -> Result<bool, RelayReceiverError> {
         let mut bytes = [0; TASK_BYTES];
         let number = before + 1;
@@ -223,7 +225,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             }
             ADD if num_bytes == 8 && task.offset.is_multiple_of(8) => {
                 let (target_offset, value) = (task.offset, task.value);
-                // Each word costs a launch on a GPU, and only sums are seen.
+                // Each word costs a launch on a GPU, and readers see only sums.
                 let is_same =
                     |w: &&mut WordTask| w.target == target && w.target_offset == target_offset;
                 match self.words.iter_mut().find(is_same) {
@@ -242,5 +244,5 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
     }
 }
 
-/// How long a batch waits for room to be acknowledged before that is tried all the same.
+/// How long a batch waits for room before its acknowledgement is posted without room.
 const ROOM_LIMIT: Duration = Duration::from_secs(3);

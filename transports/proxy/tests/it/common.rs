@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::{Batch, Endpoint, PostError, Progress, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver as TransportDriver;
 use p2p_core::{ReadView, Region};
@@ -257,8 +257,8 @@ impl Endpoint for Recorder {
         TransportKind::Local
     }
 
-    fn driver(&self) -> Option<Arc<dyn TransportDriver>> {
-        self.behaviour.driver.lock().unwrap().clone()
+    fn register(&mut self, _: &Region) -> Result<(), PostError> {
+        Ok(())
     }
 
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
@@ -282,6 +282,28 @@ impl Endpoint for Recorder {
         self.ask("fence", Asked::Fence)
     }
 
+    fn quiet(&mut self, _: Instant) -> Result<(), QuietError> {
+        self.assert_posted();
+        if self.behaviour.is_broken.load(Ordering::SeqCst) {
+            let detail = "injected".to_owned();
+            return Err(PostError::Transport { op: "quiet", code: -7, detail }.into());
+        }
+        if self.behaviour.is_stalled.load(Ordering::SeqCst) {
+            return Err(QuietError::Deadline { outstanding: 1 });
+        }
+        Ok(())
+    }
+
+    fn wake(&mut self, _: SlotKey, offset: usize) -> Result<(), PostError> {
+        self.ask("wake", Asked::Wake { offset })
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+impl Batch for Recorder {
     fn begin_batch(&mut self) {
         assert_eq!(self.batch.replace(0), None, "a batch within a batch");
     }
@@ -301,25 +323,15 @@ impl Endpoint for Recorder {
         }
         Ok(())
     }
+}
 
-    fn quiet(&mut self, _: Instant) -> Result<(), QuietError> {
-        self.assert_posted();
-        if self.behaviour.is_broken.load(Ordering::SeqCst) {
-            let detail = "injected".to_owned();
-            return Err(PostError::Transport { op: "quiet", code: -7, detail }.into());
-        }
-        if self.behaviour.is_stalled.load(Ordering::SeqCst) {
-            return Err(QuietError::Deadline { outstanding: 1 });
-        }
-        Ok(())
+impl Progress for Recorder {
+    p2p_core::default_progress! {
+        health, add_flag_lazily, has_room, has_room_to_spare, try_fence, is_settled, marks
     }
 
-    fn wake(&mut self, _: SlotKey, offset: usize) -> Result<(), PostError> {
-        self.ask("wake", Asked::Wake { offset })
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+    fn driver(&self) -> Option<Arc<dyn TransportDriver>> {
+        self.behaviour.driver.lock().unwrap().clone()
     }
 }
 

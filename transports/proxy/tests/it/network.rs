@@ -1,13 +1,11 @@
-//! The suite that every transport must pass, with a proxy in between: over the NIC model (also one that delays and
-//! reorders), and over libfabric between processes where it is installed.
+//! The suite that every transport must pass, with a proxy in between. It runs over the NIC model, also over one
+//! that delays and reorders, and between processes over libfabric if that is installed.
 
 use crate::common;
 use crate::parties;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -17,7 +15,7 @@ use crate::parties::{TransportSetup, in_processes, in_threads, pair, var};
 use bench_harness::proxy::BenchEndpoint;
 use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use kernels::gpu::Gpu;
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::{Batch, Endpoint, Progress};
 use p2p_core::network::{JoinedSide, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
@@ -312,12 +310,12 @@ impl OpenSide for LosingSide {
 impl Endpoint for LosingEndpoint {
     type RemoteKey = SlotKey;
 
-    fn kind(&self) -> TransportKind {
-        TransportKind::Staged
+    p2p_core::forward_endpoint! {
+        register, direct, add_flag, fence, quiet, wake, wait_fd => self.inner
     }
 
-    fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
-        None
+    fn kind(&self) -> TransportKind {
+        TransportKind::Staged
     }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
@@ -332,25 +330,16 @@ impl Endpoint for LosingEndpoint {
     unsafe fn get(&mut self, _: LocalRange, _: RemoteRange<SlotKey>) -> Result<(), PostError> {
         unreachable!("producers only put")
     }
+}
 
-    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        self.inner.add_flag(dst, value)
-    }
+impl Batch for LosingEndpoint {
+    p2p_core::forward_endpoint! { begin_batch, flush => self.inner }
+}
 
-    fn fence(&mut self) -> Result<(), PostError> {
-        self.inner.fence()
-    }
-
-    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        self.inner.quiet(deadline)
-    }
-
-    fn wake(&mut self, key: SlotKey, offset: usize) -> Result<(), PostError> {
-        self.inner.wake(key, offset)
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+impl Progress for LosingEndpoint {
+    p2p_core::forward_endpoint! {
+        driver, health, add_flag_lazily, has_room, has_room_to_spare, try_fence, is_settled, marks
+        => self.inner
     }
 }
 

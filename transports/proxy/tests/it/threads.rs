@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{Asked, Behaviour, Recorder, config, lanes, peer_config, wait_for};
 use p2p_core::Region;
-use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::{Batch, Endpoint, Marks, PostError, Progress, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 use switchyard_proxy::{
@@ -55,6 +55,10 @@ impl<N: Nature> Endpoint for Actor<N> {
         TransportKind::Local
     }
 
+    fn register(&mut self, _: &Region) -> Result<(), PostError> {
+        Ok(())
+    }
+
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -72,24 +76,12 @@ impl<N: Nature> Endpoint for Actor<N> {
         Ok(())
     }
 
-    fn has_room(&mut self) -> bool {
-        self.0.has_room()
-    }
-
     fn fence(&mut self) -> Result<(), PostError> {
         panic!("a fence may wait for the peer");
     }
 
-    fn try_fence(&mut self) -> Result<bool, PostError> {
-        Ok(self.0.try_fence())
-    }
-
     fn quiet(&mut self, _: std::time::Instant) -> Result<(), QuietError> {
         if self.0.is_settled() { Ok(()) } else { Err(QuietError::Deadline { outstanding: 1 }) }
-    }
-
-    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
-        Ok(self.0.marks())
     }
 
     fn wake(&mut self, _: SlotKey, _: usize) -> Result<(), PostError> {
@@ -99,9 +91,33 @@ impl<N: Nature> Endpoint for Actor<N> {
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+}
+
+impl<N: Nature> Batch for Actor<N> {
+    fn begin_batch(&mut self) {}
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        Ok(())
+    }
+}
+
+impl<N: Nature> Progress for Actor<N> {
+    p2p_core::default_progress! { health, add_flag_lazily, has_room_to_spare, is_settled }
 
     fn driver(&self) -> Option<Arc<dyn Driver>> {
         self.0.driver()
+    }
+
+    fn has_room(&mut self) -> bool {
+        self.0.has_room()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        Ok(self.0.try_fence())
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        Ok(self.0.marks())
     }
 }
 

@@ -12,7 +12,7 @@ pub(super) struct Chain {
 impl Chain {
     /// Opens a batch: requests are buffered from here on.
     pub(super) fn open(&mut self) {
-        // Reserves memory once, and only on lanes that use batches.
+        // Reserves memory once, and only on queue pairs that use batches.
         self.held.reserve_exact(MAX_CHAIN);
         self.is_open = true;
     }

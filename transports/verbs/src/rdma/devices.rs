@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::config::{MAX_LANES, PortChoice, VerbsConfig};
+use super::config::{MAX_QUEUE_PAIRS, PortChoice, VerbsConfig};
 use super::owner::{CallError, ProtectionDomain};
 use super::port::{Port, error};
 use super::registration::{MemoryRegion, Rights};
@@ -85,7 +85,7 @@ pub(super) fn keep_two_devices(
         }
         tracing::info!(near = all, used = kept, "an engine uses ports of two devices at the most");
     }
-    let most = MAX_LANES / config.queue_pairs_per_port.max(1) as usize;
+    let most = MAX_QUEUE_PAIRS / config.queue_pairs_per_port.max(1) as usize;
     if !matches!(config.ports, PortChoice::Named(_)) {
         ports.truncate(most.max(1));
     }

@@ -33,34 +33,37 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::sent::Sent;
-use super::lane::{Failed, Lane, Message};
+use self::sent::SentCounters;
 use super::messages;
 use super::progress::Progress;
 use super::registration::{MemoryRegion, Rights};
 use super::request::OpKind;
+use super::send_queue::{Message, PostFailure, SendQueue};
 use super::state::PeerState;
 use p2p_core::counted::message::Action;
-use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::checks::{check_flag, check_range, find_registered};
+use p2p_core::endpoint::{
+    self, Batch, Endpoint, Marks, PostError, Progress as _, QuietError, TransportKind,
+};
 use p2p_core::region::{LocalRange, Region, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
 
 /// An endpoint over one or more queue pairs.
 #[derive(Debug)]
 pub struct VerbsEndpoint {
-    lanes: Vec<Lane>,
+    send_queues: Vec<SendQueue>,
     peer: Arc<PeerState>,
     progress: Arc<Progress>,
-    /// Local memory of puts and gets, registered on every lane.
+    /// Local memory of puts and gets, registered on every send queue.
     sources: Vec<Region>,
     remote: RemoteSlot,
     stripe_bytes: usize,
-    /// True if lanes other than the first may have requests under way.
+    /// True if send queues other than the first may have requests under way.
     is_spread: bool,
-    /// True if a fence separates the first lane's requests from the next spread operation.
+    /// True if a fence separates the first send queue's requests from the next spread operation.
     fence_before_spread: bool,
     /// State of sent messages, if flags travel as messages.
-    sent: Option<Sent>,
+    sent: Option<SentCounters>,
 }
 
 /// The peer's slot.
@@ -74,16 +77,16 @@ pub(super) struct RemoteSlot {
 
 impl VerbsEndpoint {
     pub(super) fn new(
-        lanes: Vec<Lane>,
+        send_queues: Vec<SendQueue>,
         peer: Arc<PeerState>,
         progress: Arc<Progress>,
         remote: RemoteSlot,
         stripe_bytes: usize,
         window: Option<u32>,
     ) -> Self {
-        let sent = window.map(Sent::new);
+        let sent = window.map(SentCounters::new);
         Self {
-            lanes,
+            send_queues,
             peer,
             progress,
             sources: Vec::new(),
@@ -98,7 +101,7 @@ impl VerbsEndpoint {
     /// Number of queue pairs in use.
     #[must_use]
     pub const fn num_queue_pairs(&self) -> usize {
-        self.lanes.len()
+        self.send_queues.len()
     }
 
     /// The failure that stopped a request.
@@ -122,26 +125,15 @@ impl VerbsEndpoint {
         offset: usize,
         len: usize,
     ) -> Result<u64, PostError> {
-        let region_bytes = self.remote.bytes;
-        match offset.checked_add(len) {
-            Some(end) if end <= region_bytes => Ok(self.remote.address + offset as u64),
-            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
-        }
+        check_range(op, offset, len, self.remote.bytes)?;
+        Ok(self.remote.address + offset as u64)
     }
 
     /// Index of the registration that holds `range`.
     #[inline]
     fn source_of(&self, op: &'static str, range: &LocalRange) -> Result<usize, PostError> {
-        let (start, len) = (range.as_ptr().as_ptr() as usize, range.len());
-        self.sources
-            .iter()
-            .position(|region| {
-                let first = region.as_ptr().as_ptr() as usize;
-                start >= first
-                    && start - first <= region.len() - len.min(region.len())
-                    && len <= region.len()
-            })
-            .ok_or(PostError::Unregistered { op, address: start, len })
+        let sources = self.sources.iter().enumerate().map(|(idx, region)| (region, idx));
+        find_registered(op, range, sources).map(|(idx, _)| idx)
     }
 
     /// # Safety
@@ -158,7 +150,7 @@ impl VerbsEndpoint {
         let remote_address = self.remote_address(op, remote.offset, remote.len.max(len))?;
         let source = self.source_of(op, local)?;
         let local_address = local.as_ptr().as_ptr() as u64;
-        if len < self.stripe_bytes || self.lanes.len() == 1 {
+        if len < self.stripe_bytes || self.send_queues.len() == 1 {
             let whole = Part { source, local_address, len, remote_address, counted: None };
             // SAFETY: the caller's promise; the range lies within the registration.
             return unsafe { self.pieces(0, kind, whole) };
@@ -168,9 +160,9 @@ impl VerbsEndpoint {
             self.fence_before_spread = false;
         }
         self.is_spread = true;
-        let part = len.div_ceil(self.lanes.len()).next_multiple_of(PART_ALIGN);
+        let part = len.div_ceil(self.send_queues.len()).next_multiple_of(PART_ALIGN);
         let mut start = 0;
-        for lane in 0..self.lanes.len() {
+        for send_queue in 0..self.send_queues.len() {
             let part = part.min(len - start);
             if part == 0 {
                 break;
@@ -181,7 +173,7 @@ impl VerbsEndpoint {
                 len: part,
                 remote_address: remote_address + start as u64,
                 counted: match &self.sent {
-                    Some(sent) if lane > 0 && kind == OpKind::Put => Some(sent.next_seq),
+                    Some(sent) if send_queue > 0 && kind == OpKind::Put => Some(sent.next_seq),
                     _ => None,
                 },
             };
@@ -190,7 +182,7 @@ impl VerbsEndpoint {
                 self.wait_for_room(kind)?;
             }
             // SAFETY: the caller's promise; the parts lie within the range.
-            unsafe { self.pieces(lane, kind, piece)? };
+            unsafe { self.pieces(send_queue, kind, piece)? };
             if let Some(sent) = &mut self.sent {
                 if is_counted {
                     sent.count_write();
@@ -202,18 +194,18 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Transfers one lane's part, in messages that the device accepts.
+    /// Transfers one send queue's part, in messages that the device accepts.
     ///
     /// # Safety
     /// As for `put` or `get`; the range lies within the registration `source`.
     unsafe fn pieces(
         &mut self,
-        lane: usize,
+        send_queue: usize,
         kind: OpKind,
         Part { source, local_address, len, remote_address, counted }: Part,
     ) -> Result<(), PostError> {
-        let lane = &mut self.lanes[lane];
-        let longest = lane.max_message_bytes();
+        let send_queue = &mut self.send_queues[send_queue];
+        let longest = send_queue.max_message_bytes();
         let mut start = 0;
         while start < len {
             let bytes = longest.min(len - start);
@@ -226,7 +218,7 @@ impl VerbsEndpoint {
                 counted: counted.filter(|_| start + bytes == len),
             };
             // SAFETY: the caller's promise.
-            let posted = unsafe { lane.transfer(kind, message) };
+            let posted = unsafe { send_queue.transfer(kind, message) };
             if posted.is_err() {
                 return Err(self.failure(kind.name()));
             }
@@ -252,7 +244,7 @@ impl VerbsEndpoint {
         let header = messages::header(seq, writes, action, self.peer.arrivals.tell());
         // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after earlier
         // writes of this queue pair. The peer's driver counts the writes of other queue pairs.
-        if self.lanes[0].send(kind, &header).is_err() {
+        if self.send_queues[0].send(kind, &header).is_err() {
             return Some(Err(self.failure(kind.name())));
         }
         if let Some(sent) = &mut self.sent {
@@ -287,28 +279,19 @@ impl Endpoint for VerbsEndpoint {
             return Ok(());
         }
         let keys: Result<Vec<_>, _> = self
-            .lanes
+            .send_queues
             .iter()
-            .map(|lane| MemoryRegion::of_region(lane.domain(), region, Rights::Local))
+            .map(|send_queue| MemoryRegion::of_region(send_queue.domain(), region, Rights::Local))
             .collect();
         let keys = keys.map_err(|error| PostError::Register {
             bytes: region.len(),
             detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
         })?;
-        for (lane, key) in self.lanes.iter_mut().zip(keys) {
-            lane.add_source(key);
+        for (send_queue, key) in self.send_queues.iter_mut().zip(keys) {
+            send_queue.add_source(key);
         }
         self.sources.push(region.clone());
         Ok(())
-    }
-
-    fn driver(&self) -> Option<Arc<dyn Driver>> {
-        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
-    }
-
-    #[inline]
-    fn health(&self) -> Result<(), PostError> {
-        self.peer.health.check(|| self.describe_peer())
     }
 
     fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
@@ -326,10 +309,8 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        let address = self.remote_address("add_flag", dst.offset, 8)?;
-        if !dst.offset.is_multiple_of(8) {
-            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
-        }
+        check_flag("add_flag", dst.offset, self.remote.bytes)?;
+        let address = self.remote.address + dst.offset as u64;
         self.health()?;
         let action = Action::Add { offset: dst.offset as u32, value };
         if let Some(sent) = self.send(OpKind::AddFlag, action) {
@@ -340,47 +321,7 @@ impl Endpoint for VerbsEndpoint {
         }
         // SYNC POINT `published`, SYNC POINT `consumed`: the device executes the addition after all earlier writes,
         // and makes them visible in that order.
-        self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
-    }
-
-    fn begin_batch(&mut self) {
-        self.lanes.iter_mut().for_each(Lane::begin_batch);
-    }
-
-    fn flush(&mut self) -> Result<(), PostError> {
-        // Ends the batch on every lane, even after a failure: otherwise the next batch would post leftover
-        // requests.
-        let ended = self.lanes.iter_mut().map(Lane::end_batch).fold(Ok(()), Result::and);
-        ended.map_err(|Failed| self.failure("flush"))
-    }
-
-    fn has_room(&mut self) -> bool {
-        // Each part of a spread put takes one receive.
-        let Some(Sent { window, .. }) = self.sent else { return true };
-        let wanted = window.min(self.lanes.len() as u32);
-        if self.room() < wanted {
-            self.progress.drive();
-        }
-        self.room() >= wanted || self.peer.health.has_failed()
-    }
-
-    fn has_room_to_spare(&mut self) -> bool {
-        let Some(Sent { window, .. }) = self.sent else { return true };
-        if self.room() <= window / 2 {
-            self.progress.drive();
-        }
-        self.room() > window / 2 || self.peer.health.has_failed()
-    }
-
-    fn try_fence(&mut self) -> Result<bool, PostError> {
-        if !self.has_open_messages() {
-            return self.fence().map(|()| true);
-        }
-        match self.quiet(Instant::now()) {
-            Ok(()) => Ok(true),
-            Err(QuietError::Deadline { .. }) => Ok(false),
-            Err(QuietError::Post(error)) => Err(error),
-        }
+        self.send_queues[0].add(address, value).map_err(|PostFailure| self.failure("add_flag"))
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -399,8 +340,8 @@ impl Endpoint for VerbsEndpoint {
         if self.is_spread {
             return self.settle(0);
         }
-        self.lanes[0].fence();
-        self.fence_before_spread = self.lanes.len() > 1;
+        self.send_queues[0].fence();
+        self.fence_before_spread = self.send_queues.len() > 1;
         Ok(())
     }
 
@@ -412,6 +353,80 @@ impl Endpoint for VerbsEndpoint {
             // A failure takes precedence over a deadline that it causes.
             (Err(QuietError::Deadline { .. }), Err(failed @ QuietError::Post(_))) => Err(failed),
             (heard, drained) => heard.and(drained),
+        }
+    }
+
+    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
+        let address = self.remote_address("wake", waiting_offset, 8)?;
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver checks the word. If the driver
+        // adds to flags itself, it checks then.
+        if self.sent.is_none() {
+            self.send_queues[0]
+                .touch(OpKind::Wake, address)
+                .map_err(|PostFailure| self.failure("wake"))?;
+        }
+        // Also processes the peer's own wake-ups, so that the peer never runs out of receives while this side works
+        // without waiting.
+        self.progress.drive();
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.peer.wake_self.as_fd())
+    }
+}
+
+impl Batch for VerbsEndpoint {
+    fn begin_batch(&mut self) {
+        self.send_queues.iter_mut().for_each(SendQueue::begin_batch);
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        // Ends the batch on every send queue, even after a failure: otherwise the next batch would post leftover
+        // requests.
+        let ended = self.send_queues.iter_mut().map(SendQueue::end_batch).fold(Ok(()), Result::and);
+        ended.map_err(|PostFailure| self.failure("flush"))
+    }
+}
+
+impl endpoint::Progress for VerbsEndpoint {
+    p2p_core::default_progress! { add_flag_lazily }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.peer.health.check(|| self.describe_peer())
+    }
+
+    fn has_room(&mut self) -> bool {
+        // Each part of a spread put takes one receive.
+        let Some(SentCounters { window, .. }) = self.sent else { return true };
+        let wanted = window.min(self.send_queues.len() as u32);
+        if self.room() < wanted {
+            self.progress.drive();
+        }
+        self.room() >= wanted || self.peer.health.has_failed()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        let Some(SentCounters { window, .. }) = self.sent else { return true };
+        if self.room() <= window / 2 {
+            self.progress.drive();
+        }
+        self.room() > window / 2 || self.peer.health.has_failed()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        if !self.has_open_messages() {
+            return self.fence().map(|()| true);
+        }
+        match self.quiet(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
         }
     }
 
@@ -431,30 +446,13 @@ impl Endpoint for VerbsEndpoint {
             // for its driver.
             return Ok(None);
         }
-        let lane = &mut self.lanes[0];
-        if lane.seal(self.remote.address).and_then(|()| lane.flush()).is_err() {
+        let send_queue = &mut self.send_queues[0];
+        if send_queue.seal(self.remote.address).and_then(|()| send_queue.flush()).is_err() {
             return Err(self.failure("marks"));
         }
         self.progress.drive();
-        let issued = lane.num_posted();
-        Ok(Some(Marks { issued, arrived: issued - lane.num_outstanding() }))
-    }
-
-    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
-        let address = self.remote_address("wake", waiting_offset, 8)?;
-        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver checks the word. If the driver
-        // adds to flags itself, it checks then.
-        if self.sent.is_none() {
-            self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
-        }
-        // Also processes the peer's own wake-ups, so that the peer never runs out of receives while this side works
-        // without waiting.
-        self.progress.drive();
-        Ok(())
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.peer.wake_self.as_fd())
+        let issued = send_queue.num_posted();
+        Ok(Some(Marks { issued, arrived: issued - send_queue.num_outstanding() }))
     }
 }
 

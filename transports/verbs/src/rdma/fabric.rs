@@ -18,20 +18,20 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::config::VerbsConfig;
-use super::detail::{self, LaneAddress, Link, Signals};
+use super::detail::{self, Link, QueuePairAddress, Signals};
 use super::devices::{
     DeviceAccess, MAX_DEVICES, keep_two_devices, key_of, keys_together, register_device,
 };
 use super::messages::Arrivals;
 use super::network::check;
 use super::owner::{CallError, Context, ProtectionDomain};
-use super::peers::{FabricLane, Flights, LeavingPlace, Peer, Peers, Request};
+use super::peers::{FabricQueuePair, Peer, Peers, PendingRequests, PlaceGuard, Request};
 use super::port::{Port, error, open_ports};
-use super::progress::{Progress, Standing};
+use super::progress::{Progress, ThreadTask};
 use super::qp::{Capacity, INLINE, QueuePair, SIGNALLED, Verb, Work};
 use super::registration::{MemoryRegion, Rights};
 use super::request::{OpKind, RequestId};
-use super::state::{LaneState, PeerState};
+use super::state::{PeerState, QueuePairState};
 use super::status::{Cause, Health};
 use super::sys;
 use p2p_core::endpoint::{PostError, TransportKind};
@@ -50,7 +50,7 @@ use p2p_core::wait::{Driver, event_fd};
 pub struct VerbsFabric {
     /// First, so that queue pairs are dropped before the keys.
     peers: Peers,
-    regions: RegionTable<Registered>,
+    regions: RegionTable<FabricRegion>,
     /// One per device.
     domains: Vec<Arc<ProtectionDomain>>,
     progress: Arc<Progress>,
@@ -69,7 +69,7 @@ pub struct VerbsFabric {
 }
 
 #[derive(Debug)]
-struct Registered {
+struct FabricRegion {
     /// One per device.
     keys: Vec<MemoryRegion>,
     first: u64,
@@ -79,7 +79,7 @@ struct Registered {
     is_host_memory: bool,
 }
 
-impl Registration for Registered {
+impl Registration for FabricRegion {
     fn first(&self) -> u64 {
         self.first
     }
@@ -110,7 +110,7 @@ impl VerbsFabric {
                 contexts.len() - 1
             }));
         }
-        let progress = Progress::start(&name, &contexts, Standing::EventsOnly).map_err(failed)?;
+        let progress = Progress::start(&name, &contexts, ThreadTask::EventsOnly).map_err(failed)?;
         let domains: Result<Vec<_>, _> = contexts.iter().map(ProtectionDomain::new).collect();
         let domains = domains.map_err(failed)?;
         let wake = event_fd().map_err(|e| system("eventfd", e))?;
@@ -170,10 +170,10 @@ impl VerbsFabric {
             }
         }
         let (first, bytes) = (ptr.as_ptr() as u64, bytes as u64);
-        Ok((self.keep(Registered { keys, first, bytes, access, is_host_memory: false })?, how))
+        Ok((self.keep(FabricRegion { keys, first, bytes, access, is_host_memory: false })?, how))
     }
 
-    fn keep(&mut self, registered: Registered) -> Result<RegionId, PostError> {
+    fn keep(&mut self, registered: FabricRegion) -> Result<RegionId, PostError> {
         let bytes = registered.bytes as usize;
         self.regions.insert(registered).ok_or_else(|| {
             let detail = "as many registrations are there as this transport can tell apart";
@@ -192,27 +192,28 @@ impl VerbsFabric {
             sleeper: None,
             arrivals: Arrivals::new(0),
         });
-        let mut lanes = Vec::new();
+        let mut queue_pairs = Vec::new();
         // Queue pairs alternate over the ports. They then pair correctly with a peer that has more or fewer queue
         // pairs per port.
         for _ in 0..self.config.queue_pairs_per_port {
             for port_idx in 0..self.ports.len() {
-                lanes.push(self.open_lane(port_idx, local, &state)?);
+                queue_pairs.push(self.open_queue_pair(port_idx, local, &state)?);
             }
         }
-        let addresses: Vec<LaneAddress> = lanes.iter().map(|lane| lane.own).collect();
+        let addresses: Vec<QueuePairAddress> =
+            queue_pairs.iter().map(|queue_pair| queue_pair.own).collect();
         let full = CallError { call: "counting peers", code: libc::ENOSPC };
-        let peer = Peer::new(lanes, state, name);
+        let peer = Peer::new(queue_pairs, state, name);
         let id = self.peers.insert(peer).ok_or_else(|| self.failed(&full))?;
         Ok((id, detail::encode(way(&self.ports[0]), &addresses)))
     }
 
-    fn open_lane(
+    fn open_queue_pair(
         &self,
         port_idx: usize,
         local: IpAddr,
         peer: &Arc<PeerState>,
-    ) -> Result<FabricLane, NetworkError> {
+    ) -> Result<FabricQueuePair, NetworkError> {
         let failed = |e: CallError| self.failed(&e);
         let (port, device_idx) = (&self.ports[port_idx], self.device_idx[port_idx]);
         let (gid_index, gid) = port.address(&self.config, local)?;
@@ -228,7 +229,7 @@ impl VerbsFabric {
         let domain = &self.domains[device_idx];
         let queue_pair = QueuePair::new(domain, &room.queue, port, wanted).map_err(failed)?;
         queue_pair.initialise(port, &self.config).map_err(failed)?;
-        let own = LaneAddress {
+        let own = QueuePairAddress {
             number: queue_pair.number(),
             first_packet: rand::random::<u32>() & 0xff_ffff,
             // Keys travel with each registration. This field is the index of the key that fits this queue pair.
@@ -240,17 +241,17 @@ impl VerbsFabric {
             receives: 0,
             gid_index,
         };
-        let state = Arc::new(LaneState::new(queue_pair, None, Arc::clone(peer)));
+        let state = Arc::new(QueuePairState::new(queue_pair, None, Arc::clone(peer)));
         let place = self.progress.enter(Arc::clone(&state)).map_err(failed)?;
-        Ok(FabricLane {
-            place: LeavingPlace { place, progress: Arc::clone(&self.progress) },
+        Ok(FabricQueuePair {
+            place: PlaceGuard { place, progress: Arc::clone(&self.progress) },
             state,
             _room: room,
             own,
             port_idx,
             device_idx,
-            far_device_idx: 0,
-            flights: Flights::new(wanted.sends as usize),
+            peer_device_idx: 0,
+            pending: PendingRequests::new(wanted.sends as usize),
         })
     }
 
@@ -278,43 +279,43 @@ impl VerbsFabric {
             self.peers.lose(peer);
             return Err(error);
         }
-        if !entry.is_joined || entry.lanes.is_empty() {
+        if !entry.is_joined || entry.queue_pairs.is_empty() {
             return Err(PostError::Disconnected { op });
         }
-        let Some(lane_idx) = entry.pick(depth) else { return Ok(PostOutcome::Full) };
+        let Some(queue_pair_idx) = entry.pick(depth) else { return Ok(PostOutcome::Full) };
         let remote_key = remote.region.key;
-        let lane = &entry.lanes[lane_idx];
+        let queue_pair = &entry.queue_pairs[queue_pair_idx];
         let bytes = local.bytes as u32;
         // This processor copies inline data.
-        let fits = bytes <= lane.state.queue_pair.capacity().inline_bytes;
+        let fits = bytes <= queue_pair.state.qp.capacity().inline_bytes;
         let inline = if kind == OpKind::Put && region.is_host_memory && fits { INLINE } else { 0 };
         let work = Work {
-            id: RequestId::new(lane.place.place, kind, lane.flights.next_sequence()).0,
+            id: RequestId::new(queue_pair.place.place, kind, queue_pair.pending.next_sequence()).0,
             verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
             flags: SIGNALLED | inline,
             local_address,
-            local_key: region.keys[lane.device_idx].local_key(),
+            local_key: region.keys[queue_pair.device_idx].local_key(),
             bytes,
             remote_address,
-            remote_key: key_of(remote_key, lane.far_device_idx),
+            remote_key: key_of(remote_key, queue_pair.peer_device_idx),
         };
         // SAFETY: the caller's promise; the range lies within a registration of this fabric.
-        if let Err(error) = unsafe { lane.state.queue_pair.post(&work) } {
-            lane.state.fail(kind.name(), Cause::Refused { code: error.code });
+        if let Err(error) = unsafe { queue_pair.state.qp.post(&work) } {
+            queue_pair.state.fail(kind.name(), Cause::Refused { code: error.code });
             entry.check()?;
         }
         let request = Request { token, kind, remote_address, remote_key, bytes };
-        self.peers.posted(peer, lane_idx, request);
+        self.peers.posted(peer, queue_pair_idx, request);
         Ok(PostOutcome::Accepted)
     }
 
     /// Address of a local range of at most `most` bytes, and the registration that holds it.
     fn local<'r>(
-        regions: &'r RegionTable<Registered>,
+        regions: &'r RegionTable<FabricRegion>,
         most: u64,
         op: &'static str,
         local: &LocalSegment,
-    ) -> Result<(u64, &'r Registered), PostError> {
+    ) -> Result<(u64, &'r FabricRegion), PostError> {
         let region = regions.get(local.region);
         let region = local.checked(op, region.filter(|_| local.bytes <= most))?;
         Ok((region.first + local.offset, region))
@@ -347,7 +348,7 @@ impl Fabric for VerbsFabric {
             ),
         })?;
         let (first, bytes) = (ptr.as_ptr() as u64, bytes as u64);
-        self.keep(Registered { keys, first, bytes, access, is_host_memory: true })
+        self.keep(FabricRegion { keys, first, bytes, access, is_host_memory: true })
     }
 
     unsafe fn register_device(
@@ -364,7 +365,7 @@ impl Fabric for VerbsFabric {
     }
 
     fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        let Registered { keys, first, bytes, access, .. } = self.regions.get(region)?;
+        let FabricRegion { keys, first, bytes, access, .. } = self.regions.get(region)?;
         let key = keys_together(keys.iter().map(MemoryRegion::remote_key));
         (*access != Access::Local).then_some(WireRegion { address: *first, bytes: *bytes, key })
     }
@@ -398,19 +399,19 @@ impl Fabric for VerbsFabric {
         let entry = peers.get_mut(peer);
         let entry = entry.ok_or_else(|| refuse(format!("there is no peer {}", peer.0)))?;
         let theirs = detail::decode(way(&ports[0]), bytes).map_err(|e| refuse(e.to_string()))?;
-        if entry.is_joined || entry.lanes.is_empty() {
+        if entry.is_joined || entry.queue_pairs.is_empty() {
             return Err(refuse(format!("peer {} is joined already, or lost", peer.0)));
         }
         // Both sides compute the same number. The remaining queue pairs are dropped.
-        entry.lanes.truncate(theirs.len());
-        for (lane, theirs) in entry.lanes.iter_mut().zip(&theirs) {
-            lane.far_device_idx = theirs.remote_key as usize;
-            if lane.far_device_idx >= MAX_DEVICES {
+        entry.queue_pairs.truncate(theirs.len());
+        for (queue_pair, theirs) in entry.queue_pairs.iter_mut().zip(&theirs) {
+            queue_pair.peer_device_idx = theirs.remote_key as usize;
+            if queue_pair.peer_device_idx >= MAX_DEVICES {
                 let found = theirs.remote_key;
                 return Err(refuse(format!("the peer's device {found}, expected 0 or 1")));
             }
-            let port = &ports[lane.port_idx];
-            lane.state.queue_pair.join(port, config, &lane.own, theirs).map_err(|e| {
+            let port = &ports[queue_pair.port_idx];
+            queue_pair.state.qp.join(port, config, &queue_pair.own, theirs).map_err(|e| {
                 let what = sys::describe_errno(e.code);
                 error(name, e.call, Some(e.code), format!("towards {}: {what}", entry.name))
             })?;
@@ -483,10 +484,10 @@ impl Fabric for VerbsFabric {
     fn max_operation_bytes(&self) -> u64 {
         let longest = self.ports.iter().map(|port| port.max_message_bytes).min().unwrap_or(0);
         let most = u64::from(longest.min(self.config.max_message_bytes));
-        let num_lanes = self.ports.len() * self.config.queue_pairs_per_port as usize;
+        let num_queue_pairs = self.ports.len() * self.config.queue_pairs_per_port as usize;
         // Several operations of this length keep several queue pairs busy.
         let part = (self.config.stripe_bytes as u64).max(MIN_PART_BYTES);
-        if num_lanes > 1 { most.min(part) } else { most }
+        if num_queue_pairs > 1 { most.min(part) } else { most }
     }
 }
 

@@ -4,18 +4,18 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::config::{MAX_LANES, SIGNALS_VARIABLE, VerbsConfig};
-use super::detail::{self, LaneAddress, Link, MIN_RECEIVES, Signals};
+use super::config::{MAX_QUEUE_PAIRS, SIGNALS_VARIABLE, VerbsConfig};
+use super::detail::{self, Link, MIN_RECEIVES, QueuePairAddress, Signals};
 use super::endpoint::{RemoteSlot, VerbsEndpoint};
-use super::lane::{Lane, LaneParts};
 use super::messages::{self, Arrivals, Messages, RECEIVES_BESIDE_WINDOW, window_of};
 use super::owner::{CallError, Context, ProtectionDomain};
 use super::port::{Port, error, open_ports};
-use super::progress::{Progress, Room, Standing};
+use super::progress::{Progress, Room, ThreadTask};
 use super::qp::{Capacity, QueuePair};
 use super::registration::{MemoryRegion, Rights};
 use super::request::Place;
-use super::state::{LaneState, PeerState, Sleeper};
+use super::send_queue::{SendQueue, SendQueueParts};
+use super::state::{PeerState, QueuePairState, Sleeper};
 use super::status::Health;
 use super::sys;
 use p2p_core::endpoint::TransportKind;
@@ -61,7 +61,7 @@ impl VerbsNetwork {
                 contexts.len() - 1
             }));
         }
-        let progress = Progress::start(&name, &contexts, Standing::In)
+        let progress = Progress::start(&name, &contexts, ThreadTask::EventsAndDriving)
             .map_err(|e| error(&name, e.call, Some(e.code), e.to_string()))?;
         let flavour = ports[0].slot_flavour(signals);
         tracing::info!(ports = name, flavour, "RDMA ports opened");
@@ -88,13 +88,13 @@ impl Network for VerbsNetwork {
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
         let shared = &self.shared;
         let (slot, own) = shared.own_slot(layout)?;
-        let mut lanes = Vec::new();
+        let mut queue_pairs = Vec::new();
         for (port_idx, port) in shared.ports.iter().enumerate() {
             // Each peer has a domain of its own. Even with a guessed key, its queue pairs reach nothing but its slot.
             let domain = ProtectionDomain::new(&port.context).map_err(|e| shared.failed(&e))?;
             for _ in 0..shared.config.queue_pairs_per_port {
-                if lanes.len() < shared.num_lanes() {
-                    lanes.push(shared.open_lane(
+                if queue_pairs.len() < shared.num_queue_pairs() {
+                    queue_pairs.push(shared.open_queue_pair(
                         port_idx,
                         &domain,
                         (&slot, &own),
@@ -104,7 +104,7 @@ impl Network for VerbsNetwork {
                 }
             }
         }
-        Ok(Box::new(VerbsSide { lanes, slot, own, shared: Arc::clone(shared), route }))
+        Ok(Box::new(VerbsSide { queue_pairs, slot, own, shared: Arc::clone(shared), route }))
     }
 
     fn rdma_device(&self) -> Option<&str> {
@@ -142,8 +142,8 @@ impl Shared {
     }
 
     /// Number of queue pairs per peer.
-    fn num_lanes(&self) -> usize {
-        (self.ports.len() * self.config.queue_pairs_per_port as usize).clamp(1, MAX_LANES)
+    fn num_queue_pairs(&self) -> usize {
+        (self.ports.len() * self.config.queue_pairs_per_port as usize).clamp(1, MAX_QUEUE_PAIRS)
     }
 
     /// Number of receives of every queue pair.
@@ -157,21 +157,22 @@ impl Shared {
             // rest holds, for each frame, two flags and one counted write for each queue pair beyond the first.
             Signals::Messages => {
                 let most = u32::try_from(max_requests(&self.ports)).unwrap_or(MIN_RECEIVES);
-                let num_lanes = self.num_lanes() as u32;
-                let wanted = (wake_ups * (1 + num_lanes)).saturating_add(RECEIVES_BESIDE_WINDOW);
+                let num_queue_pairs = self.num_queue_pairs() as u32;
+                let wanted =
+                    (wake_ups * (1 + num_queue_pairs)).saturating_add(RECEIVES_BESIDE_WINDOW);
                 wanted.clamp(NUM_RECEIVES, MAX_RECEIVES).min(most)
             }
         }
     }
 
-    fn open_lane(
+    fn open_queue_pair(
         &self,
         port_idx: usize,
         domain: &Arc<ProtectionDomain>,
         (slot, own): (&Region, &Arc<PeerState>),
         layout: &SlotLayout,
         local: IpAddr,
-    ) -> Result<OpenLane, NetworkError> {
+    ) -> Result<OpenQueuePair, NetworkError> {
         let failed = |e: CallError| self.failed(&e);
         let (port, config) = (&self.ports[port_idx], &self.config);
         let (gid_index, gid) = port.address(config, local)?;
@@ -207,7 +208,7 @@ impl Shared {
                 Some(Messages::new(domain, memory, wanted).map_err(failed)?)
             }
         };
-        let address = LaneAddress {
+        let address = QueuePairAddress {
             number: queue_pair.number(),
             first_packet: rand::random::<u32>() & 0xff_ffff,
             remote_key: slot_key.remote_key(),
@@ -218,12 +219,12 @@ impl Shared {
             receives: wanted.receives,
             gid_index,
         };
-        let state = Arc::new(LaneState::new(queue_pair, messages, Arc::clone(own)));
+        let state = Arc::new(QueuePairState::new(queue_pair, messages, Arc::clone(own)));
         let place = self.progress.enter(Arc::clone(&state)).map_err(failed)?;
-        let lane = OpenLane {
+        let queue_pair = OpenQueuePair {
             address,
             port_idx,
-            entered: Entered { place, progress: Some(Arc::clone(&self.progress)) },
+            reservation: PlaceReservation { place, progress: Some(Arc::clone(&self.progress)) },
             state,
             room,
             slot_key,
@@ -231,19 +232,19 @@ impl Shared {
             scratch,
         };
         for idx in 0..wanted.receives {
-            lane.state.post_receive(place, idx).map_err(failed)?;
+            queue_pair.state.post_receive(place, idx).map_err(failed)?;
         }
-        Ok(lane)
+        Ok(queue_pair)
     }
 }
 
 /// A queue pair before the peer's is known. Fields are dropped in declaration order.
 #[derive(Debug)]
-struct OpenLane {
-    address: LaneAddress,
+struct OpenQueuePair {
+    address: QueuePairAddress,
     port_idx: usize,
-    entered: Entered,
-    state: Arc<LaneState>,
+    reservation: PlaceReservation,
+    state: Arc<QueuePairState>,
     room: Room,
     slot_key: MemoryRegion,
     scratch_key: MemoryRegion,
@@ -252,19 +253,19 @@ struct OpenLane {
 
 /// A place in the driver's table. Dropping it returns the place unless it was kept.
 #[derive(Debug)]
-struct Entered {
+struct PlaceReservation {
     place: Place,
     progress: Option<Arc<Progress>>,
 }
 
-impl Entered {
+impl PlaceReservation {
     fn keep(mut self) -> Place {
         self.progress = None;
         self.place
     }
 }
 
-impl Drop for Entered {
+impl Drop for PlaceReservation {
     fn drop(&mut self) {
         if let Some(progress) = &self.progress {
             progress.leave(self.place);
@@ -274,7 +275,7 @@ impl Drop for Entered {
 
 #[derive(Debug)]
 struct VerbsSide {
-    lanes: Vec<OpenLane>,
+    queue_pairs: Vec<OpenQueuePair>,
     slot: Region,
     own: Arc<PeerState>,
     shared: Arc<Shared>,
@@ -283,7 +284,8 @@ struct VerbsSide {
 
 impl OpenSide for VerbsSide {
     fn description(&self) -> SideDescription {
-        let addresses: Vec<_> = self.lanes.iter().map(|lane| lane.address).collect();
+        let addresses: Vec<_> =
+            self.queue_pairs.iter().map(|queue_pair| queue_pair.address).collect();
         SideDescription {
             address: self.slot.as_ptr().as_ptr() as u64,
             remote_key: addresses[0].remote_key.into(),
@@ -293,31 +295,32 @@ impl OpenSide for VerbsSide {
     }
 
     fn join(self: Box<Self>, peer: &SideDescription) -> Result<JoinedSide, NetworkError> {
-        let Self { mut lanes, slot, own, shared, route } = *self;
+        let Self { mut queue_pairs, slot, own, shared, route } = *self;
         let refuse = |detail: String| {
             error(&shared.name, "reading what the peer says of its side", None, detail)
         };
         let theirs =
             detail::decode(shared.way(), &peer.detail).map_err(|e| refuse(e.to_string()))?;
         let remote = remote_slot(peer, slot.len(), theirs[0].remote_key, route).map_err(&refuse)?;
-        let receives = theirs.iter().map(|lane| lane.receives).min().unwrap_or(0);
+        let receives = theirs.iter().map(|queue_pair| queue_pair.receives).min().unwrap_or(0);
         // Both sides compute the same number. The remaining queue pairs are dropped.
-        lanes.truncate(theirs.len());
-        let mut joined = Vec::with_capacity(lanes.len());
-        for (lane, theirs) in lanes.into_iter().zip(&theirs) {
-            let port = &shared.ports[lane.port_idx];
-            lane.state
-                .queue_pair
-                .join(port, &shared.config, &lane.address, theirs)
+        queue_pairs.truncate(theirs.len());
+        let mut joined = Vec::with_capacity(queue_pairs.len());
+        for (queue_pair, theirs) in queue_pairs.into_iter().zip(&theirs) {
+            let port = &shared.ports[queue_pair.port_idx];
+            queue_pair
+                .state
+                .qp
+                .join(port, &shared.config, &queue_pair.address, theirs)
                 .map_err(|e| shared.join_failed(&e, &route))?;
-            joined.push(Lane::new(LaneParts {
-                state: lane.state,
-                place: lane.entered.keep(),
+            joined.push(SendQueue::new(SendQueueParts {
+                state: queue_pair.state,
+                place: queue_pair.reservation.keep(),
                 progress: Arc::clone(&shared.progress),
-                room: lane.room,
-                slot_key: lane.slot_key,
-                scratch_key: lane.scratch_key,
-                scratch: lane.scratch,
+                room: queue_pair.room,
+                slot_key: queue_pair.slot_key,
+                scratch_key: queue_pair.scratch_key,
+                scratch: queue_pair.scratch,
                 remote_key: theirs.remote_key,
                 max_message_bytes: port.max_message_bytes.min(shared.config.max_message_bytes),
                 limit: shared.config.stall_timeout(),
@@ -385,10 +388,10 @@ pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<
         return bad(format!("send_queue_depth is {depth}, expected {MIN_QUEUE_DEPTH} to {most}"));
     }
     if config.queue_pairs_per_port == 0
-        || ports.len() * config.queue_pairs_per_port as usize > MAX_LANES
+        || ports.len() * config.queue_pairs_per_port as usize > MAX_QUEUE_PAIRS
     {
         return bad(format!(
-            "{} ports with {} queue pairs each, expected 1 to {MAX_LANES} queue pairs in all",
+            "{} ports with {} queue pairs each, expected 1 to {MAX_QUEUE_PAIRS} queue pairs in all",
             ports.len(),
             config.queue_pairs_per_port
         ));

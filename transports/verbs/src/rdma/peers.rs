@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::detail::LaneAddress;
+use super::detail::QueuePairAddress;
 use super::progress::{Progress, Room};
 use super::request::{OpKind, Place};
-use super::state::{LaneState, PeerState};
+use super::state::{PeerState, QueuePairState};
 use super::status::Cause;
 use p2p_core::endpoint::PostError;
 use p2p_core::fabric::{Completion, PeerId, Token};
@@ -33,14 +33,14 @@ struct PeerPlace {
 /// A peer, joined or about to be joined.
 #[derive(Debug)]
 pub(super) struct Peer {
-    /// Empty once the peer has failed. Declared before the state below, which the lanes use.
-    pub(super) lanes: Vec<FabricLane>,
+    /// Empty once the peer has failed. Declared before the state below, which the queue pairs use.
+    pub(super) queue_pairs: Vec<FabricQueuePair>,
     pub(super) state: Arc<PeerState>,
     pub(super) name: String,
     pub(super) is_joined: bool,
     is_active: bool,
     /// True once the failure was reported.
-    is_told: bool,
+    is_reported: bool,
     /// The request that failed.
     failed: Option<Request>,
 }
@@ -48,24 +48,24 @@ pub(super) struct Peer {
 /// A queue pair of a peer. Fields are dropped in this order: the entry in the driver's table, the queue pair, its
 /// room in the completion queue.
 #[derive(Debug)]
-pub(super) struct FabricLane {
-    pub(super) place: LeavingPlace,
-    pub(super) state: Arc<LaneState>,
+pub(super) struct FabricQueuePair {
+    pub(super) place: PlaceGuard,
+    pub(super) state: Arc<QueuePairState>,
     pub(super) _room: Room,
-    pub(super) own: LaneAddress,
+    pub(super) own: QueuePairAddress,
     /// Index among the fabric's ports. The next field is the index among its devices.
     pub(super) port_idx: usize,
     pub(super) device_idx: usize,
     /// Index of the peer's device that it leads to.
-    pub(super) far_device_idx: usize,
-    pub(super) flights: Flights,
+    pub(super) peer_device_idx: usize,
+    pub(super) pending: PendingRequests,
 }
 
 /// Operations under way on a queue pair, oldest first.
 #[derive(Debug)]
-pub(super) struct Flights {
+pub(super) struct PendingRequests {
     posted: u64,
-    under_way: VecDeque<Request>,
+    requests: VecDeque<Request>,
     bytes: u64,
     /// Number of completed requests at the last reading of the clock, and the time since which it is unchanged.
     watched: Option<(u64, Instant)>,
@@ -73,12 +73,12 @@ pub(super) struct Flights {
 
 /// A place in the driver's table, returned on drop.
 #[derive(Debug)]
-pub(super) struct LeavingPlace {
+pub(super) struct PlaceGuard {
     pub(super) place: Place,
     pub(super) progress: Arc<Progress>,
 }
 
-impl Drop for LeavingPlace {
+impl Drop for PlaceGuard {
     fn drop(&mut self) {
         self.progress.leave(self.place);
     }
@@ -136,7 +136,7 @@ impl Peers {
     /// Records the failure of a peer that may not have been noticed yet.
     pub(super) fn lose(&mut self, id: PeerId) {
         if let Some(peer) = self.get_mut(id)
-            && !std::mem::replace(&mut peer.is_told, true)
+            && !std::mem::replace(&mut peer.is_reported, true)
         {
             self.lost.push(id);
         }
@@ -148,10 +148,10 @@ impl Peers {
     }
 
     /// Records a request that was posted on a queue pair of an existing peer.
-    pub(super) fn posted(&mut self, id: PeerId, lane_idx: usize, request: Request) {
+    pub(super) fn posted(&mut self, id: PeerId, queue_pair_idx: usize, request: Request) {
         let Some(peer) = self.get_mut(id) else { return };
-        let Some(lane) = peer.lanes.get_mut(lane_idx) else { return };
-        lane.flights.push(request);
+        let Some(queue_pair) = peer.queue_pairs.get_mut(queue_pair_idx) else { return };
+        queue_pair.pending.push(request);
         if !peer.is_active {
             peer.is_active = true;
             self.active.push(id.0 & IDX_MASK);
@@ -175,10 +175,11 @@ impl Peers {
             let PeerPlace { generation, peer } = &mut places[*idx as usize];
             let Some(peer) = peer else { return false };
             peer.report(out);
-            if peer.lanes.is_empty() && !std::mem::replace(&mut peer.is_told, true) {
+            if peer.queue_pairs.is_empty() && !std::mem::replace(&mut peer.is_reported, true) {
                 lost.push(PeerId(*generation << IDX_BITS | *idx));
             }
-            peer.is_active = peer.lanes.iter().any(|lane| !lane.flights.under_way.is_empty());
+            peer.is_active =
+                peer.queue_pairs.iter().any(|queue_pair| !queue_pair.pending.requests.is_empty());
             peer.is_active
         });
     }
@@ -189,11 +190,11 @@ impl Peers {
         let Self { places, active, .. } = self;
         for idx in active.iter() {
             let Some(peer) = places[*idx as usize].peer.as_mut() else { continue };
-            for lane in &mut peer.lanes {
-                let completed = lane.state.completed();
-                if let Some(oldest) = lane.flights.find_stalled(completed, now, limit) {
+            for queue_pair in &mut peer.queue_pairs {
+                let completed = queue_pair.state.completed();
+                if let Some(oldest) = queue_pair.pending.find_stalled(completed, now, limit) {
                     let cause = Cause::Late { limit_ms: limit.as_millis() as u64 };
-                    lane.state.fail(oldest.kind.name(), cause);
+                    queue_pair.state.fail(oldest.kind.name(), cause);
                 }
             }
         }
@@ -201,23 +202,28 @@ impl Peers {
 }
 
 impl Peer {
-    pub(super) const fn new(lanes: Vec<FabricLane>, state: Arc<PeerState>, name: String) -> Self {
+    pub(super) const fn new(
+        queue_pairs: Vec<FabricQueuePair>,
+        state: Arc<PeerState>,
+        name: String,
+    ) -> Self {
         Self {
-            lanes,
+            queue_pairs,
             state,
             name,
             is_joined: false,
             is_active: false,
-            is_told: false,
+            is_reported: false,
             failed: None,
         }
     }
 
     /// The queue pair with the least under way, among the queue pairs that hold fewer than `depth` requests.
     pub(super) fn pick(&self, depth: usize) -> Option<usize> {
-        let has_room = |(_, lane): &(usize, &FabricLane)| lane.flights.under_way.len() < depth;
-        let lanes = self.lanes.iter().enumerate().filter(has_room);
-        lanes.min_by_key(|(_, lane)| lane.flights.bytes).map(|(idx, _)| idx)
+        let has_room =
+            |(_, queue_pair): &(usize, &FabricQueuePair)| queue_pair.pending.requests.len() < depth;
+        let queue_pairs = self.queue_pairs.iter().enumerate().filter(has_room);
+        queue_pairs.min_by_key(|(_, queue_pair)| queue_pair.pending.bytes).map(|(idx, _)| idx)
     }
 
     /// The peer's failure, if there was one.
@@ -234,7 +240,7 @@ impl Peer {
     /// Ends all operations. The device stops using the memory before any completion is reported.
     pub(super) fn close(mut self, out: &mut Vec<Completion>) {
         self.report_completed(out);
-        for request in self.take_lanes() {
+        for request in self.take_queue_pairs() {
             out.push(Completion {
                 token: request.token,
                 result: Err(PostError::Disconnected { op: request.kind.name() }),
@@ -244,7 +250,10 @@ impl Peer {
 
     fn has_news(&self) -> bool {
         self.state.health.has_failed()
-            || self.lanes.iter().any(|lane| lane.flights.num_done(lane.state.completed()) > 0)
+            || self
+                .queue_pairs
+                .iter()
+                .any(|queue_pair| queue_pair.pending.num_done(queue_pair.state.completed()) > 0)
     }
 
     fn report(&mut self, out: &mut Vec<Completion>) {
@@ -255,38 +264,38 @@ impl Peer {
             return;
         }
         // A queue pair executes its requests in order, so its oldest request is the failed one.
-        let culprit = match &self.lanes[..] {
+        let culprit = match &self.queue_pairs[..] {
             [only] => Some(only),
-            several => several.iter().find(|lane| lane.state.has_failed()),
+            several => several.iter().find(|queue_pair| queue_pair.state.has_failed()),
         };
-        let oldest = culprit.and_then(|lane| lane.flights.under_way.front().copied());
+        let oldest = culprit.and_then(|queue_pair| queue_pair.pending.requests.front().copied());
         self.failed = self.failed.or(oldest);
-        for request in self.take_lanes() {
+        for request in self.take_queue_pairs() {
             out.push(Completion { token: request.token, result: self.check() });
         }
     }
 
     /// Destroys the queue pairs, so that devices no longer touch memory of operations under way. Returns those
     /// operations.
-    fn take_lanes(&mut self) -> Vec<Request> {
-        let lanes = std::mem::take(&mut self.lanes);
-        lanes.into_iter().flat_map(|lane| lane.flights.under_way).collect()
+    fn take_queue_pairs(&mut self) -> Vec<Request> {
+        let queue_pairs = std::mem::take(&mut self.queue_pairs);
+        queue_pairs.into_iter().flat_map(|queue_pair| queue_pair.pending.requests).collect()
     }
 
     fn report_completed(&mut self, out: &mut Vec<Completion>) {
-        for lane in &mut self.lanes {
-            let completed = lane.state.completed();
-            lane.flights.land(completed, |request| {
+        for queue_pair in &mut self.queue_pairs {
+            let completed = queue_pair.state.completed();
+            queue_pair.pending.land(completed, |request| {
                 out.push(Completion { token: request.token, result: Ok(()) });
             });
         }
     }
 }
 
-impl Flights {
+impl PendingRequests {
     /// Reserves room for `depth` requests.
     pub(super) fn new(depth: usize) -> Self {
-        Self { posted: 0, under_way: VecDeque::with_capacity(depth), bytes: 0, watched: None }
+        Self { posted: 0, requests: VecDeque::with_capacity(depth), bytes: 0, watched: None }
     }
 
     /// Number of the next request.
@@ -295,23 +304,23 @@ impl Flights {
     }
 
     fn push(&mut self, request: Request) {
-        if self.under_way.is_empty() {
+        if self.requests.is_empty() {
             self.watched = None;
         }
         self.posted += 1;
         self.bytes += u64::from(request.bytes);
-        self.under_way.push_back(request);
+        self.requests.push_back(request);
     }
 
     /// Number of finished operations, given the total number `completed` since the first.
     fn num_done(&self, completed: u64) -> usize {
-        let oldest = self.posted + 1 - self.under_way.len() as u64;
-        ((completed + 1).saturating_sub(oldest) as usize).min(self.under_way.len())
+        let oldest = self.posted + 1 - self.requests.len() as u64;
+        ((completed + 1).saturating_sub(oldest) as usize).min(self.requests.len())
     }
 
     /// Removes the finished operations.
     fn land(&mut self, completed: u64, mut each: impl FnMut(Request)) {
-        for request in self.under_way.drain(..self.num_done(completed)) {
+        for request in self.requests.drain(..self.num_done(completed)) {
             self.bytes -= u64::from(request.bytes);
             each(request);
         }
@@ -319,7 +328,7 @@ impl Flights {
 
     /// The oldest operation, if nothing has completed for `limit`.
     fn find_stalled(&mut self, completed: u64, now: Instant, limit: Duration) -> Option<Request> {
-        let oldest = *self.under_way.front()?;
+        let oldest = *self.requests.front()?;
         match self.watched {
             Some((seen, since)) if seen == completed => (now - since >= limit).then_some(oldest),
             _ => {
@@ -346,31 +355,32 @@ mod tests {
 
     #[test]
     fn a_queue_pair_knows_what_is_under_way_on_it() {
-        let mut flights = Flights::new(4);
+        let mut pending = PendingRequests::new(4);
         for token in 0..3 {
-            assert_eq!(flights.next_sequence(), token + 1);
-            flights.push(request(token, 100));
+            assert_eq!(pending.next_sequence(), token + 1);
+            pending.push(request(token, 100));
         }
-        assert_eq!((flights.bytes, flights.num_done(0), flights.num_done(2)), (300, 0, 2));
+        assert_eq!((pending.bytes, pending.num_done(0), pending.num_done(2)), (300, 0, 2));
         let mut landed = Vec::new();
-        flights.land(2, |request| landed.push(request.token.0));
-        assert_eq!((landed.as_slice(), flights.bytes), ([0, 1].as_slice(), 100));
+        pending.land(2, |request| landed.push(request.token.0));
+        assert_eq!((landed.as_slice(), pending.bytes), ([0, 1].as_slice(), 100));
         // A count above the number ever posted is an error of a driver, and must not cause a crash.
-        flights.land(99, |request| landed.push(request.token.0));
-        assert_eq!((landed.as_slice(), flights.bytes), ([0, 1, 2].as_slice(), 0));
+        pending.land(99, |request| landed.push(request.token.0));
+        assert_eq!((landed.as_slice(), pending.bytes), ([0, 1, 2].as_slice(), 0));
     }
 
     #[test]
     fn a_stall_is_counted_from_what_began_after_the_last_pause() {
-        let (mut flights, begin, limit) = (Flights::new(4), Instant::now(), Duration::from_secs(3));
+        let (mut pending, begin, limit) =
+            (PendingRequests::new(4), Instant::now(), Duration::from_secs(3));
         let late = begin + 2 * limit;
-        assert!(flights.find_stalled(0, late, limit).is_none());
-        flights.push(request(1, 10));
-        assert!(flights.find_stalled(0, begin, limit).is_none());
-        assert_eq!(flights.find_stalled(0, begin + limit, limit).unwrap().token, Token(1));
-        flights.land(1, |_| {});
-        flights.push(request(2, 10));
-        assert!(flights.find_stalled(1, late, limit).is_none(), "it began just now");
-        assert_eq!(flights.find_stalled(1, late + limit, limit).unwrap().token, Token(2));
+        assert!(pending.find_stalled(0, late, limit).is_none());
+        pending.push(request(1, 10));
+        assert!(pending.find_stalled(0, begin, limit).is_none());
+        assert_eq!(pending.find_stalled(0, begin + limit, limit).unwrap().token, Token(1));
+        pending.land(1, |_| {});
+        pending.push(request(2, 10));
+        assert!(pending.find_stalled(1, late, limit).is_none(), "it began just now");
+        assert_eq!(pending.find_stalled(1, late + limit, limit).unwrap().token, Token(2));
     }
 }

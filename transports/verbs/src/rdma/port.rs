@@ -4,8 +4,8 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::config::{MAX_LANES, PortChoice, VerbsConfig};
-use super::detail::{LaneAddress, Link, Signals};
+use super::config::{MAX_QUEUE_PAIRS, PortChoice, VerbsConfig};
+use super::detail::{Link, QueuePairAddress, Signals};
 use super::owner::{CallError, Context, device_names};
 use super::sys;
 use p2p_core::network::NetworkError;
@@ -132,7 +132,11 @@ impl Port {
     }
 
     /// True if packets to `peer` need a global header: always on Ethernet, and between subnets on InfiniBand.
-    pub(super) fn needs_global_route(&self, own: &LaneAddress, peer: &LaneAddress) -> bool {
+    pub(super) fn needs_global_route(
+        &self,
+        own: &QueuePairAddress,
+        peer: &QueuePairAddress,
+    ) -> bool {
         self.link == Link::Ethernet || peer.lid == 0 || own.gid[..8] != peer.gid[..8]
     }
 }
@@ -223,7 +227,7 @@ fn nearest(names: &[String], place: &Place) -> Result<Vec<Port>, NetworkError> {
     }
     let link = best[0].link;
     best.retain(|port| port.link == link);
-    best.truncate(MAX_LANES);
+    best.truncate(MAX_QUEUE_PAIRS);
     Ok(best)
 }
 

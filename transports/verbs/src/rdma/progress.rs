@@ -17,8 +17,8 @@ use super::owner::{
     AsyncEvent, CallError, CompletionBuffer, CompletionChannel, CompletionQueue, Context,
     WorkCompletion, queue_pair_event,
 };
-use super::request::{MAX_LANES_IN_ALL, OpKind, Place, RequestId};
-use super::state::LaneState;
+use super::request::{MAX_QUEUE_PAIRS_IN_ALL, OpKind, Place, RequestId};
+use super::state::QueuePairState;
 use super::status::Cause;
 use super::sys::ibv_wc_status::IBV_WC_SUCCESS;
 use p2p_core::wait::{Driver, signal_event};
@@ -44,9 +44,9 @@ impl Drop for Room {
 
 /// The task of the driver's background thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum ThreadTask {
     /// The thread listens for asynchronous events, and drives when no other thread does.
-    In,
+    EventsAndDriving,
     /// The thread listens for asynchronous events only. The one driving thread must not miss a completion that
     /// another thread took.
     EventsOnly,
@@ -62,15 +62,15 @@ pub(super) struct Progress {
 }
 
 struct Table {
-    lanes: Vec<Slot>,
+    queue_pairs: Vec<TableEntry>,
     free: Vec<u32>,
     queues: Vec<Queue>,
     buffer: CompletionBuffer,
 }
 
-struct Slot {
+struct TableEntry {
     generation: u8,
-    lane: Option<Arc<LaneState>>,
+    queue_pair: Option<Arc<QueuePairState>>,
 }
 
 struct Queue {
@@ -88,7 +88,7 @@ impl Progress {
     pub(super) fn start(
         name: &str,
         contexts: &[Arc<Context>],
-        standing: Standing,
+        task: ThreadTask,
     ) -> Result<Arc<Self>, CallError> {
         let system = |errno: rustix::io::Errno| CallError {
             call: "epoll of the completion channels",
@@ -104,7 +104,7 @@ impl Progress {
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(system)?;
         let progress = Arc::new(Self {
             table: Mutex::new(Table {
-                lanes: Vec::new(),
+                queue_pairs: Vec::new(),
                 free: Vec::new(),
                 queues: Vec::new(),
                 buffer: CompletionBuffer::new(),
@@ -120,7 +120,7 @@ impl Progress {
                 .map_err(|e| CallError { call: "dup", code: e.raw_os_error().unwrap_or(0) })?,
             progress: Arc::downgrade(&progress),
             contexts: contexts.to_vec(),
-            standing,
+            task,
         };
         std::thread::Builder::new()
             .name(format!("verbs-{name}").chars().take(15).collect())
@@ -172,29 +172,29 @@ impl Progress {
         Ok(Room { queue, progress: Arc::downgrade(self), queue_idx, num_completions })
     }
 
-    /// Registers `lane`, so that the driver reports completions to it.
-    pub(super) fn enter(&self, lane: Arc<LaneState>) -> Result<Place, CallError> {
+    /// Registers `queue_pair`, so that the driver reports completions to it.
+    pub(super) fn enter(&self, queue_pair: Arc<QueuePairState>) -> Result<Place, CallError> {
         let mut table = self.lock();
         let idx = match table.free.pop() {
             Some(idx) => idx,
-            None if table.lanes.len() < MAX_LANES_IN_ALL => {
-                table.lanes.push(Slot { generation: 0, lane: None });
-                table.lanes.len() as u32 - 1
+            None if table.queue_pairs.len() < MAX_QUEUE_PAIRS_IN_ALL => {
+                table.queue_pairs.push(TableEntry { generation: 0, queue_pair: None });
+                table.queue_pairs.len() as u32 - 1
             }
             None => return Err(CallError { call: "counting queue pairs", code: libc::ENOSPC }),
         };
-        let slot = &mut table.lanes[idx as usize];
-        slot.generation = slot.generation.wrapping_add(1);
-        slot.lane = Some(lane);
-        Ok(Place { idx, generation: slot.generation })
+        let entry = &mut table.queue_pairs[idx as usize];
+        entry.generation = entry.generation.wrapping_add(1);
+        entry.queue_pair = Some(queue_pair);
+        Ok(Place { idx, generation: entry.generation })
     }
 
-    /// Removes a lane. Afterwards the driver does not touch it.
+    /// Removes a queue pair. Afterwards the driver does not touch it.
     pub(super) fn leave(&self, place: Place) {
         let mut table = self.lock();
-        if let Some(slot) = table.lanes.get_mut(place.idx as usize)
-            && slot.generation == place.generation
-            && slot.lane.take().is_some()
+        if let Some(entry) = table.queue_pairs.get_mut(place.idx as usize)
+            && entry.generation == place.generation
+            && entry.queue_pair.take().is_some()
         {
             table.free.push(place.idx);
         }
@@ -205,11 +205,13 @@ impl Progress {
     }
 
     /// Fails all peers that `is_hit` selects.
-    fn fail_where(&self, cause: Cause, is_hit: impl Fn(&LaneState) -> bool) {
-        for lane in self.lock().lanes.iter().filter_map(|slot| slot.lane.as_ref()) {
-            if is_hit(lane) {
-                lane.peer.health.fail("asynchronous event", cause);
-                lane.peer.signal();
+    fn fail_where(&self, cause: Cause, is_hit: impl Fn(&QueuePairState) -> bool) {
+        for queue_pair in
+            self.lock().queue_pairs.iter().filter_map(|entry| entry.queue_pair.as_ref())
+        {
+            if is_hit(queue_pair) {
+                queue_pair.peer.health.fail("asynchronous event", cause);
+                queue_pair.peer.signal();
             }
         }
     }
@@ -262,7 +264,7 @@ impl Drop for Progress {
 impl Table {
     /// Takes all present completions, up to a bound, and returns their number.
     fn take_completions(&mut self) -> usize {
-        let Self { lanes, queues, buffer, .. } = self;
+        let Self { queue_pairs, queues, buffer, .. } = self;
         let mut num_taken = 0;
         for queue in queues.iter_mut().filter(|queue| !queue.is_broken) {
             // Takes at most as many as the queue holds: a stream of new completions must not keep the caller here.
@@ -272,16 +274,21 @@ impl Table {
                     Err(error) => {
                         tracing::error!(%error, "a completion queue cannot be polled; its peers count as lost");
                         queue.is_broken = true;
-                        let hit = lanes.iter().filter_map(|slot| slot.lane.as_ref());
-                        for lane in hit.filter(|lane| lane.queue_pair.reports_to(&queue.queue)) {
-                            lane.peer.health.fail("poll", Cause::Refused { code: error.code });
-                            lane.peer.signal();
+                        let hit = queue_pairs.iter().filter_map(|entry| entry.queue_pair.as_ref());
+                        for queue_pair in
+                            hit.filter(|queue_pair| queue_pair.qp.reports_to(&queue.queue))
+                        {
+                            queue_pair
+                                .peer
+                                .health
+                                .fail("poll", Cause::Refused { code: error.code });
+                            queue_pair.peer.signal();
                         }
                         0
                     }
                 };
                 for completion in buffer.filled(num_found) {
-                    dispatch(lanes, completion);
+                    dispatch(queue_pairs, completion);
                 }
                 num_taken += num_found;
                 if num_found < 32 {
@@ -293,35 +300,35 @@ impl Table {
     }
 }
 
-fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
+fn dispatch(queue_pairs: &[TableEntry], completion: WorkCompletion) {
     let id = RequestId(completion.id);
     let place = id.place();
-    let lane = lanes
+    let queue_pair = queue_pairs
         .get(place.idx as usize)
-        .filter(|slot| slot.generation == place.generation)
-        .and_then(|slot| slot.lane.as_deref());
+        .filter(|entry| entry.generation == place.generation)
+        .and_then(|entry| entry.queue_pair.as_deref());
     // A leftover of a destroyed queue pair.
-    let Some(lane) = lane else { return };
+    let Some(queue_pair) = queue_pair else { return };
     if completion.status == IBV_WC_SUCCESS {
         match id.kind() {
-            OpKind::Receive => lane.receive(id, completion),
-            OpKind::Answer => lane.answered(place),
-            _ => lane.complete(id.0 as u32),
+            OpKind::Receive => queue_pair.receive(id, completion),
+            OpKind::Answer => queue_pair.answered(place),
+            _ => queue_pair.complete(id.0 as u32),
         }
         return;
     }
     let cause = Cause::Completion { status: completion.status, vendor: completion.vendor };
-    if !lane.peer.health.has_failed() {
+    if !queue_pair.peer.health.has_failed() {
         tracing::debug!(
-            qpn = lane.queue_pair.number(),
+            qpn = queue_pair.qp.number(),
             op = id.kind().name(),
             status = completion.status,
             vendor = completion.vendor,
             "a request failed"
         );
     }
-    lane.fail(id.kind().name(), cause);
-    lane.peer.signal();
+    queue_pair.fail(id.kind().name(), cause);
+    queue_pair.peer.signal();
 }
 
 /// The background thread of a driver.
@@ -329,12 +336,12 @@ struct Standby {
     progress: Weak<Progress>,
     contexts: Vec<Arc<Context>>,
     stop: OwnedFd,
-    standing: Standing,
+    task: ThreadTask,
 }
 
 impl Standby {
     fn run(self) {
-        let drives = self.standing == Standing::In;
+        let drives = self.task == ThreadTask::EventsAndDriving;
         loop {
             let Some(progress) = self.progress.upgrade() else { return };
             let is_idle = !drives || progress.may_sleep();
@@ -376,27 +383,27 @@ fn handle(progress: &Progress, context: &Context, event: AsyncEvent) {
         AsyncEvent::QueuePair { kind, number } => {
             let why = queue_pair_event(kind);
             tracing::warn!(device, qpn = number, why, "a queue pair failed");
-            progress.fail_where(Cause::Event { kind, why }, |lane| {
-                lane.queue_pair.number() == number && lane.queue_pair.device() == device
+            progress.fail_where(Cause::Event { kind, why }, |queue_pair| {
+                queue_pair.qp.number() == number && queue_pair.qp.device() == device
             });
         }
         AsyncEvent::Port { is_up: true, port } => tracing::info!(device, port, "port up"),
         AsyncEvent::Port { is_up: false, port } => {
             tracing::warn!(device, port, "port down; its peers count as lost");
             let cause = Cause::Event { kind: 0, why: "the port of this side went down" };
-            progress.fail_where(cause, |lane| {
-                lane.queue_pair.device() == device && lane.queue_pair.port() == port
+            progress.fail_where(cause, |queue_pair| {
+                queue_pair.qp.device() == device && queue_pair.qp.port() == port
             });
         }
         AsyncEvent::Device => {
             tracing::error!(device, "the RDMA device failed; its peers count as lost");
             let cause = Cause::Event { kind: 0, why: "the device of this side failed" };
-            progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
+            progress.fail_where(cause, |queue_pair| queue_pair.qp.device() == device);
         }
         AsyncEvent::CompletionQueue => {
             tracing::error!(device, "a completion queue failed; the device's peers count as lost");
             let cause = Cause::Event { kind: 0, why: "a completion queue of this side failed" };
-            progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
+            progress.fail_where(cause, |queue_pair| queue_pair.qp.device() == device);
         }
         AsyncEvent::Other(kind) => tracing::debug!(device, kind, "asynchronous event"),
     }

@@ -5,7 +5,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use super::config::VerbsConfig;
-use super::detail::{LaneAddress, Signals};
+use super::detail::{QueuePairAddress, Signals};
 use super::owner::{
     CallError, CompletionQueue, ProtectionDomain, check, raw_domain, raw_queue, report,
 };
@@ -144,8 +144,8 @@ impl QueuePair {
         &self,
         port: &Port,
         config: &VerbsConfig,
-        own: &LaneAddress,
-        peer: &LaneAddress,
+        own: &QueuePairAddress,
+        peer: &QueuePairAddress,
     ) -> Result<(), CallError> {
         type Mask = sys::ibv_qp_attr_mask;
         let is_global = port.needs_global_route(own, peer);
@@ -365,8 +365,8 @@ fn ready_to_receive(
     port: u8,
     is_global: bool,
     config: &VerbsConfig,
-    own: &LaneAddress,
-    peer: &LaneAddress,
+    own: &QueuePairAddress,
+    peer: &QueuePairAddress,
 ) -> (sys::ibv_qp_attr, sys::ibv_qp_attr_mask) {
     type Mask = sys::ibv_qp_attr_mask;
     let mut attr = zeroed_attr();
@@ -412,8 +412,8 @@ const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 mod tests {
     use super::*;
 
-    fn lane(first: u8) -> LaneAddress {
-        LaneAddress {
+    fn queue_pair(first: u8) -> QueuePairAddress {
+        QueuePairAddress {
             number: 0x100 + u32::from(first),
             first_packet: 0x200 + u32::from(first),
             remote_key: 0,
@@ -429,7 +429,7 @@ mod tests {
     #[test]
     fn packets_take_the_settings_traffic_class_and_service_level() {
         let config = VerbsConfig { traffic_class: 106, service_level: 3, ..Default::default() };
-        let (own, peer) = (lane(1), lane(2));
+        let (own, peer) = (queue_pair(1), queue_pair(2));
         let (attr, mask) = ready_to_receive(7, true, &config, &own, &peer);
         // Without this bit the device ignores the route to the peer.
         assert_ne!(mask.0 & sys::ibv_qp_attr_mask::IBV_QP_AV.0, 0);

@@ -72,8 +72,8 @@ pub(super) struct Place {
     pub(super) generation: u8,
 }
 
-/// The number of lanes that request numbers can distinguish.
-pub(super) const MAX_LANES_IN_ALL: usize = 1 << 20;
+/// The number of queue pairs that request numbers can distinguish.
+pub(super) const MAX_QUEUE_PAIRS_IN_ALL: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -90,9 +90,11 @@ mod tests {
             OpKind::Receive,
             OpKind::Answer,
         ] {
-            for (idx, generation, sequence) in
-                [(0, 0, 0u64), (MAX_LANES_IN_ALL as u32 - 1, 255, u64::MAX), (77, 3, 1 << 40 | 5)]
-            {
+            for (idx, generation, sequence) in [
+                (0, 0, 0u64),
+                (MAX_QUEUE_PAIRS_IN_ALL as u32 - 1, 255, u64::MAX),
+                (77, 3, 1 << 40 | 5),
+            ] {
                 let place = Place { idx, generation };
                 let id = RequestId::new(place, kind, sequence);
                 assert_eq!((id.place(), id.kind(), id.0 as u32), (place, kind, sequence as u32));

@@ -89,8 +89,8 @@ impl PeerState {
 
 /// State that one queue pair shares with the driver.
 #[derive(Debug)]
-pub(super) struct LaneState {
-    pub(super) queue_pair: QueuePair,
+pub(super) struct QueuePairState {
+    pub(super) qp: QueuePair,
     /// Buffers of the queue pair, if flags travel as messages.
     pub(super) messages: Option<Messages>,
     /// Number of completed requests, counted from the first.
@@ -100,14 +100,14 @@ pub(super) struct LaneState {
     pub(super) peer: Arc<PeerState>,
 }
 
-impl LaneState {
+impl QueuePairState {
     pub(super) const fn new(
-        queue_pair: QueuePair,
+        qp: QueuePair,
         messages: Option<Messages>,
         peer: Arc<PeerState>,
     ) -> Self {
         let (completed, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { queue_pair, messages, completed, has_failed, peer }
+        Self { qp, messages, completed, has_failed, peer }
     }
 
     /// Posts receive number `idx`, which must not be posted already.
@@ -116,7 +116,7 @@ impl LaneState {
         let into = self.messages.as_ref().map(|messages| messages.incoming(idx));
         // SAFETY: the buffer belongs to that receive alone and is read only while the receive is not posted. Its
         // memory is freed after the queue pair.
-        unsafe { self.queue_pair.post_receive(id.0, into) }
+        unsafe { self.qp.post_receive(id.0, into) }
     }
 
     /// Handles a completed receive. The caller holds the lock of the table.
@@ -152,10 +152,10 @@ impl LaneState {
             return;
         };
         let id = RequestId::new(place, OpKind::Answer, 0).0;
-        let work = Work::message(id, buffer, self.queue_pair.capacity());
+        let work = Work::message(id, buffer, self.qp.capacity());
         // SAFETY: the buffer is the one for answers, and at most one answer is under way. Its memory is freed after
         // the queue pair.
-        if let Err(error) = unsafe { self.queue_pair.post(&work) } {
+        if let Err(error) = unsafe { self.qp.post(&work) } {
             self.fail("answer", Cause::Refused { code: error.code });
             self.peer.signal();
         }

@@ -151,7 +151,7 @@ pub fn is_possible() -> bool {
     let error = VerbsNetwork::open(VerbsConfig::default()).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("this host has no RDMA device") && text.lines().count() == 1, "{text}");
-    crate::skip::skip("rdma", &text);
+    test_support::skip("rdma", &text);
     false
 }
 

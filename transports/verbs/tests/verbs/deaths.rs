@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError};
 use p2p_core::network::{JoinedSide, Network, SideDescription};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotKey};
 use rand::RngExt;
@@ -123,25 +123,23 @@ fn a_port_that_goes_down_is_noticed_without_an_operation() {
     }
 }
 
-/// The peer process of a test. Does nothing when run on its own.
-#[test]
-fn peer_process() {
-    let Ok(described) = std::env::var("P2P_VERBS_PEER") else { return };
+/// The other side of a test, in a process of its own.
+pub fn peer_process() {
+    let described = std::env::args().nth(1).expect("a description of the other side");
     let network = network(1);
     let side = network.open(&layout(1 << 20), ROUTE).unwrap();
-    println!("\ndescription {}", encode(&side.description()));
+    println!("description {}", encode(&side.description()));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
     let _joined = side.join(&decode(&described)).unwrap();
-    println!("\njoined");
+    println!("joined");
     std::thread::sleep(Duration::from_secs(120));
 }
 
 /// Starts a process for the other side, with these environment variables.
 pub fn child_process(described: &SideDescription, variables: &[(&str, &str)]) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "deaths::peer_process", "--nocapture"])
-        .env("P2P_VERBS_PEER", encode(described))
+    test_support::child::command("peer")
+        .arg(encode(described))
         .envs(variables.iter().copied())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -14,7 +14,7 @@ use crate::common::{
     LIMIT, bytes_of, counter, counter_from, fabric, is_possible, join, layout, network, pair, put,
     register, seeded, store, wait_one,
 };
-use crate::skip::skip;
+use test_support::skip;
 
 #[test]
 fn a_device_moves_what_its_tokens_say() {

@@ -8,7 +8,6 @@ use p2p_core::{Region, RemoteRange, SlotKey};
 use switchyard_verbs::{VerbsConfig, VerbsNetwork};
 
 use crate::common::{LIMIT, is_possible, layout, pair, word};
-use crate::skip;
 
 /// Number of resends by Soft-RoCE so far. `None` on another device.
 fn num_asked_again(network: &VerbsNetwork) -> Option<u64> {
@@ -68,7 +67,7 @@ fn flags_behind_gets_survive_late_answers() {
         assert_eq!(word(&b.slot, flag), round);
         if begin.is_some() && num_late < ENOUGH {
             let reason = format!("only {num_late} answers were late in {PATIENCE:?}");
-            skip::skip("late-answers", &reason);
+            test_support::skip("late-answers", &reason);
         }
     });
 }

@@ -6,11 +6,11 @@ mod common;
 mod deaths;
 mod device;
 mod handshakes;
-mod lanes;
 mod late;
 mod perftest;
+mod queue_pairs;
 mod refusals;
 mod signals;
-#[path = "../../../../tests/support/src/skip.rs"]
-mod skip;
 mod stalls;
+
+test_support::child_processes! { "peer" => deaths::peer_process }

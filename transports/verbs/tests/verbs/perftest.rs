@@ -29,7 +29,7 @@ use crate::common::{
     LIMIT, ROUTE, bytes_of, counter, counter_from, fabric, is_possible, layout, network, put,
     register, seeded, store, wait_one,
 };
-use crate::skip::skip;
+use test_support::skip;
 
 /// Size of a message, of a tool's buffer, and of a slot, in bytes.
 const BYTES: usize = 64 << 10;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use p2p_core::Region;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError};
 use p2p_core::network::{Network, SideDescription};
 use rand::{Rng, RngExt};
 use switchyard_verbs::{PortChoice, VerbsConfig, VerbsNetwork, device_names};

@@ -4,7 +4,7 @@ use std::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError};
 use p2p_core::network::{JoinedSide, Network};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotKey};
 use rand::RngExt;

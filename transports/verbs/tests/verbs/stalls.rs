@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use p2p_core::Region;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{Endpoint, PostError, Progress, QuietError};
 use p2p_core::fabric::{
     Access, Completion, Fabric, LocalSegment, PostOutcome, RemoteSegment, Token,
 };

@@ -28,7 +28,7 @@ impl Memory for Bytes {
     }
 }
 
-/// All memory of both sides; region and key are the place in it.
+/// All memory of both sides; region and key are indices into it.
 pub(super) type Heap = Rc<RefCell<Vec<Bytes>>>;
 
 pub(super) struct World {
@@ -40,13 +40,13 @@ pub(super) struct World {
 pub(super) struct Side {
     pub(super) link: Link<Bytes>,
     pub(super) port: Sim,
-    /// Bytes from the peer that no whole frame was made of.
+    /// Bytes from the peer that are no whole frame yet.
     inbox: Vec<u8>,
 }
 
 pub(super) struct Sim {
     heap: Heap,
-    pub(super) pending: Vec<Pending>,
+    pub(super) pending: Vec<PendingOp>,
     pub(super) finished: HashMap<u32, Result<u64, TransferError>>,
     pub(super) notifications: Vec<Vec<u8>>,
     credit: CreditReceiver,
@@ -57,7 +57,7 @@ pub(super) struct Sim {
     pub(super) granted: Vec<LocalSegment>,
 }
 
-pub(super) struct Pending {
+pub(super) struct PendingOp {
     pub(super) tag: Tag,
     from: (u32, u64),
     to: (u32, u64),
@@ -133,7 +133,7 @@ impl Sim {
         if self.pending.len() >= self.most_pending {
             return Ok(PostOutcome::Full);
         }
-        self.pending.push(Pending { tag, from, to, bytes });
+        self.pending.push(PendingOp { tag, from, to, bytes });
         Ok(PostOutcome::Accepted)
     }
 }
@@ -189,7 +189,7 @@ impl World {
         LocalRange { hold, region, offset: 0, bytes: len as u64 }
     }
 
-    /// One step of one side, chosen by chance. False: there was nothing to do.
+    /// Runs a random step of one side. Returns false if there was nothing to do.
     pub(super) fn step(&mut self) -> bool {
         let from = self.rng.random_range(0..2);
         match self.rng.random_range(0..3) {
@@ -218,7 +218,7 @@ impl World {
         link.progress(port);
     }
 
-    /// Brings some bytes across the wire.
+    /// Moves some bytes across the wire.
     fn carry(&mut self, from: usize) -> bool {
         let output = self.sides[from].link.output();
         if output.is_empty() {
@@ -239,14 +239,14 @@ impl World {
         true
     }
 
-    /// Ends one operation of the fabric, whichever.
+    /// Completes a random operation of the fabric.
     fn complete(&mut self, idx: usize) -> bool {
         let num = self.sides[idx].port.pending.len();
         if num == 0 {
             return false;
         }
         let which = self.rng.random_range(0..num);
-        let Pending { tag, from, to, bytes } = self.sides[idx].port.pending.swap_remove(which);
+        let PendingOp { tag, from, to, bytes } = self.sides[idx].port.pending.swap_remove(which);
         let heap = self.heap.borrow();
         let mut moved = Vec::new();
         heap[from.0 as usize].load(from.1, bytes, &mut moved);

@@ -4,7 +4,7 @@ use crate::rdma::messages::ReceiveError;
 
 /// Counters of the messages and counted writes sent to a peer.
 #[derive(Debug)]
-pub(super) struct Sent {
+pub(super) struct SentCounters {
     /// Maximum number under way, and the number that consumed a receive of the peer, modulo 2³².
     pub(super) window: u32,
     num_taking: u32,
@@ -18,7 +18,7 @@ pub(super) struct Sent {
     pub(super) has_spread_reads: bool,
 }
 
-impl Sent {
+impl SentCounters {
     /// Counters for a peer with a window of this size.
     pub(super) const fn new(window: u32) -> Self {
         Self {
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_claims_more_than_went_to_it_is_found_out() {
-        let mut sent = Sent::new(6);
+        let mut sent = SentCounters::new(6);
         assert_eq!(sent.room(0), Ok(6));
         (0..4).for_each(|_| sent.count_message());
         sent.count_write();
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn messages_stay_open_until_a_question_behind_them_is_answered() {
-        let mut sent = Sent::new(6);
+        let mut sent = SentCounters::new(6);
         assert!(!sent.has_open(0));
         sent.count_message();
         assert!(sent.has_open(0));

@@ -3,24 +3,29 @@
 use std::time::{Duration, Instant};
 
 use super::VerbsEndpoint;
-use crate::rdma::lane::{Failed, Lane};
 use crate::rdma::request::OpKind;
+use crate::rdma::send_queue::{PostFailure, SendQueue};
 use crate::rdma::status::Cause;
 use p2p_core::counted::message::Action;
-use p2p_core::endpoint::{Endpoint, PostError, QuietError};
+use p2p_core::endpoint::{PostError, Progress as _, QuietError};
 use p2p_core::wait::Driver;
 
 impl VerbsEndpoint {
-    /// Waits until no request is under way on the lanes from `first` on.
+    /// Waits until no request is under way on the send queues from `first` on.
     pub(super) fn settle(&mut self, first: usize) -> Result<(), PostError> {
         let address = self.remote.address;
-        if self.lanes[first..].iter_mut().try_for_each(|lane| lane.seal(address)).is_err() {
+        if self.send_queues[first..]
+            .iter_mut()
+            .try_for_each(|send_queue| send_queue.seal(address))
+            .is_err()
+        {
             return Err(self.failure("put"));
         }
-        // Posts the buffered requests of all lanes before the first wait.
+        // Posts the buffered requests of all send queues before the first wait.
         self.post_held(OpKind::Put)?;
-        let mut lanes = self.lanes[first..].iter_mut();
-        match lanes.try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop)) {
+        let mut send_queues = self.send_queues[first..].iter_mut();
+        match send_queues.try_for_each(|send_queue| send_queue.wait(OpKind::Put, 0, None).map(drop))
+        {
             Ok(()) => {
                 self.is_spread = false;
                 if let Some(sent) = &mut self.sent {
@@ -28,7 +33,7 @@ impl VerbsEndpoint {
                 }
                 Ok(())
             }
-            Err(Failed) => Err(self.failure("put")),
+            Err(PostFailure) => Err(self.failure("put")),
         }
     }
 
@@ -62,7 +67,7 @@ impl VerbsEndpoint {
             let (now, taken) = (Instant::now(), self.peer.arrivals.peer_taken());
             let since = if seen.0 == taken { seen.1.unwrap_or(now) } else { now };
             seen = (taken, Some(since));
-            let limit = self.lanes[0].limit();
+            let limit = self.send_queues[0].limit();
             if now - since >= limit {
                 let limit_ms = limit.as_millis() as u64;
                 self.peer.health.fail(kind.name(), Cause::Still { limit_ms });
@@ -80,29 +85,30 @@ impl VerbsEndpoint {
 
     /// Posts the requests that a batch has buffered so far.
     pub(super) fn post_held(&mut self, kind: OpKind) -> Result<(), PostError> {
-        let posted = self.lanes.iter_mut().try_for_each(Lane::flush);
-        posted.map_err(|Failed| self.failure(kind.name()))
+        let posted = self.send_queues.iter_mut().try_for_each(SendQueue::flush);
+        posted.map_err(|PostFailure| self.failure(kind.name()))
     }
 
     /// Waits until all requests are complete.
     pub(super) fn drain(&mut self, deadline: Instant) -> Result<(), QuietError> {
         self.health()?;
         let address = self.remote.address;
-        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
-        for lane in &mut self.lanes[..lanes] {
-            if lane.seal(address).is_err() {
+        let send_queues = if self.is_spread { self.send_queues.len() } else { 1 };
+        for send_queue in &mut self.send_queues[..send_queues] {
+            if send_queue.seal(address).is_err() {
                 return Err(self.failure("quiet").into());
             }
         }
         self.post_held(OpKind::Quiet)?;
-        for lane in &mut self.lanes[..lanes] {
-            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
+        for send_queue in &mut self.send_queues[..send_queues] {
+            match send_queue.wait(OpKind::Quiet, 0, Some(deadline)) {
                 Ok(true) => {}
                 Ok(false) => {
-                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
+                    let outstanding: u64 =
+                        self.send_queues.iter().map(SendQueue::num_outstanding).sum();
                     return Err(QuietError::Deadline { outstanding: outstanding as usize });
                 }
-                Err(Failed) => return Err(self.failure("quiet").into()),
+                Err(PostFailure) => return Err(self.failure("quiet").into()),
             }
         }
         self.is_spread = false;

@@ -3,7 +3,7 @@ use rand::seq::IteratorRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
-use crate::config::MAX_LANES;
+use crate::config::MAX_QUEUE_PAIRS;
 use crate::detail::MIN_RECEIVES;
 
 const SLOT_BYTES: usize = 4096;
@@ -269,7 +269,7 @@ fn receives_are_enough_and_room_comes_back() {
             let under_way = sent[own].wrapping_sub(sides[own].peer_taken());
             let room = window - under_way;
             assert!(room > window / 2, "{under_way} of {window}, seed {seed}");
-            assert!(room >= MAX_LANES as u32, "{under_way} of {window}, seed {seed}");
+            assert!(room >= MAX_QUEUE_PAIRS as u32, "{under_way} of {window}, seed {seed}");
         }
     }
 }

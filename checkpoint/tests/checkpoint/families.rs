@@ -1,0 +1,76 @@
+//! One layer of every family, written by transformers' own classes.
+
+use std::fs;
+use std::path::PathBuf;
+
+use switchyard_checkpoint::{Checkpoint, Family, TensorFile};
+
+use crate::arithmetic::{difference, routed};
+use crate::support::data;
+
+/// Folders whose configuration is refused, with a part of the reason.
+const REFUSED: &[(&str, &str)] = &[("nemotron_h-latent", "moe_latent_size")];
+
+fn folders() -> Vec<PathBuf> {
+    let entries = fs::read_dir(data("family-blocks")).unwrap().map(|entry| entry.unwrap().path());
+    let mut folders: Vec<PathBuf> = entries.filter(|path| path.is_dir()).collect();
+    folders.sort();
+    folders
+}
+
+#[test]
+fn the_experts_of_every_family_compute_what_transformers_computes() {
+    let mut seen = Vec::new();
+    let mut wrong = Vec::new();
+    for folder in folders() {
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        let refused = REFUSED.iter().find(|(refused, _)| *refused == name);
+        let checkpoint = match (Checkpoint::open(&folder), refused) {
+            (Ok(checkpoint), None) => checkpoint,
+            (Err(error), Some((_, reason))) => {
+                assert!(error.to_string().contains(reason), "{name}: {error}");
+                continue;
+            }
+            (Err(error), None) => {
+                wrong.push(format!("{name}: {error}"));
+                continue;
+            }
+            (Ok(_), Some(_)) => panic!("{name} is not refused"),
+        };
+        let layers = checkpoint.config().moe_layers();
+        let stored = layers.into_iter().find(|layer| checkpoint.expert(*layer, 0).is_ok());
+        let Some(layer) = stored else {
+            let layer = checkpoint.config().moe_layers()[0];
+            wrong.push(format!("{name}: {}", checkpoint.expert(layer, 0).unwrap_err()));
+            continue;
+        };
+        let reference = TensorFile::open(folder.join("reference.safetensors")).unwrap();
+        let (ours, theirs) = routed(&checkpoint, layer, &reference);
+        let error = difference(&ours, &theirs);
+        println!(
+            "{name}: layer {layer}, {}: {error:.1e}",
+            checkpoint.config().arithmetic.activation
+        );
+        if error >= 1e-5 || error.is_nan() {
+            wrong.push(format!("{name}: differs by {error:.1e}"));
+        }
+        seen.push(checkpoint.config().family.model_type);
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    seen.sort_unstable();
+    seen.dedup();
+    assert!(seen.len() >= 45, "{} families only", seen.len());
+}
+
+#[test]
+fn the_table_of_families_has_no_two_rows_with_one_name() {
+    let mut names: Vec<&str> = Family::ALL.iter().map(|family| family.model_type).collect();
+    let rows = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), rows);
+    for family in Family::ALL {
+        assert_eq!(Family::by_model_type(family.model_type), Some(family));
+        assert!(Family::by_class(family.class_name()).is_none_or(|found| found == family));
+    }
+}

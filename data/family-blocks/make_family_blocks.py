@@ -1,0 +1,698 @@
+#!/usr/bin/env python3
+"""Make one small MoE block per model family, with reference outputs from Hugging Face transformers.
+
+Usage: python3 make_family_blocks.py OUT_DIR [NAME …]     (needs torch, transformers 5.23, safetensors)
+
+For every family, OUT_DIR/<name>/ becomes a checkpoint that holds the tensors of one MoE layer only:
+
+    config.json            as `save_pretrained` writes it
+    model.safetensors      router, routed experts, shared experts; names and layout as `save_pretrained`
+                           writes them for the whole model
+    reference.safetensors  what transformers computes in float32, on the CPU, from those weights:
+        x              [tokens, hidden]   f32  input of the router and of the block
+        experts_x      [tokens, width]    f32  input of the experts, if it is not x
+        token_ids      [tokens]           i32  only where the router hashes them
+        router_logits  [tokens, experts]  f32
+        topk_idx       [tokens, top_k]    i32  experts chosen, in transformers' order
+        topk_weights   [tokens, top_k]    f32  their weights as the experts' module receives them
+        routed_out     [tokens, width]    f32  output of the experts' module, nothing else
+        block_out      [tokens, hidden]   f32  the whole block, with the shared experts
+        metadata: model_type, layer, transformers, torch
+
+Every block is computed a second time by `plain_blocks.py` from the files and `families.json` alone.
+A block for which any result differs by more than 1e-5 of its largest value is not written. The
+script also compares `families.json` with the defaults and aliases of transformers' configurations.
+"""
+
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import zlib
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from plain_blocks import PlainBlock
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+NUM_TOKENS = 12
+TOLERANCE = 1e-5
+HERE = pathlib.Path(__file__).parent
+
+BASE = dict(
+    vocab_size=64,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+HEAD = dict(head_dim=16)
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4
+)
+LINEAR = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2)
+INDEX = dict(index_topk=8, index_head_dim=16, index_n_heads=2)
+WIDTHS = dict(intermediate_size=40, moe_intermediate_size=20)
+SHARED = dict(shared_expert_intermediate_size=28)
+TOP_2 = dict(num_experts_per_tok=2)
+ONE_LAYER = dict(num_hidden_layers=1)
+
+
+def mix(*parts, **own):
+    """Settings of all parts; a later one wins."""
+    return {k: v for part in (*parts, own) for k, v in part.items()}
+
+
+def without(settings, *keys):
+    return {k: v for k, v in settings.items() if k not in keys}
+
+
+QWEN = mix(BASE, WIDTHS, TOP_2, num_experts=6)
+LOCAL = mix(BASE, TOP_2, intermediate_size=20, num_local_experts=6)
+GROUPS = mix(n_group=2, topk_group=1)
+ROUTED_8 = mix(BASE, WIDTHS, TOP_2, GROUPS, n_routed_experts=8, routed_scaling_factor=1.5)
+DEEPSEEK = mix(ROUTED_8, LATENT, n_shared_experts=1, first_k_dense_replace=1)
+KIMI = without(DEEPSEEK, "n_routed_experts", "q_lora_rank", "first_k_dense_replace")
+
+
+# Name of the folder: settings of the configuration, or of its text_config for nested ones.
+# The layer with experts is the last one; where a family allows a dense layer, it comes first.
+SETTINGS = {
+    "qwen2_moe": mix(QWEN, SHARED, decoder_sparse_step=2),
+    "qwen3_moe": mix(QWEN, HEAD, norm_topk_prob=True, mlp_only_layers=[0]),
+    "qwen3_next": mix(QWEN, HEAD, LINEAR, SHARED, mlp_only_layers=[0]),
+    "qwen3_vl_moe": mix(QWEN, HEAD, mlp_only_layers=[0]),
+    "qwen3_5_moe": mix(without(QWEN, "intermediate_size"), HEAD, LINEAR, SHARED, num_hidden_layers=1),
+    "mixtral": mix(LOCAL, num_hidden_layers=1),
+    "deepseek_v2": mix(
+        DEEPSEEK, topk_method="group_limited_greedy", n_shared_experts=2
+    ),
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k25": DEEPSEEK,
+    "deepseek_v32": mix(DEEPSEEK, INDEX),
+    "kimi_linear": mix(
+        KIMI, q_lora_rank=None, num_local_experts=8, linear_head_dim=8, linear_num_heads=2
+    ),
+    "glm4_moe": mix(ROUTED_8, HEAD, n_shared_experts=1),
+    "glm4_moe_lite": without(DEEPSEEK, "first_k_dense_replace"),
+    "glm_moe_dsa": mix(DEEPSEEK, INDEX),
+    "gpt_oss": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
+    "llama4": mix(
+        LOCAL, HEAD, intermediate_size_mlp=40, interleave_moe_layer_step=2, num_local_experts=4
+    ),
+    "minimax": mix(LOCAL, HEAD, block_size=8, num_hidden_layers=1),
+    "minimax_m2": mix(LOCAL, HEAD, num_hidden_layers=1),
+    "olmoe": mix(without(QWEN, "moe_intermediate_size"), intermediate_size=20, num_hidden_layers=1),
+    "flex_olmo": mix(
+        without(QWEN, "moe_intermediate_size"),
+        norm_topk_prob=True,
+        intermediate_size=20, num_hidden_layers=1),
+    "phimoe": mix(LOCAL, router_jitter_noise=0.2, num_hidden_layers=1),
+    "granitemoe": mix(LOCAL, num_hidden_layers=1),
+    "granitemoeshared": mix(LOCAL, shared_intermediate_size=28, num_hidden_layers=1),
+    "granitemoehybrid": mix(
+        LOCAL,
+        shared_intermediate_size=28,
+        layer_types=["full_attention"],
+        mamba_n_heads=4,
+        mamba_d_state=8, num_hidden_layers=1),
+    "dots1": mix(ROUTED_8, HEAD, n_shared_experts=1, first_k_dense_replace=1, norm_topk_prob=True),
+    "ernie4_5_moe": mix(BASE, WIDTHS, moe_num_experts=6, moe_k=2, moe_num_shared_experts=2),
+    "hunyuan_v1_moe": mix(
+        without(LOCAL, "num_local_experts", "num_experts_per_tok"),
+        HEAD,
+        num_experts=6,
+        moe_topk=2, num_hidden_layers=1),
+    "jamba": mix(
+        without(QWEN, "moe_intermediate_size"),
+        attn_layer_period=1,
+        attn_layer_offset=0,
+        use_mamba_kernels=False,
+        intermediate_size=20,
+    ),
+    "lfm2_moe": mix(
+        QWEN, num_dense_layers=1, layer_types=["full_attention"] * 2, routed_scaling_factor=1.5
+    ),
+    "afmoe": mix(QWEN, HEAD, num_shared_experts=1, route_scale=1.5),
+    "nemotron_h": mix(
+        without(ROUTED_8, "num_hidden_layers"),
+        HEAD,
+        moe_shared_expert_intermediate_size=28,
+        layers_block_type=["full_attention", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=8,
+    ),
+    "mellum": mix(QWEN, HEAD, num_hidden_layers=1),
+    "exaone_moe": mix(
+        QWEN, HEAD, GROUPS, num_shared_experts=1, layer_types=["full_attention"] * 2, num_experts=8
+    ),
+    "bailing_hybrid": mix(KIMI, head_dim=8, num_local_experts=8, first_k_dense_replace=1, q_lora_rank=16),
+    "mimo_v2_flash": mix(ROUTED_8, HEAD, v_head_dim=16),
+    "gemma4": mix(
+        without(QWEN, "num_experts_per_tok"),
+        HEAD,
+        top_k_experts=2,
+        enable_moe_block=True,
+        hidden_size_per_layer_input=0,
+        global_head_dim=16, num_hidden_layers=1),
+    "solar_open": mix(ROUTED_8, HEAD, n_shared_experts=1, num_hidden_layers=1),
+    "hy_v3": mix(QWEN, HEAD, num_shared_experts=1, router_scaling_factor=1.5),
+    "laguna": mix(QWEN, HEAD, SHARED, moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=2.0),
+    "cohere2_moe": mix(
+        without(QWEN, "moe_intermediate_size"),
+        HEAD,
+        num_shared_experts=2,
+        first_k_dense_replace=1,
+        intermediate_size=20,
+    ),
+    "aria": mix(
+        without(LOCAL, "num_local_experts", "num_experts_per_tok"),
+        moe_num_experts=6,
+        moe_topk=2, num_hidden_layers=1),
+    "deepseek_v4": mix(
+        without(ROUTED_8, "n_group", "topk_group", "intermediate_size"),
+        HEAD,
+        q_lora_rank=16,
+        mlp_layer_types=["moe"],
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_topk=4,
+        partial_rotary_factor=0.5,
+        hc_mult=2,
+        layer_types=["sliding_attention"],
+        swiglu_limit=1.5,
+        num_key_value_heads=1, num_hidden_layers=1),
+    "mistral4": DEEPSEEK,
+    "minimax_m3_vl": mix(
+        LOCAL,
+        HEAD,
+        dense_intermediate_size=40,
+        shared_intermediate_size=28,
+        rotary_dim=8,
+        mlp_layer_types=["dense", "sparse"],
+        swiglu_alpha=1.5,
+        swiglu_limit=1.5,
+    ),
+    "inkling": mix(
+        ROUTED_8,
+        HEAD,
+        n_shared_experts=2,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        d_rel=4,
+        rel_extent=16,
+        dense_mlp_idx=1,
+        n_routed_experts=6,
+    ),
+    "openai_privacy_filter": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
+    "zaya": mix(
+        without(QWEN, "intermediate_size", "num_experts_per_tok"),
+        HEAD,
+        router_hidden_size=16, num_hidden_layers=1),
+}
+for unused in ("n_group", "topk_group", "routed_scaling_factor"):
+    SETTINGS["inkling"].pop(unused)
+
+# Other layouts and options of a family: folder name → (family, changed settings).
+VARIANTS = {
+    "cohere2_moe-sigmoid": (
+        "cohere2_moe",
+        dict(expert_selection_fn="sigmoid", shared_expert_combination_strategy="sum"),
+    ),
+    "deepseek_v2-greedy": ("deepseek_v2", dict(topk_method="greedy")),
+    "deepseek_v4-hash": ("deepseek_v4", dict(mlp_layer_types=["hash_moe"])),
+    "gpt_oss-mxfp4": ("gpt_oss", dict(hidden_size=96, intermediate_size=32, swiglu_limit=7.0)),
+    "nemotron_h-latent": ("nemotron_h", dict(moe_latent_size=24)),
+    "qwen3_vl_moe-transposed": ("qwen3_vl_moe", {}),
+}
+MXFP4_GROUP = 32
+
+# Small towers, so that whole nested models can be saved.
+TOWER = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+OTHER_CONFIGS = {
+    "qwen3_vl_moe": dict(
+        vision_config=dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_heads=2,
+            out_hidden_size=48,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        )
+    ),
+    "qwen3_5_moe": dict(
+        vision_config=dict(
+            depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48, num_position_embeddings=16
+        )
+    ),
+    "kimi_k25": dict(
+        vision_config=mix(TOWER, num_hidden_layers=1, pos_emb_height=4, pos_emb_width=4),
+        projection_hidden_size=16,
+    ),
+    "llama4": dict(
+        vision_config=mix(
+            TOWER,
+            num_hidden_layers=1,
+            image_size=28,
+            vision_output_dim=16,
+            projector_input_dim=16,
+            projector_output_dim=16,
+        )
+    ),
+    "minimax_m3_vl": dict(vision_config=mix(TOWER, num_hidden_layers=1, image_size=28), projector_hidden_size=16),
+    "aria": dict(
+        vision_config=mix(TOWER, model_type="idefics3_vision", num_hidden_layers=1, image_size=64),
+        projector_patch_to_query_dict={4: 4},
+    ),
+    "inkling": dict(
+        vision_config=dict(hidden_size=16, n_layers=4, num_attention_heads=2, patch_size=8),
+        audio_config=dict(n_mel_bins=4, mel_vocab_size=8),
+    ),
+}
+
+
+def table():
+    families = json.loads((HERE / "families.json").read_text())["families"]
+    return {family["folder"]: family for family in families}
+
+
+def blocks():
+    """Yields (folder, family, settings of the text configuration)."""
+    families = table()
+    for name, family in families.items():
+        yield name, family, SETTINGS[name]
+        for variant, (of, changes) in VARIANTS.items():
+            if of == name:
+                yield variant, family, mix(SETTINGS[name], changes)
+
+
+# Table against configurations
+
+
+def check_table(family):
+    """Compares keys, their precedence and defaults with transformers' configuration class."""
+
+    def text_config(settings):
+        settings = {"text_config": settings} if family["config"] else settings
+        settings = dict(settings, model_type=family["model_type"])
+        return CONFIG_MAPPING[family["model_type"]].from_dict(settings).get_text_config()
+
+    def check(value):
+        if isinstance(value, dict):
+            if "keys" in value and "default" in value and hasattr(defaults, value["keys"][0]):
+                for key in value["keys"]:
+                    found = getattr(defaults, key, value["default"])
+                    special = key in ("moe_layer_end_index", "mlp_only_layers")
+                    assert special or found == value["default"], (family["folder"], key, found, value)
+                first, *others = value["keys"]
+                for other in others:
+                    a, b = (True, False) if isinstance(value["default"], bool) else (24, 36)
+                    both = text_config({other: b, first: a})
+                    assert getattr(both, first) == a, (family["folder"], first, other)
+            for inner in value.values():
+                check(inner)
+
+    defaults = text_config({})
+    check(family)
+
+
+LAYER_SETTINGS = [
+    {},
+    dict(first_k_dense_replace=2),
+    dict(num_dense_layers=3),
+    dict(dense_mlp_idx=2),
+    dict(mlp_layer_types=["sparse", "dense", "sparse", "dense", "sparse"]),
+    dict(mlp_layer_types=["sparse", "dense", "sparse", "dense", "sparse"], first_k_dense_replace=3),
+    dict(decoder_sparse_step=2),
+    dict(mlp_only_layers=[1, 3]),
+    dict(decoder_sparse_step=2, mlp_only_layers=[3]),
+    dict(moe_layers=[1, 2]),
+    dict(interleave_moe_layer_step=2),
+    dict(moe_layer_freq=2),
+    dict(moe_layer_freq=[0, 1, 1, 0, 1]),
+    dict(moe_layer_interval=2),
+    dict(moe_layer_start_index=2, moe_layer_end_index=3),
+    dict(expert_layer_period=3, expert_layer_offset=2),
+    dict(hybrid_override_pattern="*E-E*"),
+    dict(layers_block_type=["full_attention", "moe", "moe", "full_attention", "moe"]),
+    dict(enable_moe_block=False),
+    dict(num_hash_layers=2),
+]
+LAYER_KEYS = {key for settings in LAYER_SETTINGS for key in settings} | {"layer_types"}
+
+
+def check_layers(family):
+    """Compares the layers with experts, as the table gives them, with those that transformers builds.
+
+    Every key is tried with every family: families ignore most of them. Returns the number of models.
+    """
+    nested, checked = bool(family["config"]), 0
+    base = without(SETTINGS[family["folder"]], *LAYER_KEYS - {"enable_moe_block"})
+    for settings in LAYER_SETTINGS:
+        text = mix(base, num_hidden_layers=5, **settings)
+        if family["folder"] == "lfm2_moe":
+            text["layer_types"] = ["full_attention"] * 5
+        if family["folder"] == "kimi_k25":
+            text["model_type"] = "kimi_k2"
+        config = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=text) if nested else text
+        config = dict(config, model_type=family["model_type"])
+        try:
+            found = CONFIG_MAPPING[family["model_type"]].from_dict(json.loads(json.dumps(config)))
+            with torch.device("meta"):
+                model = getattr(transformers, family["architectures"][0])(found)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, StrictDataclassError) as error:
+            print(f"  {family['folder']} {settings}: transformers refuses: {type(error).__name__}")
+            continue
+        actual = sorted(int(re.search(r"layers\.(\d+)", name).group(1)) for name in expert_modules(model))
+        block = PlainBlock(family, config, {}, 0)
+        described = block.moe_layers()
+        assert described == actual, (family["folder"], settings, described, actual)
+        if "hash" in family["router"]:
+            hashed = [
+                int(re.search(r"layers\.(\d+)", n).group(1)) for n in model.state_dict() if n.endswith("tid2eid")
+            ]
+            own = [i for i in range(5) if PlainBlock(family, config, {}, i).is_hash_layer()]
+            assert own == hashed, (settings, own, hashed)
+        checked += 1
+    return checked
+
+
+# Building
+
+
+def build(family, settings):
+    """Returns transformers' model of these settings, float32, with random weights."""
+    if family["config"]:
+        settings = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=dict(settings))
+        if family["folder"] == "kimi_k25":
+            settings["text_config"]["model_type"] = family["text_model_type"]
+    config = CONFIG_MAPPING[family["model_type"]](**settings)
+    for part in (config, config.get_text_config()):
+        part._experts_implementation = "eager"
+        part._attn_implementation = "eager"
+    model_class = getattr(transformers, family["architectures"][0])
+    return model_class(config).float().eval()
+
+
+def expert_modules(model):
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.endswith(".experts") and (hasattr(module, "gate_up_proj") or hasattr(module, "up_proj"))
+    ]
+
+
+def moe_parts(model):
+    """Returns the index of the layer with experts, its name and the name of the experts' module."""
+    found = expert_modules(model)
+    assert len(found) == 1, found
+    layer_name = re.match(r".*?layers\.\d+", found[0]).group()
+    return int(layer_name.rsplit(".", 1)[1]), layer_name, found[0]
+
+
+def block_names(model, layer_name, block_name):
+    """Names of the block's tensors in transformers' model."""
+    prefixes = [block_name + "."]
+    if block_name == layer_name:
+        prefixes = [layer_name + ".router.", layer_name + ".experts."]
+    prefixes.append(layer_name + ".shared_mlp.")
+    return [name for name in model.state_dict() if name.startswith(tuple(prefixes))]
+
+
+def rounded(values):
+    """Values that bf16 holds exactly, so that a loader may narrow them."""
+    return values.to(torch.bfloat16).float()
+
+
+def fill(model, names, experts_name, num_experts, generator):
+    """Draws the block's weights. Gains spread the scores, so that weights of a token differ clearly."""
+    state = model.state_dict()
+    experts = model.get_submodule(experts_name)
+    transposed = getattr(experts, "is_transposed", type(experts).__name__ == "Llama4TextExperts")
+    for name in names:
+        tensor = state[name]
+        draw = torch.randn(tensor.shape, generator=generator)
+        if name.endswith(".tid2eid"):
+            rows = [torch.randperm(num_experts, generator=generator) for _ in tensor]
+            tensor.copy_(torch.stack(rows)[:, : tensor.shape[1]])
+            continue
+        if tensor.dim() == 1 or "bias" in name:
+            draw = 0.1 * draw + (1.0 if "norm" in name or "scale" in name else 0.0)
+        else:
+            fan_in = tensor.shape[-2] if transposed and tensor.dim() == 3 else tensor.shape[-1]
+            draw = draw * (2.0 if ".gate." in name or ".router." in name else 1.0) / fan_in**0.5
+        tensor.copy_(rounded(draw))
+
+
+# Running
+
+
+def run(model, layer_name, block_name, experts_name, top_k, x, token_ids):
+    """Runs transformers' block on x and returns the tensors of `reference.safetensors`."""
+    layer, block = model.get_submodule(layer_name), model.get_submodule(block_name)
+    router = block.gate if hasattr(block, "gate") else block.router
+    seen = {}
+
+    def watch(key, module):
+        module.register_forward_hook(lambda _module, args, output: seen.update({key: (args, output)}))
+
+    watch("router", router)
+    watch("experts", model.get_submodule(experts_name))
+    if hasattr(router, "proj"):
+        watch("logits", router.proj)
+    with torch.no_grad():
+        if block is layer:
+            # Gemma 4 has no module for the block: its layer calls router and experts.
+            _, weights, idx = router(x)
+            out = block.experts(layer.pre_feedforward_layernorm_2(x), idx, weights)
+        else:
+            out = block(x[None]) if token_ids is None else block(x[None], token_ids[None])
+            out = out[0] if isinstance(out, tuple) else out
+            out = out.reshape(len(x), -1)
+            if getattr(layer, "shared_mlp", None) is not None:
+                out = out + layer.shared_mlp(x)
+    args, routed = seen["experts"]
+    if len(args) == 1:
+        # Llama 4 runs all experts on weighted rows.
+        scores, logits = seen["router"][1]
+        weights, idx = scores.topk(top_k, -1)
+        experts_x, routed = x, routed.view(scores.shape[1], len(x), -1).sum(0)
+    else:
+        experts_x, idx, weights = args
+        logits = seen["logits"][1] if "logits" in seen else seen["router"][1][0]
+    reference = dict(
+        x=x,
+        router_logits=logits,
+        topk_idx=idx.to(torch.int32),
+        topk_weights=weights,
+        routed_out=routed,
+        block_out=out,
+    )
+    if experts_x.shape != x.shape or not torch.equal(experts_x, x):
+        reference["experts_x"] = experts_x
+    if token_ids is not None:
+        reference["token_ids"] = token_ids.to(torch.int32)
+    return {k: v.detach().clone().contiguous() for k, v in reference.items()}
+
+
+def saved(model):
+    """Returns (tensors, config.json's text) of the whole model as transformers writes them."""
+    with tempfile.TemporaryDirectory() as tmp:
+        model.save_pretrained(tmp)
+        tensors = {}
+        for path in sorted(pathlib.Path(tmp).glob("*.safetensors")):
+            tensors.update(load_file(path))
+        config = json.loads((pathlib.Path(tmp) / "config.json").read_text())
+    return tensors, config
+
+
+# Checking and writing
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def by_expert(idx, weights):
+    """Experts and weights of each token in the order of the experts."""
+    idx, order = idx.sort(-1)
+    return idx, weights.gather(-1, order)
+
+
+def check_block(family, config, tensors, reference, layer):
+    """Compares the plain computation with the reference; returns the largest difference."""
+    block = PlainBlock(family, config, tensors, layer)
+    assert layer in block.moe_layers(), (layer, block.moe_layers())
+    experts_x, ids = reference.get("experts_x"), reference.get("token_ids")
+    idx, weights = reference["topk_idx"].long(), reference["topk_weights"]
+    inner = reference["x"] if experts_x is None else experts_x
+    routed = block.experts(inner, idx, weights)
+    worst = {"routed_out": difference(routed, reference["routed_out"])}
+
+    gemma = "input" in family["router"]
+    logits, own_idx, own_weights, _, out = block.block(reference["x"], experts_x if gemma else None, ids)
+    worst["router_logits"] = difference(logits, reference["router_logits"])
+    worst["block_out"] = difference(out, reference["block_out"])
+    (own_idx, own_weights), (idx, weights) = by_expert(own_idx, own_weights), by_expert(idx, weights)
+    assert torch.equal(own_idx, idx), (own_idx, idx)
+    worst["topk_weights"] = difference(own_weights, weights)
+    for key, found in worst.items():
+        assert found < TOLERANCE, (key, found)
+    unused = set(tensors) - block.used - block.expert_names()
+    assert not unused, ("not described", unused)
+    return max(worst.values())
+
+
+def write(directory, config, tensors, reference, model_type, layer):
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    metadata = dict(
+        model_type=model_type,
+        layer=str(layer),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+    )
+    save_file(reference, directory / "reference.safetensors", metadata=metadata)
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
+    (directory / "config.json").write_text(text + "\n")
+
+
+def make(name, family, settings, out):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    torch.manual_seed(0)
+    model = build(family, settings)
+    layer, layer_name, experts_name = moe_parts(model)
+    block_name = experts_name.rsplit(".", 1)[0]
+    names = block_names(model, layer_name, block_name)
+    hidden = model.config.get_text_config().hidden_size
+    reader = PlainBlock(family, model.config.to_dict(), {}, layer)
+    with torch.no_grad():
+        fill(model, names, experts_name, reader.num_experts, generator)
+    whole, config = saved(model)
+    state = model.state_dict()
+    kept = list(revert_weight_conversion(model, {n: state[n].clone() for n in names}))
+    if name in HUB_LAYOUTS:
+        whole, kept, config = HUB_LAYOUTS[name](whole, kept, config, generator)
+        model = reload(model, whole, config)
+
+    x = rounded(torch.randn(NUM_TOKENS, hidden, generator=generator))
+    token_ids = None
+    if reader.is_hash_layer():
+        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
+    reference = run(model, layer_name, block_name, experts_name, reader.top_k, x, token_ids)
+    tensors = {n: whole[n].contiguous() for n in kept}
+    finish(name, family, config, tensors, reference, layer, out)
+
+
+# Layouts of the Hub's files that transformers reads but does not write. Each function takes the whole
+# model's tensors, the names of the block and the configuration, and returns them changed.
+
+
+def reload(model, tensors, config):
+    """The model as transformers loads it from these files, dequantised to float32."""
+    quantised = {}
+    if "quantization_config" in config:
+        quantised["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        save_file(tensors, pathlib.Path(tmp) / "model.safetensors", metadata={"format": "pt"})
+        (pathlib.Path(tmp) / "config.json").write_text(json.dumps(config))
+        loaded, info = type(model).from_pretrained(
+            tmp,
+            dtype=torch.float32,
+            experts_implementation="eager",
+            attn_implementation="eager",
+            output_loading_info=True,
+            **quantised,
+        )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return loaded.eval()
+
+
+def kimi_names(tensors, kept, config, _generator):
+    """transformers 5.23 writes `blocks` for `layers` in the language model, too."""
+
+    def rename(name):
+        return name.replace("language_model.model.blocks.", "language_model.model.layers.")
+
+    return {rename(n): t for n, t in tensors.items()}, [rename(n) for n in kept], config
+
+
+def transposed_experts(tensors, kept, config, _generator):
+    tensors = {
+        n: t.transpose(1, 2).contiguous() if n in kept and t.dim() == 3 else t for n, t in tensors.items()
+    }
+    return tensors, kept, config
+
+
+def mxfp4_experts(tensors, kept, config, generator):
+    """Random 4-bit values and exponents; the experts' shapes with rows and columns exchanged."""
+    tensors = dict(tensors)
+    for name in [n for n in kept if n.endswith("_proj")]:
+        experts, cols, rows = tensors.pop(name).shape
+        shape = (experts, rows, cols // MXFP4_GROUP)
+        blocks = torch.randint(256, (*shape, MXFP4_GROUP // 2), generator=generator)
+        tensors[name + "_blocks"] = blocks.to(torch.uint8)
+        tensors[name + "_scales"] = torch.randint(120, 125, shape, generator=generator).to(torch.uint8)
+        kept = [n for n in kept if n != name] + [name + "_blocks", name + "_scales"]
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = dict(quant_method="mxfp4", modules_to_not_convert=skipped)
+    return tensors, kept, dict(config, quantization_config=quantization)
+
+
+HUB_LAYOUTS = {
+    "kimi_k25": kimi_names,
+    "gpt_oss-mxfp4": mxfp4_experts,
+    "qwen3_vl_moe-transposed": transposed_experts,
+}
+
+
+def finish(name, family, config, tensors, reference, layer, out):
+    for value in reference.values():
+        assert torch.isfinite(value).all()
+    worst = check_block(family, config, tensors, reference, layer)
+    directory = out / name
+    write(directory, config, tensors, reference, family["model_type"], layer)
+    file, stored = (load_file(directory / f"{part}.safetensors") for part in ("model", "reference"))
+    check_block(family, json.loads((directory / "config.json").read_text()), file, stored, layer)
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    used = reference["topk_idx"].unique().numel()
+    print(
+        f"{name}: layer {layer}, {len(tensors)} tensors, {size} bytes, differs by {worst:.1e}, "
+        f"experts used {used}"
+    )
+
+
+def main():
+    out, only = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    print("torch", torch.__version__, "transformers", transformers.__version__)
+    failed = []
+    for family in table().values():
+        check_table(family)
+        print(f"{family['folder']}: {check_layers(family)} rules for layers")
+    for name, family, settings in blocks():
+        if only and name not in only:
+            continue
+        try:
+            make(name, family, settings, out)
+        except Exception as error:  # every family is tried
+            print(f"{name}: NOT WRITTEN: {type(error).__name__}: {str(error)[:300]}")
+            failed.append(name)
+    sys.exit(f"not written: {failed}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+//! Settings of both sides.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::fallback::Fallback;
+use super::{DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT};
+#[cfg(feature = "test-transports")]
+use crate::backend::staged::Disorder;
+use crate::device::DeviceMemory;
+use crate::endpoint::TransportKind;
+use crate::network::Network;
+use crate::slot::SlotConfig;
+
+/// How to connect.
+#[derive(Debug, Clone)]
+pub struct ConnectConfig {
+    /// Slots to use. The listening side must have the same.
+    pub slot: SlotConfig,
+    /// Shared secret, if the listening side wants one.
+    pub ticket: Option<String>,
+    /// Transports to offer, the best first.
+    pub transports: Vec<TransportKind>,
+    /// Networks of this process, for the network kinds among `transports`.
+    pub networks: Vec<Arc<dyn Network>>,
+    /// Failures of offers with this peer so far. All connections to one peer should share it.
+    pub fallback: Fallback,
+    /// Memory for device slots beside the host slots. The listening side must want the same.
+    pub device: Option<Arc<dyn DeviceMemory>>,
+    /// Limit on the time of the whole handshake.
+    pub timeout: Duration,
+    /// Time after which a host that does not answer counts as gone.
+    pub liveness_timeout: Duration,
+    /// Delays and reordering of a staged transport. For tests.
+    #[cfg(feature = "test-transports")]
+    pub disorder: Option<Disorder>,
+}
+
+impl Default for ConnectConfig {
+    fn default() -> Self {
+        Self {
+            slot: SlotConfig::default(),
+            ticket: None,
+            transports: vec![TransportKind::Local, TransportKind::Shm],
+            networks: Vec::new(),
+            fallback: Fallback::default(),
+            device: None,
+            timeout: DEFAULT_HANDSHAKE_TIMEOUT,
+            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            #[cfg(feature = "test-transports")]
+            disorder: None,
+        }
+    }
+}
+
+/// How to listen.
+#[derive(Debug, Clone)]
+pub struct ListenerConfig {
+    /// Slots to use. Peers must have the same.
+    pub slot: SlotConfig,
+    /// Shared secret that peers must show; `None` admits every peer.
+    pub ticket: Option<String>,
+    /// Transports to offer.
+    pub transports: Vec<TransportKind>,
+    /// Networks of this process, for the network kinds among `transports`.
+    pub networks: Vec<Arc<dyn Network>>,
+    /// Memory for device slots beside the host slots. Peers must want the same.
+    pub device: Option<Arc<dyn DeviceMemory>>,
+    /// Limit on the time of a whole handshake.
+    pub handshake_timeout: Duration,
+    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one.
+    pub max_handshakes: usize,
+    /// Most peers connected at the same time.
+    pub max_peers: usize,
+    /// Time after which a host that does not answer counts as gone.
+    pub liveness_timeout: Duration,
+    /// Delays and reordering of a staged transport. For tests.
+    #[cfg(feature = "test-transports")]
+    pub disorder: Option<Disorder>,
+}
+
+impl Default for ListenerConfig {
+    fn default() -> Self {
+        Self {
+            slot: SlotConfig::default(),
+            ticket: None,
+            transports: vec![TransportKind::Local, TransportKind::Shm],
+            networks: Vec::new(),
+            device: None,
+            handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
+            max_handshakes: 1024,
+            max_peers: 4096,
+            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            #[cfg(feature = "test-transports")]
+            disorder: None,
+        }
+    }
+}
