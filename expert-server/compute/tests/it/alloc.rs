@@ -5,11 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use switchyard_expert_compute::{
-    ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
-    WeightDtype,
+    ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts,
 };
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 use test_support::allocations::PROCESS_ALLOCATIONS;
 use test_support::own_process::is_alone;
+
+use crate::formats::{FORMATS, random_weight};
 
 #[test]
 fn the_second_batch_allocates_nothing() {
@@ -18,20 +21,20 @@ fn the_second_batch_allocates_nothing() {
     }
     const HIDDEN: usize = 96;
     const INTER: usize = 64;
-    let matrix = |rows: usize, cols: usize| {
-        let bytes = WeightBytes::from(vec![0x3cu8; rows * cols * 2]);
-        Weight::new(WeightDtype::Bf16, rows, cols, bytes, Vec::new().into()).unwrap()
-    };
+    let mut rng = StdRng::seed_from_u64(7);
     let mut experts = LayerExperts::new(HIDDEN, INTER).unwrap();
-    for expert in 0..4 {
-        let (gate, up) = (matrix(INTER, HIDDEN), matrix(INTER, HIDDEN));
-        let weights = ExpertWeights { gate, up, down: matrix(HIDDEN, INTER) };
+    // As many experts as formats, so that no kernel has a first use later.
+    for (expert, format) in (0..).zip(FORMATS) {
+        let mut matrix = |rows, cols| random_weight(&mut rng, rows, cols, format).0;
+        let (gate, up) = (Some(matrix(INTER, HIDDEN)), matrix(INTER, HIDDEN));
+        let weights = ExpertWeights { gate, up, down: matrix(HIDDEN, INTER), biases: None };
         experts.insert(expert, Arc::new(weights)).unwrap();
     }
+    let num_experts = FORMATS.len() as u32;
     let x = vec![0.5; 20 * HIDDEN];
-    let entry_token: Vec<u32> = (0..4).flat_map(|_| 0..20).collect();
+    let entry_token: Vec<u32> = (0..num_experts).flat_map(|_| 0..20).collect();
     let entry_weight = vec![0.25; entry_token.len()];
-    let groups: Vec<ExpertGroup> = (0..4)
+    let groups: Vec<ExpertGroup> = (0..num_experts)
         .map(|expert| ExpertGroup { expert, begin: expert * 20, end: expert * 20 + 20 })
         .collect();
     let full = LayerBatch {

@@ -1,6 +1,7 @@
 //! Experts on CPUs: batches against an f64 reference, stores against transformers, allocations.
 
 mod alloc;
+mod formats;
 mod pool;
 mod store;
 

@@ -8,12 +8,15 @@ use std::sync::Arc;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use switchyard_expert_compute::{
-    ComputeError, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
-    WeightBytes, WeightDtype, WeightError,
+    Activation, ComputeError, ComputePool, ExpertArithmetic, ExpertBiases, ExpertGroup,
+    ExpertWeights, Isa, LayerBatch, LayerExperts, Weight, WeightBytes, WeightError, WeightFormat,
+    WeightScales, Weighting, gemm,
 };
 
+use crate::formats::{BF16, F16, F32, FORMATS, TestFormat, random_weight};
+
 #[test]
-fn agrees_with_f64_for_all_dtypes_and_shapes() {
+fn agrees_with_f64_for_all_formats_and_shapes() {
     let seed = seed();
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
@@ -21,9 +24,10 @@ fn agrees_with_f64_for_all_dtypes_and_shapes() {
         let mut pools: Vec<ComputePool> =
             [1, 2, 7].map(|threads| ComputePool::with_isa(threads, None, isa).unwrap()).into();
         for (hidden, inter) in SHAPES {
-            for dtype in DTYPES {
+            for format in FORMATS {
                 let num_experts = rng.random_range(1..9);
-                let layer = Layer::random(&mut rng, hidden, inter, num_experts, dtype);
+                let (hidden, inter) = format.round_up(hidden, inter);
+                let layer = Layer::random(&mut rng, hidden, inter, num_experts, format);
                 for num_tokens in [1, 2, 5, rng.random_range(6..40)] {
                     let batch = Batch::random(&mut rng, &layer, num_tokens);
                     let pool_idx = rng.random_range(0..pools.len());
@@ -31,7 +35,7 @@ fn agrees_with_f64_for_all_dtypes_and_shapes() {
                     poison(pool, &layer);
                     let out = batch.run(pool, &layer);
                     let context = format!(
-                        "{isa:?}, hidden {hidden}, inter {inter}, {dtype:?}, {num_tokens} tokens, \
+                        "{isa:?}, hidden {hidden}, inter {inter}, {format:?}, {num_tokens} tokens, \
                          {} threads",
                         pool.num_threads()
                     );
@@ -49,12 +53,12 @@ fn many_tokens_per_expert_agree_with_f64() {
     let mut rng = StdRng::seed_from_u64(seed);
     for isa in available() {
         let mut pool = ComputePool::with_isa(2, None, isa).unwrap();
-        for dtype in DTYPES {
+        for format in FORMATS {
             // More than one block of summed columns, and a scale block that ends early.
-            let layer = Layer::random(&mut rng, 1100, 70, 2, dtype);
-            let batch = Batch::random(&mut rng, &layer, 203);
+            let layer = Layer::random(&mut rng, 1100, 70, 2, format);
+            let batch = Batch::random(&mut rng, &layer, 83);
             let out = batch.run(&mut pool, &layer);
-            check(&batch.reference(&layer), &out, 1100, &format!("{isa:?}, {dtype:?}"));
+            check(&batch.reference(&layer), &out, 1100, &format!("{isa:?}, {format:?}"));
         }
     }
 }
@@ -64,7 +68,7 @@ fn batches_beyond_the_scratch_bound_run_in_rounds() {
     let seed = seed();
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
-    let layer = Layer::random(&mut rng, 4, 4096, 2, WeightDtype::Bf16);
+    let layer = Layer::random(&mut rng, 4, 4096, 2, &BF16);
     // 64 MiB of activations are 4096 rows of 4096. This batch takes more, and splits an expert.
     let mut batch = Batch::random(&mut rng, &layer, 4500);
     batch.route(|token| vec![(1, token as f32 * 1e-3), (0, 0.5)]);
@@ -79,7 +83,7 @@ fn the_result_does_not_depend_on_the_number_of_threads() {
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
     for isa in available() {
-        let layer = Layer::random(&mut rng, 300, 200, 6, WeightDtype::Bf16);
+        let layer = Layer::random(&mut rng, 300, 200, 6, &BF16);
         let batch = Batch::random(&mut rng, &layer, 33);
         let mut bits: Option<Vec<u32>> = None;
         for threads in [1, 2, 3, 8, 64] {
@@ -99,15 +103,15 @@ fn a_token_gets_the_same_bits_alone_and_in_a_batch() {
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
     for isa in available().into_iter().filter(|&isa| isa != Isa::Portable) {
-        for dtype in DTYPES {
-            let layer = Layer::random(&mut rng, 1500, 90, 4, dtype);
+        for format in FORMATS {
+            let layer = Layer::random(&mut rng, 1500, 90, 4, format);
             let batch = Batch::random(&mut rng, &layer, 50);
             let mut pool = ComputePool::with_isa(2, None, isa).unwrap();
             let together = batch.run(&mut pool, &layer);
             for token in [0, 7, 49] {
                 let alone = batch.only(token).run(&mut pool, &layer);
                 let expected = &together[token * 1500..(token + 1) * 1500];
-                assert!(to_bits(&alone) == to_bits(expected), "{isa:?}, {dtype:?}, token {token}");
+                assert!(to_bits(&alone) == to_bits(expected), "{isa:?}, {format:?}, token {token}");
             }
         }
     }
@@ -116,7 +120,7 @@ fn a_token_gets_the_same_bits_alone_and_in_a_batch() {
 #[test]
 fn empty_batches_and_masked_tokens_give_zeros() {
     let mut rng = StdRng::seed_from_u64(1);
-    let layer = Layer::random(&mut rng, 24, 16, 3, WeightDtype::F32);
+    let layer = Layer::random(&mut rng, 24, 16, 3, &F32);
     let mut pool = ComputePool::new(5, None).unwrap();
     let mut batch = Batch::random(&mut rng, &layer, 4);
 
@@ -142,7 +146,7 @@ fn empty_batches_and_masked_tokens_give_zeros() {
 #[test]
 fn a_token_may_visit_an_expert_twice_and_entries_between_groups_are_ignored() {
     let mut rng = StdRng::seed_from_u64(2);
-    let layer = Layer::random(&mut rng, 40, 24, 3, WeightDtype::F16);
+    let layer = Layer::random(&mut rng, 40, 24, 3, &F16);
     let mut pool = ComputePool::new(2, None).unwrap();
     let mut batch = Batch::random(&mut rng, &layer, 2);
     batch.entry_token = vec![0, 0, 1, 1, 0];
@@ -158,7 +162,7 @@ fn a_token_may_visit_an_expert_twice_and_entries_between_groups_are_ignored() {
 #[test]
 fn inconsistent_batches_are_refused() {
     let mut rng = StdRng::seed_from_u64(3);
-    let layer = Layer::random(&mut rng, 8, 8, 4, WeightDtype::F32);
+    let layer = Layer::random(&mut rng, 8, 8, 4, &F32);
     let mut pool = ComputePool::new(2, None).unwrap();
     let mut good = Batch::random(&mut rng, &layer, 3);
     good.route(|_| vec![(1, 1.0), (2, 1.0)]);
@@ -204,7 +208,7 @@ fn inconsistent_batches_are_refused() {
 #[test]
 fn the_caller_is_ticked_during_work_and_may_panic_in_it() {
     let mut rng = StdRng::seed_from_u64(4);
-    let layer = Layer::random(&mut rng, 512, 512, 4, WeightDtype::Bf16);
+    let layer = Layer::random(&mut rng, 512, 512, 4, &BF16);
     let batch = Batch::random(&mut rng, &layer, 64);
     for threads in [1, 3] {
         let mut pool = ComputePool::new(threads, None).unwrap();
@@ -230,46 +234,137 @@ fn the_caller_is_ticked_during_work_and_may_panic_in_it() {
 #[test]
 fn experts_come_and_go_without_disturbing_a_holder_of_the_old_set() {
     let mut rng = StdRng::seed_from_u64(5);
-    let layer = Layer::random(&mut rng, 16, 8, 3, WeightDtype::F32);
+    let layer = Layer::random(&mut rng, 16, 8, 3, &F32);
     let mut changed = layer.experts.clone();
     assert!(changed.remove(1).is_some());
     assert!(changed.remove(1).is_none() && changed.remove(77).is_none());
     assert_eq!(changed.ids().collect::<Vec<_>>(), [0, 2]);
     assert_eq!(layer.experts.ids().collect::<Vec<_>>(), [0, 1, 2]);
-    let other = Layer::random(&mut rng, 8, 16, 1, WeightDtype::F32);
+    let other = Layer::random(&mut rng, 8, 16, 1, &F32);
     let error = changed.insert(1, Arc::clone(other.experts.get(0).unwrap())).unwrap_err();
     assert!(matches!(error, WeightError::Shape { matrix: "gate", expert: 1, .. }), "{error}");
 }
 
 #[test]
+fn every_arithmetic_agrees_with_f64() {
+    let seed = seed();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let activations = [
+        Activation::SILU,
+        Activation::Swiglu { alpha: 1.0, limit: 0.7, offset: 0.0 },
+        Activation::Swiglu { alpha: 1.702, limit: 0.5, offset: 1.0 },
+        Activation::Gelu,
+        Activation::GeluTanh,
+        Activation::Relu,
+        Activation::Relu2,
+    ];
+    for isa in available() {
+        let mut pool = ComputePool::with_isa(2, None, isa).unwrap();
+        for activation in activations {
+            for weighting in [Weighting::Output, Weighting::Input] {
+                for has_biases in [false, true] {
+                    let arithmetic = ExpertArithmetic { activation, weighting };
+                    let format = &FORMATS[rng.random_range(0..FORMATS.len())];
+                    let layer = Layer::with_arithmetic(
+                        &mut rng,
+                        [90, 70],
+                        3,
+                        format,
+                        arithmetic,
+                        has_biases,
+                    );
+                    let batch = Batch::random(&mut rng, &layer, 19);
+                    poison(&mut pool, &layer);
+                    let out = batch.run(&mut pool, &layer);
+                    let context = format!("{isa:?}, {arithmetic:?}, biases {has_biases}, {format:?}");
+                    check(&batch.reference(&layer), &out, 90, &context);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_over_widened_weights_agree_with_f64() {
+    let seed = seed();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    for isa in available() {
+        let mut pool = ComputePool::with_isa(2, None, isa).unwrap().with_products(gemm);
+        for format in FORMATS {
+            let layer = Layer::random(&mut rng, 1100, 70, 2, format);
+            let batch = Batch::random(&mut rng, &layer, 11);
+            let out = batch.run(&mut pool, &layer);
+            check(&batch.reference(&layer), &out, 1100, &format!("{isa:?}, {format:?}"));
+        }
+    }
+}
+
+#[test]
 fn weights_that_do_not_fit_their_shape_are_refused() {
+    const FP8: WeightFormat = WeightFormat::F8E4m3 { block: [128, 128] };
+    const INT4: WeightFormat = WeightFormat::Int4 { group: 4, has_minima: true };
     let bytes = || WeightBytes::from(vec![0u8; 24]);
-    let new = |dtype, rows, cols, scales: usize| {
-        Weight::new(dtype, rows, cols, bytes(), vec![1.0; scales].into()).map(|_| ())
+    let new = |format, rows, cols, scales: Option<WeightScales>| {
+        Weight::new(format, rows, cols, bytes(), scales).map(|_| ())
     };
-    assert_eq!(new(WeightDtype::Bf16, 3, 4, 0), Ok(()));
-    assert_eq!(new(WeightDtype::F8E4m3, 6, 4, 1), Ok(()));
+    let ones = |num| Some(WeightScales::from(vec![1.0; num]));
+    assert_eq!(new(WeightFormat::Bf16, 3, 4, None), Ok(()));
+    assert_eq!(new(FP8, 6, 4, ones(1)), Ok(()));
     let size = |result| matches!(result, Err(WeightError::DataSize { found: 24, .. }));
-    assert!(size(new(WeightDtype::F32, 3, 4, 0)));
-    assert!(size(new(WeightDtype::F32, usize::MAX, usize::MAX, 0)));
+    assert!(size(new(WeightFormat::F32, 3, 4, None)));
+    assert!(size(new(WeightFormat::F32, usize::MAX, usize::MAX, None)));
+    assert!(size(new(INT4, usize::MAX, usize::MAX - 1, None)));
     let scale = |result| matches!(result, Err(WeightError::ScaleSize { .. }));
-    assert!(scale(new(WeightDtype::F8E4m3, 6, 4, 0)));
-    assert!(scale(new(WeightDtype::F16, 3, 4, 1)));
+    assert!(scale(new(FP8, 6, 4, None)));
+    assert!(scale(new(FP8, 6, 4, ones(2))));
+    assert!(scale(new(WeightFormat::F16, 3, 4, ones(1))));
+    assert!(scale(new(WeightFormat::F8E4m3 { block: [0, 4] }, 6, 4, ones(1))));
+    assert!(scale(new(INT4, 6, 8, ones(12))), "without minima");
+    let minima = |value| {
+        let mut minima = vec![0.5; 12];
+        minima[7] = value;
+        ones(12).map(|scales| WeightScales { minima: minima.into(), ..scales })
+    };
+    assert_eq!(new(INT4, 6, 8, minima(0.5)), Ok(()));
+    let error = new(INT4, 6, 8, minima(f32::INFINITY)).unwrap_err();
+    assert!(matches!(error, WeightError::ScaleNotFinite { idx: 7, .. }), "{error}");
+    let error = new(FP8, 6, 4, Some(vec![f32::NAN].into())).unwrap_err();
+    assert!(matches!(error, WeightError::ScaleNotFinite { idx: 0, .. }), "{error}");
+    let error = new(INT4, 16, 3, minima(0.5)).unwrap_err();
+    assert!(matches!(error, WeightError::OddRow { cols: 3, .. }), "{error}");
     for nan in [0x7f, 0xff] {
         let mut damaged = vec![0x7e; 24];
         damaged[17] = nan;
-        let scales = vec![1.0].into();
-        let error = Weight::new(WeightDtype::F8E4m3, 6, 4, damaged.into(), scales).unwrap_err();
+        let error = Weight::new(FP8, 6, 4, damaged.into(), ones(1)).unwrap_err();
         assert_eq!(error, WeightError::NotFinite { rows: 6, cols: 4, offset: 17 });
     }
     assert!(matches!(LayerExperts::new(0, 4), Err(WeightError::EmptyLayer { .. })));
 }
 
+#[test]
+fn gates_and_biases_that_do_not_fit_the_arithmetic_are_refused() {
+    let mut rng = StdRng::seed_from_u64(6);
+    let arithmetic =
+        ExpertArithmetic { activation: Activation::Relu2, ..ExpertArithmetic::SWIGLU };
+    let ungated = Layer::with_arithmetic(&mut rng, [8, 4], 1, &F32, arithmetic, true);
+    let gated = Layer::random(&mut rng, 8, 4, 1, &F32);
+    let expert = |layer: &Layer| Arc::clone(layer.experts.get(0).unwrap());
+    for (layer, other) in [(&ungated, &gated), (&gated, &ungated)] {
+        let error = layer.experts.clone().insert(1, expert(other)).unwrap_err();
+        assert!(matches!(error, WeightError::Gate { expert: 1, .. }), "{error}");
+    }
+    let mut weights = ExpertWeights::clone(&expert(&ungated));
+    weights.biases.as_mut().unwrap().down.pop();
+    let error = ungated.experts.clone().insert(1, Arc::new(weights)).unwrap_err();
+    let expected = WeightError::Bias { matrix: "down", expert: 1, found: 7, expected: 8 };
+    assert_eq!(error, expected);
+}
+
 /// Sizes around vector widths, scale blocks and blocks of summed columns.
 const SHAPES: [(usize, usize); 9] =
     [(1, 1), (7, 5), (16, 16), (33, 65), (130, 129), (256, 128), (1025, 31), (31, 1030), (515, 67)];
-const DTYPES: [WeightDtype; 4] =
-    [WeightDtype::Bf16, WeightDtype::F16, WeightDtype::F32, WeightDtype::F8E4m3];
 
 fn seed() -> u64 {
     match std::env::var("SWITCHYARD_TEST_SEED") {
@@ -306,77 +401,73 @@ impl Layer {
         hidden: usize,
         inter: usize,
         num_experts: usize,
-        dtype: WeightDtype,
+        format: &TestFormat,
     ) -> Self {
-        let mut experts = LayerExperts::new(hidden, inter).unwrap();
+        let arithmetic = ExpertArithmetic::SWIGLU;
+        Self::with_arithmetic(rng, [hidden, inter], num_experts, format, arithmetic, false)
+    }
+
+    fn with_arithmetic(
+        rng: &mut StdRng,
+        [hidden, inter]: [usize; 2],
+        num_experts: usize,
+        format: &TestFormat,
+        arithmetic: ExpertArithmetic,
+        has_biases: bool,
+    ) -> Self {
+        let mut experts =
+            LayerExperts::new(hidden, inter).unwrap().with_arithmetic(arithmetic);
+        let is_gated = arithmetic.activation.is_gated();
         let mut exact = Vec::new();
         for expert in 0..num_experts {
-            let (gate, exact_gate) = random_weight(rng, inter, hidden, dtype);
-            let (up, exact_up) = random_weight(rng, inter, hidden, dtype);
-            let (down, exact_down) = random_weight(rng, hidden, inter, dtype);
-            experts.insert(expert as u32, Arc::new(ExpertWeights { gate, up, down })).unwrap();
+            let (gate, exact_gate) = random_weight(rng, inter, hidden, format);
+            let (up, exact_up) = random_weight(rng, inter, hidden, format);
+            let (down, exact_down) = random_weight(rng, hidden, inter, format);
+            let mut bias = |len| (0..len).map(|_| rng.random_range(-0.5..0.5)).collect();
+            let biases = has_biases.then(|| ExpertBiases {
+                gate: bias(if is_gated { inter } else { 0 }),
+                up: bias(inter),
+                down: bias(hidden),
+            });
+            let weights = ExpertWeights { gate: is_gated.then_some(gate), up, down, biases };
+            experts.insert(expert as u32, Arc::new(weights)).unwrap();
             exact.push([exact_gate, exact_up, exact_down]);
         }
         Self { experts, exact, hidden, inter }
     }
 }
 
-fn random_weight(
-    rng: &mut StdRng,
-    rows: usize,
-    cols: usize,
-    dtype: WeightDtype,
-) -> (Weight, Vec<f64>) {
-    let blocks = cols.div_ceil(128);
-    let scales: Vec<f32> = match dtype {
-        WeightDtype::F8E4m3 => {
-            let num = rows.div_ceil(128) * blocks;
-            (0..num).map(|_| rng.random_range(0.5e-3..4e-3)).collect()
+/// The activation in f64.
+fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
+    let sigmoid = |v: f64| 1.0 / (1.0 + (-v).exp());
+    match activation {
+        Activation::Swiglu { alpha, limit, offset } => {
+            let [alpha, limit, offset] = [alpha, limit, offset].map(f64::from);
+            let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+            gate * sigmoid(alpha * gate) * (up + offset)
         }
-        _ => Vec::new(),
-    };
-    // An odd offset, because tensors in a checkpoint are not aligned.
-    let mut bytes = vec![0xffu8];
-    let mut exact = Vec::new();
-    for idx in 0..rows * cols {
-        let value: f32 = rng.random_range(-1.5..1.5) / (cols as f32).sqrt();
-        match dtype {
-            WeightDtype::Bf16 => {
-                let value = half::bf16::from_f32(value);
-                bytes.extend(value.to_le_bytes());
-                exact.push(value.to_f64());
-            }
-            WeightDtype::F16 => {
-                // Some are subnormal.
-                let value = if idx % 17 == 0 { value * 1e-5 } else { value };
-                let value = half::f16::from_f32(value);
-                bytes.extend(value.to_le_bytes());
-                exact.push(value.to_f64());
-            }
-            WeightDtype::F32 => {
-                bytes.extend(value.to_le_bytes());
-                exact.push(f64::from(value));
-            }
-            WeightDtype::F8E4m3 => {
-                let byte: u8 = rng.random_range(0..0x7f) | (rng.random::<u8>() & 0x80);
-                let scale = scales[idx / cols / 128 * blocks + idx % cols / 128];
-                bytes.push(byte);
-                exact.push(e4m3(byte) * f64::from(scale));
-            }
+        Activation::Gelu => gate * 0.5 * (1.0 + erf(gate / 2f64.sqrt())) * up,
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
+            gate * 0.5 * (1.0 + inner.tanh()) * up
         }
+        Activation::Relu => gate.max(0.0) * up,
+        Activation::Relu2 => up.max(0.0).powi(2),
     }
-    let data = WeightBytes::new(Arc::new(bytes), |bytes| &bytes[1..]);
-    (Weight::new(dtype, rows, cols, data, scales.into()).unwrap(), exact)
 }
 
-/// Converts a value by the definition of the format.
-fn e4m3(byte: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7) / 8.0);
-    let magnitude = match exponent {
-        0 => mantissa * 2f64.powi(-6),
-        _ => (1.0 + mantissa) * 2f64.powi(exponent - 7),
-    };
-    if byte & 0x80 != 0 { -magnitude } else { magnitude }
+/// By its Taylor series, which is exact enough up to 4.
+fn erf(v: f64) -> f64 {
+    if v.abs() > 4.0 {
+        return v.signum();
+    }
+    let (mut term, mut sum) = (v, v);
+    for n in 1..120 {
+        let n = f64::from(n);
+        term *= -v * v / n;
+        sum += term / (2.0 * n + 1.0);
+    }
+    sum * 2.0 / std::f64::consts::PI.sqrt()
 }
 
 #[derive(Clone, Default)]
@@ -461,24 +552,41 @@ impl Batch {
     fn reference(&self, layer: &Layer) -> Vec<f64> {
         let (hidden, inter) = (layer.hidden, layer.inter);
         let mut out = vec![0.0; self.x.len()];
+        let ExpertArithmetic { activation, weighting } = layer.experts.arithmetic();
         for group in &self.groups {
+            let Some(weights) = layer.experts.get(group.expert) else { continue };
+            let biases = weights.biases.as_ref();
+            let bias = |of: fn(&ExpertBiases) -> &Vec<f32>, row: usize| {
+                biases.map_or(0.0, |biases| f64::from(of(biases)[row]))
+            };
             for entry in group.begin as usize..group.end as usize {
                 let [gate, up, down] = &layer.exact[group.expert as usize];
                 let token = self.entry_token[entry] as usize;
-                let x: Vec<f64> =
-                    self.x[token * hidden..][..hidden].iter().map(|&v| v.into()).collect();
+                let factor = f64::from(self.entry_weight[entry]);
+                let (before, after) = match weighting {
+                    Weighting::Output => (1.0, factor),
+                    Weighting::Input => (factor, 1.0),
+                };
+                let x: Vec<f64> = self.x[token * hidden..][..hidden]
+                    .iter()
+                    .map(|&v| f64::from(v) * before)
+                    .collect();
                 let dot =
                     |row: &[f64], v: &[f64]| row.iter().zip(v).map(|(a, b)| a * b).sum::<f64>();
                 let h: Vec<f64> = (0..inter)
                     .map(|row| {
                         let range = row * hidden..(row + 1) * hidden;
-                        let gate = dot(&gate[range.clone()], &x);
-                        gate / (1.0 + (-gate).exp()) * dot(&up[range], &x)
+                        let up = dot(&up[range.clone()], &x) + bias(|b| &b.up, row);
+                        let gate = match activation.is_gated() {
+                            true => dot(&gate[range], &x) + bias(|b| &b.gate, row),
+                            false => 0.0,
+                        };
+                        activate(activation, gate, up)
                     })
                     .collect();
                 for (row, out) in out[token * hidden..][..hidden].iter_mut().enumerate() {
                     let y = dot(&down[row * inter..(row + 1) * inter], &h);
-                    *out += f64::from(self.entry_weight[entry]) * y;
+                    *out += after * (y + bias(|b| &b.down, row));
                 }
             }
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use checkpoint::{Checkpoint, TensorError, TensorFile};
+use checkpoint::{Checkpoint, DType, TensorError, TensorFile};
 use switchyard_expert_compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LoadError, LoadProgress, Residency,
 };
@@ -13,49 +13,74 @@ use switchyard_expert_compute::{
 #[test]
 fn loaded_blocks_agree_with_transformers() {
     let mut pool = ComputePool::new(2, None).unwrap();
-    for name in
-        ["mixtral", "qwen3-moe-plain-topk", "deepseek-v2-grouped", "deepseek-v3", "deepseek-v3-fp8"]
-    {
-        let dir = block_dir(name);
-        let reference = TensorFile::open(dir.join("reference.safetensors")).unwrap();
-        let read = |name: &str| reference.tensor(name).unwrap().to_f32().unwrap();
-        let (x, weights, expected) = (read("x"), read("topk_weights"), read("routed_out"));
-        let idx = reference.tensor("topk_idx").unwrap().to_i32().unwrap();
+    let dirs = folders("reference-blocks");
+    assert!(dirs.len() >= 5, "{dirs:?}");
+    for dir in dirs {
         for residency in [Residency::Mapped, Residency::Copied] {
             let (store, _) = load(&dir, residency);
-            let experts = store.layer(0).unwrap();
-            let top_k = store.checkpoint().config().top_k;
-            let mut entries: Vec<(i32, usize, f32)> = idx
-                .iter()
-                .zip(&weights)
-                .enumerate()
-                .map(|(i, (&e, &w))| (e, i / top_k, w))
-                .collect();
-            entries.sort_by_key(|&(expert, token, _)| (expert, token));
-            let entry_token: Vec<u32> = entries.iter().map(|e| e.1 as u32).collect();
-            let entry_weight: Vec<f32> = entries.iter().map(|e| e.2).collect();
-            let groups: Vec<ExpertGroup> = (0i32..)
-                .take(experts.len())
-                .map(|expert| ExpertGroup {
-                    expert: expert as u32,
-                    begin: entries.partition_point(|e| e.0 < expert) as u32,
-                    end: entries.partition_point(|e| e.0 <= expert) as u32,
-                })
-                .collect();
-            let batch = LayerBatch {
-                x: &x,
-                groups: &groups,
-                entry_token: &entry_token,
-                entry_weight: &entry_weight,
-            };
-            let mut out = vec![f32::NAN; x.len()];
-            pool.run(&experts, &batch, &mut out, &mut || {}).unwrap();
-            let largest = expected.iter().fold(0.0f32, |max, value| max.max(value.abs()));
-            for (found, expected) in out.iter().zip(&expected) {
-                let error = (found - expected).abs() / largest;
-                assert!(error < 1e-5, "{name}, {residency:?}: {found}, expected {expected}");
-            }
+            let block = Block::open(&dir, store.checkpoint());
+            let out = block.run(&mut pool, &store);
+            let context = format!("{}, {residency:?}", dir.display());
+            assert_close(&out, block.expected.iter().copied(), 1e-5, &context);
         }
+    }
+}
+
+/// The bytes that each library wrote, against the library's own weights and results.
+#[test]
+fn loaded_formats_agree_with_their_libraries() {
+    let mut pool = ComputePool::new(2, None).unwrap();
+    let mut refused: Vec<String> = Vec::new();
+    for dir in folders("reference-formats") {
+        let name = dir.file_name().unwrap().to_string_lossy().into_owned();
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        if let Err(error) = checkpoint.expert(0, 0) {
+            let error = error.to_string();
+            assert!(error.contains("reordered by activation"), "{name}: {error}");
+            refused.push(name);
+            continue;
+        }
+        check_dequantised(&dir, &checkpoint, &name);
+        for residency in [Residency::Mapped, Residency::Copied] {
+            let (store, _) = load(&dir, residency);
+            let block = Block::open(&dir, store.checkpoint());
+            let out = block.run(&mut pool, &store);
+            let context = format!("{name}, {residency:?}");
+            // The library rounds its weights to 16 bits.
+            assert_close(&out, block.expected.iter().copied(), 3e-2, &context);
+            assert_close(&out, block.in_f64(store.checkpoint()).into_iter(), 1e-5, &context);
+        }
+    }
+    // Files whose columns are reordered.
+    assert_eq!(
+        refused,
+        [
+            "ct-int4-g-idx",
+            "gptq-int4-desc-act",
+            "gptq-int8-asym-desc-act",
+            "gptq-v2-int4-desc-act"
+        ]
+    );
+}
+
+/// Compares expert 0 with the library's dequantised weights, in the library's type.
+fn check_dequantised(dir: &Path, checkpoint: &Checkpoint, name: &str) {
+    let reference = TensorFile::open(dir.join("reference.safetensors")).unwrap();
+    let tensors = checkpoint.expert(0, 0).unwrap();
+    for (view, matrix) in tensors.matrices().zip(["gate", "up", "down"]) {
+        let expected = reference.tensor(&format!("dequant.{matrix}")).unwrap();
+        let round = |value: f32| match expected.dtype {
+            DType::Bf16 => half::bf16::from_f32(value).to_f32(),
+            DType::F16 => half::f16::from_f32(value).to_f32(),
+            _ => value,
+        };
+        let ours: Vec<f32> = view.to_f32().into_iter().map(round).collect();
+        let theirs = expected.to_f32().unwrap();
+        assert_eq!(ours.len(), theirs.len());
+        // Zeros are equal whatever their sign.
+        let differing = ours.iter().zip(&theirs).filter(|(a, b)| a != b).count();
+        let first = ours.iter().zip(&theirs).find(|(a, b)| a != b);
+        assert_eq!(differing, 0, "{name}: {matrix}, {} differs, first {first:?}", view.format());
     }
 }
 
@@ -84,8 +109,9 @@ fn loading_reports_progress_and_changes_take_effect_for_new_readers_only() {
         assert_eq!(before.ids().collect::<Vec<_>>(), [2, 3, 7]);
         let expert = store.layer(0).unwrap().get(7).cloned().unwrap();
         let stored = checkpoint.expert(0, 7).unwrap();
-        assert_eq!(expert.up.data(), stored.up.tensor.data);
-        assert_eq!(expert.down.scales(), stored.down.scales.unwrap().to_f32());
+        assert_eq!(expert.up.codes(), &*stored.up.codes());
+        let (scales, expected) = (expert.down.scales().unwrap(), stored.down.scales().unwrap());
+        assert_eq!(scales.data.as_slice(), &*expected.data);
 
         let error = store.add(0, 12).unwrap_err();
         let source = TensorError::NoSuchExpert { expert: 12, num_experts: 12 };
@@ -121,6 +147,103 @@ fn batches_run_while_experts_come_and_go() {
     }
     changer.join().unwrap();
     assert_eq!(store.experts()[&0].len(), 8);
+}
+
+/// Routed tokens and the output of their experts.
+struct Block {
+    x: Vec<f32>,
+    /// Expert, token and factor, sorted.
+    entries: Vec<(u32, usize, f32)>,
+    expected: Vec<f32>,
+    num_experts: u32,
+}
+
+impl Block {
+    fn open(dir: &Path, checkpoint: &Checkpoint) -> Self {
+        let reference = TensorFile::open(dir.join("reference.safetensors")).unwrap();
+        let read = |name: &str| reference.tensor(name).unwrap().to_f32().unwrap();
+        let idx = reference.tensor("topk_idx").unwrap().to_i32().unwrap();
+        let top_k = checkpoint.config().top_k;
+        let mut entries: Vec<(u32, usize, f32)> = idx
+            .iter()
+            .zip(read("topk_weights"))
+            .enumerate()
+            .map(|(i, (&e, w))| (e as u32, i / top_k, w))
+            .collect();
+        entries.sort_by_key(|&(expert, token, _)| (expert, token));
+        let num_experts = checkpoint.config().num_experts;
+        Self { x: read("x"), entries, expected: read("routed_out"), num_experts }
+    }
+
+    fn run(&self, pool: &mut ComputePool, store: &ExpertStore) -> Vec<f32> {
+        let entry_token: Vec<u32> = self.entries.iter().map(|e| e.1 as u32).collect();
+        let entry_weight: Vec<f32> = self.entries.iter().map(|e| e.2).collect();
+        let groups: Vec<ExpertGroup> = (0..self.num_experts)
+            .map(|expert| ExpertGroup {
+                expert,
+                begin: self.entries.partition_point(|e| e.0 < expert) as u32,
+                end: self.entries.partition_point(|e| e.0 <= expert) as u32,
+            })
+            .collect();
+        let batch = LayerBatch {
+            x: &self.x,
+            groups: &groups,
+            entry_token: &entry_token,
+            entry_weight: &entry_weight,
+        };
+        let mut out = vec![f32::NAN; self.x.len()];
+        pool.run(&store.layer(0).unwrap(), &batch, &mut out, &mut || {}).unwrap();
+        out
+    }
+
+    /// The output over the checkpoint's dequantised weights, for experts with SwiGLU.
+    fn in_f64(&self, checkpoint: &Checkpoint) -> Vec<f32> {
+        let hidden = checkpoint.config().hidden;
+        let mut out = vec![0.0f64; self.x.len()];
+        let dot = |a: &[f32], b: &[f64]| -> f64 {
+            a.iter().zip(b).map(|(a, b)| f64::from(*a) * b).sum()
+        };
+        for expert in 0..self.num_experts {
+            let tensors = checkpoint.expert(0, expert).unwrap();
+            let [gate, up, down] =
+                [tensors.gate.as_ref().unwrap(), &tensors.up, &tensors.down].map(|w| w.to_f32());
+            for &(_, token, factor) in self.entries.iter().filter(|entry| entry.0 == expert) {
+                let x: Vec<f64> =
+                    self.x[token * hidden..][..hidden].iter().map(|&v| v.into()).collect();
+                let inner: Vec<f64> = gate
+                    .chunks(hidden)
+                    .zip(up.chunks(hidden))
+                    .map(|(gate, up)| {
+                        let gate = dot(gate, &x);
+                        gate / (1.0 + (-gate).exp()) * dot(up, &x)
+                    })
+                    .collect();
+                let rows = down.chunks(inner.len());
+                for (out, row) in out[token * hidden..][..hidden].iter_mut().zip(rows) {
+                    *out += f64::from(factor) * dot(row, &inner);
+                }
+            }
+        }
+        out.into_iter().map(|value| value as f32).collect()
+    }
+}
+
+fn assert_close(out: &[f32], expected: impl Iterator<Item = f32> + Clone, bound: f32, what: &str) {
+    let largest = expected.clone().fold(0.0f32, |max, value| max.max(value.abs()));
+    for (found, expected) in out.iter().zip(expected) {
+        let error = (found - expected).abs() / largest;
+        assert!(error < bound, "{what}: {found}, expected {expected}, largest {largest}");
+    }
+}
+
+/// The folders of reference data that hold a checkpoint.
+fn folders(kind: &str) -> Vec<PathBuf> {
+    let all = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data").join(kind);
+    let entries = std::fs::read_dir(all).unwrap().map(|entry| entry.unwrap().path());
+    let mut dirs: Vec<PathBuf> =
+        entries.filter(|dir| dir.join("reference.safetensors").is_file()).collect();
+    dirs.sort();
+    dirs
 }
 
 fn block_dir(name: &str) -> PathBuf {
