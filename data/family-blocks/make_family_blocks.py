@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Make one small MoE block per model family, with reference outputs from Hugging Face transformers.
 
-Usage: python3 make_family_blocks.py OUT_DIR [NAME …]     (needs torch, transformers 5.23, safetensors)
+Usage: python3 make_family_blocks.py OUT_DIR [--options] [NAME …]
+(needs torch, transformers 5.23, safetensors, scipy; `--options` tries many more configurations)
 
 For every family, OUT_DIR/<name>/ becomes a checkpoint that holds the tensors of one MoE layer only:
 
@@ -360,18 +361,15 @@ def check_layers(family):
 
     Every key is tried with every family: families ignore most of them. Returns the number of models.
     """
-    nested, checked = bool(family["config"]), 0
+    checked = 0
     base = without(SETTINGS[family["folder"]], *LAYER_KEYS - {"enable_moe_block"})
     for settings in LAYER_SETTINGS:
         text = mix(base, num_hidden_layers=5, **settings)
         if family["folder"] == "lfm2_moe":
             text["layer_types"] = ["full_attention"] * 5
-        if family["folder"] == "kimi_k25":
-            text["model_type"] = "kimi_k2"
-        config = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=text) if nested else text
-        config = dict(config, model_type=family["model_type"])
+        config = as_file(family, text)
         try:
-            found = CONFIG_MAPPING[family["model_type"]].from_dict(json.loads(json.dumps(config)))
+            found = CONFIG_MAPPING[family["model_type"]].from_dict(config)
             with torch.device("meta"):
                 model = getattr(transformers, family["architectures"][0])(found)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, StrictDataclassError) as error:
@@ -394,13 +392,18 @@ def check_layers(family):
 # Building
 
 
+def as_file(family, settings):
+    """`config.json` with these settings and no others."""
+    if family["folder"] == "kimi_k25":
+        settings = mix(settings, model_type="kimi_k2")
+    if family["config"]:
+        settings = mix(OTHER_CONFIGS.get(family["folder"], {}), text_config=settings)
+    return json.loads(json.dumps(mix(settings, model_type=family["model_type"])))
+
+
 def build(family, settings):
     """Returns transformers' model of these settings, float32, with random weights."""
-    if family["config"]:
-        settings = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=dict(settings))
-        if family["folder"] == "kimi_k25":
-            settings["text_config"]["model_type"] = family["text_model_type"]
-    config = CONFIG_MAPPING[family["model_type"]](**settings)
+    config = CONFIG_MAPPING[family["model_type"]].from_dict(as_file(family, settings))
     for part in (config, config.get_text_config()):
         part._experts_implementation = "eager"
         part._attn_implementation = "eager"
@@ -557,6 +560,17 @@ def check_block(family, config, tensors, reference, layer):
     return max(worst.values())
 
 
+def sort_metadata(path):
+    """safetensors writes the entries of `__metadata__` in random order."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length
+    path.write_bytes(data[:8] + text + data[8 + length :])
+
+
 def write(directory, config, tensors, reference, model_type, layer):
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -567,35 +581,104 @@ def write(directory, config, tensors, reference, model_type, layer):
         torch=torch.__version__,
     )
     save_file(reference, directory / "reference.safetensors", metadata=metadata)
+    sort_metadata(directory / "reference.safetensors")
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (directory / "config.json").write_text(text + "\n")
 
 
-def make(name, family, settings, out):
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def drawn(family, settings, seed):
+    """A model with drawn weights in its block; returns what the other functions need of it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     torch.manual_seed(0)
     model = build(family, settings)
     layer, layer_name, experts_name = moe_parts(model)
     block_name = experts_name.rsplit(".", 1)[0]
     names = block_names(model, layer_name, block_name)
-    hidden = model.config.get_text_config().hidden_size
     reader = PlainBlock(family, model.config.to_dict(), {}, layer)
     with torch.no_grad():
         fill(model, names, experts_name, reader.num_experts, generator)
-    whole, config = saved(model)
     state = model.state_dict()
-    kept = list(revert_weight_conversion(model, {n: state[n].clone() for n in names}))
+    tensors = revert_weight_conversion(model, {n: state[n].clone() for n in names})
+    return model, tensors, reader, (layer_name, block_name, experts_name), generator
+
+
+def reference_of(model, reader, parts, generator):
+    x = rounded(torch.randn(NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator))
+    token_ids = None
+    if reader.is_hash_layer():
+        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
+    return run(model, *parts, reader.top_k, x, token_ids)
+
+
+def make(name, family, settings, out):
+    model, block_tensors, reader, parts, generator = drawn(family, settings, name)
+    kept = list(block_tensors)
+    whole, config = saved(model)
     if name in HUB_LAYOUTS:
         whole, kept, config = HUB_LAYOUTS[name](whole, kept, config, generator)
         model = reload(model, whole, config)
 
-    x = rounded(torch.randn(NUM_TOKENS, hidden, generator=generator))
-    token_ids = None
-    if reader.is_hash_layer():
-        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
-    reference = run(model, layer_name, block_name, experts_name, reader.top_k, x, token_ids)
+    reference = reference_of(model, reader, parts, generator)
     tensors = {n: whole[n].contiguous() for n in kept}
-    finish(name, family, config, tensors, reference, layer, out)
+    finish(name, family, config, tensors, reference, reader.layer, out)
+
+
+OPTIONS = [
+    *(dict(norm_topk_prob=v) for v in (True, False)),
+    *(dict(moe_renormalize=v) for v in (True, False)),
+    *({key: 3.0} for key in ("routed_scaling_factor", "router_scaling_factor", "route_scale")),
+    dict(routed_scaling_factor=None),
+    *({key: 1} for key in ("n_group", "num_expert_group")),
+    *({key: 2} for key in ("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
+    *({key: 0} for key in ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
+    *(dict(shared_intermediate_size=v) for v in (0, 24)),
+    *({key: 3} for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")),
+    *(dict(hidden_act=v) for v in ("relu2", "gelu_pytorch_tanh")),
+    dict(hidden_activation="silu"),
+    dict(mlp_hidden_act="silu"),
+    *(dict(scoring_func=v) for v in ("sigmoid", "softmax")),
+    dict(score_func="softmax"),
+    dict(moe_router_activation_func="softmax"),
+    dict(route_norm=False),
+    dict(use_routing_bias=False),
+    dict(use_expert_bias=False),
+    dict(topk_method="noaux_tc"),
+    dict(moe_norm_min=2.0),
+    dict(moe_routed_scaling_factor=0.5),
+    dict(swiglu_limit=0.5),
+    dict(swiglu_alpha=2.0),
+    dict(dense_intermediate_size=36),
+    dict(num_experts=10),
+    dict(num_local_experts=10),
+    dict(n_routed_experts=10),
+    dict(moe_intermediate_size=22),
+    dict(rms_norm_eps=0.1),
+]
+
+
+def check_options(family):
+    """Tries every option with every family, without writing files. Returns the number of models."""
+    checked = 0
+    for options in OPTIONS:
+        settings = mix(SETTINGS[family["folder"]], options)
+        config = as_file(family, settings)
+        try:
+            model, tensors, reader, parts, generator = drawn(family, settings, family["folder"])
+            reference = reference_of(model, reader, parts, generator)
+        except (ValueError, TypeError, KeyError, RuntimeError, AssertionError, StrictDataclassError) as error:
+            print(f"  {family['folder']} {options}: transformers refuses: {type(error).__name__}: {str(error)[:90]!r}")
+            continue
+        except UnboundLocalError as error:
+            print(f"  {family['folder']} {options}: transformers fails: {error}")
+            continue
+        if family["folder"] in HUB_LAYOUTS:
+            tensors = kimi_names(tensors, [], config, generator)[0]
+        try:
+            check_block(family, config, tensors, reference, reader.layer)
+        except Exception as error:
+            print(f"  {family['folder']} {options}: TABLE IS WRONG: {type(error).__name__}: {str(error)[:200]}")
+        checked += 1
+    return checked
 
 
 # Layouts of the Hub's files that transformers reads but does not write. Each function takes the whole
@@ -677,12 +760,17 @@ def finish(name, family, config, tensors, reference, layer, out):
 
 
 def main():
-    out, only = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    arguments = [a for a in sys.argv[1:] if a != "--options"]
+    out, only = pathlib.Path(arguments[0]), arguments[1:]
     print("torch", torch.__version__, "transformers", transformers.__version__)
     failed = []
     for family in table().values():
+        if only and family["folder"] not in only:
+            continue
         check_table(family)
         print(f"{family['folder']}: {check_layers(family)} rules for layers")
+        if "--options" in sys.argv:
+            print(f"{family['folder']}: {check_options(family)} options")
     for name, family, settings in blocks():
         if only and name not in only:
             continue
