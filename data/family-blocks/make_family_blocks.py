@@ -653,6 +653,9 @@ OPTIONS = [
     dict(n_routed_experts=10),
     dict(moe_intermediate_size=22),
     dict(rms_norm_eps=0.1),
+    dict(mlp_bias=True),
+    dict(use_bias=True),
+    dict(moe_latent_size=24, mlp_bias=True),
 ]
 
 

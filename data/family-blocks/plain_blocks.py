@@ -54,6 +54,11 @@ class PlainBlock:
         self.used.add(name)
         return self.tensors[name].float()
 
+    def linear(self, name, x, bias=False, **numbers):
+        """A layer on one row or on many, with the bias beside the weight."""
+        out = x @ self.tensor(name, **numbers).T
+        return out + self.tensor(name.replace(".weight", ".bias"), **numbers) if bias else out
+
     # Which layers have experts
 
     def moe_layers(self):
@@ -202,7 +207,7 @@ class PlainBlock:
 
     def route_zaya(self, x):
         def linear(name, x):
-            return x @ self.tensor(f"mlp.gate.{name}.weight").T + self.tensor(f"mlp.gate.{name}.bias")
+            return self.linear(f"mlp.gate.{name}.weight", x, True)
 
         state, eps = linear("down_proj", x), self.setting(self.family["router"]["norm_eps"])
         norm = torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
@@ -256,9 +261,13 @@ class PlainBlock:
         """One expert, routed or shared, on one row."""
         family = family or self.family
         if names["form"] in ("per_expert", "separate"):
-            read = {k: self.tensor(v, expert=expert) for k, v in names.items() if k != "form"}
-            gate = read["gate"] @ x if "gate" in read else None
-            return read["down"] @ self.activation(gate, read["up"] @ x, family)
+            bias = expert is None and self.setting(self.family["shared"].get("bias_if", False))
+
+            def linear(part, x):
+                return self.linear(names[part], x, bias, expert=expert)
+
+            gate = linear("gate", x) if "gate" in names else None
+            return linear("down", self.activation(gate, linear("up", x), family))
         hidden = self.config["hidden_size"]
         if self.prefix + names["gate_up"] in self.tensors and self.tensors[self.prefix + names["gate_up"]].dim() == 2:
             gate_up, down = self.tensor(names["gate_up"]), self.tensor(names["down"])
@@ -314,7 +323,7 @@ class PlainBlock:
         latent = self.family.get("latent")
         if latent is None or self.setting(latent["width"]) is None:
             return x
-        return x @ self.tensor(latent[which]).T
+        return self.linear(latent[which], x, self.setting(latent["bias_if"]))
 
     def block(self, x, experts_x=None, token_ids=None):
         """The whole block; returns (logits, idx, weights, routed, out)."""

@@ -98,6 +98,8 @@ def shared(family):
     text = f"{names(shared['names'])}; {key(shared['count'])} × {key(shared['width_each'])}"
     if "gate" in shared:
         text += f"; × σ(`{shared['gate']}`)"
+    if "bias_if" in shared:
+        text += f"; biases if {key(shared['bias_if'])}"
     if "activation" in shared:
         text += f"; {key(shared['activation'])}"
     if "combine" in shared:
