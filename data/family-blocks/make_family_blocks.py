@@ -57,14 +57,20 @@ BASE = dict(
 )
 HEAD = dict(head_dim=16)
 LATENT = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    num_key_value_heads=4,
 )
-LINEAR = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2)
+LINEAR = dict(
+    linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2
+)
 INDEX = dict(index_topk=8, index_head_dim=16, index_n_heads=2)
 WIDTHS = dict(intermediate_size=40, moe_intermediate_size=20)
 SHARED = dict(shared_expert_intermediate_size=28)
 TOP_2 = dict(num_experts_per_tok=2)
-ONE_LAYER = dict(num_hidden_layers=1)
 
 
 def mix(*parts, **own):
@@ -93,29 +99,22 @@ SETTINGS = {
     "qwen3_vl_moe": mix(QWEN, HEAD, mlp_only_layers=[0]),
     "qwen3_5_moe": mix(without(QWEN, "intermediate_size"), HEAD, LINEAR, SHARED, num_hidden_layers=1),
     "mixtral": mix(LOCAL, num_hidden_layers=1),
-    "deepseek_v2": mix(
-        DEEPSEEK, topk_method="group_limited_greedy", n_shared_experts=2
-    ),
+    "deepseek_v2": mix(DEEPSEEK, topk_method="group_limited_greedy", n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
     "kimi_k25": DEEPSEEK,
     "deepseek_v32": mix(DEEPSEEK, INDEX),
-    "kimi_linear": mix(
-        KIMI, q_lora_rank=None, num_local_experts=8, linear_head_dim=8, linear_num_heads=2
-    ),
+    "kimi_linear": mix(KIMI, q_lora_rank=None, num_local_experts=8, linear_head_dim=8, linear_num_heads=2),
     "glm4_moe": mix(ROUTED_8, HEAD, n_shared_experts=1),
     "glm4_moe_lite": without(DEEPSEEK, "first_k_dense_replace"),
     "glm_moe_dsa": mix(DEEPSEEK, INDEX),
     "gpt_oss": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
-    "llama4": mix(
-        LOCAL, HEAD, intermediate_size_mlp=40, interleave_moe_layer_step=2, num_local_experts=4
-    ),
+    "llama4": mix(LOCAL, HEAD, intermediate_size_mlp=40, interleave_moe_layer_step=2, num_local_experts=4),
     "minimax": mix(LOCAL, HEAD, block_size=8, num_hidden_layers=1),
     "minimax_m2": mix(LOCAL, HEAD, num_hidden_layers=1),
     "olmoe": mix(without(QWEN, "moe_intermediate_size"), intermediate_size=20, num_hidden_layers=1),
     "flex_olmo": mix(
-        without(QWEN, "moe_intermediate_size"),
-        norm_topk_prob=True,
-        intermediate_size=20, num_hidden_layers=1),
+        without(QWEN, "moe_intermediate_size"), norm_topk_prob=True, intermediate_size=20, num_hidden_layers=1
+    ),
     "phimoe": mix(LOCAL, router_jitter_noise=0.2, num_hidden_layers=1),
     "granitemoe": mix(LOCAL, num_hidden_layers=1),
     "granitemoeshared": mix(LOCAL, shared_intermediate_size=28, num_hidden_layers=1),
@@ -124,14 +123,18 @@ SETTINGS = {
         shared_intermediate_size=28,
         layer_types=["full_attention"],
         mamba_n_heads=4,
-        mamba_d_state=8, num_hidden_layers=1),
+        mamba_d_state=8,
+        num_hidden_layers=1,
+    ),
     "dots1": mix(ROUTED_8, HEAD, n_shared_experts=1, first_k_dense_replace=1, norm_topk_prob=True),
     "ernie4_5_moe": mix(BASE, WIDTHS, moe_num_experts=6, moe_k=2, moe_num_shared_experts=2),
     "hunyuan_v1_moe": mix(
         without(LOCAL, "num_local_experts", "num_experts_per_tok"),
         HEAD,
         num_experts=6,
-        moe_topk=2, num_hidden_layers=1),
+        moe_topk=2,
+        num_hidden_layers=1,
+    ),
     "jamba": mix(
         without(QWEN, "moe_intermediate_size"),
         attn_layer_period=1,
@@ -139,9 +142,7 @@ SETTINGS = {
         use_mamba_kernels=False,
         intermediate_size=20,
     ),
-    "lfm2_moe": mix(
-        QWEN, num_dense_layers=1, layer_types=["full_attention"] * 2, routed_scaling_factor=1.5
-    ),
+    "lfm2_moe": mix(QWEN, num_dense_layers=1, layer_types=["full_attention"] * 2, routed_scaling_factor=1.5),
     "afmoe": mix(QWEN, HEAD, num_shared_experts=1, route_scale=1.5),
     "nemotron_h": mix(
         without(ROUTED_8, "num_hidden_layers"),
@@ -165,7 +166,9 @@ SETTINGS = {
         top_k_experts=2,
         enable_moe_block=True,
         hidden_size_per_layer_input=0,
-        global_head_dim=16, num_hidden_layers=1),
+        global_head_dim=16,
+        num_hidden_layers=1,
+    ),
     "solar_open": mix(ROUTED_8, HEAD, n_shared_experts=1, num_hidden_layers=1),
     "hy_v3": mix(QWEN, HEAD, num_shared_experts=1, router_scaling_factor=1.5),
     "laguna": mix(QWEN, HEAD, SHARED, moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=2.0),
@@ -179,7 +182,9 @@ SETTINGS = {
     "aria": mix(
         without(LOCAL, "num_local_experts", "num_experts_per_tok"),
         moe_num_experts=6,
-        moe_topk=2, num_hidden_layers=1),
+        moe_topk=2,
+        num_hidden_layers=1,
+    ),
     "deepseek_v4": mix(
         without(ROUTED_8, "n_group", "topk_group", "intermediate_size"),
         HEAD,
@@ -194,7 +199,9 @@ SETTINGS = {
         hc_mult=2,
         layer_types=["sliding_attention"],
         swiglu_limit=1.5,
-        num_key_value_heads=1, num_hidden_layers=1),
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+    ),
     "mistral4": DEEPSEEK,
     "minimax_m3_vl": mix(
         LOCAL,
@@ -219,10 +226,14 @@ SETTINGS = {
         n_routed_experts=6,
     ),
     "openai_privacy_filter": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
+    "glm4v_moe": mix(ROUTED_8, HEAD, n_shared_experts=1),
+    "granitemoe_swa": mix(LOCAL, shared_intermediate_size=28, num_hidden_layers=1),
     "zaya": mix(
         without(QWEN, "intermediate_size", "num_experts_per_tok"),
         HEAD,
-        router_hidden_size=16, num_hidden_layers=1),
+        router_hidden_size=16,
+        num_hidden_layers=1,
+    ),
 }
 for unused in ("n_group", "topk_group", "routed_scaling_factor"):
     SETTINGS["inkling"].pop(unused)
@@ -257,7 +268,17 @@ OTHER_CONFIGS = {
     ),
     "qwen3_5_moe": dict(
         vision_config=dict(
-            depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48, num_position_embeddings=16
+            depth=1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_heads=2,
+            out_hidden_size=48,
+            num_position_embeddings=16,
+        )
+    ),
+    "glm4v_moe": dict(
+        vision_config=dict(
+            depth=1, hidden_size=16, intermediate_size=16, out_hidden_size=48, num_heads=2, image_size=28
         )
     ),
     "kimi_k25": dict(
@@ -274,7 +295,9 @@ OTHER_CONFIGS = {
             projector_output_dim=16,
         )
     ),
-    "minimax_m3_vl": dict(vision_config=mix(TOWER, num_hidden_layers=1, image_size=28), projector_hidden_size=16),
+    "minimax_m3_vl": dict(
+        vision_config=mix(TOWER, num_hidden_layers=1, image_size=28), projector_hidden_size=16
+    ),
     "aria": dict(
         vision_config=mix(TOWER, model_type="idefics3_vision", num_hidden_layers=1, image_size=64),
         projector_patch_to_query_dict={4: 4},
@@ -381,7 +404,9 @@ def check_layers(family):
         assert described == actual, (family["folder"], settings, described, actual)
         if "hash" in family["router"]:
             hashed = [
-                int(re.search(r"layers\.(\d+)", n).group(1)) for n in model.state_dict() if n.endswith("tid2eid")
+                int(re.search(r"layers\.(\d+)", n).group(1))
+                for n in model.state_dict()
+                if n.endswith("tid2eid")
             ]
             own = [i for i in range(5) if PlainBlock(family, config, {}, i).is_hash_layer()]
             assert own == hashed, (settings, own, hashed)
@@ -632,7 +657,10 @@ OPTIONS = [
     *({key: 2} for key in ("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
     *({key: 0} for key in ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
     *(dict(shared_intermediate_size=v) for v in (0, 24)),
-    *({key: 3} for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")),
+    *(
+        {key: 3}
+        for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    ),
     *(dict(hidden_act=v) for v in ("relu2", "gelu_pytorch_tanh")),
     dict(hidden_activation="silu"),
     dict(mlp_hidden_act="silu"),
@@ -669,7 +697,9 @@ def check_options(family):
             model, tensors, reader, parts, generator = drawn(family, settings, family["folder"])
             reference = reference_of(model, reader, parts, generator)
         except (ValueError, TypeError, KeyError, RuntimeError, AssertionError, StrictDataclassError) as error:
-            print(f"  {family['folder']} {options}: transformers refuses: {type(error).__name__}: {str(error)[:90]!r}")
+            print(
+                f"  {family['folder']} {options}: transformers refuses: {type(error).__name__}: {str(error)[:90]!r}"
+            )
             continue
         except UnboundLocalError as error:
             print(f"  {family['folder']} {options}: transformers fails: {error}")
@@ -679,7 +709,9 @@ def check_options(family):
         try:
             check_block(family, config, tensors, reference, reader.layer)
         except Exception as error:
-            print(f"  {family['folder']} {options}: TABLE IS WRONG: {type(error).__name__}: {str(error)[:200]}")
+            print(
+                f"  {family['folder']} {options}: TABLE IS WRONG: {type(error).__name__}: {str(error)[:200]}"
+            )
         checked += 1
     return checked
 

@@ -269,7 +269,10 @@ class PlainBlock:
             gate = linear("gate", x) if "gate" in names else None
             return linear("down", self.activation(gate, linear("up", x), family))
         hidden = self.config["hidden_size"]
-        if self.prefix + names["gate_up"] in self.tensors and self.tensors[self.prefix + names["gate_up"]].dim() == 2:
+        if (
+            self.prefix + names["gate_up"] in self.tensors
+            and self.tensors[self.prefix + names["gate_up"]].dim() == 2
+        ):
             gate_up, down = self.tensor(names["gate_up"]), self.tensor(names["down"])
         else:
             gate_up = self.fused(names, "gate_up", 2 * self.width)[expert]

@@ -71,8 +71,14 @@ def router(family):
         parts.append(f"choice bias `{router['choice_bias']}`{condition}")
     if "groups" in router:
         groups = router["groups"]
-        condition = f" if `{groups['only_if']['keys'][0]}` = {groups['only_if']['value']}" if "only_if" in groups else ""
-        parts.append(f"best {key(groups['keep'])} of {key(groups['count'])} groups by {groups['score']}{condition}")
+        condition = (
+            f" if `{groups['only_if']['keys'][0]}` = {groups['only_if']['value']}"
+            if "only_if" in groups
+            else ""
+        )
+        parts.append(
+            f"best {key(groups['keep'])} of {key(groups['count'])} groups by {groups['score']}{condition}"
+        )
     for setting in ("logit_softcap", "jitter"):
         if setting in router:
             parts.append(f"{setting} {key(router[setting])}")
@@ -117,7 +123,9 @@ def main():
         model_type = f["model_type"] + (f" (keys in {nested})" if nested else "")
         classes = ", ".join(f["architectures"])
         settings = " | ".join(key(f[k]) for k in ("num_experts", "top_k", "expert_width"))
-        print(f"| {model_type} | {classes} | {settings} | {function(f)} | `{f['layer_prefix']}` {names(f['experts'])} |")
+        print(
+            f"| {model_type} | {classes} | {settings} | {function(f)} | `{f['layer_prefix']}` {names(f['experts'])} |"
+        )
     print()
     print("| model_type | layers with experts | router | shared expert |")
     print("| --- | --- | --- | --- |")
