@@ -194,7 +194,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "deepseek_v4",
         classes: &["DeepseekV4ForCausalLM"],
-        width: &["moe_intermediate_size", "intermediate_size"],
+        width: &["intermediate_size", "moe_intermediate_size"],
         activation: ActivationRule::Clamped { default: 10.0 },
         router: Some(RouterRule {
             scoring: Scoring::SqrtSoftplus,
