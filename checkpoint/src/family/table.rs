@@ -55,11 +55,8 @@ const PLAIN_SOFTMAX: RouterRule = RouterRule {
     softcap: None,
 };
 
-const SOFTMAX_OF_CHOSEN: RouterRule = RouterRule {
-    chosen_by: ChosenBy::Logits,
-    renormalise: Renormalise::Never,
-    ..PLAIN_SOFTMAX
-};
+const SOFTMAX_OF_CHOSEN: RouterRule =
+    RouterRule { chosen_by: ChosenBy::Logits, renormalise: Renormalise::Never, ..PLAIN_SOFTMAX };
 
 const DEEPSEEK_V2_ROUTER: RouterRule = RouterRule {
     scoring_key: Some("scoring_func"),
@@ -248,7 +245,12 @@ pub(super) static FAMILIES: &[Family] = &[
         router: Some(one_group(1.0)),
         ..DEEPSEEK_V3
     },
-    Family { model_type: "glm_moe_dsa", classes: &["GlmMoeDsaForCausalLM"], router: Some(one_group(2.5)), ..DEEPSEEK_V3 },
+    Family {
+        model_type: "glm_moe_dsa",
+        classes: &["GlmMoeDsaForCausalLM"],
+        router: Some(one_group(2.5)),
+        ..DEEPSEEK_V3
+    },
     Family {
         model_type: "glm5_next",
         activation: ActivationRule::Clamped { default: f32::INFINITY },

@@ -404,7 +404,8 @@ fn check_model(dir: &Path) -> Vec<Check> {
         Err(error) => return vec![unusable(error)],
     };
     if let Err(error) = checkpoint.check_experts() {
-        let remedy = "the folder must hold every routed expert; `switchyard inspect` lists what it holds";
+        let remedy =
+            "the folder must hold every routed expert; `switchyard inspect` lists what it holds";
         return vec![problem("model", Verdict::Fail, error.to_string(), remedy)];
     }
     let config = checkpoint.config();
