@@ -100,7 +100,9 @@ pub enum RouterConfigError {
     #[error("top_k is {top_k}, expected 1 to num_experts = {num_experts}")]
     TopK { top_k: usize, num_experts: usize },
     /// The sparse mixer chooses two experts without bias and groups.
-    #[error("the sparse mixer chooses 2 experts by their logits, expected no bias, groups or other top_k")]
+    #[error(
+        "the sparse mixer chooses 2 experts by their logits, expected no bias, groups or other top_k"
+    )]
     SparseMixer,
     /// A bias or groups need scores of all experts.
     #[error("experts are chosen by logits, expected no bias and no groups, which need scores")]
@@ -275,9 +277,14 @@ fn score(scoring: Scoring, logits: &[f32], scores: &mut [f32]) -> bool {
     match scoring {
         Scoring::Sigmoid => each(scores, |logit| 1.0 / (1.0 + (-logit).exp())),
         // As in torch, which takes softplus for the identity above 20.
-        Scoring::SqrtSoftplus => each(scores, |logit| {
-            if logit > 20.0 { logit.sqrt() } else { logit.exp().ln_1p().sqrt() }
-        }),
+        Scoring::SqrtSoftplus => {
+            each(
+                scores,
+                |logit| {
+                    if logit > 20.0 { logit.sqrt() } else { logit.exp().ln_1p().sqrt() }
+                },
+            )
+        }
         _ => softmax(logits, scores),
     }
 }

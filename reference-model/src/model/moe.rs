@@ -171,7 +171,9 @@ impl MoeBlock {
             shared
                 .forward(tensor)
                 .and_then(|y| match &self.shared_gate {
-                    Some(gate) => y.broadcast_mul(&candle_nn::ops::sigmoid(&gate.forward(tensor)?)?),
+                    Some(gate) => {
+                        y.broadcast_mul(&candle_nn::ops::sigmoid(&gate.forward(tensor)?)?)
+                    }
                     None => Ok(y),
                 })
                 .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
