@@ -32,8 +32,8 @@ pub enum BuildError {
     #[error("the placement table is not usable: {0}")]
     Placement(control_api::PlacementError),
     /// The placement table is for another model.
-    #[error("the placement is for model {found}, expected {expected}")]
-    ModelMismatch { found: String, expected: String },
+    #[error("the placement is for another model: {difference}")]
+    ModelMismatch { difference: String },
     /// The control plane's URL or token cannot be used.
     #[error(transparent)]
     Control(#[from] control_api::ConfigError),

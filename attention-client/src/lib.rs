@@ -6,7 +6,7 @@
 //!   memory. It retries on replicas when a server fails.
 //! * `DeviceClient` (feature `device`) does the same with tensors in GPU memory, without the processor on the data
 //!   path.
-//! * [`Router`] chooses experts and weights from gate logits, for several model families.
+//! * `Router` (feature `checkpoint`) chooses experts and weights from gate logits, for most model families.
 //! * [`ExpertBackend`] is the interface between a model and its experts. [`MoeClient`] implements it.
 //!
 //! How servers compute experts, and who decides where experts are, is no part of this crate.
@@ -15,7 +15,7 @@
 //!
 //! | feature | what it adds | what it links |
 //! |---|---|---|
-//! | `checkpoint` | [`ClientModel`] and [`Router`] from a checkpoint on disk | `switchyard-checkpoint` |
+//! | `checkpoint` | `Router`, and [`ClientModel`] from a checkpoint on disk | `switchyard-checkpoint` |
 //! | `device` | `DeviceClient` | `switchyard-kernels`, `switchyard-proxy` |
 //! | `cuda` | `device` with real GPUs; building needs `nvcc` | |
 //! | `emulated` | `device` with GPUs in software, for tests | |
@@ -54,6 +54,7 @@ mod error;
 mod fleet;
 pub mod metrics;
 mod model;
+#[cfg(feature = "checkpoint")]
 pub mod router;
 mod timing;
 
@@ -83,7 +84,8 @@ pub use error::{BuildError, ClientError, ErrorKind};
 pub use fleet::settings::OnMissingExpert;
 pub use fleet::shared::LayerObserver;
 pub use model::{ClientModel, ModelError};
-pub use router::{Router, RouterWorkspace};
+#[cfg(feature = "checkpoint")]
+pub use router::{Router, RouterConfig, RouterWorkspace};
 pub use timing::{LayerReport, LayerTiming};
 
 /// A named place where tests make the client wait or fail. Expands to nothing without the feature `failpoints`.

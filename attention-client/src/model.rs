@@ -12,7 +12,8 @@ use thiserror::Error;
 /// control plane with [`ClientModel::fetch`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientModel {
-    /// Sizes and fingerprint. A server refuses a client whose shape differs from its own.
+    /// Sizes and fingerprint. A server refuses a client whose shape differs from its own. With
+    /// [`ModelShape::UNKNOWN_FINGERPRINT`] any fleet of these sizes will do.
     pub shape: ModelShape,
     /// Architecture name, such as `qwen3_moe`.
     pub architecture: String,
@@ -44,19 +45,26 @@ pub enum ModelError {
 
 impl ClientModel {
     /// The model of a checkpoint.
+    ///
+    /// The fingerprint stays unknown unless the checkpoint holds every expert. Computing it reads at least 64 KiB of
+    /// each of their matrices.
     #[cfg(feature = "checkpoint")]
     #[must_use]
     pub fn of(checkpoint: &checkpoint::Checkpoint) -> Self {
         let config = checkpoint.config();
+        let fingerprint = match checkpoint.check_experts().and_then(|()| checkpoint.fingerprint()) {
+            Ok(fingerprint) => fingerprint.0,
+            Err(_) => ModelShape::UNKNOWN_FINGERPRINT,
+        };
         Self {
             shape: ModelShape {
-                fingerprint: checkpoint.fingerprint().0,
+                fingerprint,
                 hidden: config.hidden as u32,
                 num_layers: config.num_layers,
                 num_experts: config.num_experts,
                 top_k: config.top_k as u32,
             },
-            architecture: config.architecture.model_type().to_owned(),
+            architecture: config.family.model_type.to_owned(),
             moe_layers: config.moe_layers(),
         }
     }
@@ -117,7 +125,15 @@ impl ClientModel {
         Self::from_descriptor(&descriptor, num_layers)
     }
 
+    /// What differs between this model and that of a `fleet`, if anything. Fingerprints count if both are known.
+    #[must_use]
+    pub fn difference(&self, fleet: &ModelDescriptor) -> Option<String> {
+        difference(fleet, &self.descriptor())
+    }
+
     /// The descriptor of this model, as the control plane writes it.
+    ///
+    /// An unknown fingerprint is all zeros.
     #[must_use]
     pub fn descriptor(&self) -> ModelDescriptor {
         let hex = |byte: &u8| format!("{byte:02x}");
@@ -130,6 +146,37 @@ impl ClientModel {
             top_k: self.shape.top_k,
         }
     }
+}
+
+/// The difference between the model that a fleet serves and the one that a client expects, if there is one.
+pub(crate) fn difference(fleet: &ModelDescriptor, expected: &ModelDescriptor) -> Option<String> {
+    if fleet.fingerprint == expected.fingerprint {
+        return None;
+    }
+    let sizes = [
+        ("hidden size", fleet.hidden, expected.hidden),
+        ("number of experts", fleet.num_experts, expected.num_experts),
+        ("top-k", fleet.top_k, expected.top_k),
+    ];
+    if let Some((what, found, expected)) = sizes.into_iter().find(|(_, a, b)| a != b) {
+        return Some(format!("the {what} is {found}, expected {expected}"));
+    }
+    if fleet.moe_layers != expected.moe_layers {
+        let (found, expected) = (&fleet.moe_layers, &expected.moe_layers);
+        return Some(format!("the layers with experts are {found:?}, expected {expected:?}"));
+    }
+    if is_known(&expected.fingerprint) {
+        return Some(format!(
+            "the weights differ: their fingerprint is {}, expected {}",
+            fleet.fingerprint, expected.fingerprint
+        ));
+    }
+    None
+}
+
+/// Returns true unless the text is that of [`ModelShape::UNKNOWN_FINGERPRINT`].
+fn is_known(fingerprint: &str) -> bool {
+    fingerprint.bytes().any(|digit| digit != b'0')
 }
 
 fn parse_fingerprint<const N: usize>(text: &str) -> Result<[u8; N], ModelError> {
@@ -165,6 +212,19 @@ mod tests {
             moe_layers: vec![1, 2, 4],
         };
         assert_eq!(ClientModel::from_descriptor(&model.descriptor(), 5).unwrap(), model);
+        let fleet = model.descriptor();
+        let expected = ModelDescriptor { fingerprint: "00".repeat(32), ..fleet.clone() };
+        assert_eq!(difference(&fleet, &fleet), None);
+        assert_eq!(difference(&fleet, &expected), None);
+        for (change, word) in [
+            (ModelDescriptor { fingerprint: "11".repeat(32), ..fleet.clone() }, "weights"),
+            (ModelDescriptor { hidden: 65, ..expected.clone() }, "hidden"),
+            (ModelDescriptor { top_k: 3, ..expected.clone() }, "top-k"),
+            (ModelDescriptor { moe_layers: vec![1, 2], ..expected.clone() }, "layers"),
+        ] {
+            let found = difference(&fleet, &change).unwrap();
+            assert!(found.contains(word), "{found}");
+        }
         for found in ["", "12", &"é".repeat(32), &"g".repeat(64)] {
             let descriptor =
                 ModelDescriptor { fingerprint: found.to_owned(), ..model.descriptor() };

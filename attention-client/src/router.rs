@@ -1,46 +1,45 @@
 //! Routers choose the experts of each token, and their weights, from gate logits.
 //!
-//! Formulas, with `l` the logits of one token, `b` the correction bias, `s` the
-//! `routed_scaling_factor`; all arithmetic is f32:
+//! [`RouterConfig`] describes the rule; [`ModelConfig::router`](checkpoint::ModelConfig::router) gives that of a
+//! model. In formulas, with `l` the logits of one token (capped, if the rule caps them), `b` the bias for the choice,
+//! `s` the scale; all arithmetic is f32:
 //!
-//! | model | score | chosen by | weight |
-//! |---|---|---|---|
-//! | Qwen3-MoE, `norm_topk_prob` | `p = softmax(l)` | top-k of `p` | `p_i / sum_topk(p)` |
-//! | Qwen3-MoE otherwise | `p = softmax(l)` | top-k of `p` | `p_i` |
-//! | Mixtral | `p = softmax(l)` | top-k of `p` | `p_i / sum_topk(p)` |
-//! | DeepSeek-V2 `greedy` | `p = softmax(l)` | top-k of `p` | `s * p_i` |
-//! | DeepSeek-V2 `group_limited_greedy` | `p = softmax(l)` | top-k of `p` inside the `topk_group` groups with the highest maximum | `s * p_i` |
-//! | DeepSeek-V3 | `p = sigmoid(l)` | top-k of `p + b` inside the `topk_group` groups with the highest sum of their two best `p + b` | `s * p_i / (sum_topk(p) + 1e-20)`, or `s * p_i` without `norm_topk_prob` |
+//! | scoring | score `p` | weight |
+//! |---|---|---|
+//! | softmax | `softmax(l)` | `s * p_i` |
+//! | sigmoid | `1 / (1 + exp(-l))` | `s * p_i` |
+//! | sqrt-softplus | `sqrt(ln(1 + exp(l)))` | `s * p_i` |
+//! | normalised | one of these | `s * p_i / max(sum_topk(p) + epsilon, minimum)` |
+//! | chosen by logits | softmax over the chosen logits, or their sigmoid | as above |
+//! | sparse mixer | two softmaxes, each over the logits near the best one that is left | `p_i` |
 //!
-//! They are those of Hugging Face transformers 5: `Qwen2MoeTopKRouter` (which Qwen3-MoE
-//! inherits), `MixtralTopKRouter`, `DeepseekV2Moe` and `DeepseekV3`'s top-k router in
-//! `src/transformers/models/{qwen2_moe,mixtral,deepseek_v2,deepseek_v3}/modular_*.py`. Older
+//! The best `top_k` of `p + b` are chosen, inside the best groups if there are groups. A group counts as much as its
+//! best expert, or as the sum of its two best.
+//!
+//! The rules are those of Hugging Face transformers 5 (`src/transformers/models/*/modular_*.py`). Older
 //! releases of transformers fill the scores of DeepSeek-V3's excluded groups with 0.0. An excluded
 //! expert then wins when every biased score is negative. DeepSeek's own code and newer releases
 //! exclude them (transformers issue 45440), and so does this module.
 //!
 //! Equal scores are resolved in favour of the lowest expert index (and the lowest group index),
 //! so that a result never depends on the machine. `torch.topk` does not define the order of equal
-//! scores. Chosen experts are listed by descending score.
+//! scores. Chosen experts are listed by descending score, the sparse mixer's two in the order of choice. No token is
+//! dropped.
 
-mod config;
-
-#[cfg(feature = "checkpoint")]
-use checkpoint::{Architecture, ModelConfig, TopkMethod};
+use checkpoint::ConfigError;
 use thiserror::Error;
 
-pub use self::config::{
-    GroupScore, Groups, Normalisation, RouterConfig, RouterConfigError, Scoring,
-};
+pub use checkpoint::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
 
 /// Chooses `top_k` experts for every token.
 ///
 /// Immutable, so threads may share one. Scratch memory is in a [`RouterWorkspace`].
 ///
 /// ```
-/// use switchyard_attention_client::{Router, RouterWorkspace};
+/// use switchyard_attention_client::{Router, RouterConfig, RouterWorkspace};
 ///
-/// let router = Router::softmax(4, 2, true)?; // 4 experts, top-2, weights sum up to 1
+/// // 4 experts, top-2, weights sum up to 1
+/// let router = Router::new(RouterConfig::softmax(4, 2, true), Vec::new())?;
 /// let (mut topk_idx, mut topk_weights) = ([0; 2], [0.0; 2]);
 /// let logits = [0.1, 2.0, -1.0, 2.0];
 /// router.route(&logits, &mut RouterWorkspace::default(), &mut topk_idx, &mut topk_weights)?;
@@ -50,13 +49,15 @@ pub use self::config::{
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
-    /// `[num_experts]`, or empty when the router has no correction bias.
+    /// `[num_experts]`, or empty without a bias.
     bias: Vec<f32>,
 }
 
 /// Scratch memory of [`Router::route`]; sized on first use, then never reallocated.
 #[derive(Debug, Default)]
 pub struct RouterWorkspace {
+    /// Capped logits, `[num_experts]`; empty if nothing is capped.
+    capped: Vec<f32>,
     /// Scores for the choice, `[num_experts]`.
     choice: Vec<f32>,
     /// Scores for the weights, `[num_experts]`.
@@ -87,132 +88,59 @@ pub enum RouteError {
     NoEligibleExpert { token: usize },
 }
 
+/// An invalid [`RouterConfig`], or a model whose router is not computed here.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
+pub enum RouterConfigError {
+    /// The model's configuration has no rule that this library computes.
+    #[error(transparent)]
+    Model(#[from] ConfigError),
+    /// More experts per token than there are experts, or none.
+    #[error("top_k is {top_k}, expected 1 to num_experts = {num_experts}")]
+    TopK { top_k: usize, num_experts: usize },
+    /// The sparse mixer chooses two experts without bias and groups.
+    #[error(
+        "the sparse mixer chooses 2 experts by their logits, expected no bias, groups or other top_k"
+    )]
+    SparseMixer,
+    /// A bias or groups need scores of all experts.
+    #[error("experts are chosen by logits, expected no bias and no groups, which need scores")]
+    ChosenByLogits,
+    /// The groups do not divide the experts, or too many are to be kept.
+    #[error(
+        "{topk_groups} of {num_groups} groups over {num_experts} experts: the number of groups must divide the number of experts, and between 1 and all groups must be kept"
+    )]
+    Groups { topk_groups: usize, num_groups: usize, num_experts: usize },
+    /// The two best experts of a group are to be summed, but groups have one.
+    #[error(
+        "groups of {experts_per_group} expert(s), expected at least 2: groups are compared by their two best experts"
+    )]
+    GroupTooSmall { experts_per_group: usize },
+    /// The kept groups hold fewer experts than a token needs.
+    #[error("top_k is {top_k}, but the {topk_groups} kept group(s) hold {eligible} experts only")]
+    TooFewEligible { top_k: usize, topk_groups: usize, eligible: usize },
+    /// The bias does not fit.
+    #[error("the bias for the choice has {found} values, expected {expected}")]
+    BiasLength { found: usize, expected: usize },
+    /// A value of the configuration is NaN or infinite.
+    #[error("{what} is {value}, expected a finite number")]
+    NotFinite { what: &'static str, value: f32 },
+}
+
 impl Router {
-    /// A router with the given configuration and, if not empty, a correction `bias`
-    /// `[num_experts]` that is added to the scores for the choice but not for the weights.
+    /// A router with the given configuration and, if it has one, the `bias` `[num_experts]` for the choice
+    /// (`e_score_correction_bias`), else an empty one.
     pub fn new(config: RouterConfig, bias: Vec<f32>) -> Result<Self, RouterConfigError> {
-        config.validate()?;
-        if !bias.is_empty() && bias.len() != config.num_experts {
-            return Err(RouterConfigError::BiasLength {
-                found: bias.len(),
-                expected: config.num_experts,
-            });
+        validate(&config)?;
+        let expected = if config.has_bias { config.num_experts } else { 0 };
+        if bias.len() != expected {
+            return Err(RouterConfigError::BiasLength { found: bias.len(), expected });
         }
         if let Some(&value) = bias.iter().find(|b| !b.is_finite()) {
-            return Err(RouterConfigError::NotFinite { what: "the correction bias", value });
+            return Err(RouterConfigError::NotFinite { what: "the bias for the choice", value });
         }
         Ok(Self { config, bias })
-    }
-
-    /// The router of a model. `bias` is the layer's `e_score_correction_bias`, empty if it has none.
-    #[cfg(feature = "checkpoint")]
-    pub fn from_model(model: &ModelConfig, bias: Vec<f32>) -> Result<Self, RouterConfigError> {
-        let router = &model.router;
-        let scoring = match router.scoring {
-            checkpoint::Scoring::Softmax => Scoring::Softmax,
-            checkpoint::Scoring::Sigmoid => Scoring::Sigmoid,
-        };
-        if model.architecture == Architecture::DeepseekV2 && router.renormalise {
-            let architecture = model.architecture.class_name();
-            return Err(RouterConfigError::AmbiguousNormalisation { architecture });
-        }
-        let score = match router.topk_method {
-            TopkMethod::Greedy => None,
-            TopkMethod::GroupLimitedGreedy => Some(GroupScore::Max),
-            TopkMethod::NoAuxTc => Some(GroupScore::TopTwoSum),
-        };
-        let groups = score.filter(|_| router.topk_groups < router.num_groups).map(|score| Groups {
-            num_groups: router.num_groups,
-            topk_groups: router.topk_groups,
-            score,
-        });
-        let normalisation = match (router.renormalise, scoring) {
-            (false, _) => Normalisation::None,
-            (true, Scoring::Softmax) => Normalisation::Sum { epsilon: 0.0 },
-            (true, Scoring::Sigmoid) => Normalisation::Sum { epsilon: DEEPSEEK_V3_EPSILON },
-        };
-        let config = RouterConfig {
-            num_experts: model.num_experts as usize,
-            top_k: model.top_k,
-            scoring,
-            groups,
-            normalisation,
-            scale: router.routed_scaling_factor,
-        };
-        Self::new(config, bias)
-    }
-
-    /// Softmax and top-k, as in Qwen3-MoE (`renormalise` = `norm_topk_prob`) and Mixtral
-    /// (`renormalise` = true).
-    pub fn softmax(
-        num_experts: usize,
-        top_k: usize,
-        renormalise: bool,
-    ) -> Result<Self, RouterConfigError> {
-        let normalisation =
-            if renormalise { Normalisation::Sum { epsilon: 0.0 } } else { Normalisation::None };
-        let config = RouterConfig {
-            num_experts,
-            top_k,
-            scoring: Scoring::Softmax,
-            groups: None,
-            normalisation,
-            scale: 1.0,
-        };
-        Self::new(config, Vec::new())
-    }
-
-    /// DeepSeek-V2: softmax, `greedy` without `groups` (number, kept), `group_limited_greedy`
-    /// with them.
-    pub fn deepseek_v2(
-        num_experts: usize,
-        top_k: usize,
-        groups: Option<(usize, usize)>,
-        routed_scaling_factor: f32,
-    ) -> Result<Self, RouterConfigError> {
-        let config = RouterConfig {
-            num_experts,
-            top_k,
-            scoring: Scoring::Softmax,
-            groups: groups.map(|(num_groups, topk_groups)| Groups {
-                num_groups,
-                topk_groups,
-                score: GroupScore::Max,
-            }),
-            normalisation: Normalisation::None,
-            scale: routed_scaling_factor,
-        };
-        Self::new(config, Vec::new())
-    }
-
-    /// DeepSeek-V3: sigmoid scores, choice by biased scores within `groups` (number, kept).
-    /// `bias` is the tensor `e_score_correction_bias`.
-    pub fn deepseek_v3(
-        num_experts: usize,
-        top_k: usize,
-        groups: (usize, usize),
-        norm_topk_prob: bool,
-        routed_scaling_factor: f32,
-        bias: Vec<f32>,
-    ) -> Result<Self, RouterConfigError> {
-        let normalisation = if norm_topk_prob {
-            Normalisation::Sum { epsilon: DEEPSEEK_V3_EPSILON }
-        } else {
-            Normalisation::None
-        };
-        let config = RouterConfig {
-            num_experts,
-            top_k,
-            scoring: Scoring::Sigmoid,
-            groups: Some(Groups {
-                num_groups: groups.0,
-                topk_groups: groups.1,
-                score: GroupScore::TopTwoSum,
-            }),
-            normalisation,
-            scale: routed_scaling_factor,
-        };
-        Self::new(config, bias)
     }
 
     /// The router's configuration.
@@ -256,40 +184,50 @@ impl Router {
         idx: &mut [i32],
         weights: &mut [f32],
     ) -> Result<(), RouteError> {
-        let RouterWorkspace { choice, scores, groups, group_scores, best } = workspace;
+        let RouterWorkspace { capped, choice, scores, groups, group_scores, best } = workspace;
         if let Some(expert) = logits.iter().position(|l| l.is_nan() || *l == f32::INFINITY) {
             return Err(RouteError::BadLogit { token, expert, value: logits[expert] });
         }
-        match self.config.scoring {
-            Scoring::Softmax => softmax(logits, scores)
+        if let Some(cap) = self.config.softcap {
+            capped.clear();
+            capped.extend(logits.iter().map(|logit| cap * (logit / cap).tanh()));
+        }
+        let logits = if self.config.softcap.is_some() { &capped[..] } else { logits };
+        if let Scoring::SparseMixer { jitter } = self.config.scoring {
+            return sparse_mixer(logits, jitter, choice, idx, weights)
                 .then_some(())
-                .ok_or(RouteError::NoEligibleExpert { token })?,
-            Scoring::Sigmoid => {
-                for (score, logit) in scores.iter_mut().zip(logits) {
-                    *score = 1.0 / (1.0 + (-logit).exp());
+                .ok_or(RouteError::NoEligibleExpert { token });
+        }
+        let ineligible = || RouteError::NoEligibleExpert { token };
+        match self.config.chosen_by {
+            ChosenBy::Logits => {
+                top_k_of(logits.iter().copied(), idx, best);
+                score(self.config.scoring, best, weights).then_some(()).ok_or_else(ineligible)?;
+            }
+            ChosenBy::Scores => {
+                score(self.config.scoring, logits, scores).then_some(()).ok_or_else(ineligible)?;
+                choice.copy_from_slice(scores);
+                for (choice, bias) in choice.iter_mut().zip(&self.bias) {
+                    *choice += bias;
+                }
+                if let Some(config) = &self.config.groups {
+                    let size = choice.len() / config.num_groups;
+                    let score_of = |group: &[f32]| group_score(config.score, group);
+                    top_k_of(choice.chunks_exact(size).map(score_of), groups, group_scores);
+                    for (group, choice) in choice.chunks_exact_mut(size).enumerate() {
+                        if !groups.contains(&(group as i32)) {
+                            choice.fill(f32::NEG_INFINITY);
+                        }
+                    }
+                }
+                top_k_of(choice.iter().copied(), idx, best);
+                for (weight, &expert) in weights.iter_mut().zip(idx.iter()) {
+                    *weight = scores[expert as usize];
                 }
             }
         }
-        choice.copy_from_slice(scores);
-        for (choice, bias) in choice.iter_mut().zip(&self.bias) {
-            *choice += bias;
-        }
-        if let Some(config) = &self.config.groups {
-            let size = choice.len() / config.num_groups;
-            let score_of = |group: &[f32]| config.score.of(group);
-            top_k_of(choice.chunks_exact(size).map(score_of), groups, group_scores);
-            for (group, choice) in choice.chunks_exact_mut(size).enumerate() {
-                if !groups.contains(&(group as i32)) {
-                    choice.fill(f32::NEG_INFINITY);
-                }
-            }
-        }
-        top_k_of(choice.iter().copied(), idx, best);
-        for (weight, &expert) in weights.iter_mut().zip(idx.iter()) {
-            *weight = scores[expert as usize];
-        }
-        if let Normalisation::Sum { epsilon } = self.config.normalisation {
-            let sum = weights.iter().sum::<f32>() + epsilon;
+        if let Normalisation::Sum { epsilon, minimum } = self.config.normalisation {
+            let sum = (weights.iter().sum::<f32>() + epsilon).max(minimum);
             weights.iter_mut().for_each(|w| *w /= sum);
         }
         if self.config.scale != 1.0 {
@@ -299,21 +237,19 @@ impl Router {
     }
 }
 
-impl GroupScore {
-    fn of(self, group: &[f32]) -> f32 {
-        let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-        for &score in group {
-            if score > first {
-                second = first;
-                first = score;
-            } else if score > second {
-                second = score;
-            }
+fn group_score(kind: GroupScore, group: &[f32]) -> f32 {
+    let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+    for &score in group {
+        if score > first {
+            second = first;
+            first = score;
+        } else if score > second {
+            second = score;
         }
-        match self {
-            Self::Max => first,
-            Self::TopTwoSum => first + second,
-        }
+    }
+    match kind {
+        GroupScore::Max => first,
+        GroupScore::TopTwoSum => first + second,
     }
 }
 
@@ -330,6 +266,64 @@ impl RouterWorkspace {
 
 fn check_length(what: &'static str, found: usize, expected: usize) -> Result<(), RouteError> {
     if found == expected { Ok(()) } else { Err(RouteError::Length { what, found, expected }) }
+}
+
+/// Scores of `logits` into `scores`; false when every score is undefined.
+fn score(scoring: Scoring, logits: &[f32], scores: &mut [f32]) -> bool {
+    let each = |scores: &mut [f32], function: fn(f32) -> f32| {
+        scores.iter_mut().zip(logits).for_each(|(score, logit)| *score = function(*logit));
+        true
+    };
+    match scoring {
+        Scoring::Sigmoid => each(scores, |logit| 1.0 / (1.0 + (-logit).exp())),
+        // As in torch, which takes softplus for the identity above 20.
+        Scoring::SqrtSoftplus => {
+            each(
+                scores,
+                |logit| {
+                    if logit > 20.0 { logit.sqrt() } else { logit.exp().ln_1p().sqrt() }
+                },
+            )
+        }
+        _ => softmax(logits, scores),
+    }
+}
+
+/// PhiMoE's choice of two experts (`sparsemixer` of transformers, without its noise of training); false when every
+/// logit is -inf. `left` is scratch memory.
+fn sparse_mixer(
+    logits: &[f32],
+    jitter: f32,
+    left: &mut [f32],
+    idx: &mut [i32],
+    weights: &mut [f32],
+) -> bool {
+    left.copy_from_slice(logits);
+    for rank in 0..2 {
+        let (mut best, mut max) = (0, f32::NEG_INFINITY);
+        for (expert, &logit) in left.iter().enumerate() {
+            if logit > max {
+                (best, max) = (expert, logit);
+            }
+        }
+        if max == f32::NEG_INFINITY {
+            if rank == 1 {
+                // Only one expert is eligible: the lowest other one, without weight.
+                (idx[1], weights[1]) = (i32::from(idx[0] == 0), 0.0);
+            }
+            return rank == 1;
+        }
+        let is_near = |logit: f32| {
+            let distance = (max - logit) / logit.abs().max(max);
+            // A distance that is no number counts as near, as in torch.
+            !(distance > 2.0 * jitter)
+        };
+        let near = left.iter().zip(logits).filter(|(_, logit)| is_near(**logit));
+        let sum: f32 = near.map(|(left, _)| (left - max).exp()).sum();
+        (idx[rank], weights[rank]) = (best as i32, 1.0 / sum);
+        left[best] = f32::NEG_INFINITY;
+    }
+    true
 }
 
 /// Softmax of `logits` into `scores`; false when every logit is -inf.
@@ -371,4 +365,48 @@ fn top_k_of(scores: impl Iterator<Item = f32>, idx: &mut [i32], best: &mut [f32]
     }
 }
 
-const DEEPSEEK_V3_EPSILON: f32 = 1e-20;
+fn validate(config: &RouterConfig) -> Result<(), RouterConfigError> {
+    let &RouterConfig { num_experts, top_k, .. } = config;
+    // Expert indices travel as i32.
+    if top_k == 0 || top_k > num_experts || i32::try_from(num_experts).is_err() {
+        return Err(RouterConfigError::TopK { top_k, num_experts });
+    }
+    let needs_scores = config.has_bias || config.groups.is_some();
+    if matches!(config.scoring, Scoring::SparseMixer { .. }) && (top_k != 2 || needs_scores) {
+        return Err(RouterConfigError::SparseMixer);
+    }
+    if config.chosen_by == ChosenBy::Logits && needs_scores {
+        return Err(RouterConfigError::ChosenByLogits);
+    }
+    if let Some(Groups { num_groups, topk_groups, score }) = config.groups {
+        if num_groups == 0
+            || !num_experts.is_multiple_of(num_groups)
+            || topk_groups == 0
+            || topk_groups > num_groups
+        {
+            return Err(RouterConfigError::Groups { topk_groups, num_groups, num_experts });
+        }
+        let experts_per_group = num_experts / num_groups;
+        if score == GroupScore::TopTwoSum && experts_per_group < 2 {
+            return Err(RouterConfigError::GroupTooSmall { experts_per_group });
+        }
+        let eligible = topk_groups * experts_per_group;
+        if top_k > eligible {
+            return Err(RouterConfigError::TooFewEligible { top_k, topk_groups, eligible });
+        }
+    }
+    let (epsilon, minimum) = match config.normalisation {
+        Normalisation::None => (0.0, 0.0),
+        Normalisation::Sum { epsilon, minimum } => (epsilon, minimum),
+    };
+    let values = [
+        ("the scale", config.scale),
+        ("the epsilon", epsilon),
+        ("the least divisor", minimum),
+        ("the bound of the logits", config.softcap.unwrap_or(0.0)),
+    ];
+    match values.into_iter().find(|(_, value)| !value.is_finite()) {
+        Some((what, value)) => Err(RouterConfigError::NotFinite { what, value }),
+        None => Ok(()),
+    }
+}

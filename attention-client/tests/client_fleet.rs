@@ -285,7 +285,7 @@ fn another_model_is_refused_in_words() {
     model.shape.fingerprint[0] ^= 1;
     let mut table = fleet.table.clone();
     let error = MoeClient::builder(model.clone()).placement(table.clone()).slot(SMALL).build();
-    assert!(error.unwrap_err().to_string().contains("the placement is for model"));
+    assert!(error.unwrap_err().to_string().contains("the placement is for another model"));
     // A placement that lies: the servers themselves say no.
     table.model = Some(model.descriptor());
     let client = MoeClient::builder(model).placement(table).slot(SMALL).build().unwrap();

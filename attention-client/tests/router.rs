@@ -7,9 +7,53 @@ use seed::seeded;
 mod seed;
 
 use switchyard_attention_client::router::{
-    GroupScore, Groups, Normalisation, RouteError, Router, RouterConfig, RouterConfigError,
-    RouterWorkspace, Scoring,
+    ChosenBy, GroupScore, Groups, Normalisation, RouteError, Router, RouterConfig,
+    RouterConfigError, RouterWorkspace, Scoring,
 };
+
+fn softmax(experts: usize, top_k: usize, renormalise: bool) -> Result<Router, RouterConfigError> {
+    Router::new(RouterConfig::softmax(experts, top_k, renormalise), Vec::new())
+}
+
+/// Softmax, the best `groups` (number, kept) by their best expert, scaled.
+fn deepseek_v2(
+    experts: usize,
+    top_k: usize,
+    groups: Option<(usize, usize)>,
+    scale: f32,
+) -> Result<Router, RouterConfigError> {
+    let groups = groups.map(|(num_groups, topk_groups)| Groups {
+        num_groups,
+        topk_groups,
+        score: GroupScore::Max,
+    });
+    let config = RouterConfig { groups, scale, ..RouterConfig::softmax(experts, top_k, false) };
+    Router::new(config, Vec::new())
+}
+
+/// Sigmoid, bias, the best `groups` (number, kept) by their two best experts, scaled.
+fn deepseek_v3(
+    experts: usize,
+    top_k: usize,
+    groups: (usize, usize),
+    renormalise: bool,
+    scale: f32,
+    bias: Vec<f32>,
+) -> Result<Router, RouterConfigError> {
+    let (num_groups, topk_groups) = groups;
+    let config = RouterConfig {
+        scoring: Scoring::Sigmoid,
+        has_bias: !bias.is_empty(),
+        groups: Some(Groups { num_groups, topk_groups, score: GroupScore::TopTwoSum }),
+        normalisation: match renormalise {
+            true => Normalisation::Sum { epsilon: 1e-20, minimum: 0.0 },
+            false => Normalisation::None,
+        },
+        scale,
+        ..RouterConfig::softmax(experts, top_k, false)
+    };
+    Router::new(config, bias)
+}
 
 /// Scores this close may be ordered either way by f32 and f64 arithmetic.
 const TIE: f64 = 1e-6;
@@ -33,6 +77,12 @@ fn naive(config: &RouterConfig, bias: &[f32], logits: &[f32]) -> Naive {
             exp.iter().map(|e| e / sum).collect()
         }
         Scoring::Sigmoid => logits.iter().map(|&l| 1.0 / (1.0 + (-l as f64).exp())).collect(),
+        Scoring::SqrtSoftplus => logits
+            .iter()
+            .map(|&l| (l as f64).max(0.0) + (-(l as f64).abs()).exp().ln_1p())
+            .map(f64::sqrt)
+            .collect(),
+        other => panic!("{other:?}"),
     };
     let mut choice: Vec<f64> =
         (0..scores.len()).map(|e| scores[e] + bias.get(e).map_or(0.0, |&b| b as f64)).collect();
@@ -97,7 +147,9 @@ fn check_against_naive(router: &Router, bias: &[f32], logits: &[f32], exact_ties
             let expected = f64::from(config.scale)
                 * match config.normalisation {
                     Normalisation::None => score,
-                    Normalisation::Sum { epsilon } => score / (sum + f64::from(epsilon)),
+                    Normalisation::Sum { epsilon, minimum } => {
+                        score / (sum + f64::from(epsilon)).max(f64::from(minimum))
+                    }
                 };
             let tolerance = 1e-5 * expected.abs().max(1e-3);
             assert!((f64::from(weight) - expected).abs() <= tolerance, "{weight} {expected}");
@@ -113,17 +165,24 @@ fn routers(rng: &mut StdRng) -> Vec<(Router, Vec<f32>)> {
     let top_k = rng.random_range(1..=8);
     let plain = |r: Result<Router, RouterConfigError>| (r.unwrap(), Vec::new());
     let v3 = |norm, bias: &Vec<f32>| {
-        (Router::deepseek_v3(32, top_k, (8, 4), norm, 2.5, bias.clone()).unwrap(), bias.clone())
+        (deepseek_v3(32, top_k, (8, 4), norm, 2.5, bias.clone()).unwrap(), bias.clone())
     };
+    let normalised = RouterConfig { has_bias: true, ..RouterConfig::softmax(32, top_k, true) };
+    let with_bias = |config| (Router::new(config, bias.clone()).unwrap(), bias.clone());
     vec![
-        plain(Router::softmax(32, top_k, true)),
-        plain(Router::softmax(32, top_k, false)),
-        plain(Router::deepseek_v2(32, top_k, None, 1.0)),
-        plain(Router::deepseek_v2(32, top_k, Some((8, 3)), 16.0)),
+        plain(softmax(32, top_k, true)),
+        plain(softmax(32, top_k, false)),
+        plain(deepseek_v2(32, top_k, None, 1.0)),
+        plain(deepseek_v2(32, top_k, Some((8, 3)), 16.0)),
         v3(true, &bias),
         v3(false, &bias),
         v3(true, &low),
-        plain(Router::deepseek_v3(32, top_k, (1, 1), true, 1.0, Vec::new())),
+        plain(deepseek_v3(32, top_k, (1, 1), true, 1.0, Vec::new())),
+        with_bias(RouterConfig { scoring: Scoring::SqrtSoftplus, scale: 1.5, ..normalised }),
+        with_bias(RouterConfig {
+            normalisation: Normalisation::Sum { epsilon: 0.0, minimum: 0.7 },
+            ..normalised
+        }),
     ]
 }
 
@@ -147,7 +206,8 @@ fn equal_scores_go_to_the_lowest_index() {
         // Three distinct logits over 32 experts: every row is full of exact ties.
         let logits: Vec<f32> = (0..5 * 32).map(|_| rng.random_range(0..3) as f32).collect();
         for (router, _) in routers(&mut rng) {
-            let router = Router::new(*router.config(), Vec::new()).unwrap();
+            let config = RouterConfig { has_bias: false, ..*router.config() };
+            let router = Router::new(config, Vec::new()).unwrap();
             check_against_naive(&router, &[], &logits, true);
         }
     }
@@ -155,11 +215,11 @@ fn equal_scores_go_to_the_lowest_index() {
 
 #[test]
 fn an_all_equal_row_takes_the_first_experts_evenly() {
-    let router = Router::softmax(16, 4, true).unwrap();
+    let router = softmax(16, 4, true).unwrap();
     let (idx, weights) = route(&router, &[0.25; 32]).unwrap();
     assert_eq!(idx, [0, 1, 2, 3, 0, 1, 2, 3]);
     assert_eq!(weights, [0.25; 8]);
-    let router = Router::deepseek_v3(16, 4, (4, 2), true, 2.0, vec![0.5; 16]).unwrap();
+    let router = deepseek_v3(16, 4, (4, 2), true, 2.0, vec![0.5; 16]).unwrap();
     let (idx, weights) = route(&router, &[-1.0; 16]).unwrap();
     assert_eq!(idx, [0, 1, 2, 3]);
     assert!(weights.iter().all(|w| (w - 0.5).abs() < 1e-6), "{weights:?}");
@@ -168,7 +228,7 @@ fn an_all_equal_row_takes_the_first_experts_evenly() {
 #[test]
 fn minus_infinity_is_chosen_last_with_weight_zero() {
     let inf = f32::NEG_INFINITY;
-    let router = Router::softmax(6, 3, true).unwrap();
+    let router = softmax(6, 3, true).unwrap();
     let (idx, weights) = route(&router, &[inf, 1.0, inf, inf, 1.0, inf]).unwrap();
     assert_eq!(idx, [1, 4, 0]);
     assert_eq!(weights, [0.5, 0.5, 0.0]);
@@ -177,7 +237,7 @@ fn minus_infinity_is_chosen_last_with_weight_zero() {
         Err(RouteError::NoEligibleExpert { token: 1 })
     );
     // A sigmoid of -inf is an honest zero, and the epsilon keeps the weights finite.
-    let router = Router::deepseek_v3(6, 3, (3, 2), true, 2.5, Vec::new()).unwrap();
+    let router = deepseek_v3(6, 3, (3, 2), true, 2.5, Vec::new()).unwrap();
     assert_eq!(route(&router, &[inf; 6]).unwrap(), (vec![0, 1, 2], vec![0.0; 3]));
 }
 
@@ -208,8 +268,69 @@ fn extreme_finite_logits_stay_finite() {
 }
 
 #[test]
+fn only_the_chosen_logits_get_scores_if_logits_choose() {
+    let by_logits =
+        RouterConfig { chosen_by: ChosenBy::Logits, ..RouterConfig::softmax(4, 2, false) };
+    let router = Router::new(by_logits, Vec::new()).unwrap();
+    let inf = f32::NEG_INFINITY;
+    assert_eq!(
+        route(&router, &[1.0, 5.0, 3.0, 5.0, inf, inf, 2.0, inf]).unwrap(),
+        (vec![1, 3, 2, 0], vec![0.5, 0.5, 1.0, 0.0])
+    );
+    let sigmoid = RouterConfig { scoring: Scoring::Sigmoid, ..by_logits };
+    let router = Router::new(sigmoid, Vec::new()).unwrap();
+    // Sigmoids of 30 and 40 are equal in f32, logits are not.
+    assert_eq!(route(&router, &[30.0, 0.0, 40.0, -1.0]).unwrap().0, [2, 0]);
+    for wrong in [
+        RouterConfig { has_bias: true, ..by_logits },
+        RouterConfig {
+            groups: Some(Groups { num_groups: 2, topk_groups: 1, score: GroupScore::Max }),
+            ..by_logits
+        },
+    ] {
+        let error = Router::new(wrong, Vec::new()).unwrap_err();
+        assert_eq!(error, RouterConfigError::ChosenByLogits);
+    }
+}
+
+#[test]
+fn the_sparse_mixer_takes_two_experts_one_after_the_other() {
+    let sparse = RouterConfig {
+        scoring: Scoring::SparseMixer { jitter: 0.01 },
+        ..RouterConfig::softmax(4, 2, false)
+    };
+    let router = Router::new(sparse, Vec::new()).unwrap();
+    // Expert 3 is within 2 % of expert 0, and shares its softmax; expert 2 is alone after them.
+    let (idx, weights) = route(&router, &[2.0, -5.0, 1.0, 1.99]).unwrap();
+    assert_eq!(idx, [0, 3]);
+    let first = 1.0 / (1.0 + (-0.01f32).exp());
+    assert!((weights[0] - first).abs() < 1e-6 && weights[1] == 1.0, "{weights:?}");
+    let inf = f32::NEG_INFINITY;
+    assert_eq!(route(&router, &[0.0; 4]).unwrap(), (vec![0, 1], vec![0.25, 1.0 / 3.0]));
+    assert_eq!(route(&router, &[inf, 1.0, inf, inf]).unwrap(), (vec![1, 0], vec![1.0, 0.0]));
+    assert_eq!(route(&router, &[1.0, inf, inf, inf]).unwrap(), (vec![0, 1], vec![1.0, 0.0]));
+    assert_eq!(route(&router, &[inf; 4]), Err(RouteError::NoEligibleExpert { token: 0 }));
+    let error = Router::new(RouterConfig { top_k: 3, ..sparse }, Vec::new()).unwrap_err();
+    assert_eq!(error, RouterConfigError::SparseMixer);
+}
+
+#[test]
+fn capped_logits_never_exceed_the_bound() {
+    let capped = RouterConfig {
+        softcap: Some(2.0),
+        scoring: Scoring::Sigmoid,
+        ..RouterConfig::softmax(2, 2, false)
+    };
+    let router = Router::new(capped, Vec::new()).unwrap();
+    let (idx, weights) = route(&router, &[1e9, 0.0]).unwrap();
+    assert_eq!(idx, [0, 1]);
+    assert!((weights[0] - 1.0 / (1.0 + (-2.0f32).exp())).abs() < 1e-6, "{weights:?}");
+    assert_eq!(weights[1], 0.5);
+}
+
+#[test]
 fn slices_of_the_wrong_length_are_errors() {
-    let router = Router::softmax(4, 2, true).unwrap();
+    let router = softmax(4, 2, true).unwrap();
     let mut workspace = RouterWorkspace::default();
     let mut call = |logits: usize, idx: usize, weights: usize| {
         router.route(&vec![0.0; logits], &mut workspace, &mut vec![0; idx], &mut vec![0.0; weights])
@@ -226,10 +347,10 @@ fn slices_of_the_wrong_length_are_errors() {
 fn impossible_configurations_are_refused() {
     use RouterConfigError as E;
     let v3 = |experts, top_k, groups, bias| {
-        Router::deepseek_v3(experts, top_k, groups, true, 1.0, bias).unwrap_err()
+        deepseek_v3(experts, top_k, groups, true, 1.0, bias).unwrap_err()
     };
-    assert!(matches!(Router::softmax(4, 5, true).unwrap_err(), E::TopK { .. }));
-    assert!(matches!(Router::softmax(4, 0, true).unwrap_err(), E::TopK { .. }));
+    assert!(matches!(softmax(4, 5, true).unwrap_err(), E::TopK { .. }));
+    assert!(matches!(softmax(4, 0, true).unwrap_err(), E::TopK { .. }));
     assert!(matches!(v3(8, 2, (3, 1), vec![]), E::Groups { .. }));
     assert!(matches!(v3(8, 2, (0, 0), vec![]), E::Groups { .. }));
     assert!(matches!(v3(8, 2, (4, 5), vec![]), E::Groups { .. }));
@@ -237,6 +358,6 @@ fn impossible_configurations_are_refused() {
     assert!(matches!(v3(8, 4, (4, 1), vec![]), E::TooFewEligible { .. }));
     assert!(matches!(v3(8, 2, (4, 2), vec![0.0; 7]), E::BiasLength { .. }));
     assert!(matches!(v3(8, 2, (4, 2), vec![f32::NAN; 8]), E::NotFinite { .. }));
-    let scale = Router::deepseek_v2(8, 2, None, f32::INFINITY).unwrap_err();
+    let scale = deepseek_v2(8, 2, None, f32::INFINITY).unwrap_err();
     assert!(matches!(scale, E::NotFinite { .. }));
 }

@@ -1,7 +1,9 @@
 //! Routing allocates nothing once its workspace is warm. One test per binary: it owns the
 //! allocator.
 
-use switchyard_attention_client::{Router, RouterWorkspace};
+use switchyard_attention_client::router::{
+    GroupScore, Groups, Normalisation, Router, RouterConfig, RouterWorkspace, Scoring,
+};
 use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
 
 #[global_allocator]
@@ -10,10 +12,22 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 #[test]
 fn routing_allocates_nothing_when_warm() {
     let bias = (0..256).map(|e| e as f32 * 1e-3).collect();
+    let groups = Groups { num_groups: 8, topk_groups: 4, score: GroupScore::TopTwoSum };
+    let plain = RouterConfig::softmax(256, 8, true);
     let routers = [
-        Router::softmax(256, 8, true).unwrap(),
-        Router::deepseek_v2(256, 8, Some((8, 3)), 16.0).unwrap(),
-        Router::deepseek_v3(256, 8, (8, 4), true, 2.5, bias).unwrap(),
+        Router::new(plain, Vec::new()).unwrap(),
+        Router::new(RouterConfig { softcap: Some(30.0), ..plain }, Vec::new()).unwrap(),
+        Router::new(
+            RouterConfig {
+                scoring: Scoring::Sigmoid,
+                has_bias: true,
+                groups: Some(groups),
+                normalisation: Normalisation::Sum { epsilon: 1e-20, minimum: 0.0 },
+                ..plain
+            },
+            bias,
+        )
+        .unwrap(),
     ];
     let logits: Vec<f32> = (0..64 * 256).map(|i| (i as f32 * 0.7).sin()).collect();
     let (mut idx, mut weights) = (vec![-1; 64 * 8], vec![0.0; 64 * 8]);

@@ -13,7 +13,7 @@ use keys::{Keys, clip, invalid};
 pub(crate) use language::token_ids;
 pub use language::{AttentionConfig, LanguageConfig};
 pub use quantization::{QuantMethod, Quantization};
-pub use router::{RouterConfig, Scoring, TopkMethod};
+pub use router::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
 
 /// Parameters of a model, independent of how its family names them in `config.json`.
 ///

@@ -7,6 +7,8 @@ mod table;
 
 use std::fmt;
 
+use crate::config::{ChosenBy, GroupScore, Scoring};
+
 /// A model family: the checkpoints of one `model_type`.
 ///
 /// Two families are equal if their model types are.
@@ -28,8 +30,8 @@ pub struct Family {
     pub(crate) layers: LayerRule,
     /// The layout of a fused gate-and-up tensor whose shape does not tell it.
     pub(crate) fused: Fused,
-    /// From logits to experts and factors.
-    pub(crate) router: RouterRule,
+    /// From logits to experts and factors; `None` for a rule that this library does not compute.
+    pub(crate) router: Option<RouterRule>,
     /// Name of the router's weight behind the layer's prefix. The first one that exists counts.
     pub(crate) gate: &'static [&'static str],
     /// Name of the per-expert bias for the choice of experts.
@@ -151,19 +153,42 @@ pub(crate) struct Fused {
     pub interleaved: bool,
 }
 
-/// The family's way from router logits to experts and factors.
+/// How a family gets experts and factors from router logits, see [`RouterConfig`](crate::RouterConfig).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum RouterRule {
-    /// Softmax over all experts, top-k, factors divided by their sum as said.
-    Softmax(Renormalise),
-    /// Top-k of the logits, then softmax over the chosen ones.
-    SoftmaxOfChosen,
-    /// DeepSeek-V2: softmax; greedy or group-limited; scaled.
-    DeepseekV2,
-    /// DeepSeek-V3: sigmoid, bias for the choice, groups by the sum of their two best, scaled.
-    DeepseekV3,
-    /// A rule that this library does not compute; an engine brings its own.
-    Own,
+pub(crate) struct RouterRule {
+    /// The scores, without a key.
+    pub scoring: Scoring,
+    /// Key of the name of the scores.
+    pub scoring_key: Option<&'static str>,
+    /// By which values experts are chosen.
+    pub chosen_by: ChosenBy,
+    /// For families that read `topk_method`, its default. It says which groups are compared, and by what.
+    pub method: Option<&'static str>,
+    /// Restriction to the best groups.
+    pub groups: Option<GroupRule>,
+    /// Key and default of the flag that the choice bias is used.
+    pub bias_flag: Option<(&'static str, bool)>,
+    /// Whether factors are divided by their sum.
+    pub renormalise: Renormalise,
+    /// Added to the sum.
+    pub epsilon: f32,
+    /// Key and default of the least divisor.
+    pub minimum: Option<(&'static str, f32)>,
+    /// Key and default of the factor on all weights.
+    pub scale: Option<(&'static str, f32)>,
+    /// Key of the bound of the logits.
+    pub softcap: Option<&'static str>,
+}
+
+/// Groups of experts, `n_group` and `topk_group`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GroupRule {
+    /// Groups without the key.
+    pub count: usize,
+    /// Eligible groups without the key.
+    pub keep: usize,
+    /// Score by which groups are compared.
+    pub score: GroupScore,
 }
 
 /// Whether the chosen experts' scores are divided by their sum.
@@ -175,6 +200,8 @@ pub(crate) enum Renormalise {
     Never,
     /// As `norm_topk_prob` says; this without the key.
     Key(bool),
+    /// Never, and `norm_topk_prob` must not ask for it.
+    Refused,
 }
 
 /// Experts that every token passes, stored as one MLP.

@@ -36,11 +36,12 @@ mod make;
 mod open;
 mod shard;
 mod tensor;
+mod truncation;
 mod weight;
 
 pub use config::{
-    Activation, AttentionConfig, ConfigError, ExpertArithmetic, LanguageConfig, ModelConfig,
-    QuantMethod, Quantization, RouterConfig, Scoring, TopkMethod,
+    Activation, AttentionConfig, ChosenBy, ConfigError, ExpertArithmetic, GroupScore, Groups,
+    LanguageConfig, ModelConfig, Normalisation, QuantMethod, Quantization, RouterConfig, Scoring,
 };
 pub use convert::{
     FP4_VALUES, bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3, f32_from_e8m0,
@@ -57,6 +58,7 @@ pub use make::{
 pub use open::{Checkpoint, OpenError};
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{TensorError, TensorView};
+pub use truncation::{UNREADABLE_FILE_EXIT_CODE, report_unreadable_files};
 pub use weight::{Scales, WeightFormat, WeightView};
 
 /// Rows and columns of one fp8 scale block of DeepSeek's checkpoints.

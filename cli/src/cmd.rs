@@ -1,11 +1,12 @@
 //! One module per command, and the options that commands share.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, OpenError};
 use control_api::ControlClient;
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
@@ -21,6 +22,7 @@ pub mod demo;
 pub mod doctor;
 pub mod expert_server;
 pub mod generate;
+pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
 pub mod status;
@@ -341,6 +343,27 @@ pub fn model_or_tiny(model: Option<PathBuf>) -> Result<PathBuf> {
         .context("no --model given, and there is no folder data/tiny-moe: give a checkpoint folder")
 }
 
+/// Opens a checkpoint and writes its warnings to standard error.
+pub fn open_checkpoint(dir: &Path) -> Result<Arc<Checkpoint>> {
+    warn_about(Checkpoint::open(dir), dir)
+}
+
+/// As [`open_checkpoint`], for a client: with servers elsewhere, the folder needs no experts.
+pub fn open_client_checkpoint(dir: &Path, control: &ControlArgs) -> Result<Arc<Checkpoint>> {
+    match control.control_plane {
+        Some(_) => warn_about(Checkpoint::open_without_experts(dir), dir),
+        None => open_checkpoint(dir),
+    }
+}
+
+fn warn_about(opened: Result<Checkpoint, OpenError>, dir: &Path) -> Result<Arc<Checkpoint>> {
+    let checkpoint = opened.with_context(|| format!("cannot open {}", dir.display()))?;
+    for warning in checkpoint.warnings() {
+        ui::write_err(format_args!("warning: {warning}\n"));
+    }
+    Ok(Arc::new(checkpoint))
+}
+
 /// Completes on the first SIGTERM or SIGINT.
 pub fn shutdown_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
@@ -400,13 +423,13 @@ impl ClientArgs {
     }
 
     /// A builder with these settings.
-    pub fn builder(&self, checkpoint: &Checkpoint) -> Result<MoeClientBuilder> {
+    pub fn builder(&self, model: ClientModel) -> Result<MoeClientBuilder> {
         let response = self.response_dtype.unwrap_or(match self.wire_dtype {
             WireDtype::F8E4m3 => WireDtype::Bf16,
             other => other,
         });
         let mut networks = self.transport.networks();
-        let mut builder = MoeClient::builder(ClientModel::of(checkpoint));
+        let mut builder = MoeClient::builder(model);
         for peer in &self.peer_transport {
             for_hosts(&peer.spec).context("--peer-transport")?;
             let transports = networks.open(&peer.spec).context("--peer-transport")?;
@@ -439,10 +462,11 @@ impl Service {
         local: &LocalArgs,
         client: &ClientArgs,
     ) -> Result<Self> {
-        let builder = client.builder(checkpoint)?;
+        let model = ClientModel::of(checkpoint);
+        let builder = client.builder(model.clone())?;
         let (cluster, url, token) = match &control.control_plane {
             Some(url) => {
-                check_cluster(checkpoint, url, control.token.clone())?;
+                check_cluster(&model, checkpoint.dir(), url, control.token.clone())?;
                 (None, url.clone(), control.token.clone())
             }
             None => {
@@ -490,23 +514,17 @@ impl Counters {
 
 /// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
 /// the model of the checkpoint.
-fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> Result<()> {
+fn check_cluster(model: &ClientModel, dir: &Path, url: &str, token: Option<String>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
     let status = runtime.block_on(ControlClient::new(url, token)?.status())?;
-    let Some(model) = status.model else {
+    let Some(served) = status.model else {
         bail!("no expert server has joined the control plane at {url} yet");
     };
-    let ours = ClientModel::of(checkpoint).descriptor();
-    if model.fingerprint != ours.fingerprint {
-        bail!(
-            "the servers at {url} hold the model with fingerprint {}, but {} has fingerprint {}",
-            model.fingerprint,
-            checkpoint.dir().display(),
-            ours.fingerprint
-        );
+    if let Some(difference) = model.difference(&served) {
+        bail!("the servers at {url} serve another model than {}: {difference}", dir.display());
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Make one small MoE block per model family, with reference outputs from Hugging Face transformers.
 
-Usage: python3 make_family_blocks.py OUT_DIR [NAME …]     (needs torch, transformers 5.23, safetensors)
+Usage: python3 make_family_blocks.py OUT_DIR [--options] [NAME …]
+(needs torch, transformers 5.23, safetensors, scipy; `--options` tries many more configurations)
 
 For every family, OUT_DIR/<name>/ becomes a checkpoint that holds the tensors of one MoE layer only:
 
@@ -33,6 +34,7 @@ import zlib
 
 import torch
 import transformers
+from family_settings import BASE, OTHER_CONFIGS, SETTINGS, VARIANTS, mix, without
 from huggingface_hub.errors import StrictDataclassError
 from plain_blocks import PlainBlock
 from safetensors.torch import load_file, save_file
@@ -40,249 +42,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 NUM_TOKENS = 12
+MXFP4_GROUP = 32
 TOLERANCE = 1e-5
 HERE = pathlib.Path(__file__).parent
-
-BASE = dict(
-    vocab_size=64,
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=None,
-    bos_token_id=0,
-    eos_token_id=1,
-)
-HEAD = dict(head_dim=16)
-LATENT = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4
-)
-LINEAR = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2)
-INDEX = dict(index_topk=8, index_head_dim=16, index_n_heads=2)
-WIDTHS = dict(intermediate_size=40, moe_intermediate_size=20)
-SHARED = dict(shared_expert_intermediate_size=28)
-TOP_2 = dict(num_experts_per_tok=2)
-ONE_LAYER = dict(num_hidden_layers=1)
-
-
-def mix(*parts, **own):
-    """Settings of all parts; a later one wins."""
-    return {k: v for part in (*parts, own) for k, v in part.items()}
-
-
-def without(settings, *keys):
-    return {k: v for k, v in settings.items() if k not in keys}
-
-
-QWEN = mix(BASE, WIDTHS, TOP_2, num_experts=6)
-LOCAL = mix(BASE, TOP_2, intermediate_size=20, num_local_experts=6)
-GROUPS = mix(n_group=2, topk_group=1)
-ROUTED_8 = mix(BASE, WIDTHS, TOP_2, GROUPS, n_routed_experts=8, routed_scaling_factor=1.5)
-DEEPSEEK = mix(ROUTED_8, LATENT, n_shared_experts=1, first_k_dense_replace=1)
-KIMI = without(DEEPSEEK, "n_routed_experts", "q_lora_rank", "first_k_dense_replace")
-
-
-# Name of the folder: settings of the configuration, or of its text_config for nested ones.
-# The layer with experts is the last one; where a family allows a dense layer, it comes first.
-SETTINGS = {
-    "qwen2_moe": mix(QWEN, SHARED, decoder_sparse_step=2),
-    "qwen3_moe": mix(QWEN, HEAD, norm_topk_prob=True, mlp_only_layers=[0]),
-    "qwen3_next": mix(QWEN, HEAD, LINEAR, SHARED, mlp_only_layers=[0]),
-    "qwen3_vl_moe": mix(QWEN, HEAD, mlp_only_layers=[0]),
-    "qwen3_5_moe": mix(without(QWEN, "intermediate_size"), HEAD, LINEAR, SHARED, num_hidden_layers=1),
-    "mixtral": mix(LOCAL, num_hidden_layers=1),
-    "deepseek_v2": mix(
-        DEEPSEEK, topk_method="group_limited_greedy", n_shared_experts=2
-    ),
-    "deepseek_v3": DEEPSEEK,
-    "kimi_k25": DEEPSEEK,
-    "deepseek_v32": mix(DEEPSEEK, INDEX),
-    "kimi_linear": mix(
-        KIMI, q_lora_rank=None, num_local_experts=8, linear_head_dim=8, linear_num_heads=2
-    ),
-    "glm4_moe": mix(ROUTED_8, HEAD, n_shared_experts=1),
-    "glm4_moe_lite": without(DEEPSEEK, "first_k_dense_replace"),
-    "glm_moe_dsa": mix(DEEPSEEK, INDEX),
-    "gpt_oss": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
-    "llama4": mix(
-        LOCAL, HEAD, intermediate_size_mlp=40, interleave_moe_layer_step=2, num_local_experts=4
-    ),
-    "minimax": mix(LOCAL, HEAD, block_size=8, num_hidden_layers=1),
-    "minimax_m2": mix(LOCAL, HEAD, num_hidden_layers=1),
-    "olmoe": mix(without(QWEN, "moe_intermediate_size"), intermediate_size=20, num_hidden_layers=1),
-    "flex_olmo": mix(
-        without(QWEN, "moe_intermediate_size"),
-        norm_topk_prob=True,
-        intermediate_size=20, num_hidden_layers=1),
-    "phimoe": mix(LOCAL, router_jitter_noise=0.2, num_hidden_layers=1),
-    "granitemoe": mix(LOCAL, num_hidden_layers=1),
-    "granitemoeshared": mix(LOCAL, shared_intermediate_size=28, num_hidden_layers=1),
-    "granitemoehybrid": mix(
-        LOCAL,
-        shared_intermediate_size=28,
-        layer_types=["full_attention"],
-        mamba_n_heads=4,
-        mamba_d_state=8, num_hidden_layers=1),
-    "dots1": mix(ROUTED_8, HEAD, n_shared_experts=1, first_k_dense_replace=1, norm_topk_prob=True),
-    "ernie4_5_moe": mix(BASE, WIDTHS, moe_num_experts=6, moe_k=2, moe_num_shared_experts=2),
-    "hunyuan_v1_moe": mix(
-        without(LOCAL, "num_local_experts", "num_experts_per_tok"),
-        HEAD,
-        num_experts=6,
-        moe_topk=2, num_hidden_layers=1),
-    "jamba": mix(
-        without(QWEN, "moe_intermediate_size"),
-        attn_layer_period=1,
-        attn_layer_offset=0,
-        use_mamba_kernels=False,
-        intermediate_size=20,
-    ),
-    "lfm2_moe": mix(
-        QWEN, num_dense_layers=1, layer_types=["full_attention"] * 2, routed_scaling_factor=1.5
-    ),
-    "afmoe": mix(QWEN, HEAD, num_shared_experts=1, route_scale=1.5),
-    "nemotron_h": mix(
-        without(ROUTED_8, "num_hidden_layers"),
-        HEAD,
-        moe_shared_expert_intermediate_size=28,
-        layers_block_type=["full_attention", "moe"],
-        mamba_num_heads=4,
-        mamba_head_dim=8,
-        n_groups=2,
-        ssm_state_size=8,
-    ),
-    "mellum": mix(QWEN, HEAD, num_hidden_layers=1),
-    "exaone_moe": mix(
-        QWEN, HEAD, GROUPS, num_shared_experts=1, layer_types=["full_attention"] * 2, num_experts=8
-    ),
-    "bailing_hybrid": mix(KIMI, head_dim=8, num_local_experts=8, first_k_dense_replace=1, q_lora_rank=16),
-    "mimo_v2_flash": mix(ROUTED_8, HEAD, v_head_dim=16),
-    "gemma4": mix(
-        without(QWEN, "num_experts_per_tok"),
-        HEAD,
-        top_k_experts=2,
-        enable_moe_block=True,
-        hidden_size_per_layer_input=0,
-        global_head_dim=16, num_hidden_layers=1),
-    "solar_open": mix(ROUTED_8, HEAD, n_shared_experts=1, num_hidden_layers=1),
-    "hy_v3": mix(QWEN, HEAD, num_shared_experts=1, router_scaling_factor=1.5),
-    "laguna": mix(QWEN, HEAD, SHARED, moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=2.0),
-    "cohere2_moe": mix(
-        without(QWEN, "moe_intermediate_size"),
-        HEAD,
-        num_shared_experts=2,
-        first_k_dense_replace=1,
-        intermediate_size=20,
-    ),
-    "aria": mix(
-        without(LOCAL, "num_local_experts", "num_experts_per_tok"),
-        moe_num_experts=6,
-        moe_topk=2, num_hidden_layers=1),
-    "deepseek_v4": mix(
-        without(ROUTED_8, "n_group", "topk_group", "intermediate_size"),
-        HEAD,
-        q_lora_rank=16,
-        mlp_layer_types=["moe"],
-        o_groups=2,
-        o_lora_rank=8,
-        index_n_heads=2,
-        index_head_dim=8,
-        index_topk=4,
-        partial_rotary_factor=0.5,
-        hc_mult=2,
-        layer_types=["sliding_attention"],
-        swiglu_limit=1.5,
-        num_key_value_heads=1, num_hidden_layers=1),
-    "mistral4": DEEPSEEK,
-    "minimax_m3_vl": mix(
-        LOCAL,
-        HEAD,
-        dense_intermediate_size=40,
-        shared_intermediate_size=28,
-        rotary_dim=8,
-        mlp_layer_types=["dense", "sparse"],
-        swiglu_alpha=1.5,
-        swiglu_limit=1.5,
-    ),
-    "inkling": mix(
-        ROUTED_8,
-        HEAD,
-        n_shared_experts=2,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=16,
-        d_rel=4,
-        rel_extent=16,
-        dense_mlp_idx=1,
-        n_routed_experts=6,
-    ),
-    "openai_privacy_filter": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
-    "zaya": mix(
-        without(QWEN, "intermediate_size", "num_experts_per_tok"),
-        HEAD,
-        router_hidden_size=16, num_hidden_layers=1),
-}
-for unused in ("n_group", "topk_group", "routed_scaling_factor"):
-    SETTINGS["inkling"].pop(unused)
-
-# Other layouts and options of a family: folder name → (family, changed settings).
-VARIANTS = {
-    "cohere2_moe-sigmoid": (
-        "cohere2_moe",
-        dict(expert_selection_fn="sigmoid", shared_expert_combination_strategy="sum"),
-    ),
-    "deepseek_v2-greedy": ("deepseek_v2", dict(topk_method="greedy")),
-    "deepseek_v4-hash": ("deepseek_v4", dict(mlp_layer_types=["hash_moe"])),
-    "gpt_oss-mxfp4": ("gpt_oss", dict(hidden_size=96, intermediate_size=32, swiglu_limit=7.0)),
-    "nemotron_h-latent": ("nemotron_h", dict(moe_latent_size=24)),
-    "qwen3_vl_moe-transposed": ("qwen3_vl_moe", {}),
-}
-MXFP4_GROUP = 32
-
-# Small towers, so that whole nested models can be saved.
-TOWER = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
-OTHER_CONFIGS = {
-    "qwen3_vl_moe": dict(
-        vision_config=dict(
-            depth=1,
-            hidden_size=16,
-            intermediate_size=16,
-            num_heads=2,
-            out_hidden_size=48,
-            num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-        )
-    ),
-    "qwen3_5_moe": dict(
-        vision_config=dict(
-            depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48, num_position_embeddings=16
-        )
-    ),
-    "kimi_k25": dict(
-        vision_config=mix(TOWER, num_hidden_layers=1, pos_emb_height=4, pos_emb_width=4),
-        projection_hidden_size=16,
-    ),
-    "llama4": dict(
-        vision_config=mix(
-            TOWER,
-            num_hidden_layers=1,
-            image_size=28,
-            vision_output_dim=16,
-            projector_input_dim=16,
-            projector_output_dim=16,
-        )
-    ),
-    "minimax_m3_vl": dict(vision_config=mix(TOWER, num_hidden_layers=1, image_size=28), projector_hidden_size=16),
-    "aria": dict(
-        vision_config=mix(TOWER, model_type="idefics3_vision", num_hidden_layers=1, image_size=64),
-        projector_patch_to_query_dict={4: 4},
-    ),
-    "inkling": dict(
-        vision_config=dict(hidden_size=16, n_layers=4, num_attention_heads=2, patch_size=8),
-        audio_config=dict(n_mel_bins=4, mel_vocab_size=8),
-    ),
-}
 
 
 def table():
@@ -360,18 +122,15 @@ def check_layers(family):
 
     Every key is tried with every family: families ignore most of them. Returns the number of models.
     """
-    nested, checked = bool(family["config"]), 0
+    checked = 0
     base = without(SETTINGS[family["folder"]], *LAYER_KEYS - {"enable_moe_block"})
     for settings in LAYER_SETTINGS:
         text = mix(base, num_hidden_layers=5, **settings)
         if family["folder"] == "lfm2_moe":
             text["layer_types"] = ["full_attention"] * 5
-        if family["folder"] == "kimi_k25":
-            text["model_type"] = "kimi_k2"
-        config = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=text) if nested else text
-        config = dict(config, model_type=family["model_type"])
+        config = as_file(family, text)
         try:
-            found = CONFIG_MAPPING[family["model_type"]].from_dict(json.loads(json.dumps(config)))
+            found = CONFIG_MAPPING[family["model_type"]].from_dict(config)
             with torch.device("meta"):
                 model = getattr(transformers, family["architectures"][0])(found)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, StrictDataclassError) as error:
@@ -383,7 +142,9 @@ def check_layers(family):
         assert described == actual, (family["folder"], settings, described, actual)
         if "hash" in family["router"]:
             hashed = [
-                int(re.search(r"layers\.(\d+)", n).group(1)) for n in model.state_dict() if n.endswith("tid2eid")
+                int(re.search(r"layers\.(\d+)", n).group(1))
+                for n in model.state_dict()
+                if n.endswith("tid2eid")
             ]
             own = [i for i in range(5) if PlainBlock(family, config, {}, i).is_hash_layer()]
             assert own == hashed, (settings, own, hashed)
@@ -394,13 +155,18 @@ def check_layers(family):
 # Building
 
 
+def as_file(family, settings):
+    """`config.json` with these settings and no others."""
+    if family["folder"] == "kimi_k25":
+        settings = mix(settings, model_type="kimi_k2")
+    if family["config"]:
+        settings = mix(OTHER_CONFIGS.get(family["folder"], {}), text_config=settings)
+    return json.loads(json.dumps(mix(settings, model_type=family["model_type"])))
+
+
 def build(family, settings):
     """Returns transformers' model of these settings, float32, with random weights."""
-    if family["config"]:
-        settings = dict(OTHER_CONFIGS.get(family["folder"], {}), text_config=dict(settings))
-        if family["folder"] == "kimi_k25":
-            settings["text_config"]["model_type"] = family["text_model_type"]
-    config = CONFIG_MAPPING[family["model_type"]](**settings)
+    config = CONFIG_MAPPING[family["model_type"]].from_dict(as_file(family, settings))
     for part in (config, config.get_text_config()):
         part._experts_implementation = "eager"
         part._attn_implementation = "eager"
@@ -557,6 +323,17 @@ def check_block(family, config, tensors, reference, layer):
     return max(worst.values())
 
 
+def sort_metadata(path):
+    """safetensors writes the entries of `__metadata__` in random order."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length
+    path.write_bytes(data[:8] + text + data[8 + length :])
+
+
 def write(directory, config, tensors, reference, model_type, layer):
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -567,35 +344,114 @@ def write(directory, config, tensors, reference, model_type, layer):
         torch=torch.__version__,
     )
     save_file(reference, directory / "reference.safetensors", metadata=metadata)
+    sort_metadata(directory / "reference.safetensors")
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (directory / "config.json").write_text(text + "\n")
 
 
-def make(name, family, settings, out):
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def drawn(family, settings, seed):
+    """A model with drawn weights in its block; returns what the other functions need of it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     torch.manual_seed(0)
     model = build(family, settings)
     layer, layer_name, experts_name = moe_parts(model)
     block_name = experts_name.rsplit(".", 1)[0]
     names = block_names(model, layer_name, block_name)
-    hidden = model.config.get_text_config().hidden_size
     reader = PlainBlock(family, model.config.to_dict(), {}, layer)
     with torch.no_grad():
         fill(model, names, experts_name, reader.num_experts, generator)
-    whole, config = saved(model)
     state = model.state_dict()
-    kept = list(revert_weight_conversion(model, {n: state[n].clone() for n in names}))
+    tensors = revert_weight_conversion(model, {n: state[n].clone() for n in names})
+    return model, tensors, reader, (layer_name, block_name, experts_name), generator
+
+
+def reference_of(model, reader, parts, generator):
+    x = rounded(torch.randn(NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator))
+    token_ids = None
+    if reader.is_hash_layer():
+        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
+    return run(model, *parts, reader.top_k, x, token_ids)
+
+
+def make(name, family, settings, out):
+    model, block_tensors, reader, parts, generator = drawn(family, settings, name)
+    kept = list(block_tensors)
+    whole, config = saved(model)
     if name in HUB_LAYOUTS:
         whole, kept, config = HUB_LAYOUTS[name](whole, kept, config, generator)
         model = reload(model, whole, config)
 
-    x = rounded(torch.randn(NUM_TOKENS, hidden, generator=generator))
-    token_ids = None
-    if reader.is_hash_layer():
-        token_ids = torch.randint(BASE["vocab_size"], (NUM_TOKENS,), generator=generator)
-    reference = run(model, layer_name, block_name, experts_name, reader.top_k, x, token_ids)
+    reference = reference_of(model, reader, parts, generator)
     tensors = {n: whole[n].contiguous() for n in kept}
-    finish(name, family, config, tensors, reference, layer, out)
+    finish(name, family, config, tensors, reference, reader.layer, out)
+
+
+OPTIONS = [
+    *(dict(norm_topk_prob=v) for v in (True, False)),
+    *(dict(moe_renormalize=v) for v in (True, False)),
+    *({key: 3.0} for key in ("routed_scaling_factor", "router_scaling_factor", "route_scale")),
+    dict(routed_scaling_factor=None),
+    *({key: 1} for key in ("n_group", "num_expert_group")),
+    *({key: 2} for key in ("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
+    *({key: 0} for key in ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")),
+    *(dict(shared_intermediate_size=v) for v in (0, 24)),
+    *(
+        {key: 3}
+        for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    ),
+    *(dict(hidden_act=v) for v in ("relu2", "gelu_pytorch_tanh")),
+    dict(hidden_activation="silu"),
+    dict(mlp_hidden_act="silu"),
+    *(dict(scoring_func=v) for v in ("sigmoid", "softmax")),
+    dict(score_func="softmax"),
+    dict(moe_router_activation_func="softmax"),
+    dict(route_norm=False),
+    dict(use_routing_bias=False),
+    dict(use_expert_bias=False),
+    dict(topk_method="noaux_tc"),
+    dict(moe_norm_min=2.0),
+    dict(moe_routed_scaling_factor=0.5),
+    dict(swiglu_limit=0.5),
+    dict(swiglu_alpha=2.0),
+    dict(dense_intermediate_size=36),
+    dict(num_experts=10),
+    dict(num_local_experts=10),
+    dict(n_routed_experts=10),
+    dict(moe_intermediate_size=22),
+    dict(rms_norm_eps=0.1),
+    dict(mlp_bias=True),
+    dict(use_bias=True),
+    dict(moe_latent_size=24, mlp_bias=True),
+]
+
+
+def check_options(family):
+    """Tries every option with every family, without writing files. Returns the number of models."""
+    checked = 0
+    for options in OPTIONS:
+        settings = mix(SETTINGS[family["folder"]], options)
+        config = as_file(family, settings)
+        try:
+            model, tensors, reader, parts, generator = drawn(family, settings, family["folder"])
+            reference = reference_of(model, reader, parts, generator)
+        except (ValueError, TypeError, KeyError, RuntimeError, AssertionError, StrictDataclassError) as error:
+            print(
+                f"  {family['folder']} {options}: transformers refuses: {type(error).__name__}: {str(error)[:90]!r}"
+            )
+            continue
+        except UnboundLocalError as error:
+            print(f"  {family['folder']} {options}: transformers fails: {error}")
+            continue
+        if family["folder"] in HUB_LAYOUTS:
+            tensors = kimi_names(tensors, [], config, generator)[0]
+        try:
+            check_block(family, config, tensors, reference, reader.layer)
+        except Exception as error:
+            print(
+                f"  {family['folder']} {options}: TABLE IS WRONG: {type(error).__name__}: {str(error)[:200]}"
+            )
+        checked += 1
+    return checked
 
 
 # Layouts of the Hub's files that transformers reads but does not write. Each function takes the whole
@@ -677,12 +533,17 @@ def finish(name, family, config, tensors, reference, layer, out):
 
 
 def main():
-    out, only = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    arguments = [a for a in sys.argv[1:] if a != "--options"]
+    out, only = pathlib.Path(arguments[0]), arguments[1:]
     print("torch", torch.__version__, "transformers", transformers.__version__)
     failed = []
     for family in table().values():
+        if only and family["folder"] not in only:
+            continue
         check_table(family)
         print(f"{family['folder']}: {check_layers(family)} rules for layers")
+        if "--options" in sys.argv:
+            print(f"{family['folder']}: {check_options(family)} options")
     for name, family, settings in blocks():
         if only and name not in only:
             continue

@@ -42,6 +42,8 @@ class PlainBlock:
         """A value of the table: a constant, or the first of several keys that the file has."""
         if not isinstance(value, dict):
             return value
+        if "instead" in value and self.config.get(value["instead"]["if"]) is not None:
+            return self.config[value["instead"]["key"]]
         for key in value["keys"]:
             if key in self.config:
                 return self.config[key]
@@ -51,6 +53,11 @@ class PlainBlock:
         name = self.prefix + name.format(**numbers)
         self.used.add(name)
         return self.tensors[name].float()
+
+    def linear(self, name, x, bias=False, **numbers):
+        """A layer on one row or on many, with the bias beside the weight."""
+        out = x @ self.tensor(name, **numbers).T
+        return out + self.tensor(name.replace(".weight", ".bias"), **numbers) if bias else out
 
     # Which layers have experts
 
@@ -200,10 +207,10 @@ class PlainBlock:
 
     def route_zaya(self, x):
         def linear(name, x):
-            return x @ self.tensor(f"mlp.gate.{name}.weight").T + self.tensor(f"mlp.gate.{name}.bias")
+            return self.linear(f"mlp.gate.{name}.weight", x, True)
 
-        state = linear("down_proj", x)
-        norm = torch.rsqrt(state.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        state, eps = linear("down_proj", x), self.setting(self.family["router"]["norm_eps"])
+        norm = torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
         state = state * norm * self.tensor("mlp.gate.router_mlp.norm.weight")
         state = F.gelu(linear("router_mlp.fc1", state))
         state = F.gelu(linear("router_mlp.fc2", state))
@@ -216,8 +223,7 @@ class PlainBlock:
 
     # Experts
 
-    def activation(self, gate, up):
-        family = self.family
+    def activation(self, gate, up, family):
         name = family["function"]
         if name == "swiglu_oai":
             alpha, limit = self.setting(family["alpha"]), self.setting(family["limit"])
@@ -251,14 +257,22 @@ class PlainBlock:
             transposed = weight.shape[1] != rows
         return weight.transpose(1, 2) if transposed else weight
 
-    def mlp(self, names, x, expert=None):
+    def mlp(self, names, x, expert=None, family=None):
         """One expert, routed or shared, on one row."""
+        family = family or self.family
         if names["form"] in ("per_expert", "separate"):
-            read = {k: self.tensor(v, expert=expert) for k, v in names.items() if k != "form"}
-            gate = read["gate"] @ x if "gate" in read else None
-            return read["down"] @ self.activation(gate, read["up"] @ x)
+            bias = expert is None and self.setting(self.family["shared"].get("bias_if", False))
+
+            def linear(part, x):
+                return self.linear(names[part], x, bias, expert=expert)
+
+            gate = linear("gate", x) if "gate" in names else None
+            return linear("down", self.activation(gate, linear("up", x), family))
         hidden = self.config["hidden_size"]
-        if self.prefix + names["gate_up"] in self.tensors and self.tensors[self.prefix + names["gate_up"]].dim() == 2:
+        if (
+            self.prefix + names["gate_up"] in self.tensors
+            and self.tensors[self.prefix + names["gate_up"]].dim() == 2
+        ):
             gate_up, down = self.tensor(names["gate_up"]), self.tensor(names["down"])
         else:
             gate_up = self.fused(names, "gate_up", 2 * self.width)[expert]
@@ -266,7 +280,7 @@ class PlainBlock:
         hidden_row = gate_up @ x
         if names.get("gate_up_bias"):
             hidden_row = hidden_row + self.tensor(names["gate_up_bias"])[expert]
-        out = down @ self.activation(*self.split(hidden_row, names["order"]))
+        out = down @ self.activation(*self.split(hidden_row, names["order"]), family)
         return out + self.tensor(names["down_bias"])[expert] if names.get("down_bias") else out
 
     def experts(self, x, idx, weights):
@@ -294,7 +308,8 @@ class PlainBlock:
                 for t in range(len(x))
             ]
         else:
-            rows = [self.mlp(shared["names"], row) for row in x]
+            family = dict(self.family, activation=shared.get("activation", self.family["activation"]))
+            rows = [self.mlp(shared["names"], row, family=family) for row in x]
         out = torch.stack(rows)
         if "gate" in shared:
             out = out * torch.sigmoid(x @ self.tensor(shared["gate"]).T)
@@ -311,7 +326,7 @@ class PlainBlock:
         latent = self.family.get("latent")
         if latent is None or self.setting(latent["width"]) is None:
             return x
-        return x @ self.tensor(latent[which]).T
+        return self.linear(latent[which], x, self.setting(latent["bias_if"]))
 
     def block(self, x, experts_x=None, token_ids=None):
         """The whole block; returns (logits, idx, weights, routed, out)."""

@@ -20,7 +20,8 @@ pub const HELLO_VERSION: u16 = 1;
 /// Model and sizes. Client and server must have the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct ModelShape {
-    /// SHA-256 over configuration and tensor index.
+    /// SHA-256 over sizes, arithmetic and weights of the experts. [`UNKNOWN_FINGERPRINT`](Self::UNKNOWN_FINGERPRINT)
+    /// if a client has no experts to compute it from; a server always has one.
     pub fingerprint: [u8; 32],
     /// Values per token.
     pub hidden: u32,
@@ -33,7 +34,16 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// Compares `self`, the client's model, with the `server`'s.
+    /// The fingerprint of a client that does not know it: any will do if the sizes agree.
+    pub const UNKNOWN_FINGERPRINT: [u8; 32] = [0; 32];
+
+    /// Returns true unless the fingerprint is [`UNKNOWN_FINGERPRINT`](Self::UNKNOWN_FINGERPRINT).
+    pub fn has_fingerprint(&self) -> bool {
+        self.fingerprint != Self::UNKNOWN_FINGERPRINT
+    }
+
+    /// Compares `self`, the client's model, with the `server`'s. Fingerprints are compared if both
+    /// are known.
     ///
     /// # Errors
     /// The [`HelloReject`] to send, which names the first difference.
@@ -49,7 +59,8 @@ impl ModelShape {
                 return Err(HelloReject::Shape { field, client, server });
             }
         }
-        if self.fingerprint != server.fingerprint {
+        let both_known = self.has_fingerprint() && server.has_fingerprint();
+        if both_known && self.fingerprint != server.fingerprint {
             return Err(HelloReject::Fingerprint {
                 client: self.fingerprint,
                 server: server.fingerprint,
@@ -139,7 +150,7 @@ pub enum HelloReject {
     Shape { field: &'static str, client: u32, server: u32 },
     /// Same sizes, other weights or configuration.
     #[error(
-        "the models differ: fingerprint is {} at the client and {} at the server; give both the same model",
+        "the weights differ: their fingerprint is {} at the client and {} at the server; give both the same model",
         Hex(client),
         Hex(server)
     )]

@@ -232,7 +232,7 @@ impl<B: ExpertBackend> Generator<B> {
             let idx = generation.token_ids.len();
             let id = sampler.choose(&logits, idx)?;
             generation.token_ids.push(id);
-            let is_eos = pass.model.config().eos_ids.contains(&id);
+            let is_eos = pass.model.language().eos_ids.contains(&id);
             let ended = options.stop_at_eos && is_eos;
             let is_last = ended || idx + 1 == max_new_tokens;
             let mut text = stream.push(id)?;
@@ -256,7 +256,7 @@ impl<B: ExpertBackend> Generator<B> {
 
     /// Number of new tokens, `wanted` at most, that fit into the context after the prompt.
     fn room(&self, prompt_tokens: usize, wanted: usize) -> Result<usize, GenerateError> {
-        let context = self.model.config().max_positions;
+        let context = self.model.language().max_positions;
         match context.checked_sub(prompt_tokens) {
             Some(room) if room > 0 || wanted == 0 => Ok(wanted.min(room)),
             _ => Err(GenerateError::PromptTooLong { prompt_tokens, context }),

@@ -31,7 +31,7 @@ pub mod tokenizer;
 pub use attention_client::router::{RouteError, Router, RouterConfigError};
 pub use attention_client::{BackendError, ExpertBackend};
 pub use candle_core::Error as TensorLibraryError;
-pub use checkpoint::{Architecture, Checkpoint, ModelConfig, TensorError};
+pub use checkpoint::{Checkpoint, ConfigError, Family, LanguageConfig, ModelConfig, TensorError};
 
 pub use generate::{GenerateError, GenerateOptions, Generation, Generator, TokenEvent};
 pub use local_experts::{LocalExperts, LocalExpertsError};

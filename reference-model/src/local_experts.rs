@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use attention_client::{BackendError, ExpertBackend};
-use checkpoint::{Checkpoint, TensorError};
+use checkpoint::{Activation, Checkpoint, ExpertBiases, TensorError, Weighting};
 use thiserror::Error;
 
 /// Computes experts in this process, straight from a checkpoint. The reference for other backends.
 ///
-/// Weights of any stored dtype are widened to f32 (fp8 with its block scales). Products are summed in f64, one token
+/// Weights of any stored format are widened to f32, with their scales. Products are summed in f64, one token
 /// at a time. An expert's f32 weights stay in memory after its first use.
 ///
 /// ```no_run
@@ -62,6 +62,8 @@ impl LocalExperts {
     ) -> Result<(), LocalExpertsError> {
         let hidden = self.checkpoint.config().hidden;
         let num_experts = self.checkpoint.config().num_experts;
+        let checkpoint::ExpertArithmetic { activation, weighting } =
+            self.checkpoint.config().arithmetic;
         let num_tokens = x.len() / hidden;
         let top_k = topk_idx.len().checked_div(num_tokens).unwrap_or(0);
         check("x", x.len(), num_tokens * hidden, "a multiple of the hidden size")?;
@@ -80,8 +82,14 @@ impl LocalExperts {
                     },
                 };
                 let weight = f64::from(topk_weights[choice]);
-                let output = self.expert(layer, expert)?.forward(&x[row.clone()]);
-                sum.iter_mut().zip(output).for_each(|(s, y)| *s += weight * y);
+                let (on_input, on_output) = match weighting {
+                    Weighting::Input => (weight, 1.0),
+                    Weighting::Output => (1.0, weight),
+                };
+                let input: Vec<f64> =
+                    x[row.clone()].iter().map(|&x| on_input * f64::from(x)).collect();
+                let output = self.expert(layer, expert)?.forward(&input, activation);
+                sum.iter_mut().zip(output).for_each(|(s, y)| *s += on_output * y);
             }
             out[row].iter_mut().zip(sum).for_each(|(out, s)| *out = s as f32);
         }
@@ -95,9 +103,10 @@ impl LocalExperts {
             Entry::Vacant(entry) => {
                 let tensors = self.checkpoint.expert(layer, expert)?;
                 Ok(entry.insert(Expert {
-                    gate: tensors.gate.to_f32(),
+                    gate: tensors.gate.as_ref().map(|gate| gate.to_f32()),
                     up: tensors.up.to_f32(),
                     down: tensors.down.to_f32(),
+                    biases: tensors.biases,
                 }))
             }
         }
@@ -118,30 +127,62 @@ impl ExpertBackend for LocalExperts {
     }
 }
 
-/// One expert: `down(silu(gate(x)) * up(x))`.
+/// One expert: `down(activation(gate(x), up(x)))`.
 #[derive(Debug)]
 struct Expert {
     /// `[width, hidden]`
-    gate: Vec<f32>,
+    gate: Option<Vec<f32>>,
     /// `[width, hidden]`
     up: Vec<f32>,
     /// `[hidden, width]`
     down: Vec<f32>,
+    biases: Option<ExpertBiases>,
 }
 
 impl Expert {
-    fn forward(&self, x: &[f32]) -> Vec<f64> {
-        let x: Vec<f64> = x.iter().copied().map(f64::from).collect();
-        let (gate, up) = (matvec(&self.gate, &x), matvec(&self.up, &x));
-        let activated: Vec<f64> =
-            gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-        matvec(&self.down, &activated)
+    fn forward(&self, x: &[f64], activation: Activation) -> Vec<f64> {
+        let [gate_bias, up_bias, down_bias] =
+            self.biases.as_ref().map_or([&[][..]; 3], |b| [&b.gate, &b.up, &b.down]);
+        let mut activated = matvec(&self.up, up_bias, x);
+        match &self.gate {
+            None => activated.iter_mut().for_each(|up| *up = activate(activation, 0.0, *up)),
+            Some(gate) => {
+                let gate = matvec(gate, gate_bias, x);
+                for (up, gate) in activated.iter_mut().zip(gate) {
+                    *up = activate(activation, gate, *up);
+                }
+            }
+        }
+        matvec(&self.down, down_bias, &activated)
     }
 }
 
-/// `weight` `[out, x.len()]` times `x`.
-fn matvec(weight: &[f32], x: &[f64]) -> Vec<f64> {
-    weight.chunks_exact(x.len()).map(|row| dot(row, x)).collect()
+fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    match activation {
+        Activation::Swiglu { alpha, limit, offset } => {
+            let [alpha, limit, offset] = [alpha, limit, offset].map(f64::from);
+            let gate = gate.min(limit);
+            gate * sigmoid(alpha * gate) * (up.clamp(-limit, limit) + offset)
+        }
+        Activation::Gelu => {
+            let erf = candle_core::cpu::erf::erf_f64(gate * std::f64::consts::FRAC_1_SQRT_2);
+            0.5 * gate * (1.0 + erf) * up
+        }
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044_715 * gate.powi(3));
+            0.5 * gate * (1.0 + inner.tanh()) * up
+        }
+        Activation::Relu => gate.max(0.0) * up,
+        Activation::Relu2 => up.max(0.0).powi(2),
+    }
+}
+
+/// `weight` `[out, x.len()]` times `x`, plus `bias` `[out]` if it is not empty.
+fn matvec(weight: &[f32], bias: &[f32], x: &[f64]) -> Vec<f64> {
+    let mut y: Vec<f64> = weight.chunks_exact(x.len()).map(|row| dot(row, x)).collect();
+    y.iter_mut().zip(bias).for_each(|(y, bias)| *y += f64::from(*bias));
+    y
 }
 
 fn dot(row: &[f32], x: &[f64]) -> f64 {

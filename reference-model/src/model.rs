@@ -7,7 +7,9 @@ mod layers;
 mod moe;
 
 use candle_core::{Device, Tensor};
-use checkpoint::{Architecture, AttentionConfig, Checkpoint, ModelConfig, TensorError};
+use checkpoint::{
+    AttentionConfig, Checkpoint, ConfigError, Family, LanguageConfig, ModelConfig, TensorError,
+};
 use thiserror::Error;
 
 use self::attention::{Attention, LayerCache};
@@ -20,6 +22,7 @@ use attention_client::{BackendError, ExpertBackend};
 #[derive(Debug, Clone)]
 pub struct Qwen3Moe {
     config: ModelConfig,
+    language: LanguageConfig,
     /// `[vocab, hidden]`
     embedding: Tensor,
     layers: Vec<Layer>,
@@ -53,10 +56,12 @@ pub enum LogitsOf {
 pub enum LoadError {
     /// The checkpoint holds another kind of model.
     #[error(
-        "the reference model runs {} only, but the checkpoint is {found}; its MoE layers can be served and checked one by one",
-        Architecture::Qwen3Moe
+        "the reference model runs Qwen3MoeForCausalLM only, but the checkpoint is {found}; its MoE layers can be served and checked one by one"
     )]
-    Architecture { found: Architecture },
+    Architecture { found: &'static Family },
+    /// A key of the configuration is missing or invalid.
+    #[error("config.json: {0}")]
+    Config(#[from] ConfigError),
     /// A setting that the reference model does not implement.
     #[error("{setting} is {found}, but the reference model implements {expected} only")]
     Unsupported { setting: &'static str, found: String, expected: &'static str },
@@ -132,15 +137,15 @@ impl Qwen3Moe {
     /// Loads everything but the experts, widened to f32.
     pub fn load(checkpoint: &Checkpoint) -> Result<Self, LoadError> {
         let config = checkpoint.config().clone();
-        let attention = supported(&config)?;
+        let language = config.language()?.clone();
+        let attention = supported(&config, &language)?;
         let layers = (0..config.num_layers)
-            .map(|layer| Layer::load(checkpoint, layer, attention))
+            .map(|layer| Layer::load(checkpoint, layer, &language, attention))
             .collect::<Result<_, _>>()?;
-        let vocab_by_hidden = [config.vocab, config.hidden];
-        let embedding =
-            layers::matrix(&checkpoint.weight("model.embed_tokens.weight", vocab_by_hidden)?)?;
-        let head = if config.tie_word_embeddings {
-            Linear::from_matrix(&embedding)?
+        let vocab_by_hidden = [language.vocab, config.hidden];
+        let embedding = layers::load_matrix(checkpoint, "model.embed_tokens", vocab_by_hidden)?;
+        let head = if language.tie_word_embeddings {
+            Linear::from_matrix(&embedding, &[])?
         } else {
             Linear::load(checkpoint, "lm_head", vocab_by_hidden, false)?
         };
@@ -151,12 +156,18 @@ impl Qwen3Moe {
             head,
             rope: Rope::new(attention.rope_theta, attention.head_dim),
             config,
+            language,
         })
     }
 
     /// The configuration of the checkpoint.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The parameters of the checkpoint's attention side.
+    pub fn language(&self) -> &LanguageConfig {
+        &self.language
     }
 
     /// An empty cache for one text.
@@ -197,7 +208,7 @@ impl Qwen3Moe {
     }
 
     fn check(&self, tokens: &[u32], cache: &KvCache) -> Result<(), ForwardError> {
-        let (cached, new, context) = (cache.len, tokens.len(), self.config.max_positions);
+        let (cached, new, context) = (cache.len, tokens.len(), self.language.max_positions);
         if cache.layers.len() != self.layers.len() {
             let (found, expected) = (cache.layers.len(), self.layers.len());
             return Err(ForwardError::ForeignCache { found, expected });
@@ -208,7 +219,7 @@ impl Qwen3Moe {
         if cached.saturating_add(new) > context {
             return Err(ForwardError::ContextFull { cached, new, context });
         }
-        let vocab = self.config.vocab;
+        let vocab = self.language.vocab;
         match tokens.iter().position(|&id| id as usize >= vocab) {
             Some(position) => {
                 Err(ForwardError::TokenOutOfRange { position, id: tokens[position], vocab })
@@ -253,6 +264,7 @@ impl Layer {
     fn load(
         checkpoint: &Checkpoint,
         layer: u32,
+        language: &LanguageConfig,
         attention: &AttentionConfig,
     ) -> Result<Self, LoadError> {
         let config = checkpoint.config();
@@ -260,7 +272,7 @@ impl Layer {
         let norm = |name: &str| {
             RmsNorm::load(checkpoint, &format!("{prefix}.{name}.weight"), config.hidden)
         };
-        let ffn = match config.dense_intermediate {
+        let ffn = match language.dense_intermediate {
             Some(width) if !config.is_moe_layer(layer) => {
                 Ffn::Dense(Mlp::load(checkpoint, &format!("{prefix}.mlp"), width)?)
             }
@@ -329,10 +341,13 @@ impl LayerError {
 }
 
 /// The attention settings of a model, if this module supports it.
-fn supported(config: &ModelConfig) -> Result<&AttentionConfig, LoadError> {
-    let found = config.architecture;
-    let attention = match &config.attention {
-        Some(attention) if found == Architecture::Qwen3Moe => attention,
+fn supported<'a>(
+    config: &ModelConfig,
+    language: &'a LanguageConfig,
+) -> Result<&'a AttentionConfig, LoadError> {
+    let found = config.family;
+    let attention = match &language.attention {
+        Some(attention) if found.model_type == "qwen3_moe" => attention,
         _ => return Err(LoadError::Architecture { found }),
     };
     if attention.rope_type != "default" {

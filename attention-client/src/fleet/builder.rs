@@ -19,7 +19,7 @@ use super::settings::{OnMissingExpert, Settings};
 use super::shared::{LayerObserver, Shared};
 use crate::error::BuildError;
 use crate::metrics::ClientMetrics;
-use crate::model::ClientModel;
+use crate::model::{ClientModel, difference};
 
 /// The source of the placement.
 enum Source {
@@ -184,11 +184,11 @@ impl FleetBuilder {
 fn check_table(table: &PlacementTable, descriptor: &ModelDescriptor) -> Result<(), BuildError> {
     table.validate().map_err(BuildError::Placement)?;
     match &table.model {
-        Some(model) if model.fingerprint == descriptor.fingerprint => Ok(()),
-        found => Err(BuildError::ModelMismatch {
-            found: found.as_ref().map_or_else(|| "none".to_owned(), |m| m.fingerprint.clone()),
-            expected: descriptor.fingerprint.clone(),
-        }),
+        Some(model) => match difference(model, descriptor) {
+            Some(difference) => Err(BuildError::ModelMismatch { difference }),
+            None => Ok(()),
+        },
+        None => Err(BuildError::ModelMismatch { difference: "it names no model".to_owned() }),
     }
 }
 

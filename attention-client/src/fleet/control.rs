@@ -20,6 +20,7 @@ use super::link::Server;
 use super::placement::{Change, Registry, Routing};
 use super::shared::Shared;
 use crate::error::BuildError;
+use crate::model::difference;
 
 /// The source of placement tables.
 pub(crate) enum TableSource {
@@ -169,16 +170,15 @@ impl Task {
     }
 
     fn apply(&mut self, table: &PlacementTable) {
-        if let Some(model) = &table.model
-            && model.fingerprint != self.descriptor.fingerprint
-        {
-            let problem = format!(
-                "the placement is for model {}, expected {}",
-                model.fingerprint, self.descriptor.fingerprint
-            );
-            tracing::error!(problem, "placement ignored");
-            self.note_problem(Some(problem));
-            return;
+        if let Some(model) = &table.model {
+            if let Some(difference) = difference(model, &self.descriptor) {
+                let problem = format!("the placement is for another model: {difference}");
+                tracing::error!(problem, "placement ignored");
+                self.note_problem(Some(problem));
+                return;
+            }
+            // A client that does not know its fingerprint stays with the first one that it sees.
+            self.descriptor.fingerprint.clone_from(&model.fingerprint);
         }
         let Change { routing, joined, left } = self.registry.apply(table, &self.descriptor);
         tracing::debug!(

@@ -65,8 +65,12 @@ impl Place {
 }
 
 impl Checkpoint {
-    /// The weight `[rows, cols]` of the linear layer called `name`.
-    pub(super) fn linear(
+    /// The weight `[rows, cols]` of the linear layer called `name`, in any format. Names of its tensors start with
+    /// `name`, such as `{name}.weight`.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the tensor at fault.
+    pub fn linear(
         &self,
         name: &str,
         rows: usize,

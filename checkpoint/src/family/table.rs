@@ -1,9 +1,10 @@
 //! The table of families.
 
 use super::{
-    ActivationRule, Family, Fused, LayerRule, Renormalise, RouterRule, SharedRule, SharedWidth,
-    Weighting,
+    ActivationRule, Family, Fused, GroupRule, LayerRule, Renormalise, RouterRule, SharedRule,
+    SharedWidth, Weighting,
 };
+use crate::config::{ChosenBy, GroupScore, Scoring};
 
 /// The most common values. Rows say what differs.
 const BASE: Family = Family {
@@ -15,7 +16,7 @@ const BASE: Family = Family {
     weighting: Weighting::Output,
     layers: LayerRule::All,
     fused: Fused { transposed: false, interleaved: false },
-    router: RouterRule::Softmax(Renormalise::Always),
+    router: softmax(Renormalise::Always),
     gate: &["mlp.gate.weight"],
     choice_bias: &[],
     shared: None,
@@ -24,7 +25,7 @@ const BASE: Family = Family {
 /// DeepSeek-V3 and the many families that took over its block.
 const DEEPSEEK_V3: Family = Family {
     layers: LayerRule::AfterDense { key: &["first_k_dense_replace"], default: 3 },
-    router: RouterRule::DeepseekV3,
+    router: Some(DEEPSEEK_V3_ROUTER),
     choice_bias: &["mlp.gate.e_score_correction_bias"],
     shared: Some(SHARED_EXPERTS),
     ..BASE
@@ -36,10 +37,65 @@ const MIXTRAL: Family = Family {
     ..BASE
 };
 
+const fn softmax(renormalise: Renormalise) -> Option<RouterRule> {
+    Some(RouterRule { renormalise, ..PLAIN_SOFTMAX })
+}
+
+const PLAIN_SOFTMAX: RouterRule = RouterRule {
+    scoring: Scoring::Softmax,
+    scoring_key: None,
+    chosen_by: ChosenBy::Scores,
+    method: None,
+    groups: None,
+    bias_flag: None,
+    renormalise: Renormalise::Always,
+    epsilon: 0.0,
+    minimum: None,
+    scale: None,
+    softcap: None,
+};
+
+const SOFTMAX_OF_CHOSEN: RouterRule =
+    RouterRule { chosen_by: ChosenBy::Logits, renormalise: Renormalise::Never, ..PLAIN_SOFTMAX };
+
+const DEEPSEEK_V2_ROUTER: RouterRule = RouterRule {
+    scoring_key: Some("scoring_func"),
+    method: Some("greedy"),
+    groups: Some(GroupRule { count: 1, keep: 1, score: GroupScore::Max }),
+    renormalise: Renormalise::Refused,
+    scale: Some(("routed_scaling_factor", 1.0)),
+    ..PLAIN_SOFTMAX
+};
+
+const DEEPSEEK_V3_ROUTER: RouterRule = RouterRule {
+    scoring_key: Some("scoring_func"),
+    method: Some("noaux_tc"),
+    groups: Some(GroupRule { count: 8, keep: 4, score: GroupScore::TopTwoSum }),
+    scale: Some(("routed_scaling_factor", 2.5)),
+    ..SIGMOID
+};
+
+/// Sigmoid scores, a bias for the choice if the family names one, normalised.
+const SIGMOID: RouterRule = RouterRule {
+    scoring: Scoring::Sigmoid,
+    renormalise: Renormalise::Key(true),
+    epsilon: 1e-20,
+    ..PLAIN_SOFTMAX
+};
+
+/// DeepSeek-V3's rule in the families that took it over with one group and their own factor.
+const fn one_group(scale: f32) -> RouterRule {
+    RouterRule {
+        groups: Some(GroupRule { count: 1, keep: 1, score: GroupScore::TopTwoSum }),
+        scale: Some(("routed_scaling_factor", scale)),
+        ..SIGMOID
+    }
+}
+
 /// Qwen's blocks with one shared expert behind a sigmoid gate.
 const QWEN_SHARED: Family = Family {
     layers: LayerRule::SparseStep,
-    router: RouterRule::Softmax(Renormalise::Key(false)),
+    router: softmax(Renormalise::Key(false)),
     shared: Some(SharedRule {
         path: "mlp.shared_expert",
         gate: Some("mlp.shared_expert_gate.weight"),
@@ -54,7 +110,7 @@ const SWIGLU_OAI: ActivationRule =
 
 const GRANITE: Family = Family {
     width: PLAIN_WIDTH,
-    router: RouterRule::SoftmaxOfChosen,
+    router: Some(SOFTMAX_OF_CHOSEN),
     gate: &["block_sparse_moe.router.layer.weight"],
     ..BASE
 };
@@ -77,13 +133,13 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "qwen3_moe",
         classes: &["Qwen3MoeForCausalLM"],
         layers: LayerRule::SparseStep,
-        router: RouterRule::Softmax(Renormalise::Key(false)),
+        router: softmax(Renormalise::Key(false)),
         ..BASE
     },
     Family {
         model_type: "qwen3_next",
         classes: &["Qwen3NextForCausalLM"],
-        router: RouterRule::Softmax(Renormalise::Key(true)),
+        router: softmax(Renormalise::Key(true)),
         ..QWEN_SHARED
     },
     Family {
@@ -99,7 +155,7 @@ pub(super) static FAMILIES: &[Family] = &[
         aliases: &["qwen3_5_moe_text"],
         classes: &["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"],
         layers: LayerRule::All,
-        router: RouterRule::Softmax(Renormalise::Always),
+        router: softmax(Renormalise::Always),
         ..QWEN_SHARED
     },
     Family { model_type: "mixtral", classes: &["MixtralForCausalLM"], ..MIXTRAL },
@@ -107,14 +163,16 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "deepseek_v2",
         classes: &["DeepseekV2ForCausalLM"],
         layers: after_dense(0),
-        router: RouterRule::DeepseekV2,
+        router: Some(DEEPSEEK_V2_ROUTER),
+        choice_bias: &["mlp.gate.e_score_correction_bias"],
         shared: Some(SHARED_EXPERTS),
         ..BASE
     },
     Family {
         model_type: "unlimited_ocr",
         layers: after_dense(0),
-        router: RouterRule::DeepseekV2,
+        router: Some(DEEPSEEK_V2_ROUTER),
+        choice_bias: &["mlp.gate.e_score_correction_bias"],
         shared: Some(SHARED_EXPERTS),
         ..BASE
     },
@@ -133,9 +191,15 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "deepseek_v4",
         classes: &["DeepseekV4ForCausalLM"],
-        width: &["moe_intermediate_size", "intermediate_size"],
+        width: &["intermediate_size", "moe_intermediate_size"],
         activation: ActivationRule::Clamped { default: 10.0 },
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            scoring: Scoring::SqrtSoftplus,
+            scoring_key: Some("scoring_func"),
+            renormalise: Renormalise::Always,
+            scale: Some(("routed_scaling_factor", 1.5)),
+            ..SIGMOID
+        }),
         gate: &["ffn.gate.weight"],
         choice_bias: &["ffn.gate.bias"],
         shared: Some(SharedRule {
@@ -156,18 +220,21 @@ pub(super) static FAMILIES: &[Family] = &[
             gate: None,
             width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], 1),
         }),
+        router: Some(one_group(2.446)),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "glm4_moe",
         classes: &["Glm4MoeForCausalLM"],
         layers: after_dense(1),
+        router: Some(one_group(1.0)),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "glm4_moe_lite",
         classes: &["Glm4MoeLiteForCausalLM"],
         layers: after_dense(1),
+        router: Some(one_group(1.8)),
         ..DEEPSEEK_V3
     },
     Family {
@@ -175,9 +242,15 @@ pub(super) static FAMILIES: &[Family] = &[
         aliases: &["glm4v_moe_text"],
         classes: &["Glm4vMoeForConditionalGeneration"],
         layers: after_dense(1),
+        router: Some(one_group(1.0)),
         ..DEEPSEEK_V3
     },
-    Family { model_type: "glm_moe_dsa", classes: &["GlmMoeDsaForCausalLM"], ..DEEPSEEK_V3 },
+    Family {
+        model_type: "glm_moe_dsa",
+        classes: &["GlmMoeDsaForCausalLM"],
+        router: Some(one_group(2.5)),
+        ..DEEPSEEK_V3
+    },
     Family {
         model_type: "glm5_next",
         activation: ActivationRule::Clamped { default: f32::INFINITY },
@@ -190,12 +263,14 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "dots1",
         classes: &["Dots1ForCausalLM"],
         layers: after_dense(0),
+        router: Some(RouterRule { renormalise: Renormalise::Key(false), ..one_group(1.0) }),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "solar_open",
         classes: &["SolarOpenForCausalLM"],
         layers: LayerRule::All,
+        router: Some(one_group(1.0)),
         ..DEEPSEEK_V3
     },
     Family {
@@ -203,6 +278,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["MiMoV2FlashForCausalLM"],
         layers: after_dense(1),
         shared: None,
+        router: Some(one_group(1.0)),
         ..DEEPSEEK_V3
     },
     Family {
@@ -210,6 +286,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["ExaoneMoeForCausalLM"],
         layers: after_dense(1),
         choice_bias: &["mlp.e_score_correction_bias"],
+        router: Some(one_group(2.5)),
         ..DEEPSEEK_V3
     },
     Family {
@@ -223,7 +300,11 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "hy_v3",
         classes: &["HYV3ForCausalLM"],
         layers: after_dense(1),
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Always,
+            scale: Some(("router_scaling_factor", 2.826)),
+            ..SIGMOID
+        }),
         gate: &["mlp.router.gate.weight"],
         choice_bias: &["mlp.expert_bias"],
         shared: Some(SharedRule {
@@ -242,7 +323,11 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "afmoe",
         classes: &["AfmoeForCausalLM"],
         layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 1 },
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Always,
+            scale: Some(("route_scale", 1.0)),
+            ..SIGMOID
+        }),
         gate: &["mlp.router.gate.weight"],
         choice_bias: &["mlp.expert_bias"],
         shared: Some(SharedRule {
@@ -257,7 +342,12 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["Lfm2MoeForCausalLM"],
         activation: ActivationRule::Silu,
         layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 2 },
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            bias_flag: Some(("use_expert_bias", true)),
+            epsilon: 1e-6,
+            scale: Some(("routed_scaling_factor", 1.0)),
+            ..SIGMOID
+        }),
         gate: &["feed_forward.gate.weight"],
         choice_bias: &["feed_forward.expert_bias"],
         ..BASE
@@ -266,7 +356,13 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "laguna",
         classes: &["LagunaForCausalLM"],
         layers: after_dense(1),
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Always,
+            epsilon: 0.0,
+            scale: Some(("moe_routed_scaling_factor", 1.0)),
+            softcap: Some("moe_router_logit_softcapping"),
+            ..SIGMOID
+        }),
         choice_bias: &["mlp.experts.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_expert",
@@ -279,7 +375,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "minimax_m2",
         classes: &["MiniMaxM2ForCausalLM"],
-        router: RouterRule::Own,
+        router: Some(RouterRule { renormalise: Renormalise::Always, epsilon: 0.0, ..SIGMOID }),
         choice_bias: &["block_sparse_moe.e_score_correction_bias"],
         ..MIXTRAL
     },
@@ -289,7 +385,12 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"],
         activation: SWIGLU_OAI,
         layers: after_dense(0),
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Always,
+            epsilon: 0.0,
+            scale: Some(("routed_scaling_factor", 2.0)),
+            ..SIGMOID
+        }),
         choice_bias: &["block_sparse_moe.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "block_sparse_moe.shared_experts",
@@ -301,34 +402,38 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "phimoe",
         classes: &["PhimoeForCausalLM", "PhiMoEForCausalLM"],
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            scoring: Scoring::SparseMixer { jitter: 0.01 },
+            renormalise: Renormalise::Never,
+            ..PLAIN_SOFTMAX
+        }),
         ..MIXTRAL
     },
     Family {
         model_type: "olmoe",
         classes: &["OlmoeForCausalLM"],
         width: PLAIN_WIDTH,
-        router: RouterRule::Softmax(Renormalise::Key(false)),
+        router: softmax(Renormalise::Key(false)),
         ..BASE
     },
     Family {
         model_type: "flex_olmo",
         classes: &["FlexOlmoForCausalLM"],
         width: PLAIN_WIDTH,
-        router: RouterRule::Softmax(Renormalise::Key(false)),
+        router: softmax(Renormalise::Key(false)),
         ..BASE
     },
     Family {
         model_type: "mellum",
         classes: &["MellumForCausalLM"],
-        router: RouterRule::Softmax(Renormalise::Key(false)),
+        router: softmax(Renormalise::Key(true)),
         ..BASE
     },
     Family {
         model_type: "ernie4_5_moe",
         classes: &["Ernie4_5_MoeForCausalLM"],
         layers: LayerRule::Range,
-        router: RouterRule::Own,
+        router: Some(RouterRule { minimum: Some(("moe_norm_min", 1e-12)), ..PLAIN_SOFTMAX }),
         choice_bias: &["mlp.moe_statics.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
@@ -354,7 +459,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["JambaForCausalLM"],
         width: PLAIN_WIDTH,
         layers: LayerRule::Period,
-        router: RouterRule::Softmax(Renormalise::Never),
+        router: softmax(Renormalise::Never),
         gate: &["feed_forward.router.weight"],
         ..BASE
     },
@@ -385,7 +490,12 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["Cohere2MoeForCausalLM"],
         width: PLAIN_WIDTH,
         layers: after_dense(0),
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            scoring_key: Some("expert_selection_fn"),
+            chosen_by: ChosenBy::Logits,
+            renormalise: Renormalise::Key(true),
+            ..PLAIN_SOFTMAX
+        }),
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
             gate: None,
@@ -399,7 +509,7 @@ pub(super) static FAMILIES: &[Family] = &[
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
         fused: Fused { transposed: true, interleaved: true },
-        router: RouterRule::SoftmaxOfChosen,
+        router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         ..BASE
     },
@@ -409,7 +519,7 @@ pub(super) static FAMILIES: &[Family] = &[
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
         fused: Fused { transposed: true, interleaved: false },
-        router: RouterRule::SoftmaxOfChosen,
+        router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         ..BASE
     },
@@ -421,7 +531,12 @@ pub(super) static FAMILIES: &[Family] = &[
         weighting: Weighting::Input,
         layers: LayerRule::Interleaved,
         fused: Fused { transposed: true, interleaved: false },
-        router: RouterRule::Own,
+        router: Some(RouterRule {
+            scoring: Scoring::Sigmoid,
+            chosen_by: ChosenBy::Logits,
+            renormalise: Renormalise::Never,
+            ..PLAIN_SOFTMAX
+        }),
         gate: &["feed_forward.router.weight"],
         shared: Some(SharedRule {
             path: "feed_forward.shared_expert",
@@ -437,7 +552,7 @@ pub(super) static FAMILIES: &[Family] = &[
         width: PLAIN_WIDTH,
         activation: ActivationRule::Silu,
         fused: Fused { transposed: true, interleaved: false },
-        router: RouterRule::SoftmaxOfChosen,
+        router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
@@ -451,7 +566,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["NemotronHForCausalLM"],
         activation: ActivationRule::Relu2,
         layers: LayerRule::BlockTypes,
-        router: RouterRule::DeepseekV3,
+        router: Some(one_group(1.0)),
         gate: &["mixer.gate.weight"],
         choice_bias: &["mixer.gate.e_score_correction_bias"],
         shared: Some(SharedRule {
@@ -470,7 +585,7 @@ pub(super) static FAMILIES: &[Family] = &[
             default: "gelu_pytorch_tanh",
         },
         layers: LayerRule::Stored,
-        router: RouterRule::Own,
+        router: None,
         gate: &["router.proj.weight"],
         ..BASE
     },
@@ -478,7 +593,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "mistral4",
         classes: &["Mistral4ForCausalLM"],
         layers: after_dense(0),
-        router: RouterRule::Own,
+        router: Some(RouterRule { scoring: Scoring::Softmax, ..one_group(1.0) }),
         shared: Some(SHARED_EXPERTS),
         ..BASE
     },
@@ -488,13 +603,13 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["InklingForConditionalGeneration", "InklingForCausalLM"],
         layers: LayerRule::Stored,
         fused: Fused { transposed: false, interleaved: true },
-        router: RouterRule::Own,
+        router: None,
         ..BASE
     },
     Family {
         model_type: "zaya",
         classes: &["ZayaForCausalLM"],
-        router: RouterRule::Own,
+        router: None,
         gate: &["mlp.gate.router_mlp.out_proj.weight"],
         ..BASE
     },

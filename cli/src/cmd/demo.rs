@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use attention_client::{LayerTiming, MoeClient};
+use attention_client::{ClientModel, LayerTiming, MoeClient};
 use bench_harness::stats::of_sorted;
 use checkpoint::Checkpoint;
 use protocol::WireDtype;
@@ -90,8 +90,7 @@ type Sample = (Instant, LayerTiming);
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let dir = super::model_or_tiny(args.model.clone())?;
-    let checkpoint =
-        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let checkpoint = super::open_checkpoint(&dir)?;
     let kill = !args.no_kill;
     let fewest = if kill { 2 } else { 1 };
     if args.max_new_tokens < fewest {
@@ -134,7 +133,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let token = cluster.token().to_owned();
     let client = args
         .client
-        .builder(&checkpoint)?
+        .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), Some(token.clone()))
         .ticket(Some(token))
         .observer(move |report| {
@@ -240,7 +239,7 @@ fn generate(
     let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
     // Half-way through the tokens that fit into the context.
     let num_prompt_tokens = generator.tokenizer().encode(&args.prompt)?.len();
-    let room = generator.model().config().max_positions.saturating_sub(num_prompt_tokens);
+    let room = generator.model().language().max_positions.saturating_sub(num_prompt_tokens);
     let kill_token = (args.max_new_tokens.min(room) / 2).max(1);
     let mut killed = None;
     say.prompt(&args.prompt);

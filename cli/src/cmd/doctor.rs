@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
+use checkpoint::{Checkpoint, ConfigError, OpenError};
 use serde::Serialize;
 
 use crate::{Global, ui};
@@ -57,7 +58,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     groups.extend(ibgda());
     let mut given = Vec::new();
     if let Some(model) = &args.model {
-        given.push(check_model(model));
+        given.extend(check_model(model));
     }
     if let Some(url) = &args.control.control_plane {
         given.push(check_control(url, args.control.token.clone()));
@@ -396,29 +397,59 @@ fn ibgda_groups(report: ibgda::Report) -> Vec<Group> {
     groups
 }
 
-fn check_model(dir: &Path) -> Check {
-    match checkpoint::Checkpoint::open(dir) {
-        Ok(checkpoint) => {
-            let config = checkpoint.config();
-            ok(
-                "model",
-                format!(
-                    "{} · {} layers · {} experts, top-{} · {:.2} GB in {} shards",
-                    config.architecture.class_name(),
-                    config.num_layers,
-                    config.num_experts,
-                    config.top_k,
-                    checkpoint.len_bytes() as f64 / 1e9,
-                    checkpoint.num_shards()
-                ),
-            )
+/// Checks a checkpoint with the loader of the expert server.
+fn check_model(dir: &Path) -> Vec<Check> {
+    let checkpoint = match Checkpoint::open(dir) {
+        Ok(checkpoint) => checkpoint,
+        Err(error) => return vec![unusable(error)],
+    };
+    if let Err(error) = checkpoint.check_experts() {
+        let remedy =
+            "the folder must hold every routed expert; `switchyard inspect` lists what it holds";
+        return vec![problem("model", Verdict::Fail, error.to_string(), remedy)];
+    }
+    let config = checkpoint.config();
+    let mut found = format!(
+        "{} · {} layers · {} experts, top-{} · {:.2} GB in {} shards",
+        config.family,
+        config.num_layers,
+        config.num_experts,
+        config.top_k,
+        checkpoint.len_bytes() as f64 / 1e9,
+        checkpoint.num_shards()
+    );
+    if let Some(Ok(expert)) = config.moe_layers().first().map(|layer| checkpoint.expert(*layer, 0))
+    {
+        let _ = write!(found, " · {}", expert.up.format());
+    }
+    if let Some(quantization) = &config.quantization {
+        let _ = write!(found, " ({quantization})");
+    }
+    let mut checks = vec![ok("model", found)];
+    checks.extend(checkpoint.warnings().iter().map(|warning| Check {
+        name: "model",
+        verdict: Verdict::Warn,
+        found: warning.clone(),
+        remedy: None,
+    }));
+    checks
+}
+
+/// A folder that cannot be opened, with the next step.
+fn unusable(error: OpenError) -> Check {
+    let fail = |found: String, remedy: &str| problem("model", Verdict::Fail, found, remedy);
+    match error {
+        OpenError::NotACheckpoint { path, found, remedy } => {
+            fail(format!("{} {found}", path.display()), &remedy)
         }
-        Err(error) => problem(
-            "model",
-            Verdict::Fail,
-            error.to_string(),
-            "give a folder with config.json and safetensors files, as on the Hugging Face Hub",
-        ),
+        OpenError::Config { source: ConfigError::UnknownArchitecture { .. }, .. } => {
+            fail(error.to_string(), "give a checkpoint of one of these families")
+        }
+        OpenError::Config { .. } => {
+            fail(error.to_string(), "correct this key, or take the file of the model's publisher")
+        }
+        OpenError::Read { .. } => fail(error.to_string(), "check the path and its permissions"),
+        _ => fail(error.to_string(), "download this file again, it is damaged or not complete"),
     }
 }
 

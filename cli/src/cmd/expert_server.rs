@@ -136,6 +136,8 @@ impl FromStr for Device {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    // Weights stay in mapped files.
+    checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
     let placement = match (&args.control.control_plane, args.experts) {
         (Some(url), _) => {
             Placement::ControlPlane { url: url.clone(), token: args.control.token.clone() }

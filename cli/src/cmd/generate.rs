@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use anyhow::{Context, Result};
-use checkpoint::Checkpoint;
+use anyhow::Result;
 use reference_model::{GenerateOptions, Generator};
 
 use super::Counters;
@@ -39,8 +37,7 @@ pub struct Args {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let dir = super::model_or_tiny(args.model)?;
-    let checkpoint =
-        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let checkpoint = super::open_client_checkpoint(&dir, &args.control)?;
     let options = GenerateOptions {
         max_new_tokens: args.max_new_tokens,
         temperature: args.temperature,

@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use checkpoint::{Checkpoint, DType, TensorFile};
+use checkpoint::{DType, TensorFile};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
 use crate::{Global, ui};
@@ -46,8 +45,7 @@ struct Request {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let dir = super::model_or_tiny(args.model)?;
-    let checkpoint =
-        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let checkpoint = super::open_client_checkpoint(&dir, &args.control)?;
     let config = checkpoint.config();
     if !config.is_moe_layer(args.layer) {
         bail!(

@@ -1,7 +1,7 @@
 //! Weights of the attention side, and operations without state.
 
 use candle_core::{Device, Storage, Tensor};
-use checkpoint::{Checkpoint, ExpertTensors, WeightView};
+use checkpoint::{Activation, Checkpoint, ExpertTensors, WeightView};
 
 use super::LoadError;
 
@@ -22,21 +22,28 @@ impl Linear {
         [out, inner]: [usize; 2],
         has_bias: bool,
     ) -> Result<Self, LoadError> {
-        let weight = checkpoint.weight(&format!("{prefix}.weight"), [out, inner])?;
+        let weight = load_matrix(checkpoint, prefix, [out, inner])?;
         let bias = match has_bias {
             true => Some(load_vector(checkpoint, &format!("{prefix}.bias"), out)?),
             false => None,
         };
-        Ok(Self { weight_t: matrix(&weight)?.t()?, bias })
+        Ok(Self { weight_t: weight.t()?, bias })
     }
 
-    pub(super) fn from_weight(weight: &WeightView<'_>) -> Result<Self, LoadError> {
-        Ok(Self { weight_t: matrix(weight)?.t()?, bias: None })
+    /// From a matrix in any format and its bias, which may be empty.
+    fn from_weight(weight: &WeightView<'_>, bias: &[f32]) -> Result<Self, LoadError> {
+        let shape = (weight.rows(), weight.cols());
+        let weight = Tensor::from_vec(weight.to_f32(), shape, &Device::Cpu)?;
+        Self::from_matrix(&weight, bias)
     }
 
-    /// From a matrix `[out, in]`.
-    pub(super) fn from_matrix(weight: &Tensor) -> Result<Self, LoadError> {
-        Ok(Self { weight_t: weight.t()?, bias: None })
+    /// From a matrix `[out, in]` and its bias, which may be empty.
+    pub(super) fn from_matrix(weight: &Tensor, bias: &[f32]) -> Result<Self, LoadError> {
+        let bias = match bias {
+            [] => None,
+            bias => Some(Tensor::from_slice(bias, bias.len(), &Device::Cpu)?),
+        };
+        Ok(Self { weight_t: weight.t()?, bias })
     }
 
     /// `[rows, in]` to `[rows, out]`.
@@ -62,7 +69,7 @@ impl RmsNorm {
         name: &str,
         width: usize,
     ) -> Result<Self, LoadError> {
-        let eps = checkpoint.config().rms_norm_eps as f32;
+        let eps = checkpoint.config().language()?.rms_norm_eps as f32;
         Ok(Self { weight: load_vector(checkpoint, name, width)?, eps })
     }
 
@@ -71,12 +78,13 @@ impl RmsNorm {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))`: a dense MLP, or a shared expert.
+/// `down(activation(gate(x), up(x)))`: a dense MLP, or a shared expert.
 #[derive(Debug, Clone)]
 pub(super) struct Mlp {
-    gate: Linear,
+    gate: Option<Linear>,
     up: Linear,
     down: Linear,
+    activation: Activation,
 }
 
 impl Mlp {
@@ -90,24 +98,57 @@ impl Mlp {
         let linear =
             |name: &str, shape| Linear::load(checkpoint, &format!("{prefix}.{name}"), shape, false);
         Ok(Self {
-            gate: linear("gate_proj", [width, hidden])?,
+            gate: Some(linear("gate_proj", [width, hidden])?),
             up: linear("up_proj", [width, hidden])?,
             down: linear("down_proj", [hidden, width])?,
+            activation: checkpoint.config().arithmetic.activation,
         })
     }
 
-    pub(super) fn from_tensors(tensors: &ExpertTensors<'_>) -> Result<Self, LoadError> {
+    pub(super) fn from_tensors(
+        tensors: &ExpertTensors<'_>,
+        activation: Activation,
+    ) -> Result<Self, LoadError> {
+        let biases = tensors.biases.as_ref();
+        let [gate_bias, up_bias, down_bias] =
+            biases.map_or([&[][..]; 3], |biases| [&biases.gate, &biases.up, &biases.down]);
+        let gate = tensors.gate.as_ref().map(|gate| Linear::from_weight(gate, gate_bias));
         Ok(Self {
-            gate: Linear::from_weight(&tensors.gate)?,
-            up: Linear::from_weight(&tensors.up)?,
-            down: Linear::from_weight(&tensors.down)?,
+            gate: gate.transpose()?,
+            up: Linear::from_weight(&tensors.up, up_bias)?,
+            down: Linear::from_weight(&tensors.down, down_bias)?,
+            activation,
         })
     }
 
     /// `[rows, hidden]` to `[rows, hidden]`.
     pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let gate = self.gate.forward(x)?.silu()?;
-        self.down.forward(&(gate * self.up.forward(x)?)?)
+        let up = self.up.forward(x)?;
+        let gate = self.gate.as_ref().map(|gate| gate.forward(x)).transpose()?;
+        self.down.forward(&activate(self.activation, gate, up)?)
+    }
+}
+
+fn activate(
+    activation: Activation,
+    gate: Option<Tensor>,
+    up: Tensor,
+) -> candle_core::Result<Tensor> {
+    let Some(gate) = gate else {
+        return up.relu()?.sqr();
+    };
+    match activation {
+        Activation::SILU => gate.silu()? * up,
+        Activation::Swiglu { alpha, limit, offset } => {
+            let gate = gate.minimum(limit)?;
+            let sigmoid = candle_nn::ops::sigmoid(&(&gate * f64::from(alpha))?)?;
+            let up = up.clamp(-limit, limit)?;
+            (gate * sigmoid)? * (up + f64::from(offset))?
+        }
+        Activation::Gelu => gate.gelu_erf()? * up,
+        Activation::GeluTanh => gate.gelu()? * up,
+        Activation::Relu => gate.relu()? * up,
+        Activation::Relu2 => up.relu()?.sqr(),
     }
 }
 
@@ -167,9 +208,14 @@ pub(super) fn causal_mask(first: usize, num: usize) -> candle_core::Result<Tenso
     Tensor::from_vec(mask, (num, first + num), &Device::Cpu)
 }
 
-/// A stored matrix as f32.
-pub(super) fn matrix(weight: &WeightView<'_>) -> Result<Tensor, LoadError> {
-    Ok(Tensor::from_vec(weight.to_f32(), (weight.rows(), weight.cols()), &Device::Cpu)?)
+/// The weight of the linear layer called `name` as f32.
+pub(super) fn load_matrix(
+    checkpoint: &Checkpoint,
+    name: &str,
+    [rows, cols]: [usize; 2],
+) -> Result<Tensor, LoadError> {
+    let weight = checkpoint.linear(name, rows, cols)?;
+    Ok(Tensor::from_vec(weight.to_f32(), (rows, cols), &Device::Cpu)?)
 }
 
 fn load_vector(checkpoint: &Checkpoint, name: &str, width: usize) -> Result<Tensor, LoadError> {

@@ -11,9 +11,10 @@ use super::layers::{Linear, Mlp, with_values};
 use attention_client::router::{RouteError, Router, RouterWorkspace};
 use attention_client::{BackendError, ExpertBackend};
 
-/// The MoE block of one layer of a Qwen3-MoE, Mixtral, DeepSeek-V2 or DeepSeek-V3 checkpoint.
+/// The MoE block of one layer, of any family whose router the client computes
+/// ([`ModelConfig::router`](checkpoint::ModelConfig::router)).
 ///
-/// Holds the gate, its bias and the shared experts in f32. Clones share weights.
+/// Holds the gate, its biases and the shared experts in f32. Clones share weights.
 #[derive(Debug)]
 pub struct MoeBlock {
     layer: u32,
@@ -21,6 +22,8 @@ pub struct MoeBlock {
     gate: Linear,
     router: Router,
     shared: Option<Mlp>,
+    /// Its sigmoid scales the output of the shared experts.
+    shared_gate: Option<Linear>,
     workspace: Workspace,
 }
 
@@ -87,16 +90,26 @@ impl MoeBlock {
         let config = checkpoint.config();
         let tensors = checkpoint.router(layer)?;
         let bias = tensors.bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
-        let router = Router::from_model(config, bias)?;
+        let router = Router::new(*config.router()?, bias)?;
+        let logit_bias = tensors.logit_bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
         let gate = (tensors.weight.to_f32()?, (config.num_experts as usize, config.hidden));
         let gate = Tensor::from_vec(gate.0, gate.1, &Device::Cpu)?;
         let shared = checkpoint.shared_expert(layer)?;
+        let activation = config.arithmetic.activation;
+        let shared_gate = match checkpoint.shared_expert_gate(layer)? {
+            Some(gate) => {
+                let gate = Tensor::from_vec(gate.to_f32()?, (1, config.hidden), &Device::Cpu)?;
+                Some(Linear::from_matrix(&gate, &[])?)
+            }
+            None => None,
+        };
         Ok(Self {
             layer,
             hidden: config.hidden,
-            gate: Linear::from_matrix(&gate)?,
+            gate: Linear::from_matrix(&gate, &logit_bias)?,
             router,
-            shared: shared.as_ref().map(Mlp::from_tensors).transpose()?,
+            shared: shared.map(|shared| Mlp::from_tensors(&shared, activation)).transpose()?,
+            shared_gate,
             workspace: Workspace::default(),
         })
     }
@@ -157,6 +170,12 @@ impl MoeBlock {
         if let Some(shared) = &self.shared {
             shared
                 .forward(tensor)
+                .and_then(|y| match &self.shared_gate {
+                    Some(gate) => {
+                        y.broadcast_mul(&candle_nn::ops::sigmoid(&gate.forward(tensor)?)?)
+                    }
+                    None => Ok(y),
+                })
                 .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
                 .map_err(|e| MoeBlockError::tensor(layer, e))?;
         }
@@ -212,6 +231,7 @@ impl Clone for MoeBlock {
             gate: self.gate.clone(),
             router: self.router.clone(),
             shared: self.shared.clone(),
+            shared_gate: self.shared_gate.clone(),
             workspace: Workspace::default(),
         }
     }

@@ -44,7 +44,7 @@ fn a_prompt_must_exist_and_fit() {
 #[test]
 fn new_tokens_are_clipped_to_the_context_and_that_is_reported() {
     let mut generator = generator();
-    let context = generator.model().config().max_positions;
+    let context = generator.model().language().max_positions;
     let mut prompt = "\nfn".repeat(context / 2);
     let length = |g: &Generator<_>, p: &str| g.tokenizer().encode(p).unwrap().len();
     while length(&generator, &prompt) > context - 3 {

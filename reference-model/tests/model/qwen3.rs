@@ -99,7 +99,7 @@ fn a_cached_decode_equals_a_full_prefill() {
     let checkpoint = tiny_moe();
     let mut model = Qwen3Moe::load(&checkpoint).unwrap();
     let mut experts = LocalExperts::new(checkpoint.clone());
-    let vocab = checkpoint.config().vocab;
+    let vocab = checkpoint.config().language().unwrap().vocab;
     let mut rng = StdRng::seed_from_u64(seed());
     // Beyond one growth of the cache.
     let tokens: Vec<u32> = (0..90).map(|_| rng.random_range(0..vocab as u32)).collect();

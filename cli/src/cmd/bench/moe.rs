@@ -3,9 +3,9 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use attention_client::ClientModel;
 use bench_harness::moe::{self, MoeBenchConfig};
 use bench_harness::moe_device::{self, MoeDeviceConfig, OpenTransports};
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint, planned_bytes};
@@ -135,8 +135,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         Some(dir) => dir.clone(),
         None => preset_dir(global, args.preset)?,
     };
-    let checkpoint =
-        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let checkpoint = super::super::open_checkpoint(&dir)?;
     let layer = moe::first_layer(&checkpoint)?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if args.threads == 0 { cpus } else { args.threads };
@@ -153,7 +152,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let token = Some(cluster.token().to_owned());
     let client = args
         .client
-        .builder(&checkpoint)?
+        .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), token.clone())
         .ticket(token)
         .build()?;

@@ -1,6 +1,6 @@
 //! Qwen3-MoE by the book: f64, one token at a time, no cache, no tensor library.
 
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Normalisation};
 
 pub struct Naive<'a> {
     pub checkpoint: &'a Checkpoint,
@@ -29,7 +29,7 @@ impl Naive<'_> {
             };
             add(&mut x, &y);
         }
-        let head = match config.tie_word_embeddings {
+        let head = match config.language().unwrap().tie_word_embeddings {
             true => embedding,
             false => self.matrix("lm_head.weight", config.hidden),
         };
@@ -39,7 +39,7 @@ impl Naive<'_> {
 
     fn attention(&self, prefix: &str, x: &Rows) -> Rows {
         let config = self.checkpoint.config();
-        let attention = config.attention.as_ref().unwrap();
+        let attention = config.language().unwrap().attention.as_ref().unwrap();
         let dim = attention.head_dim;
         let project = |name: &str, heads: usize, normed: bool| -> Vec<Rows> {
             let rows = x.iter().map(|x| self.linear(&format!("{prefix}.{name}_proj"), x));
@@ -85,9 +85,9 @@ impl Naive<'_> {
         let mut order: Vec<usize> = (0..probabilities.len()).collect();
         order.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]));
         let chosen = &order[..config.top_k];
-        let sum: f64 = match config.router.renormalise {
-            true => chosen.iter().map(|&e| probabilities[e]).sum(),
-            false => 1.0,
+        let sum: f64 = match config.router().unwrap().normalisation {
+            Normalisation::None => 1.0,
+            Normalisation::Sum { .. } => chosen.iter().map(|&e| probabilities[e]).sum(),
         };
         let mut out = vec![0.0; x.len()];
         for &expert in chosen {
@@ -121,7 +121,8 @@ impl Naive<'_> {
 
     fn norm(&self, x: &[f64], name: &str) -> Vec<f64> {
         let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
-        let factor = 1.0 / (mean + self.checkpoint.config().rms_norm_eps).sqrt();
+        let factor =
+            1.0 / (mean + self.checkpoint.config().language().unwrap().rms_norm_eps).sqrt();
         x.iter().zip(self.vector(name)).map(|(x, w)| x * factor * w).collect()
     }
 
