@@ -36,6 +36,7 @@ mod make;
 mod open;
 mod shard;
 mod tensor;
+mod truncation;
 mod weight;
 
 pub use config::{
@@ -57,6 +58,7 @@ pub use make::{
 pub use open::{Checkpoint, OpenError};
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{TensorError, TensorView};
+pub use truncation::{UNREADABLE_FILE_EXIT_CODE, report_unreadable_files};
 pub use weight::{Scales, WeightFormat, WeightView};
 
 /// Rows and columns of one fp8 scale block of DeepSeek's checkpoints.

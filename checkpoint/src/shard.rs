@@ -12,15 +12,18 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::dtype::DType;
 use crate::tensor::{TensorError, TensorView};
+use crate::truncation::Registration;
 
 /// A safetensors file mapped read-only.
 ///
 /// Opening checks the header against the length of the file: every name is unique, every listed tensor has as many
 /// bytes as its shape needs and lies inside the file, no tensors overlap, and no byte is unused. Equal tensors may be
-/// stored once: a name that `__metadata__` maps to a stored tensor is that tensor. The file must not be truncated while it is mapped. As with any
-/// memory map, reading removed bytes ends the process with SIGBUS.
+/// stored once: a name that `__metadata__` maps to a stored tensor is that tensor. The file must not be truncated while it is mapped: reading
+/// removed bytes ends the process with SIGBUS. See [`report_unreadable_files`](crate::report_unreadable_files).
 #[derive(Debug)]
 pub struct TensorFile {
+    /// Before the mapping, so that it is dropped first.
+    _registration: Registration,
     path: PathBuf,
     map: Mmap,
     tensors: BTreeMap<String, Entry>,
@@ -50,7 +53,9 @@ impl TensorFile {
         // copied out and checked here.
         let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
         let (tensors, aliases) = read_header(path, &map)?;
-        Ok(TensorFile { path: path.to_owned(), map, tensors, aliases })
+        let named = tensors.iter().map(|(name, entry)| (name.as_str(), entry.bytes.clone()));
+        let registration = Registration::new(path, &map, named);
+        Ok(TensorFile { _registration: registration, path: path.to_owned(), map, tensors, aliases })
     }
 
     /// The path of the file.

@@ -22,6 +22,7 @@ pub mod demo;
 pub mod doctor;
 pub mod expert_server;
 pub mod generate;
+pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
 pub mod status;

@@ -60,6 +60,8 @@ enum Command {
     Status(cmd::status::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
+    /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
+    Inspect(cmd::inspect::Args),
     /// Run a benchmark.
     Bench(cmd::bench::Args),
     /// Write a checkpoint with random weights in the layout and size of a real model.
@@ -113,6 +115,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Layer(args) => cmd::layer::run(global, args),
         Command::Status(args) => cmd::status::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
+        Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),
         Command::MakeCheckpoint(args) => cmd::make_checkpoint::run(global, args),
     }

@@ -35,6 +35,7 @@ pub mod cpu;
 pub mod device;
 mod error;
 mod experts;
+mod gpu_support;
 mod http;
 mod inbox;
 mod members;
@@ -47,6 +48,7 @@ pub use expert_compute as compute;
 
 pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
 pub use error::{DataError, ServerError, StartError};
+pub use gpu_support::{gpu_lacks, gpu_reads};
 pub use inbox::LinkId;
 pub use metrics::{DropReason, ServerMetrics};
 pub use plane::{ClosedLink, ThreadEnd};

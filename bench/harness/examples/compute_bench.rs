@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use expert_server::compute::{
-    BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
-    WeightBytes, WeightDtype, gemm_rate,
+    BandwidthProbe, ComputePool, DType, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts,
+    Weight, WeightBytes, WeightFormat, WeightScales, gemm_rate,
 };
 use memmap2::{Advice, MmapMut};
 use switchyard_bench_harness::stats::{median, percentile};
@@ -24,19 +24,19 @@ struct Preset {
     name: &'static str,
     hidden: usize,
     inter: usize,
-    dtype: WeightDtype,
+    format: WeightFormat,
     /// Experts of a batch.
     num_active: usize,
     /// Experts in memory: a subset if the host has no room for all.
     num_loaded: usize,
 }
 
-const PRESETS: [Preset; 5] = [
+const PRESETS: [Preset; 9] = [
     Preset {
         name: "cached",
         hidden: 7168,
         inter: 256,
-        dtype: WeightDtype::F8E4m3,
+        format: WeightFormat::F8E4m3 { block: [128, 128] },
         num_active: 1,
         num_loaded: 1,
     },
@@ -44,7 +44,7 @@ const PRESETS: [Preset; 5] = [
         name: "qwen3-30b-a3b",
         hidden: 2048,
         inter: 768,
-        dtype: WeightDtype::Bf16,
+        format: WeightFormat::Bf16,
         num_active: 8,
         num_loaded: 128,
     },
@@ -52,7 +52,7 @@ const PRESETS: [Preset; 5] = [
         name: "mixtral-8x7b",
         hidden: 4096,
         inter: 14336,
-        dtype: WeightDtype::Bf16,
+        format: WeightFormat::Bf16,
         num_active: 2,
         num_loaded: 6,
     },
@@ -60,7 +60,7 @@ const PRESETS: [Preset; 5] = [
         name: "deepseek-v3",
         hidden: 7168,
         inter: 2048,
-        dtype: WeightDtype::F8E4m3,
+        format: WeightFormat::F8E4m3 { block: [128, 128] },
         num_active: 8,
         num_loaded: 32,
     },
@@ -68,9 +68,41 @@ const PRESETS: [Preset; 5] = [
         name: "qwen3-30b-a3b-f32",
         hidden: 2048,
         inter: 768,
-        dtype: WeightDtype::F32,
+        format: WeightFormat::F32,
         num_active: 8,
         num_loaded: 64,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-fp8",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::F8E4m3 { block: [128, 128] },
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-int8",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Int8 { group: 32, has_minima: false },
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-int4",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Int4 { group: 32, has_minima: false },
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-mx4",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Fp4 { group: 32 },
+        num_active: 8,
+        num_loaded: 128,
     },
 ];
 
@@ -100,9 +132,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             gemm / 1e9
         );
         println!(
-            "{:<18} {:>6} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
+            "{:<18} {:>17} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
             "preset",
-            "dtype",
+            "format",
             "tokens",
             "us",
             "GB/s",
@@ -186,11 +218,11 @@ fn options() -> Result<Options, Box<dyn Error>> {
 
 /// Experts with pseudo-random weights of moderate size, one after another in memory.
 fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
-    let Preset { hidden, inter, dtype, .. } = *preset;
-    let matrix_bytes = hidden * inter * dtype.size_bytes();
+    let Preset { hidden, inter, format, .. } = *preset;
+    let matrix_bytes = hidden * inter * format.code_bits() / 8;
     let mut memory = MmapMut::map_anon(preset.num_loaded * 3 * matrix_bytes)?;
     memory.advise(if huge_pages { Advice::HugePage } else { Advice::NoHugePage })?;
-    fill(dtype, &mut memory, &mut Random(0x5157_1711));
+    fill(format, &mut memory, &mut Random(0x5157_1711));
     let memory = Arc::new(memory.make_read_only()?);
     let mut layer = LayerExperts::new(hidden, inter)?;
     for expert in 0..preset.num_loaded {
@@ -199,34 +231,55 @@ fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<d
             let bytes = WeightBytes::new(Arc::clone(&memory), |memory| {
                 &memory[begin..begin + matrix_bytes]
             });
-            let scales = match dtype {
-                WeightDtype::F8E4m3 => vec![1e-3; rows.div_ceil(128) * cols.div_ceil(128)],
-                _ => Vec::new(),
-            };
-            Weight::new(dtype, rows, cols, bytes, scales.into())
+            Weight::new(format, rows, cols, bytes, scales(format, rows, cols))
         };
         let weights = ExpertWeights {
-            gate: matrix(0, inter, hidden)?,
+            gate: Some(matrix(0, inter, hidden)?),
             up: matrix(1, inter, hidden)?,
             down: matrix(2, hidden, inter)?,
+            biases: None,
         };
         layer.insert(expert as u32, Arc::new(weights))?;
     }
     Ok(layer)
 }
 
-fn fill(dtype: WeightDtype, bytes: &mut [u8], random: &mut Random) {
-    match dtype {
-        WeightDtype::F8E4m3 => bytes.fill_with(|| {
+/// Scales in the dtype that published checkpoints have: f32 for fp8, bf16 for integers, powers of two for MXFP4.
+fn scales(format: WeightFormat, rows: usize, cols: usize) -> Option<WeightScales> {
+    let [rows, cols] = format.scale_shape(rows, cols)?;
+    let number = rows * cols;
+    Some(match format {
+        WeightFormat::Fp4 { .. } => WeightScales {
+            dtype: DType::F8E8m0,
+            data: vec![117; number].into(),
+            factor: 1.0,
+            minima: Arc::new([]),
+        },
+        WeightFormat::Int4 { .. } | WeightFormat::Int8 { .. } => WeightScales {
+            dtype: DType::Bf16,
+            data: half::bf16::from_f32(1e-3).to_le_bytes().repeat(number).into(),
+            factor: 1.0,
+            minima: Arc::new([]),
+        },
+        _ => vec![1e-3; number].into(),
+    })
+}
+
+fn fill(format: WeightFormat, bytes: &mut [u8], random: &mut Random) {
+    match format {
+        WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } | WeightFormat::Fp4 { .. } => {
+            bytes.fill_with(|| random.next() as u8);
+        }
+        WeightFormat::F8E4m3 { .. } => bytes.fill_with(|| {
             let byte = random.next() as u8;
             if byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
         }),
         _ => {
-            for value in bytes.chunks_exact_mut(dtype.size_bytes()) {
+            for value in bytes.chunks_exact_mut(format.code_bits() / 8) {
                 let number = (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
-                match dtype {
-                    WeightDtype::F32 => value.copy_from_slice(&number.to_le_bytes()),
-                    WeightDtype::F16 => {
+                match format {
+                    WeightFormat::F32 => value.copy_from_slice(&number.to_le_bytes()),
+                    WeightFormat::F16 => {
                         value.copy_from_slice(&half::f16::from_f32(number).to_le_bytes());
                     }
                     _ => value.copy_from_slice(&half::bf16::from_f32(number).to_le_bytes()),
@@ -249,7 +302,7 @@ impl Random {
 /// Medians over the runs.
 struct Row {
     preset: &'static str,
-    dtype: WeightDtype,
+    format: WeightFormat,
     tokens: usize,
     seconds: f64,
     gb_per_s: f64,
@@ -326,7 +379,7 @@ fn measure(
     let flops = 6.0 * (preset.hidden * preset.inter * tokens * active) as f64;
     Ok(Row {
         preset: preset.name,
-        dtype: preset.dtype,
+        format: preset.format,
         tokens,
         seconds,
         gb_per_s: median(&mut rates),
@@ -345,9 +398,9 @@ const RUN_BYTES: usize = 512 << 20;
 impl Row {
     fn print(&self) {
         println!(
-            "{:<18} {:>6} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
+            "{:<18} {:>17} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
             self.preset,
-            format!("{:?}", self.dtype),
+            self.format.to_string(),
             self.tokens,
             self.seconds * 1e6,
             self.gb_per_s,
@@ -362,12 +415,12 @@ impl Row {
 
     fn to_json(&self) -> String {
         format!(
-            "{{\"preset\":\"{}\",\"dtype\":\"{:?}\",\"tokens_per_expert\":{},\"us_p50\":{:.2},\
+            "{{\"preset\":\"{}\",\"format\":\"{}\",\"tokens_per_expert\":{},\"us_p50\":{:.2},\
              \"gb_per_s_p50\":{:.3},\"read_gb_per_s_p50\":{:.3},\"fraction_of_bandwidth_p50\":{:.4},\
              \"fraction_of_bandwidth_p10\":{:.4},\"fraction_of_bandwidth_p90\":{:.4},\
              \"gflop_per_s\":{:.2},\"fraction_of_gemm\":{:.4}}}",
             self.preset,
-            self.dtype,
+            self.format,
             self.tokens,
             self.seconds * 1e6,
             self.gb_per_s,

@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 use switchyard_checkpoint::{
-    Checkpoint, ConfigError, Family, ModelConfig, Preset, Scoring, TopkMethod,
+    Checkpoint, ConfigError, Family, GroupScore, Groups, ModelConfig, Normalisation, Preset,
+    Scoring,
 };
 
 use crate::support::{config_text, data, tiny};
@@ -16,7 +17,10 @@ fn the_shipped_model_reads_as_its_readme_says() {
     assert_eq!((config.hidden, config.moe_intermediate, config.num_layers), (256, 64, 4));
     assert_eq!((config.num_experts, config.top_k), (16, 4));
     assert_eq!(config.moe_layers(), [0, 1, 2, 3]);
-    assert!(config.router().unwrap().renormalise && language.tie_word_embeddings);
+    assert!(
+        config.router().unwrap().normalisation == Normalisation::SUM
+            && language.tie_word_embeddings
+    );
     assert_eq!((language.vocab, language.max_positions), (2048, 1024));
     assert_eq!((language.bos_id, language.eos_ids.as_slice()), (Some(0), &[0][..]));
     let attention = language.attention.as_ref().unwrap();
@@ -60,10 +64,10 @@ fn a_deepseek_v3_that_leaves_the_routing_to_its_family_gets_that_family_s_routin
     assert_eq!(short.router(), full.router());
     let router = short.router().unwrap();
     assert_eq!(router.scoring, Scoring::Sigmoid);
-    assert_eq!(router.topk_method, TopkMethod::NoAuxTc);
-    assert!(router.has_bias && router.renormalise);
-    assert_eq!((router.num_groups, router.topk_groups), (4, 2));
-    assert_eq!(router.routed_scaling_factor, 2.5);
+    assert!(router.has_bias && router.normalisation != Normalisation::None);
+    let groups = Groups { num_groups: 4, topk_groups: 2, score: GroupScore::TopTwoSum };
+    assert_eq!(router.groups, Some(groups));
+    assert_eq!(router.scale, 2.5);
     assert_eq!(short.quantization.as_ref().unwrap().fp8_block, Some([128, 128]));
     assert_eq!((short.moe_layers(), short.shared_width), (vec![3], short.moe_intermediate));
 }
@@ -121,7 +125,7 @@ fn bad_numbers_are_refused_by_field_value_and_expectation() {
         (Preset::TinyDeepseekV3, "n_group", json!(0), "a divisor of"),
         (Preset::TinyDeepseekV3, "topk_group", json!(5), "1 to 4 groups"),
         (Preset::TinyDeepseekV3, "topk_group", json!(1), "hold at least 3 experts"),
-        (Preset::TinyDeepseekV3, "scoring_func", json!("tanh"), "'softmax' or 'sigmoid'"),
+        (Preset::TinyDeepseekV3, "scoring_func", json!("tanh"), "'softmax', 'sigmoid' or"),
         (Preset::TinyDeepseekV3, "topk_method", json!("random"), "'noaux_tc'"),
         (Preset::TinyDeepseekV3, "first_k_dense_replace", json!(4), "at least one has experts"),
         (

@@ -10,3 +10,6 @@ mod formats;
 mod make;
 mod reference;
 mod support;
+mod truncation;
+
+test_support::child_processes! { "reader" => truncation::reader }

@@ -1,6 +1,8 @@
 //! MoE blocks against the results of transformers for the same files.
 
-use switchyard_checkpoint::{Checkpoint, RouterConfig, Scoring, TensorFile, TopkMethod};
+use switchyard_checkpoint::{
+    Checkpoint, GroupScore, Normalisation, RouterConfig, Scoring, TensorFile,
+};
 
 use crate::arithmetic::Expert;
 use crate::support::data;
@@ -155,26 +157,28 @@ impl Block {
         };
         let mut choice: Vec<f64> =
             scores.iter().zip(&self.bias).map(|(s, b)| s + f64::from(*b)).collect();
-        let group_size = scores.len() / self.router.num_groups;
-        let group_score = |group: &[f64]| {
-            let mut best = group.to_vec();
-            best.sort_by(|a, b| b.total_cmp(a));
-            match self.router.topk_method {
-                TopkMethod::NoAuxTc => best[0] + best[1],
-                _ => best[0],
-            }
-        };
-        let groups: Vec<f64> = choice.chunks(group_size).map(group_score).collect();
-        let kept = best(&groups, self.router.topk_groups);
-        for (expert, value) in choice.iter_mut().enumerate() {
-            if !kept.contains(&(expert / group_size)) {
-                *value = f64::NEG_INFINITY;
+        if let Some(groups) = self.router.groups {
+            let group_size = scores.len() / groups.num_groups;
+            let group_score = |group: &[f64]| {
+                let mut best = group.to_vec();
+                best.sort_by(|a, b| b.total_cmp(a));
+                match groups.score {
+                    GroupScore::TopTwoSum => best[0] + best[1],
+                    GroupScore::Max => best[0],
+                }
+            };
+            let scores: Vec<f64> = choice.chunks(group_size).map(group_score).collect();
+            let kept = best(&scores, groups.topk_groups);
+            for (expert, value) in choice.iter_mut().enumerate() {
+                if !kept.contains(&(expert / group_size)) {
+                    *value = f64::NEG_INFINITY;
+                }
             }
         }
         let chosen = best(&choice, self.top_k);
         let sum: f64 = chosen.iter().map(|e| scores[*e]).sum();
-        let divisor = if self.router.renormalise { sum } else { 1.0 };
-        let factor = f64::from(self.router.routed_scaling_factor) / divisor;
+        let divisor = if self.router.normalisation == Normalisation::None { 1.0 } else { sum };
+        let factor = f64::from(self.router.scale) / divisor;
         chosen.into_iter().map(|e| (e, scores[e] * factor)).collect()
     }
 

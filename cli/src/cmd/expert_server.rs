@@ -155,6 +155,8 @@ fn parse_advertise(text: &str) -> Result<String, String> {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    // Weights stay in mapped files.
+    checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
     let placement = match (&args.control.control_plane, args.experts) {
         (Some(url), _) => {
             Placement::ControlPlane { url: url.clone(), token: args.control.token.clone() }

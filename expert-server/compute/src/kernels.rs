@@ -111,8 +111,7 @@ struct FormatKernels {
 
 impl Formats {
     fn of(&self, weight: &Weight) -> &FormatKernels {
-        let is_regular =
-            |cols: usize| cols.is_multiple_of(GROUP_STEP) || cols >= weight.cols();
+        let is_regular = |cols: usize| cols.is_multiple_of(GROUP_STEP) || cols >= weight.cols();
         match weight.format() {
             WeightFormat::Bf16 => &self.bf16,
             WeightFormat::F16 => &self.f16,

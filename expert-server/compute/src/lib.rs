@@ -58,6 +58,4 @@ pub use machine::{BandwidthProbe, gemm_rate, read_bandwidth};
 pub use pool::{ComputePool, Products};
 pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
 pub use team::{Pinning, PoolError, pin_current_thread};
-pub use weights::{
-    ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales,
-};
+pub use weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales};

@@ -219,9 +219,8 @@ impl Job<'_> {
         let Some(weights) = self.weights(segment) else { return };
         let mut scratch = self.sizes.split(scratch);
         let use_gemm = self.prefers_gemm(segment);
-        let mut operand = |weight| {
-            self.operand(weight, rows.clone(), use_gemm, &mut scratch.panel, ticker)
-        };
+        let mut operand =
+            |weight| self.operand(weight, rows.clone(), use_gemm, &mut scratch.panel, ticker);
         let gate_rows = weights.gate.as_ref().map(&mut operand);
         let up_rows = operand(&weights.up);
         let biases = weights.biases.as_ref();

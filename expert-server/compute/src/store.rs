@@ -10,9 +10,7 @@ use arc_swap::ArcSwap;
 use checkpoint::{Checkpoint, TensorError, WeightView};
 use memmap2::MmapMut;
 
-use super::weights::{
-    ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales,
-};
+use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales};
 
 /// The memory of weights. Formats that the checkpoint does not store row by row, such as GPTQ's, are always copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -230,9 +228,8 @@ fn place(
     residency: Residency,
     parts: &[Cow<'_, [u8]>],
 ) -> Result<Vec<WeightBytes>, (usize, io::Error)> {
-    let is_borrowed = |part: &Cow<'_, [u8]>| {
-        residency == Residency::Mapped && matches!(part, Cow::Borrowed(_))
-    };
+    let is_borrowed =
+        |part: &Cow<'_, [u8]>| residency == Residency::Mapped && matches!(part, Cow::Borrowed(_));
     let copied = parts.iter().filter(|part| !is_borrowed(part)).map(|part| &**part);
     let bytes = copied.clone().map(|part| part.len().next_multiple_of(ALIGN_BYTES)).sum();
     let mut copies = copy(copied, bytes).map_err(|source| (bytes, source))?.into_iter();
@@ -252,10 +249,7 @@ fn place(
 }
 
 /// Copies parts into one anonymous mapping of `bytes`, or each into its own memory if all fit into one huge page.
-fn copy<'a>(
-    parts: impl Iterator<Item = &'a [u8]>,
-    bytes: usize,
-) -> io::Result<Vec<WeightBytes>> {
+fn copy<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> io::Result<Vec<WeightBytes>> {
     if bytes < HUGE_PAGE_BYTES {
         return Ok(parts.map(|part| part.to_vec().into()).collect());
     }

@@ -2,7 +2,7 @@
 
 use std::mem::size_of;
 
-use checkpoint::{Activation, ExpertArithmetic, ModelConfig, Weighting};
+use checkpoint::ModelConfig;
 use kernels::abi::{
     Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry, LayerWeights,
     MAX_EXPERTS, MAX_PEERS, RANK_BITS, ServerState,
@@ -14,6 +14,7 @@ use protocol::WireDtype;
 
 use super::{DeviceError, DeviceOptions};
 use crate::config::Limits;
+use crate::gpu_support::gpu_lacks;
 
 /// Sizes of a server on a GPU.
 #[derive(Debug, Clone, Copy)]
@@ -36,22 +37,6 @@ pub(crate) struct DevicePlan {
     pub(crate) has_networks: bool,
 }
 
-/// Checks that the kernels compute experts of this kind.
-fn check_arithmetic(arithmetic: ExpertArithmetic) -> Result<(), DeviceError> {
-    let refused = |what: String| Err(DeviceError::Arithmetic { what });
-    match arithmetic.activation {
-        Activation::SILU => {}
-        activation if !activation.is_gated() => {
-            return refused(format!("experts without a gate (activation {activation})"));
-        }
-        activation => return refused(format!("activation {activation}, only silu")),
-    }
-    match arithmetic.weighting {
-        Weighting::Output => Ok(()),
-        Weighting::Input => refused("router factors on the experts' input".to_owned()),
-    }
-}
-
 impl DevicePlan {
     /// Sizes for `model`, or the reason why the kernels cannot serve it.
     pub(crate) fn new(
@@ -60,7 +45,9 @@ impl DevicePlan {
         limits: &Limits,
         model: &ModelConfig,
     ) -> Result<Self, DeviceError> {
-        check_arithmetic(model.arithmetic)?;
+        if let Some(what) = gpu_lacks(model.arithmetic, false) {
+            return Err(DeviceError::Arithmetic { what });
+        }
         let unsupported = |source| DeviceError::Model {
             hidden: model.hidden,
             inter: model.moe_intermediate,

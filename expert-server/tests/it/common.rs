@@ -34,6 +34,12 @@ pub fn tiny_moe() -> PathBuf {
     elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
+/// A folder of the repository's reference data that a quantisation library wrote.
+pub fn reference_format(name: &str) -> PathBuf {
+    let all: PathBuf = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/reference-formats").into();
+    all.join(name)
+}
+
 /// A random generator. Prints its seed; `SWITCHYARD_SEED` sets it.
 pub fn seeded() -> StdRng {
     let given = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());

@@ -4,6 +4,7 @@
 
 mod assigned;
 mod client;
+mod formats;
 mod fp8;
 mod hostile;
 mod layers;

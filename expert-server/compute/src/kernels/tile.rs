@@ -5,9 +5,7 @@ use std::marker::PhantomData;
 use checkpoint::{Activation, DType, FP4_VALUES, WeightFormat, f32_from_e4m3, f32_from_e8m0};
 
 use super::MAX_TOKENS;
-use super::simd::{
-    Dtype, F8, F8_FACTOR, F16, F32, Grouped, Simd, load_group_some, load_some,
-};
+use super::simd::{Dtype, F8, F8_FACTOR, F16, F32, Grouped, Simd, load_group_some, load_some};
 use crate::weights::{Weight, WeightScales};
 
 /// Dot products of a run of weight rows with a few token rows.
@@ -37,9 +35,7 @@ pub(super) struct DotTile<'a> {
 macro_rules! kernels_of {
     ($isa:ident, $features:literal, pass_tokens: $pass_tokens:literal) => {
         use $crate::kernels::simd::{Bf16, F8, F16, F32, Fp4, Int4, Int8};
-        use $crate::kernels::tile::{
-            self, Blocks, DotTile, Format, Groups, Irregular, Stored,
-        };
+        use $crate::kernels::tile::{self, Blocks, DotTile, Format, Groups, Irregular, Stored};
         use $crate::kernels::{FormatKernels, Formats, Isa, Kernels};
 
         pub(super) const KERNELS: Kernels = Kernels {
@@ -572,13 +568,7 @@ unsafe fn read_scales<S: Simd>(
 
 /// The minima of columns `start..end` of a row, zeros if there are none.
 #[inline(always)]
-fn read_minima(
-    weight: &Weight,
-    row: usize,
-    start: usize,
-    end: usize,
-    out: &mut [f32; MAX_GROUPS],
-) {
+fn read_minima(weight: &Weight, row: usize, start: usize, end: usize, out: &mut [f32; MAX_GROUPS]) {
     let Some(scales) = weight.scales().filter(|scales| !scales.minima.is_empty()) else { return };
     let (first, num) = scale_range(weight, row, start, end);
     out[..num].copy_from_slice(&scales.minima[first..][..num]);
@@ -632,13 +622,7 @@ unsafe fn row_starts<const R: usize>(tile: &DotTile<'_>, row: usize) -> [*const 
 /// As for [`Format::block`]; `weights` are the rows, `scale` their factor in these columns if they have one.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
-unsafe fn add_products<
-    S: Simd,
-    D: Dtype,
-    const R: usize,
-    const T: usize,
-    const SCALED: bool,
->(
+unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize, const SCALED: bool>(
     tile: &DotTile<'_>,
     weights: &[*const u8; R],
     scale: S::V,
@@ -865,7 +849,13 @@ fn gelu(v: f32) -> f32 {
     let p = p * t - 1.265_512_23;
     let tail = 0.5 * t * exp(p - z * z);
     // An infinity times zero would be NaN.
-    if v < -16.0 { 0.0 } else if v < 0.0 { v * tail } else { v * (1.0 - tail) }
+    if v < -16.0 {
+        0.0
+    } else if v < 0.0 {
+        v * tail
+    } else {
+        v * (1.0 - tail)
+    }
 }
 
 /// `v · (1 + tanh(√(2/π) (v + 0.044715 v³))) / 2`, which is `v` times a sigmoid.

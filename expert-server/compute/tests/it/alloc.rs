@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 use switchyard_expert_compute::{
     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts,
 };
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 use test_support::allocations::PROCESS_ALLOCATIONS;
 use test_support::own_process::is_alone;
 

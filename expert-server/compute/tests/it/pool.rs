@@ -277,7 +277,8 @@ fn every_arithmetic_agrees_with_f64() {
                     let batch = Batch::random(&mut rng, &layer, 19);
                     poison(&mut pool, &layer);
                     let out = batch.run(&mut pool, &layer);
-                    let context = format!("{isa:?}, {arithmetic:?}, biases {has_biases}, {format:?}");
+                    let context =
+                        format!("{isa:?}, {arithmetic:?}, biases {has_biases}, {format:?}");
                     check(&batch.reference(&layer), &out, 90, &context);
                 }
             }
@@ -346,8 +347,7 @@ fn weights_that_do_not_fit_their_shape_are_refused() {
 #[test]
 fn gates_and_biases_that_do_not_fit_the_arithmetic_are_refused() {
     let mut rng = StdRng::seed_from_u64(6);
-    let arithmetic =
-        ExpertArithmetic { activation: Activation::Relu2, ..ExpertArithmetic::SWIGLU };
+    let arithmetic = ExpertArithmetic { activation: Activation::Relu2, ..ExpertArithmetic::SWIGLU };
     let ungated = Layer::with_arithmetic(&mut rng, [8, 4], 1, &F32, arithmetic, true);
     let gated = Layer::random(&mut rng, 8, 4, 1, &F32);
     let expert = |layer: &Layer| Arc::clone(layer.experts.get(0).unwrap());
@@ -415,8 +415,7 @@ impl Layer {
         arithmetic: ExpertArithmetic,
         has_biases: bool,
     ) -> Self {
-        let mut experts =
-            LayerExperts::new(hidden, inter).unwrap().with_arithmetic(arithmetic);
+        let mut experts = LayerExperts::new(hidden, inter).unwrap().with_arithmetic(arithmetic);
         let is_gated = arithmetic.activation.is_gated();
         let mut exact = Vec::new();
         for expert in 0..num_experts {

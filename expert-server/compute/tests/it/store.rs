@@ -54,12 +54,7 @@ fn loaded_formats_agree_with_their_libraries() {
     // Files whose columns are reordered.
     assert_eq!(
         refused,
-        [
-            "ct-int4-g-idx",
-            "gptq-int4-desc-act",
-            "gptq-int8-asym-desc-act",
-            "gptq-v2-int4-desc-act"
-        ]
+        ["ct-int4-g-idx", "gptq-int4-desc-act", "gptq-int8-asym-desc-act", "gptq-v2-int4-desc-act"]
     );
 }
 
@@ -200,9 +195,8 @@ impl Block {
     fn in_f64(&self, checkpoint: &Checkpoint) -> Vec<f32> {
         let hidden = checkpoint.config().hidden;
         let mut out = vec![0.0f64; self.x.len()];
-        let dot = |a: &[f32], b: &[f64]| -> f64 {
-            a.iter().zip(b).map(|(a, b)| f64::from(*a) * b).sum()
-        };
+        let dot =
+            |a: &[f32], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| f64::from(*a) * b).sum() };
         for expert in 0..self.num_experts {
             let tensors = checkpoint.expert(0, expert).unwrap();
             let [gate, up, down] =

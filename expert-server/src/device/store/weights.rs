@@ -175,9 +175,11 @@ pub(super) fn put(
     local_idx: usize,
     (layer, expert): (u32, u32),
 ) -> Result<(), LoadError> {
-    let tensors = checkpoint
-        .expert(layer, expert)
-        .map_err(|source| LoadError::Tensor { layer, expert, source })?;
+    let tensors = checkpoint.expert(layer, expert).map_err(|source| LoadError::Tensor {
+        layer,
+        expert,
+        source,
+    })?;
     let [gate, up, down] = gated(tensors)?;
     let local_idx = local_idx as u64;
     let (bytes, scales) = (shape.matrix_bytes(), shape.num_scales() * 4);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use checkpoint::{Checkpoint, DType, f32_from_e4m3};
+use checkpoint::{Checkpoint, WeightFormat, f32_from_e4m3};
 use protocol::{ModelShape, WireDtype};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -15,7 +15,7 @@ use super::tiny_moe;
 pub fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
     let model = checkpoint.config();
     ModelShape {
-        fingerprint: checkpoint.fingerprint().0,
+        fingerprint: checkpoint.fingerprint().expect("it has experts").0,
         hidden: model.hidden as u32,
         num_layers: model.num_layers,
         num_experts: model.num_experts,
@@ -75,8 +75,10 @@ impl Reference {
         for layer in checkpoint.config().moe_layers() {
             for expert in 0..shape.num_experts {
                 let tensors = checkpoint.expert(layer, expert).expect("the expert is there");
-                let views = [tensors.gate, tensors.up, tensors.down];
-                is_fp8 &= views.iter().all(|view| view.dtype() == DType::F8E4m3);
+                let gate = tensors.gate.expect("the expert has a gate");
+                let views = [gate, tensors.up, tensors.down];
+                let has_fp8 = |format| matches!(format, WeightFormat::F8E4m3 { .. });
+                is_fp8 &= views.iter().all(|view| has_fp8(view.format()));
                 experts.insert((layer, expert), views.map(|view| view.to_f32()));
             }
         }

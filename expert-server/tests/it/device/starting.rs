@@ -12,7 +12,7 @@ use switchyard_expert_server::{
     ExpertSelection, ExpertServer, Placement, ServerConfig, StartError,
 };
 
-use crate::common::{Reference, tiny_moe};
+use crate::common::{Reference, reference_format, tiny_moe};
 use crate::device::client::{HOST_SLOT, config_for, geometry_of, hello};
 use crate::device::{SLOT, devices, server_on};
 
@@ -54,6 +54,22 @@ async fn settings_that_cannot_work_are_named() {
     let said = refusal(|config| config.model_dir = dir.path().to_owned()).await;
     assert!(said.contains("hidden size: expected a positive multiple of 128"), "{said}");
     assert!(said.contains("--device cpu"), "{said}");
+}
+
+#[tokio::test]
+async fn arithmetic_that_the_kernels_lack_is_named() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let source = reference_format("ct-int4-g32");
+    let config = std::fs::read_to_string(source.join("config.json")).expect("a configuration");
+    std::fs::copy(source.join("model.safetensors"), dir.path().join("model.safetensors"))
+        .expect("copied");
+    let changed = config.replace(r#""hidden_act": "silu""#, r#""hidden_act": "gelu""#);
+    assert_ne!(config, changed);
+    std::fs::write(dir.path().join("config.json"), changed).expect("written");
+    let said = refusal(|config| config.model_dir = dir.path().to_owned()).await;
+    let expected = "the GPU kernels have no activation gelu, only silu; \
+                    serve this model on the CPU (`--device cpu`)";
+    assert_eq!(said, expected);
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use switchyard_expert_server::Limits;
 
-use crate::common::{Reference, Request, Rig, eventually, seeded};
+use crate::common::{Reference, Request, Rig, eventually, reference_format, seeded};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 2 };
 
@@ -25,6 +25,21 @@ fn every_pair_of_wire_types_answers_like_the_naive_reference() {
         }
     }
     rig.stop();
+}
+
+#[test]
+fn packed_weights_answer_like_the_naive_reference() {
+    let mut rng = seeded();
+    for name in ["ct-int4-asym", "ct-mxfp4", "gptq-int4", "awq-g32", "ct-fp8-channel"] {
+        let reference = Reference::of(&reference_format(name));
+        let rig = Rig::start(&reference, SLOT, Limits::default(), |_, _| true);
+        let (mut client, _, _end) = rig.client(7, WireDtype::F32, WireDtype::F32);
+        for num_tokens in [1, 2, 17] {
+            let request = Request::random(&mut rng, &reference.shape, num_tokens);
+            client.round_trip(&request, &reference);
+        }
+        rig.stop();
+    }
 }
 
 #[test]
