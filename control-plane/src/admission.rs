@@ -18,9 +18,9 @@ pub(crate) enum Refusal {
     )]
     Superseded { name: String },
     #[error(
-        "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
-         start the member with the fleet's model, or start the control plane with an empty data \
-         directory to serve another model"
+        "member {name} has other weights than this fleet: their fingerprint is {found}, the fleet's \
+         is {expected}; start the member with the fleet's checkpoint, or start the control plane \
+         with an empty data directory to serve another model"
     )]
     ModelMismatch { name: String, found: String, expected: String },
     #[error(
