@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use expert_server::compute::{
-    BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
-    WeightBytes, WeightDtype, gemm_rate,
+    BandwidthProbe, ComputePool, DType, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts,
+    Weight, WeightBytes, WeightFormat, WeightScales, gemm_rate,
 };
 use memmap2::{Advice, MmapMut};
 use switchyard_bench_harness::stats::{median, percentile};
@@ -24,19 +24,24 @@ struct Preset {
     name: &'static str,
     hidden: usize,
     inter: usize,
-    dtype: WeightDtype,
+    format: WeightFormat,
+    /// Type of the scales, if the format has any.
+    scales: DType,
     /// Experts of a batch.
     num_active: usize,
     /// Experts in memory: a subset if the host has no room for all.
     num_loaded: usize,
 }
 
-const PRESETS: [Preset; 5] = [
+const FP8: WeightFormat = WeightFormat::F8E4m3 { block: [128, 128] };
+
+const PRESETS: [Preset; 9] = [
     Preset {
         name: "cached",
         hidden: 7168,
         inter: 256,
-        dtype: WeightDtype::F8E4m3,
+        format: FP8,
+        scales: DType::F32,
         num_active: 1,
         num_loaded: 1,
     },
@@ -44,7 +49,8 @@ const PRESETS: [Preset; 5] = [
         name: "qwen3-30b-a3b",
         hidden: 2048,
         inter: 768,
-        dtype: WeightDtype::Bf16,
+        format: WeightFormat::Bf16,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 128,
     },
@@ -52,7 +58,8 @@ const PRESETS: [Preset; 5] = [
         name: "mixtral-8x7b",
         hidden: 4096,
         inter: 14336,
-        dtype: WeightDtype::Bf16,
+        format: WeightFormat::Bf16,
+        scales: DType::F32,
         num_active: 2,
         num_loaded: 6,
     },
@@ -60,7 +67,8 @@ const PRESETS: [Preset; 5] = [
         name: "deepseek-v3",
         hidden: 7168,
         inter: 2048,
-        dtype: WeightDtype::F8E4m3,
+        format: FP8,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 32,
     },
@@ -68,9 +76,46 @@ const PRESETS: [Preset; 5] = [
         name: "qwen3-30b-a3b-f32",
         hidden: 2048,
         inter: 768,
-        dtype: WeightDtype::F32,
+        format: WeightFormat::F32,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 64,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-fp8",
+        hidden: 2048,
+        inter: 768,
+        format: FP8,
+        scales: DType::F32,
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-int8",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Int8 { group: 128, has_minima: false },
+        scales: DType::Bf16,
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-int4",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Int4 { group: 32, has_minima: false },
+        scales: DType::Bf16,
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-mxfp4",
+        hidden: 2048,
+        inter: 768,
+        format: WeightFormat::Fp4 { group: 32 },
+        scales: DType::F8E8m0,
+        num_active: 8,
+        num_loaded: 128,
     },
 ];
 
@@ -100,9 +145,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             gemm / 1e9
         );
         println!(
-            "{:<18} {:>6} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
+            "{:<19} {:>16} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
             "preset",
-            "dtype",
+            "format",
             "tokens",
             "us",
             "GB/s",
@@ -186,53 +231,76 @@ fn options() -> Result<Options, Box<dyn Error>> {
 
 /// Experts with pseudo-random weights of moderate size, one after another in memory.
 fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
-    let Preset { hidden, inter, dtype, .. } = *preset;
-    let matrix_bytes = hidden * inter * dtype.size_bytes();
+    let Preset { hidden, inter, format, .. } = *preset;
+    let code_bytes = hidden * inter * format.code_bits() / 8;
+    let num_scales = |rows, cols| {
+        format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols)
+    };
+    let scale_bytes = preset.scales.size_bytes().unwrap_or(1);
+    let most_scales = num_scales(inter, hidden).max(num_scales(hidden, inter));
+    let matrix_bytes = code_bytes + most_scales * scale_bytes;
     let mut memory = MmapMut::map_anon(preset.num_loaded * 3 * matrix_bytes)?;
     memory.advise(if huge_pages { Advice::HugePage } else { Advice::NoHugePage })?;
-    fill(dtype, &mut memory, &mut Random(0x5157_1711));
+    let mut random = Random(0x5157_1711);
+    for matrix in memory.chunks_exact_mut(matrix_bytes) {
+        let (codes, scales) = matrix.split_at_mut(code_bytes);
+        fill(format, codes, &mut random);
+        // About a thousandth.
+        match preset.scales {
+            DType::F8E8m0 => scales.fill(117),
+            DType::Bf16 => {
+                let scale = half::bf16::from_f32(1e-3).to_le_bytes();
+                scales.chunks_exact_mut(2).for_each(|value| value.copy_from_slice(&scale));
+            }
+            _ => scales
+                .chunks_exact_mut(4)
+                .for_each(|value| value.copy_from_slice(&1e-3f32.to_le_bytes())),
+        }
+    }
     let memory = Arc::new(memory.make_read_only()?);
     let mut layer = LayerExperts::new(hidden, inter)?;
     for expert in 0..preset.num_loaded {
         let matrix = |idx: usize, rows: usize, cols: usize| {
             let begin = (3 * expert + idx) * matrix_bytes;
-            let bytes = WeightBytes::new(Arc::clone(&memory), |memory| {
-                &memory[begin..begin + matrix_bytes]
-            });
-            let scales = match dtype {
-                WeightDtype::F8E4m3 => vec![1e-3; rows.div_ceil(128) * cols.div_ceil(128)],
-                _ => Vec::new(),
+            let part = |begin: usize, len: usize| {
+                WeightBytes::new(Arc::clone(&memory), |memory| &memory[begin..begin + len])
             };
-            Weight::new(dtype, rows, cols, bytes, scales.into())
+            let scales = format.scale_shape(rows, cols).map(|_| WeightScales {
+                dtype: preset.scales,
+                data: part(begin + code_bytes, num_scales(rows, cols) * scale_bytes),
+                factor: 1.0,
+                minima: Vec::new().into(),
+            });
+            Weight::new(format, rows, cols, part(begin, code_bytes), scales)
         };
         let weights = ExpertWeights {
-            gate: matrix(0, inter, hidden)?,
+            gate: Some(matrix(0, inter, hidden)?),
             up: matrix(1, inter, hidden)?,
             down: matrix(2, hidden, inter)?,
+            biases: None,
         };
         layer.insert(expert as u32, Arc::new(weights))?;
     }
     Ok(layer)
 }
 
-fn fill(dtype: WeightDtype, bytes: &mut [u8], random: &mut Random) {
-    match dtype {
-        WeightDtype::F8E4m3 => bytes.fill_with(|| {
+fn fill(format: WeightFormat, bytes: &mut [u8], random: &mut Random) {
+    let mut number = || (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
+    match format {
+        WeightFormat::F32 => {
+            bytes.chunks_exact_mut(4).for_each(|v| v.copy_from_slice(&number().to_le_bytes()));
+        }
+        WeightFormat::F16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|v| v.copy_from_slice(&half::f16::from_f32(number()).to_le_bytes())),
+        WeightFormat::Bf16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|v| v.copy_from_slice(&half::bf16::from_f32(number()).to_le_bytes())),
+        WeightFormat::F8E4m3 { .. } => bytes.fill_with(|| {
             let byte = random.next() as u8;
             if byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
         }),
-        _ => {
-            for value in bytes.chunks_exact_mut(dtype.size_bytes()) {
-                let number = (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
-                match dtype {
-                    WeightDtype::F32 => value.copy_from_slice(&number.to_le_bytes()),
-                    WeightDtype::F16 => {
-                        value.copy_from_slice(&half::f16::from_f32(number).to_le_bytes());
-                    }
-                    _ => value.copy_from_slice(&half::bf16::from_f32(number).to_le_bytes()),
-                }
-            }
-        }
+        _ => bytes.fill_with(|| random.next() as u8),
     }
 }
 
@@ -249,7 +317,7 @@ impl Random {
 /// Medians over the runs.
 struct Row {
     preset: &'static str,
-    dtype: WeightDtype,
+    format: WeightFormat,
     tokens: usize,
     seconds: f64,
     gb_per_s: f64,
@@ -326,7 +394,7 @@ fn measure(
     let flops = 6.0 * (preset.hidden * preset.inter * tokens * active) as f64;
     Ok(Row {
         preset: preset.name,
-        dtype: preset.dtype,
+        format: preset.format,
         tokens,
         seconds,
         gb_per_s: median(&mut rates),
@@ -345,9 +413,9 @@ const RUN_BYTES: usize = 512 << 20;
 impl Row {
     fn print(&self) {
         println!(
-            "{:<18} {:>6} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
+            "{:<19} {:>16} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
             self.preset,
-            format!("{:?}", self.dtype),
+            self.format.to_string(),
             self.tokens,
             self.seconds * 1e6,
             self.gb_per_s,
@@ -362,12 +430,12 @@ impl Row {
 
     fn to_json(&self) -> String {
         format!(
-            "{{\"preset\":\"{}\",\"dtype\":\"{:?}\",\"tokens_per_expert\":{},\"us_p50\":{:.2},\
+            "{{\"preset\":\"{}\",\"format\":\"{}\",\"tokens_per_expert\":{},\"us_p50\":{:.2},\
              \"gb_per_s_p50\":{:.3},\"read_gb_per_s_p50\":{:.3},\"fraction_of_bandwidth_p50\":{:.4},\
              \"fraction_of_bandwidth_p10\":{:.4},\"fraction_of_bandwidth_p90\":{:.4},\
              \"gflop_per_s\":{:.2},\"fraction_of_gemm\":{:.4}}}",
             self.preset,
-            self.dtype,
+            self.format,
             self.tokens,
             self.seconds * 1e6,
             self.gb_per_s,
