@@ -220,8 +220,8 @@ fn checkpoints() -> Vec<(&'static str, Vec<u8>)> {
              \"num_experts_per_tok\":1,\"first_k_dense_replace\":0{more}}}"
         )
     };
-    let experts = |parts: &[(&str, &str, [&str; 2], usize)]| {
-        let mut tensors = Vec::new();
+    let experts = |parts: &[(&str, &'static str, [&'static str; 2], usize)]| {
+        let mut tensors: Vec<(String, &'static str, &'static str, usize)> = Vec::new();
         for expert in 0..2 {
             for (matrix, is_down) in [("gate_proj", false), ("up_proj", false), ("down_proj", true)]
             {
@@ -233,7 +233,7 @@ fn checkpoints() -> Vec<(&'static str, Vec<u8>)> {
         }
         tensors
     };
-    let fused = |name: &str, dtype, shape, bytes| {
+    let fused = |name: &str, dtype: &'static str, shape: &'static str, bytes: usize| {
         (format!("model.layers.0.mlp.experts.{name}"), dtype, shape, bytes)
     };
     let quantised =
@@ -272,7 +272,7 @@ fn checkpoints() -> Vec<(&'static str, Vec<u8>)> {
 
 /// A configuration and a weight file of zeros as the target `checkpoint` takes them. A length of 0 is computed for
 /// AWQ's small tensors.
-fn folder(config: &str, tensors: &[(String, &str, &str, usize)]) -> Vec<u8> {
+fn folder(config: &str, tensors: &[(String, &'static str, &'static str, usize)]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut start = 0;
     for (name, dtype, shape, bytes) in tensors {
