@@ -233,12 +233,15 @@ impl MoeClient {
         let mut lane = self.take_lane(start)?;
         let mut reachable_at = None;
         let result = loop {
+            // Before the lane takes new links, so that a server that was tried has its link afterwards.
+            let tried = (lane.has_tried_all(), lane.routing.epoch);
             lane.sync(shared);
+            let has_tried_all = tried == (true, lane.routing.epoch);
             let waited = start.elapsed();
             let Some((layer_idx, expert)) = self.first_unreachable(&lane) else {
                 let reachable_at = *reachable_at.get_or_insert(waited);
                 let limit = timeout.min(reachable_at + MAX_SETTLE);
-                if lane.has_tried_all() || waited >= limit {
+                if has_tried_all || waited >= limit {
                     break Ok(());
                 }
                 if let Err(source) = lane.wait.block((limit - waited).min(POLL)) {

@@ -207,7 +207,8 @@ impl Coordinator {
         let expected = model.map(|model| model.fingerprint).unwrap_or_default();
         if fingerprint != expected {
             let (name, found) = ("that sends digests".to_owned(), fingerprint.to_owned());
-            return Err(Refusal::ModelMismatch { name, found, expected }.into());
+            let is_same_shape = false;
+            return Err(Refusal::ModelMismatch { name, found, expected, is_same_shape }.into());
         }
         lock(&self.model_digests).get_or_insert(json);
         Ok(())
