@@ -292,6 +292,12 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
                 return Err(invalid(key, other, expected));
             }
         },
+        ActivationRule::Clamped { .. }
+            if keys.text("hidden_act")?.is_some_and(|act| !matches!(act, "silu" | "swish")) =>
+        {
+            let found = keys.text("hidden_act")?.unwrap_or_default();
+            return Err(invalid("hidden_act", found, "'silu'"));
+        }
         ActivationRule::Clamped { default } => Activation::Swiglu {
             alpha: 1.0,
             limit: positive("swiglu_limit", default)?,
@@ -311,14 +317,19 @@ fn activation(family: &'static Family, keys: &Keys) -> Result<Activation, Config
 
 /// Refuses settings that change the experts' arithmetic and that the family's description does not use.
 fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), ConfigError> {
-    let clamps = matches!(
-        family.activation,
-        ActivationRule::Clamped { .. } | ActivationRule::ClampedOffset { .. }
-    );
-    for key in ["swiglu_limit", "swiglu_alpha"] {
-        if !clamps && let Some(value) = keys.get(key) {
+    let (limit, alpha) = match family.activation {
+        ActivationRule::ClampedOffset { .. } => (true, true),
+        ActivationRule::Clamped { .. } => (true, false),
+        _ => (false, false),
+    };
+    for (key, is_used) in [("swiglu_limit", limit), ("swiglu_alpha", alpha)] {
+        if !is_used && let Some(value) = keys.get(key) {
             return Err(ConfigError::Unsupported { field: key, found: clip(value), family });
         }
+    }
+    let field = "moe_apply_router_weight_on_input";
+    if family.weighting == Weighting::Output && keys.flag(field)? == Some(true) {
+        return Err(ConfigError::Unsupported { field, found: "true".to_owned(), family });
     }
     // Experts on rows of another width than the hidden states (Nemotron-H).
     if let Some(value) = keys.get("moe_latent_size") {

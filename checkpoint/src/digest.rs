@@ -106,7 +106,18 @@ impl Checkpoint {
             .into_iter()
             .map(|(idx, digest)| TensorDigest { name: names[idx].to_owned(), digest })
             .collect();
-        Ok(TensorDigests { coverage, canonical: self.config().canonical(), tensors })
+        let mut canonical = self.config().canonical();
+        for layer in self.config().moe_layers() {
+            // An expert that cannot be read is refused when it is loaded.
+            let rules = self.reading_rules(layer);
+            canonical.push_str(rules.as_deref().unwrap_or("unreadable"));
+            canonical.push('\n');
+        }
+        if let Some(quantization) = &self.config().quantization {
+            let rules = (quantization.gptq_zeros_less_one, quantization.symmetric);
+            canonical.push_str(&format!("zero points {rules:?}\n"));
+        }
+        Ok(TensorDigests { coverage, canonical, tensors })
     }
 
     /// The fingerprint over sampled bytes. Reads at least 64 KiB of each expert's matrices on all processors. Store
@@ -188,9 +199,9 @@ fn digest(name: &str, tensor: &TensorView<'_>, coverage: Coverage, num_experts: 
     for dim in tensor.shape {
         hash.update(&(*dim as u64).to_le_bytes());
     }
-    // A fused tensor holds one matrix for each expert.
+    // A fused tensor holds one or two matrices for each expert.
     let matrices = match tensor.shape {
-        [experts, _, ..] if *experts == num_experts && tensor.shape.len() > 2 => num_experts,
+        [experts, _, ..] if *experts == num_experts && tensor.shape.len() > 2 => 2 * num_experts,
         _ => 1,
     };
     let chunks = CHUNKS * matrices;

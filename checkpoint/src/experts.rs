@@ -272,13 +272,15 @@ impl Checkpoint {
         let is_gated = config.arithmetic.activation.is_gated();
         let halves = if is_gated { 2 } else { 1 };
         let fused = config.family.fused;
+        let interleaved = fused.interleaved_in.is_some_and(|name| gate_up.contains(name));
+        let transposed = self.is_transposed(gate_up, down, halves);
         let place = |half| Place {
             expert: expert as usize,
             num_experts,
             part: half,
             parts: halves,
-            interleaved: fused.interleaved,
-            transposed: fused.transposed,
+            interleaved,
+            transposed,
         };
         let whole = Place { part: 0, parts: 1, ..place(0) };
         let biases = self.fused_biases(gate_up, down, expert as usize, &place)?;
@@ -310,6 +312,45 @@ impl Checkpoint {
         })
     }
 
+    /// Orientation of a layer's fused tensors. Both shapes tell it together; where they fit both ways, the family does.
+    fn is_transposed(&self, gate_up: &str, down: &str, halves: usize) -> bool {
+        let config = self.config();
+        let (experts, hidden) = (config.num_experts as usize, config.hidden);
+        let width = config.moe_intermediate;
+        let fits = |name: &str, straight: [usize; 2], transposed: bool| {
+            let [rows, cols] = straight;
+            let expected = if transposed { [experts, cols, rows] } else { [experts, rows, cols] };
+            self.tensor(name).is_ok_and(|tensor| tensor.shape == expected)
+        };
+        let fit = |transposed| {
+            fits(gate_up, [halves * width, hidden], transposed)
+                && fits(down, [hidden, width], transposed)
+        };
+        match (fit(false), fit(true)) {
+            (true, false) => false,
+            (false, true) => true,
+            _ => config.family.fused.transposed,
+        }
+    }
+
+    /// The rules that decide how the stored bytes of a layer are read, as text for the fingerprint.
+    pub(crate) fn reading_rules(&self, layer: u32) -> Result<String, TensorError> {
+        let expert = self.expert(layer, 0)?;
+        let formats: Vec<String> =
+            expert.matrices().map(|matrix| matrix.format().to_string()).collect();
+        let mut rules = format!("layer {layer}: {}", formats.join(" "));
+        if let Stored::Fused { gate_up, down } = self.layout_of(layer)?.stored {
+            let block = self.layout_of(layer)?.block_of(layer);
+            let halves = if expert.gate.is_some() { 2 } else { 1 };
+            let interleaved = self.config().family.fused.interleaved_in;
+            let interleaved = interleaved.is_some_and(|name| gate_up.contains(name));
+            let transposed =
+                self.is_transposed(&format!("{block}{gate_up}"), &format!("{block}{down}"), halves);
+            rules.push_str(&format!(" transposed={transposed} interleaved={interleaved}"));
+        }
+        Ok(rules)
+    }
+
     fn fused_biases(
         &self,
         gate_up: &str,
@@ -333,12 +374,13 @@ impl Checkpoint {
                 .tensor(name)?
                 .expect_shape(&[config.num_experts as usize, len])?
                 .expect_dtype(PLAIN_FLOATS)?;
-            let values = tensor.to_f32()?;
-            Ok(values[expert * len..][..len].to_vec())
+            let bytes = tensor.data.len() / config.num_experts as usize;
+            let data = &tensor.data[expert * bytes..][..bytes];
+            TensorView { data, shape: &[len][..], ..tensor }.to_f32()
         };
         let both = row(&gate_up, parts * width)?;
         let half = |part: usize| -> Vec<f32> {
-            match config.family.fused.interleaved {
+            match place(0).interleaved {
                 true => both.iter().skip(part).step_by(parts).copied().collect(),
                 false => both[part * width..][..width].to_vec(),
             }

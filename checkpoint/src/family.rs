@@ -108,7 +108,7 @@ pub(crate) enum ActivationRule {
     Relu2,
 }
 
-/// Where a token's factor for an expert is applied.
+/// The place where a token's factor for an expert is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Weighting {
     /// On the expert's output: `Σ w · expert(x)`.
@@ -117,7 +117,7 @@ pub enum Weighting {
     Input,
 }
 
-/// Which layers have experts. A list `mlp_layer_types` of `"dense"` and `"sparse"` overrides every rule.
+/// The layers that have experts. A list `mlp_layer_types` of `"dense"` and `"sparse"` overrides every rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LayerRule {
     /// Every layer.
@@ -149,8 +149,9 @@ pub(crate) enum LayerRule {
 pub(crate) struct Fused {
     /// The tensor is `[E, H, 2I]` instead of `[E, 2I, H]`.
     pub transposed: bool,
-    /// Gate and up alternate (g0, u0, g1, …) instead of one after the other.
-    pub interleaved: bool,
+    /// A part of the name of the tensors in which gate and up alternate (g0, u0, g1, …); in others they lie one after
+    /// the other.
+    pub interleaved_in: Option<&'static str>,
 }
 
 /// How a family gets experts and factors from router logits, see [`RouterConfig`](crate::RouterConfig).

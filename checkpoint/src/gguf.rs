@@ -40,7 +40,7 @@ pub enum GgufError {
 }
 
 impl GgufSummary {
-    /// Reads the header of a file. Memory is bounded by the longest name, not by numbers in the file.
+    /// Reads the header of a file. Texts are at most 16 MiB each, and few are kept.
     ///
     /// # Errors
     /// [`GgufError`] for a file that cannot be read or whose header breaks the format.
@@ -89,7 +89,11 @@ impl<R: Read> Header<R> {
             let key = self.text()?;
             let kind = u32::from_le_bytes(self.bytes()?);
             let value = self.value(kind)?;
-            if !matches!(value, Value::Other) {
+            let is_needed = key.starts_with("general.")
+                || [".block_count", ".expert_count", ".expert_used_count"]
+                    .iter()
+                    .any(|suffix| key.ends_with(suffix));
+            if is_needed && !matches!(value, Value::Other) {
                 pairs.insert(key, value);
             }
         }

@@ -1,4 +1,4 @@
-//! Where a checkpoint stores its routed experts.
+//! The place of routed experts in a checkpoint.
 
 use std::collections::BTreeSet;
 

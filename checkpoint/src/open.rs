@@ -30,7 +30,7 @@ pub struct Checkpoint {
     warnings: Vec<String>,
 }
 
-/// Which tensors of the index must be there.
+/// The tensors of the index that must be there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Needs {
     /// Those of routed experts in layers of the model.
@@ -67,11 +67,13 @@ impl Checkpoint {
         let config_path = dir.join(CONFIG_FILE);
         let mut config = ModelConfig::from_json(&read_text(&config_path)?)
             .map_err(|source| OpenError::Config { path: config_path, source })?;
-        if let Some(eos_ids) = generation_eos(&dir.join(GENERATION_FILE))? {
-            config.set_eos_ids(eos_ids);
+        let mut warnings = Vec::new();
+        match generation_eos(&dir.join(GENERATION_FILE)) {
+            Ok(None) => {}
+            Ok(Some(eos_ids)) => config.set_eos_ids(eos_ids),
+            Err(error) => warnings.push(format!("{error}; the end tokens of {CONFIG_FILE} count")),
         }
         let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));
-        let mut warnings = Vec::new();
         let (shards, tensors) = if index.exists() {
             open_sharded(dir, &index, &config, needs, &mut warnings)?
         } else if single.exists() {
@@ -103,8 +105,8 @@ impl Checkpoint {
         &self.config
     }
 
-    /// What is odd about the directory without being an error: files that do not count, tensors that are missing and
-    /// that no routed expert needs. One sentence each.
+    /// Oddities of the directory that are no errors: files that do not count, missing tensors that no routed expert
+    /// needs. One sentence each.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
@@ -259,8 +261,12 @@ fn open_sharded(
                     let detail = folder::missing_detail(&path);
                     return Err(OpenError::MissingShard { path, num_tensors, detail });
                 }
+                let why = match needs {
+                    Needs::Experts => "none of its tensors is a routed expert's",
+                    Needs::Nothing => "this program needs no experts",
+                };
                 warnings.push(format!(
-                    "shard {} is missing; none of its {num_tensors} tensors is a routed expert's",
+                    "shard {} with {num_tensors} tensors is missing; {why}",
                     path.display()
                 ));
             }

@@ -101,8 +101,25 @@ impl Drop for Registration {
 }
 
 extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_void) {
-    HANDLES.store(true, Ordering::SeqCst);
-    // SAFETY: the system passes a valid siginfo_t, and SIGBUS has an address.
+    // SAFETY: the system passes a valid siginfo_t.
+    let is_fault = unsafe { (*info).si_code } > 0;
+    if !is_fault {
+        // Sent by a process: the default action of the signal ends this one.
+        // SAFETY: both calls are safe in a signal handler.
+        unsafe {
+            libc::signal(signal, libc::SIG_DFL);
+            libc::raise(signal);
+        }
+        return;
+    }
+    if HANDLES.swap(true, Ordering::SeqCst) {
+        // Another thread writes the message and ends the process.
+        loop {
+            // SAFETY: pause is safe in a signal handler.
+            unsafe { libc::pause() };
+        }
+    }
+    // SAFETY: the siginfo_t of a fault has an address.
     let address = unsafe { (*info).si_addr() }.addr();
     let found = FILES.iter().find_map(|file| {
         // SAFETY: an entry that is not null points to a value that lives until its registration is dropped, which

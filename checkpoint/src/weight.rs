@@ -12,7 +12,8 @@ use std::fmt;
 use crate::convert::{self, FP4_VALUES, f32_from_e4m3};
 use crate::dtype::DType;
 use crate::tensor::TensorView;
-pub(crate) use packed::{ZeroOrder, unpack_awq, unpack_gptq, unpack_zeros};
+pub(crate) use packed::{ZeroOrder, unpack_zeros};
+use packed::{unpack_awq, unpack_gptq};
 
 /// The form of a weight matrix for computing. Values are `code × scale`, or `code × scale + minimum`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -119,8 +120,27 @@ pub struct WeightView<'a> {
 pub(crate) enum Codes<'a> {
     /// Elements of whole bytes, or packed rows whose elements are bytes.
     Strided(Strided<'a>),
-    /// Already in the form for computing, in memory of its own.
-    Unpacked(Vec<u8>),
+    /// Packed in another order, which every use unpacks anew.
+    Packed {
+        /// The order.
+        packing: Packing,
+        /// The stored bytes.
+        data: &'a [u8],
+    },
+}
+
+/// An order of codes that differs from rows of packed codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Packing {
+    /// GPTQ's words, along the inputs.
+    Gptq {
+        /// Bits of a code, 4 or 8.
+        bits: usize,
+    },
+    /// AWQ's words, along the outputs.
+    Awq,
+    /// Bytes with an offset of 128.
+    OffsetBytes,
 }
 
 /// A matrix of elements of whole bytes inside of a tensor.
@@ -223,7 +243,11 @@ impl<'a> WeightView<'a> {
     pub fn codes(&self) -> Cow<'a, [u8]> {
         match &self.codes {
             Codes::Strided(strided) => strided.row_major(),
-            Codes::Unpacked(bytes) => Cow::Owned(bytes.clone()),
+            Codes::Packed { packing, data } => Cow::Owned(match packing {
+                Packing::Gptq { bits } => unpack_gptq(data, *bits, self.rows, self.cols),
+                Packing::Awq => unpack_awq(data, self.rows, self.cols),
+                Packing::OffsetBytes => data.iter().map(|code| code ^ 0x80).collect(),
+            }),
         }
     }
 

@@ -10,7 +10,7 @@ use super::ConfigError;
 /// The keys that describe the text model.
 ///
 /// Multi-modal configurations keep them in a nested object (`text_config` and the like). A key that the nested
-/// object lacks is looked up in the outer one. `null` counts as absent, as in transformers.
+/// object lacks is looked up in the outer one. `null` counts as absent.
 ///
 /// Keys are read by need: a key that nothing asks for may hold anything.
 #[derive(Debug)]
@@ -22,7 +22,8 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// Parses `json`. Python's `NaN`, `Infinity` and `-Infinity` are read as `null`.
+    /// Parses `json`. Python's `NaN`, `Infinity` and `-Infinity` are read as texts, so that they are errors where a
+    /// number is needed and nowhere else.
     pub(crate) fn parse(json: &str) -> Result<Keys, ConfigError> {
         let value: Value = serde_json::from_str(&without_python_numbers(json))
             .map_err(|error| ConfigError::Json { reason: error.to_string() })?;
@@ -197,7 +198,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Replaces `NaN`, `Infinity` and `-Infinity` outside of texts by `null`: Python writes them, JSON has none.
+/// Makes texts of `NaN`, `Infinity` and `-Infinity`: Python writes them as numbers, JSON has none.
 fn without_python_numbers(json: &str) -> std::borrow::Cow<'_, str> {
     if !json.contains("NaN") && !json.contains("Infinity") {
         return json.into();
@@ -210,7 +211,9 @@ fn without_python_numbers(json: &str) -> std::borrow::Cow<'_, str> {
             .then(|| ["NaN", "-Infinity", "Infinity"].into_iter().find(|w| rest.starts_with(w)))
             .flatten();
         if let Some(word) = word {
-            out.push_str("null");
+            out.push('"');
+            out.push_str(word);
+            out.push('"');
             rest = &rest[word.len()..];
             continue;
         }
@@ -235,13 +238,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pythons_numbers_become_null_outside_of_texts_only() {
+    fn pythons_numbers_become_texts() {
         let json =
             r#"{"a": NaN, "b": "NaN \" Infinity", "c": [-Infinity, Infinity], "hidden_size": 4}"#;
         let keys = Keys::parse(json).unwrap();
-        assert_eq!(keys.get("a"), None);
+        assert_eq!(keys.number("a").unwrap_err().to_string(), "'a' is NaN, expected a number");
         assert_eq!(keys.text("b").unwrap(), Some("NaN \" Infinity"));
-        assert_eq!(keys.list("c").unwrap().unwrap(), &[Value::Null, Value::Null]);
+        assert_eq!(keys.list("c").unwrap().unwrap(), &["-Infinity", "Infinity"]);
         assert_eq!(keys.dim(&["hidden_size"]).unwrap(), 4);
         assert!(keys.unread().is_empty());
     }

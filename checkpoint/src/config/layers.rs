@@ -1,4 +1,4 @@
-//! Which layers have experts.
+//! The layers that have experts.
 
 use serde_json::Value;
 

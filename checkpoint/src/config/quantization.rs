@@ -20,6 +20,10 @@ pub struct Quantization {
     /// The scheme quantises activations with stored scales (`activation_scheme: static`). The experts here compute
     /// with f32 activations and do not use these scales.
     pub static_activations: bool,
+    /// Columns of a group of integer codes, if the configuration says it.
+    pub group_size: Option<usize>,
+    /// Integer codes are symmetric, so that every zero point is the middle.
+    pub symmetric: bool,
     /// GPTQ's first file format stores zero points less one.
     pub(crate) gptq_zeros_less_one: bool,
 }
@@ -86,10 +90,23 @@ pub(super) fn parse(keys: &Keys) -> Result<Option<Quantization>, ConfigError> {
     let block = map.get("weight_block_size").filter(|block| !block.is_null());
     let block = block.map(|value| pair("quantization_config.weight_block_size", value));
     let fp8_block = block.or_else(|| group_block(map)).transpose()?;
+    for key in ["transform_config", "rotation_config"] {
+        let set = map.get(key).filter(|value| {
+            !value.is_null() && value.as_object().is_none_or(|object| !object.is_empty())
+        });
+        if let Some(value) = set {
+            let expected = "none: rotations of activations are not supported";
+            return Err(invalid("quantization_config.transform_config", clip(value), expected));
+        }
+    }
+    // compressed-tensors has groups of its own. Several of them may differ, so only the tensors tell.
+    let group_size = map.get("group_size").and_then(as_whole).filter(|size| *size > 0);
     Ok(Some(Quantization {
         method,
         fp8_block,
         static_activations: text("activation_scheme") == Some("static"),
+        group_size,
+        symmetric: map.get("sym").and_then(Value::as_bool) == Some(true),
         gptq_zeros_less_one: text("checkpoint_format") != Some("gptq_v2"),
     }))
 }

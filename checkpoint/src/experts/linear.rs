@@ -9,11 +9,10 @@ use crate::dtype::DType;
 use crate::open::Checkpoint;
 use crate::tensor::{PLAIN_FLOATS, SCALES, TensorError, TensorView};
 use crate::weight::{
-    Codes, Scales, Strided, WeightFormat, WeightView, ZeroOrder, unpack_awq, unpack_gptq,
-    unpack_zeros,
+    Codes, Packing, Scales, Strided, WeightFormat, WeightView, ZeroOrder, unpack_zeros,
 };
 
-/// Where a matrix lies in a fused tensor.
+/// The place of a matrix in a fused tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     pub expert: usize,
@@ -23,7 +22,7 @@ pub(super) struct Place {
     pub parts: usize,
     /// Rows of the parts alternate.
     pub interleaved: bool,
-    /// The tensor is `[E, cols, rows]`, where its shape does not tell.
+    /// The tensor is `[E, cols, rows]`.
     pub transposed: bool,
 }
 
@@ -77,6 +76,15 @@ impl Checkpoint {
         cols: usize,
     ) -> Result<WeightView<'_>, TensorError> {
         let has = |suffix: &str| self.contains(&format!("{name}.{suffix}"));
+        for suffix in ["pre_quant_scale", "smooth_scale", "weight_scale_smooth", "lora_A.weight"] {
+            if has(suffix) {
+                return Err(TensorError::Format {
+                    name: format!("{name}.{suffix}"),
+                    found: "changes the result".to_owned(),
+                    expected: "a checkpoint without it: it is not supported".to_owned(),
+                });
+            }
+        }
         let part = |suffix: &str| self.tensor(&format!("{name}.{suffix}"));
         if has("weight_packed") {
             let packed = part("weight_packed")?;
@@ -119,17 +127,12 @@ impl Checkpoint {
             return self.mxfp4_blocks(name, self.tensor(&blocks)?, rows, cols, place);
         }
         let tensor = self.tensor(name)?.expect_dtype(STORED)?;
-        let straight = [place.num_experts, place.parts * rows, cols];
-        let transposed = [place.num_experts, cols, place.parts * rows];
-        let is_transposed = match (tensor.shape == straight, tensor.shape == transposed) {
-            (true, true) => place.transposed,
-            (true, false) => false,
-            (false, true) => true,
-            (false, false) => {
-                let expected = if place.transposed { &transposed } else { &straight };
-                return tensor.expect_shape(expected).and(Err(unreachable_shape(name)));
-            }
+        let shape = match place.transposed {
+            false => [place.num_experts, place.parts * rows, cols],
+            true => [place.num_experts, cols, place.parts * rows],
         };
+        let tensor = tensor.expect_shape(&shape)?;
+        let is_transposed = place.transposed;
         let codes = place.strided(tensor.data, size(tensor.dtype), rows, cols, is_transposed);
         let scales = [&*format!("{name}_scale_inv"), &*format!("{name}_scale")];
         self.floats(tensor, &scales, codes, Some((place, is_transposed)))
@@ -279,6 +282,16 @@ impl Checkpoint {
             return Err(format_error());
         }
         let block = self.fp8_block(scale, &[part_rows, scale_cols], rows, cols)?;
+        if place.parts > 1 && !rows.is_multiple_of(block[0]) && block[0] != 1 {
+            return Err(TensorError::Format {
+                name: scale.name.to_owned(),
+                found: format!(
+                    "has blocks of {} rows, which gate and up of {rows} rows share",
+                    block[0]
+                ),
+                expected: "blocks that end where the gate ends".to_owned(),
+            });
+        }
         let grid = place.strided(scale.data, size(scale.dtype), part_rows, scale_cols, transposed);
         Ok((block, grid.row_major()))
     }
@@ -326,7 +339,7 @@ impl Checkpoint {
             Scales { dtype: scale_dtype(&scale)?, data: Cow::Borrowed(scale.data), factor: 1.0 };
         let codes = match bits {
             4 => Codes::Strided(Strided::whole(packed.data, 1, rows, cols / 2)),
-            _ => Codes::Unpacked(packed.data.iter().map(|code| code ^ 0x80).collect()),
+            _ => Codes::Packed { packing: Packing::OffsetBytes, data: packed.data },
         };
         Ok(integers(packed, bits, [rows, cols], group, codes, scales, zeros))
     }
@@ -382,6 +395,12 @@ impl Checkpoint {
             });
         }
         let bits = gptq_bits.unwrap_or(4);
+        let per_word = 32 / bits;
+        for (what, number) in [("rows", rows), ("columns", cols)] {
+            if !number.is_multiple_of(per_word) {
+                return Err(odd_size(words.name, what, number, per_word));
+            }
+        }
         let scale = self.tensor(&format!("{name}.scales"))?.expect_dtype(SCALES)?;
         let groups = match scale.shape {
             &[groups, n] if n == rows && groups > 0 && cols.is_multiple_of(groups) => groups,
@@ -394,6 +413,16 @@ impl Checkpoint {
             }
         };
         let group = cols / groups;
+        if let Some(declared) = self.config().quantization.as_ref().and_then(|q| q.group_size)
+            && groups > 1
+            && declared != group
+        {
+            return Err(TensorError::Format {
+                name: scale.name.to_owned(),
+                found: format!("has shape {:?}, groups of {group} columns", scale.shape),
+                expected: format!("groups of {declared}, as the configuration declares"),
+            });
+        }
         self.sequential_groups(&format!("{name}.g_idx"), group, cols)?;
         let zeros_name = format!("{name}.qzeros");
         let zeros = self
@@ -407,6 +436,15 @@ impl Checkpoint {
             (false, _) => 0,
             (true, 4) => 0x1111_1111,
             (true, _) => 0x0101_0101,
+        };
+        // Files of the second format exist under the name of the first. With symmetric codes the zero point is the
+        // middle, whatever the file's reader adds.
+        let is_symmetric = self.config().quantization.as_ref().is_some_and(|q| q.symmetric);
+        let middle = 1 << (bits - 1);
+        let plain = || unpack_zeros(zeros.data, bits, rows, groups, order, 0);
+        let add = match !is_awq && is_symmetric && plain().iter().all(|zero| *zero == middle) {
+            true => 0,
+            false => add,
         };
         let zeros: Vec<i32> = unpack_zeros(zeros.data, bits, rows, groups, order, add)
             .into_iter()
@@ -423,11 +461,9 @@ impl Checkpoint {
             col_stride: rows,
         };
         let scales = Scales { dtype: scale.dtype, data: by_row.row_major(), factor: 1.0 };
-        let codes = match is_awq {
-            true => unpack_awq(words.data, rows, cols),
-            false => unpack_gptq(words.data, bits, rows, cols),
-        };
-        Ok(integers(words, bits, [rows, cols], group, Codes::Unpacked(codes), scales, Some(zeros)))
+        let packing = if is_awq { Packing::Awq } else { Packing::Gptq { bits } };
+        let codes = Codes::Packed { packing, data: words.data };
+        Ok(integers(words, bits, [rows, cols], group, codes, scales, Some(zeros)))
     }
 
     /// NVFP4 and MXFP4 of compressed-tensors, ModelOpt and DeepSeek-V4: 4-bit floats, two in a byte along the inputs.
@@ -438,6 +474,9 @@ impl Checkpoint {
         rows: usize,
         cols: usize,
     ) -> Result<WeightView<'a>, TensorError> {
+        if !cols.is_multiple_of(2) {
+            return Err(odd_size(packed.name, "columns", cols, 2));
+        }
         let packed =
             packed.expect_shape(&[rows, cols / 2])?.expect_dtype(&[DType::U8, DType::I8])?;
         let inverse = format!("{name}.weight_scale_inv");
@@ -464,19 +503,31 @@ impl Checkpoint {
         };
         let global = single("weight_global_scale")?;
         let second = single("weight_scale_2")?;
-        let factor = match (dtype, global, second) {
-            (DType::F8E4m3, Some(divisor), None) => 1.0 / divisor,
-            (DType::F8E4m3, None, Some(factor)) => factor,
-            (DType::F8E4m3, ..) => {
+        let (factor, expected_group) = match (dtype, global, second) {
+            (DType::F8E4m3, Some(divisor), None) => (1.0 / divisor, NV_GROUP),
+            (DType::F8E4m3, None, Some(factor)) => (factor, NV_GROUP),
+            (DType::F8E8m0, None, None) => (1.0, MX_GROUP),
+            _ => {
                 return Err(TensorError::Format {
                     name: scale.name.to_owned(),
-                    found: "is F8_E4M3".to_owned(),
-                    expected: "beside it one of 'weight_global_scale' and 'weight_scale_2'"
-                        .to_owned(),
+                    found: format!(
+                        "is {dtype} with {} scale(s) of the whole tensor beside it",
+                        [global, second].iter().flatten().count()
+                    ),
+                    expected:
+                        "F8_E8M0 alone (MXFP4), or F8_E4M3 with one of 'weight_global_scale' and \
+                               'weight_scale_2' (NVFP4)"
+                            .to_owned(),
                 });
             }
-            _ => 1.0,
         };
+        if group != expected_group {
+            return Err(TensorError::Format {
+                name: scale.name.to_owned(),
+                found: format!("has shape {:?}", scale.shape),
+                expected: format!("a scale for each {expected_group} of {cols} columns"),
+            });
+        }
         let scales = Scales { dtype, data: Cow::Borrowed(scale.data), factor };
         Ok(WeightView {
             rows,
@@ -545,7 +596,19 @@ impl Checkpoint {
                 });
             }
         };
-        Ok((cols / groups, groups))
+        let group = cols / groups;
+        let declared = self.config().quantization.as_ref().and_then(|q| q.group_size);
+        let is_integer = !matches!(scale.dtype, DType::U8 | DType::F8E8m0 | DType::F8E4m3);
+        if let Some(declared) =
+            declared.filter(|declared| is_integer && groups > 1 && *declared != group)
+        {
+            return Err(TensorError::Format {
+                name: scale.name.to_owned(),
+                found: format!("has shape {:?}, groups of {group} columns", scale.shape),
+                expected: format!("groups of {declared}, as the configuration declares"),
+            });
+        }
+        Ok((group, groups))
     }
 
     /// Refuses groups that are not runs of neighbouring columns.
@@ -554,6 +617,10 @@ impl Checkpoint {
             return Ok(());
         }
         let found = self.tensor(name)?.expect_shape(&[cols])?.to_i32()?;
+        // compressed-tensors writes -1 for groups in order.
+        if found.contains(&-1) {
+            return Ok(());
+        }
         let first = found.iter().enumerate().find(|(col, idx)| **idx != (col / group) as i32);
         match first {
             None => Ok(()),
@@ -595,6 +662,15 @@ fn integers<'a>(
     WeightView { rows, cols, format, codes, scales: Some(scales), minima, tensor, stored_bytes }
 }
 
+/// The error for a dimension that packed words do not divide.
+fn odd_size(name: &str, what: &str, number: usize, per_word: usize) -> TensorError {
+    TensorError::Format {
+        name: name.to_owned(),
+        found: format!("packs a matrix with {number} {what}"),
+        expected: format!("a multiple of {per_word}"),
+    }
+}
+
 /// The dtype of scales; bytes without a sign are powers of two.
 fn scale_dtype(scale: &TensorView<'_>) -> Result<DType, TensorError> {
     match scale.dtype {
@@ -618,5 +694,7 @@ fn unreachable_shape(name: &str) -> TensorError {
 
 /// Values that share a scale in MXFP4 and MXFP8 (OCP Microscaling Formats 1.0).
 const MX_GROUP: usize = 32;
+/// Values that share a scale in NVFP4.
+const NV_GROUP: usize = 16;
 /// Dtypes of weights without packing.
 const STORED: &[DType] = &[DType::Bf16, DType::F16, DType::F32, DType::F8E4m3];

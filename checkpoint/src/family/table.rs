@@ -15,7 +15,7 @@ const BASE: Family = Family {
     activation: ActivationRule::Gated { key: "hidden_act", default: "silu" },
     weighting: Weighting::Output,
     layers: LayerRule::All,
-    fused: Fused { transposed: false, interleaved: false },
+    fused: Fused { transposed: false, interleaved_in: None },
     router: softmax(Renormalise::Always),
     gate: &["mlp.gate.weight"],
     choice_bias: &[],
@@ -119,7 +119,7 @@ const GRANITE: Family = Family {
 const SHARED_EXPERTS: SharedRule = SharedRule {
     path: "mlp.shared_experts",
     gate: None,
-    width: SharedWidth::Times(&["n_shared_experts", "num_shared_experts"], 0),
+    width: SharedWidth::Times(&["n_shared_experts", "num_shared_experts"], 1),
     strategy: None,
 };
 const fn after_dense(default: u32) -> LayerRule {
@@ -149,7 +149,7 @@ pub(super) static FAMILIES: &[Family] = &[
         aliases: &["qwen3_vl_moe_text"],
         classes: &["Qwen3VLMoeForConditionalGeneration"],
         layers: LayerRule::SparseStep,
-        fused: Fused { transposed: true, interleaved: false },
+        fused: Fused { transposed: true, interleaved_in: None },
         ..BASE
     },
     Family {
@@ -498,6 +498,7 @@ pub(super) static FAMILIES: &[Family] = &[
     },
     Family {
         model_type: "granitemoe_swa",
+        classes: &["GraniteMoeSWAForCausalLM"],
         gate: &["block_sparse_moe.router.weight"],
         shared: Some(SharedRule {
             path: "shared_mlp",
@@ -531,7 +532,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["GptOssForCausalLM"],
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
-        fused: Fused { transposed: true, interleaved: true },
+        fused: Fused { transposed: true, interleaved_in: Some("gate_up_proj") },
         router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         ..BASE
@@ -541,7 +542,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["OpenAIPrivacyFilterForTokenClassification"],
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
-        fused: Fused { transposed: true, interleaved: false },
+        fused: Fused { transposed: true, interleaved_in: None },
         router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         ..BASE
@@ -553,7 +554,7 @@ pub(super) static FAMILIES: &[Family] = &[
         width: PLAIN_WIDTH,
         weighting: Weighting::Input,
         layers: LayerRule::Interleaved,
-        fused: Fused { transposed: true, interleaved: false },
+        fused: Fused { transposed: true, interleaved_in: None },
         router: Some(RouterRule {
             scoring: Scoring::Sigmoid,
             chosen_by: ChosenBy::Logits,
@@ -575,7 +576,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["AriaForConditionalGeneration", "AriaTextForCausalLM"],
         width: PLAIN_WIDTH,
         activation: ActivationRule::Silu,
-        fused: Fused { transposed: true, interleaved: false },
+        fused: Fused { transposed: true, interleaved_in: None },
         router: Some(SOFTMAX_OF_CHOSEN),
         gate: &["mlp.router.weight"],
         shared: Some(SharedRule {
@@ -628,7 +629,7 @@ pub(super) static FAMILIES: &[Family] = &[
         aliases: &["inkling_mm_model", "inkling_text"],
         classes: &["InklingForConditionalGeneration", "InklingForCausalLM"],
         layers: LayerRule::Stored,
-        fused: Fused { transposed: false, interleaved: true },
+        fused: Fused { transposed: false, interleaved_in: Some("w13_weight") },
         router: None,
         ..BASE
     },

@@ -1,4 +1,4 @@
-//! What a path holds that is no complete checkpoint, and the next step.
+//! Errors of paths that hold no complete checkpoint, each with the next step.
 
 use std::fs;
 use std::path::{Path, PathBuf};

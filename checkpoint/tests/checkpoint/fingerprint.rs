@@ -182,4 +182,4 @@ fn push_new(seen: &mut Vec<Fingerprint>, fingerprint: Fingerprint, change: &str)
     seen.push(fingerprint);
 }
 
-const TINY_MOE: &str = "51450bfa0aa81ac86f52070959dc7ef89067d80d40e11643ecacb2bf2c67c46a";
+const TINY_MOE: &str = "0ca8f131c0e3b2dc3c0a3a139dbe3dbe5fcea5e9e3cf5dda38564c24cb601d78";

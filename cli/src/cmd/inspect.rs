@@ -62,7 +62,7 @@ struct Report {
     warnings: Vec<String>,
 }
 
-/// Whether experts can be served on a kind of device.
+/// The answer whether a kind of device can serve the experts.
 #[derive(Debug, Serialize)]
 struct Verdict {
     servable: bool,
@@ -152,7 +152,7 @@ fn report(
     })
 }
 
-/// Whether GPUs can serve the experts, and the bytes of all experts there.
+/// The verdict on GPUs, and the bytes of all experts there.
 fn gpu(checkpoint: &Checkpoint, summary: Option<&ExpertSummary>) -> (Verdict, Option<u64>) {
     let Some(summary) = summary else {
         let note = Some("the experts cannot be loaded".to_owned());
