@@ -69,7 +69,7 @@ macro_rules! kernels_of {
         };
 
         const fn kernels<F: Format>() -> FormatKernels {
-            FormatKernels { max_tokens: F::MAX_TOKENS, dot: dot::<F>, widen: widen::<F> }
+            FormatKernels { fused_tokens: F::FUSED_TOKENS, dot: dot::<F>, widen: widen::<F> }
         }
 
         /// # Safety
@@ -140,7 +140,7 @@ const MAX_SCALES: usize = MAX_GROUPS.next_multiple_of(16);
 /// A form of weights that has its own way to compute.
 pub(super) trait Format {
     /// Most tokens for which [`block`](Self::block) is the fastest. For more, weights are widened to memory first.
-    const MAX_TOKENS: usize = MAX_TOKENS;
+    const FUSED_TOKENS: usize = usize::MAX;
 
     /// Rows that one pass computes together (1, 2 or 4) for a number of tokens.
     fn rows_together<S: Simd>(num_tokens: usize) -> usize;
@@ -196,10 +196,9 @@ pub(super) unsafe fn dot<S: Simd, F: Format>(tile: &DotTile<'_>) {
             1 => rows::<S, F, 1>(tile),
             2 => rows::<S, F, 2>(tile),
             3 => rows::<S, F, 3>(tile),
-            4 if F::MAX_TOKENS >= 4 => rows::<S, F, 4>(tile),
-            5 if F::MAX_TOKENS >= 5 => rows::<S, F, 5>(tile),
-            _ if F::MAX_TOKENS >= 6 => rows::<S, F, 6>(tile),
-            _ => unreachable!("weights are widened for so many tokens"),
+            4 => rows::<S, F, 4>(tile),
+            5 => rows::<S, F, 5>(tile),
+            _ => rows::<S, F, 6>(tile),
         }
     }
 }
@@ -358,11 +357,12 @@ impl Format for Blocks {
 }
 
 impl<G: Grouped> Format for Groups<G> {
-    const MAX_TOKENS: usize = FUSED_TOKENS;
+    /// Two passes. For more, widening each weight once and using it from the cache is faster.
+    const FUSED_TOKENS: usize = 2 * MAX_TOKENS;
 
     #[inline(always)]
     fn rows_together<S: Simd>(num_tokens: usize) -> usize {
-        S::SCALED_ROWS[num_tokens]
+        S::GROUPED_ROWS[num_tokens]
     }
 
     #[inline(always)]
@@ -488,12 +488,8 @@ impl<G: Grouped> Format for Groups<G> {
     }
 }
 
-/// Most tokens for which weights with scales by group are widened in registers. For more, widening each weight once
-/// and using it from the cache is faster.
-const FUSED_TOKENS: usize = 6;
-
 impl Format for Irregular {
-    const MAX_TOKENS: usize = 0;
+    const FUSED_TOKENS: usize = 0;
 
     #[inline(always)]
     fn rows_together<S: Simd>(_num_tokens: usize) -> usize {
