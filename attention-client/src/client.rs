@@ -17,7 +17,11 @@
 //! retry is always safe. Answers count only if they match an open frame, so none counts twice.
 //!
 //! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
-//! every time. Its results are reproducible to the bit as long as placement and servers stay the same.
+//! every time. Its results are reproducible to the bit as long as it is alone, the placement stays the same and the
+//! client is connected with all of its servers ([`MoeClient::wait_ready`] waits for that). What changes bits: a server
+//! that comes, goes or is silent; calls that overlap, as replicas are chosen by load; another kind of processor or GPU
+//! behind a replica. Sums then have the same terms in other groups, and differ by the rounding of f32 (and of the wire
+//! format of partial sums, if that is not f32).
 //!
 //! This module does not know how experts are computed, who decides about placements, or what a token means.
 
@@ -216,7 +220,9 @@ impl MoeClient {
         self.combine(handle, out)
     }
 
-    /// Waits until a lane is connected with a live replica of every expert, for `timeout` at most.
+    /// Waits until a lane is connected with a live replica of every expert, for `timeout` at most. Waits up to one
+    /// second more for servers of the placement that were not tried yet, so that the first call chooses among all
+    /// replicas.
     ///
     /// # Errors
     /// [`ClientError::NoReplica`] names the first expert without a replica: at `timeout`, or at once when all its
@@ -225,10 +231,24 @@ impl MoeClient {
         let start = Instant::now();
         let shared = &self.inner.shared;
         let mut lane = self.take_lane(start)?;
+        let mut reachable_at = None;
         let result = loop {
+            // Before the lane takes new links, so that a server that was tried has its link afterwards.
+            let tried = (lane.has_tried_all(), lane.routing.epoch);
             lane.sync(shared);
-            let Some((layer_idx, expert)) = self.first_unreachable(&lane) else { break Ok(()) };
+            let has_tried_all = tried == (true, lane.routing.epoch);
             let waited = start.elapsed();
+            let Some((layer_idx, expert)) = self.first_unreachable(&lane) else {
+                let reachable_at = *reachable_at.get_or_insert(waited);
+                let limit = timeout.min(reachable_at + MAX_SETTLE);
+                if has_tried_all || waited >= limit {
+                    break Ok(());
+                }
+                if let Err(source) = lane.wait.block((limit - waited).min(POLL)) {
+                    break Err(ClientError::System { op: "wait for servers", source });
+                }
+                continue;
+            };
             if waited >= timeout || lane.routing.is_hopeless(layer_idx, expert) {
                 break Err(ClientError::NoReplica {
                     layer: shared.model.moe_layers[layer_idx],
@@ -506,6 +526,8 @@ impl ExpertBackend for MoeClient {
     }
 }
 
+/// How long [`MoeClient::wait_ready`] waits for the rest of the servers once every expert has a replica.
+const MAX_SETTLE: Duration = Duration::from_secs(1);
 /// How often a waiter checks on its own, in case a wake-up is lost.
 const POLL: Duration = Duration::from_millis(20);
 

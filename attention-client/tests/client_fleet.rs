@@ -10,7 +10,7 @@ use client_common::{
     Fleet, Request, difference, local_reference, metric, not_ready_because, poisoned, seeded,
 };
 use p2p_core::SlotConfig;
-use protocol::WireDtype;
+use protocol::{ModelShape, WireDtype};
 use rand::RngExt;
 use switchyard_attention_client::{ClientError, MoeClient};
 use tokio::sync::watch;
@@ -290,6 +290,16 @@ fn another_model_is_refused_in_words() {
     table.model = Some(model.descriptor());
     let client = MoeClient::builder(model).placement(table).slot(SMALL).build().unwrap();
     not_ready_because(&client, &["fingerprint"]);
+    // A client without experts of its own takes any weights, but no other sizes.
+    let mut model = fleet.model.clone();
+    model.shape.fingerprint = ModelShape::UNKNOWN_FINGERPRINT;
+    let table = fleet.table.clone();
+    let client =
+        MoeClient::builder(model.clone()).placement(table.clone()).slot(SMALL).build().unwrap();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    model.shape.hidden += 1;
+    let error = MoeClient::builder(model).placement(table).slot(SMALL).build().unwrap_err();
+    assert!(error.to_string().contains("hidden size"), "{error}");
     let slot = SlotConfig { slot_bytes: 128 << 10, num_frames: 2 };
     let client = fleet.builder().slot(slot).build().unwrap();
     not_ready_because(&client, &["65536", "131072"]);

@@ -39,6 +39,8 @@ pub struct ModelConfig {
     pub arithmetic: ExpertArithmetic,
     /// Inner width of the MLP that holds the shared experts; 0 if the model has none.
     pub shared_width: usize,
+    /// The block's output is the mean of the routed and the shared experts' outputs, else their sum.
+    pub averages_shared: bool,
     /// The declared quantisation of the weights, if they are quantised.
     pub quantization: Option<Quantization>,
     /// Keys of the text model that nothing reads, sorted.
@@ -138,6 +140,7 @@ impl ModelConfig {
         };
         let (moe_layers, layers_as_stored) = layers::moe_layers(family, &keys, num_layers)?;
         let shared_width = shared_width(family, &keys, moe_intermediate)?;
+        let averages_shared = shared_width > 0 && averages_shared(family, &keys)?;
         let quantization = quantization::parse(&keys)?;
         let router = router::parse(family, &keys, num_experts as usize, top_k);
         let has_dense_layers = !layers_as_stored && moe_layers.len() < num_layers as usize;
@@ -151,6 +154,7 @@ impl ModelConfig {
             top_k,
             arithmetic,
             shared_width,
+            averages_shared,
             quantization,
             ignored_keys: keys.unread(),
             moe_layers,
@@ -339,6 +343,18 @@ fn shared_width(family: &Family, keys: &Keys, width: usize) -> Result<usize, Con
             None | Some(0) => Ok(0),
             Some(_) => keys.dim(&[key]),
         },
+    }
+}
+
+fn averages_shared(family: &Family, keys: &Keys) -> Result<bool, ConfigError> {
+    let Some(default) = family.shared.as_ref().and_then(|shared| shared.strategy) else {
+        return Ok(false);
+    };
+    let key = "shared_expert_combination_strategy";
+    match keys.text(key)?.unwrap_or(default) {
+        "average" => Ok(true),
+        "sum" => Ok(false),
+        other => Err(invalid(key, other, "'average' or 'sum'")),
     }
 }
 

@@ -99,6 +99,9 @@ impl Checkpoint {
             return Ok(None);
         }
         let prefix = format!("{}{path}", self.layer_prefix(layer));
+        if self.contains(&format!("{prefix}.input_linear.weight")) {
+            return self.fused_shared_expert(&prefix, config.shared_width).map(Some);
+        }
         let names = match self.contains(&format!("{prefix}.w1.weight")) {
             true => ["w1", "w3", "w2"],
             false => ["gate_proj", "up_proj", "down_proj"],
@@ -130,6 +133,15 @@ impl Checkpoint {
         let config = self.config();
         let num_experts = config.num_experts as usize;
         let prefix = self.layer_prefix(layer);
+        // DeepSeek-V4's first layers take their experts from a table of token ids.
+        if self.contains(&format!("{prefix}{HASH_TABLE}")) {
+            return Err(TensorError::Format {
+                name: format!("{prefix}{HASH_TABLE}"),
+                found: "chooses experts by token".to_owned(),
+                expected: "a router that chooses by logits; take the choice from the engine"
+                    .to_owned(),
+            });
+        }
         let first = |names: &[&str]| {
             let mut full = names.iter().map(|name| format!("{prefix}{name}"));
             let first = full.clone().next().unwrap_or_default();
@@ -141,7 +153,9 @@ impl Checkpoint {
             .expect_shape(&[num_experts, config.hidden])?
             .expect_dtype(PLAIN_FLOATS)?;
         let logit_bias = format!("{}.bias", gate.trim_end_matches(".weight"));
-        let logit_bias = match self.contains(&logit_bias) {
+        // DeepSeek-V4 calls the bias for the choice so.
+        let is_choice_bias = config.family.choice_bias.iter().any(|b| logit_bias.ends_with(b));
+        let logit_bias = match self.contains(&logit_bias) && !is_choice_bias {
             true => {
                 let bias = self.tensor(&logit_bias)?.expect_shape(&[num_experts])?;
                 Some(bias.expect_dtype(PLAIN_FLOATS)?)
@@ -278,6 +292,24 @@ impl Checkpoint {
         })
     }
 
+    /// A shared expert whose gate and up are one matrix `[2 × width, hidden]` (Granite).
+    fn fused_shared_expert(
+        &self,
+        prefix: &str,
+        width: usize,
+    ) -> Result<ExpertTensors<'_>, TensorError> {
+        let hidden = self.config().hidden;
+        let part = |part| {
+            self.part_of_matrix(&format!("{prefix}.input_linear.weight"), width, hidden, part)
+        };
+        Ok(ExpertTensors {
+            gate: Some(part(0)?),
+            up: part(1)?,
+            down: self.linear(&format!("{prefix}.output_linear"), hidden, width)?,
+            biases: None,
+        })
+    }
+
     fn fused_biases(
         &self,
         gate_up: &str,
@@ -340,3 +372,6 @@ impl Checkpoint {
         Err(TensorError::NotMoeLayer { layer, moe_layers: self.config().moe_layers_text() })
     }
 }
+
+/// Name of a table from token ids to experts, behind the layer's prefix.
+const HASH_TABLE: &str = "ffn.gate.tid2eid";

@@ -213,6 +213,8 @@ pub(crate) struct SharedRule {
     pub gate: Option<&'static str>,
     /// How the configuration gives the MLP's width.
     pub width: SharedWidth,
+    /// For families that read `shared_expert_combination_strategy`, its default.
+    pub strategy: Option<&'static str>,
 }
 
 /// How a configuration gives the width of the shared experts' MLP.

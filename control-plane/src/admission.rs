@@ -18,11 +18,12 @@ pub(crate) enum Refusal {
     )]
     Superseded { name: String },
     #[error(
-        "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
-         start the member with the fleet's model, or start the control plane with an empty data \
-         directory to serve another model"
+        "member {name} has {} than this fleet: its fingerprint is {found}, the fleet's is \
+         {expected}; start the member with the fleet's checkpoint, or start the control plane \
+         with an empty data directory to serve another model",
+        if *is_same_shape { "other weights" } else { "another model" }
     )]
-    ModelMismatch { name: String, found: String, expected: String },
+    ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
     #[error(
         "member {name} describes the model {fingerprint} differently from the members before it: \
          its configuration must be the same file"
@@ -70,6 +71,10 @@ pub(crate) fn check_registration(
             name: name.clone(),
             found: found.to_owned(),
             expected: expected.to_owned(),
+            is_same_shape: model.is_some_and(|model| {
+                let fingerprint = request.model.fingerprint.clone();
+                request.model == ModelDescriptor { fingerprint, ..model.clone() }
+            }),
         });
     }
     if model.is_some_and(|model| *model != request.model) {

@@ -85,6 +85,8 @@ pub struct Limits {
     pub max_headers: usize,
     /// Largest body of a request in bytes.
     pub max_body_bytes: usize,
+    /// Largest body with the digests of the model's tensors in bytes. One such body stays in memory.
+    pub max_digests_bytes: usize,
     /// Timeout for a complete request head. Also the timeout after which an idle connection is closed.
     pub head_timeout: Duration,
     /// Timeout from the request's head to its answer.
@@ -119,6 +121,7 @@ impl Default for Limits {
             max_head_bytes: 16 << 10,
             max_headers: 64,
             max_body_bytes: 8 << 20,
+            max_digests_bytes: 32 << 20,
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),

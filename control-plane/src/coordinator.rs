@@ -46,6 +46,8 @@ pub(crate) struct Coordinator {
     lease_ttl: Duration,
     metrics: Metrics,
     latest: Mutex<Arc<EncodedTable>>,
+    /// Digests of the model's tensors as JSON.
+    model_digests: Mutex<Option<Bytes>>,
     changes: broadcast::Sender<Arc<EncodedTable>>,
     writes: watch::Sender<WriteState>,
     /// Wakes the writer of the store.
@@ -92,6 +94,7 @@ impl Coordinator {
             lease_ttl,
             metrics,
             latest: Mutex::new(published),
+            model_digests: Mutex::new(None),
             changes,
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
@@ -187,6 +190,28 @@ impl Coordinator {
                 store,
             }
         })
+    }
+
+    /// The digests of the model's tensors as JSON, if a member has sent them.
+    pub(crate) fn model_digests(&self) -> Option<Bytes> {
+        lock(&self.model_digests).clone()
+    }
+
+    /// Keeps the digests `json` of the model with that fingerprint, unless there are some.
+    pub(crate) fn store_model_digests(
+        &self,
+        fingerprint: &str,
+        json: Bytes,
+    ) -> Result<(), OperationError> {
+        let model = lock(&self.fleet).model().cloned();
+        let expected = model.map(|model| model.fingerprint).unwrap_or_default();
+        if fingerprint != expected {
+            let (name, found) = ("that sends digests".to_owned(), fingerprint.to_owned());
+            let is_same_shape = false;
+            return Err(Refusal::ModelMismatch { name, found, expected, is_same_shape }.into());
+        }
+        lock(&self.model_digests).get_or_insert(json);
+        Ok(())
     }
 
     /// The table in force.

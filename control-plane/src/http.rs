@@ -1,5 +1,6 @@
 //! The HTTP interface: routes, authentication, timeouts, errors as JSON.
 
+mod digests;
 mod error;
 mod openapi;
 mod routes;
@@ -31,6 +32,8 @@ pub(crate) struct App {
     /// Digest of the token, if one is required.
     token: Option<[u8; 32]>,
     watch_permits: Arc<Semaphore>,
+    /// Requests that may hold digests in memory at a time.
+    digest_permits: Arc<Semaphore>,
     /// Turns true at shutdown: watches end, and `/readyz` fails.
     pub(crate) shutdown: tokio::sync::watch::Receiver<bool>,
 }
@@ -44,7 +47,8 @@ impl App {
     ) -> Self {
         let watch_permits = Arc::new(Semaphore::new(limits.max_watchers));
         let token = token.map(|token| Sha256::digest(token).into());
-        Self { coordinator, limits, token, watch_permits, shutdown }
+        let digest_permits = Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS));
+        Self { coordinator, limits, token, watch_permits, digest_permits, shutdown }
     }
 }
 
@@ -69,6 +73,8 @@ fn all_routes() -> Vec<Route> {
         route(Method::GET, "/openapi.json", get(openapi::openapi_json)),
         route(Method::GET, "/v1/placement", get(routes::placement)),
         route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
+        route(Method::GET, DIGESTS_PATH, get(digests::model_digests)),
+        route(Method::PUT, DIGESTS_PATH, put(digests::store_model_digests)),
         route(Method::GET, "/v1/status", get(routes::status)),
         route(Method::GET, "/v1/members", get(routes::members)),
         route(Method::POST, "/v1/members", post(routes::register)),
@@ -110,8 +116,12 @@ async fn guard(State(app): State<App>, request: Request, next: Next) -> Response
     // Refuse a body that is announced as too large without reading it.
     let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let announced = announced.and_then(|length| length.parse::<u64>().ok());
-    if announced.is_some_and(|length| length > app.limits.max_body_bytes as u64) {
-        return HttpError::body_too_large(app.limits.max_body_bytes).into_response();
+    let max_body_bytes = match request.uri().path() {
+        DIGESTS_PATH => app.limits.max_digests_bytes,
+        _ => app.limits.max_body_bytes,
+    };
+    if announced.is_some_and(|length| length > max_body_bytes as u64) {
+        return HttpError::body_too_large(max_body_bytes).into_response();
     }
     let limit = app.limits.request_timeout;
     match tokio::time::timeout(limit, next.run(request)).await {
@@ -159,6 +169,10 @@ fn authorize(headers: &HeaderMap, expected: &[u8; 32]) -> Result<(), HttpError> 
 }
 
 const BEARER: &[u8] = b"Bearer ";
+/// Bounds the memory for uploads of digests.
+const MAX_DIGEST_UPLOADS: usize = 2;
+/// Its bodies may be larger than those of other routes.
+const DIGESTS_PATH: &str = "/v1/model/digests";
 
 #[cfg(test)]
 mod tests {

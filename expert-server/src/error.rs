@@ -64,6 +64,11 @@ pub enum StartError {
     /// The control plane did not admit the server.
     #[error("cannot join the control plane at {url}: {source}")]
     Join { url: String, source: LeaseError },
+    /// The fleet has other weights.
+    #[error(
+        "cannot join the control plane at {url}: {source}; tensors that differ first: {tensors}"
+    )]
+    Weights { url: String, source: LeaseError, tensors: String },
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),

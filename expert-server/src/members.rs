@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use checkpoint::{Checkpoint, Fingerprint};
+use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
-    Assignment, ControlClient, LayerAssignment, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus,
-    ModelDescriptor, RegisterRequest,
+    Assignment, ControlClient, LayerAssignment, LeaseError, LeaseKeeper, LeaseOptions, LeaseState,
+    LeaseStatus, ModelDescriptor, ModelDigests, RegisterRequest, code,
 };
 use tokio::sync::watch;
 
@@ -33,19 +33,73 @@ pub(crate) fn describe(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> Mod
     }
 }
 
-/// Joins the control plane. Heartbeats begin at once, before any expert is loaded.
+/// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, a
+/// task sends `digests` to the control plane, for servers with other weights.
+///
+/// # Errors
+/// [`StartError::Weights`] with the first tensors that differ if the fleet has other weights, or
+/// [`StartError::Join`].
 pub(crate) async fn join(
     config: &ServerConfig,
     url: &str,
     token: Option<String>,
     registration: RegisterRequest,
+    digests: TensorDigests,
 ) -> Result<(LeaseKeeper, Arc<Assignment>), StartError> {
     let client = ControlClient::new(url, token)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
     let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
     let keeper = keeper.map_err(failed)?;
-    let assignment = keeper.registered(config.register_timeout).await.map_err(failed)?;
-    Ok((keeper, assignment))
+    let client = client.with_timeout(DIGESTS_TIMEOUT);
+    match keeper.registered(config.register_timeout).await {
+        Ok(assignment) => {
+            tokio::spawn(async move { send_digests(&client, &digests).await });
+            Ok((keeper, assignment))
+        }
+        Err(source) => {
+            if let LeaseError::Ended { code: Some(code), .. } = &source
+                && code == code::MODEL_MISMATCH
+                && let Some(tensors) = differences(&client, &digests).await
+            {
+                return Err(StartError::Weights { url: url.to_owned(), source, tensors });
+            }
+            Err(failed(source))
+        }
+    }
+}
+
+/// Sends the digests of all experts' tensors to the control plane.
+async fn send_digests(client: &ControlClient, digests: &TensorDigests) {
+    let hex = |digest: &[u8; 16]| digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let tensors = digests.tensors().iter().map(|tensor| control_api::TensorDigest {
+        name: tensor.name.clone(),
+        digest: hex(&tensor.digest),
+    });
+    let digests =
+        ModelDigests { fingerprint: digests.fingerprint().to_string(), tensors: tensors.collect() };
+    if let Err(error) = client.send_model_digests(&digests).await {
+        // They only make a later server's error more precise.
+        tracing::debug!(%error, "the control plane did not take the digests of the tensors");
+    }
+}
+
+/// The first tensors whose digests differ from those of the fleet; `None` if the control plane has none.
+async fn differences(client: &ControlClient, digests: &TensorDigests) -> Option<String> {
+    let mut fleet = client.model_digests().await;
+    for _ in 0..DIGESTS_TRIES {
+        if fleet.is_ok() {
+            break;
+        }
+        // The first member sends them just after its registration.
+        tokio::time::sleep(DIGESTS_PAUSE).await;
+        fleet = client.model_digests().await;
+    }
+    let tensors = fleet.ok()?.tensors.into_iter().filter_map(|tensor| {
+        let digest = u128::from_str_radix(&tensor.digest, 16).ok()?.to_be_bytes();
+        Some(TensorDigest { name: tensor.name, digest })
+    });
+    let found = digests.differences(&tensors.collect::<Vec<_>>(), MAX_DIFFERENCES);
+    (!found.is_empty()).then(|| found.join(", "))
 }
 
 /// An assignment as a map (layer → expert ids), which a store takes.
@@ -162,5 +216,11 @@ impl Membership {
     }
 }
 
+/// Time limit for sending or fetching the digests of all tensors, a few megabytes.
+const DIGESTS_TIMEOUT: Duration = Duration::from_secs(30);
+const DIGESTS_TRIES: u32 = 4;
+const DIGESTS_PAUSE: Duration = Duration::from_millis(250);
+/// Tensors that an error names.
+const MAX_DIFFERENCES: usize = 5;
 /// Pause after a failed load.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

@@ -159,6 +159,12 @@ impl Lane {
         self.links[idx] = Some(link);
     }
 
+    /// Returns true if every server of the placement is connected or could not be connected.
+    pub fn has_tried_all(&self) -> bool {
+        let servers = &self.routing.servers;
+        servers.iter().all(|s| self.live_link(s).is_some() || s.last_error.load().is_some())
+    }
+
     /// The link to `server`, if it is up.
     pub fn live_link(&self, server: &Server) -> Option<&Link> {
         let link = self.links.get(server.idx)?.as_deref()?;

@@ -211,12 +211,14 @@ impl Connector {
         );
         self.server.is_silent.store(false, Ordering::Relaxed);
         self.server.has_refused.store(false, Ordering::Relaxed);
+        // Drops a link that the lane has not taken yet: it is older, and its connection is over.
+        drop(self.server.mailboxes[self.lane.id].force_push(Box::new(link)));
+        self.lane.events.notify();
+        // After the push and its event: a lane that reads this finds the link.
         self.server.note_error(match left_out.as_str() {
             "" => format!("connected over {}", trial.transport),
             why => format!("connected over {}, left out {why}", trial.transport),
         });
-        // Drops a link that the lane has not taken yet: it is older, and its connection is over.
-        drop(self.server.mailboxes[self.lane.id].force_push(Box::new(link)));
         // Counted once the lane can find it, not before.
         let _up = GaugeGuard::new(&self.shared.metrics.links_up);
         self.shared.metrics.connects_ok.inc();

@@ -233,9 +233,8 @@ fn options() -> Result<Options, Box<dyn Error>> {
 fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
     let Preset { hidden, inter, format, .. } = *preset;
     let code_bytes = hidden * inter * format.code_bits() / 8;
-    let num_scales = |rows, cols| {
-        format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols)
-    };
+    let num_scales =
+        |rows, cols| format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols);
     let scale_bytes = preset.scales.size_bytes().unwrap_or(1);
     let most_scales = num_scales(inter, hidden).max(num_scales(hidden, inter));
     let matrix_bytes = code_bytes + most_scales * scale_bytes;

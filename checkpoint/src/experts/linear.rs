@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use crate::dtype::DType;
 use crate::open::Checkpoint;
-use crate::tensor::{SCALES, TensorError, TensorView};
+use crate::tensor::{PLAIN_FLOATS, SCALES, TensorError, TensorView};
 use crate::weight::{
     Codes, Scales, Strided, WeightFormat, WeightView, ZeroOrder, unpack_awq, unpack_gptq,
     unpack_zeros,
@@ -133,6 +133,28 @@ impl Checkpoint {
         let codes = place.strided(tensor.data, size(tensor.dtype), rows, cols, is_transposed);
         let scales = [&*format!("{name}_scale_inv"), &*format!("{name}_scale")];
         self.floats(tensor, &scales, codes, Some((place, is_transposed)))
+    }
+
+    /// One of the two halves `[rows, cols]` of a matrix `[2 × rows, cols]` of floats.
+    pub(super) fn part_of_matrix(
+        &self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+        part: usize,
+    ) -> Result<WeightView<'_>, TensorError> {
+        let tensor =
+            self.tensor(name)?.expect_shape(&[2 * rows, cols])?.expect_dtype(PLAIN_FLOATS)?;
+        let place = Place {
+            expert: 0,
+            num_experts: 1,
+            part,
+            parts: 2,
+            interleaved: false,
+            transposed: false,
+        };
+        let codes = place.strided(tensor.data, size(tensor.dtype), rows, cols, false);
+        self.floats(tensor, &[name], codes, None)
     }
 
     /// Floats as they are, or fp8 with scales under one of these names.

@@ -100,6 +100,7 @@ const QWEN_SHARED: Family = Family {
         path: "mlp.shared_expert",
         gate: Some("mlp.shared_expert_gate.weight"),
         width: SharedWidth::Width("shared_expert_intermediate_size"),
+        strategy: None,
     }),
     ..BASE
 };
@@ -119,6 +120,7 @@ const SHARED_EXPERTS: SharedRule = SharedRule {
     path: "mlp.shared_experts",
     gate: None,
     width: SharedWidth::Times(&["n_shared_experts", "num_shared_experts"], 0),
+    strategy: None,
 };
 const fn after_dense(default: u32) -> LayerRule {
     LayerRule::AfterDense { key: &["first_k_dense_replace"], default }
@@ -206,6 +208,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "ffn.shared_experts",
             gate: None,
             width: SharedWidth::Times(&[], 1),
+            strategy: None,
         }),
         ..BASE
     },
@@ -219,6 +222,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "block_sparse_moe.shared_experts",
             gate: None,
             width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], 1),
+            strategy: None,
         }),
         router: Some(one_group(2.446)),
         ..DEEPSEEK_V3
@@ -311,6 +315,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_mlp",
             gate: None,
             width: SharedWidth::Times(&["num_shared_experts"], 1),
+            strategy: None,
         }),
         ..DEEPSEEK_V3
     },
@@ -334,6 +339,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_experts",
             gate: None,
             width: SharedWidth::Times(&["num_shared_experts"], 2),
+            strategy: None,
         }),
         ..DEEPSEEK_V3
     },
@@ -368,6 +374,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_expert",
             gate: None,
             width: SharedWidth::Width("shared_expert_intermediate_size"),
+            strategy: None,
         }),
         ..BASE
     },
@@ -396,6 +403,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "block_sparse_moe.shared_experts",
             gate: None,
             width: SharedWidth::Width("shared_intermediate_size"),
+            strategy: None,
         }),
         ..MIXTRAL
     },
@@ -439,6 +447,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_experts",
             gate: None,
             width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+            strategy: None,
         }),
         ..BASE
     },
@@ -451,6 +460,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_mlp",
             gate: None,
             width: SharedWidth::Width("intermediate_size"),
+            strategy: None,
         }),
         ..BASE
     },
@@ -471,6 +481,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "shared_mlp",
             gate: None,
             width: SharedWidth::Width("shared_intermediate_size"),
+            strategy: None,
         }),
         ..GRANITE
     },
@@ -481,10 +492,21 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "shared_mlp",
             gate: None,
             width: SharedWidth::Width("shared_intermediate_size"),
+            strategy: None,
         }),
         ..GRANITE
     },
-    Family { model_type: "granitemoe_swa", gate: &["block_sparse_moe.router.weight"], ..GRANITE },
+    Family {
+        model_type: "granitemoe_swa",
+        gate: &["block_sparse_moe.router.weight"],
+        shared: Some(SharedRule {
+            path: "shared_mlp",
+            gate: None,
+            width: SharedWidth::Width("shared_intermediate_size"),
+            strategy: None,
+        }),
+        ..GRANITE
+    },
     Family {
         model_type: "cohere2_moe",
         classes: &["Cohere2MoeForCausalLM"],
@@ -500,6 +522,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_experts",
             gate: None,
             width: SharedWidth::Times(&["num_shared_experts"], 0),
+            strategy: Some("average"),
         }),
         ..BASE
     },
@@ -542,6 +565,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "feed_forward.shared_expert",
             gate: None,
             width: SharedWidth::Width("intermediate_size"),
+            strategy: None,
         }),
         ..BASE
     },
@@ -558,6 +582,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mlp.shared_experts",
             gate: None,
             width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+            strategy: None,
         }),
         ..BASE
     },
@@ -573,6 +598,7 @@ pub(super) static FAMILIES: &[Family] = &[
             path: "mixer.shared_experts",
             gate: None,
             width: SharedWidth::Width("moe_shared_expert_intermediate_size"),
+            strategy: None,
         }),
         ..BASE
     },

@@ -125,7 +125,7 @@ fn bad_numbers_are_refused_by_field_value_and_expectation() {
         (Preset::TinyDeepseekV3, "n_group", json!(0), "a divisor of"),
         (Preset::TinyDeepseekV3, "topk_group", json!(5), "1 to 4 groups"),
         (Preset::TinyDeepseekV3, "topk_group", json!(1), "hold at least 3 experts"),
-        (Preset::TinyDeepseekV3, "scoring_func", json!("tanh"), "'softmax' or 'sigmoid'"),
+        (Preset::TinyDeepseekV3, "scoring_func", json!("tanh"), "'softmax', 'sigmoid' or"),
         (Preset::TinyDeepseekV3, "topk_method", json!("random"), "'noaux_tc'"),
         (Preset::TinyDeepseekV3, "first_k_dense_replace", json!(4), "at least one has experts"),
         (

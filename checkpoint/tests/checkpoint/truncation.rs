@@ -18,9 +18,11 @@ pub fn reader() {
     let file = OpenOptions::new().write(true).open(file).unwrap();
     // The header stays, and the first experts.
     file.set_len(checkpoint.len_bytes() / 2 / 4096 * 4096).unwrap();
-    for expert in 0..checkpoint.config().num_experts {
-        let sum: f32 = checkpoint.expert(0, expert).unwrap().up.to_f32().iter().sum();
-        println!("{sum}");
+    for layer in checkpoint.config().moe_layers() {
+        for expert in 0..checkpoint.config().num_experts {
+            let sum: f32 = checkpoint.expert(layer, expert).unwrap().up.to_f32().iter().sum();
+            println!("{sum}");
+        }
     }
     unreachable!("half of the file is gone");
 }
@@ -36,5 +38,5 @@ fn a_process_that_reads_a_truncated_file_names_file_and_tensor_and_has_an_exit_c
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(UNREADABLE_FILE_EXIT_CODE), "{text}");
     assert!(text.contains("model.safetensors became unreadable"), "{text}");
-    assert!(text.contains("in tensor 'model.layers.0.block_sparse_moe.experts."), "{text}");
+    assert!(text.contains("in tensor 'model.layers."), "{text}");
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::builder::NonEmptyStringValueParser;
+use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
 
@@ -33,8 +34,14 @@ pub struct Args {
         default_value = "127.0.0.1:7171"
     )]
     listen: SocketAddr,
-    /// HOST:PORT that clients use to connect, if it differs from --listen.
-    #[arg(long, env = "SWITCHYARD_ADVERTISE", value_name = "HOST:PORT")]
+    /// HOST:PORT that clients use to connect, if it differs from --listen. An IPv6 address stands in brackets:
+    /// [HOST]:PORT.
+    #[arg(
+        long,
+        env = "SWITCHYARD_ADVERTISE",
+        value_name = "HOST:PORT",
+        value_parser = parse_advertise
+    )]
     advertise: Option<String>,
     /// Address that serves /metrics, /healthz and /readyz over HTTP. Without it, they are not served.
     #[arg(long, env = "SWITCHYARD_METRICS_LISTEN", value_name = "HOST:PORT")]
@@ -133,6 +140,18 @@ impl FromStr for Device {
         }
         text.parse().map(Self::Gpu).map_err(|error| format!("{error}, or `cpu`"))
     }
+}
+
+fn parse_advertise(text: &str) -> Result<String, String> {
+    if is_host_port(text) {
+        return Ok(text.to_owned());
+    }
+    let form = "host:port with a port above 0, or [host]:port for an IPv6 address";
+    Err(match text.contains('%') {
+        // A zone is the name of an interface of this host.
+        true => format!("expected {form} without a zone, which means nothing on other hosts"),
+        false => format!("expected {form}"),
+    })
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {

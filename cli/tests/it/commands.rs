@@ -244,12 +244,18 @@ fn peers_that_do_not_fit_the_cluster_are_turned_away_with_both_values() {
     let line = fails(&[&generate[..], &["--slot-bytes", "1048576"]].concat(), &token);
     assert!(line.contains("1048576") && line.contains("10485760"), "{line}");
 
-    // Another model: same shapes, one different parameter.
+    // Other weights: one matrix of one expert.
     let dir = copy_of_tiny();
-    edit_config(dir.path(), "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-05");
+    let changed = "model.layers.2.mlp.experts.3.up_proj.weight";
+    write_tensors(dir.path(), |name, bytes| {
+        if name == changed {
+            bytes.iter_mut().for_each(|byte| *byte ^= 1);
+        }
+        true
+    });
     let path = dir.path().to_str().expect("path");
     let line = fails(&[&generate[..], &["--model", path]].concat(), &token);
-    assert!(line.contains("model") && line.contains("fingerprint"), "{line}");
+    assert!(line.contains("weights differ") && line.contains("fingerprint"), "{line}");
     let server = [
         "expert-server",
         "--model",
@@ -262,7 +268,14 @@ fn peers_that_do_not_fit_the_cluster_are_turned_away_with_both_values() {
         &url,
     ];
     let line = fails(&server, &token);
-    assert!(line.contains("model") && line.contains("fingerprint"), "{line}");
+    assert!(line.contains("other weights") && line.contains("fingerprint"), "{line}");
+    assert!(line.ends_with(&format!("tensors that differ first: {changed}")), "{line}");
+
+    // A client needs no experts.
+    write_tensors(dir.path(), |name, _| !name.contains(".experts."));
+    let output =
+        run(&[&generate[..], &["--max-new-tokens", "2", "--model", path]].concat(), &token);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
@@ -563,6 +576,24 @@ fn edit_config(dir: &Path, from: &str, to: &str) {
     assert!(text.contains(from), "config.json has no {from}");
     let mut file = std::fs::File::create(&path).expect("config");
     file.write_all(text.replace(from, to).as_bytes()).expect("config");
+}
+
+/// Writes the tensors of a copy of the small model again, changed by `edit`, without those for which it returns
+/// false.
+fn write_tensors(dir: &Path, edit: impl Fn(&str, &mut [u8]) -> bool) {
+    let bytes = std::fs::read(tiny().join("model.safetensors")).expect("weights");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("weights");
+    let mut kept = Vec::new();
+    for (name, view) in tensors.tensors() {
+        let mut data = view.data().to_vec();
+        if edit(&name, &mut data) {
+            kept.push((name, view.dtype(), view.shape().to_vec(), data));
+        }
+    }
+    let views = kept.iter().map(|(name, dtype, shape, data)| {
+        (name, TensorView::new(*dtype, shape.clone(), data).expect("a tensor"))
+    });
+    serialize_to_file(views, None, &dir.join("model.safetensors")).expect("write");
 }
 
 fn truncate(path: &Path, bytes: u64) {

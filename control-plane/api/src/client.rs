@@ -15,7 +15,7 @@ use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
     ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList,
-    ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, SuspectResponse,
+    ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
@@ -172,6 +172,16 @@ impl ControlClient {
     pub async fn members(&self) -> Result<Vec<MemberInfo>, ControlError> {
         let list: MemberList = self.call(Method::GET, "v1/members", None::<&()>).await?;
         Ok(list.members)
+    }
+
+    /// The digests of the model's tensors, if a member has sent them.
+    pub async fn model_digests(&self) -> Result<ModelDigests, ControlError> {
+        self.call(Method::GET, "v1/model/digests", None::<&()>).await
+    }
+
+    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay.
+    pub async fn send_model_digests(&self, digests: &ModelDigests) -> Result<(), ControlError> {
+        self.send(Method::PUT, "v1/model/digests", Some(digests)).await.map(drop)
     }
 
     /// Overview of the cluster.

@@ -26,8 +26,8 @@ pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry}
 pub use types::{
     Assignment, ClusterStatus, DrainRequest, ExpertLoad, InvalidMemberId, LayerAssignment,
     LeaseRequest, LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList,
-    MemberState, ModelDescriptor, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus,
-    SuspectRequest, SuspectResponse, TransportLinks,
+    MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
+    StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

@@ -76,7 +76,7 @@ pub struct InvalidMemberId {
 /// The model of a fleet, in enough detail to compare models and to plan a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct ModelDescriptor {
-    /// Digest of configuration and tensor index: 8 to 128 lowercase hex digits.
+    /// Digest of the experts' sizes, arithmetic and weights: 8 to 128 lowercase hex digits.
     pub fingerprint: String,
     /// Architecture name, such as `qwen3_moe`.
     pub architecture: String,
@@ -88,6 +88,24 @@ pub struct ModelDescriptor {
     pub num_experts: u32,
     /// Experts chosen per token.
     pub top_k: u32,
+}
+
+/// Digests of the tensors of the fleet's model. A member that serves other weights compares its own with them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ModelDigests {
+    /// [`ModelDescriptor::fingerprint`] that these digests make up.
+    pub fingerprint: String,
+    /// The tensors by name, ascending.
+    pub tensors: Vec<TensorDigest>,
+}
+
+/// Digest of one tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TensorDigest {
+    /// Name of the tensor.
+    pub name: String,
+    /// 16 bytes in lowercase hex digits.
+    pub digest: String,
 }
 
 /// Experts of one layer that are assigned to a member.

@@ -228,6 +228,11 @@ fn another_model_is_refused_with_both_fingerprints() {
     world.register("a", 1);
     let text = world.fleet.register(other.clone(), world.now).unwrap_err().to_string();
     assert!(text.contains("deadbeefdeadbeef") && text.contains("00aabbccddeeff11"), "{text}");
+    assert!(text.contains("other weights"), "{text}");
+    let mut bigger = other.clone();
+    bigger.model.num_experts += 1;
+    let text = world.fleet.register(bigger, world.now).unwrap_err().to_string();
+    assert!(text.contains("another model"), "{text}");
     let mut same_print = World::request("b", 2);
     same_print.model.num_experts = 9;
     let err = world.fleet.register(same_print, world.now).unwrap_err();

@@ -4,7 +4,7 @@ use axum::Json;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use super::{routes, watch};
+use super::{digests, routes, watch};
 
 /// This document.
 #[utoipa::path(get, path = "/openapi.json", tag = "probes", security(()),
@@ -30,6 +30,8 @@ fn document() -> utoipa::openapi::OpenApi {
         openapi_json,
         routes::placement,
         watch::placement_watch,
+        digests::model_digests,
+        digests::store_model_digests,
         routes::status,
         routes::members,
         routes::register,

@@ -2,7 +2,7 @@
 
 use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
-    SuspectRequest, code,
+    ModelDigests, SuspectRequest, TensorDigest, code,
 };
 use switchyard_control_plane::{BindError, Server, ServerConfig};
 
@@ -77,6 +77,44 @@ async fn a_suspected_silent_member_expires_before_its_lease() {
     let long = SuspectRequest { reason: "x".repeat(513), ..report };
     let err = client.suspect(&member, &long).await.unwrap_err();
     assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn the_first_digests_of_the_fleets_model_stay() {
+    let mut config = config();
+    config.limits.max_digests_bytes = 1 << 20;
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let code_of = |result: Result<(), ControlError>| result.unwrap_err().code().map(str::to_owned);
+    let tensor =
+        |name: &str, digit: &str| TensorDigest { name: name.to_owned(), digest: digit.repeat(32) };
+    let digests = ModelDigests {
+        fingerprint: model().fingerprint,
+        tensors: vec![tensor("a", "0"), tensor("b", "f")],
+    };
+    // No member, so no model.
+    let refused = code_of(client.send_model_digests(&digests).await);
+    assert_eq!(refused.as_deref(), Some(code::MODEL_MISMATCH));
+    assert_eq!(client.model_digests().await.unwrap_err().code(), Some(code::NOT_FOUND));
+    client.register(&request("a", 1)).await.unwrap();
+
+    let with = |tensors| ModelDigests { tensors, ..digests.clone() };
+    for (wrong, expected) in [
+        (
+            ModelDigests { fingerprint: "feedfeed".to_owned(), ..digests.clone() },
+            code::MODEL_MISMATCH,
+        ),
+        (with(vec![tensor("b", "0"), tensor("a", "f")]), code::BAD_REQUEST),
+        (with(vec![tensor("a", "g")]), code::BAD_REQUEST),
+        (with(vec![tensor(&"x".repeat(2 << 20), "0")]), code::BODY_TOO_LARGE),
+    ] {
+        let refused = code_of(client.send_model_digests(&wrong).await);
+        assert_eq!(refused.as_deref(), Some(expected));
+    }
+    client.send_model_digests(&digests).await.unwrap();
+    client.send_model_digests(&with(Vec::new())).await.unwrap();
+    assert_eq!(client.model_digests().await.unwrap(), digests);
     plane.stop().await;
 }
 

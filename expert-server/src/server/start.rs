@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use checkpoint::{Checkpoint, Fingerprint};
+use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::RegisterRequest;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
@@ -33,7 +33,8 @@ pub(super) async fn start(
     registry: prometheus::Registry,
     mut progress: impl FnMut(LoadProgress) + Send + 'static,
 ) -> Result<RunningServer, StartError> {
-    let (checkpoint, fingerprint) = open_checkpoint(&config).await?;
+    let (checkpoint, digests) = open_checkpoint(&config).await?;
+    let fingerprint = digests.fingerprint();
     let shape = shape_of(&checkpoint, fingerprint);
     let mut backend = open_backend(&config, &checkpoint, &shape).await?;
     let (device, frames) = (backend.device_name(), backend.frame_limits());
@@ -81,7 +82,7 @@ pub(super) async fn start(
     let incarnation = registration.incarnation;
     let (keeper, assignment) = match &config.placement {
         Placement::ControlPlane { url, token } => {
-            let joined = members::join(&config, url, token.clone(), registration).await?;
+            let joined = members::join(&config, url, token.clone(), registration, digests).await?;
             (Some(Arc::new(joined.0)), joined.1)
         }
         Placement::Static(selection) => (None, Arc::new(selection.resolve(checkpoint.config())?)),
@@ -141,15 +142,20 @@ pub(super) async fn start(
     Ok(RunningServer { config, data_addr, metrics_addr, health, store, keeper, data, stop, end })
 }
 
-/// Opens the checkpoint and reads its fingerprint.
+/// Opens the checkpoint, logs its warnings, and reads the digests of its tensors.
 async fn open_checkpoint(
     config: &ServerConfig,
-) -> Result<(Arc<Checkpoint>, Fingerprint), StartError> {
+) -> Result<(Arc<Checkpoint>, TensorDigests), StartError> {
     let dir = config.model_dir.clone();
     let opening = tokio::task::spawn_blocking(move || {
         let checkpoint = Checkpoint::open(dir)?;
-        let fingerprint = checkpoint.fingerprint().map_err(StartError::Fingerprint)?;
-        Ok::<_, StartError>((Arc::new(checkpoint), fingerprint))
+        for warning in checkpoint.warnings() {
+            tracing::warn!("{warning}");
+        }
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let digests = checkpoint.digests(Coverage::Sampled, threads, &mut |_, _| {});
+        let digests = digests.map_err(StartError::Fingerprint)?;
+        Ok::<_, StartError>((Arc::new(checkpoint), digests))
     });
     opening.await.map_err(|_| StartError::LoadPanicked)?
 }

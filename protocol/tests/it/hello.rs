@@ -143,6 +143,11 @@ fn the_first_difference_between_models_is_told_with_both_values() {
     let text = reject.to_string();
     assert!(text.contains(&"01".repeat(32)) && text.contains(&"ab".repeat(32)), "{text}");
     assert_eq!(HelloReject::is_permanent(reject.code()), Some(true));
+    let unknown = ModelShape { fingerprint: ModelShape::UNKNOWN_FINGERPRINT, ..client };
+    assert_eq!(unknown.check_against(&server), Ok(()));
+    assert_eq!(server.check_against(&unknown), Ok(()));
+    let other = ModelShape { top_k: 5, ..server };
+    assert!(matches!(unknown.check_against(&other), Err(HelloReject::Shape { .. })));
     let draining = HelloReject::Draining { server: "a".into() };
     assert_eq!(HelloReject::is_permanent(draining.code()), Some(false));
     assert_eq!(HelloReject::is_permanent(1), None);

@@ -24,6 +24,7 @@ pub struct MoeBlock {
     shared: Option<Mlp>,
     /// Its sigmoid scales the output of the shared experts.
     shared_gate: Option<Linear>,
+    averages_shared: bool,
     workspace: Workspace,
 }
 
@@ -88,9 +89,10 @@ impl MoeBlock {
     /// Loads the block of `layer`: the gate, its bias and the shared experts.
     pub fn load(checkpoint: &Checkpoint, layer: u32) -> Result<Self, LoadError> {
         let config = checkpoint.config();
+        let rule = *config.router()?;
         let tensors = checkpoint.router(layer)?;
         let bias = tensors.bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
-        let router = Router::new(*config.router()?, bias)?;
+        let router = Router::new(rule, bias)?;
         let logit_bias = tensors.logit_bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
         let gate = (tensors.weight.to_f32()?, (config.num_experts as usize, config.hidden));
         let gate = Tensor::from_vec(gate.0, gate.1, &Device::Cpu)?;
@@ -110,6 +112,7 @@ impl MoeBlock {
             router,
             shared: shared.map(|shared| Mlp::from_tensors(&shared, activation)).transpose()?,
             shared_gate,
+            averages_shared: config.averages_shared,
             workspace: Workspace::default(),
         })
     }
@@ -179,6 +182,9 @@ impl MoeBlock {
                 .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
                 .map_err(|e| MoeBlockError::tensor(layer, e))?;
         }
+        if self.averages_shared {
+            out.iter_mut().for_each(|out| *out *= 0.5);
+        }
         if let Some(observer) = observer {
             observer.moe_block(&MoeRecord {
                 layer,
@@ -232,6 +238,7 @@ impl Clone for MoeBlock {
             router: self.router.clone(),
             shared: self.shared.clone(),
             shared_gate: self.shared_gate.clone(),
+            averages_shared: self.averages_shared,
             workspace: Workspace::default(),
         }
     }

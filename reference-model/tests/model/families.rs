@@ -63,7 +63,7 @@ fn check(dir: &Path, name: &str) -> Result<(), String> {
         Ok(block) => block,
         Err(error) if OWN_ROUTERS.contains(&name) => {
             let text = error.to_string();
-            return if text.contains("router") { Ok(()) } else { Err(text) };
+            return if text.contains("rout") { Ok(()) } else { Err(text) };
         }
         Err(error) => return Err(error.to_string()),
     };
@@ -78,10 +78,18 @@ fn check(dir: &Path, name: &str) -> Result<(), String> {
         _ => 1.0,
     };
     let (mut idx, mut weights) = (vec![-1; expected_idx.len()], vec![0.0; expected_idx.len()]);
-    block
-        .router()
-        .route(&floats("router_logits"), &mut RouterWorkspace::default(), &mut idx, &mut weights)
-        .map_err(|error| error.to_string())?;
+    if name == "laguna" {
+        // Its reference holds capped logits.
+        let (chosen, their_weights) = block.route(&x).map_err(|error| error.to_string())?;
+        idx.copy_from_slice(chosen);
+        weights.copy_from_slice(their_weights);
+    } else {
+        let (logits, mut workspace) = (floats("router_logits"), RouterWorkspace::default());
+        block
+            .router()
+            .route(&logits, &mut workspace, &mut idx, &mut weights)
+            .map_err(|error| error.to_string())?;
+    }
     let sorted = |idx: &[i32], weights: &[f32]| {
         let mut pairs: Vec<_> = idx.iter().copied().zip(weights.iter().copied()).collect();
         pairs.sort_by_key(|pair| pair.0);
