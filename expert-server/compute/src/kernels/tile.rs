@@ -366,6 +366,7 @@ impl<G: Grouped> Format for Groups<G> {
     }
 
     #[inline(always)]
+    #[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
     unsafe fn block<S: Simd, const R: usize, const T: usize>(
         tile: &DotTile<'_>,
         row: usize,
@@ -965,14 +966,14 @@ fn gelu(v: f32) -> f32 {
     let t = 1.0 / (1.0 + 0.5 * z);
     let p = 0.170_872_77;
     let p = p * t - 0.822_152_23;
-    let p = p * t + 1.488_515_87;
-    let p = p * t - 1.135_203_98;
+    let p = p * t + 1.488_515_9;
+    let p = p * t - 1.135_204;
     let p = p * t + 0.278_868_07;
     let p = p * t - 0.186_288_06;
     let p = p * t + 0.096_784_18;
     let p = p * t + 0.374_091_96;
-    let p = p * t + 1.000_023_68;
-    let p = p * t - 1.265_512_23;
+    let p = p * t + 1.000_023_7;
+    let p = p * t - 1.265_512_2;
     let tail = 0.5 * t * exp(p - z * z);
     // An infinity times zero would be NaN.
     if v < -16.0 {
@@ -987,7 +988,7 @@ fn gelu(v: f32) -> f32 {
 /// `v · (1 + tanh(√(2/π) (v + 0.044715 v³))) / 2`, which is `v` times a sigmoid.
 #[inline(always)]
 fn gelu_tanh(v: f32) -> f32 {
-    const TWICE_SQRT_2_BY_PI: f32 = 1.595_769_1;
+    const TWICE_SQRT_2_BY_PI: f32 = 1.595_769_2;
     v / (1.0 + exp(-TWICE_SQRT_2_BY_PI * (v + 0.044_715 * v * v * v)))
 }
 
