@@ -67,6 +67,9 @@ pub(super) const MAX_TOKENS: usize = 6;
 /// Tokens of one expert from which a GEMM replaces the portable kernels.
 const GEMM_MIN_TOKENS: usize = 8;
 
+/// Distance of widened rows: not a power of two, so that they do not share their sets of the cache.
+const WIDEN_STRIDE: usize = K_BLOCK + 16;
+
 type DotFn = unsafe fn(&DotTile<'_>);
 type WidenFn = unsafe fn(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32);
 type ActivateFn =
@@ -105,8 +108,8 @@ struct Formats {
 
 #[derive(Clone, Copy, Debug)]
 struct FormatKernels {
-    /// Most tokens that `dot` takes.
-    max_tokens: usize,
+    /// Most tokens for which `dot` is the fastest.
+    fused_tokens: usize,
     dot: DotFn,
     widen: WidenFn,
 }
@@ -203,7 +206,7 @@ impl Kernels {
             return;
         }
         let kernels = self.formats.of(w);
-        if kernels.max_tokens < MAX_TOKENS && num_tokens > kernels.max_tokens {
+        if num_tokens > kernels.fused_tokens {
             self.dot_widened(kernels.widen, w, rows, x, y);
             return;
         }
@@ -242,16 +245,15 @@ impl Kernels {
         x: Rows<'_>,
         y: &mut [f32],
     ) {
-        let mut widened = [0.0f32; WIDEN_ROWS * K_BLOCK];
+        let mut widened = [0.0f32; WIDEN_ROWS * WIDEN_STRIDE];
         let num_cols = w.cols();
         for k_start in (0..num_cols).step_by(K_BLOCK) {
             let k_end = num_cols.min(k_start + K_BLOCK);
-            let len = k_end - k_start;
             for first in rows.clone().step_by(WIDEN_ROWS) {
                 let some = first..rows.end.min(first + WIDEN_ROWS);
-                for (row, widened) in some.clone().zip(widened.chunks_exact_mut(len)) {
+                for (row, widened) in some.clone().zip(widened.chunks_exact_mut(WIDEN_STRIDE)) {
                     // SAFETY: the processor has the instruction set. The row and its columns exist, and
-                    // `widened` has as many values.
+                    // `widened` has at least as many values.
                     unsafe { widen(w, row, k_start..k_end, widened.as_mut_ptr()) };
                 }
                 let y = &mut y[first - rows.start..];
@@ -259,7 +261,7 @@ impl Kernels {
                     weight: w,
                     row_start: first,
                     codes: widened.as_ptr().wrapping_sub(k_start).cast(),
-                    row_bytes: len * size_of::<f32>(),
+                    row_bytes: WIDEN_STRIDE * size_of::<f32>(),
                     is_cached: true,
                     num_rows: some.len(),
                     accumulate: k_start > 0,

@@ -31,7 +31,8 @@ unsafe impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
     const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 1, 2, 2, 2, 2];
-    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 2, 2, 2, 2];
+    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 2, 2, 1, 1];
+    const GROUPED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 2, 2, 2, 1, 1];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m256 {

@@ -66,7 +66,8 @@ unsafe impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
     const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 1, 2, 4, 4, 4];
-    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 4, 4, 4, 4];
+    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 4, 4, 2, 2];
+    const GROUPED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 4, 4, 2, 2];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m512 {

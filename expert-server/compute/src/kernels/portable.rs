@@ -27,7 +27,7 @@ pub(super) const KERNELS: Kernels = Kernels {
 
 const fn kernels<F: Format>() -> FormatKernels {
     FormatKernels {
-        max_tokens: F::MAX_TOKENS,
+        fused_tokens: F::FUSED_TOKENS,
         dot: tile::dot::<Portable, F>,
         widen: F::widen::<Portable>,
     }
@@ -45,6 +45,7 @@ unsafe impl Simd for Portable {
     const LANES: usize = LANES;
     const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 2, 2, 2, 1, 1];
     const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 2, 2, 2, 1, 1];
+    const GROUPED_ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 2, 2, 2, 1, 1];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> V {

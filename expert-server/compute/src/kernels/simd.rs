@@ -15,8 +15,10 @@ pub(super) unsafe trait Simd: Copy {
     /// waits for memory, which is fastest in one or two streams. With more tokens it takes as many rows as
     /// there are registers for their sums.
     const ROWS: [usize; super::MAX_TOKENS + 1];
-    /// The same for weights with scales. They widen slowly, so more rows help: their work overlaps.
+    /// The same for weights with scales by block. They widen slowly, so more rows help: their work overlaps.
     const SCALED_ROWS: [usize; super::MAX_TOKENS + 1];
+    /// The same for weights with scales by group. Each row's scales take registers, too.
+    const GROUPED_ROWS: [usize; super::MAX_TOKENS + 1];
 
     unsafe fn splat(value: f32) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;

@@ -69,7 +69,7 @@ macro_rules! kernels_of {
         };
 
         const fn kernels<F: Format>() -> FormatKernels {
-            FormatKernels { max_tokens: F::MAX_TOKENS, dot: dot::<F>, widen: widen::<F> }
+            FormatKernels { fused_tokens: F::FUSED_TOKENS, dot: dot::<F>, widen: widen::<F> }
         }
 
         /// # Safety
@@ -140,7 +140,7 @@ const MAX_SCALES: usize = MAX_GROUPS.next_multiple_of(16);
 /// A form of weights that has its own way to compute.
 pub(super) trait Format {
     /// Most tokens for which [`block`](Self::block) is the fastest. For more, weights are widened to memory first.
-    const MAX_TOKENS: usize = MAX_TOKENS;
+    const FUSED_TOKENS: usize = usize::MAX;
 
     /// Rows that one pass computes together (1, 2 or 4) for a number of tokens.
     fn rows_together<S: Simd>(num_tokens: usize) -> usize;
@@ -196,10 +196,9 @@ pub(super) unsafe fn dot<S: Simd, F: Format>(tile: &DotTile<'_>) {
             1 => rows::<S, F, 1>(tile),
             2 => rows::<S, F, 2>(tile),
             3 => rows::<S, F, 3>(tile),
-            4 if F::MAX_TOKENS >= 4 => rows::<S, F, 4>(tile),
-            5 if F::MAX_TOKENS >= 5 => rows::<S, F, 5>(tile),
-            _ if F::MAX_TOKENS >= 6 => rows::<S, F, 6>(tile),
-            _ => unreachable!("weights are widened for so many tokens"),
+            4 => rows::<S, F, 4>(tile),
+            5 => rows::<S, F, 5>(tile),
+            _ => rows::<S, F, 6>(tile),
         }
     }
 }
@@ -358,14 +357,16 @@ impl Format for Blocks {
 }
 
 impl<G: Grouped> Format for Groups<G> {
-    const MAX_TOKENS: usize = FUSED_TOKENS;
+    /// Two passes. For more, widening each weight once and using it from the cache is faster.
+    const FUSED_TOKENS: usize = 2 * MAX_TOKENS;
 
     #[inline(always)]
     fn rows_together<S: Simd>(num_tokens: usize) -> usize {
-        S::SCALED_ROWS[num_tokens]
+        S::GROUPED_ROWS[num_tokens]
     }
 
     #[inline(always)]
+    #[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
     unsafe fn block<S: Simd, const R: usize, const T: usize>(
         tile: &DotTile<'_>,
         row: usize,
@@ -488,12 +489,8 @@ impl<G: Grouped> Format for Groups<G> {
     }
 }
 
-/// Most tokens for which weights with scales by group are widened in registers. For more, widening each weight once
-/// and using it from the cache is faster.
-const FUSED_TOKENS: usize = 6;
-
 impl Format for Irregular {
-    const MAX_TOKENS: usize = 0;
+    const FUSED_TOKENS: usize = 0;
 
     #[inline(always)]
     fn rows_together<S: Simd>(_num_tokens: usize) -> usize {
@@ -969,14 +966,14 @@ fn gelu(v: f32) -> f32 {
     let t = 1.0 / (1.0 + 0.5 * z);
     let p = 0.170_872_77;
     let p = p * t - 0.822_152_23;
-    let p = p * t + 1.488_515_87;
-    let p = p * t - 1.135_203_98;
+    let p = p * t + 1.488_515_9;
+    let p = p * t - 1.135_204;
     let p = p * t + 0.278_868_07;
     let p = p * t - 0.186_288_06;
     let p = p * t + 0.096_784_18;
     let p = p * t + 0.374_091_96;
-    let p = p * t + 1.000_023_68;
-    let p = p * t - 1.265_512_23;
+    let p = p * t + 1.000_023_7;
+    let p = p * t - 1.265_512_2;
     let tail = 0.5 * t * exp(p - z * z);
     // An infinity times zero would be NaN.
     if v < -16.0 {
@@ -991,7 +988,7 @@ fn gelu(v: f32) -> f32 {
 /// `v · (1 + tanh(√(2/π) (v + 0.044715 v³))) / 2`, which is `v` times a sigmoid.
 #[inline(always)]
 fn gelu_tanh(v: f32) -> f32 {
-    const TWICE_SQRT_2_BY_PI: f32 = 1.595_769_1;
+    const TWICE_SQRT_2_BY_PI: f32 = 1.595_769_2;
     v / (1.0 + exp(-TWICE_SQRT_2_BY_PI * (v + 0.044_715 * v * v * v)))
 }
 

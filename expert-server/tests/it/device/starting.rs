@@ -73,6 +73,23 @@ async fn arithmetic_that_the_kernels_lack_is_named() {
 }
 
 #[tokio::test]
+async fn families_that_the_kernels_do_not_compute_are_named() {
+    let all = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/family-blocks");
+    for (family, lacks) in [
+        ("gpt_oss-mxfp4", "activation swiglu(alpha 1.702, limit 7, offset 1), only silu"),
+        ("nemotron_h", "experts without a gate (activation relu2)"),
+        ("llama4", "router factors on the experts' input"),
+        ("gemma4", "activation gelu_tanh, only silu"),
+    ] {
+        let dir = std::path::Path::new(all).join(family);
+        let said = refusal(|config| config.model_dir = dir).await;
+        let expected = format!("the GPU kernels have no {lacks}; ");
+        assert!(said.starts_with(&expected), "{family}: {said}");
+        assert!(said.contains("--device cpu"), "{said}");
+    }
+}
+
+#[tokio::test]
 async fn a_gpu_that_is_not_there_is_named_with_the_remedy() {
     if Gpu::count().is_ok_and(|count| count > 0) {
         test_support::skip("no-gpu", "this host has a GPU");
