@@ -15,7 +15,7 @@ set -eu
 cd "$(dirname "$0")"
 seconds=${1:-13}
 [ $# -gt 0 ] && shift
-targets=${*:-dispatch_frame response_frame hello handshake detail transport}
+targets=${*:-dispatch_frame response_frame hello handshake detail transport checkpoint}
 out=$(cd .. && pwd)/target/fuzz
 
 if ! command -v "${CXX:-c++}" >/dev/null 2>&1; then
@@ -50,7 +50,7 @@ run() {
     mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
     log="$out/$target.log"
     if ! timeout $((seconds + 60)) "$bin/$target" "$out/corpus/$target" "$out/seeds/$target" \
-        -seed="${SWITCHYARD_FUZZ_SEED:-0}" -max_total_time="$seconds" -max_len=16384 -timeout=5 \
+        -seed="${SWITCHYARD_FUZZ_SEED:-0}" -max_total_time="$seconds" -max_len=32768 -timeout=5 \
         -rss_limit_mb=2048 -artifact_prefix="$out/artifacts/$target/" -print_final_stats=1 >"$log" 2>&1; then
         tail -n 40 "$log" >&2
         echo "fuzz: $target FAILED; the input is in target/fuzz/artifacts/$target" >&2

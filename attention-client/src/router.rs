@@ -316,7 +316,7 @@ fn sparse_mixer(
         let is_near = |logit: f32| {
             let distance = (max - logit) / logit.abs().max(max);
             // A distance that is no number counts as near, as in torch.
-            !(distance > 2.0 * jitter)
+            distance <= 2.0 * jitter || distance.is_nan()
         };
         let near = left.iter().zip(logits).filter(|(_, logit)| is_near(**logit));
         let sum: f32 = near.map(|(left, _)| (left - max).exp()).sum();

@@ -127,6 +127,7 @@ pub enum TensorFileError {
     Header { path: PathBuf, reason: String },
 }
 
+/// Tensors by name, and the names that are aliases.
 type Tensors = (BTreeMap<String, Entry>, Vec<String>);
 
 fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
@@ -149,7 +150,7 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
         return Err(truncated(path, found_bytes, header_end));
     };
     let header: Header = serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
-    let (mut tensors, aliases, data_bytes) = header.check().map_err(header_error)?;
+    let ((mut tensors, aliases), data_bytes) = header.check().map_err(header_error)?;
     let expected_bytes = header_end
         .checked_add(data_bytes as u64)
         .ok_or_else(|| header_error("its tensors overflow 64 bits".to_owned()))?;
@@ -216,8 +217,8 @@ impl<'de> Deserialize<'de> for Header {
 }
 
 impl Header {
-    /// The tensors by name, with byte ranges behind the header, their aliases, and the bytes of all.
-    fn check(self) -> Result<(BTreeMap<String, Entry>, Vec<String>, usize), String> {
+    /// The tensors with byte ranges behind the header, and the bytes of all.
+    fn check(self) -> Result<(Tensors, usize), String> {
         let mut in_order = Vec::with_capacity(self.tensors.len());
         let mut names = HashSet::with_capacity(self.tensors.len());
         for (name, raw) in &self.tensors {
@@ -255,7 +256,7 @@ impl Header {
                 aliases.push(alias);
             }
         }
-        Ok((tensors, aliases, end))
+        Ok(((tensors, aliases), end))
     }
 }
 

@@ -44,9 +44,19 @@ fn write_seeds() -> io::Result<()> {
         return Err(io::Error::other("SWITCHYARD_FUZZ_SEEDS must name a folder"));
     };
     let corpus = Path::new(&corpus);
-    for target in ["dispatch_frame", "response_frame", "hello", "handshake", "detail", "transport"]
-    {
+    for target in [
+        "dispatch_frame",
+        "response_frame",
+        "hello",
+        "handshake",
+        "detail",
+        "transport",
+        "checkpoint",
+    ] {
         fs::create_dir_all(corpus.join(target))?;
+    }
+    for (name, seed) in checkpoints() {
+        fs::write(corpus.join("checkpoint").join(name), seed)?;
     }
     let x: Vec<f32> = (0..HIDDEN * RESPONSE_TOKENS).map(|i| (i as f32).sin()).collect();
     for dtype in WireDtype::ALL {
@@ -199,4 +209,94 @@ fn written(
     let mut frame = vec![0; used];
     memory.read(capacity).copy_to(0, &mut frame).expect("used bytes lie in the memory");
     frame
+}
+
+/// Checkpoints of one layer with two experts (hidden 64, width 32) in several layouts and formats.
+fn checkpoints() -> Vec<(&'static str, Vec<u8>)> {
+    let config = |model_type: &str, more: &str| {
+        format!(
+            "{{\"model_type\":\"{model_type}\",\"hidden_size\":64,\"moe_intermediate_size\":32,\
+             \"intermediate_size\":32,\"num_hidden_layers\":1,\"num_experts\":2,\
+             \"num_experts_per_tok\":1,\"first_k_dense_replace\":0{more}}}"
+        )
+    };
+    let experts = |parts: &[(&str, &'static str, [&'static str; 2], usize)]| {
+        let mut tensors: Vec<(String, &'static str, &'static str, usize)> = Vec::new();
+        for expert in 0..2 {
+            for (matrix, is_down) in [("gate_proj", false), ("up_proj", false), ("down_proj", true)]
+            {
+                for (suffix, dtype, shapes, bytes) in parts {
+                    let name = format!("model.layers.0.mlp.experts.{expert}.{matrix}.{suffix}");
+                    tensors.push((name, *dtype, shapes[usize::from(is_down)], *bytes));
+                }
+            }
+        }
+        tensors
+    };
+    let fused = |name: &str, dtype: &'static str, shape: &'static str, bytes: usize| {
+        (format!("model.layers.0.mlp.experts.{name}"), dtype, shape, bytes)
+    };
+    let quantised =
+        |method: &str| format!(",\"quantization_config\":{{\"quant_method\":\"{method}\"}}");
+    let plain = experts(&[("weight", "BF16", ["[32,64]", "[64,32]"], 4096)]);
+    let fp8 = experts(&[
+        ("weight", "F8_E4M3", ["[32,64]", "[64,32]"], 2048),
+        ("weight_scale_inv", "F32", ["[1,1]", "[1,1]"], 4),
+    ]);
+    let awq = experts(&[
+        ("qweight", "I32", ["[64,4]", "[32,8]"], 1024),
+        ("qzeros", "I32", ["[1,4]", "[1,8]"], 0),
+        ("scales", "F16", ["[1,32]", "[1,64]"], 0),
+    ]);
+    let packed = experts(&[
+        ("weight_packed", "I32", ["[32,8]", "[64,4]"], 1024),
+        ("weight_scale", "BF16", ["[32,2]", "[64,1]"], 128),
+    ]);
+    let mxfp4 = vec![
+        fused("gate_up_proj_blocks", "U8", "[2,64,2,16]", 4096),
+        fused("gate_up_proj_scales", "U8", "[2,64,2]", 256),
+        fused("down_proj_blocks", "U8", "[2,64,1,16]", 2048),
+        fused("down_proj_scales", "U8", "[2,64,1]", 128),
+        fused("gate_up_proj_bias", "F32", "[2,64]", 512),
+        fused("down_proj_bias", "F32", "[2,64]", 512),
+    ];
+    vec![
+        ("plain", folder(&config("qwen3_moe", ""), &plain)),
+        ("fp8", folder(&config("deepseek_v3", &quantised("fp8")), &fp8)),
+        ("awq", folder(&config("qwen3_moe", &quantised("awq")), &awq)),
+        ("packed", folder(&config("qwen3_moe", &quantised("compressed-tensors")), &packed)),
+        ("mxfp4", folder(&config("gpt_oss", &quantised("mxfp4")), &mxfp4)),
+        ("gguf", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0".to_vec()),
+    ]
+}
+
+/// A configuration and a weight file of zeros as the target `checkpoint` takes them. A length of 0 is computed for
+/// AWQ's small tensors.
+fn folder(config: &str, tensors: &[(String, &'static str, &'static str, usize)]) -> Vec<u8> {
+    let mut entries = Vec::new();
+    let mut start = 0;
+    for (name, dtype, shape, bytes) in tensors {
+        let elements: usize = shape
+            .trim_matches(['[', ']'])
+            .split(',')
+            .filter_map(|dim| dim.parse::<usize>().ok())
+            .product();
+        let size = match *dtype {
+            "I32" | "F32" => 4,
+            "F16" | "BF16" => 2,
+            _ => 1,
+        };
+        let end = start + if *bytes == 0 { elements * size } else { *bytes };
+        entries.push(format!(
+            "\"{name}\":{{\"dtype\":\"{dtype}\",\"shape\":{shape},\"data_offsets\":[{start},{end}]}}"
+        ));
+        start = end;
+    }
+    let header = format!("{{{}}}", entries.join(","));
+    let mut out = config.as_bytes().to_vec();
+    out.extend([0xff, 0xff]);
+    out.extend((header.len() as u64).to_le_bytes());
+    out.extend(header.as_bytes());
+    out.resize(out.len() + start, 0);
+    out
 }

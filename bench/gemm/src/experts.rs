@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use expert_compute::{
-    ExpertWeights, LayerExperts, SCALE_BLOCK, Weight, WeightBytes, WeightDtype,
+    ExpertWeights, LayerExperts, Weight, WeightBytes, WeightFormat, WeightScales,
 };
 
 use crate::Preset;
@@ -25,15 +25,15 @@ impl Random {
 }
 
 pub fn make_experts(preset: &Preset) -> Result<LayerExperts, Box<dyn Error>> {
-    let Preset { hidden, inter, dtype, .. } = *preset;
+    let Preset { hidden, inter, format, .. } = *preset;
     let mut random = Random(0x5157_1711);
     let mut layer = LayerExperts::new(hidden, inter)?;
     for expert in 0..preset.num_loaded {
         let mut matrix = |rows: usize, cols: usize| {
-            let mut bytes = Vec::with_capacity(rows * cols * dtype.size_bytes());
+            let mut bytes = Vec::with_capacity(rows * cols * format.code_bits() / 8);
             for _ in 0..rows * cols {
-                match dtype {
-                    WeightDtype::F8E4m3 => {
+                match format {
+                    WeightFormat::F8E4m3 { .. } => {
                         let byte = random.next() as u8;
                         bytes.push(if byte & 0x7f == 0x7f { byte ^ 1 } else { byte });
                     }
@@ -43,19 +43,15 @@ pub fn make_experts(preset: &Preset) -> Result<LayerExperts, Box<dyn Error>> {
                     }
                 }
             }
-            let scales = match dtype {
-                WeightDtype::F8E4m3 => {
-                    vec![1e-3; rows.div_ceil(SCALE_BLOCK) * cols.div_ceil(SCALE_BLOCK)]
-                }
-                _ => Vec::new(),
-            };
-            let bytes = WeightBytes::from(bytes);
-            Weight::new(dtype, rows, cols, bytes, scales.into())
+            let scales = format.scale_shape(rows, cols);
+            let scales = scales.map(|[r, c]| WeightScales::from(vec![1e-3; r * c]));
+            Weight::new(format, rows, cols, WeightBytes::from(bytes), scales)
         };
         let weights = ExpertWeights {
-            gate: matrix(inter, hidden)?,
+            gate: Some(matrix(inter, hidden)?),
             up: matrix(inter, hidden)?,
             down: matrix(hidden, inter)?,
+            biases: None,
         };
         layer.insert(expert as u32, Arc::new(weights))?;
     }

@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use bench_harness::stats::{median, percentile};
 use expert_compute::{
-    ComputePool, ExpertGroup, Isa, LayerBatch, LayerExperts, WeightDtype,
+    ComputePool, ExpertGroup, Isa, LayerBatch, LayerExperts, WeightFormat,
 };
 
 use experts::{Floats, Random, make_experts};
@@ -29,7 +29,7 @@ pub struct Preset {
     pub name: &'static str,
     pub hidden: usize,
     pub inter: usize,
-    pub dtype: WeightDtype,
+    pub format: WeightFormat,
     /// Experts in memory, too many for the caches.
     pub num_loaded: usize,
 }
@@ -39,14 +39,14 @@ const PRESETS: [Preset; 2] = [
         name: "qwen3-30b-a3b",
         hidden: 2048,
         inter: 768,
-        dtype: WeightDtype::Bf16,
+        format: WeightFormat::Bf16,
         num_loaded: 24,
     },
     Preset {
         name: "deepseek-v3",
         hidden: 7168,
         inter: 2048,
-        dtype: WeightDtype::F8E4m3,
+        format: WeightFormat::F8E4m3 { block: [128, 128] },
         num_loaded: 6,
     },
 ];

@@ -25,18 +25,23 @@ struct Preset {
     hidden: usize,
     inter: usize,
     format: WeightFormat,
+    /// Type of the scales, if the format has any.
+    scales: DType,
     /// Experts of a batch.
     num_active: usize,
     /// Experts in memory: a subset if the host has no room for all.
     num_loaded: usize,
 }
 
+const FP8: WeightFormat = WeightFormat::F8E4m3 { block: [128, 128] };
+
 const PRESETS: [Preset; 9] = [
     Preset {
         name: "cached",
         hidden: 7168,
         inter: 256,
-        format: WeightFormat::F8E4m3 { block: [128, 128] },
+        format: FP8,
+        scales: DType::F32,
         num_active: 1,
         num_loaded: 1,
     },
@@ -45,6 +50,7 @@ const PRESETS: [Preset; 9] = [
         hidden: 2048,
         inter: 768,
         format: WeightFormat::Bf16,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 128,
     },
@@ -53,6 +59,7 @@ const PRESETS: [Preset; 9] = [
         hidden: 4096,
         inter: 14336,
         format: WeightFormat::Bf16,
+        scales: DType::F32,
         num_active: 2,
         num_loaded: 6,
     },
@@ -60,7 +67,8 @@ const PRESETS: [Preset; 9] = [
         name: "deepseek-v3",
         hidden: 7168,
         inter: 2048,
-        format: WeightFormat::F8E4m3 { block: [128, 128] },
+        format: FP8,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 32,
     },
@@ -69,6 +77,7 @@ const PRESETS: [Preset; 9] = [
         hidden: 2048,
         inter: 768,
         format: WeightFormat::F32,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 64,
     },
@@ -76,7 +85,8 @@ const PRESETS: [Preset; 9] = [
         name: "qwen3-30b-a3b-fp8",
         hidden: 2048,
         inter: 768,
-        format: WeightFormat::F8E4m3 { block: [128, 128] },
+        format: FP8,
+        scales: DType::F32,
         num_active: 8,
         num_loaded: 128,
     },
@@ -84,7 +94,8 @@ const PRESETS: [Preset; 9] = [
         name: "qwen3-30b-a3b-int8",
         hidden: 2048,
         inter: 768,
-        format: WeightFormat::Int8 { group: 32, has_minima: false },
+        format: WeightFormat::Int8 { group: 128, has_minima: false },
+        scales: DType::Bf16,
         num_active: 8,
         num_loaded: 128,
     },
@@ -93,14 +104,16 @@ const PRESETS: [Preset; 9] = [
         hidden: 2048,
         inter: 768,
         format: WeightFormat::Int4 { group: 32, has_minima: false },
+        scales: DType::Bf16,
         num_active: 8,
         num_loaded: 128,
     },
     Preset {
-        name: "qwen3-30b-a3b-mx4",
+        name: "qwen3-30b-a3b-mxfp4",
         hidden: 2048,
         inter: 768,
         format: WeightFormat::Fp4 { group: 32 },
+        scales: DType::F8E8m0,
         num_active: 8,
         num_loaded: 128,
     },
@@ -132,7 +145,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             gemm / 1e9
         );
         println!(
-            "{:<18} {:>17} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
+            "{:<19} {:>16} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
             "preset",
             "format",
             "tokens",
@@ -219,19 +232,45 @@ fn options() -> Result<Options, Box<dyn Error>> {
 /// Experts with pseudo-random weights of moderate size, one after another in memory.
 fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
     let Preset { hidden, inter, format, .. } = *preset;
-    let matrix_bytes = hidden * inter * format.code_bits() / 8;
+    let code_bytes = hidden * inter * format.code_bits() / 8;
+    let num_scales =
+        |rows, cols| format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols);
+    let scale_bytes = preset.scales.size_bytes().unwrap_or(1);
+    let most_scales = num_scales(inter, hidden).max(num_scales(hidden, inter));
+    let matrix_bytes = code_bytes + most_scales * scale_bytes;
     let mut memory = MmapMut::map_anon(preset.num_loaded * 3 * matrix_bytes)?;
     memory.advise(if huge_pages { Advice::HugePage } else { Advice::NoHugePage })?;
-    fill(format, &mut memory, &mut Random(0x5157_1711));
+    let mut random = Random(0x5157_1711);
+    for matrix in memory.chunks_exact_mut(matrix_bytes) {
+        let (codes, scales) = matrix.split_at_mut(code_bytes);
+        fill(format, codes, &mut random);
+        // About a thousandth.
+        match preset.scales {
+            DType::F8E8m0 => scales.fill(117),
+            DType::Bf16 => {
+                let scale = half::bf16::from_f32(1e-3).to_le_bytes();
+                scales.chunks_exact_mut(2).for_each(|value| value.copy_from_slice(&scale));
+            }
+            _ => scales
+                .chunks_exact_mut(4)
+                .for_each(|value| value.copy_from_slice(&1e-3f32.to_le_bytes())),
+        }
+    }
     let memory = Arc::new(memory.make_read_only()?);
     let mut layer = LayerExperts::new(hidden, inter)?;
     for expert in 0..preset.num_loaded {
         let matrix = |idx: usize, rows: usize, cols: usize| {
             let begin = (3 * expert + idx) * matrix_bytes;
-            let bytes = WeightBytes::new(Arc::clone(&memory), |memory| {
-                &memory[begin..begin + matrix_bytes]
+            let part = |begin: usize, len: usize| {
+                WeightBytes::new(Arc::clone(&memory), |memory| &memory[begin..begin + len])
+            };
+            let scales = format.scale_shape(rows, cols).map(|_| WeightScales {
+                dtype: preset.scales,
+                data: part(begin + code_bytes, num_scales(rows, cols) * scale_bytes),
+                factor: 1.0,
+                minima: Vec::new().into(),
             });
-            Weight::new(format, rows, cols, bytes, scales(format, rows, cols))
+            Weight::new(format, rows, cols, part(begin, code_bytes), scales)
         };
         let weights = ExpertWeights {
             gate: Some(matrix(0, inter, hidden)?),
@@ -244,48 +283,23 @@ fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<d
     Ok(layer)
 }
 
-/// Scales in the dtype that published checkpoints have: f32 for fp8, bf16 for integers, powers of two for MXFP4.
-fn scales(format: WeightFormat, rows: usize, cols: usize) -> Option<WeightScales> {
-    let [rows, cols] = format.scale_shape(rows, cols)?;
-    let number = rows * cols;
-    Some(match format {
-        WeightFormat::Fp4 { .. } => WeightScales {
-            dtype: DType::F8E8m0,
-            data: vec![117; number].into(),
-            factor: 1.0,
-            minima: Arc::new([]),
-        },
-        WeightFormat::Int4 { .. } | WeightFormat::Int8 { .. } => WeightScales {
-            dtype: DType::Bf16,
-            data: half::bf16::from_f32(1e-3).to_le_bytes().repeat(number).into(),
-            factor: 1.0,
-            minima: Arc::new([]),
-        },
-        _ => vec![1e-3; number].into(),
-    })
-}
-
 fn fill(format: WeightFormat, bytes: &mut [u8], random: &mut Random) {
+    let mut number = || (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
     match format {
-        WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } | WeightFormat::Fp4 { .. } => {
-            bytes.fill_with(|| random.next() as u8);
+        WeightFormat::F32 => {
+            bytes.chunks_exact_mut(4).for_each(|v| v.copy_from_slice(&number().to_le_bytes()));
         }
+        WeightFormat::F16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|v| v.copy_from_slice(&half::f16::from_f32(number()).to_le_bytes())),
+        WeightFormat::Bf16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|v| v.copy_from_slice(&half::bf16::from_f32(number()).to_le_bytes())),
         WeightFormat::F8E4m3 { .. } => bytes.fill_with(|| {
             let byte = random.next() as u8;
             if byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
         }),
-        _ => {
-            for value in bytes.chunks_exact_mut(format.code_bits() / 8) {
-                let number = (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
-                match format {
-                    WeightFormat::F32 => value.copy_from_slice(&number.to_le_bytes()),
-                    WeightFormat::F16 => {
-                        value.copy_from_slice(&half::f16::from_f32(number).to_le_bytes());
-                    }
-                    _ => value.copy_from_slice(&half::bf16::from_f32(number).to_le_bytes()),
-                }
-            }
-        }
+        _ => bytes.fill_with(|| random.next() as u8),
     }
 }
 
@@ -398,7 +412,7 @@ const RUN_BYTES: usize = 512 << 20;
 impl Row {
     fn print(&self) {
         println!(
-            "{:<18} {:>17} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
+            "{:<19} {:>16} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
             self.preset,
             self.format.to_string(),
             self.tokens,

@@ -74,3 +74,15 @@ fn the_table_of_families_has_no_two_rows_with_one_name() {
         assert!(Family::by_class(family.class_name()).is_none_or(|found| found == family));
     }
 }
+
+#[test]
+fn the_documentation_lists_every_family() {
+    let text = fs::read_to_string(data("../docs/reference/checkpoints.md")).unwrap();
+    let listed: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | ").map(|(name, _)| name))
+        .filter(|name| Family::by_model_type(name).is_some())
+        .collect();
+    let table: Vec<&str> = Family::ALL.iter().map(|family| family.model_type).collect();
+    assert_eq!(listed, table);
+}

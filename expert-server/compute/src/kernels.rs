@@ -13,7 +13,7 @@ use std::ops::Range;
 use checkpoint::{Activation, WeightFormat};
 
 use super::weights::Weight;
-use tile::{DotTile, GROUP_STEP, K_BLOCK};
+use tile::{DotTile, GROUP_STEP, K_BLOCK, WIDEN_ROWS};
 
 /// An instruction set that has its own kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub(super) const MAX_TOKENS: usize = 6;
 const GEMM_MIN_TOKENS: usize = 8;
 
 type DotFn = unsafe fn(&DotTile<'_>);
-type WidenFn = unsafe fn(weight: &Weight, row: usize, dst: *mut f32);
+type WidenFn = unsafe fn(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32);
 type ActivateFn =
     unsafe fn(Activation, gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
 type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
@@ -105,6 +105,8 @@ struct Formats {
 
 #[derive(Clone, Copy, Debug)]
 struct FormatKernels {
+    /// Most tokens that `dot` takes.
+    max_tokens: usize,
     dot: DotFn,
     widen: WidenFn,
 }
@@ -200,35 +202,93 @@ impl Kernels {
         if y.is_empty() {
             return;
         }
-        let dot = self.formats.of(w).dot;
-        let num_passes = num_tokens.div_ceil(self.pass_tokens);
+        let kernels = self.formats.of(w);
+        if kernels.max_tokens < MAX_TOKENS && num_tokens > kernels.max_tokens {
+            self.dot_widened(kernels.widen, w, rows, x, y);
+            return;
+        }
+        let first = rows.start * w.row_bytes();
+        let mut tile = DotTile {
+            weight: w,
+            row_start: rows.start,
+            codes: w.codes()[first..].as_ptr(),
+            row_bytes: w.row_bytes(),
+            is_cached: false,
+            num_rows,
+            accumulate: false,
+            k_start: 0,
+            k_end: num_cols,
+            x: [x.data.as_ptr(); MAX_TOKENS],
+            num_tokens: 0,
+            y: y.as_mut_ptr(),
+            y_stride: num_rows,
+        };
         // One pass reads whole rows, in the order of the weights in memory. Several passes read one block of
         // columns after the other, so that tokens and weights stay in the caches.
-        let k_step = if num_passes == 1 { num_cols } else { K_BLOCK };
+        let k_step = if num_tokens <= self.pass_tokens { num_cols } else { K_BLOCK };
         for k_start in (0..num_cols).step_by(k_step) {
-            let k_end = num_cols.min(k_start + k_step);
-            let mut tile = DotTile {
-                weight: w,
-                row_start: rows.start,
-                num_rows,
-                accumulate: k_start > 0,
-                k_start,
-                k_end,
-                x: [x.data.as_ptr(); MAX_TOKENS],
-                num_tokens: 0,
-                y: y.as_mut_ptr(),
-                y_stride: num_rows,
-            };
-            for tokens in passes(num_tokens, num_passes) {
-                tile.num_tokens = tokens.len();
-                for (ptr, token) in tile.x.iter_mut().zip(tokens.clone()) {
-                    *ptr = x.row(token).as_ptr();
+            tile.accumulate = k_start > 0;
+            (tile.k_start, tile.k_end) = (k_start, num_cols.min(k_start + k_step));
+            self.run_passes(kernels.dot, &mut tile, x, y);
+        }
+    }
+
+    /// As [`dot`](Self::dot), over weights that are widened to f32 a few rows and a block of columns at a time.
+    fn dot_widened(
+        &self,
+        widen: WidenFn,
+        w: &Weight,
+        rows: Range<usize>,
+        x: Rows<'_>,
+        y: &mut [f32],
+    ) {
+        let mut widened = [0.0f32; WIDEN_ROWS * K_BLOCK];
+        let num_cols = w.cols();
+        for k_start in (0..num_cols).step_by(K_BLOCK) {
+            let k_end = num_cols.min(k_start + K_BLOCK);
+            let len = k_end - k_start;
+            for first in rows.clone().step_by(WIDEN_ROWS) {
+                let some = first..rows.end.min(first + WIDEN_ROWS);
+                for (row, widened) in some.clone().zip(widened.chunks_exact_mut(len)) {
+                    // SAFETY: the processor has the instruction set. The row and its columns exist, and
+                    // `widened` has as many values.
+                    unsafe { widen(w, row, k_start..k_end, widened.as_mut_ptr()) };
                 }
-                tile.y = y[tokens.start * num_rows..].as_mut_ptr();
-                // SAFETY: `new` has checked the instruction set. The assertions and slices above ensure the
-                // sizes that `DotTile` requires.
-                unsafe { dot(&tile) };
+                let y = &mut y[first - rows.start..];
+                let mut tile = DotTile {
+                    weight: w,
+                    row_start: first,
+                    codes: widened.as_ptr().wrapping_sub(k_start).cast(),
+                    row_bytes: len * size_of::<f32>(),
+                    is_cached: true,
+                    num_rows: some.len(),
+                    accumulate: k_start > 0,
+                    k_start,
+                    k_end,
+                    x: [x.data.as_ptr(); MAX_TOKENS],
+                    num_tokens: 0,
+                    y: y.as_mut_ptr(),
+                    y_stride: rows.len(),
+                };
+                self.run_passes(self.formats.f32.dot, &mut tile, x, y);
             }
+        }
+    }
+
+    /// Runs a tile for all rows of `x`, some at a time. `y` begins at the tile's first row.
+    fn run_passes(&self, dot: DotFn, tile: &mut DotTile<'_>, x: Rows<'_>, y: &mut [f32]) {
+        let num_tokens = x.rows.len();
+        for tokens in passes(num_tokens, num_tokens.div_ceil(self.pass_tokens)) {
+            tile.num_tokens = tokens.len();
+            for (ptr, token) in tile.x.iter_mut().zip(tokens.clone()) {
+                *ptr = x.row(token).as_ptr();
+            }
+            let y = &mut y[tokens.start * tile.y_stride..];
+            assert!(y.len() >= (tokens.len() - 1) * tile.y_stride + tile.num_rows);
+            tile.y = y.as_mut_ptr();
+            // SAFETY: `new` has checked the instruction set. The callers and the assertion ensure the sizes that
+            // `DotTile` requires.
+            unsafe { dot(tile) };
         }
     }
 
@@ -248,7 +308,7 @@ impl Kernels {
         let widen = self.formats.of(w).widen;
         for (row, dst) in rows.zip(dst.chunks_exact_mut(w.cols())) {
             // SAFETY: the processor has the instruction set. The row exists, and `dst` has its length.
-            unsafe { widen(w, row, dst.as_mut_ptr()) };
+            unsafe { widen(w, row, 0..w.cols(), dst.as_mut_ptr()) };
         }
     }
 

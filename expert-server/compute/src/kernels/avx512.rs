@@ -8,25 +8,51 @@ use super::MAX_TOKENS;
 use super::simd::Simd;
 use super::tile::kernels_of;
 
-/// Shifts that move eight codes of a dword to the lowest bits, for two dwords.
-const NIBBLES: [i32; 16] = [0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28];
 const INT4_VALUES: [f32; 16] =
     [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
 
-/// The values of 16 packed codes.
+/// The values of 16 packed codes, whose two dwords are each in eight lanes.
+///
+/// # Safety
+/// The caller has the instruction set.
+#[inline(always)]
+unsafe fn look_up(values: __m512, dwords: __m512i) -> __m512 {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        // The permutation uses the four lowest bits of each index.
+        _mm512_permutexvar_ps(_mm512_srlv_epi32(dwords, shifts), values)
+    }
+}
+
+/// As [`look_up`], for the 16 codes at `src`.
 ///
 /// # Safety
 /// The caller has the instruction set, and `src` is valid for 8 bytes.
 #[inline(always)]
-unsafe fn look_up(values: __m512, src: *const u8) -> __m512 {
+unsafe fn look_up_at(values: __m512, src: *const u8) -> __m512 {
     // SAFETY: as promised by the caller.
     unsafe {
-        let src = src.cast::<i32>();
-        let low = _mm512_set1_epi32(src.read_unaligned());
-        let codes = _mm512_mask_set1_epi32(low, 0xff00, src.add(1).read_unaligned());
-        // The permutation uses the four lowest bits of each index.
-        let codes = _mm512_srlv_epi32(codes, _mm512_loadu_si512(NIBBLES.as_ptr().cast()));
-        _mm512_permutexvar_ps(codes, values)
+        let packed = _mm512_castsi128_si512(_mm_loadl_epi64(src.cast()));
+        let lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        look_up(values, _mm512_permutexvar_epi32(lanes, packed))
+    }
+}
+
+/// As [`look_up`], for the 32 codes at `src`.
+///
+/// # Safety
+/// The caller has the instruction set, and `src` is valid for 16 bytes.
+#[inline(always)]
+unsafe fn look_up_pair(values: __m512, src: *const u8) -> [__m512; 2] {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        let packed = _mm512_castsi128_si512(_mm_loadu_si128(src.cast()));
+        let low = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let high = _mm512_setr_epi32(2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+        let (low, high) =
+            (_mm512_permutexvar_epi32(low, packed), _mm512_permutexvar_epi32(high, packed));
+        [look_up(values, low), look_up(values, high)]
     }
 }
 
@@ -159,7 +185,13 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_int4(values: __m512, src: *const u8) -> __m512 {
         // SAFETY: the caller promises 16 values.
-        unsafe { look_up(values, src) }
+        unsafe { look_up_at(values, src) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_int4_pair(values: __m512, src: *const u8) -> [__m512; 2] {
+        // SAFETY: the caller promises 32 values.
+        unsafe { look_up_pair(values, src) }
     }
 
     /// The values of all codes.
@@ -174,6 +206,12 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_fp4(values: __m512, src: *const u8) -> __m512 {
         // SAFETY: the caller promises 16 values.
-        unsafe { look_up(values, src) }
+        unsafe { look_up_at(values, src) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_fp4_pair(values: __m512, src: *const u8) -> [__m512; 2] {
+        // SAFETY: the caller promises 32 values.
+        unsafe { look_up_pair(values, src) }
     }
 }

@@ -26,7 +26,11 @@ pub(super) const KERNELS: Kernels = Kernels {
 };
 
 const fn kernels<F: Format>() -> FormatKernels {
-    FormatKernels { dot: tile::dot::<Portable, F>, widen: F::widen::<Portable> }
+    FormatKernels {
+        max_tokens: F::MAX_TOKENS,
+        dot: tile::dot::<Portable, F>,
+        widen: F::widen::<Portable>,
+    }
 }
 
 #[derive(Clone, Copy)]

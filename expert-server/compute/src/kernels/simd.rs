@@ -45,11 +45,23 @@ pub(super) unsafe trait Simd: Copy {
     unsafe fn int4(scale: f32, minimum: f32) -> Self::Int4;
     /// `LANES` values `(code − 8) × scale + minimum` of `LANES / 2` bytes.
     unsafe fn load_int4(group: Self::Int4, src: *const u8) -> Self::V;
+    /// Two vectors of such values.
+    #[inline(always)]
+    unsafe fn load_int4_pair(group: Self::Int4, src: *const u8) -> [Self::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { [Self::load_int4(group, src), Self::load_int4(group, src.add(Self::LANES / 2))] }
+    }
     /// A group's scale, in the form that [`load_fp4`](Self::load_fp4) takes.
     type Fp4: Copy;
     unsafe fn fp4(scale: f32) -> Self::Fp4;
     /// `LANES` values `FP4_VALUES[code] × scale` of `LANES / 2` bytes.
     unsafe fn load_fp4(group: Self::Fp4, src: *const u8) -> Self::V;
+    /// Two vectors of such values.
+    #[inline(always)]
+    unsafe fn load_fp4_pair(group: Self::Fp4, src: *const u8) -> [Self::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { [Self::load_fp4(group, src), Self::load_fp4(group, src.add(Self::LANES / 2))] }
+    }
 }
 
 /// Read as the upper bits of an f16, an e4m3 value is divided by 2^8. The kernels multiply the block scale by
@@ -92,6 +104,18 @@ pub(super) trait Grouped {
     /// # Safety
     /// `src` is valid for that many codes, and the processor has the instruction set.
     unsafe fn load<S: Simd>(group: Self::Group<S>, src: *const u8) -> S::V;
+    /// Loads twice `S::LANES` values.
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load), with twice as many codes.
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(group: Self::Group<S>, src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let second = src.add(S::LANES * Self::BITS / 8);
+            [Self::load::<S>(group, src), Self::load::<S>(group, second)]
+        }
+    }
 }
 
 pub(super) struct Bf16;
@@ -158,6 +182,14 @@ impl Grouped for F8 {
         // SAFETY: as promised by the caller.
         unsafe { S::mul(S::load_f8(src), scale) }
     }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(scale: S::V, src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let [low, high] = S::load_f8_pair(src);
+            [S::mul(low, scale), S::mul(high, scale)]
+        }
+    }
 }
 
 impl Grouped for Int8 {
@@ -190,6 +222,11 @@ impl Grouped for Int4 {
         // SAFETY: as promised by the caller.
         unsafe { S::load_int4(group, src) }
     }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(group: S::Int4, src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_int4_pair(group, src) }
+    }
 }
 
 impl Grouped for Fp4 {
@@ -205,6 +242,11 @@ impl Grouped for Fp4 {
     unsafe fn load<S: Simd>(group: S::Fp4, src: *const u8) -> S::V {
         // SAFETY: as promised by the caller.
         unsafe { S::load_fp4(group, src) }
+    }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(group: S::Fp4, src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_fp4_pair(group, src) }
     }
 }
 

@@ -1,18 +1,29 @@
 //! The kernels, generic over [`Simd`] and [`Format`].
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use checkpoint::{Activation, DType, FP4_VALUES, WeightFormat, f32_from_e4m3, f32_from_e8m0};
 
 use super::MAX_TOKENS;
-use super::simd::{Dtype, F8, F8_FACTOR, F16, F32, Grouped, Simd, load_group_some, load_some};
+use super::simd::{
+    Bf16, Dtype, F8, F8_FACTOR, F16, F32, Grouped, Simd, load_group_some, load_some,
+};
 use crate::weights::{Weight, WeightScales};
 
 /// Dot products of a run of weight rows with a few token rows.
 pub(super) struct DotTile<'a> {
+    /// The matrix, for its scales.
     pub(super) weight: &'a Weight,
     /// Number of the first row in the matrix.
     pub(super) row_start: usize,
+    /// Column 0 of the first row. Valid from `k_start` to `k_end` in each row.
+    pub(super) codes: *const u8,
+    /// Bytes from a row to the next.
+    pub(super) row_bytes: usize,
+    /// The codes are in the first level cache, so that nothing is prefetched.
+    pub(super) is_cached: bool,
     pub(super) num_rows: usize,
     /// Adds to `y`, which has the sums over earlier columns, instead of overwriting it.
     pub(super) accumulate: bool,
@@ -58,7 +69,7 @@ macro_rules! kernels_of {
         };
 
         const fn kernels<F: Format>() -> FormatKernels {
-            FormatKernels { dot: dot::<F>, widen: widen::<F> }
+            FormatKernels { max_tokens: F::MAX_TOKENS, dot: dot::<F>, widen: widen::<F> }
         }
 
         /// # Safety
@@ -72,9 +83,14 @@ macro_rules! kernels_of {
         /// # Safety
         /// As for [`Format::widen`].
         #[target_feature(enable = $features)]
-        unsafe fn widen<F: Format>(weight: &$crate::weights::Weight, row: usize, dst: *mut f32) {
+        unsafe fn widen<F: Format>(
+            weight: &$crate::weights::Weight,
+            row: usize,
+            columns: std::ops::Range<usize>,
+            dst: *mut f32,
+        ) {
             // SAFETY: as promised by the caller.
-            unsafe { F::widen::<$isa>(weight, row, dst) }
+            unsafe { F::widen::<$isa>(weight, row, columns, dst) }
         }
 
         /// # Safety
@@ -118,9 +134,14 @@ pub(super) const K_BLOCK: usize = 1024;
 pub(super) const GROUP_STEP: usize = 16;
 /// Most groups that a block of columns touches.
 const MAX_GROUPS: usize = K_BLOCK / GROUP_STEP + 1;
+/// Room for so many scales, in whole vectors.
+const MAX_SCALES: usize = MAX_GROUPS.next_multiple_of(16);
 
 /// A form of weights that has its own way to compute.
 pub(super) trait Format {
+    /// Most tokens for which [`block`](Self::block) is the fastest. For more, weights are widened to memory first.
+    const MAX_TOKENS: usize = MAX_TOKENS;
+
     /// Rows that one pass computes together (1, 2 or 4) for a number of tokens.
     fn rows_together<S: Simd>(num_tokens: usize) -> usize;
 
@@ -142,12 +163,12 @@ pub(super) trait Format {
         end: usize,
     ) -> [[S::V; R]; T];
 
-    /// Widens one row to f32, and prefetches a later row.
+    /// Widens columns of one row to f32, and prefetches a later row.
     ///
     /// # Safety
-    /// `row` is a row of `weight`, which is in this form; `dst` is valid for writes of a row. The processor has
-    /// the instruction set.
-    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, dst: *mut f32);
+    /// `row` and `columns` are in `weight`, which is in this form. `columns` begins at a multiple of [`K_BLOCK`].
+    /// `dst` is valid for writes of as many values. The processor has the instruction set.
+    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32);
 }
 
 /// Values without scales.
@@ -157,7 +178,7 @@ pub(super) struct Stored<D>(PhantomData<D>);
 pub(super) struct Blocks;
 /// Codes with scales for each row, or each few rows, and group of columns.
 pub(super) struct Groups<G>(PhantomData<G>);
-/// All other groups. Rows are widened to memory first, value by value.
+/// All other groups. Rows are always widened to memory first, value by value.
 pub(super) struct Irregular;
 
 /// `y[t, row] = sum_k w[row, k] * x[t, k]`, or adds it to `y` with `accumulate`.
@@ -175,9 +196,10 @@ pub(super) unsafe fn dot<S: Simd, F: Format>(tile: &DotTile<'_>) {
             1 => rows::<S, F, 1>(tile),
             2 => rows::<S, F, 2>(tile),
             3 => rows::<S, F, 3>(tile),
-            4 => rows::<S, F, 4>(tile),
-            5 => rows::<S, F, 5>(tile),
-            _ => rows::<S, F, 6>(tile),
+            4 if F::MAX_TOKENS >= 4 => rows::<S, F, 4>(tile),
+            5 if F::MAX_TOKENS >= 5 => rows::<S, F, 5>(tile),
+            _ if F::MAX_TOKENS >= 6 => rows::<S, F, 6>(tile),
+            _ => unreachable!("weights are widened for so many tokens"),
         }
     }
 }
@@ -268,11 +290,11 @@ impl<D: Dtype> Format for Stored<D> {
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, dst: *mut f32) {
-        let (row_bytes, len) = (weight.row_bytes(), weight.cols());
-        // SAFETY: the row exists.
+    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32) {
+        let (row_bytes, len) = (weight.row_bytes(), columns.len());
+        // SAFETY: the columns exist.
         unsafe {
-            let src = weight.codes().as_ptr().add(row * row_bytes);
+            let src = weight.codes().as_ptr().add(row * row_bytes + columns.start * D::BYTES);
             let ahead = WIDEN_ROWS_AHEAD * row_bytes;
             let mut k = 0;
             while k + 2 * S::LANES <= len {
@@ -310,35 +332,34 @@ impl Format for Blocks {
         start: usize,
         end: usize,
     ) -> [[S::V; R]; T] {
-        let [_, block_cols] = scale_block(tile.weight);
+        let grid = Grid::new(tile.weight, start, end);
         // SAFETY: as promised by the caller. The rows share their scales.
         unsafe {
             let weights = row_starts::<R>(tile, row);
-            let mut scales = [0.0; MAX_GROUPS];
-            let first = start / block_cols;
-            read_scales::<S>(tile.weight, tile.row_start + row, start, end, &mut scales);
+            let mut scales = Scales::new();
+            grid.read::<S>(tile.row_start + row, 0, &mut scales);
             let mut acc = [[S::splat(0.0); R]; T];
-            let mut k = start;
+            let (mut idx, mut k, mut stop) = (0, start, grid.first_stop);
             while k < end {
-                let idx = k / block_cols;
-                let stop = (idx + 1).saturating_mul(block_cols);
-                let stop = if stop < end { stop } else { end };
-                let scale = S::splat(scales[idx - first] * F8_FACTOR);
+                stop = if stop < end { stop } else { end };
+                let scale = S::splat(scales.get(idx) * F8_FACTOR);
                 add_products::<S, F8, R, T, true>(tile, &weights, scale, k, stop, &mut acc);
-                k = stop;
+                (idx, k, stop) = (idx + 1, stop, stop.saturating_add(grid.block_cols));
             }
             acc
         }
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, dst: *mut f32) {
+    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32) {
         // SAFETY: as promised by the caller.
-        unsafe { Groups::<F8>::widen::<S>(weight, row, dst) }
+        unsafe { Groups::<F8>::widen::<S>(weight, row, columns, dst) }
     }
 }
 
 impl<G: Grouped> Format for Groups<G> {
+    const MAX_TOKENS: usize = FUSED_TOKENS;
+
     #[inline(always)]
     fn rows_together<S: Simd>(num_tokens: usize) -> usize {
         S::SCALED_ROWS[num_tokens]
@@ -351,38 +372,36 @@ impl<G: Grouped> Format for Groups<G> {
         start: usize,
         end: usize,
     ) -> [[S::V; R]; T] {
-        let [_, group_cols] = scale_block(tile.weight);
-        let ahead = prefetch_distance(R * tile.weight.row_bytes());
+        let grid = Grid::new(tile.weight, start, end);
+        let ahead = prefetch_distance(tile, R);
         // SAFETY: as promised by the caller. Columns of a group begin at whole bytes, because groups are multiples
         // of `GROUP_STEP`, and so do tails of groups.
         unsafe {
             let weights = row_starts::<R>(tile, row);
-            let mut scales = [[0.0; MAX_GROUPS]; R];
-            let mut minima = [[0.0; MAX_GROUPS]; R];
+            let mut scales = [const { Scales::new() }; R];
+            let mut minima = [const { Scales::new() }; R];
+            let rows_ahead = ahead / tile.row_bytes;
             for r in 0..R {
                 let row = tile.row_start + row + r;
-                read_scales::<S>(tile.weight, row, start, end, &mut scales[r]);
+                grid.read::<S>(row, rows_ahead, &mut scales[r]);
                 if G::HAS_MINIMA {
-                    read_minima(tile.weight, row, start, end, &mut minima[r]);
+                    grid.read_minima::<S>(row, rows_ahead, &mut minima[r]);
                 }
             }
             let mut acc = [[S::splat(0.0); R]; T];
-            let mut idx = 0;
-            let mut k = start;
-            let mut stop = (start / group_cols + 1).saturating_mul(group_cols);
+            let (mut idx, mut k, mut stop) = (0, start, grid.first_stop);
             while k < end {
                 stop = if stop < end { stop } else { end };
-                let mut groups = [G::group::<S>(scales[0][idx], minima[0][idx]); R];
+                let mut groups = [group_of::<S, G>(&grid, &scales[0], &minima[0], idx); R];
                 for r in 1..R {
-                    groups[r] = G::group::<S>(scales[r][idx], minima[r][idx]);
+                    groups[r] = group_of::<S, G>(&grid, &scales[r], &minima[r], idx);
                 }
                 while k + 2 * S::LANES <= stop {
                     let mut w = [[S::splat(0.0); 2]; R];
                     for r in 0..R {
                         let weights = weights[r].add(k * G::BITS / 8);
                         S::prefetch(weights.wrapping_add(ahead));
-                        w[r][0] = G::load::<S>(groups[r], weights);
-                        w[r][1] = G::load::<S>(groups[r], weights.add(S::LANES * G::BITS / 8));
+                        w[r] = G::load_pair::<S>(groups[r], weights);
                     }
                     for half in 0..2 {
                         for t in 0..T {
@@ -394,8 +413,20 @@ impl<G: Grouped> Format for Groups<G> {
                     }
                     k += 2 * S::LANES;
                 }
-                while k < stop {
-                    let num = if stop - k < S::LANES { stop - k } else { S::LANES };
+                if k + S::LANES <= stop {
+                    for r in 0..R {
+                        let weights = weights[r].add(k * G::BITS / 8);
+                        S::prefetch(weights.wrapping_add(ahead));
+                        let w = G::load::<S>(groups[r], weights);
+                        for t in 0..T {
+                            let x = S::load_f32(tile.x[t].add(k).cast());
+                            acc[t][r] = S::mul_add(w, x, acc[t][r]);
+                        }
+                    }
+                    k += S::LANES;
+                }
+                if k < stop {
+                    let num = stop - k;
                     for r in 0..R {
                         let weights = weights[r].add(k * G::BITS / 8);
                         let w = load_group_some::<S, G>(groups[r], weights, num);
@@ -404,44 +435,52 @@ impl<G: Grouped> Format for Groups<G> {
                             acc[t][r] = S::mul_add(w, x, acc[t][r]);
                         }
                     }
-                    k += num;
+                    k = stop;
                 }
                 idx += 1;
-                stop = stop.saturating_add(group_cols);
+                stop = stop.saturating_add(grid.block_cols);
             }
             acc
         }
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, dst: *mut f32) {
-        let (row_bytes, len) = (weight.row_bytes(), weight.cols());
-        let [_, group_cols] = scale_block(weight);
-        let ahead = WIDEN_ROWS_AHEAD * row_bytes;
-        let mut start = 0;
-        // SAFETY: the row exists.
+    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32) {
+        let ahead = WIDEN_ROWS_AHEAD * weight.row_bytes();
+        let mut start = columns.start;
+        // SAFETY: the columns exist.
         unsafe {
-            let src = weight.codes().as_ptr().add(row * row_bytes);
-            while start < len {
-                let end = if len - start < K_BLOCK { len } else { start + K_BLOCK };
-                let (mut scales, mut minima) = ([0.0; MAX_GROUPS], [0.0; MAX_GROUPS]);
-                read_scales::<S>(weight, row, start, end, &mut scales);
-                read_minima(weight, row, start, end, &mut minima);
-                let first = start / group_cols;
-                let mut k = start;
+            let src = weight.codes().as_ptr().add(row * weight.row_bytes());
+            let dst = dst.wrapping_sub(columns.start);
+            while start < columns.end {
+                let end = if columns.end - start < K_BLOCK { columns.end } else { start + K_BLOCK };
+                let grid = Grid::new(weight, start, end);
+                let (mut scales, mut minima) = (Scales::new(), Scales::new());
+                grid.read::<S>(row, WIDEN_ROWS_AHEAD, &mut scales);
+                if G::HAS_MINIMA {
+                    grid.read_minima::<S>(row, WIDEN_ROWS_AHEAD, &mut minima);
+                }
+                let (mut idx, mut k, mut stop) = (0, start, grid.first_stop);
                 while k < end {
-                    let idx = k / group_cols;
-                    let stop = (idx + 1).saturating_mul(group_cols);
-                    let stop = if stop < end { stop } else { end };
-                    let group = G::group::<S>(scales[idx - first], minima[idx - first]);
+                    stop = if stop < end { stop } else { end };
+                    let group = group_of::<S, G>(&grid, &scales, &minima, idx);
+                    while k + 2 * S::LANES <= stop {
+                        let src = src.add(k * G::BITS / 8);
+                        S::prefetch(src.wrapping_add(ahead));
+                        let [low, high] = G::load_pair::<S>(group, src);
+                        S::store(low, dst.wrapping_add(k));
+                        S::store(high, dst.wrapping_add(k + S::LANES));
+                        k += 2 * S::LANES;
+                    }
                     while k < stop {
                         let num = if stop - k < S::LANES { stop - k } else { S::LANES };
                         let src = src.add(k * G::BITS / 8);
-                        S::prefetch(src.wrapping_add(ahead));
                         let values = load_group_some::<S, G>(group, src, num);
-                        store_some::<S>(values, num, dst.add(k));
+                        store_some::<S>(values, num, dst.wrapping_add(k));
                         k += num;
                     }
+                    idx += 1;
+                    stop = stop.saturating_add(grid.block_cols);
                 }
                 start = end;
             }
@@ -449,7 +488,13 @@ impl<G: Grouped> Format for Groups<G> {
     }
 }
 
+/// Most tokens for which weights with scales by group are widened in registers. For more, widening each weight once
+/// and using it from the cache is faster.
+const FUSED_TOKENS: usize = 6;
+
 impl Format for Irregular {
+    const MAX_TOKENS: usize = 0;
+
     #[inline(always)]
     fn rows_together<S: Simd>(_num_tokens: usize) -> usize {
         1
@@ -457,37 +502,53 @@ impl Format for Irregular {
 
     #[inline(always)]
     unsafe fn block<S: Simd, const R: usize, const T: usize>(
-        tile: &DotTile<'_>,
-        row: usize,
-        start: usize,
-        end: usize,
+        _tile: &DotTile<'_>,
+        _row: usize,
+        _start: usize,
+        _end: usize,
     ) -> [[S::V; R]; T] {
-        let mut acc = [[unsafe { S::splat(0.0) }; R]; T];
-        let mut widened = [0.0f32; K_BLOCK];
-        for r in 0..R {
-            widen_values(tile.weight, tile.row_start + row + r, start, &mut widened[..end - start]);
-            let mut k = start;
-            // SAFETY: columns below `end` are widened, and tokens have as many values.
-            unsafe {
-                while k < end {
-                    let num = if end - k < S::LANES { end - k } else { S::LANES };
-                    let w = load_some::<S, F32>(widened.as_ptr().add(k - start).cast(), num);
-                    for t in 0..T {
-                        let x = load_some::<S, F32>(tile.x[t].add(k).cast(), num);
-                        acc[t][r] = S::mul_add(w, x, acc[t][r]);
-                    }
-                    k += num;
-                }
-            }
-        }
-        acc
+        unreachable!("these weights are widened first")
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, dst: *mut f32) {
+    unsafe fn widen<S: Simd>(weight: &Weight, row: usize, columns: Range<usize>, dst: *mut f32) {
         // SAFETY: as promised by the caller.
-        let dst = unsafe { std::slice::from_raw_parts_mut(dst, weight.cols()) };
-        widen_values(weight, row, 0, dst);
+        let dst = unsafe { std::slice::from_raw_parts_mut(dst, columns.len()) };
+        widen_values(weight, row, columns.start, dst);
+    }
+}
+
+/// Scales or minima of a block of columns; the first ones are initialised.
+struct Scales([MaybeUninit<f32>; MAX_SCALES]);
+
+impl Scales {
+    #[inline(always)]
+    const fn new() -> Self {
+        Self([const { MaybeUninit::uninit() }; MAX_SCALES])
+    }
+
+    /// # Safety
+    /// The value was written.
+    #[inline(always)]
+    unsafe fn get(&self, idx: usize) -> f32 {
+        // SAFETY: as promised by the caller, so `idx` is in range.
+        unsafe { self.0.get_unchecked(idx).assume_init() }
+    }
+}
+
+/// # Safety
+/// The processor has the instruction set. Scale `idx` was read, and minimum `idx` if there are minima.
+#[inline(always)]
+unsafe fn group_of<S: Simd, G: Grouped>(
+    grid: &Grid<'_>,
+    scales: &Scales,
+    minima: &Scales,
+    idx: usize,
+) -> G::Group<S> {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        let has_minimum = G::HAS_MINIMA && grid.has_minima;
+        G::group::<S>(scales.get(idx), if has_minimum { minima.get(idx) } else { 0.0 })
     }
 }
 
@@ -497,81 +558,146 @@ fn scale_block(weight: &Weight) -> [usize; 2] {
     weight.format().scale_block().unwrap_or([1, usize::MAX])
 }
 
-/// Number of the first scale of columns from `start` on, and of scales up to `end`.
-#[inline(always)]
-fn scale_range(weight: &Weight, row: usize, start: usize, end: usize) -> (usize, usize) {
-    let [block_rows, block_cols] = scale_block(weight);
-    let per_row = weight.cols().div_ceil(block_cols);
-    let first = start / block_cols;
-    (row / block_rows * per_row + first, (end - 1) / block_cols + 1 - first)
+/// The scales of a block of columns.
+struct Grid<'a> {
+    scales: &'a WeightScales,
+    has_minima: bool,
+    block_rows: usize,
+    /// Scales of a row.
+    per_row: usize,
+    /// The first scale of these columns in each row, and their number.
+    first: usize,
+    num: usize,
+    /// Columns from the first one on that share a scale, and columns of each later scale.
+    first_stop: usize,
+    block_cols: usize,
 }
 
-/// The scales of columns `start..end` of a row, at least one column, the factor applied.
+impl<'a> Grid<'a> {
+    /// The scales of columns `start..end`, at least one column.
+    #[inline(always)]
+    fn new(weight: &'a Weight, start: usize, end: usize) -> Self {
+        let [block_rows, block_cols] = scale_block(weight);
+        let first = start / block_cols;
+        // The constructor of weights requires scales of these forms.
+        let Some(scales) = weight.scales() else { unreachable!("weights without scales") };
+        Self {
+            scales,
+            has_minima: !scales.minima.is_empty(),
+            block_rows,
+            per_row: weight.cols().div_ceil(block_cols),
+            first,
+            num: (end - 1) / block_cols + 1 - first,
+            first_stop: (first + 1).saturating_mul(block_cols),
+            block_cols,
+        }
+    }
+
+    /// Number of the first scale of a row.
+    #[inline(always)]
+    fn first_of(&self, row: usize) -> usize {
+        // Most formats have a scale per row, and divisions are slow.
+        let row = if self.block_rows == 1 { row } else { row / self.block_rows };
+        row * self.per_row + self.first
+    }
+
+    /// Reads the scales of a row, the factor applied. Prefetches those of the row `ahead` rows further on, unless
+    /// that is 0.
+    ///
+    /// # Safety
+    /// The processor has the instruction set, and the row exists.
+    #[inline(always)]
+    unsafe fn read<S: Simd>(&self, row: usize, ahead: usize, out: &mut Scales) {
+        let WeightScales { dtype, data, factor, .. } = self.scales;
+        let (data, first, num) = (data.as_slice(), self.first_of(row), self.num);
+        let later = if ahead > 0 { self.first_of(row + ahead) } else { first };
+        // SAFETY: there are `num` scales from `first` on.
+        unsafe {
+            match dtype {
+                DType::Bf16 => convert::<S, Bf16>(data, [first, num, later], *factor, out),
+                DType::F16 => convert::<S, F16>(data, [first, num, later], *factor, out),
+                DType::F8E4m3 => {
+                    convert::<S, F8>(data, [first, num, later], *factor * F8_FACTOR, out);
+                }
+                DType::F8E8m0 => {
+                    prefetch_all::<S>(data.as_ptr().wrapping_add(later), num);
+                    let out = &mut out.0[..num];
+                    for (out, byte) in out.iter_mut().zip(&data[first..][..num]) {
+                        out.write(f32_from_e8m0(*byte) * factor);
+                    }
+                }
+                _ => convert::<S, F32>(data, [first, num, later], *factor, out),
+            }
+        }
+    }
+
+    /// As [`read`](Self::read), for the minima, if there are any.
+    ///
+    /// # Safety
+    /// As for [`read`](Self::read).
+    #[inline(always)]
+    unsafe fn read_minima<S: Simd>(&self, row: usize, ahead: usize, out: &mut Scales) {
+        if !self.has_minima {
+            return;
+        }
+        let (first, num) = (self.first_of(row), self.num);
+        let later = if ahead > 0 { self.first_of(row + ahead) } else { first };
+        let later = self.scales.minima.as_ptr().wrapping_add(later);
+        // SAFETY: the processor has the instruction set.
+        unsafe { prefetch_all::<S>(later.cast(), num * size_of::<f32>()) };
+        let out = &mut out.0[..num];
+        for (out, minimum) in out.iter_mut().zip(&self.scales.minima[first..][..num]) {
+            out.write(*minimum);
+        }
+    }
+}
+
+/// Prefetches `len` bytes, which need not be valid.
 ///
 /// # Safety
 /// The processor has the instruction set.
 #[inline(always)]
-unsafe fn read_scales<S: Simd>(
-    weight: &Weight,
-    row: usize,
-    start: usize,
-    end: usize,
-    out: &mut [f32; MAX_GROUPS],
-) {
-    let Some(scales) = weight.scales() else { return };
-    let (first, num) = scale_range(weight, row, start, end);
-    let WeightScales { dtype, data, factor, .. } = scales;
-    let (data, out) = (data.as_slice(), &mut out[..num]);
-    match dtype {
-        DType::Bf16 => {
-            let (words, _) = data[2 * first..][..2 * num].as_chunks::<2>();
-            for (out, word) in out.iter_mut().zip(words) {
-                *out = f32::from_bits(u32::from(u16::from_le_bytes(*word)) << 16);
-            }
-        }
-        DType::F16 => {
-            let data = &data[2 * first..][..2 * num];
-            let mut idx = 0;
-            while idx < num {
-                let some = if num - idx < S::LANES { num - idx } else { S::LANES };
-                // SAFETY: `some` scales from `idx` on exist.
-                unsafe {
-                    let values = load_some::<S, F16>(data.as_ptr().add(2 * idx), some);
-                    store_some::<S>(values, some, out.as_mut_ptr().add(idx));
-                }
-                idx += some;
-            }
-        }
-        DType::F8E8m0 => {
-            for (out, byte) in out.iter_mut().zip(&data[first..][..num]) {
-                *out = f32_from_e8m0(*byte);
-            }
-        }
-        DType::F8E4m3 => {
-            for (out, byte) in out.iter_mut().zip(&data[first..][..num]) {
-                *out = f32_from_e4m3(*byte);
-            }
-        }
-        _ => {
-            let (words, _) = data[4 * first..][..4 * num].as_chunks::<4>();
-            for (out, word) in out.iter_mut().zip(words) {
-                *out = f32::from_le_bytes(*word);
-            }
-        }
-    }
-    if *factor != 1.0 {
-        for out in out {
-            *out *= factor;
-        }
+unsafe fn prefetch_all<S: Simd>(src: *const u8, len: usize) {
+    let mut at = 0;
+    while at < len {
+        // SAFETY: as promised by the caller.
+        unsafe { S::prefetch(src.wrapping_add(at)) };
+        at += CACHE_LINE;
     }
 }
 
-/// The minima of columns `start..end` of a row, zeros if there are none.
+const CACHE_LINE: usize = 64;
+
+/// `out = factor * data[first..first + num]`. Prefetches as many values from `later` on.
+///
+/// # Safety
+/// The processor has the instruction set. `data` holds the values, and `out` has room for whole vectors.
 #[inline(always)]
-fn read_minima(weight: &Weight, row: usize, start: usize, end: usize, out: &mut [f32; MAX_GROUPS]) {
-    let Some(scales) = weight.scales().filter(|scales| !scales.minima.is_empty()) else { return };
-    let (first, num) = scale_range(weight, row, start, end);
-    out[..num].copy_from_slice(&scales.minima[first..][..num]);
+unsafe fn convert<S: Simd, D: Dtype>(
+    data: &[u8],
+    [first, num, later]: [usize; 3],
+    factor: f32,
+    out: &mut Scales,
+) {
+    debug_assert!((first + num) * D::BYTES <= data.len() && num <= MAX_GROUPS);
+    // SAFETY: all accesses are below the lengths.
+    unsafe {
+        prefetch_all::<S>(data.as_ptr().wrapping_add(later * D::BYTES), num * D::BYTES);
+        let factor = S::splat(factor);
+        let src = data.as_ptr().add(first * D::BYTES);
+        let dst = out.0.as_mut_ptr().cast::<f32>();
+        // Whole vectors if there are values behind these ones: the others are not used.
+        let readable = data.len() / D::BYTES - first;
+        let mut idx = 0;
+        while idx < num && idx + S::LANES <= readable {
+            S::store(S::mul(D::load::<S>(src.add(idx * D::BYTES)), factor), dst.add(idx));
+            idx += S::LANES;
+        }
+        if idx < num {
+            let values = load_some::<S, D>(src.add(idx * D::BYTES), num - idx);
+            S::store(S::mul(values, factor), dst.add(idx));
+        }
+    }
 }
 
 /// Widens values of a row from column `start` on, for any format and group.
@@ -607,13 +733,12 @@ fn widen_values(weight: &Weight, row: usize, start: usize, dst: &mut [f32]) {
 /// The rows exist.
 #[inline(always)]
 unsafe fn row_starts<const R: usize>(tile: &DotTile<'_>, row: usize) -> [*const u8; R] {
-    let row_bytes = tile.weight.row_bytes();
-    let mut weights = [tile.weight.codes().as_ptr(); R];
-    for (r, weights) in weights.iter_mut().enumerate() {
-        // SAFETY: within the codes of the matrix.
-        *weights = unsafe { weights.add((tile.row_start + row + r) * row_bytes) };
+    let mut starts = [tile.codes; R];
+    for (r, start) in starts.iter_mut().enumerate() {
+        // Rows of widened weights lack the columns before the first one that is summed.
+        *start = start.wrapping_add((row + r) * tile.row_bytes);
     }
-    weights
+    starts
 }
 
 /// Adds the products of columns `start..end` to `acc [t][r]`.
@@ -630,7 +755,7 @@ unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize, const 
     end: usize,
     acc: &mut [[S::V; R]; T],
 ) {
-    let ahead = prefetch_distance(R * tile.weight.row_bytes());
+    let ahead = prefetch_distance(tile, R);
     let mut k = start;
     // SAFETY: all columns are below `end`.
     unsafe {
@@ -674,8 +799,11 @@ unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize, const 
 /// Bytes from a weight to the weight that is prefetched with it: the same position in a later group of rows.
 /// So the lines of all rows are prefetched in time, and once each.
 #[inline(always)]
-fn prefetch_distance(group_bytes: usize) -> usize {
-    if group_bytes < PREFETCH_BYTES {
+fn prefetch_distance(tile: &DotTile<'_>, num_rows: usize) -> usize {
+    let group_bytes = num_rows * tile.row_bytes;
+    if tile.is_cached {
+        0
+    } else if group_bytes < PREFETCH_BYTES {
         PREFETCH_BYTES / group_bytes * group_bytes
     } else {
         group_bytes
@@ -686,7 +814,9 @@ fn prefetch_distance(group_bytes: usize) -> usize {
 const PREFETCH_BYTES: usize = 8 << 10;
 
 /// Distance from the row that is widened to the row that is prefetched, in rows.
-const WIDEN_ROWS_AHEAD: usize = 4;
+const WIDEN_ROWS_AHEAD: usize = WIDEN_ROWS;
+/// Rows that are widened before they are used. Blocks of so many rows stay in the first level cache.
+pub(super) const WIDEN_ROWS: usize = 4;
 
 /// `dst = activation(gate, up)`.
 ///
