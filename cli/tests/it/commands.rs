@@ -101,12 +101,14 @@ fn damaged_checkpoints_are_named() {
 #[test]
 fn a_missing_shard_is_named() {
     let dir = copy_of_tiny();
+    let shard = "model-00001-of-00002.safetensors";
+    let expert = "model.layers.0.mlp.experts.0.up_proj.weight";
     let index =
-        r#"{"metadata":{},"weight_map":{"model.norm.weight":"model-00001-of-00002.safetensors"}}"#;
+        format!(r#"{{"weight_map":{{"{expert}":"{shard}","model.norm.weight":"{shard}"}}}}"#);
     std::fs::remove_file(dir.path().join("model.safetensors")).expect("remove");
     std::fs::write(dir.path().join("model.safetensors.index.json"), index).expect("write");
     let line = fails(&serve(dir.path()), &[]);
-    assert!(line.contains("model-00001-of-00002.safetensors"), "{line}");
+    assert!(line.contains(shard), "{line}");
 }
 
 #[test]
@@ -118,6 +120,7 @@ fn a_tensor_of_the_wrong_shape_and_an_unknown_architecture_are_named() {
 
     let dir = copy_of_tiny();
     edit_config(dir.path(), "Qwen3MoeForCausalLM", "GPT9ForCausalLM");
+    edit_config(dir.path(), "qwen3_moe", "gpt9");
     let line = fails(&serve(dir.path()), &[]);
     assert!(line.contains("GPT9ForCausalLM") && line.contains("Mixtral"), "{line}");
 }
@@ -143,6 +146,7 @@ fn what_a_child_of_a_local_cluster_says_is_the_error() {
     assert!(generate(&dir).contains("model.safetensors"));
     let dir = copy_of_tiny();
     edit_config(dir.path(), "Qwen3MoeForCausalLM", "GPT9ForCausalLM");
+    edit_config(dir.path(), "qwen3_moe", "gpt9");
     assert!(generate(&dir).contains("GPT9ForCausalLM"));
     // Only servers check the experts.
     let dir = copy_of_tiny();
