@@ -16,7 +16,7 @@ pub(super) fn parse(
     if matches!(scoring, Scoring::SparseMixer { .. }) && top_k != 2 {
         return Err(invalid("num_experts_per_tok", top_k, "2, as PhiMoE's router chooses"));
     }
-    // Which groups are compared how, and whether the bias counts.
+    // The score of groups, and whether the bias counts.
     let (score, is_biased) = match rule.method {
         None => (rule.groups.map(|groups| groups.score), true),
         Some(default) => match keys.text("topk_method")?.unwrap_or(default) {
