@@ -17,11 +17,11 @@
 //! retry is always safe. Answers count only if they match an open frame, so none counts twice.
 //!
 //! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
-//! every time. Its results are reproducible to the bit as long as it is alone, the placement stays the same and the
-//! client is connected with all of its servers ([`MoeClient::wait_ready`] waits for that). What changes bits: a server
-//! that comes, goes or is silent; calls that overlap, as replicas are chosen by load; another kind of processor or GPU
-//! behind a replica. Sums then have the same terms in other groups, and differ by the rounding of f32 (and of the wire
-//! format of partial sums, if that is not f32).
+//! every time. Its results are reproducible to the bit as long as the placement stays the same and the client is
+//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Three events change bits: a server
+//! comes, goes or is silent; calls overlap, because replicas are chosen by load; replicas have different kinds of
+//! processors or GPUs. Sums then have the same terms in other groups. They differ by the rounding of f32, and of the
+//! wire format of partial sums if that is not f32.
 //!
 //! This module does not know how experts are computed, who decides about placements, or what a token means.
 

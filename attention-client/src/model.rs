@@ -125,7 +125,8 @@ impl ClientModel {
         Self::from_descriptor(&descriptor, num_layers)
     }
 
-    /// What differs between this model and that of a `fleet`, if anything. Fingerprints count if both are known.
+    /// The difference between this model and that of a `fleet`, in words; `None` if the client can use the fleet.
+    /// Fingerprints count if both are known.
     #[must_use]
     pub fn difference(&self, fleet: &ModelDescriptor) -> Option<String> {
         difference(fleet, &self.descriptor())

@@ -9,11 +9,11 @@ mod router;
 use std::fmt;
 
 use crate::family::{ActivationRule, Family, LayerRule, SharedWidth, Weighting};
+use crate::router::RouterConfig;
 use keys::{Keys, clip, invalid};
 pub(crate) use language::token_ids;
 pub use language::{AttentionConfig, LanguageConfig};
 pub use quantization::{QuantMethod, Quantization};
-pub use router::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
 
 /// Parameters of a model, independent of how its family names them in `config.json`.
 ///

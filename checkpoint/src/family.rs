@@ -7,7 +7,7 @@ mod table;
 
 use std::fmt;
 
-use crate::config::{ChosenBy, GroupScore, Scoring};
+use crate::router::{ChosenBy, GroupScore, Scoring};
 
 /// A model family: the checkpoints of one `model_type`.
 ///

@@ -34,14 +34,15 @@ mod inspect;
 mod layout;
 mod make;
 mod open;
+mod router;
 mod shard;
 mod tensor;
 mod truncation;
 mod weight;
 
 pub use config::{
-    Activation, AttentionConfig, ChosenBy, ConfigError, ExpertArithmetic, GroupScore, Groups,
-    LanguageConfig, ModelConfig, Normalisation, QuantMethod, Quantization, RouterConfig, Scoring,
+    Activation, AttentionConfig, ConfigError, ExpertArithmetic, LanguageConfig, ModelConfig,
+    QuantMethod, Quantization,
 };
 pub use convert::{
     FP4_VALUES, bf16_to_f32, f8_e4m3_to_f32, f16_to_f32, f32_from_e4m3, f32_from_e8m0,
@@ -56,6 +57,7 @@ pub use make::{
     MakeError, MakeOptions, MakeSummary, ParsePresetError, Preset, make_checkpoint, planned_bytes,
 };
 pub use open::{Checkpoint, OpenError};
+pub use router::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{TensorError, TensorView};
 pub use truncation::{UNREADABLE_FILE_EXIT_CODE, report_unreadable_files};

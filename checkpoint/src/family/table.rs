@@ -4,7 +4,7 @@ use super::{
     ActivationRule, Family, Fused, GroupRule, LayerRule, Renormalise, RouterRule, SharedRule,
     SharedWidth, Weighting,
 };
-use crate::config::{ChosenBy, GroupScore, Scoring};
+use crate::router::{ChosenBy, GroupScore, Scoring};
 
 /// The most common values. Rows say what differs.
 const BASE: Family = Family {
