@@ -19,8 +19,8 @@ pub use quantization::{QuantMethod, Quantization};
 ///
 /// [`ModelConfig::from_json`] reads what serving the experts needs. It checks that every dimension is at least 1
 /// and within limits, and that `top_k` ≤ `num_experts`. The parameters of the router and of the rest of the model
-/// are read at the same time, but a fault in them is reported only by [`router`](Self::router) and
-/// [`language`](Self::language): a server of experts does not need them.
+/// are read at the same time. Only [`router`](Self::router) and [`language`](Self::language) report a fault in them,
+/// since a server of experts does not need them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Model family.
@@ -57,7 +57,7 @@ pub struct ModelConfig {
 pub struct ExpertArithmetic {
     /// From the gate's and up's outputs to the input of down.
     pub activation: Activation,
-    /// Where the router's factor is applied.
+    /// The place where the router's factor is applied.
     pub weighting: Weighting,
 }
 

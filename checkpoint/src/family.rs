@@ -124,7 +124,7 @@ pub(crate) enum LayerRule {
     All,
     /// Layer `l` if `(l + 1) % decoder_sparse_step == 0` and `mlp_only_layers` does not list it.
     SparseStep,
-    /// From `first_k_dense_replace` (or this default) on, every `moe_layer_freq`-th, or those that a list marks.
+    /// From `first_k_dense_replace` (or this default) on, every `moe_layer_freq`-th, or the layers that a list marks.
     AfterDense {
         /// Keys of the number of leading dense layers.
         key: &'static [&'static str],

@@ -16,10 +16,10 @@ use crate::truncation::Registration;
 
 /// A safetensors file mapped read-only.
 ///
-/// Opening checks the header against the length of the file: every name is unique, every listed tensor has as many
-/// bytes as its shape needs and lies inside the file, no tensors overlap, and no byte is unused. Equal tensors may be
-/// stored once: a name that `__metadata__` maps to a stored tensor is that tensor. The file must not be truncated while it is mapped: reading
-/// removed bytes ends the process with SIGBUS. See [`report_unreadable_files`](crate::report_unreadable_files).
+/// Opening checks the header against the length of the file. Every name is unique, and every tensor has as many bytes
+/// as its shape needs and lies inside the file. No tensors overlap, and no byte is unused. Equal tensors may be stored
+/// once: a name that `__metadata__` maps to a stored tensor is that tensor. The file must not be truncated while it is
+/// mapped: reading removed bytes ends the process with SIGBUS. See [`report_unreadable_files`](crate::report_unreadable_files).
 #[derive(Debug)]
 pub struct TensorFile {
     /// Before the mapping, so that it is dropped first.

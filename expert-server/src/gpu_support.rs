@@ -1,4 +1,4 @@
-//! What the GPU kernels can compute. Without a GPU or its features, so that tools can ask beforehand.
+//! The arithmetic that the GPU kernels can compute. Without a GPU or its features, so that tools can ask beforehand.
 
 use checkpoint::{Activation, ExpertArithmetic, WeightFormat, Weighting};
 

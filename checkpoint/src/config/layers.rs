@@ -69,8 +69,8 @@ pub(super) fn moe_layers(
     Ok((not_empty(layers, num_layers)?, false))
 }
 
-/// Which blocks of a hybrid model (Nemotron-H) have experts: `layers_block_type`, or the letters of
-/// `hybrid_override_pattern` with `E` for experts. The number of blocks is the number of layers.
+/// For each block of a hybrid model (Nemotron-H), true if it has experts. The keys are `layers_block_type`, or
+/// `hybrid_override_pattern` with the letter `E` for experts. The number of blocks is the number of layers.
 pub(super) fn block_types(keys: &Keys) -> Result<Option<Vec<bool>>, ConfigError> {
     if let Some(types) = keys.list("layers_block_type")? {
         return Ok(Some(types.iter().map(|name| name.as_str() == Some("moe")).collect()));

@@ -22,11 +22,10 @@ pub(crate) fn unpack_awq(data: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     pack_rows(4, rows, cols, |row, col| code(words, 4, col * per_row + row / 8, AWQ_PLACE[row % 8]))
 }
 
-/// Zero points `[groups, rows]` or `[rows, groups]` out of words that are packed along `packed` values of the first
-/// (`along_rows`) or second dimension. Returns one for each row and group, `[rows, groups]`.
+/// Unpacks zero points, whose words lie as `order` says. Returns one for each row and group, `[rows, groups]`.
 ///
-/// `add` is added to every word as a whole before it is split: GPTQ's first file format stores zero points less one,
-/// and its readers add one to each field so, carries included.
+/// `add` is added to every word as a whole before it is split. GPTQ's first file format stores zero points less one,
+/// and its readers add one to each field in this way, carries included.
 pub(crate) fn unpack_zeros(
     data: &[u8],
     bits: usize,

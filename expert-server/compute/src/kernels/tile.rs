@@ -724,7 +724,7 @@ fn widen_values(weight: &Weight, row: usize, start: usize, dst: &mut [f32]) {
     }
 }
 
-/// Where rows `row..row + R` of the tile begin.
+/// The starts of rows `row..row + R` of the tile.
 ///
 /// # Safety
 /// The rows exist.

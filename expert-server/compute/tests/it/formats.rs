@@ -18,7 +18,7 @@ pub const BF16: TestFormat = plain(WeightFormat::Bf16);
 pub const F16: TestFormat = plain(WeightFormat::F16);
 pub const F32: TestFormat = plain(WeightFormat::F32);
 
-/// Every form, with blocks and groups around the sizes of vectors, and those that no vector kernel takes.
+/// Every form, with blocks and groups around the sizes of vectors, and others that no vector kernel takes.
 pub const FORMATS: &[TestFormat] = &[
     BF16,
     F16,

@@ -198,7 +198,7 @@ impl Block {
             .filter(|entry| entry.0 < num_experts)
             .collect();
         entries.sort_by_key(|&(expert, token, _)| (expert, token));
-        // Where the experts' input is not the block's.
+        // Some families give experts another input than the block's.
         let x = if reference.contains("experts_x") { read("experts_x") } else { read("x") };
         Self { x, entries, expected: read("routed_out"), num_experts }
     }
