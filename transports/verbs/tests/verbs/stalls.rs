@@ -63,10 +63,8 @@ fn operations_of_a_fabric_fail_within_the_limit() {
         b.close_peer(at_b);
         for token in 0..20 {
             // SAFETY: as above.
-            assert_eq!(
-                unsafe { a.write(at_a, dst, src, Token(token)) }.unwrap(),
-                PostOutcome::Accepted
-            );
+            let posted = unsafe { a.write(at_a, dst, src, Token(token)) }.unwrap();
+            assert_eq!(posted, PostOutcome::Accepted);
         }
         let ended = ends(&mut a, 20, sleeps);
         for (expected, Completion { token, result }) in ended.into_iter().enumerate() {
@@ -91,10 +89,8 @@ fn operations_of_a_fabric_fail_within_the_limit() {
             // SAFETY: no other code uses the target any more.
             unsafe { target.as_ptr().write_bytes(0xa5, 4096) };
             // SAFETY: the source is not written before the completion.
-            assert_eq!(
-                unsafe { a.write(peer, dst, src, Token(2)) }.unwrap(),
-                PostOutcome::Accepted
-            );
+            let posted = unsafe { a.write(peer, dst, src, Token(2)) }.unwrap();
+            assert_eq!(posted, PostOutcome::Accepted);
             assert!(wait_one(&mut a).result.is_ok());
             assert_eq!(bytes_of(&target), bytes_of(&source));
         }
