@@ -204,11 +204,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let json = global.json;
     runtime.block_on(async move {
         let shutdown = super::shutdown_signal()?;
-        let bar = ui::steps_bar(json, 0, "loading experts");
+        let bar = ui::bytes_bar(json, 0, "loading experts");
         let loading = bar.clone();
         let server = ExpertServer::start(config, move |progress| {
-            loading.set_length(progress.num_experts as u64);
-            loading.set_position(progress.num_loaded as u64);
+            // Experts of one layer shape: the bytes of the rest follow from the bytes so far.
+            let done = progress.num_loaded.max(1) as u64;
+            loading.set_length(progress.loaded_bytes / done * progress.num_experts as u64);
+            loading.set_position(progress.loaded_bytes);
         })
         .await?;
         bar.finish_and_clear();

@@ -17,15 +17,34 @@ use crate::{Global, ui};
 pub struct Args {
     /// Checkpoint folder, or a .safetensors or .gguf file.
     path: PathBuf,
-    /// Compute the fingerprint, too: it reads at least 64 KiB of every expert's matrix.
-    #[arg(long)]
-    fingerprint: bool,
+    /// Read the experts' weights, too. sampled: the fingerprint that peers compare, over at least 64 KiB of every
+    /// matrix. full: a digest of all bytes, to compare two hosts' files.
+    #[arg(long, env = "SWITCHYARD_VERIFY", value_name = "sampled|full")]
+    verify: Option<Verify>,
     /// Number of servers among which the experts are divided, for the memory of each.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     servers: u32,
     /// Measure this host's memory bandwidth (half a second) and estimate the time of a layer.
-    #[arg(long)]
+    #[arg(long, env = "SWITCHYARD_MEASURE", value_parser = clap::builder::FalseyValueParser::new())]
     measure: bool,
+}
+
+/// The bytes that a digest covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Verify {
+    /// At least 64 KiB of every matrix.
+    Sampled,
+    /// All bytes of routed experts.
+    Full,
+}
+
+impl Verify {
+    const fn coverage(self) -> Coverage {
+        match self {
+            Self::Sampled => Coverage::Sampled,
+            Self::Full => Coverage::Full,
+        }
+    }
 }
 
 /// The description of a folder.
@@ -57,6 +76,7 @@ struct Report {
     bandwidth_gb_per_s: Option<f64>,
     layer_us_per_token: Option<f64>,
     fingerprint: Option<String>,
+    full_digest: Option<String>,
     ignored_keys: Vec<String>,
     router: Option<String>,
     warnings: Vec<String>,
@@ -77,7 +97,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let checkpoint = Checkpoint::open(&args.path)?;
     let experts = checkpoint.summarise_experts();
     let servable = experts.is_ok();
-    let report = report(&args, &checkpoint, experts)?;
+    let report = report(&args, global.json, &checkpoint, experts)?;
     if global.json {
         ui::print_json(&report)?;
     } else {
@@ -88,6 +108,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
 
 fn report(
     args: &Args,
+    json: bool,
     checkpoint: &Checkpoint,
     experts: Result<ExpertSummary, checkpoint::TensorError>,
 ) -> Result<Report> {
@@ -109,15 +130,18 @@ fn report(
     let bandwidth = args.measure.then(read_bandwidth);
     let layer_us =
         bandwidth.map(|bytes_per_s| config.top_k as f64 * largest as f64 / bytes_per_s * 1e6);
-    let fingerprint = match args.fingerprint && summary.is_some() {
-        true => {
-            let bar = ui::spinner(false, "reading samples of every expert");
-            let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            let digests = checkpoint.digests(Coverage::Sampled, threads, &mut |_, _| {})?;
-            bar.finish_and_clear();
-            Some(digests.fingerprint().to_string())
-        }
-        false => None,
+    let digest = |coverage| {
+        let bar = ui::spinner(json, "reading the experts' weights");
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let digests = checkpoint.digests(coverage, threads, &mut |_, _| {})?;
+        bar.finish_and_clear();
+        Ok::<_, checkpoint::TensorError>(digests.fingerprint().to_string())
+    };
+    let wanted = args.verify.filter(|_| summary.is_some());
+    let found = wanted.map(|verify| digest(verify.coverage())).transpose()?;
+    let (fingerprint, full_digest) = match wanted {
+        Some(Verify::Full) => (None, found),
+        _ => (found, None),
     };
     Ok(Report {
         path: args.path.clone(),
@@ -146,6 +170,7 @@ fn report(
         bandwidth_gb_per_s: bandwidth.map(|bytes_per_s| bytes_per_s / 1e9),
         layer_us_per_token: layer_us,
         fingerprint,
+        full_digest,
         ignored_keys: config.ignored_keys.clone(),
         router: config.router().err().map(|error| error.to_string()),
         warnings: checkpoint.warnings().to_vec(),
@@ -227,6 +252,9 @@ fn print(report: &Report) {
     }
     if let Some(fingerprint) = &report.fingerprint {
         outln!("  fingerprint {fingerprint}");
+    }
+    if let Some(digest) = &report.full_digest {
+        outln!("  all bytes   {digest}");
     }
     if !report.ignored_keys.is_empty() {
         outln!("  keys that the experts do not need: {}", report.ignored_keys.join(", "));

@@ -283,6 +283,57 @@ fn peers_that_do_not_fit_the_cluster_are_turned_away_with_both_values() {
 }
 
 #[test]
+fn inspect_describes_folders_and_files_and_fails_for_what_cannot_be_served() {
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/../data");
+    let inspect = |path: &str, more: &[&str]| {
+        let path = format!("{data}/{path}");
+        run(&[&["inspect", &path, "--json"][..], more].concat(), &[])
+    };
+    let json = |output: &Output| -> serde_json::Value {
+        serde_json::from_slice(&output.stdout).expect("JSON on standard output")
+    };
+
+    let tiny = inspect("tiny-moe", &["--servers", "3", "--verify", "sampled"]);
+    assert_eq!(tiny.status.code(), Some(0));
+    let report = json(&tiny);
+    assert_eq!(report["model_type"], "qwen3_moe");
+    assert_eq!(report["moe_layers"], serde_json::json!([0, 1, 2, 3]));
+    // 3 matrices of 64 x 256 values in bf16; a server of three has 6 of 16 experts in each of 4 layers.
+    assert_eq!(report["expert_bytes"], 3 * 64 * 256 * 2);
+    assert_eq!(report["bytes_per_server"], 3 * 64 * 256 * 2 * 6 * 4);
+    assert_eq!(report["gpu"]["servable"], true);
+    assert_eq!(report["fingerprint"].as_str().map(str::len), Some(64));
+    assert!(report["full_digest"].is_null());
+
+    let full = json(&inspect("tiny-moe", &["--verify", "full"]));
+    assert!(full["fingerprint"].is_null() && full["full_digest"].is_string(), "{full}");
+
+    let packed = json(&inspect("family-blocks/gpt_oss-mxfp4", &[]));
+    assert_eq!(packed["formats"], serde_json::json!({ "fp4/32": 18 }));
+    assert_eq!(
+        (&packed["cpu"]["servable"], &packed["gpu"]["servable"]),
+        (&true.into(), &false.into())
+    );
+    assert!(packed["gpu"]["note"].as_str().is_some_and(|note| note.contains("swiglu")), "{packed}");
+
+    let refused = inspect("reference-formats/gptq-int4-desc-act", &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    let note = json(&refused)["cpu"]["note"].to_string();
+    assert!(note.contains("g_idx") && note.contains("reordered"), "{note}");
+
+    let file = json(&inspect("tiny-moe/model.safetensors", &[]));
+    assert_eq!(file["dtypes"]["BF16"]["tensors"], 230);
+    let dir = TempDir::new().expect("temp dir");
+    let gguf = dir.path().join("m.gguf");
+    std::fs::write(&gguf, b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0").expect("a file");
+    let gguf = run(&["inspect", gguf.to_str().expect("path"), "--json"], &[]);
+    assert_eq!(gguf.status.code(), Some(1));
+    assert!(json(&gguf)["remedy"].as_str().is_some_and(|text| text.contains("convert")));
+    let line = fails(&["inspect", "some/model"], &[]);
+    assert!(line.contains("hf download some/model"), "{line}");
+}
+
+#[test]
 fn layer_writes_what_the_experts_compute() {
     let dir = TempDir::new().expect("temp dir");
     let (input, out) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));

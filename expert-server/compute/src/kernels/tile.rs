@@ -1,16 +1,20 @@
 //! The kernels, generic over [`Simd`] and [`Format`].
 
+mod activation;
+mod scales;
+
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use checkpoint::{Activation, DType, FP4_VALUES, WeightFormat, f32_from_e4m3, f32_from_e8m0};
+use checkpoint::{FP4_VALUES, WeightFormat, f32_from_e4m3};
 
 use super::MAX_TOKENS;
 use super::simd::{
     Bf16, Dtype, F8, F8_FACTOR, F16, F32, Grouped, Simd, load_group_some, load_some,
 };
-use crate::weights::{Weight, WeightScales};
+use crate::weights::Weight;
+pub(super) use activation::activate;
+use scales::{Grid, Scales, group_of, scale_block};
 
 /// Dot products of a run of weight rows with a few token rows.
 pub(super) struct DotTile<'a> {
@@ -515,140 +519,6 @@ impl Format for Irregular {
     }
 }
 
-/// Scales or minima of a block of columns; the first ones are initialised.
-struct Scales([MaybeUninit<f32>; MAX_SCALES]);
-
-impl Scales {
-    #[inline(always)]
-    const fn new() -> Self {
-        Self([const { MaybeUninit::uninit() }; MAX_SCALES])
-    }
-
-    /// # Safety
-    /// The value was written.
-    #[inline(always)]
-    unsafe fn get(&self, idx: usize) -> f32 {
-        // SAFETY: as promised by the caller, so `idx` is in range.
-        unsafe { self.0.get_unchecked(idx).assume_init() }
-    }
-}
-
-/// # Safety
-/// The processor has the instruction set. Scale `idx` was read, and minimum `idx` if there are minima.
-#[inline(always)]
-unsafe fn group_of<S: Simd, G: Grouped>(
-    grid: &Grid<'_>,
-    scales: &Scales,
-    minima: &Scales,
-    idx: usize,
-) -> G::Group<S> {
-    // SAFETY: as promised by the caller.
-    unsafe {
-        let has_minimum = G::HAS_MINIMA && grid.has_minima;
-        G::group::<S>(scales.get(idx), if has_minimum { minima.get(idx) } else { 0.0 })
-    }
-}
-
-/// Rows and columns that share a scale.
-#[inline(always)]
-fn scale_block(weight: &Weight) -> [usize; 2] {
-    weight.format().scale_block().unwrap_or([1, usize::MAX])
-}
-
-/// The scales of a block of columns.
-struct Grid<'a> {
-    scales: &'a WeightScales,
-    has_minima: bool,
-    block_rows: usize,
-    /// Scales of a row.
-    per_row: usize,
-    /// The first scale of these columns in each row, and their number.
-    first: usize,
-    num: usize,
-    /// Columns from the first one on that share a scale, and columns of each later scale.
-    first_stop: usize,
-    block_cols: usize,
-}
-
-impl<'a> Grid<'a> {
-    /// The scales of columns `start..end`, at least one column.
-    #[inline(always)]
-    fn new(weight: &'a Weight, start: usize, end: usize) -> Self {
-        let [block_rows, block_cols] = scale_block(weight);
-        let first = start / block_cols;
-        // The constructor of weights requires scales of these forms.
-        let Some(scales) = weight.scales() else { unreachable!("weights without scales") };
-        Self {
-            scales,
-            has_minima: !scales.minima.is_empty(),
-            block_rows,
-            per_row: weight.cols().div_ceil(block_cols),
-            first,
-            num: (end - 1) / block_cols + 1 - first,
-            first_stop: (first + 1).saturating_mul(block_cols),
-            block_cols,
-        }
-    }
-
-    /// Number of the first scale of a row.
-    #[inline(always)]
-    fn first_of(&self, row: usize) -> usize {
-        // Most formats have a scale per row, and divisions are slow.
-        let row = if self.block_rows == 1 { row } else { row / self.block_rows };
-        row * self.per_row + self.first
-    }
-
-    /// Reads the scales of a row, the factor applied. Prefetches those of the row `ahead` rows further on, unless
-    /// that is 0.
-    ///
-    /// # Safety
-    /// The processor has the instruction set, and the row exists.
-    #[inline(always)]
-    unsafe fn read<S: Simd>(&self, row: usize, ahead: usize, out: &mut Scales) {
-        let WeightScales { dtype, data, factor, .. } = self.scales;
-        let (data, first, num) = (data.as_slice(), self.first_of(row), self.num);
-        let later = if ahead > 0 { self.first_of(row + ahead) } else { first };
-        // SAFETY: there are `num` scales from `first` on.
-        unsafe {
-            match dtype {
-                DType::Bf16 => convert::<S, Bf16>(data, [first, num, later], *factor, out),
-                DType::F16 => convert::<S, F16>(data, [first, num, later], *factor, out),
-                DType::F8E4m3 => {
-                    convert::<S, F8>(data, [first, num, later], *factor * F8_FACTOR, out);
-                }
-                DType::F8E8m0 => {
-                    prefetch_all::<S>(data.as_ptr().wrapping_add(later), num);
-                    let out = &mut out.0[..num];
-                    for (out, byte) in out.iter_mut().zip(&data[first..][..num]) {
-                        out.write(f32_from_e8m0(*byte) * factor);
-                    }
-                }
-                _ => convert::<S, F32>(data, [first, num, later], *factor, out),
-            }
-        }
-    }
-
-    /// As [`read`](Self::read), for the minima, if there are any.
-    ///
-    /// # Safety
-    /// As for [`read`](Self::read).
-    #[inline(always)]
-    unsafe fn read_minima<S: Simd>(&self, row: usize, ahead: usize, out: &mut Scales) {
-        if !self.has_minima {
-            return;
-        }
-        let (first, num) = (self.first_of(row), self.num);
-        let later = if ahead > 0 { self.first_of(row + ahead) } else { first };
-        let later = self.scales.minima.as_ptr().wrapping_add(later);
-        // SAFETY: the processor has the instruction set.
-        unsafe { prefetch_all::<S>(later.cast(), num * size_of::<f32>()) };
-        let out = &mut out.0[..num];
-        for (out, minimum) in out.iter_mut().zip(&self.scales.minima[first..][..num]) {
-            out.write(*minimum);
-        }
-    }
-}
-
 /// Prefetches `len` bytes, which need not be valid.
 ///
 /// # Safety
@@ -815,70 +685,6 @@ const WIDEN_ROWS_AHEAD: usize = WIDEN_ROWS;
 /// Rows that are widened before they are used. Blocks of so many rows stay in the first level cache.
 pub(super) const WIDEN_ROWS: usize = 4;
 
-/// `dst = activation(gate, up)`.
-///
-/// # Safety
-/// The pointers are valid for `len` values, except `gate` if the activation has none. The processor has the
-/// instruction set.
-#[inline(always)]
-pub(super) unsafe fn activate(
-    activation: Activation,
-    gate: *const f32,
-    up: *const f32,
-    len: usize,
-    dst: *mut f32,
-) {
-    // SAFETY: as promised by the caller. Without a gate, `up` stands for it, too.
-    unsafe {
-        match activation {
-            Activation::SILU => map(gate, up, len, dst, |gate, up| silu(gate) * up),
-            Activation::Swiglu { alpha, limit, offset } => map(gate, up, len, dst, |gate, up| {
-                // Comparisons in this form let NaN through.
-                let gate = if gate > limit { limit } else { gate };
-                let up = if up > limit { limit } else { up };
-                let up = if up < -limit { -limit } else { up };
-                gate / (1.0 + exp(-alpha * gate)) * (up + offset)
-            }),
-            Activation::Gelu => map(gate, up, len, dst, |gate, up| gelu(gate) * up),
-            Activation::GeluTanh => map(gate, up, len, dst, |gate, up| gelu_tanh(gate) * up),
-            Activation::Relu => map(gate, up, len, dst, |gate, up| relu(gate) * up),
-            Activation::Relu2 => map(up, up, len, dst, |up, _| relu(up) * relu(up)),
-        }
-    }
-}
-
-/// `dst = f(gate, up)`, in a form that vectorises.
-///
-/// # Safety
-/// The pointers are valid for `len` values.
-#[inline(always)]
-unsafe fn map(
-    gate: *const f32,
-    up: *const f32,
-    len: usize,
-    dst: *mut f32,
-    f: impl Fn(f32, f32) -> f32,
-) {
-    let mut k = 0;
-    // SAFETY: all accesses are below `len`; arrays of f32 have the alignment of f32.
-    unsafe {
-        while k + 16 <= len {
-            let gate = &*gate.add(k).cast::<[f32; 16]>();
-            let up = &*up.add(k).cast::<[f32; 16]>();
-            let mut h = [0.0f32; 16];
-            for lane in 0..16 {
-                h[lane] = f(gate[lane], up[lane]);
-            }
-            *dst.add(k).cast::<[f32; 16]>() = h;
-            k += 16;
-        }
-        while k < len {
-            *dst.add(k) = f(*gate.add(k), *up.add(k));
-            k += 1;
-        }
-    }
-}
-
 /// `out += alpha * y`.
 ///
 /// # Safety
@@ -944,100 +750,4 @@ unsafe fn store_some<S: Simd>(v: S::V, num: usize, dst: *mut f32) {
     }
 }
 
-/// `v / (1 + exp(-v))`.
-#[inline(always)]
-fn silu(v: f32) -> f32 {
-    v / (1.0 + exp(-v))
-}
-
-/// `max(v, 0)`. NaN stays NaN.
-#[inline(always)]
-fn relu(v: f32) -> f32 {
-    if v < 0.0 { 0.0 } else { v }
-}
-
-/// `v · Φ(v)` with the normal distribution's Φ. The complementary error function is a Chebyshev fit with a relative
-/// error of 1.2e-7 (Press et al., Numerical Recipes, `erfcc`).
-#[inline(always)]
-fn gelu(v: f32) -> f32 {
-    let z = v.abs() * std::f32::consts::FRAC_1_SQRT_2;
-    // Beyond this the result is zero or v; the bound keeps infinities out of the polynomial.
-    let z = if z > 12.0 { 12.0 } else { z };
-    let t = 1.0 / (1.0 + 0.5 * z);
-    let p = 0.170_872_77;
-    let p = p * t - 0.822_152_23;
-    let p = p * t + 1.488_515_9;
-    let p = p * t - 1.135_204;
-    let p = p * t + 0.278_868_07;
-    let p = p * t - 0.186_288_06;
-    let p = p * t + 0.096_784_18;
-    let p = p * t + 0.374_091_96;
-    let p = p * t + 1.000_023_7;
-    let p = p * t - 1.265_512_2;
-    let tail = 0.5 * t * exp(p - z * z);
-    // An infinity times zero would be NaN.
-    if v < -16.0 {
-        0.0
-    } else if v < 0.0 {
-        v * tail
-    } else {
-        v * (1.0 - tail)
-    }
-}
-
-/// `v · (1 + tanh(√(2/π) (v + 0.044715 v³))) / 2`, which is `v` times a sigmoid.
-#[inline(always)]
-fn gelu_tanh(v: f32) -> f32 {
-    const TWICE_SQRT_2_BY_PI: f32 = 1.595_769_2;
-    v / (1.0 + exp(-TWICE_SQRT_2_BY_PI * (v + 0.044_715 * v * v * v)))
-}
-
-/// exp with a relative error of about 2e-7. It has no calls and no branches, so that it vectorises: `2^n *
-/// p(r)` with `n = round(x / ln 2)` and a Taylor polynomial on `|r| <= ln 2 / 2`. NaN stays NaN. Beyond ±87
-/// the result saturates, which does not change silu.
-#[inline(always)]
-fn exp(x: f32) -> f32 {
-    // Comparisons in this form let NaN through.
-    let x = if x > 87.0 { 87.0 } else { x };
-    let x = if x < -87.0 { -87.0 } else { x };
-    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    // ln 2 in two parts. The first has so few bits that `n * LN2_HI` is exact.
-    const LN2_HI: f32 = 0.693_359_4;
-    const LN2_LO: f32 = -2.121_944_4e-4;
-    let r = (x - n * LN2_HI) - n * LN2_LO;
-    let p = 1.0 / 5040.0;
-    let p = p * r + 1.0 / 720.0;
-    let p = p * r + 1.0 / 120.0;
-    let p = p * r + 1.0 / 24.0;
-    let p = p * r + 1.0 / 6.0;
-    let p = p * r + 0.5;
-    let p = p * (r * r) + r + 1.0;
-    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
-    p * power
-}
-
 const _: () = assert!(K_BLOCK.is_multiple_of(GROUP_STEP) && GROUP_STEP.is_multiple_of(16));
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exp_and_silu_agree_with_f64() {
-        let mut worst = 0.0f64;
-        for i in -870_000..=870_000i32 {
-            let x = i as f32 * 1e-4;
-            let expected = f64::from(x).exp();
-            worst = worst.max((f64::from(exp(x)) - expected).abs() / expected);
-        }
-        assert!(worst < 4e-7, "{worst}");
-        assert!(exp(f32::NAN).is_nan() && silu(f32::NAN).is_nan());
-        assert_eq!(silu(f32::INFINITY), f32::INFINITY);
-        assert_eq!(silu(0.0), 0.0);
-        assert!(silu(-1e4).abs() < 1e-30);
-        assert_eq!(silu(1e4), 1e4);
-    }
-}
