@@ -17,8 +17,8 @@ use crate::{Global, ui};
 pub struct Args {
     /// Checkpoint folder, or a .safetensors or .gguf file.
     path: PathBuf,
-    /// Read the experts' weights, too. sampled: the fingerprint that peers compare, over at least 64 KiB of every
-    /// matrix. full: a digest of all bytes, to compare two hosts' files.
+    /// Read the experts' weights, too. sampled: prints the fingerprint that peers compare. It covers at least 64 KiB
+    /// of every matrix. full: prints a digest of all bytes, to compare the files of two hosts.
     #[arg(long, env = "SWITCHYARD_VERIFY", value_name = "sampled|full")]
     verify: Option<Verify>,
     /// Number of servers among which the experts are divided, for the memory of each.

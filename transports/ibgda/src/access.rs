@@ -193,7 +193,7 @@ pub trait SharedMemory: Send + Sync + Debug {
         None
     }
 
-    /// The GPU's buffer that begins with this memory, if it came from a [`GpuAccess`](crate::GpuAccess).
+    /// The GPU's buffer that begins with this memory, if it came from a [`GpuAccess`].
     fn gpu(&self) -> Option<&GpuMemory> {
         None
     }
