@@ -47,6 +47,18 @@ pub const RULES: &[Rule] = &[
         &["kernels", "transports/ibgda", "softnic/driver", "softnic/verbs"],
     ),
     only("message-engine", &["p2p-core"]),
+    only(
+        "python",
+        &[
+            "attention-client",
+            "checkpoint",
+            "control-plane/api",
+            "message-engine",
+            "p2p-core",
+            "transports/libfabric",
+            "transports/verbs",
+        ],
+    ),
     only("softnic", &["p2p-core", "kernels"]),
     only("softnic/driver", &[]),
     only("softnic/verbs", &["p2p-core", "kernels", "softnic", "transports/ibgda"]),

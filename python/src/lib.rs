@@ -1,0 +1,15 @@
+//! The native half of the Python package `switchyard_moe`.
+//!
+//! Importing the module has no side effect: no thread starts, no file is opened, no signal handler is set.
+#![allow(missing_docs, reason = "the stubs of the Python package document the classes")]
+
+mod client;
+mod p2p;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    client::register(module)?;
+    p2p::register(module)
+}

@@ -1,0 +1,1 @@
+"""Experts of Mixture-of-Experts models as a service."""
