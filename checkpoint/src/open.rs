@@ -84,10 +84,12 @@ impl Checkpoint {
             return Err(folder::no_weights(dir));
         };
         let found = Layout::find(tensors.keys().map(String::as_str), config.num_layers);
-        if config.layers_as_stored
-            && let Some((_, layers)) = &found
+        if let Some((_, stored)) = &found
+            && let Some(layer) = stored.iter().find(|layer| !config.is_moe_layer(**layer))
         {
-            config.set_moe_layers(layers.clone());
+            warnings.push(format!(
+                "layer {layer} has experts in the files but none by {CONFIG_FILE}, which counts"
+            ));
         }
         let layout = found.map(|(layout, _)| layout);
         Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors, layout, warnings })
@@ -237,8 +239,7 @@ fn open_sharded(
     let layout = Layout::find(names, config.num_layers).map(|(layout, _)| layout);
     let is_needed = |tensor: &str| {
         let layer = layout.as_ref().and_then(|layout| layout.layer_of_expert_tensor(tensor));
-        needs == Needs::Experts
-            && layer.is_some_and(|layer| config.layers_as_stored || config.is_moe_layer(layer))
+        needs == Needs::Experts && layer.is_some_and(|layer| config.is_moe_layer(layer))
     };
 
     let mut tensors_per_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
