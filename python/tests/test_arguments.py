@@ -170,9 +170,11 @@ def test_a_wrong_token_is_refused_at_once(cluster: switchyard_moe.LocalCluster) 
 
 
 def test_another_model_is_refused(cluster: switchyard_moe.LocalCluster, tmp_path: Any) -> None:
+    for name in ("model.safetensors", "generation_config.json"):
+        (tmp_path / name).symlink_to(TINY / name)
     text = (TINY / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"hidden_size": 256', '"hidden_size": 512'))
-    with pytest.raises(switchyard_moe.ModelMismatchError, match="hidden size is 256, expected 512"):
+    (tmp_path / "config.json").write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 2'))
+    with pytest.raises(switchyard_moe.ModelMismatchError, match="top-k is 4, expected 2"):
         switchyard_moe.Client(cluster.url, token=cluster.token, model=tmp_path)
 
 
