@@ -87,7 +87,9 @@ class Client(_native.Client):
         call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)
 
-    async def acombine(self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None) -> ArrayT:
+    async def acombine(
+        self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None
+    ) -> ArrayT:
         """As :meth:`combine`, on a thread of the event loop's executor. Cancelling the task does not end the call."""
         call = partial(self.combine, handle, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)

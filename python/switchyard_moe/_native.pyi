@@ -105,9 +105,7 @@ class Client:
         ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
         takes a lane. Deleting a handle abandons its call.
         """
-    def combine(
-        self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None
-    ) -> _ArrayT:
+    def combine(self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None) -> _ArrayT:
         """Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as :meth:`forward`."""
     def metrics_text(self) -> str:
         """Return the client's metrics in the text format of Prometheus."""

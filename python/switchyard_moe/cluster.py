@@ -230,7 +230,9 @@ class LocalCluster:
     def _spawn(self, name: str, arguments: list[str], env: Mapping[str, str]) -> _Process:
         # The token is in the environment, because other users of the host can see arguments.
         variables = {
-            key: value for key, value in os.environ.items() if not key.startswith("SWITCHYARD_") or key in KEPT_VARIABLES
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("SWITCHYARD_") or key in KEPT_VARIABLES
         }
         variables |= {"SWITCHYARD_TOKEN": self.token, **env}
         return self._processes.spawn(name, [self._binary, *arguments, "--json", "--exit-with-parent"], variables)
