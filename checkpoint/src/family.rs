@@ -132,7 +132,7 @@ pub(crate) enum LayerRule {
     All,
     /// Every layer if this flag is set, else none.
     AllIf(&'static str),
-    /// Every layer, or those that the list `moe_layer_freq` marks.
+    /// Every layer, or the layers that the list `moe_layer_freq` marks.
     Marked,
     /// Layer `l` if `(l + 1) % decoder_sparse_step == 0` and `mlp_only_layers` does not list it.
     SparseStep,
