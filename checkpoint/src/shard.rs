@@ -4,6 +4,8 @@ mod header;
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -23,6 +25,7 @@ pub struct TensorFile {
     /// Before the mapping, so that it is dropped first.
     _registration: Registration,
     path: PathBuf,
+    file: File,
     map: Mmap,
     /// In the order of their names.
     tensors: Vec<(Box<str>, Entry)>,
@@ -47,7 +50,8 @@ impl TensorFile {
         let (tensors, aliases) = read_header(path, &map)?;
         let named = tensors.iter().map(|(name, entry)| (&**name, entry.bytes.clone()));
         let registration = Registration::new(path, &map, named);
-        Ok(TensorFile { _registration: registration, path: path.to_owned(), map, tensors, aliases })
+        let path = path.to_owned();
+        Ok(TensorFile { _registration: registration, path, file, map, tensors, aliases })
     }
 
     /// The path of the file.
@@ -83,6 +87,27 @@ impl TensorFile {
             shape: &entry.shape,
             data: &self.map[entry.bytes.clone()],
         })
+    }
+
+    /// Copies bytes of a tensor of this file from `offset` on. Reads them without the mapping: samples of a tensor then
+    /// cost no page faults, and from a disk no more than themselves.
+    ///
+    /// # Panics
+    /// If the tensor is of another file, or is too short.
+    pub(crate) fn copy_from(&self, tensor: &TensorView<'_>, offset: usize, out: &mut [u8]) {
+        let start = tensor.data.as_ptr().addr() - self.map.as_ptr().addr() + offset;
+        if self.file.read_exact_at(out, start as u64).is_err() {
+            // The handler of SIGBUS names a file that has become unreadable.
+            out.copy_from_slice(&self.map[start..start + out.len()]);
+        }
+    }
+
+    /// Asks the system to read and map the file in huge pages. Any read of a byte that is not in memory then takes 2 MiB.
+    /// Has no effect on file systems without huge pages.
+    pub(crate) fn prefer_huge_pages(&self) {
+        // Best effort: without huge pages reading takes longer.
+        #[cfg(target_os = "linux")]
+        let _ = self.map.advise(memmap2::Advice::HugePage);
     }
 
     /// Length of the file in bytes.
