@@ -1,7 +1,7 @@
 """Builds the distribution ``switchyard-moe``: the Python package, its native module, and the binary ``switchyard``.
 
-As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. ``python switchyard_build.py pack``
-makes a wheel of a module and a binary that are built already, in a second, for tests.
+As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. For tests,
+``python switchyard_build.py pack`` makes a wheel of a module and a binary that are built already.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 import os
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Generic, TypeVar, final
 
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
-class Array(Protocol):
-    """An array that other libraries can read through DLPack: numpy's, torch's, jax's and others."""
+from switchyard_moe._arrays import Array
 
-    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
-    def __dlpack_device__(self) -> tuple[Any, int]: ...
+__all__ = ["Client", "Handle", "Report", "__version__"]
 
 _ArrayT = TypeVar("_ArrayT", bound=Array)
 
 __version__: str
 
+@disjoint_base
 class Client:
     def __new__(
         cls,

@@ -137,7 +137,7 @@ def test_the_thread_that_starts_a_cluster_may_end(inputs: Inputs) -> None:
 
 
 def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(switchyard_moe.ClusterError, match="config.json"):
+    with pytest.raises(switchyard_moe.ClusterError, match=r"config\.json"):
         switchyard_moe.LocalCluster(tmp_path, servers=1)
     with pytest.raises(switchyard_moe.ClusterError, match="/nowhere"):
         switchyard_moe.LocalCluster(TINY, binary="/nowhere")
