@@ -258,11 +258,15 @@ class Endpoint:
 
     # Messages.
 
-    def send(self, conn_id: int, mr_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None) -> bool:
+    def send(
+        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None
+    ) -> bool:
         """Sends a message. Returns when it is in the buffer of the peer's receive. Messages of a connection keep their order."""
         return self._run("send", conn_id, mr_id, ptr, size, None, timeout)
 
-    def recv(self, conn_id: int, mr_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None) -> bool:
+    def recv(
+        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None
+    ) -> bool:
         """Receives a message of up to `size` bytes. A longer one is an error for both sides, and changes nothing.
 
         `recv_async` with `wait` returns the length of the message.
@@ -365,7 +369,14 @@ class Endpoint:
         return True, metas
 
     def write(
-        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None, meta: bytes, *, timeout: float | None = None
+        self,
+        conn_id: int,
+        mr_id: int,
+        ptr: int | object,
+        size: int | None,
+        meta: bytes,
+        *,
+        timeout: float | None = None,
     ) -> bool:
         """Writes into memory that the peer has advertised. The bytes are visible there when it returns.
 
@@ -374,19 +385,40 @@ class Endpoint:
         return self._run("write", conn_id, mr_id, ptr, size, meta, timeout)
 
     def read(
-        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None, meta: bytes, *, timeout: float | None = None
+        self,
+        conn_id: int,
+        mr_id: int,
+        ptr: int | object,
+        size: int | None,
+        meta: bytes,
+        *,
+        timeout: float | None = None,
     ) -> bool:
         """Reads memory that the peer has advertised, as `write` writes it."""
         return self._run("read", conn_id, mr_id, ptr, size, meta, timeout)
 
     def write_async(
-        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None, meta: bytes, *, timeout: float | None = None
+        self,
+        conn_id: int,
+        mr_id: int,
+        ptr: int | object,
+        size: int | None,
+        meta: bytes,
+        *,
+        timeout: float | None = None,
     ) -> tuple[bool, int]:
         """Starts `write`. Returns `(True, transfer_id)`."""
         return self._start("write", conn_id, mr_id, ptr, size, meta, timeout)
 
     def read_async(
-        self, conn_id: int, mr_id: int, ptr: int | object, size: int | None, meta: bytes, *, timeout: float | None = None
+        self,
+        conn_id: int,
+        mr_id: int,
+        ptr: int | object,
+        size: int | None,
+        meta: bytes,
+        *,
+        timeout: float | None = None,
     ) -> tuple[bool, int]:
         """Starts `read`. Returns `(True, transfer_id)`."""
         return self._start("read", conn_id, mr_id, ptr, size, meta, timeout)
@@ -469,15 +501,16 @@ class Endpoint:
         Not in UCCL. Without a timeout it waits for the end of the transfer, which its own timeout bounds. With one it raises
         `TransferTimeoutError` when that passes, and the transfer goes on. It always raises errors.
         """
-        if timeout is not None:
-            moved = self._native.wait(transfer_id, timeout)
-            if moved is None:
-                raise TransferTimeoutError(f"transfer {transfer_id} is under way after {timeout} s")
-            return moved
         while True:
-            moved = self._native.wait(transfer_id, 3600.0)
+            moved = self.try_wait(transfer_id, 3600.0 if timeout is None else timeout)
             if moved is not None:
                 return moved
+            if timeout is not None:
+                raise TransferTimeoutError(f"transfer {transfer_id} is under way after {timeout} s")
+
+    def try_wait(self, transfer_id: int, timeout: float) -> int | None:
+        """As `wait`, but returns `None` if the transfer is under way after `timeout` seconds."""
+        return self._native.wait(transfer_id, timeout)
 
     # Notifications.
 
@@ -568,11 +601,15 @@ class Endpoint:
         del self._ipc[place]
         return True
 
-    def send_ipc(self, conn_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None) -> bool:
+    def send_ipc(
+        self, conn_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None
+    ) -> bool:
         """As `send`, for memory that need not be registered."""
         return self._await(self.send_ipc_async(conn_id, ptr, size, timeout=timeout), timeout)
 
-    def recv_ipc(self, conn_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None) -> bool:
+    def recv_ipc(
+        self, conn_id: int, ptr: int | object, size: int | None = None, *, timeout: float | None = None
+    ) -> bool:
         """As `recv`, for memory that need not be registered."""
         return self._await(self.recv_ipc_async(conn_id, ptr, size, timeout=timeout), timeout)
 

@@ -34,7 +34,9 @@ def place_of(memory: object) -> Place:
             "or a CPU tensor"
         ) from error
     if not view.c_contiguous:
-        raise ArgumentError(f"the buffer has shape {view.shape} and strides {view.strides}, expected C-contiguous memory")
+        raise ArgumentError(
+            f"the buffer has shape {view.shape} and strides {view.strides}, expected C-contiguous memory"
+        )
     return Place(_address(view), view.nbytes, view.readonly, view)
 
 

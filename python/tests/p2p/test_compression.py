@@ -9,7 +9,14 @@ import pytest
 from peers import seeded
 
 from switchyard_moe.p2p import ArgumentError, CodecError
-from switchyard_moe.p2p.compression import Dtype, compress, compress_bound, decompress, decompress_into, decompressed_size
+from switchyard_moe.p2p.compression import (
+    Dtype,
+    compress,
+    compress_bound,
+    decompress,
+    decompress_into,
+    decompressed_size,
+)
 
 DTYPES: list[Dtype] = ["bf16", "f16", "f32"]
 WIDTH = {"bf16": 2, "f16": 2, "f32": 4}

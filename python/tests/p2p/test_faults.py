@@ -346,4 +346,3 @@ def test_importing_starts_nothing() -> None:
         "assert len(os.listdir('/proc/self/task')) == 1; assert len(os.listdir('/proc/self/fd')) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
-

@@ -20,7 +20,9 @@ def test_notifications_are_whole_and_in_order() -> None:
     with local() as here, local() as there:
         there.start_passive_accept()
         _, out = here.add_remote_endpoint(there.get_metadata())
-        sent = [(random.randbytes(random.randrange(400)), random.randbytes(random.randrange(200_000))) for _ in range(50)]
+        sent = [
+            (random.randbytes(random.randrange(400)), random.randbytes(random.randrange(200_000))) for _ in range(50)
+        ]
         sent += [(b"", b""), (b"name", b""), (b"", b"SYN1"), (b"\xff" * 5000, b"x")]
         for name, msg in sent:
             assert here.send_notif(out, msg, name)
@@ -42,7 +44,6 @@ def test_notifications_are_whole_and_in_order() -> None:
 
 def peer(pipe: Pipe, seed: int) -> None:
     """A process that publishes its endpoint, and opens memory."""
-
 
     endpoint = local()
     pipe.put(endpoint.get_metadata())

@@ -76,7 +76,9 @@ def target(pipe: Pipe, transports: list[str], size: int, seed: int) -> None:
     _, mr_id = endpoint.reg(memory)
     ok, meta = endpoint.advertise(conn_id, mr_id, memory)
     assert ok and len(meta) == 64
-    ok, parts = endpoint.advertisev(conn_id, [mr_id] * 3, [endpoint_address(memory) + 100 * i for i in range(3)], [50] * 3, 3)
+    ok, parts = endpoint.advertisev(
+        conn_id, [mr_id] * 3, [endpoint_address(memory) + 100 * i for i in range(3)], [50] * 3, 3
+    )
     assert ok
     pipe.put((meta, parts))
     while (order := pipe.get()) != "end":
