@@ -5,21 +5,38 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from switchyard_moe import _native
+from switchyard_moe._arrays import Array
 from switchyard_moe._errors import ConfigError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
-    from switchyard_moe._native import Array, Handle, Report
+    from switchyard_moe._native import Handle, Report
 
-    ArrayT = TypeVar("ArrayT", bound=Array)
+__all__ = ["Client", "Settings"]
 
-__all__ = ["Client"]
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+
+class Settings(TypedDict, total=False):
+    """Settings of a client by name: see :class:`Client`."""
+
+    wire_dtype: str
+    response_dtype: str | None
+    transports: str
+    max_lanes: int
+    timeout: float
+    deadline: float
+    work_limit: float
+    on_missing: str
+    name: str | None
+    slot_bytes: int | None
+    slot_frames: int | None
 
 
 class Client(_native.Client):
@@ -60,7 +77,7 @@ class Client(_native.Client):
         *,
         token: str | None = None,
         model: str | os.PathLike[str] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> Self:
         if control_plane is None:
             control_plane = os.environ.get("SWITCHYARD_CONTROL_PLANE")
@@ -87,7 +104,9 @@ class Client(_native.Client):
         call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)
 
-    async def acombine(self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None) -> ArrayT:
+    async def acombine(
+        self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None
+    ) -> ArrayT:
         """As :meth:`combine`, on a thread of the event loop's executor. Cancelling the task does not end the call."""
         call = partial(self.combine, handle, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)

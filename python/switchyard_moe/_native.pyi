@@ -1,18 +1,17 @@
 import os
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Generic, TypeVar, final
 
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
-class Array(Protocol):
-    """An array that other libraries can read through DLPack: numpy's, torch's, jax's and others."""
+from switchyard_moe._arrays import Array
 
-    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
-    def __dlpack_device__(self) -> tuple[Any, int]: ...
+__all__ = ["Client", "Handle", "Report", "__version__"]
 
 _ArrayT = TypeVar("_ArrayT", bound=Array)
 
 __version__: str
 
+@disjoint_base
 class Client:
     def __new__(
         cls,
@@ -105,9 +104,7 @@ class Client:
         ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
         takes a lane. Deleting a handle abandons its call.
         """
-    def combine(
-        self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None
-    ) -> _ArrayT:
+    def combine(self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None) -> _ArrayT:
         """Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as :meth:`forward`."""
     def metrics_text(self) -> str:
         """Return the client's metrics in the text format of Prometheus."""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from switchyard_moe._client import Settings
 
 __all__ = ["LocalCluster"]
 
@@ -107,15 +109,21 @@ class LocalCluster:
             self.close()
             raise
 
-    def client(self, *, ready_timeout: float | None = None, **settings: Any) -> Client:
+    def client(
+        self,
+        *,
+        ready_timeout: float | None = None,
+        model: str | os.PathLike[str] | None = None,
+        **settings: Unpack[Settings],
+    ) -> Client:
         """Return a client that is connected with a live replica of every expert.
 
         :param ready_timeout: longest time in seconds until it is. Default: the cluster's ``timeout``.
+        :param model: as for :class:`Client`. Default: the cluster's model.
         :param settings: more arguments of :class:`Client`.
         """
         self._check_open()
-        settings.setdefault("model", self.model)
-        client = Client(self.url, token=self.token, **settings)
+        client = Client(self.url, token=self.token, model=self.model if model is None else model, **settings)
         try:
             client.wait_ready(self._timeout if ready_timeout is None else ready_timeout)
         except BaseException:
@@ -230,7 +238,9 @@ class LocalCluster:
     def _spawn(self, name: str, arguments: list[str], env: Mapping[str, str]) -> _Process:
         # The token is in the environment, because other users of the host can see arguments.
         variables = {
-            key: value for key, value in os.environ.items() if not key.startswith("SWITCHYARD_") or key in KEPT_VARIABLES
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("SWITCHYARD_") or key in KEPT_VARIABLES
         }
         variables |= {"SWITCHYARD_TOKEN": self.token, **env}
         return self._processes.spawn(name, [self._binary, *arguments, "--json", "--exit-with-parent"], variables)
@@ -320,9 +330,7 @@ class _Process:
         with stream:
             for line in stream:
                 with contextlib.suppress(json.JSONDecodeError):
-                    event = json.loads(line)
-                    if isinstance(event, dict):
-                        self._events.put(event)
+                    self._events.put(json.loads(line))
         self._events.put(None)
 
     def _read_errors(self) -> None:

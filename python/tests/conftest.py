@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
+from reference import TINY, Experts
 
 import switchyard_moe
-from reference import TINY, Experts
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import switchyard_moe
 from conftest import Call, Inputs
 from reference import TINY
+
+import switchyard_moe
 from switchyard_moe import ArgumentError, ArgumentTypeError
 
 Change = Callable[[Call], dict[str, Any]]
@@ -51,7 +51,11 @@ def index(value: int, dtype: type = np.int32) -> Change:
 
 
 CASES: dict[str, tuple[Change, type[Exception], list[str]]] = {
-    "x of float64": (lambda c: {"x": c.x.astype(np.float64)}, ArgumentTypeError, ["x is [3, 256] of float64", "float32"]),
+    "x of float64": (
+        lambda c: {"x": c.x.astype(np.float64)},
+        ArgumentTypeError,
+        ["x is [3, 256] of float64", "float32"],
+    ),
     "x of int32": (lambda c: {"x": c.x.astype(np.int32)}, ArgumentTypeError, ["int32", "expected [tokens, 256]"]),
     "x of one dimension": (lambda c: {"x": c.x[0]}, ArgumentError, ["[256]", "[tokens, 256]"]),
     "x too narrow": (lambda c: {"x": c.x[:, :255].copy()}, ArgumentError, ["[3, 255]", "[tokens, 256]"]),
@@ -61,7 +65,11 @@ CASES: dict[str, tuple[Change, type[Exception], list[str]]] = {
     "x in the other byte order": (big_endian, ArgumentError, ["x "]),
     "x a list": (lambda c: {"x": c.x.tolist()}, ArgumentTypeError, ["list", "__dlpack__"]),
     "x none": (lambda _: {"x": None}, ArgumentTypeError, ["NoneType"]),
-    "topk_idx of float32": (lambda c: {"topk_idx": c.topk_weights}, ArgumentTypeError, ["topk_idx", "float32", "int32"]),
+    "topk_idx of float32": (
+        lambda c: {"topk_idx": c.topk_weights},
+        ArgumentTypeError,
+        ["topk_idx", "float32", "int32"],
+    ),
     "topk_idx of uint32": (lambda c: {"topk_idx": c.topk_idx.astype(np.uint32)}, ArgumentTypeError, ["uint32"]),
     "topk_idx too short": (lambda c: {"topk_idx": c.topk_idx[:2]}, ArgumentError, ["topk_idx is [2, 4]", "[3, k]"]),
     "too many experts": (
@@ -69,8 +77,16 @@ CASES: dict[str, tuple[Change, type[Exception], list[str]]] = {
         ArgumentError,
         ["5 columns", "at most 4"],
     ),
-    "topk_weights too narrow": (lambda c: {"topk_weights": c.topk_weights[:, :3].copy()}, ArgumentError, ["[3, 3]", "[3, 4]"]),
-    "topk_weights of float64": (lambda c: {"topk_weights": c.topk_weights.astype(np.float64)}, ArgumentTypeError, ["float64"]),
+    "topk_weights too narrow": (
+        lambda c: {"topk_weights": c.topk_weights[:, :3].copy()},
+        ArgumentError,
+        ["[3, 3]", "[3, 4]"],
+    ),
+    "topk_weights of float64": (
+        lambda c: {"topk_weights": c.topk_weights.astype(np.float64)},
+        ArgumentTypeError,
+        ["float64"],
+    ),
     "an expert that does not exist": (index(16), ArgumentError, ["token 1", "16", "0 to 15"]),
     "an expert below the mask": (index(-2), ArgumentError, ["token 1", "-2", "0 to 15"]),
     "an index beyond 32 bits": (index(1 << 40, np.int64), ArgumentError, ["token 1", str(1 << 40)]),
@@ -79,7 +95,11 @@ CASES: dict[str, tuple[Change, type[Exception], list[str]]] = {
     "a negative layer": (lambda _: {"layer": -1}, ArgumentError, ["-1"]),
     "a layer of text": (lambda _: {"layer": "0"}, ArgumentTypeError, ["str"]),
     "out too short": (lambda c: {"out": np.empty_like(c.x[:2])}, ArgumentError, ["out is [2, 256]", "[3, 256]"]),
-    "out of another type": (lambda c: {"out": c.x.astype(np.float16)}, ArgumentTypeError, ["out", "float16", "float32"]),
+    "out of another type": (
+        lambda c: {"out": c.x.astype(np.float16)},
+        ArgumentTypeError,
+        ["out", "float16", "float32"],
+    ),
     "out read-only": (read_only_out, ArgumentError, ["out"]),
     "out that is x": (lambda c: {"out": c.x}, ArgumentError, ["shares memory with x"]),
 }
@@ -160,7 +180,7 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
 
 
 def test_a_control_plane_that_is_not_there_is_named() -> None:
-    with pytest.raises(switchyard_moe.ControlPlaneError, match="127.0.0.1:1"):
+    with pytest.raises(switchyard_moe.ControlPlaneError, match=r"127\.0\.0\.1:1"):
         switchyard_moe.Client("http://127.0.0.1:1", timeout=0.3)
 
 
@@ -170,9 +190,11 @@ def test_a_wrong_token_is_refused_at_once(cluster: switchyard_moe.LocalCluster) 
 
 
 def test_another_model_is_refused(cluster: switchyard_moe.LocalCluster, tmp_path: Any) -> None:
+    for name in ("model.safetensors", "generation_config.json"):
+        (tmp_path / name).symlink_to(TINY / name)
     text = (TINY / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"hidden_size": 256', '"hidden_size": 512'))
-    with pytest.raises(switchyard_moe.ModelMismatchError, match="hidden size is 256, expected 512"):
+    (tmp_path / "config.json").write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 2'))
+    with pytest.raises(switchyard_moe.ModelMismatchError, match="top-k is 4, expected 2"):
         switchyard_moe.Client(cluster.url, token=cluster.token, model=tmp_path)
 
 

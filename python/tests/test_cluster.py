@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-import switchyard_moe
 from conftest import Inputs, assert_close
 from reference import TINY, Experts
+
+import switchyard_moe
 
 
 def is_alive(pid: int) -> bool:
@@ -137,7 +137,7 @@ def test_the_thread_that_starts_a_cluster_may_end(inputs: Inputs) -> None:
 
 
 def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(switchyard_moe.ClusterError, match="config.json"):
+    with pytest.raises(switchyard_moe.ClusterError, match=r"config\.json"):
         switchyard_moe.LocalCluster(tmp_path, servers=1)
     with pytest.raises(switchyard_moe.ClusterError, match="/nowhere"):
         switchyard_moe.LocalCluster(TINY, binary="/nowhere")
@@ -160,7 +160,9 @@ def test_the_binary_comes_with_the_package() -> None:
         [sys.executable, "-m", "switchyard_moe", "--version"], stdout=subprocess.PIPE, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["switchyard", switchyard_moe.__version__]
-    wrong = subprocess.run([sys.executable, "-m", "switchyard_moe", "fly"], capture_output=True, timeout=60, check=False)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "switchyard_moe", "fly"], capture_output=True, timeout=60, check=False
+    )
     assert wrong.returncode == 2
     env = {**os.environ, "SWITCHYARD_BINARY": "/nowhere"}
     wrong = subprocess.run(

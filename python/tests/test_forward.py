@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-import switchyard_moe
 from conftest import Inputs, assert_close, poisoned
 from reference import Experts
+
+import switchyard_moe
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
@@ -54,16 +54,12 @@ def test_float16_is_widened_and_counted(client: switchyard_moe.Client, experts: 
     weights = call.topk_weights.astype(np.float16)
     found = client.forward(call.layer, x, call.topk_idx.astype(np.int64), weights)
     assert found.dtype == np.float16
-    expected = experts.forward(
-        call.layer, x.astype(np.float32), call.topk_idx, weights.astype(np.float32)
-    )
+    expected = experts.forward(call.layer, x.astype(np.float32), call.topk_idx, weights.astype(np.float32))
     assert_close(found.astype(np.float32), expected, 1e-3)
     assert client.stats() == {"x_copies": 1, "topk_idx_copies": 1, "topk_weights_copies": 1, "out_copies": 1}
 
 
-def test_handles_overlap_and_end_in_any_order(
-    client: switchyard_moe.Client, experts: Experts, inputs: Inputs
-) -> None:
+def test_handles_overlap_and_end_in_any_order(client: switchyard_moe.Client, experts: Experts, inputs: Inputs) -> None:
     calls = [inputs.call(tokens) for tokens in (1, 20, 4)]
     handles = [client.dispatch(call.layer, call.x, call.topk_idx, call.topk_weights) for call in calls]
     assert [handle.num_tokens for handle in handles] == [1, 20, 4]

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import switchyard_moe
 from conftest import Inputs, assert_close, poisoned
 from reference import TINY, Experts
+
+import switchyard_moe
 
 
 def in_fork(run: Any) -> str:
