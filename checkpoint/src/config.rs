@@ -25,8 +25,12 @@ pub use quantization::{QuantMethod, Quantization};
 pub struct ModelConfig {
     /// Model family.
     pub family: &'static Family,
-    /// Width of a hidden state.
+    /// Width of the rows that routed experts take and return.
     pub hidden: usize,
+    /// Width of a hidden state of the model, which routers and shared experts take. It differs from
+    /// [`hidden`](Self::hidden) in models whose experts work at a narrower latent width (Nemotron-H): the inference
+    /// engine projects rows before and after them.
+    pub model_hidden: usize,
     /// Inner width of one routed expert.
     pub moe_intermediate: usize,
     /// Decoder layers, including dense ones.
@@ -124,7 +128,11 @@ impl ModelConfig {
     pub fn from_json(json: &str) -> Result<ModelConfig, ConfigError> {
         let keys = Keys::parse(json)?;
         let family = family(&keys)?;
-        let hidden = keys.dim(&["hidden_size"])?;
+        let model_hidden = keys.dim(&["hidden_size"])?;
+        let hidden = match family.latent {
+            Some(key) if keys.get(key).is_some() => keys.dim(&[key])?,
+            _ => model_hidden,
+        };
         let num_layers = num_layers(family, &keys)?;
         let num_experts = keys.count(keys.own_or_any(family.experts, NUM_EXPERTS))?;
         let top_k_keys = keys.own_or_any(family.top_k, TOP_K);
@@ -148,12 +156,13 @@ impl ModelConfig {
         let num_weighted_shared = if is_stacked { shared_width / moe_intermediate } else { 0 };
         let averages_shared = shared_width > 0 && averages_shared(family, &keys)?;
         let quantization = quantization::parse(&keys)?;
-        let router = router::parse(family, &keys, num_experts as usize, top_k);
+        let router = router::parse(family, &keys, num_experts as usize, top_k, num_weighted_shared);
         let has_dense_layers = moe_layers.len() < num_layers as usize;
-        let language = language::parse(family, &keys, hidden, has_dense_layers);
+        let language = language::parse(family, &keys, model_hidden, has_dense_layers);
         Ok(ModelConfig {
             family,
             hidden,
+            model_hidden,
             moe_intermediate,
             num_layers,
             num_experts,
@@ -343,9 +352,11 @@ fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), Config
     if family.weighting == Weighting::Output && keys.flag(field)? == Some(true) {
         return Err(ConfigError::Unsupported { field, found: "true".to_owned(), family });
     }
-    // Experts on rows of another width than the hidden states (Nemotron-H).
-    if let Some(value) = keys.get("moe_latent_size") {
-        let field = "moe_latent_size";
+    // Experts on rows of another width than the hidden states.
+    let field = "moe_latent_size";
+    if family.latent.is_none()
+        && let Some(value) = keys.get(field)
+    {
         return Err(ConfigError::Unsupported { field, found: clip(value), family });
     }
     Ok(())

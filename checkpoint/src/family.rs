@@ -46,6 +46,8 @@ pub struct Family {
     pub(crate) choice_bias: &'static [&'static str],
     /// Experts that every token passes.
     pub(crate) shared: Option<SharedRule>,
+    /// Key of the width of the rows that experts take and return, if it is not that of hidden states.
+    pub(crate) latent: Option<&'static str>,
 }
 
 impl PartialEq for Family {
@@ -191,6 +193,10 @@ pub(crate) struct RouterRule {
     pub scale: Option<(&'static str, f32)>,
     /// Key of the bound of the logits.
     pub softcap: Option<&'static str>,
+    /// Name, behind the layer's prefix, of the factors on the weights: one for each expert, or one for all.
+    pub expert_scales: Option<&'static str>,
+    /// Name of the vector by which a normalised input of the gate is multiplied.
+    pub input_scale: Option<&'static str>,
 }
 
 /// Groups of experts, `n_group` and `topk_group`.

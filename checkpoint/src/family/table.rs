@@ -596,6 +596,7 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
             width: SharedWidth::Width("moe_shared_expert_intermediate_size", 7688),
             strategy: None,
         }),
+        latent: Some("moe_latent_size"),
         ..BASE
     },
     Family {
@@ -608,7 +609,11 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
             default: "gelu_pytorch_tanh",
         },
         layers: LayerRule::AllIf("enable_moe_block"),
-        router: None,
+        router: Some(RouterRule {
+            expert_scales: Some("router.per_expert_scale"),
+            input_scale: Some("router.scale"),
+            ..PLAIN_SOFTMAX
+        }),
         gate: &["router.proj.weight"],
         ..BASE
     },
@@ -634,7 +639,13 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
         },
         has_layer_types: true,
         fused: Fused { transposed: false, interleaved_in: Some("w13_weight") },
-        router: None,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Never,
+            scale: Some(("route_scale", 8.0)),
+            expert_scales: Some("mlp.gate.global_scale"),
+            ..SIGMOID
+        }),
+        choice_bias: &["mlp.gate.bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
             stacked: Some(("shared_w13_weight", "shared_w2_weight")),

@@ -58,6 +58,7 @@ struct Report {
     experts_per_layer: u32,
     experts_per_token: usize,
     hidden: usize,
+    model_hidden: usize,
     width: usize,
     shared_width: usize,
     activation: String,
@@ -152,6 +153,7 @@ fn report(
         experts_per_layer: config.num_experts,
         experts_per_token: config.top_k,
         hidden: config.hidden,
+        model_hidden: config.model_hidden,
         width: config.moe_intermediate,
         shared_width: config.shared_width,
         activation: config.arithmetic.activation.to_string(),
@@ -222,8 +224,13 @@ fn print(report: &Report) {
         report.experts_per_token
     );
     outln!(
-        "  expert      hidden {} · width {} · {}{}{}",
+        "  expert      hidden {}{} · width {} · {}{}{}",
         report.hidden,
+        if report.model_hidden == report.hidden {
+            String::new()
+        } else {
+            format!(" (latent; the engine projects hidden states of {})", report.model_hidden)
+        },
         report.width,
         report.activation,
         if report.weighting == "input" { " · factors on the input" } else { "" },

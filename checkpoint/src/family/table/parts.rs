@@ -24,6 +24,7 @@ pub(super) const BASE: Family = Family {
     gate: &["mlp.gate.weight"],
     choice_bias: &[],
     shared: None,
+    latent: None,
 };
 
 /// DeepSeek-V3 and the many families that took over its block.
@@ -59,6 +60,8 @@ pub(super) const PLAIN_SOFTMAX: RouterRule = RouterRule {
     minimum: None,
     scale: None,
     softcap: None,
+    expert_scales: None,
+    input_scale: None,
 };
 
 pub(super) const SOFTMAX_OF_CHOSEN: RouterRule =
