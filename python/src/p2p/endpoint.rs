@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use message_engine::{
-    ConnectError, Connection, Descriptor, DescriptorError, EndpointMetadata, Engine, EngineConfig,
-    Span, SubmitError, Transfer, TransferStatus, WaitError, default_fabrics, open_fabric,
+    ConnectError, Connection, Descriptor, EndpointMetadata, Engine, EngineConfig, OpError, Span,
+    SubmitError, Transfer, TransferStatus, WaitError, default_fabrics, open_fabric,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -278,8 +278,18 @@ impl P2pEndpoint {
     ) -> PyResult<u64> {
         let (op, until) = (Op::of(op)?, deadline(timeout)?);
         let inner = self.inner()?;
-        let transfer =
-            inner.start(py, op, conn_id, &[(mr_id, ptr, size)], meta.as_slice(), until)?;
+        let span = lock(&inner.regions).span(mr_id, ptr, size, op.stores())?;
+        if let Some(moved) = inner.run_directly(py, op, conn_id, &span, meta, until)? {
+            return Ok(moved);
+        }
+        let transfer = inner.start_spans(
+            py,
+            op,
+            conn_id,
+            std::slice::from_ref(&span),
+            meta.as_slice(),
+            until,
+        )?;
         inner.wait(py, &transfer, until)
     }
 
@@ -562,6 +572,34 @@ impl Inner {
         })
     }
 
+    /// Makes a one-sided transfer on this thread. Returns `None`, without effect, if that is not possible.
+    fn run_directly(
+        &self,
+        py: Python<'_>,
+        op: Op,
+        conn_id: u64,
+        span: &Span,
+        meta: Option<&[u8]>,
+        until: Instant,
+    ) -> PyResult<Option<u64>> {
+        // A signal of Python waits for the end of the copy.
+        if !matches!(op, Op::Write | Op::Read) || span.len() > MAX_DIRECT_BYTES {
+            return Ok(None);
+        }
+        let connection = self.connection(conn_id)?;
+        let remote = descriptor(span, meta.unwrap_or_default())?;
+        let outcome = py.detach(|| match op {
+            Op::Write => connection.write_directly(span, &remote, until),
+            _ => connection.read_directly(span, &remote, until),
+        });
+        match outcome.transpose() {
+            Ok(moved) => Ok(moved),
+            Err(OpError::Submit(error)) => Err(Failure::submit(&error).into()),
+            Err(OpError::Transfer(error)) => Err(Failure::transfer(&error).into()),
+            Err(error) => Err(Failure::argument(error.to_string()).into()),
+        }
+    }
+
     /// Starts a transfer. Waits while the engine has no room, until `until`.
     fn retry(
         &self,
@@ -610,18 +648,19 @@ fn descriptors(spans: &[Span], metas: &[&[u8]]) -> Result<Vec<Descriptor>, Failu
             "{here} ranges for {there} descriptions of the peer's memory"
         )));
     }
-    let invalid =
-        |error: DescriptorError| Failure::argument(format!("the peer's description: {error}"));
-    let parts = spans.iter().zip(metas).map(|(span, meta)| {
-        let whole = Descriptor::from_bytes(meta).map_err(invalid)?;
-        let (size, limit) = (span.len(), whole.bytes);
-        whole.sub(0, size).map_err(|_| {
-            Failure::argument(format!(
-                "{size} bytes here, the peer advertised {limit}: transfer no more than that"
-            ))
-        })
-    });
-    parts.collect()
+    spans.iter().zip(metas).map(|(span, meta)| descriptor(span, meta)).collect()
+}
+
+/// Decodes the peer's description of the range for `span`.
+fn descriptor(span: &Span, meta: &[u8]) -> Result<Descriptor, Failure> {
+    let whole = Descriptor::from_bytes(meta)
+        .map_err(|error| Failure::argument(format!("the peer's description: {error}")))?;
+    let (size, limit) = (span.len(), whole.bytes);
+    whole.sub(0, size).map_err(|_| {
+        Failure::argument(format!(
+            "{size} bytes here, the peer advertised {limit}: transfer no more than that"
+        ))
+    })
 }
 
 /// The time in `timeout` seconds.
@@ -658,6 +697,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const SLICE: Duration = Duration::from_millis(50);
 /// The engine ends a transfer at its deadline. After this much more time its thread counts as stuck.
 const STUCK: Duration = Duration::from_secs(10);
+/// Longest transfer on the caller's thread.
+const MAX_DIRECT_BYTES: u64 = 256 << 20;
 /// Time for which `close` waits for the calls of other threads.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest timeout: a week.

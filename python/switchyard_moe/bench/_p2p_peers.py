@@ -96,7 +96,7 @@ class Nixl(_OneSided):
             os.environ["UCX_TLS"] = transport
         api = _load(
             "nixl._api",
-            "pip install nixl numpy torch (nixl loads nixl-cu12 or nixl-cu13 by torch's CUDA version, without a GPU, too)",
+            "pip install nixl numpy torch (nixl loads nixl-cu12 or nixl-cu13 by torch's CUDA version)",
         )
         name = "target" if is_target else "initiator"
         self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
@@ -142,7 +142,9 @@ class Mooncake(_OneSided):
 
     def __init__(self, transport: str, address: int, size: int, is_target: bool) -> None:
         del is_target
-        engine = _load("mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or the plain wheel with CUDA 12)")
+        engine = _load(
+            "mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or the plain wheel with CUDA 12)"
+        )
         self._engine = engine.TransferEngine()
         protocol = "tcp" if transport == "auto" else transport
         _must(self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", protocol, ""), "initialize")

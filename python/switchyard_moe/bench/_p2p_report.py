@@ -7,7 +7,20 @@ import math
 import statistics
 from typing import Any, Iterable
 
-_FIELDS = ["library", "transport", "round", "pages", "op", "bytes", "memory", "num", "median_us", "p10_us", "p99_us", "gb_per_s"]
+_FIELDS = [
+    "library",
+    "transport",
+    "round",
+    "pages",
+    "op",
+    "bytes",
+    "memory",
+    "num",
+    "median_us",
+    "p10_us",
+    "p99_us",
+    "gb_per_s",
+]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -39,7 +52,9 @@ def write_csv(path: str, rows: Iterable[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, _FIELDS)
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: f"{row[name]:.3f}" if isinstance(row[name], float) else row[name] for name in _FIELDS})
+            writer.writerow(
+                {name: f"{row[name]:.3f}" if isinstance(row[name], float) else row[name] for name in _FIELDS}
+            )
 
 
 def write_plot(path: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -69,13 +84,17 @@ def write_plot(path: str, rows: Iterable[dict[str, Any]]) -> None:
         def y_of(time: float, top: int = top, span: int = inner_height) -> float:
             return top + span * (high - math.log10(time)) / max(high - low, 1)
 
-        out.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{panel[0]}, {panel[1]} memory: median, us</text>')
+        out.append(
+            f'<text x="{left}" y="{top - 8}" font-weight="bold">{panel[0]}, {panel[1]} memory: median, us</text>'
+        )
         for power in range(low, high + 1):
             y = y_of(10.0**power)
             out.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + inner_width}" y2="{y:.1f}" stroke="#ddd"/>')
             out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
         for size in sizes:
-            out.append(f'<text x="{x_of(size):.1f}" y="{top + inner_height + 16}" text-anchor="middle">{_size(size)}</text>')
+            out.append(
+                f'<text x="{x_of(size):.1f}" y="{top + inner_height + 16}" text-anchor="middle">{_size(size)}</text>'
+            )
         for place, contender in enumerate(contenders):
             points = []
             for size in sizes:
@@ -87,7 +106,10 @@ def write_plot(path: str, rows: Iterable[dict[str, Any]]) -> None:
     bottom = height * math.ceil(len(panels) / 2) + 15
     for place, contender in enumerate(contenders):
         at = 50 + place * 130
-        out.append(f'<line x1="{at}" y1="{bottom}" x2="{at + 18}" y2="{bottom}" stroke="{_COLOURS[place % len(_COLOURS)]}" stroke-width="2"/>')
+        out.append(
+            f'<line x1="{at}" y1="{bottom}" x2="{at + 18}" y2="{bottom}" stroke-width="2" '
+            f'stroke="{_COLOURS[place % len(_COLOURS)]}"/>'
+        )
         out.append(f'<text x="{at + 22}" y="{bottom + 4}">{contender}</text>')
     out.append("</svg>")
     with open(path, "w") as file:

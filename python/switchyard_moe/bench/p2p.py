@@ -1,8 +1,8 @@
 """`python -m switchyard_moe.bench p2p`: one-sided transfers between two processes, beside other libraries.
 
-Every library gets two processes of its own, one after the other, in rounds. Memory is private and anonymous, touched before,
-of huge or small pages. The target's memory is poisoned and the initiator's is random before every row, and every row's bytes
-are compared after it. *warm* repeats one range, *cold* walks through a pool that no cache holds.
+Every library gets two processes of its own, one after the other, in rounds. Memory is private and anonymous, touched
+before, of huge or small pages. The target's memory is poisoned and the initiator's is random before every row, and
+every row's bytes are compared after it. *warm* repeats one range, *cold* walks through a pool that no cache holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import _p2p_report
 from ._p2p_peers import NAMES, Library, MissingLibrary, Slot, make
 
 _POISON = 0xA5
-_POOL = 256 << 20
+_POOL = 128 << 20
 _LIMIT = 300.0
 
 
@@ -75,9 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME[:TRANSPORT]",
         help="library to measure beside this one: nixl, mooncake, gloo, nccl or ucx. May be repeated",
     )
-    parser.add_argument("--transport", action="append", choices=["cma", "tcp", "auto"], help="own transport. May be repeated")
-    parser.add_argument("--sizes", type=_sizes, default=_sizes("4K,64K,1M,64M"), help="bytes of a transfer, with K, M or G")
-    parser.add_argument("--ops", type=lambda text: text.split(","), default=["write", "read"], help="write, read or both")
+    parser.add_argument(
+        "--transport", action="append", choices=["cma", "tcp", "auto"], help="own transport. May be repeated"
+    )
+    parser.add_argument(
+        "--sizes", type=_sizes, default=_sizes("4K,64K,1M,64M"), help="bytes of a transfer, with K, M or G"
+    )
+    parser.add_argument(
+        "--ops", type=lambda text: text.split(","), default=["write", "read"], help="write, read or both"
+    )
     parser.add_argument("--pages", choices=["huge", "small"], default="huge", help="pages of the memory (madvise)")
     parser.add_argument("--rounds", type=int, default=3, help="times that every library has its turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for a row, after a warm-up of a tenth of it")
@@ -141,9 +147,12 @@ def _measure(name: str, transport: str, args: argparse.Namespace, seed: int, rou
             ready = mp.connection.wait([end[0] for end in ends], timeout=_LIMIT)
             if not ready:
                 raise RuntimeError(f"{name} over {transport}: nothing happens for {_LIMIT} s")
-            kind, content = ready[0].recv()  # type: ignore[union-attr]
+            end: Any = ready[0]
+            kind, content = end.recv()
             if kind == "row":
-                rows.append({"library": name, "transport": transport, "round": round_idx, "pages": args.pages} | content)
+                rows.append(
+                    {"library": name, "transport": transport, "round": round_idx, "pages": args.pages, **content}
+                )
                 print(_p2p_report.line(rows[-1]), file=sys.stderr)
             elif kind == "end":
                 return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, Sequence, cast
 
-from .. import _native
+from switchyard_moe import _native
 
 Identity = tuple[str, int, "int | None", "str | None", int]
 

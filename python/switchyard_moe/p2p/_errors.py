@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._errors import ArgumentError, ClosedError, ConfigError, Error, ForkedError, PeerError
+from switchyard_moe._errors import ArgumentError, ClosedError, ConfigError, Error, ForkedError, PeerError
 
 __all__ = [
     "ArgumentError",

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ._errors import ConfigError, TransferTimeoutError
+from switchyard_moe.p2p._errors import ConfigError, TransferTimeoutError
 
 
 def device_name(pci_bdf: str | None, engine_id: int) -> str:
@@ -43,8 +43,8 @@ def find(device: str, timeout: float) -> list[bytes]:
             return [metadata for _, metadata in sorted(found, reverse=True)]
         if time.monotonic() >= end:
             raise TransferTimeoutError(
-                f"no process of this host has published {device!r} within {timeout} s: call accept_local() there, and give the "
-                "third part of its parse_metadata()"
+                f"no process of this host has published {device!r} within {timeout} s: call accept_local() there, "
+                "and give the third part of its parse_metadata()"
             )
         time.sleep(0.005)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
-from ._errors import ArgumentError
+from switchyard_moe.p2p._errors import ArgumentError
 
 
 class Place(NamedTuple):

@@ -1,7 +1,7 @@
 """Point-to-point calls by rank and copy-only collectives, with the names of UCCL P2P's `collective`.
 
-Every rank makes a `CollectiveContext`, and all of them call `init`. Tensors are C-contiguous buffers or CPU tensors. Calls
-between two ranks are matched in order, and all ranks make the same collective calls in the same order.
+Every rank makes a `CollectiveContext`, and all of them call `init`. Tensors are C-contiguous buffers or CPU tensors.
+Calls between two ranks are matched in order, and all ranks make the same collective calls in the same order.
 
 `compression="float"` sends the frames of `switchyard_moe.p2p.compression` in place of the bytes. It pays off where the
 codec is faster than the network, and needs the element type.
@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Literal, NamedTuple, Protocol, Sequence
 
-from ._binding import P2pEndpoint
-from ._endpoint import Endpoint
-from ._errors import ArgumentError, ClosedError, Error, TransferTimeoutError
-from ._memory import Place, place_of
-from .compression import Dtype, compress, compress_bound, decompress_into
+from switchyard_moe.p2p._binding import P2pEndpoint
+from switchyard_moe.p2p._endpoint import Endpoint
+from switchyard_moe.p2p._errors import ArgumentError, ClosedError, Error, TransferTimeoutError
+from switchyard_moe.p2p._memory import Place, place_of
+from switchyard_moe.p2p.compression import Dtype, compress, compress_bound, decompress_into
 
 __all__ = [
     "Algorithm",
@@ -182,11 +182,11 @@ class CollectiveContext:
                 raise ArgumentError("two ranks have one endpoint: give every rank its own")
             while len(self._conn_ids) < self.world_size - 1:
                 conn_id = endpoint.accept()[3]
-                other = by_engine.get(endpoint.connection(conn_id).engine_id)
-                if other is None or other <= self.rank:
+                found = by_engine.get(endpoint.connection(conn_id).engine_id)
+                if found is None or found <= self.rank:
                     endpoint.remove_remote_endpoint(conn_id)
                 else:
-                    self._conn_ids[other] = conn_id
+                    self._conn_ids[found] = conn_id
         except BaseException:
             endpoint.close()
             self._conn_ids.clear()
@@ -218,7 +218,7 @@ class CollectiveContext:
             return
         mr_id, uses = self._registered.get((place.ptr, place.size), (0, 0))
         if uses == 0:
-            _, mr_id = self._open().reg(tensor)
+            mr_id = self._open().reg(tensor)[1]
         self._registered[place.ptr, place.size] = mr_id, uses + 1
 
     def deregister_tensor(self, tensor: object) -> None:
@@ -234,7 +234,7 @@ class CollectiveContext:
     # Between two ranks.
 
     def send(self, tensor: object, dst: int, *, dtype: Dtype | None = None) -> None:
-        """Sends a tensor. Returns when it is in the buffer of the peer's `recv`. To this rank itself it does nothing."""
+        """Sends a tensor. Returns when it is in the buffer of the peer's `recv`. A send to this rank does nothing."""
         self.wait(self.isend(tensor, dst, dtype=dtype))
 
     def recv(self, tensor: object, src: int, *, dtype: Dtype | None = None) -> None:

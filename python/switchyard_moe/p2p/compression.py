@@ -1,20 +1,21 @@
 """A lossless codec for arrays of floats: bf16, f16 and f32.
 
-The exponents of weights and activations take few values. The codec entropy-codes them and stores the other bits. Every bit
-pattern comes back as it was, NaNs and subnormal numbers among them. bf16 of normal distribution shrinks to about two
-thirds, f32 and f16 to about five sixths. Data without redundancy grow by 4 bytes per 131,072 elements and 16 in all.
+The exponents of weights and activations take few values. The codec entropy-codes them and stores the other bits. Every
+bit pattern comes back as it was, NaNs and subnormal numbers among them. bf16 of normal distribution shrinks to about
+two thirds, f32 and f16 to about five sixths. Data without redundancy grow by 4 bytes per 131,072 elements and 16 in
+all.
 
-A frame is checked when it is decoded. Bytes that are no frame raise `CodecError`. There is no checksum: changed mantissa
-bits are not found.
+A frame is checked when it is decoded. Bytes that are no frame raise `CodecError`. There is no checksum: changed
+mantissa bits are not found.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from . import _binding
-from ._errors import ArgumentError
-from ._memory import place_of
+from switchyard_moe.p2p import _binding
+from switchyard_moe.p2p._errors import ArgumentError
+from switchyard_moe.p2p._memory import place_of
 
 Dtype = Literal["bf16", "f16", "f32"]
 

@@ -1,4 +1,5 @@
-"""Two processes with an endpoint each, for tests. A child runs one function of a test module, with a pipe to the test."""
+"""Two processes with an endpoint each, for tests. A child runs one function of a test module, with a pipe to the test.
+"""
 
 from __future__ import annotations
 
