@@ -40,6 +40,24 @@ def tiny_folder(folder: Path) -> Path:
     return folder
 
 
+def untie(source: Path, target: Path) -> Path:
+    """Writes a copy of a checkpoint whose output matrix is stored beside the equal embedding."""
+    data = (source / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    embedding = header["model.embed_tokens.weight"]
+    first, end = embedding["data_offsets"]
+    header["lm_head.weight"] = {**embedding, "data_offsets": [len(body), len(body) + end - first]}
+    text = json.dumps(header).encode()
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body + body[first:end])
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    for name in ("generation_config.json", "tokenizer.json"):
+        (target / name).symlink_to((source / name).resolve())
+    return target
+
+
 def environment(**more: str) -> dict[str, str]:
     """Returns this environment without settings of a service, with `more` and those for vLLM."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SWITCHYARD_")}
@@ -85,7 +103,9 @@ def run(
         clock.cancel()
         child.kill()
         child.wait()
-    reader.join(10.0)
+        reader.join(10.0)
+        child.stdout.close()
+        child.stderr.close()
     return code, rows, "".join(errors)
 
 
