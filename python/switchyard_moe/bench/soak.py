@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, model: str, arguments: Sequence[str], env: dict[str, str]) -> None:
         self.port = _free_port()
-        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, closed by close()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "model", *arguments]
         self._child = subprocess.Popen(

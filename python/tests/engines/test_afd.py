@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class AFDConnectorBase(ABC):
 
 
 class AFDConnectorFactory:
-    known: dict[str, tuple[str, str]] = {}
+    known: ClassVar[dict[str, tuple[str, str]]] = {}
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str, *, replace: bool = False) -> None:
