@@ -248,7 +248,7 @@ def _connect(settings: Settings, engine: str) -> Any:
                     settings.control_plane,
                     token=settings.token,
                     model=settings.model,
-                    wire_dtype=settings.wire_dtype,  # type: ignore[arg-type]
+                    wire_dtype=settings.wire_dtype,
                     timeout=settings.timeout,
                 )
             client.wait_ready(timeout=step)
@@ -311,7 +311,7 @@ def _seconds(name: str, value: Any, default: float) -> float:
 def _version(text: str) -> tuple[int, ...]:
     numbers = re.match(r"\d+(?:\.\d+)*", text)
     found = [int(part) for part in numbers.group().split(".")] if numbers else []
-    return tuple((found + [0, 0, 0])[:3])
+    return tuple([*found, 0, 0, 0][:3])
 
 
 def _ranges(layers: list[int]) -> str:

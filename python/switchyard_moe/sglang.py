@@ -121,9 +121,7 @@ def _method(arguments: dict[str, Any]) -> Any:
             # Every rank has all tokens, and SGLang adds up the outputs of all ranks.
             first, end = rows * rank // size, rows * (rank + 1) // size
             out = torch.zeros_like(x)
-            out[first:end] = service.experts(
-                layer.layer_id, x[first:end], topk.topk_ids[first:end], weights[first:end]
-            )
+            out[first:end] = service.experts(layer.layer_id, x[first:end], topk.topk_ids[first:end], weights[first:end])
             return StandardCombineInput(out)
 
     return SwitchyardMethod()

@@ -102,7 +102,7 @@ pub fn check() -> Result<Outcome> {
 ///
 /// It builds them with the rest of the workspace, like the steps `unit` and `demo`: cargo would choose other features
 /// of dependencies for the two packages alone, and compile these once more.
-fn pack() -> Result<Result<PathBuf, Outcome>> {
+pub fn pack() -> Result<Result<PathBuf, Outcome>> {
     let features = features::all();
     let build = ["build", "--quiet", "--workspace", "--features", &features];
     let built = run(cargo(&build).args(["--lib", "--bin", "switchyard", "--test", "fault"]))?;

@@ -1,5 +1,6 @@
 //! The steps of `cargo xtask test`, in their order.
 
+mod engines;
 pub mod fmt;
 mod mlx5;
 mod rxe;
@@ -58,7 +59,7 @@ impl Step {
 }
 
 /// All steps, in their order: cheap ones first.
-pub const ALL: [Step; 17] = [
+pub const ALL: [Step; 18] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
     Step::new(
@@ -117,6 +118,12 @@ pub const ALL: [Step; 17] = [
         "python",
         "the wheel in a clean environment: style, types, stubs and tests of the Python package",
         python::check,
+    ),
+    Step::by_form(
+        "engines",
+        "transformers and vLLM on a CPU with experts on servers that are killed",
+        "SGLang, tensor parallelism, more families, five minutes of deaths",
+        engines::check,
     ),
 ];
 

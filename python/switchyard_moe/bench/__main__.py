@@ -1,25 +1,26 @@
-"""`python -m switchyard_moe.bench NAME`."""
+"""Chooses the benchmark by the first argument. Each has a ``main(arguments)``, which returns the exit code."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-_BENCHES = {
-    "p2p": "transfers between two processes, beside other libraries",
-    "engine": "inference engines with and without the expert service",
+BENCHMARKS = {
+    "p2p": "one-sided transfers beside those of other libraries",
+    "engine": "an engine's throughput with experts as a service and with its own",
+    "soak": "a vLLM server under clients while expert servers are killed",
 }
 
 
 def main() -> int:
-    """Runs the benchmark that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in _BENCHES:
-        print("usage: python -m switchyard_moe.bench {" + ",".join(_BENCHES) + "} [--help]")
-        for bench, what in _BENCHES.items():
-            print(f"  {bench}: {what}")
+    if name not in BENCHMARKS:
+        print("usage: python -m switchyard_moe.bench BENCHMARK [OPTIONS]\n", file=sys.stderr)
+        for known, about in BENCHMARKS.items():
+            print(f"  {known:8} {about}", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
-    return int(importlib.import_module(f"switchyard_moe.bench.{name}").main(sys.argv[2:]) or 0)
+    code = importlib.import_module(f"switchyard_moe.bench.{name}").main(sys.argv[2:])
+    return int(code or 0)
 
 
 if __name__ == "__main__":

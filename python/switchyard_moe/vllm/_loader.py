@@ -41,7 +41,7 @@ class SwitchyardLoader(DefaultModelLoader):
 
     def _init_ep_weight_filter(self, model_config: Any) -> None:
         # No expert is local, so the reader skips all tensors that are named by expert.
-        self.local_expert_ids = set()
+        self.local_expert_ids: set[int] | None = set()
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
         # Fused tensors, scales and biases have names that the filter above does not know.
@@ -87,5 +87,5 @@ def _check_graphs(vllm_config: Any) -> None:
         listed = ", ".join(f'"{op}"' for op in ops)
         raise ConfigError(
             f"CUDA graphs ({mode.name}) would record the call of the service: give --enforce-eager, or "
-            f"--compilation-config '{{\"cudagraph_mode\": \"PIECEWISE\", \"splitting_ops\": [{listed}]}}'"
+            f'--compilation-config \'{{"cudagraph_mode": "PIECEWISE", "splitting_ops": [{listed}]}}\''
         )

@@ -137,10 +137,9 @@ def replace_layer_classes() -> None:
             raise ConfigError(f"another plugin replaces vLLM's layer {base.__name__} by {known.__qualname__}")
 
 
-def _classes(base: type) -> list[Any]:
-    return [base] + [
-        found for child in base.__subclasses__() if not issubclass(child, _Served) for found in _classes(child)
-    ]
+def _classes(base: Any) -> list[Any]:
+    children: list[Any] = [child for child in base.__subclasses__() if not issubclass(child, _Served)]
+    return [base, *(found for child in children for found in _classes(child))]
 
 
 def _check_parallel(parallel: Any) -> None:

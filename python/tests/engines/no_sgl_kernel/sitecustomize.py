@@ -22,7 +22,7 @@ class _Missing(type):
 
 class _Module(types.ModuleType):
     __version__ = "0.4.10"
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
