@@ -68,7 +68,9 @@ enum Command {
     MakeCheckpoint(cmd::make_checkpoint::Args),
 }
 
-/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage.
+/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. An expert server has two
+/// more: [`UNREADABLE_FILE_EXIT_CODE`](checkpoint::UNREADABLE_FILE_EXIT_CODE) and
+/// [`cmd::expert_server::NAME_CONFLICT_EXIT_CODE`].
 #[must_use]
 pub fn run() -> ExitCode {
     if let Some(code) = cmd::bench::child() {
@@ -90,7 +92,10 @@ pub fn run() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             ui::write_err(format_args!("error: {}\n", ui::one_line(&error)));
-            ExitCode::FAILURE
+            match cmd::expert_server::is_name_conflict(&error) {
+                true => ExitCode::from(cmd::expert_server::NAME_CONFLICT_EXIT_CODE),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }

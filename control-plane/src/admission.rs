@@ -1,6 +1,6 @@
 //! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
-use control_api::placement::{is_host_port, validate_model};
+use control_api::placement::{is_host_port, is_unspecified, validate_model};
 use control_api::{Assignment, ModelDescriptor, RegisterRequest};
 
 use crate::planner::PlanError;
@@ -18,9 +18,14 @@ pub(crate) enum Refusal {
     )]
     Superseded { name: String },
     #[error(
+        "the name {name} is in use by a live process at {data_addr}: give each server a name of its \
+         own, or stop one of the two"
+    )]
+    NameInUse { name: String, data_addr: String },
+    #[error(
         "member {name} has {} than this fleet: its fingerprint is {found}, the fleet's is \
-         {expected}; start the member with the fleet's checkpoint, or start the control plane \
-         with an empty data directory to serve another model",
+         {expected}; start the member with the fleet's checkpoint, or stop every member of the fleet \
+         first to serve another model",
         if *is_same_shape { "other weights" } else { "another model" }
     )]
     ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
@@ -60,6 +65,13 @@ pub(crate) fn check_registration(
                 "{field} {found:?} of member {name}: expected host:port with a port above 0"
             ));
         }
+    }
+    if is_unspecified(&request.data_addr) {
+        let found = &request.data_addr;
+        return bad(format!(
+            "data_addr {found} of member {name}: no client can connect to it; advertise an address of the \
+             member's host"
+        ));
     }
     if let Err(err) = validate_model(&request.model) {
         return bad(format!("model of member {name}: {err}"));

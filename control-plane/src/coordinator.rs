@@ -31,7 +31,7 @@ pub(crate) struct EncodedTable {
 pub(crate) enum OperationError {
     #[error(transparent)]
     Refused(#[from] Refusal),
-    #[error("new members are refused while the store cannot be written: {reason}")]
+    #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
     #[error("the control plane is shutting down")]
     ShuttingDown,
@@ -68,7 +68,8 @@ struct WriteState {
 
 impl Coordinator {
     /// Starts the coordinator of a restored fleet. Writes the store twice before it returns, because the
-    /// first epoch can be issued only after two writes.
+    /// first epoch can be issued only after two writes. A store that held a state and has no space left is no
+    /// reason to fail: the fleet then goes on with that state.
     pub(crate) fn start(
         mut fleet: Fleet,
         store: &mut dyn Store,
@@ -77,16 +78,32 @@ impl Coordinator {
         lease_ttl: Duration,
         metrics: Metrics,
     ) -> Result<(Self, Revision), StoreError> {
+        let mut state = WriteState::default();
         while fleet.needs_save() {
             let (snapshot, fleet_revision) = fleet.snapshot();
-            revision = store.save(&snapshot, revision)?;
-            fleet.mark_saved(&snapshot, fleet_revision);
+            match store.save(&snapshot, revision) {
+                Ok(next) => {
+                    revision = next;
+                    fleet.mark_saved(&snapshot, fleet_revision);
+                    state.durable = fleet_revision;
+                }
+                Err(err @ (StoreError::Full { .. } | StoreError::Io { .. }))
+                    if revision > Revision::default() =>
+                {
+                    reserve_epochs(&mut fleet, store)?;
+                    error!(error = %err, "{READ_ONLY}");
+                    metrics.store_write_errors.inc();
+                    state.failed = fleet_revision;
+                    state.error = Some(err.to_string());
+                    break;
+                }
+                Err(err) => return Err(err),
+            }
         }
-        metrics.store_writable.set(1);
+        metrics.store_writable.set(i64::from(state.error.is_none()));
         fleet.refresh();
         let published = Arc::new(publish(fleet.table()));
         let (changes, _) = broadcast::channel(CHANGES_KEPT);
-        let state = WriteState { durable: fleet.revision(), ..Default::default() };
         let coordinator = Self {
             fleet: Mutex::new(fleet),
             started: clock.now(),
@@ -110,9 +127,8 @@ impl Coordinator {
         request: RegisterRequest,
     ) -> Result<RegisterResponse, OperationError> {
         let (name, incarnation) = (request.name.clone(), request.incarnation);
-        if let Some(reason) = self.write_error()
-            && !self.with_fleet(|fleet, _| fleet.is_durable(&name, incarnation))
-        {
+        let is_known = self.with_fleet(|fleet, _| fleet.is_known(&name));
+        if let Some(reason) = self.write_error().filter(|_| !is_known) {
             return Err(OperationError::ReadOnly { reason });
         }
         let (response, revision, is_durable) = self.with_fleet(|fleet, now| {
@@ -120,10 +136,13 @@ impl Coordinator {
             let is_durable = fleet.is_durable(&name, incarnation);
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
-        if !is_durable {
-            self.wait_durable(revision).await?;
+        if is_durable || (is_known && self.write_error().is_some()) {
+            return Ok(response);
         }
-        Ok(response)
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { .. }) if is_known => Ok(response),
+            outcome => outcome.map(|()| response),
+        }
     }
 
     pub(crate) fn renew(
@@ -289,7 +308,9 @@ impl Coordinator {
         let snapshot = Arc::new(snapshot);
         let timer = self.metrics.store_write_seconds.start_timer();
         let (store, written) = (Arc::clone(store), Arc::clone(&snapshot));
-        let write = tokio::task::spawn_blocking(move || lock(&store).save(&written, expected));
+        let store_for_write = Arc::clone(&store);
+        let write =
+            tokio::task::spawn_blocking(move || lock(&store_for_write).save(&written, expected));
         let outcome = write.await.unwrap_or_else(|err| {
             // The task panicked, or the runtime shuts down.
             let (operation, path) = ("write", std::path::PathBuf::from("snapshot"));
@@ -311,8 +332,9 @@ impl Coordinator {
                 Ok(revision)
             }
             Err(err) => {
+                self.reserve_epochs_without_snapshot(&store).await;
                 if self.write_error().is_none() {
-                    error!(error = %err, "the store cannot be written: new members are refused");
+                    error!(error = %err, "{READ_ONLY}");
                 } else {
                     debug!(error = %err, "the store still cannot be written");
                 }
@@ -327,7 +349,21 @@ impl Coordinator {
         }
     }
 
-    fn write_error(&self) -> Option<String> {
+    /// Reserves epochs in a store that takes no snapshot, so that the placement can still change.
+    async fn reserve_epochs_without_snapshot(&self, store: &Arc<Mutex<Box<dyn Store>>>) {
+        let Some(reservation) = lock(&self.fleet).epoch_to_reserve() else { return };
+        let store = Arc::clone(store);
+        let reserve =
+            tokio::task::spawn_blocking(move || lock(&store).reserve_epoch(reservation)).await;
+        match reserve {
+            Ok(Ok(())) => self.with_fleet(|fleet, _| fleet.mark_reserved(reservation)),
+            Ok(Err(err)) => debug!(error = %err, "no epochs can be reserved"),
+            Err(err) => debug!(error = %err, "no epochs can be reserved"),
+        }
+    }
+
+    /// Error of the last write of the store; `None` while it can be written.
+    pub(crate) fn write_error(&self) -> Option<String> {
         self.writes.borrow().error.clone()
     }
 
@@ -385,6 +421,17 @@ impl Coordinator {
                 metrics.registrations.with_label_values(&[kind]).inc();
                 info!(name, kind, "member registered");
             }
+            FleetEvent::NameContested { name } => {
+                metrics.name_conflicts.inc();
+                error!(name, "two live processes use this name: the later one keeps it");
+            }
+            FleetEvent::ModelReplaced { fingerprint } => {
+                *lock(&self.model_digests) = None;
+                warn!(
+                    fingerprint,
+                    "the old model has no members left: the fleet serves another one"
+                );
+            }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
             FleetEvent::Left { name } => info!(name, "member left"),
@@ -415,6 +462,15 @@ impl Coordinator {
     }
 }
 
+/// Reserves epochs in a store that takes no snapshot.
+fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result<(), StoreError> {
+    if let Some(reservation) = fleet.epoch_to_reserve() {
+        store.reserve_epoch(reservation)?;
+        fleet.mark_reserved(reservation);
+    }
+    Ok(())
+}
+
 fn publish(table: &PlacementTable) -> EncodedTable {
     // A table has strings, numbers and lists only, which always have a JSON form.
     let json = serde_json::to_string(table).unwrap_or_default();
@@ -427,6 +483,8 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+const READ_ONLY: &str =
+    "the store cannot be written: known members keep serving, members of new names are refused";
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
 const MIN_TICK: Duration = Duration::from_millis(5);

@@ -38,6 +38,14 @@ pub(crate) enum FleetEvent {
         name: String,
         kind: RegistrationKind,
     },
+    /// Two live processes use one name.
+    NameContested {
+        name: String,
+    },
+    /// The first member of another model has joined after every member of the old model had gone.
+    ModelReplaced {
+        fingerprint: String,
+    },
     Serving {
         name: String,
     },
@@ -161,16 +169,30 @@ impl Fleet {
         request: RegisterRequest,
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
-        let pinned = self.settings.pinned_fingerprint.as_deref();
-        check_registration(&request, self.model.as_ref(), pinned)?;
+        // The model belongs to its members. It is free again once the last of them has gone.
+        let is_replaced = self.model.as_ref().is_some_and(|model| *model != request.model)
+            && !self.members.values().any(Member::is_leased);
+        let model = self.model.as_ref().filter(|_| !is_replaced);
+        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
         let known = self.members.get(&request.name);
         let was_superseded = known.is_some_and(|member| {
             member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
         });
         if was_superseded {
+            self.note_contest(&request.name, now);
             return Err(Refusal::Superseded { name: request.name });
         }
-        let kind = match known {
+        if let Some(member) = known
+            && member.record.incarnation != request.incarnation
+            && member.keeps_name(now)
+        {
+            let data_addr = member.record.data_addr.clone();
+            return Err(Refusal::NameInUse { name: request.name, data_addr });
+        }
+        if is_replaced {
+            self.forget_model(&request.model.fingerprint);
+        }
+        let kind = match self.members.get(&request.name) {
             None => RegistrationKind::New,
             Some(member) if member.record.incarnation == request.incarnation => {
                 RegistrationKind::Returned
@@ -209,7 +231,7 @@ impl Fleet {
     ) -> Result<LeaseResponse, Refusal> {
         let lease_ttl = self.settings.lease_ttl;
         let epoch = self.table.epoch;
-        let member = self.leased(member, Some(request.incarnation), now)?;
+        let member = self.calling(member, request.incarnation, now)?;
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
         if let Some(load) = request.load {
@@ -235,7 +257,7 @@ impl Fleet {
         if let Some(model) = &self.model {
             check_assignment(&request.holds, model)?;
         }
-        let member = self.leased(member, Some(request.incarnation), now)?;
+        let member = self.calling(member, request.incarnation, now)?;
         member.set_holds(request.holds);
         let was = member.record.phase;
         // A late `ready` does not return a draining member to the placement.
@@ -395,12 +417,29 @@ impl Fleet {
                 && member.record.member_id == record.member_id
             {
                 member.is_durable = true;
+                member.is_name_durable = true;
             }
         }
     }
 
-    /// Returns true if the store contains the process. Such a process may register again while the store
-    /// cannot be written.
+    /// The reservation to make durable if no snapshot can be written, or `None` while enough epochs are left.
+    pub(crate) fn epoch_to_reserve(&self) -> Option<u64> {
+        self.epochs.needs_save().then(|| self.epochs.reservation())
+    }
+
+    /// Records that a reservation of epochs is durable without a snapshot.
+    pub(crate) fn mark_reserved(&mut self, reservation: u64) {
+        self.epochs.mark_reserved(reservation);
+    }
+
+    /// Returns true if the store contains a member of this name. Such a name may register while the store cannot
+    /// be written, with a new process, too: the fleet needs its servers back. If the registration is lost with
+    /// this process, the member registers again.
+    pub(crate) fn is_known(&self, name: &str) -> bool {
+        self.members.get(name).is_some_and(|member| member.is_name_durable)
+    }
+
+    /// Returns true if the store contains the process.
     pub(crate) fn is_durable(&self, name: &str, incarnation: u64) -> bool {
         let member = self.members.get(name);
         member.is_some_and(|member| member.is_durable && member.record.incarnation == incarnation)
@@ -481,6 +520,7 @@ impl Fleet {
             request.holds.clone()
         };
         let mut superseded = Vec::new();
+        let is_name_durable = old.is_some_and(|member| member.is_name_durable);
         if let Some(old) = old {
             superseded.clone_from(&old.record.superseded);
             superseded.push(Predecessor {
@@ -506,7 +546,8 @@ impl Fleet {
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);
-        self.members.insert(request.name.clone(), Member::new(record, lease, false));
+        let member = Member { is_name_durable, ..Member::new(record, lease, false) };
+        self.members.insert(request.name.clone(), member);
         self.is_table_stale = true;
         Ok(())
     }
@@ -566,6 +607,40 @@ impl Fleet {
         }
     }
 
+    /// The leased member whose own process calls. A call of a replaced process shows that two live processes
+    /// use the name.
+    fn calling(
+        &mut self,
+        id: &MemberId,
+        incarnation: u64,
+        now: Duration,
+    ) -> Result<&mut Member, Refusal> {
+        if let Err(Refusal::Superseded { name }) = self.leased(id, Some(incarnation), now) {
+            self.note_contest(&name, now);
+        }
+        self.leased(id, Some(incarnation), now)
+    }
+
+    fn note_contest(&mut self, name: &str, now: Duration) {
+        let until = now + self.settings.lease_ttl * CONTEST_LEASES;
+        let Some(member) = self.members.get_mut(name) else { return };
+        let is_news = !member.keeps_name(now);
+        member.contested_until = Some(until);
+        if is_news {
+            self.events.push(FleetEvent::NameContested { name: name.to_owned() });
+        }
+    }
+
+    /// Removes the model and its members, which have all expired.
+    fn forget_model(&mut self, next_fingerprint: &str) {
+        self.members.clear();
+        self.names.clear();
+        self.model = None;
+        self.mark_changed();
+        let fingerprint = next_fingerprint.to_owned();
+        self.events.push(FleetEvent::ModelReplaced { fingerprint });
+    }
+
     fn leased(
         &mut self,
         id: &MemberId,
@@ -586,6 +661,8 @@ impl Fleet {
     }
 }
 
+/// For so many leases after a replaced process was heard, no other process takes the name over.
+const CONTEST_LEASES: u32 = 20;
 /// Predecessors kept per name, so that a replaced process cannot register again.
 const MAX_SUPERSEDED: usize = 8;
 

@@ -77,16 +77,35 @@ pub(crate) struct Member {
     pub(crate) placed: Arc<Assignment>,
     /// True if a durable snapshot contains the member.
     pub(crate) is_durable: bool,
+    /// True if a durable snapshot contains a member of this name, perhaps an earlier process.
+    pub(crate) is_name_durable: bool,
+    /// Until this time, a live process of the same name was heard after this one had replaced it. So two
+    /// processes use the name, and no third one may take it over while this one lives.
+    pub(crate) contested_until: Option<Duration>,
 }
 
 impl Member {
     pub(crate) fn new(record: MemberRecord, lease: Lease, is_durable: bool) -> Self {
         let placed = Arc::new(intersect(&record.holds, &record.assignment));
-        Self { record, lease, renew_by: None, load: None, placed, is_durable }
+        Self {
+            record,
+            lease,
+            renew_by: None,
+            load: None,
+            placed,
+            is_durable,
+            is_name_durable: is_durable,
+            contested_until: None,
+        }
     }
 
     pub(crate) fn is_leased(&self) -> bool {
         matches!(self.lease, Lease::Until(_))
+    }
+
+    /// True while no other process may take over the name.
+    pub(crate) fn keeps_name(&self, now: Duration) -> bool {
+        self.is_leased() && self.contested_until.is_some_and(|until| now < until)
     }
 
     pub(crate) fn state(&self) -> MemberState {

@@ -4,6 +4,7 @@
 //! key of etcd offers the same, so etcd fits behind the same trait. Leader election and watches are
 //! outside of the trait.
 
+mod epoch_file;
 mod file;
 mod memory;
 
@@ -78,6 +79,14 @@ pub trait Store: fmt::Debug + Send + 'static {
     /// may retry the same write. After [`StoreError::Conflict`] another control plane is in charge and
     /// this one must stop.
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError>;
+
+    /// Makes `epoch` a lower bound of [`Snapshot::reserved_epoch`] of every later [`load`](Self::load), without a
+    /// new snapshot. Needs no free space if the store has saved a snapshot before, so that epochs can still be
+    /// issued on a full disk.
+    ///
+    /// # Errors
+    /// After an error the old bound or the new one holds. The caller may retry.
+    fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError>;
 }
 
 /// Error of a read or write of the store.

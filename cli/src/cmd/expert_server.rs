@@ -10,8 +10,9 @@ use anyhow::{Context, Result};
 use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
-
+use expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError, StartError, Ticket,
+};
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
@@ -140,6 +141,18 @@ impl FromStr for Device {
         }
         text.parse().map(Self::Gpu).map_err(|error| format!("{error}, or `cpu`"))
     }
+}
+
+/// Exit code of a server whose name another live process has. A restart does not help: a supervisor should not
+/// repeat it.
+pub const NAME_CONFLICT_EXIT_CODE: u8 = 78;
+
+/// True if `error` says that another live process has the server's name.
+pub fn is_name_conflict(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<StartError>().is_some_and(StartError::is_name_conflict)
+            || matches!(cause.downcast_ref(), Some(ServerError::Membership { .. }))
+    })
 }
 
 fn parse_advertise(text: &str) -> Result<String, String> {

@@ -34,6 +34,8 @@ pub mod code {
     pub const LEASE_EXPIRED: &str = "lease_expired";
     /// 409: another process has registered under the same name.
     pub const SUPERSEDED: &str = "superseded";
+    /// 409: a live process uses the name, and another one has tried to take it before.
+    pub const NAME_IN_USE: &str = "name_in_use";
     /// 409: the member serves another model than the fleet.
     pub const MODEL_MISMATCH: &str = "model_mismatch";
     /// 409: no partition of the model fits into the member.

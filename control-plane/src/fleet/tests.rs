@@ -266,6 +266,63 @@ fn a_restarted_process_takes_its_name_and_partition_over() {
     assert_eq!(world.fleet.table().servers[0].incarnation, 2);
 }
 
+/// Two processes that are restarted under one name replaced each other for ever, each time with a new epoch.
+#[test]
+fn of_two_live_processes_with_one_name_the_later_one_stays() {
+    let mut world = World::new();
+    let first = world.serve("a", 1);
+    let second = world.serve("a", 2);
+    // A restart alone is no conflict: the name changes hands again.
+    let third = world.serve("a", 3);
+    assert_eq!(world.fleet.take_events().iter().filter(|event| is_contest(event)).count(), 0);
+    // The second process still lives.
+    assert!(matches!(world.renew(&second.member_id, 2), Err(Refusal::Superseded { .. })));
+    assert!(matches!(world.renew(&first.member_id, 1), Err(Refusal::Superseded { .. })));
+    assert_eq!(world.fleet.take_events().iter().filter(|event| is_contest(event)).count(), 1);
+    let epoch = world.epoch();
+    for incarnation in 4..40 {
+        world.advance(TTL / 3);
+        world.renew(&third.member_id, 3).unwrap();
+        let request = World::request("a", incarnation);
+        let err = world.fleet.register(request, world.now).unwrap_err();
+        assert!(matches!(err, Refusal::NameInUse { .. }), "{err}");
+        assert!(err.to_string().contains("127.0.0.1:7000"), "{err}");
+    }
+    assert_eq!(world.epoch(), epoch);
+    // The name is free once its holder is gone.
+    world.advance(TTL + PERIOD);
+    world.serve("a", 50);
+    assert_eq!(world.state("a"), Some(MemberState::Serving));
+}
+
+fn is_contest(event: &FleetEvent) -> bool {
+    matches!(event, FleetEvent::NameContested { .. })
+}
+
+#[test]
+fn a_model_without_live_members_gives_way_to_another() {
+    let mut world = World::new();
+    let mut right = World::request("right", 2);
+    right.model.fingerprint = "deadbeefdeadbeef".to_owned();
+    right.model.num_experts = 16;
+    let wrong = world.serve("wrong", 1);
+    let epoch = world.epoch();
+    assert!(world.fleet.register(right.clone(), world.now).is_err());
+    world.advance(TTL - PERIOD);
+    world.renew(&wrong.member_id, 1).unwrap();
+    assert!(world.fleet.register(right.clone(), world.now).is_err());
+    world.advance(TTL + PERIOD);
+    let response = world.fleet.register(right.clone(), world.now).unwrap();
+    world.ready(&response, 2);
+    assert_eq!(world.fleet.model(), Some(&right.model));
+    assert_eq!(world.state("wrong"), None);
+    let table = world.fleet.table();
+    assert!(table.epoch > epoch);
+    assert_eq!(table.validate(), Ok(()));
+    let err = world.fleet.register(World::request("wrong", 1), world.now).unwrap_err();
+    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+}
+
 #[test]
 fn draining_leaves_the_placement_and_keeps_the_lease() {
     let mut world = World::new();

@@ -39,6 +39,7 @@ impl HttpError {
             code::REQUEST_TIMEOUT => StatusCode::REQUEST_TIMEOUT,
             code::LEASE_EXPIRED
             | code::SUPERSEDED
+            | code::NAME_IN_USE
             | code::MODEL_MISMATCH
             | code::CAPACITY_TOO_SMALL => StatusCode::CONFLICT,
             code::TOO_MANY_MEMBERS
@@ -69,6 +70,7 @@ impl From<OperationError> for HttpError {
                 Refusal::UnknownMember { .. } => code::UNKNOWN_MEMBER,
                 Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
                 Refusal::Superseded { .. } => code::SUPERSEDED,
+                Refusal::NameInUse { .. } => code::NAME_IN_USE,
                 Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
                     code::MODEL_MISMATCH
                 }

@@ -23,15 +23,19 @@ pub(super) async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun.
+/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun. The text says so if the
+/// store cannot be written.
 #[utoipa::path(get, path = "/readyz", tag = "probes", security(()), responses(
     (status = 200, description = "Ready", body = String),
     (status = 503, description = "Shutting down", body = ApiError)))]
-pub(super) async fn readyz(State(app): State<App>) -> Result<&'static str, HttpError> {
+pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    Ok("ok\n")
+    Ok(match app.coordinator.write_error() {
+        Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
+        None => "ok\n".to_owned(),
+    })
 }
 
 /// Metrics in Prometheus' text format.
@@ -76,7 +80,8 @@ pub(super) async fn members(State(app): State<App>) -> Json<MemberList> {
     (status = 200, description = "Registered; the lease starts now", body = RegisterResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 401, description = "Wrong token", body = ApiError),
-    (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`",
+    (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`, \
+        `name_in_use`",
         body = ApiError),
     (status = 503, description = "`store_read_only`, `too_many_members`, `shutting_down`",
         body = ApiError)))]
