@@ -58,6 +58,10 @@ enum Command {
     Layer(cmd::layer::Args),
     /// Show members, placement and health of a running cluster.
     Status(cmd::status::Args),
+    /// Take an expert server out of the placement. It keeps running, and `resume` returns it.
+    Drain(cmd::drain::Args),
+    /// Return a drained expert server to the placement.
+    Resume(cmd::drain::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
     /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
@@ -119,6 +123,8 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => cmd::generate::run(global, args),
         Command::Layer(args) => cmd::layer::run(global, args),
         Command::Status(args) => cmd::status::run(global, args),
+        Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
+        Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),

@@ -8,6 +8,7 @@ use control_api::{
     ClusterStatus, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable, ReadyRequest,
     RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
 };
+use futures_util::StreamExt;
 use tokio::sync::{Notify, broadcast, watch};
 use tracing::{debug, error, info, warn};
 
@@ -169,6 +170,10 @@ impl Coordinator {
         Ok(self.with_fleet(|fleet, now| fleet.drain(member, incarnation, now))?)
     }
 
+    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.resume(member, now))?)
+    }
+
     pub(crate) fn suspect(
         &self,
         member: &MemberId,
@@ -254,6 +259,22 @@ impl Coordinator {
         loop {
             tokio::time::sleep(period).await;
             self.with_fleet(|fleet, now| fleet.tick(now, period));
+        }
+    }
+
+    /// Connects to every serving member once, and again until that works, so that an address that nothing can reach
+    /// shows in the status. Ends when the task is aborted.
+    pub(crate) async fn run_probes(&self) {
+        loop {
+            tokio::time::sleep(PROBE_PERIOD).await;
+            let unprobed = lock(&self.fleet).unprobed();
+            let probes = unprobed.into_iter().map(|(name, incarnation, addr)| async move {
+                (name, incarnation, connect(&addr).await)
+            });
+            let mut probes = futures_util::stream::iter(probes).buffer_unordered(MAX_PROBES);
+            while let Some((name, incarnation, outcome)) = probes.next().await {
+                self.with_fleet(|fleet, _| fleet.record_probe(&name, incarnation, outcome));
+            }
         }
     }
 
@@ -432,8 +453,12 @@ impl Coordinator {
                     "the old model has no members left: the fleet serves another one"
                 );
             }
+            FleetEvent::Unreachable { name, data_addr, reason } => {
+                warn!(name, data_addr, reason, "cannot connect to a serving member");
+            }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
+            FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),
             FleetEvent::Left { name } => info!(name, "member left"),
             FleetEvent::Suspected { name, reporter, reason } => {
                 metrics.suspects.inc();
@@ -462,6 +487,15 @@ impl Coordinator {
     }
 }
 
+/// Connects to `addr` and closes the connection.
+async fn connect(addr: &str) -> Result<(), String> {
+    match tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(addr)).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(err)) => Err(err.to_string()),
+        Err(_) => Err(format!("no answer within {} s", PROBE_TIMEOUT.as_secs())),
+    }
+}
+
 /// Reserves epochs in a store that takes no snapshot.
 fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result<(), StoreError> {
     if let Some(reservation) = fleet.epoch_to_reserve() {
@@ -487,6 +521,10 @@ const READ_ONLY: &str =
     "the store cannot be written: known members keep serving, members of new names are refused";
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
+const PROBE_PERIOD: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Connection attempts at a time.
+const MAX_PROBES: usize = 32;
 const MIN_TICK: Duration = Duration::from_millis(5);
 const MAX_TICK: Duration = Duration::from_millis(100);
 const WRITE_RETRY: Duration = Duration::from_secs(1);

@@ -46,10 +46,20 @@ pub(crate) enum FleetEvent {
     ModelReplaced {
         fingerprint: String,
     },
+    /// The control plane cannot connect to a serving member.
+    Unreachable {
+        name: String,
+        data_addr: String,
+        reason: String,
+    },
     Serving {
         name: String,
     },
     Draining {
+        name: String,
+    },
+    /// A drain was taken back.
+    Resumed {
         name: String,
     },
     Left {
@@ -288,6 +298,27 @@ impl Fleet {
         Ok(info)
     }
 
+    /// Returns a draining member to the placement. Changes nothing about any other member.
+    pub(crate) fn resume(
+        &mut self,
+        member: &MemberId,
+        now: Duration,
+    ) -> Result<MemberInfo, Refusal> {
+        let member = self.leased(member, None, now)?;
+        let was_draining = member.record.phase == Phase::Draining;
+        if was_draining {
+            // A member that was drained before it had loaded its experts reports them later.
+            let is_ready = !member.record.holds.is_empty();
+            member.record.phase = if is_ready { Phase::Serving } else { Phase::Loading };
+        }
+        let (info, name) = (member.info(now), member.record.name.clone());
+        if was_draining {
+            self.events.push(FleetEvent::Resumed { name });
+            self.mark_changed();
+        }
+        Ok(info)
+    }
+
     pub(crate) fn leave(&mut self, member: &MemberId) -> Result<(), Refusal> {
         let name = self.name_of(member)?.to_owned();
         self.remove(&name);
@@ -469,6 +500,36 @@ impl Fleet {
         self.members.values().map(|member| member.info(now)).collect()
     }
 
+    /// Serving members that nothing has connected to yet: name, incarnation and address.
+    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
+        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
+        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
+        let key = |member: &Member| {
+            let record = &member.record;
+            (record.name.clone(), record.incarnation, record.data_addr.clone())
+        };
+        unprobed.map(key).collect()
+    }
+
+    /// Records the outcome of an attempt to connect to a member.
+    pub(crate) fn record_probe(
+        &mut self,
+        name: &str,
+        incarnation: u64,
+        outcome: Result<(), String>,
+    ) {
+        let Some(member) = self.members.get_mut(name) else { return };
+        if member.record.incarnation != incarnation {
+            return;
+        }
+        let was_error = matches!(member.probe, Some(Err(_)));
+        if let (Err(reason), false) = (&outcome, was_error) {
+            let (name, data_addr) = (name.to_owned(), member.record.data_addr.clone());
+            self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
+        }
+        member.probe = Some(outcome);
+    }
+
     pub(crate) fn counts(&self) -> MemberCounts {
         let mut counts = MemberCounts::default();
         for member in self.members.values() {
@@ -495,6 +556,9 @@ impl Fleet {
         }
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        if member.record.data_addr != request.data_addr {
+            member.probe = None;
+        }
         member.record.data_addr.clone_from(&request.data_addr);
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         self.is_table_stale = true;

@@ -82,6 +82,7 @@ fn all_routes() -> Vec<Route> {
         route(Method::PUT, "/v1/members/{id}/lease", put(routes::renew)),
         route(Method::POST, "/v1/members/{id}/ready", post(routes::ready)),
         route(Method::POST, "/v1/members/{id}/drain", post(routes::drain)),
+        route(Method::POST, "/v1/members/{id}/resume", post(routes::resume)),
         route(Method::POST, "/v1/members/{id}/suspect", post(routes::suspect)),
     ]
 }

@@ -79,6 +79,8 @@ pub(crate) struct Member {
     pub(crate) is_durable: bool,
     /// True if a durable snapshot contains a member of this name, perhaps an earlier process.
     pub(crate) is_name_durable: bool,
+    /// Outcome of the last attempt to connect to the member: `None` before the first one.
+    pub(crate) probe: Option<Result<(), String>>,
     /// Until this time, a live process of the same name was heard after this one had replaced it. So two
     /// processes use the name, and no third one may take it over while this one lives.
     pub(crate) contested_until: Option<Duration>,
@@ -95,6 +97,7 @@ impl Member {
             placed,
             is_durable,
             is_name_durable: is_durable,
+            probe: None,
             contested_until: None,
         }
     }
@@ -158,6 +161,7 @@ impl Member {
             experts_held: self.record.holds.num_experts() as u64,
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
+            unreachable: self.probe.clone().and_then(Result::err),
         }
     }
 }

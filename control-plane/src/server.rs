@@ -131,6 +131,10 @@ impl Server {
             let coordinator = Arc::clone(&coordinator);
             async move { coordinator.run_clock().await }
         });
+        let probes = tokio::spawn({
+            let coordinator = Arc::clone(&coordinator);
+            async move { coordinator.run_probes().await }
+        });
         let (stop_writer, writer_stopping) = watch::channel(false);
         let mut writer = tokio::spawn({
             let coordinator = Arc::clone(&coordinator);
@@ -147,6 +151,7 @@ impl Server {
             outcome = &mut serving => served = Some(outcome),
         }
         clock.abort();
+        probes.abort();
         stop.send_replace(true);
         // The shutdown timeout bounds this wait.
         let served = match served {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
     Assignment, ControlClient, LayerAssignment, LeaseError, LeaseKeeper, LeaseOptions, LeaseState,
-    LeaseStatus, ModelDescriptor, ModelDigests, RegisterRequest, code,
+    LeaseStatus, MemberState, ModelDescriptor, ModelDigests, RegisterRequest, code,
 };
 use tokio::sync::watch;
 
@@ -151,8 +151,23 @@ impl Membership {
         let mut window = LoadWindow::new(&self.load);
         let mut held = holds(&*self.store);
         let mut num_renewals = 0;
+        let mut was_draining = false;
         loop {
             let now = state.borrow_and_update().clone();
+            // A drain may come from this process or from an operator, who may take it back.
+            let is_draining = match now.member_state {
+                Some(MemberState::Draining) => true,
+                Some(MemberState::Serving) => false,
+                _ => was_draining,
+            };
+            if is_draining != was_draining {
+                was_draining = is_draining;
+                self.health.is_draining.store(is_draining, Ordering::Relaxed);
+                match is_draining {
+                    true => tracing::warn!("this server is drained: it is out of the placement"),
+                    false => tracing::info!("the drain was taken back"),
+                }
+            }
             self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
             match now.status {
                 LeaseStatus::Left => return Ok(()),

@@ -148,6 +148,11 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/drain"), Some(request)).await
     }
 
+    /// Takes a drain back: the member returns to the placement. Changes nothing about a member that does not drain.
+    pub async fn resume(&self, member: &MemberId) -> Result<MemberInfo, ControlError> {
+        self.call::<(), _>(Method::POST, &format!("v1/members/{member}/resume"), None).await
+    }
+
     /// Reports that a member seems to have failed.
     pub async fn suspect(
         &self,

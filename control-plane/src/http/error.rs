@@ -112,6 +112,11 @@ impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
             return Err(HttpError::new(code::BAD_REQUEST, text));
         }
         let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
+        // An array would be read as the fields in their order.
+        if text.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+            let text = "the body is not the JSON that this route expects: expected an object";
+            return Err(HttpError::new(code::BAD_REQUEST, text));
+        }
         match serde_json::from_slice(text) {
             Ok(value) => Ok(Self(value)),
             Err(err) => {

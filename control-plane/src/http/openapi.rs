@@ -39,6 +39,7 @@ fn document() -> utoipa::openapi::OpenApi {
         routes::renew,
         routes::ready,
         routes::drain,
+        routes::resume,
         routes::suspect,
     ),
     modifiers(&BearerToken),

@@ -159,6 +159,17 @@ pub(super) async fn drain(
     Ok(Json(app.coordinator.drain(&member_id(&id)?, request.incarnation)?))
 }
 
+/// Takes a drain back: the member returns to the placement.
+#[utoipa::path(post, path = "/v1/members/{id}/resume", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")), responses(
+    (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+pub(super) async fn resume(State(app): State<App>, Path(id): Path<String>) -> Answer<MemberInfo> {
+    Ok(Json(app.coordinator.resume(&member_id(&id)?)?))
+}
+
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
 /// plus the grace period.
 #[utoipa::path(post, path = "/v1/members/{id}/suspect", tag = "members",
