@@ -65,6 +65,10 @@ pub struct MoeClient {
     inner: Arc<Inner>,
 }
 
+/// Function that a blocked call asks whether to end: between sleeps, from every few milliseconds on, and never while it
+/// polls. It runs on the caller's thread.
+pub type Cancel<'f> = &'f dyn Fn() -> bool;
+
 /// A dispatched layer. Pass it to [`MoeClient::combine`]. Dropping it abandons the call.
 #[must_use = "dropping a handle abandons the call"]
 pub struct Handle<'x> {
@@ -142,8 +146,23 @@ impl MoeClient {
         topk_idx: &[i32],
         topk_weights: &[f32],
     ) -> Result<Handle<'x>, ClientError> {
+        self.dispatch_unless(layer, x, topk_idx, topk_weights, &never)
+    }
+
+    /// As [`dispatch`](Self::dispatch), until `cancelled` returns true.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch), or [`ClientError::Cancelled`].
+    pub fn dispatch_unless<'x>(
+        &self,
+        layer: u32,
+        x: &'x [f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+        cancelled: Cancel<'_>,
+    ) -> Result<Handle<'x>, ClientError> {
         let start = Instant::now();
-        let result = self.dispatch_inner(start, layer, x, topk_idx, topk_weights);
+        let result = self.dispatch_inner(start, layer, x, topk_idx, topk_weights, cancelled);
         if result.is_err() {
             self.inner.shared.metrics.requests_failed.inc();
         }
@@ -170,13 +189,22 @@ impl MoeClient {
     ///
     /// # Errors
     /// [`ClientError`]; the content of `out` is then unspecified.
-    pub fn combine(
+    pub fn combine(&self, handle: Handle<'_>, out: &mut [f32]) -> Result<LayerTiming, ClientError> {
+        self.combine_unless(handle, out, &never)
+    }
+
+    /// As [`combine`](Self::combine), until `cancelled` returns true. The call is then abandoned.
+    ///
+    /// # Errors
+    /// As [`combine`](Self::combine), or [`ClientError::Cancelled`].
+    pub fn combine_unless(
         &self,
         mut handle: Handle<'_>,
         out: &mut [f32],
+        cancelled: Cancel<'_>,
     ) -> Result<LayerTiming, ClientError> {
         let shared = &self.inner.shared;
-        let result = handle.finish(out);
+        let result = handle.finish(out, cancelled);
         match &result {
             Ok((timing, num_pairs, epoch)) => {
                 shared.metrics.observe(handle.num_tokens, *num_pairs, timing);
@@ -228,11 +256,26 @@ impl MoeClient {
     /// [`ClientError::NoReplica`] names the first expert without a replica: at `timeout`, or at once when all its
     /// replicas refuse this client until a setting changes. Its text says what is known about each replica.
     pub fn wait_ready(&self, timeout: Duration) -> Result<(), ClientError> {
+        self.wait_ready_unless(timeout, &never)
+    }
+
+    /// As [`wait_ready`](Self::wait_ready), until `cancelled` returns true.
+    ///
+    /// # Errors
+    /// As [`wait_ready`](Self::wait_ready), or [`ClientError::Cancelled`].
+    pub fn wait_ready_unless(
+        &self,
+        timeout: Duration,
+        cancelled: Cancel<'_>,
+    ) -> Result<(), ClientError> {
         let start = Instant::now();
         let shared = &self.inner.shared;
-        let mut lane = self.take_lane(start)?;
+        let mut lane = self.take_lane(start, cancelled)?;
         let mut reachable_at = None;
         let result = loop {
+            if cancelled() {
+                break Err(ClientError::Cancelled);
+            }
             // Before the lane takes new links, so that a server that was tried has its link afterwards.
             let tried = (lane.has_tried_all(), lane.routing.epoch);
             lane.sync(shared);
@@ -324,6 +367,7 @@ impl MoeClient {
         x: &'x [f32],
         topk_idx: &[i32],
         topk_weights: &[f32],
+        cancelled: Cancel<'_>,
     ) -> Result<Handle<'x>, ClientError> {
         let shared = &self.inner.shared;
         let num_tokens = self.check(x, topk_idx, topk_weights)?;
@@ -332,7 +376,7 @@ impl MoeClient {
         if topk_idx.iter().all(|&expert| expert == -1) {
             return Ok(handle);
         }
-        let lane = handle.lane.insert(self.take_lane(start)?);
+        let lane = handle.lane.insert(self.take_lane(start, cancelled)?);
         let num_experts = shared.model.shape.num_experts as usize;
         lane.call.begin(layer, layer_idx, num_tokens, num_experts);
         let k = topk_idx.len() / num_tokens;
@@ -393,12 +437,13 @@ impl MoeClient {
         self.inner.shared.layer_idx_of(layer)
     }
 
-    fn take_lane(&self, start: Instant) -> Result<Box<Lane>, ClientError> {
+    fn take_lane(&self, start: Instant, cancelled: Cancel<'_>) -> Result<Box<Lane>, ClientError> {
         let shared = &self.inner.shared;
         let lanes = &self.inner.lanes;
-        let lane = match lanes.take(start + shared.settings.replica_wait) {
+        let lane = match lanes.take(start + shared.settings.replica_wait, cancelled) {
             PoolEntry::Free(lane) => lane,
-            PoolEntry::MayCreate(id) => match self.make_lane(id) {
+            PoolEntry::Cancelled => return Err(ClientError::Cancelled),
+            PoolEntry::MayCreate(id) => match self.make_lane(id, cancelled) {
                 Ok(lane) => lane,
                 Err(source) => {
                     lanes.not_created(id);
@@ -418,7 +463,7 @@ impl MoeClient {
 
     /// Makes a lane and waits until every server was tried once, so that the first call can choose among all
     /// replicas.
-    fn make_lane(&self, id: usize) -> std::io::Result<Box<Lane>> {
+    fn make_lane(&self, id: usize, cancelled: Cancel<'_>) -> std::io::Result<Box<Lane>> {
         let shared = &self.inner.shared;
         let wait = WaitSet::new()?;
         let events = Arc::new(LaneEvents::new(wait.kicker()));
@@ -428,7 +473,7 @@ impl MoeClient {
         let lane = Box::new(Lane::new(id, client_id, wait, events, shared.routing.load_full()));
         // Fails only when the control task is gone. Then no server is ever live.
         let _ = shared.commands.send(Command::AddLane(port));
-        if let Err(error) = gate.wait_open(&lane.wait, shared.settings.replica_wait) {
+        if let Err(error) = gate.wait_open(&lane.wait, shared.settings.replica_wait, cancelled) {
             // No harm: the first call waits for its servers itself.
             tracing::warn!(%error, "cannot wait for the servers of a new lane");
         }
@@ -454,7 +499,11 @@ impl Handle<'_> {
     }
 
     /// Returns the call's timing, number of pairs and epoch.
-    fn finish(&mut self, out: &mut [f32]) -> Result<(LayerTiming, u64, u64), ClientError> {
+    fn finish(
+        &mut self,
+        out: &mut [f32],
+        cancelled: Cancel<'_>,
+    ) -> Result<(LayerTiming, u64, u64), ClientError> {
         let shared = Arc::clone(&self.client.inner.shared);
         let expected = self.num_tokens * shared.geometry.hidden();
         if out.len() != expected {
@@ -468,7 +517,7 @@ impl Handle<'_> {
             out.fill(0.0);
             return Ok((LayerTiming::default(), 0, self.client.epoch()));
         };
-        let result = lane.finish_call(&shared, self.x, out);
+        let result = lane.finish_call(&shared, self.x, out, cancelled);
         shared.metrics.resent_pairs.inc_by(lane.call.timing.resent_pairs);
         result?;
         let finished = (lane.call.timing, lane.call.pairs.len() as u64, lane.routing.epoch);
@@ -524,6 +573,11 @@ impl ExpertBackend for MoeClient {
             .map(|_| ())
             .map_err(|error| BackendError::new(layer, error))
     }
+}
+
+/// The [`Cancel`] of calls that only time ends.
+fn never() -> bool {
+    false
 }
 
 /// How long [`MoeClient::wait_ready`] waits for the rest of the servers once every expert has a replica.

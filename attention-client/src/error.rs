@@ -100,6 +100,9 @@ pub enum ClientError {
     /// The client is shut down.
     #[error("the client is shut down")]
     ShutDown,
+    /// The caller's own function ended the wait.
+    #[error("the caller cancelled the call")]
+    Cancelled,
     /// The operating system failed.
     #[error("{op}: {source}")]
     System { op: &'static str, source: std::io::Error },
@@ -118,9 +121,10 @@ impl ClientError {
             | Self::Accounting { .. }
             | Self::ShutDown => ErrorKind::LocalBug,
             Self::Refused { .. } | Self::Attempts { .. } => ErrorKind::PeerFault,
-            Self::LanesExhausted { .. } | Self::NoReplica { .. } | Self::System { .. } => {
-                ErrorKind::Transient
-            }
+            Self::LanesExhausted { .. }
+            | Self::NoReplica { .. }
+            | Self::Cancelled
+            | Self::System { .. } => ErrorKind::Transient,
         }
     }
 }

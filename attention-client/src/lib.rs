@@ -74,7 +74,7 @@ pub use tokio::sync::watch;
 pub use checkpoint::{Checkpoint, ModelConfig};
 
 pub use backend::{BackendError, ExpertBackend};
-pub use client::{Handle, MoeClient, MoeClientBuilder};
+pub use client::{Cancel, Handle, MoeClient, MoeClientBuilder};
 #[cfg(feature = "device")]
 pub use device::{
     DeviceClient, DeviceClientBuilder, DeviceError, DeviceInput, DeviceOptions, DeviceTensor,

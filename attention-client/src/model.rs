@@ -70,7 +70,7 @@ impl ClientModel {
     }
 
     /// The model that `descriptor` describes. `num_layers` counts all layers of the model, dense ones included;
-    /// a descriptor lists the MoE layers only.
+    /// a descriptor lists the MoE layers only. [`ModelShape::UNKNOWN_LAYERS`] leaves the number open.
     ///
     /// # Errors
     /// [`ModelError::Fingerprint`].

@@ -90,15 +90,25 @@ impl Checkpoint {
     /// The shared expert, which processes every token; `None` if the model has none.
     ///
     /// # Errors
-    /// [`TensorError`] that names the layer or the tensor at fault.
+    /// [`TensorError`] that names the layer or the tensor at fault. Shared experts that the router weighs one by one
+    /// are no single expert: take [`weighted_shared_experts`](Self::weighted_shared_experts).
     pub fn shared_expert(&self, layer: u32) -> Result<Option<ExpertTensors<'_>>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
-        let Some(SharedRule { path, .. }) = config.family.shared.as_ref() else { return Ok(None) };
+        let Some(SharedRule { path, stacked, .. }) = config.family.shared.as_ref() else {
+            return Ok(None);
+        };
         if config.shared_width == 0 {
             return Ok(None);
         }
         let prefix = format!("{}{path}", self.layer_prefix(layer));
+        if stacked.is_some() {
+            return Err(TensorError::Format {
+                name: prefix,
+                found: format!("has {} experts with factors", config.num_weighted_shared),
+                expected: "one MLP without a factor".to_owned(),
+            });
+        }
         if self.contains(&format!("{prefix}.input_linear.weight")) {
             return self.fused_shared_expert(&prefix, config.shared_width).map(Some);
         }
@@ -107,6 +117,45 @@ impl Checkpoint {
             false => ["gate_proj", "up_proj", "down_proj"],
         };
         self.single_expert(&prefix, names, config.shared_width).map(Some)
+    }
+
+    /// The shared experts that the router weighs one by one, with the factors that follow those of the routed experts.
+    /// Empty for models whose shared experts are one MLP, and for models without.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer or the tensor at fault.
+    pub fn weighted_shared_experts(
+        &self,
+        layer: u32,
+    ) -> Result<Vec<ExpertTensors<'_>>, TensorError> {
+        self.check_moe_layer(layer)?;
+        let config = self.config();
+        let shared = config.family.shared.as_ref();
+        let Some((path, (gate_up, down))) = shared.and_then(|s| Some((s.path, s.stacked?))) else {
+            return Ok(Vec::new());
+        };
+        let (hidden, width) = (config.hidden, config.moe_intermediate);
+        let prefix = self.layer_prefix(layer);
+        let [gate_up, down] = [gate_up, down].map(|name| format!("{prefix}{path}.{name}"));
+        let interleaved_in = config.family.fused.interleaved_in;
+        let num_experts = config.num_weighted_shared;
+        let expert = |expert| {
+            let part = |part, parts| Place {
+                expert,
+                num_experts,
+                part,
+                parts,
+                interleaved: interleaved_in.is_some_and(|name| gate_up.contains(name)),
+                transposed: false,
+            };
+            Ok(ExpertTensors {
+                gate: Some(self.fused_linear(&gate_up, width, hidden, part(0, 2))?),
+                up: self.fused_linear(&gate_up, width, hidden, part(1, 2))?,
+                down: self.fused_linear(&down, hidden, width, part(0, 1))?,
+                biases: None,
+            })
+        };
+        (0..num_experts).map(expert).collect()
     }
 
     /// The weight whose sigmoid scales the shared expert's output (`[1, hidden]`), if the model has one.
@@ -199,7 +248,10 @@ impl Checkpoint {
     pub fn check_moe(&self) -> Result<(), TensorError> {
         for layer in self.config().moe_layers() {
             self.router(layer)?;
-            self.shared_expert(layer)?;
+            match self.config().num_weighted_shared {
+                0 => drop(self.shared_expert(layer)?),
+                _ => drop(self.weighted_shared_experts(layer)?),
+            }
         }
         self.check_experts()
     }

@@ -52,7 +52,7 @@ pub use dtype::DType;
 pub use experts::{ExpertBiases, ExpertTensors, RouterTensors};
 pub use family::{Family, Weighting};
 pub use gguf::{GgufError, GgufSummary};
-pub use inspect::ExpertSummary;
+pub use inspect::{ExpertSummary, ReorderedSummary};
 pub use make::{
     MakeError, MakeOptions, MakeSummary, ParsePresetError, Preset, make_checkpoint, planned_bytes,
 };

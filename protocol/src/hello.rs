@@ -25,7 +25,8 @@ pub struct ModelShape {
     pub fingerprint: [u8; 32],
     /// Values per token.
     pub hidden: u32,
-    /// Layers of the model, including dense ones. Frames number layers from 0.
+    /// Layers of the model, including dense ones. Frames number layers from 0. A client may not know it, and then
+    /// says [`UNKNOWN_LAYERS`](Self::UNKNOWN_LAYERS).
     pub num_layers: u32,
     /// Routed experts of a layer.
     pub num_experts: u32,
@@ -36,6 +37,8 @@ pub struct ModelShape {
 impl ModelShape {
     /// The fingerprint of a client that does not know it: any will do if the sizes agree.
     pub const UNKNOWN_FINGERPRINT: [u8; 32] = [0; 32];
+    /// The number of layers of a client that does not know it: it agrees with any.
+    pub const UNKNOWN_LAYERS: u32 = 0;
 
     /// Returns true unless the fingerprint is [`UNKNOWN_FINGERPRINT`](Self::UNKNOWN_FINGERPRINT).
     pub fn has_fingerprint(&self) -> bool {
@@ -43,7 +46,7 @@ impl ModelShape {
     }
 
     /// Compares `self`, the client's model, with the `server`'s. Fingerprints are compared if both
-    /// are known.
+    /// are known, and so are numbers of layers.
     ///
     /// # Errors
     /// The [`HelloReject`] to send, which names the first difference.
@@ -55,7 +58,9 @@ impl ModelShape {
             ("num_experts", self.num_experts, server.num_experts),
             ("top_k", self.top_k, server.top_k),
         ] {
-            if client != server {
+            let is_unknown =
+                field == "num_layers" && [client, server].contains(&Self::UNKNOWN_LAYERS);
+            if client != server && !is_unknown {
                 return Err(HelloReject::Shape { field, client, server });
             }
         }
@@ -239,7 +244,7 @@ impl ClientHello {
     /// [`HelloDecodeError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloDecodeError> {
         let mut reader = Reader::new(bytes, CLIENT_MAGIC, CLIENT_FIXED_BYTES)?;
-        let model = reader.model()?;
+        let model = reader.model(ModelShape::UNKNOWN_LAYERS)?;
         let client_id = u64::from_le_bytes(reader.take());
         let dtype = reader.dtype("dtype")?;
         let response_dtype = reader.dtype("response_dtype")?;
@@ -270,7 +275,7 @@ impl ServerHello {
     /// [`HelloDecodeError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloDecodeError> {
         let mut reader = Reader::new(bytes, SERVER_MAGIC, SERVER_FIXED_BYTES)?;
-        let model = reader.model()?;
+        let model = reader.model(1)?;
         let incarnation = u64::from_le_bytes(reader.take());
         let epoch = u64::from_le_bytes(reader.take());
         let generation = u32::from_le_bytes(reader.take());
@@ -315,11 +320,13 @@ impl<'a> Reader<'a> {
         *head
     }
 
-    fn model(&mut self) -> Result<ModelShape, HelloDecodeError> {
+    /// `min_layers` is the least number of layers: a client may leave it open, a server may not.
+    fn model(&mut self, min_layers: u32) -> Result<ModelShape, HelloDecodeError> {
         let fingerprint = self.take();
         let mut number = |field, max: u32| {
             let found = u32::from_le_bytes(self.take());
-            check_range(field, found.into(), 1, max.into()).map(|()| found)
+            let min = if field == "num_layers" { min_layers } else { 1 };
+            check_range(field, found.into(), min.into(), max.into()).map(|()| found)
         };
         Ok(ModelShape {
             fingerprint,

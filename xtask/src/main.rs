@@ -8,6 +8,7 @@ mod output;
 mod parallel;
 mod process;
 mod prose;
+mod python;
 mod rules;
 mod sass;
 mod source;
@@ -75,6 +76,12 @@ enum Command {
     },
     /// Formats Rust, C, C++ and CUDA as `test` wants them.
     Fmt,
+    /// Builds the Python wheel and its sdist into `target/wheels`.
+    Wheel {
+        /// Packs a wheel in the development profile, of what `test` builds, without an sdist.
+        #[arg(long)]
+        dev: bool,
+    },
     /// Installs the CUDA compiler from pinned packages and prints where it is.
     CudaToolkit,
     /// Builds the GPU tests and benchmarks into `target/gpu-bundle`, to be run on a host with a driver.
@@ -115,6 +122,7 @@ fn main() -> ExitCode {
         Command::Prose { raise: false, .. } => single(|| prose::run(prose::Mode::Lower)),
         Command::Prose { .. } => single(|| prose::run(prose::Mode::Set)),
         Command::Fmt => single(steps::fmt::apply),
+        Command::Wheel { dev } => single(|| python::wheel(dev)),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
         Command::Test { all, only, skip, fail_fast } => {

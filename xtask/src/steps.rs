@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result};
 
 use crate::process::{Form, Outcome, cargo, note_skip, run, target_dir};
-use crate::{cuda, features, prose, rules, tools};
+use crate::{cuda, features, prose, python, rules, tools};
 
 /// One step.
 pub struct Step {
@@ -58,7 +58,7 @@ impl Step {
 }
 
 /// All steps, in their order: cheap ones first.
-pub const ALL: [Step; 16] = [
+pub const ALL: [Step; 17] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
     Step::new(
@@ -113,6 +113,11 @@ pub const ALL: [Step; 16] = [
     ),
     Step::new("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
     Step::new("demo", "the demo, verified against the reference", demo),
+    Step::new(
+        "python",
+        "the wheel in a clean environment: style, types, stubs and tests of the Python package",
+        python::check,
+    ),
 ];
 
 /// Variables that make tests repeat more (`tests/support/src/long.rs`).

@@ -8,11 +8,12 @@ use anyhow::{Context, Result};
 use crate::process::{Outcome, run};
 
 /// Debian packages, each with a program or file that shows its presence.
-const PACKAGES: [(&str, &str); 21] = [
+const PACKAGES: [(&str, &str); 22] = [
     ("gcc", "cc"),
     ("g++", "g++"),
     ("prometheus", "promtool"),
     ("procps", "ps"),
+    ("python3-venv", "/usr/share/doc/python3-venv"),
     ("iproute2", "ip"),
     ("nftables", "nft"),
     ("systemd", "systemd-analyze"),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use p2p_core::wait::wait_until;
 use protocol::{CombineExpect, Response, decode_response};
 
+use super::Cancel;
 use super::call::{Call, Frame, FrameState};
 use super::lane::{Lane, LinkFault};
 use super::plan::Penalty;
@@ -30,12 +31,13 @@ impl Lane {
         self.pump(shared, x)
     }
 
-    /// Waits for all answers and sums them into `out`.
+    /// Waits for all answers and sums them into `out`. Asks `cancelled` after each sleep.
     pub fn finish_call(
         &mut self,
         shared: &Shared,
         x: &[f32],
         out: &mut [f32],
+        cancelled: Cancel<'_>,
     ) -> Result<(), ClientError> {
         let start = Instant::now();
         out.fill(0.0);
@@ -62,7 +64,9 @@ impl Lane {
             if !self.call.retry.is_empty() {
                 continue;
             }
-            self.wait_for_events(shared, now)?;
+            if self.wait_for_events(shared, now)? && cancelled() {
+                return Err(ClientError::Cancelled);
+            }
         }
         let renormalise_start = Instant::now();
         self.call.renormalise(shared.geometry.hidden(), out);
@@ -370,8 +374,9 @@ impl Lane {
         }
     }
 
-    /// Sleeps until an answer, credit, an event of the control side, or the next check is due.
-    fn wait_for_events(&mut self, shared: &Shared, now: Instant) -> Result<(), ClientError> {
+    /// Sleeps until an answer, credit, an event of the control side, or the next check is due. Returns false if one
+    /// came before the sleep.
+    fn wait_for_events(&mut self, shared: &Shared, now: Instant) -> Result<bool, ClientError> {
         let mut until = now + shared.settings.tick();
         if let Some(at) = self.call.next_retry(now) {
             until = until.min(at);
@@ -381,6 +386,7 @@ impl Lane {
         let active = || links.iter().flatten().filter(|link| link.is_active());
         // A closed connection ends the sleep too. So connections are checked after a sleep without an answer.
         let polls_asleep = Cell::new(0);
+        let has_slept = Cell::new(false);
         let may_be_closed = || {
             polls_asleep.set(polls_asleep.get() + u32::from(polls_asleep.get() > 0));
             polls_asleep.get() > 2
@@ -396,6 +402,7 @@ impl Lane {
             },
             |on| {
                 polls_asleep.set(u32::from(on));
+                has_slept.set(true);
                 active().for_each(
                     |link| {
                         if on { link.channel.arm() } else { link.channel.disarm() }
@@ -403,7 +410,9 @@ impl Lane {
                 );
             },
         );
-        found.map(|_| ()).map_err(|source| ClientError::System { op: "wait for answers", source })
+        found
+            .map(|_| has_slept.get())
+            .map_err(|source| ClientError::System { op: "wait for answers", source })
     }
 
     /// Checks that every pair counts exactly once. A failure is a bug of this file.

@@ -2,9 +2,11 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
+
+use super::Cancel;
 
 /// A bounded pool of `T`.
 #[derive(Debug)]
@@ -23,6 +25,7 @@ pub(crate) enum PoolEntry<T> {
     /// The pool may grow: the caller makes the item with this number.
     MayCreate(usize),
     TimedOut,
+    Cancelled,
 }
 
 impl<T> Pool<T> {
@@ -44,8 +47,9 @@ impl<T> Pool<T> {
         self.free.capacity()
     }
 
-    /// Takes a free item, or the right to make one. Without either it blocks until `deadline`.
-    pub fn take(&self, deadline: Instant) -> PoolEntry<T> {
+    /// Takes a free item, or the right to make one. Without either it blocks until `deadline`, and asks `cancelled`
+    /// every [`CANCEL_POLL`] meanwhile.
+    pub fn take(&self, deadline: Instant, cancelled: Cancel<'_>) -> PoolEntry<T> {
         if let Some(taken) = self.try_take() {
             return taken;
         }
@@ -64,8 +68,15 @@ impl<T> Pool<T> {
             }
             guard = self
                 .returned
-                .wait_timeout(guard, left)
+                .wait_timeout(guard, left.min(CANCEL_POLL))
                 .map_or_else(|poisoned| poisoned.into_inner().0, |(guard, _)| guard);
+            // The function may block, and a thread that returns an item needs the lock.
+            drop(guard);
+            if cancelled() {
+                self.waiters.fetch_sub(1, Ordering::Relaxed);
+                return PoolEntry::Cancelled;
+            }
+            guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         };
         self.waiters.fetch_sub(1, Ordering::Relaxed);
         taken
@@ -105,10 +116,12 @@ impl<T> Pool<T> {
     }
 }
 
+/// Longest sleep between two looks at a caller's wish to end.
+const CANCEL_POLL: Duration = Duration::from_millis(20);
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::time::Duration;
 
     use super::*;
 
@@ -120,11 +133,12 @@ mod tests {
                 let pool = Arc::clone(&pool);
                 std::thread::spawn(move || {
                     for _ in 0..2000 {
-                        let mut item = match pool.take(Instant::now() + Duration::from_secs(30)) {
-                            PoolEntry::Free(item) => item,
-                            PoolEntry::MayCreate(_) => Box::new(0),
-                            PoolEntry::TimedOut => panic!("starved"),
-                        };
+                        let mut item =
+                            match pool.take(Instant::now() + Duration::from_secs(30), &|| false) {
+                                PoolEntry::Free(item) => item,
+                                PoolEntry::MayCreate(_) => Box::new(0),
+                                PoolEntry::TimedOut | PoolEntry::Cancelled => panic!("starved"),
+                            };
                         *item += 1;
                         pool.put(item);
                     }
@@ -134,7 +148,7 @@ mod tests {
         takers.into_iter().for_each(|taker| taker.join().unwrap());
         assert!(pool.created() <= 3);
         let mut total = 0;
-        while let PoolEntry::Free(item) = pool.take(Instant::now()) {
+        while let PoolEntry::Free(item) = pool.take(Instant::now(), &|| false) {
             total += *item;
         }
         assert_eq!(total, 8 * 2000);
@@ -143,11 +157,14 @@ mod tests {
     #[test]
     fn an_empty_pool_ends_the_wait() {
         let pool: Pool<()> = Pool::new(1);
-        assert!(matches!(pool.take(Instant::now()), PoolEntry::MayCreate(0)));
+        let never = || false;
+        assert!(matches!(pool.take(Instant::now(), &never), PoolEntry::MayCreate(0)));
         let until = Instant::now() + Duration::from_millis(5);
-        assert!(matches!(pool.take(until), PoolEntry::TimedOut));
+        assert!(matches!(pool.take(until, &never), PoolEntry::TimedOut));
         assert!(Instant::now() >= until);
+        let until = Instant::now() + Duration::from_secs(3600);
+        assert!(matches!(pool.take(until, &|| true), PoolEntry::Cancelled));
         pool.not_created(0);
-        assert!(matches!(pool.take(Instant::now()), PoolEntry::MayCreate(0)));
+        assert!(matches!(pool.take(Instant::now(), &never), PoolEntry::MayCreate(0)));
     }
 }

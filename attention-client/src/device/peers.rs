@@ -123,7 +123,7 @@ impl Peers {
             LanePort { id: 0, client_id, events: Arc::clone(&events), gate: Arc::clone(&gate) };
         // Fails only when the control task is gone. Then no server is ever live.
         let _ = shared.commands.send(Command::AddLane(port));
-        gate.wait_open(&wait, shared.settings.replica_wait)?;
+        gate.wait_open(&wait, shared.settings.replica_wait, &|| false)?;
         Ok(Self {
             client_id,
             routing: shared.routing.load_full(),

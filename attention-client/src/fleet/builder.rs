@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use control_api::{ControlClient, ModelDescriptor, PlacementTable};
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind};
 use prometheus::Registry;
-use protocol::{FrameGeometry, WireDtype};
+use protocol::{FrameGeometry, ModelShape, WireDtype};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
@@ -93,7 +93,7 @@ impl FleetBuilder {
         let descriptor = self.model.descriptor();
         control_api::placement::validate_model(&descriptor).map_err(BuildError::Model)?;
         if let Some(&last) = self.model.moe_layers.last()
-            && last >= self.model.shape.num_layers
+            && last >= self.num_layers()
         {
             return Err(BuildError::Setting {
                 setting: "the last MoE layer",
@@ -119,6 +119,7 @@ impl FleetBuilder {
             Some((url, token)) => Some(ControlClient::new(url, token.clone())?),
             None => None,
         };
+        let num_layers = self.num_layers();
         let tables = match (self.source, &control) {
             (Source::None, _) | (Source::ControlPlane, None) => {
                 return Err(BuildError::NoPlacement);
@@ -130,8 +131,7 @@ impl FleetBuilder {
                 TableSource::Watch(watch::channel(Arc::new(*table)).1)
             }
         };
-        let num_layers = self.model.shape.num_layers as usize;
-        let mut layer_idx = vec![u32::MAX; num_layers];
+        let mut layer_idx = vec![u32::MAX; num_layers as usize];
         for (idx, &layer) in self.model.moe_layers.iter().enumerate() {
             layer_idx[layer as usize] = idx as u32;
         }
@@ -151,6 +151,14 @@ impl FleetBuilder {
         let control =
             Control::start(&shared, commands, tables, control, max_lanes, self.runtime.as_ref())?;
         Ok(Fleet { shared, control, registry: self.registry })
+    }
+
+    /// Layers of the model, or those up to the last one with experts if their number is unknown.
+    fn num_layers(&self) -> u32 {
+        match self.model.shape.num_layers {
+            ModelShape::UNKNOWN_LAYERS => self.model.moe_layers.last().map_or(0, |last| last + 1),
+            known => known,
+        }
     }
 
     fn check_times(&self) -> Result<(), BuildError> {

@@ -36,10 +36,15 @@ impl Gate {
         self.missing.fetch_sub(1, Ordering::Release);
     }
 
-    /// Blocks on `wait` until the gate is open, for `limit` at most.
-    pub fn wait_open(&self, wait: &WaitSet, limit: Duration) -> std::io::Result<()> {
+    /// Blocks on `wait` until the gate is open, for `limit` at most, or until `cancelled` returns true.
+    pub fn wait_open(
+        &self,
+        wait: &WaitSet,
+        limit: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) -> std::io::Result<()> {
         let until = Instant::now() + limit;
-        while !self.is_open() {
+        while !self.is_open() && !cancelled() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;

@@ -100,9 +100,10 @@ pub fn load_layer(
     mut progress: impl FnMut(usize),
 ) -> Result<Arc<LayerExperts>> {
     let all = BTreeMap::from([(layer, (0..checkpoint.config().num_experts).collect())]);
-    let store = ExpertStore::load(Arc::clone(checkpoint), &all, Residency::default(), &mut |p| {
-        progress(p.num_loaded);
-    })?;
+    let store =
+        ExpertStore::load(Arc::clone(checkpoint), &all, Residency::default(), 0, &mut |p| {
+            progress(p.num_loaded);
+        })?;
     store.layer(layer).context("the layer was not loaded")
 }
 

@@ -87,6 +87,7 @@ impl Rig {
             Arc::clone(&reference.checkpoint),
             &experts.collect(),
             Residency::Mapped,
+            2,
             &mut |_| {},
         )
         .expect("the experts load");

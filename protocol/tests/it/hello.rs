@@ -121,6 +121,12 @@ fn numbers_out_of_range_are_named() {
         for value in [0, u32::MAX] {
             let mut changed = bytes.clone();
             changed[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            if (field, value) == ("num_layers", ModelShape::UNKNOWN_LAYERS) {
+                let model =
+                    ClientHello::decode(&changed).expect("a client may leave it open").model;
+                assert_eq!(model.num_layers, ModelShape::UNKNOWN_LAYERS);
+                continue;
+            }
             let error = ClientHello::decode(&changed).expect_err(field);
             assert!(matches!(error, HelloDecodeError::Field { field: f, .. } if f == field));
         }
@@ -134,6 +140,9 @@ fn numbers_out_of_range_are_named() {
 fn the_first_difference_between_models_is_told_with_both_values() {
     let client = example().model;
     assert_eq!(client.check_against(&client), Ok(()));
+    let open = ModelShape { num_layers: ModelShape::UNKNOWN_LAYERS, ..client };
+    assert_eq!(open.check_against(&client), Ok(()));
+    assert_eq!(client.check_against(&open), Ok(()));
     let server = ModelShape { num_experts: 128, ..client };
     let reject = client.check_against(&server).expect_err("differ");
     let text = reject.to_string();

@@ -1,0 +1,169 @@
+//! The tensors of a call, checked.
+
+use attention_client::ClientModel;
+use pyo3::prelude::*;
+
+use crate::dlpack::{Array, ElementType, Expected, Matrix, Owner};
+use crate::errors::{Kind, error};
+
+/// Number of a layer.
+pub fn layer(layer: &Bound<'_, PyAny>) -> PyResult<u32> {
+    let py = layer.py();
+    let Ok(number) = layer.extract::<i64>() else {
+        let text = format!("layer is {}, expected the number of a MoE layer", layer.get_type());
+        return Err(error(py, Kind::ArgumentType, text));
+    };
+    u32::try_from(number).map_err(|_| {
+        let text = format!("layer is {number}, expected the number of a MoE layer, 0 or more");
+        error(py, Kind::Argument, text)
+    })
+}
+
+/// What a call reads.
+pub struct Request<'a, 'py> {
+    x: Array<'a, 'py>,
+    raw: RawRequest,
+    _topk_idx: Array<'a, 'py>,
+    _topk_weights: Array<'a, 'py>,
+}
+
+/// The matrices of a [`Request`], for a thread without the interpreter.
+#[derive(Debug, Clone, Copy)]
+pub struct RawRequest {
+    pub x: Matrix,
+    pub topk_idx: Matrix,
+    pub topk_weights: Matrix,
+}
+
+/// The matrix that a call writes, for a thread without the interpreter.
+#[derive(Debug, Clone, Copy)]
+pub struct RawTarget {
+    pub out: Matrix,
+}
+
+impl<'a, 'py> Request<'a, 'py> {
+    /// Checks the arguments against each other and against the model. With `is_kept` the memory of `x` stays valid
+    /// while [`into_owner`](Self::into_owner) lives.
+    pub fn new(
+        model: &ClientModel,
+        x: &'a Bound<'py, PyAny>,
+        topk_idx: &'a Bound<'py, PyAny>,
+        topk_weights: &'a Bound<'py, PyAny>,
+        is_kept: bool,
+    ) -> PyResult<Self> {
+        let x_array = Array::of("x", x, is_kept)?;
+        let x_matrix = x_array.matrix(&Expected {
+            name: "x",
+            rows: None,
+            cols: Some(model.shape.hidden as usize),
+            elements: FLOATS,
+            cols_name: "hidden",
+        })?;
+        let idx_array = Array::of("topk_idx", topk_idx, false)?;
+        let idx_matrix = idx_array.matrix(&Expected {
+            name: "topk_idx",
+            rows: Some(x_matrix.rows),
+            cols: None,
+            elements: &[ElementType::I32, ElementType::I64],
+            cols_name: "k",
+        })?;
+        let top_k = model.shape.top_k as usize;
+        if idx_matrix.cols > top_k {
+            let text = format!(
+                "topk_idx has {} columns, expected at most {top_k}, the top-k of the model",
+                idx_matrix.cols
+            );
+            return Err(error(x.py(), Kind::Argument, text));
+        }
+        let weights_array = Array::of("topk_weights", topk_weights, false)?;
+        let weights_matrix = weights_array.matrix(&Expected {
+            name: "topk_weights",
+            rows: Some(x_matrix.rows),
+            cols: Some(idx_matrix.cols),
+            elements: FLOATS,
+            cols_name: "k",
+        })?;
+        let raw = RawRequest { x: x_matrix, topk_idx: idx_matrix, topk_weights: weights_matrix };
+        Ok(Self { x: x_array, raw, _topk_idx: idx_array, _topk_weights: weights_array })
+    }
+
+    pub fn raw(&self) -> RawRequest {
+        self.raw
+    }
+
+    /// What keeps the memory of `x` valid.
+    pub fn into_owner(self) -> Owner {
+        self.x.into_owner()
+    }
+}
+
+/// What a call writes.
+pub struct Target<'py> {
+    object: Bound<'py, PyAny>,
+    raw: RawTarget,
+    _owner: Owner,
+}
+
+impl<'py> Target<'py> {
+    /// Checks `out`, or makes an array like `x`.
+    pub fn new(
+        request: &Request<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Self> {
+        let RawRequest { x: x_matrix, topk_idx, topk_weights } = request.raw;
+        let target = match out {
+            Some(out) => Self::of(x_matrix, out)?,
+            None => return Self::like(x_matrix, &request.x),
+        };
+        for (name, input) in
+            [("x", x_matrix), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
+        {
+            if target.raw.out.overlaps(&input) {
+                let text = format!("out shares memory with {name}, expected an array of its own");
+                return Err(error(x.py(), Kind::Argument, text));
+            }
+        }
+        Ok(target)
+    }
+
+    /// Checks `out` against the shape and type of `x`.
+    pub fn of(x: Matrix, out: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let array = Array::of("out", out, false)?;
+        let out_matrix = array.matrix_mut(&Expected {
+            name: "out",
+            rows: Some(x.rows),
+            cols: Some(x.cols),
+            elements: &[x.element],
+            cols_name: "hidden",
+        })?;
+        Ok(Self {
+            object: out.clone(),
+            raw: RawTarget { out: out_matrix },
+            _owner: array.into_owner(),
+        })
+    }
+
+    /// Makes an array of the library, type and shape of `x`.
+    pub fn like(matrix: Matrix, x: &Array<'_, 'py>) -> PyResult<Self> {
+        match x.empty_like()? {
+            Some(out) => Self::of(matrix, &out),
+            None => Err(error(
+                x.py(),
+                Kind::Argument,
+                "x is of a library that this module cannot make arrays of: pass out",
+            )),
+        }
+    }
+
+    pub fn raw(&self) -> RawTarget {
+        self.raw
+    }
+
+    /// The array that was written.
+    pub fn into_object(self, _py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Ok(self.object)
+    }
+}
+
+const FLOATS: &[ElementType] = &[ElementType::F32, ElementType::Bf16, ElementType::F16];

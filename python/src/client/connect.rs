@@ -1,0 +1,178 @@
+//! Settings of a client, and its connection with the control plane.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use attention_client::{
+    Checkpoint, ClientModel, ModelError, ModelShape, MoeClient, OnMissingExpert, SlotConfig,
+    WireDtype,
+};
+use p2p_core::{OpenNetworks, TransportSpec};
+use pyo3::prelude::*;
+
+use crate::errors::{self, Kind, error};
+use crate::interrupt::Interrupt;
+
+/// Settings of a client, checked one by one.
+#[derive(Debug)]
+pub struct Settings {
+    pub control_plane: String,
+    pub token: Option<String>,
+    pub model: Option<PathBuf>,
+    pub wire_dtype: WireDtype,
+    pub response_dtype: Option<WireDtype>,
+    pub transports: TransportSpec,
+    pub max_lanes: NonZeroUsize,
+    pub timeout: Duration,
+    pub deadline: Duration,
+    pub work_limit: Duration,
+    pub on_missing: OnMissingExpert,
+    pub name: Option<String>,
+    pub slot_bytes: Option<usize>,
+    pub slot_frames: Option<usize>,
+}
+
+/// A failure before there is a client.
+enum Failure {
+    Model(ModelError),
+    Build(attention_client::BuildError),
+    Other(Kind, String),
+}
+
+/// Asks the control plane for its model, compares it with the caller's, and starts a client. Blocks for
+/// `settings.timeout` at most, beside the time to read a checkpoint.
+pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<MoeClient> {
+    let (result, interrupt) = py.detach(move || {
+        let interrupt = Interrupt::new();
+        let result = start(settings, &interrupt);
+        (result, interrupt)
+    });
+    interrupt.check()?;
+    result.map_err(|failure| match failure {
+        Failure::Model(failure) => errors::of_model(py, &failure),
+        Failure::Build(failure) => errors::of_build(py, &failure),
+        Failure::Other(kind, text) => error(py, kind, text),
+    })
+}
+
+fn start(settings: Settings, interrupt: &Interrupt) -> Result<MoeClient, Failure> {
+    let own = match &settings.model {
+        Some(dir) => {
+            let checkpoint = Checkpoint::open_without_experts(dir).map_err(|failure| {
+                Failure::Other(Kind::Config, format!("model {}: {failure}", dir.display()))
+            })?;
+            Some(ClientModel::of(&checkpoint))
+        }
+        None => None,
+    };
+    let served = fetch(&settings, interrupt)?;
+    let model = match own {
+        Some(own) => {
+            if let Some(difference) = own.difference(&served.descriptor()) {
+                let dir = settings.model.unwrap_or_default();
+                let text = format!(
+                    "the servers at {} serve another model than {}: {difference}",
+                    settings.control_plane,
+                    dir.display()
+                );
+                return Err(Failure::Other(Kind::ModelMismatch, text));
+            }
+            own
+        }
+        None => served,
+    };
+    let transports = OpenNetworks::default()
+        .open(&settings.transports)
+        .map_err(|failure| Failure::Other(Kind::Config, format!("transports: {failure}")))?;
+    let defaults = SlotConfig::default();
+    let response_dtype = settings.response_dtype.unwrap_or(match settings.wire_dtype {
+        WireDtype::F8E4m3 => WireDtype::Bf16,
+        other => other,
+    });
+    let mut builder = MoeClient::builder(model)
+        .control_plane(settings.control_plane, settings.token.clone())
+        .ticket(settings.token)
+        .transports(transports)
+        .wire_dtype(settings.wire_dtype)
+        .response_dtype(response_dtype)
+        .max_lanes(settings.max_lanes)
+        .replica_wait(settings.timeout)
+        .deadline(settings.deadline)
+        .work_limit(settings.work_limit)
+        .on_missing_expert(settings.on_missing)
+        .slot(SlotConfig {
+            slot_bytes: settings.slot_bytes.unwrap_or(defaults.slot_bytes),
+            num_frames: settings.slot_frames.unwrap_or(defaults.num_frames),
+        });
+    if let Some(name) = settings.name {
+        builder = builder.name(name);
+    }
+    builder.build().map_err(Failure::Build)
+}
+
+/// The model of the cluster. Retries as long as the control plane is not reachable or has no model yet.
+fn fetch(settings: &Settings, interrupt: &Interrupt) -> Result<ClientModel, Failure> {
+    let until = Instant::now() + settings.timeout;
+    loop {
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let result = ClientModel::fetch(
+            &settings.control_plane,
+            settings.token.clone(),
+            ModelShape::UNKNOWN_LAYERS,
+            left.min(LONGEST_REQUEST),
+        );
+        let failure = match result {
+            Ok(model) => return Ok(model),
+            Err(failure) => failure,
+        };
+        let may_pass = match &failure {
+            ModelError::Control(failure) => failure.is_transient(),
+            other => matches!(other, ModelError::NoModel),
+        };
+        if !may_pass || Instant::now() + RETRY_PAUSE >= until || interrupt.is_due() {
+            return Err(Failure::Model(failure));
+        }
+        std::thread::sleep(RETRY_PAUSE);
+    }
+}
+
+pub fn dtype(py: Python<'_>, setting: &str, name: &str) -> PyResult<WireDtype> {
+    name.parse().map_err(|failure| error(py, Kind::Config, format!("{setting}: {failure}")))
+}
+
+pub fn transports(py: Python<'_>, list: &str) -> PyResult<TransportSpec> {
+    list.parse().map_err(|failure| error(py, Kind::Config, format!("transports: {failure}")))
+}
+
+pub fn lanes(py: Python<'_>, max_lanes: usize) -> PyResult<NonZeroUsize> {
+    NonZeroUsize::new(max_lanes)
+        .ok_or_else(|| error(py, Kind::Config, "max_lanes is 0, expected 1 to 1024"))
+}
+
+pub fn seconds(py: Python<'_>, setting: &str, seconds: f64) -> PyResult<Duration> {
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(duration) if duration <= LONGEST_TIME => Ok(duration),
+        _ => {
+            let text =
+                format!("{setting} is {seconds} s, expected 0 to {} s", LONGEST_TIME.as_secs());
+            Err(error(py, Kind::Config, text))
+        }
+    }
+}
+
+pub fn on_missing(py: Python<'_>, policy: &str) -> PyResult<OnMissingExpert> {
+    match policy {
+        "fail" => Ok(OnMissingExpert::Fail),
+        "drop" => Ok(OnMissingExpert::DropAndRenormalise),
+        other => {
+            let text = format!("on_missing is {other:?}, expected \"fail\" or \"drop\"");
+            Err(error(py, Kind::Config, text))
+        }
+    }
+}
+
+/// A request that is not answered within this time is repeated, so that signals end the wait.
+const LONGEST_REQUEST: Duration = Duration::from_secs(1);
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_TIME: Duration = Duration::from_secs(3600);

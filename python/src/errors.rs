@@ -1,0 +1,98 @@
+//! The exceptions of `switchyard_moe`, and which of them a failure of the Rust client becomes.
+
+use attention_client::{BuildError, ClientError, ModelError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyModule, PyType};
+
+/// An exception class of `switchyard_moe`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Error,
+    Argument,
+    ArgumentType,
+    Busy,
+    Closed,
+    Config,
+    ControlPlane,
+    Forked,
+    ModelMismatch,
+    NoReplica,
+    NotReady,
+    Peer,
+    Refused,
+}
+
+impl Kind {
+    /// Name of the class in Python.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Error => "Error",
+            Self::Argument => "ArgumentError",
+            Self::ArgumentType => "ArgumentTypeError",
+            Self::Busy => "BusyError",
+            Self::Closed => "ClosedError",
+            Self::Config => "ConfigError",
+            Self::ControlPlane => "ControlPlaneError",
+            Self::Forked => "ForkedError",
+            Self::ModelMismatch => "ModelMismatchError",
+            Self::NoReplica => "NoReplicaError",
+            Self::NotReady => "NotReady",
+            Self::Peer => "PeerError",
+            Self::Refused => "RefusedError",
+        }
+    }
+}
+
+/// An exception of class `kind`.
+pub fn error(py: Python<'_>, kind: Kind, message: impl Into<String>) -> PyErr {
+    match class(py, kind) {
+        Ok(class) => PyErr::from_type(class, message.into()),
+        Err(error) => error,
+    }
+}
+
+fn class(py: Python<'_>, kind: Kind) -> PyResult<Bound<'_, PyType>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module =
+        MODULE.get_or_try_init(py, || py.import("switchyard_moe._errors").map(Bound::unbind))?;
+    Ok(module.bind(py).getattr(kind.name())?.cast_into()?)
+}
+
+/// The exception for a failed call.
+pub fn of_call(py: Python<'_>, failure: &ClientError) -> PyErr {
+    let kind = match failure {
+        ClientError::Length { .. }
+        | ClientError::UnknownLayer { .. }
+        | ClientError::ExpertIndex { .. }
+        | ClientError::Weight { .. } => Kind::Argument,
+        ClientError::LanesExhausted { .. } => Kind::Busy,
+        ClientError::NoReplica { .. } => Kind::NoReplica,
+        ClientError::Refused { .. } => Kind::Refused,
+        ClientError::Attempts { .. } => Kind::Peer,
+        ClientError::ShutDown => Kind::Closed,
+        _ => Kind::Error,
+    };
+    error(py, kind, failure.to_string())
+}
+
+/// The exception for a client that could not be built.
+pub fn of_build(py: Python<'_>, failure: &BuildError) -> PyErr {
+    let kind = match failure {
+        BuildError::ModelMismatch { .. } => Kind::ModelMismatch,
+        BuildError::Metrics(_) | BuildError::Thread(_) => Kind::Error,
+        _ => Kind::Config,
+    };
+    error(py, kind, failure.to_string())
+}
+
+/// The exception for a control plane that did not say which model it serves.
+pub fn of_model(py: Python<'_>, failure: &ModelError) -> PyErr {
+    let kind = match failure {
+        ModelError::Config(_) => Kind::Config,
+        ModelError::Control(_) | ModelError::Fingerprint { .. } => Kind::ControlPlane,
+        ModelError::NoModel => Kind::NotReady,
+        _ => Kind::Error,
+    };
+    error(py, kind, failure.to_string())
+}

@@ -1,0 +1,131 @@
+"""The client of the expert service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+
+from switchyard_moe import _native
+from switchyard_moe._arrays import Array
+from switchyard_moe._errors import ConfigError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
+
+    from switchyard_moe._native import Handle, Report
+
+__all__ = ["Client", "Settings"]
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+
+class Settings(TypedDict, total=False):
+    """Settings of a client by name: see :class:`Client`."""
+
+    wire_dtype: str
+    response_dtype: str | None
+    transports: str
+    max_lanes: int
+    timeout: float
+    deadline: float
+    work_limit: float
+    on_missing: str
+    name: str | None
+    slot_bytes: int | None
+    slot_frames: int | None
+
+
+class Client(_native.Client):
+    """A client of the expert service.
+
+    It asks the control plane which servers hold which experts, connects with them in the background, and sends the
+    tokens of failed servers to replicas. Threads may share a client. After a fork, the child makes one of its own.
+
+    Arrays are anything with ``__dlpack__``, in C order in host memory: numpy, torch, jax and others. float32 is read
+    and written in place. bfloat16 and float16 are converted in a copy, which :meth:`stats` counts.
+
+    :param control_plane: URL of the control plane, ``http://HOST:PORT``. Default: ``SWITCHYARD_CONTROL_PLANE``.
+    :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
+    :param model: folder of the model's checkpoint; its experts need not be there. The servers must serve this model.
+        Default: the model that the servers serve.
+    :param wire_dtype: number format of tokens on their way to servers: ``f32``, ``bf16``, ``f16`` or ``fp8``.
+    :param response_dtype: number format of answers. Default: that of tokens, or ``bf16`` if that is ``fp8``.
+    :param transports: ``auto``, or a list such as ``shm``.
+    :param max_lanes: most calls that can be outstanding at a time, 1 to 1024.
+    :param timeout: longest time in seconds to reach the control plane; and to wait, in a call, for a live replica or
+        for a lane.
+    :param deadline: seconds after which a server without a sign of life counts as failed.
+    :param work_limit: seconds after which a server that shows life, but takes and answers nothing, counts as failed.
+    :param on_missing: ``fail``, or ``drop`` to leave out experts that no live server holds and to scale the others.
+    :param name: name in the logs of servers. Default: ``client-PID``.
+    :param slot_bytes: size of a slot. Clients and servers need the same. Default: the servers' default.
+    :param slot_frames: frames per slot. Clients and servers need the same. Default: the servers' default.
+
+    :raises ConfigError: a setting is malformed.
+    :raises ControlPlaneError: the control plane cannot be reached within ``timeout``, or refuses the token.
+    :raises NotReady: no expert server registered within ``timeout``.
+    :raises ModelMismatchError: the servers serve another model than ``model``.
+    """
+
+    def __new__(
+        cls,
+        control_plane: str | None = None,
+        *,
+        token: str | None = None,
+        model: str | os.PathLike[str] | None = None,
+        **settings: Unpack[Settings],
+    ) -> Self:
+        if control_plane is None:
+            control_plane = os.environ.get("SWITCHYARD_CONTROL_PLANE")
+        if control_plane is None:
+            raise ConfigError("no control plane given: pass control_plane, or set SWITCHYARD_CONTROL_PLANE to its URL")
+        if token is None:
+            token = os.environ.get("SWITCHYARD_TOKEN")
+        return super().__new__(cls, control_plane, token=token, model=model, **settings)
+
+    async def aforward(
+        self,
+        layer: int,
+        x: ArrayT,
+        topk_idx: Array,
+        topk_weights: Array,
+        *,
+        out: ArrayT | None = None,
+        report: Report | None = None,
+    ) -> ArrayT:
+        """As :meth:`forward`, on a thread of the event loop's executor.
+
+        Cancelling the task does not end the call: the arrays must stay unchanged until it has ended by itself.
+        """
+        call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report)
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+
+    async def acombine(
+        self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None
+    ) -> ArrayT:
+        """As :meth:`combine`, on a thread of the event loop's executor. Cancelling the task does not end the call."""
+        call = partial(self.combine, handle, out=out, report=report)
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+
+    async def await_ready(self, timeout: float = 30.0) -> None:
+        """As :meth:`wait_ready`, on a thread of the event loop's executor."""
+        await asyncio.get_running_loop().run_in_executor(None, partial(self.wait_ready, timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<switchyard_moe.Client of {self.control_plane}, {state}>"

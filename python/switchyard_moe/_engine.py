@@ -1,0 +1,320 @@
+"""Settings, connection and checks that all engine plugins share."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import switchyard_moe
+from switchyard_moe import (
+    ArgumentError,
+    ConfigError,
+    Error,
+    ModelMismatchError,
+    NoReplicaError,
+    NotReady,
+)
+
+log = logging.getLogger("switchyard_moe.engines")
+
+#: Seconds between two messages about a service that is not ready.
+MESSAGE_INTERVAL = 3.0
+#: Set to 1, it turns the refusal of an engine version into a warning.
+ANY_ENGINE = "SWITCHYARD_ANY_ENGINE_VERSION"
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Connection of an engine to the expert service.
+
+    A field without a value comes from the environment variable that the ``switchyard`` command reads as well.
+    """
+
+    control_plane: str = ""
+    """URL of the control plane: ``SWITCHYARD_CONTROL_PLANE``."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """Cluster token: ``SWITCHYARD_TOKEN``, or the content of the file ``SWITCHYARD_TOKEN_FILE``."""
+    model: str | None = None
+    """Checkpoint folder whose experts the servers must have: ``SWITCHYARD_MODEL``. None: the engine's folder."""
+    wire_dtype: str = "f32"
+    """Type of rows on the wire, ``f32``, ``bf16`` or ``f16``: ``SWITCHYARD_WIRE_DTYPE``."""
+    timeout: float = 30.0
+    """Seconds that one call may take: ``SWITCHYARD_ENGINE_TIMEOUT``."""
+    ready_timeout: float = 120.0
+    """Seconds that the engine's start waits for a replica of every expert: ``SWITCHYARD_READY_TIMEOUT``."""
+    outage_timeout: float = 60.0
+    """Seconds that a call waits while an expert has no replica at all: ``SWITCHYARD_OUTAGE_TIMEOUT``."""
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Settings:
+        """Merges ``given`` over the environment.
+
+        ``given`` may hold ``token_file`` in place of ``token``. Raises ConfigError for an unknown key, a value out
+        of range, a token file that cannot be read, and a missing control plane.
+        """
+        env = os.environ if env is None else env
+        given = dict(given)
+        names = {field.name for field in dataclasses.fields(cls)} | {"token_file"}
+        if unknown := sorted(set(given) - names):
+            raise ConfigError(
+                f"setting {unknown[0]!r} of switchyard is unknown, expected one of {', '.join(sorted(names))}"
+            )
+        values: dict[str, Any] = {
+            "control_plane": _pick(given, "control_plane", env, "SWITCHYARD_CONTROL_PLANE") or "",
+            "token": _token(given, env),
+            "model": _pick(given, "model", env, "SWITCHYARD_MODEL"),
+            "wire_dtype": _pick(given, "wire_dtype", env, "SWITCHYARD_WIRE_DTYPE") or cls.wire_dtype,
+        }
+        for name, variable in (
+            ("timeout", "SWITCHYARD_ENGINE_TIMEOUT"),
+            ("ready_timeout", "SWITCHYARD_READY_TIMEOUT"),
+            ("outage_timeout", "SWITCHYARD_OUTAGE_TIMEOUT"),
+        ):
+            values[name] = _seconds(name, _pick(given, name, env, variable), getattr(cls, name))
+        if values["wire_dtype"] not in ("f32", "bf16", "f16"):
+            raise ConfigError(f"wire_dtype is {values['wire_dtype']!r}, expected 'f32', 'bf16' or 'f16'")
+        if not values["control_plane"]:
+            raise ConfigError(
+                "no control plane is set: give the plugin's setting control_plane, or set "
+                "SWITCHYARD_CONTROL_PLANE to a URL such as http://127.0.0.1:7070"
+            )
+        if values["model"] is not None:
+            values["model"] = os.fspath(values["model"])
+        return cls(**values)
+
+
+class Service:
+    """Experts of one model for one engine. Threads may share it.
+
+    Each process connects on its first use, so an engine may create it before it forks its workers.
+    """
+
+    def __init__(self, settings: Settings, engine: str) -> None:
+        self.settings = settings
+        self.engine = engine
+        self._client: Any = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def client(self) -> Any:
+        """Returns this process's client. The first call connects as `connect` does."""
+        if self._pid == os.getpid():
+            return self._client
+        return self.connect()
+
+    def connect(self) -> Any:
+        """Connects and waits until every expert has a replica.
+
+        Blocks up to ``ready_timeout`` and logs the reason every few seconds. Raises NotReady with the last reason
+        after that time, and any other error of the connection at once.
+        """
+        with self._lock:
+            if self._pid != os.getpid():
+                self._client = _connect(self.settings, self.engine)
+                self._pid = os.getpid()
+            return self._client
+
+    def check_layer(self, layer: int, path: str, *, hidden: int | None, num_experts: int | None) -> None:
+        """Compares one MoE layer of the engine with the servers' model.
+
+        ``path`` names the layer's module in errors. Raises ModelMismatchError with both values.
+        """
+        client = self.client()
+        layers = list(client.layers)
+        if layer not in layers:
+            raise ModelMismatchError(
+                f"{self.engine}: {path} is MoE layer {layer}, but the servers have the layers {_ranges(layers)}: "
+                f"serve the checkpoint that the engine loads"
+            )
+        for what, found, served in (
+            ("hidden size", hidden, client.hidden),
+            ("number of experts", num_experts, client.num_experts),
+        ):
+            if found is not None and served is not None and int(found) != int(served):
+                raise ModelMismatchError(
+                    f"{self.engine}: {path} has a {what} of {found}, but the servers' experts have {served}: "
+                    f"serve the checkpoint that the engine loads"
+                )
+
+    def experts(self, layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+        """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype and device of ``x``.
+
+        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors. Dead
+        servers are replaced inside the call. While an expert has no replica at all, the call waits up to
+        ``outage_timeout`` and then raises NoReplicaError.
+        """
+        if x.shape[0] == 0:
+            return x.new_empty(x.shape)
+        client = self.client()
+        x, topk_idx, topk_weights = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
+        try:
+            return client.forward(layer, x, topk_idx, topk_weights)
+        except (NoReplicaError, NotReady) as error:
+            return self._retry(error, lambda: client.forward(layer, x, topk_idx, topk_weights))
+
+    def _retry(self, error: Exception, call: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + self.settings.outage_timeout
+        said = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                raise error
+            if now - said >= MESSAGE_INTERVAL:
+                said = now
+                log.warning("%s: a call waits for a replica, %.0f s left: %s", self.engine, deadline - now, error)
+            time.sleep(0.05)
+            try:
+                return call()
+            except (NoReplicaError, NotReady) as next_error:
+                error = next_error
+
+
+def check_version(engine: str, found: str, ranges: Iterable[tuple[str, str]]) -> None:
+    """Refuses a version of ``engine`` outside of ``ranges``, pairs of a first version and the first one beyond.
+
+    Raises ConfigError. The variable ``SWITCHYARD_ANY_ENGINE_VERSION=1`` turns it into a warning.
+    """
+    number = _version(found)
+    ranges = list(ranges)
+    if any(_version(low) <= number < _version(high) for low, high in ranges):
+        return
+    expected = " or ".join(f">={low},<{high}" for low, high in ranges)
+    text = f"{engine} {found} is not supported by this version of switchyard-moe, expected {expected}"
+    if os.environ.get(ANY_ENGINE) == "1":
+        log.warning("%s; %s=1 lets it start", text, ANY_ENGINE)
+        return
+    raise ConfigError(f"{text}; {ANY_ENGINE}=1 lets it start untested")
+
+
+def layer_number(path: str) -> int:
+    """Returns the layer's number in a module path such as ``model.layers.3.mlp.experts``.
+
+    Raises ConfigError if the path has none.
+    """
+    if found := _LAYER.findall(path):
+        return int(found[-1])
+    raise ConfigError(f"module {path!r} has no layer number, expected a path such as model.layers.3.mlp.experts")
+
+
+def checkpoint_folder(name: str | None, revision: str | None = None) -> str | None:
+    """Returns the local folder of a checkpoint: a path as it is, or the cache entry of a name of the Hub.
+
+    Returns None if there is none. Downloads nothing.
+    """
+    if not name:
+        return None
+    if (Path(name) / "config.json").is_file():
+        return name
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(name, "config.json", revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return os.path.dirname(file) if isinstance(file, str) else None
+
+
+def refuse_gradients(engine: str, x: Any) -> None:
+    """Raises ArgumentError if autograd would record the call: the service computes no gradients."""
+    if x.requires_grad:
+        import torch
+
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                f"{engine}: hidden states require a gradient, and the service computes none: "
+                "run the model under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def _connect(settings: Settings, engine: str) -> Any:
+    deadline = time.monotonic() + settings.ready_timeout
+    said = time.monotonic()
+    client = None
+    while True:
+        left = deadline - time.monotonic()
+        step = max(0.1, min(MESSAGE_INTERVAL, left))
+        try:
+            if client is None:
+                client = switchyard_moe.Client(
+                    settings.control_plane,
+                    token=settings.token,
+                    model=settings.model,
+                    wire_dtype=settings.wire_dtype,  # type: ignore[arg-type]
+                    timeout=settings.timeout,
+                )
+            client.wait_ready(timeout=step)
+            return client
+        except (NotReady, NoReplicaError, ConnectionError) as error:
+            reason: Error | ConnectionError = error
+        now = time.monotonic()
+        if now >= deadline:
+            if client is not None:
+                client.close()
+            raise NotReady(
+                f"{engine}: the expert service at {settings.control_plane} was not ready in "
+                f"{settings.ready_timeout:.0f} s: {reason}"
+            ) from reason
+        if now - said >= MESSAGE_INTERVAL:
+            said = now
+            log.warning(
+                "%s waits for the expert service at %s, %.0f s left: %s",
+                engine,
+                settings.control_plane,
+                deadline - now,
+                reason,
+            )
+        time.sleep(min(0.2, max(0.0, deadline - now)))
+
+
+def _pick(given: Mapping[str, Any], name: str, env: Mapping[str, str], variable: str) -> Any:
+    value = given.get(name)
+    return value if value is not None else env.get(variable) or None
+
+
+def _token(given: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
+    if given.get("token") is not None:
+        return str(given["token"])
+    file = given.get("token_file")
+    if file is None:
+        if token := env.get("SWITCHYARD_TOKEN"):
+            return token
+        file = env.get("SWITCHYARD_TOKEN_FILE")
+    if not file:
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {file} cannot be read: {error}") from error
+
+
+def _seconds(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0.0 < seconds < 86400.0:
+        raise ConfigError(f"{name} is {value!r}, expected seconds between 0 and 86400")
+    return seconds
+
+
+def _version(text: str) -> tuple[int, ...]:
+    numbers = re.match(r"\d+(?:\.\d+)*", text)
+    found = [int(part) for part in numbers.group().split(".")] if numbers else []
+    return tuple((found + [0, 0, 0])[:3])
+
+
+def _ranges(layers: list[int]) -> str:
+    if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers)) or "none"

@@ -1,0 +1,173 @@
+import os
+from typing import Generic, TypeVar, final
+
+from typing_extensions import Self, disjoint_base
+
+from switchyard_moe._arrays import Array
+
+__all__ = ["Client", "Handle", "Report", "__version__"]
+
+_ArrayT = TypeVar("_ArrayT", bound=Array)
+
+__version__: str
+
+@disjoint_base
+class Client:
+    def __new__(
+        cls,
+        control_plane: str,
+        *,
+        token: str | None = None,
+        model: str | os.PathLike[str] | None = None,
+        wire_dtype: str = "f32",
+        response_dtype: str | None = None,
+        transports: str = "auto",
+        max_lanes: int = 16,
+        timeout: float = 30.0,
+        deadline: float = 0.1,
+        work_limit: float = 60.0,
+        on_missing: str = "fail",
+        name: str | None = None,
+        slot_bytes: int | None = None,
+        slot_frames: int | None = None,
+    ) -> Self: ...
+    @property
+    def hidden(self) -> int:
+        """Values per token."""
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+    @property
+    def top_k(self) -> int:
+        """Most experts of a token."""
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the layers with experts, ascending, as in the checkpoint."""
+    @property
+    def architecture(self) -> str:
+        """Architecture of the model, such as ``qwen3_moe``."""
+    @property
+    def control_plane(self) -> str:
+        """URL of the control plane."""
+    @property
+    def epoch(self) -> int:
+        """Version of the placement in force; 0 before the first."""
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+    @property
+    def last_report(self) -> Report | None:
+        """Report of the call that ended last, on any thread. ``None`` before the first."""
+    def wait_ready(self, timeout: float = 30.0) -> None:
+        """Wait until the client is connected with a live replica of every expert.
+
+        :param timeout: longest time to wait, in seconds.
+        :raises NotReady: at the timeout, or at once if all replicas of an expert refuse this client. The text names
+            an expert and what is known about its replicas.
+        """
+    def replicas(self, layer: int, expert: int) -> list[str]:
+        """Return the names of the servers that hold an expert. Empty if there is no such layer or expert."""
+    def forward(
+        self,
+        layer: int,
+        x: _ArrayT,
+        topk_idx: Array,
+        topk_weights: Array,
+        *,
+        out: _ArrayT | None = None,
+        report: Report | None = None,
+    ) -> _ArrayT:
+        """Return the weighted sums of the experts' answers, ``[tokens, hidden]``, of the type of ``x``.
+
+        The call blocks until every answer is there, and meanwhile lets other Python threads run. It resends tokens of
+        failed servers to replicas. An expert without a live replica ends it after the client's ``timeout``. A signal
+        whose handler raises, such as that of Ctrl-C, ends it as well.
+
+        :param layer: number of the layer, as in the checkpoint.
+        :param x: ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in host memory. It must not be
+            written during the call.
+        :param topk_idx: ``[tokens, k]`` of int32 or int64: experts of each token. -1 masks an entry.
+        :param topk_weights: ``[tokens, k]`` of float32, bfloat16 or float16: their weights.
+        :param out: array for the result, of shape and type of ``x``. Default: a new one.
+        :param report: report to fill in.
+
+        :raises ArgumentError: an argument cannot be used. Nothing was sent.
+        :raises NoReplicaError: no live server holds an expert.
+        :raises BusyError: all lanes are in use.
+        :raises RefusedError: a server refuses the request.
+        :raises ClosedError: the client is closed.
+        :raises ForkedError: the client belongs to the parent process.
+        """
+    def dispatch(self, layer: int, x: _ArrayT, topk_idx: Array, topk_weights: Array) -> Handle[_ArrayT]:
+        """Send the tokens of a layer and return without waiting for answers. Arguments as for :meth:`forward`.
+
+        ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
+        takes a lane. Deleting a handle abandons its call.
+        """
+    def combine(self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None) -> _ArrayT:
+        """Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as :meth:`forward`."""
+    def metrics_text(self) -> str:
+        """Return the client's metrics in the text format of Prometheus."""
+    def stats(self) -> dict[str, int]:
+        """Return counters of arrays that calls had to convert in a copy.
+
+        The keys are ``x_copies``, ``topk_idx_copies``, ``topk_weights_copies`` and ``out_copies``.
+        """
+    def close(self) -> None:
+        """End the connections. Calls in progress go on. Blocks for 2 s at most."""
+
+@final
+class Handle(Generic[_ArrayT]):
+    """A dispatched layer, to be passed to :meth:`Client.combine` once."""
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the call."""
+    @property
+    def done(self) -> bool:
+        """Whether the handle was combined."""
+
+@final
+class Report:
+    """Times and counts of one call. Times are in microseconds."""
+
+    def __new__(cls) -> Self: ...
+    @property
+    def dispatch_us(self) -> float:
+        """Choosing replicas, and writing and publishing frames."""
+    @property
+    def wait_us(self) -> float:
+        """Waiting for answers, resends included."""
+    @property
+    def combine_us(self) -> float:
+        """Reading answers and summing them."""
+    @property
+    def total_us(self) -> float:
+        """Sum of dispatch, wait and combine."""
+    @property
+    def server_queue_us(self) -> float:
+        """Longest time that an answered frame waited in its server's queue."""
+    @property
+    def server_compute_us(self) -> float:
+        """Longest time that a server computed an answered frame."""
+    @property
+    def stall_us(self) -> float:
+        """Time lost to failures, from a failed server's last sign of life until its tokens were resent."""
+    @property
+    def frames(self) -> int:
+        """Frames published."""
+    @property
+    def servers(self) -> int:
+        """Servers contacted."""
+    @property
+    def failovers(self) -> int:
+        """Connections that failed with tokens unanswered."""
+    @property
+    def resends(self) -> int:
+        """(token, expert) pairs resent."""
+    @property
+    def missing(self) -> int:
+        """(token, expert) pairs left out for want of a live replica."""

@@ -1,0 +1,171 @@
+"""The local cluster, and calls while its processes die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Inputs, assert_close
+from reference import TINY, Experts
+
+import switchyard_moe
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.02)
+
+
+def test_calls_survive_a_killed_and_restarted_server(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        stop = threading.Event()
+        finished = 0
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            nonlocal finished
+            try:
+                while not stop.is_set():
+                    call = inputs.call(int(inputs.rng.integers(1, 40)))
+                    arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+                    assert_close(client.forward(*arguments), experts.forward(*arguments))
+                    finished += 1
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        for name in cluster.names:
+            before = finished
+            cluster.kill(name)
+            assert name not in cluster.running
+            while finished < before + 20 and not failures:
+                time.sleep(0.01)
+            cluster.restart(name)
+            assert name in cluster.running
+            client.wait_ready(30)
+        stop.set()
+        thread.join(30)
+        assert not failures, failures
+        assert finished > 40
+
+
+def test_calls_go_on_without_the_control_plane(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        url = cluster.url
+        cluster.stop_control_plane()
+        for _ in range(10):
+            call = inputs.call(8)
+            arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+            assert_close(client.forward(*arguments), experts.forward(*arguments))
+        cluster.kill("server-1")
+        assert_close(client.forward(*arguments), experts.forward(*arguments))
+        with pytest.raises(switchyard_moe.ControlPlaneError):
+            switchyard_moe.Client(url, token=cluster.token, timeout=0.3)
+        cluster.start_control_plane()
+        assert cluster.url == url
+        cluster.restart("server-1")
+        with cluster.client() as other:
+            assert_close(other.forward(*arguments), experts.forward(*arguments))
+
+
+def test_an_expert_without_a_replica_ends_the_call(inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=1) as cluster:
+        with cluster.client(timeout=0.5) as client:
+            call = inputs.call(2, masked=0)
+            cluster.kill("server-0")
+            with pytest.raises(switchyard_moe.NoReplicaError, match="server-0"):
+                client.forward(call.layer, call.x, call.topk_idx, call.topk_weights)
+            with pytest.raises(switchyard_moe.NotReady, match="not ready"):
+                client.wait_ready(0.2)
+        with pytest.raises(switchyard_moe.NotReady):
+            cluster.client(ready_timeout=0.2)
+
+
+def test_a_drained_server_ends_well(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        cluster.drain("server-0")
+        call = inputs.call(8)
+        arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+        assert_close(client.forward(*arguments), experts.forward(*arguments))
+
+
+def test_nothing_is_left_behind() -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster:
+        pids = [cluster.pid(name) for name in [*cluster.names, "control-plane"]]
+        assert all(is_alive(pid) for pid in pids)
+        assert "server-1" in repr(cluster)
+    wait_gone(pids)
+    with pytest.raises(switchyard_moe.ClosedError):
+        cluster.client()
+    assert "closed" in repr(cluster)
+
+
+def test_children_end_with_a_killed_parent() -> None:
+    code = (
+        "import os, signal, switchyard_moe\n"
+        f"cluster = switchyard_moe.LocalCluster({str(TINY)!r}, servers=1)\n"
+        "print(cluster.pid('server-0'), cluster.pid('control-plane'), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    wait_gone([int(pid) for pid in done.stdout.split()])
+
+
+def test_the_thread_that_starts_a_cluster_may_end(inputs: Inputs) -> None:
+    clusters: list[switchyard_moe.LocalCluster] = []
+    thread = threading.Thread(target=lambda: clusters.append(switchyard_moe.LocalCluster(TINY, servers=1)))
+    thread.start()
+    thread.join(60)
+    with clusters[0] as cluster, cluster.client() as client:
+        call = inputs.call(2)
+        client.forward(call.layer, call.x, call.topk_idx, call.topk_weights)
+
+
+def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(switchyard_moe.ClusterError, match=r"config\.json"):
+        switchyard_moe.LocalCluster(tmp_path, servers=1)
+    with pytest.raises(switchyard_moe.ClusterError, match="/nowhere"):
+        switchyard_moe.LocalCluster(TINY, binary="/nowhere")
+    with pytest.raises(switchyard_moe.ConfigError, match="replicas is 3"):
+        switchyard_moe.LocalCluster(TINY, servers=2, replicas=3)
+    with pytest.raises(switchyard_moe.ConfigError, match="servers is 0"):
+        switchyard_moe.LocalCluster(TINY, servers=0)
+
+
+def test_names_and_states_are_checked(cluster: switchyard_moe.LocalCluster) -> None:
+    with pytest.raises(switchyard_moe.ConfigError, match="server-9"):
+        cluster.kill("server-9")
+    with pytest.raises(switchyard_moe.ClusterError, match="running already"):
+        cluster.start_control_plane()
+    assert cluster.running == cluster.names
+
+
+def test_the_binary_comes_with_the_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "switchyard_moe", "--version"], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["switchyard", switchyard_moe.__version__]
+    wrong = subprocess.run(
+        [sys.executable, "-m", "switchyard_moe", "fly"], capture_output=True, timeout=60, check=False
+    )
+    assert wrong.returncode == 2
+    env = {**os.environ, "SWITCHYARD_BINARY": "/nowhere"}
+    wrong = subprocess.run(
+        [sys.executable, "-m", "switchyard_moe"], capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    assert wrong.returncode == 1 and "/nowhere" in wrong.stderr
