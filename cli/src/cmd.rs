@@ -26,6 +26,7 @@ pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;

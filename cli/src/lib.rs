@@ -62,6 +62,8 @@ enum Command {
     Drain(cmd::drain::Args),
     /// Return a drained expert server to the placement.
     Resume(cmd::drain::Args),
+    /// Show or change the goals of a fleet whose placement follows the load.
+    Scale(cmd::scale::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
     /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
@@ -125,6 +127,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Status(args) => cmd::status::run(global, args),
         Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
+        Command::Scale(args) => cmd::scale::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable, ReadyRequest,
-    RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable,
+    ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, broadcast, watch};
@@ -170,6 +170,14 @@ impl Coordinator {
         Ok(self.with_fleet(|fleet, now| fleet.drain(member, incarnation, now))?)
     }
 
+    pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {
+        Ok(self.with_fleet(|fleet, _| fleet.goals())?)
+    }
+
+    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.set_goals(goals, now))?)
+    }
+
     pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
         Ok(self.with_fleet(|fleet, now| fleet.resume(member, now))?)
     }
@@ -204,7 +212,7 @@ impl Coordinator {
                 epoch: fleet.table().epoch,
                 model: fleet.model().cloned(),
                 num_servers: fleet.planner().num_servers(),
-                replicas: fleet.planner().replicas(),
+                replicas: fleet.replicas(),
                 lease_ttl_ms: self.lease_ttl.as_millis() as u64,
                 members: fleet.counts(),
                 experts_total: coverage.experts_total,
@@ -441,6 +449,16 @@ impl Coordinator {
                 };
                 metrics.registrations.with_label_values(&[kind]).inc();
                 info!(name, kind, "member registered");
+            }
+            FleetEvent::Planned { num_loads, before, after } => {
+                metrics.expert_moves.inc_by(*num_loads as u64);
+                info!(num_loads, before, after, "new plan: servers load experts");
+            }
+            FleetEvent::GoalsChanged { goals } => {
+                info!(replicas = goals.replicas, spare = goals.spare, "the goals have changed");
+            }
+            FleetEvent::Short { shortage } => {
+                error!(shortage, "the fleet cannot be planned: the placement stays as it is");
             }
             FleetEvent::NameContested { name } => {
                 metrics.name_conflicts.inc();

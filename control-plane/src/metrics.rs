@@ -21,6 +21,7 @@ pub(crate) struct Metrics {
     pub(crate) expirations: IntCounterVec,
     pub(crate) suspects: IntCounter,
     pub(crate) name_conflicts: IntCounter,
+    pub(crate) expert_moves: IntCounter,
     experts_without_replica: IntGauge,
     experts_under_replicated: IntGauge,
     request_seconds: HistogramVec,
@@ -93,6 +94,10 @@ impl Metrics {
             suspects: make.counter(
                 "switchyard_control_suspects_total",
                 "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
+            )?,
+            expert_moves: make.counter(
+                "switchyard_control_expert_moves_total",
+                "Experts that plans have told servers to load, if the placement follows the load.",
             )?,
             name_conflicts: make.counter(
                 "switchyard_control_name_conflicts_total",

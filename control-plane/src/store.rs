@@ -15,7 +15,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use control_api::{MemberId, ModelDescriptor};
+use control_api::{FleetGoals, MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::member::{MemberRecord, Phase, Predecessor};
@@ -24,7 +24,7 @@ pub use memory::MemoryStore;
 
 /// State that survives a restart. It contains no leases: after a restart every leased member gets one
 /// fresh time to live.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
     /// Identity of the cluster.
     pub cluster_id: String,
@@ -34,12 +34,15 @@ pub struct Snapshot {
     pub model: Option<ModelDescriptor>,
     /// Members, expired ones included.
     pub members: Vec<MemberRecord>,
+    /// Goals that were changed while the control plane ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goals: Option<FleetGoals>,
 }
 
 impl Snapshot {
     /// The state of a new cluster.
     pub fn fresh(cluster_id: String) -> Self {
-        Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new() }
+        Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new(), goals: None }
     }
 
     /// Checks the invariants that the types do not express.

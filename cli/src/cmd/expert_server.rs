@@ -112,6 +112,10 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
     )]
     max_links: usize,
+    /// Failure domain of this host, such as a rack. With `--placement load` the control plane spreads replicas of an
+    /// expert over zones.
+    #[arg(long, env = "SWITCHYARD_ZONE")]
+    zone: Option<String>,
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
@@ -207,6 +211,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
+    config.zone = args.zone;
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -40,6 +40,8 @@ pub mod code {
     pub const MODEL_MISMATCH: &str = "model_mismatch";
     /// 409: no partition of the model fits into the member.
     pub const CAPACITY_TOO_SMALL: &str = "capacity_too_small";
+    /// 409: the placement of this control plane does not follow the load.
+    pub const FIXED_PLACEMENT: &str = "fixed_placement";
     /// 503: the control plane accepts no more members.
     pub const TOO_MANY_MEMBERS: &str = "too_many_members";
     /// 503: the control plane accepts no more placement watches.

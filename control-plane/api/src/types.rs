@@ -168,6 +168,10 @@ pub struct RegisterRequest {
     /// Most (layer, expert) pairs that fit into the member's memory. Absent means no limit.
     #[serde(default)]
     pub capacity_experts: Option<u32>,
+    /// Failure domain, such as a rack or an availability zone: 1 to 128 visible ASCII characters. Replicas of an expert
+    /// are spread over zones if the placement follows the load.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<String>,
     /// Experts that this process has already loaded. The planner assigns exactly these, so that a member
     /// that returns after an outage does not load again. Empty for a new process.
     #[serde(default)]
@@ -188,6 +192,7 @@ impl RegisterRequest {
             incarnation: rand::random(),
             model,
             capacity_experts: None,
+            zone: None,
             holds: Assignment::default(),
         }
     }
@@ -416,6 +421,15 @@ pub struct StoreStatus {
     /// Error of the last write.
     #[serde(default)]
     pub error: Option<String>,
+}
+
+/// `GET` and `PUT /v1/goals`: the goals of a fleet whose placement follows the load.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct FleetGoals {
+    /// Fewest replicas per expert, 1 to 64, as far as there are servers.
+    pub replicas: u32,
+    /// Replicas of hot experts beyond the minimum, as a share of all replicas of a layer, 0 to 16.
+    pub spare: f64,
 }
 
 /// `GET /v1/status`.

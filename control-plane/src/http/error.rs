@@ -40,6 +40,7 @@ impl HttpError {
             code::LEASE_EXPIRED
             | code::SUPERSEDED
             | code::NAME_IN_USE
+            | code::FIXED_PLACEMENT
             | code::MODEL_MISMATCH
             | code::CAPACITY_TOO_SMALL => StatusCode::CONFLICT,
             code::TOO_MANY_MEMBERS
@@ -74,6 +75,7 @@ impl From<OperationError> for HttpError {
                 Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
                     code::MODEL_MISMATCH
                 }
+                Refusal::FixedPlacement => code::FIXED_PLACEMENT,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
                 Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
@@ -113,11 +115,12 @@ impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
         }
         let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
         // An array would be read as the fields in their order.
-        if text.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
-            let text = "the body is not the JSON that this route expects: expected an object";
-            return Err(HttpError::new(code::BAD_REQUEST, text));
-        }
+        let is_array = text.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
         match serde_json::from_slice(text) {
+            Ok(_) if is_array => {
+                let text = "the body is not the JSON that this route expects: expected an object";
+                Err(HttpError::new(code::BAD_REQUEST, text))
+            }
             Ok(value) => Ok(Self(value)),
             Err(err) => {
                 let text = format!("the body is not the JSON that this route expects: {err}");

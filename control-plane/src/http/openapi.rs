@@ -33,6 +33,8 @@ fn document() -> utoipa::openapi::OpenApi {
         digests::model_digests,
         digests::store_model_digests,
         routes::status,
+        routes::goals,
+        routes::set_goals,
         routes::members,
         routes::register,
         routes::leave,

@@ -6,9 +6,9 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use control_api::{
-    ApiError, ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
-    MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
-    SuspectResponse, code,
+    ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId,
+    MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
+    SuspectRequest, SuspectResponse, code,
 };
 
 use super::App;
@@ -63,6 +63,29 @@ pub(super) async fn placement(State(app): State<App>) -> Response {
     (status = 401, description = "Wrong token", body = ApiError)))]
 pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
     Json(app.coordinator.status())
+}
+
+/// Goals of a placement that follows the load.
+#[utoipa::path(get, path = "/v1/goals", tag = "placement", responses(
+    (status = 200, description = "The goals", body = FleetGoals),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
+    Ok(Json(app.coordinator.goals()?))
+}
+
+/// Changes the goals. The next plan meets them.
+#[utoipa::path(put, path = "/v1/goals", tag = "placement",
+    request_body = FleetGoals, responses(
+    (status = 200, description = "The new goals", body = FleetGoals),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+pub(super) async fn set_goals(
+    State(app): State<App>,
+    Body(goals): Body<FleetGoals>,
+) -> Answer<FleetGoals> {
+    Ok(Json(app.coordinator.set_goals(goals)?))
 }
 
 /// All members by name.

@@ -182,10 +182,20 @@ struct Layer {
 /// A change of the placement that relieves the busiest member.
 #[derive(Clone, Copy, Debug)]
 enum Change {
-    Replicate { expert: usize, to: usize },
-    Move { expert: usize, to: usize },
+    Replicate {
+        expert: usize,
+        to: usize,
+    },
+    Move {
+        expert: usize,
+        to: usize,
+    },
     /// `expert` goes to `to`, and `back` comes from there.
-    Swap { expert: usize, to: usize, back: usize },
+    Swap {
+        expert: usize,
+        to: usize,
+        back: usize,
+    },
 }
 
 impl Change {
@@ -209,9 +219,8 @@ impl Layer {
         let mut names: Vec<&str> = members.iter().filter_map(|member| member.zone).collect();
         names.sort_unstable();
         names.dedup();
-        let zone = |member: &PlanMember<'_>| {
-            member.zone.and_then(|zone| names.binary_search(&zone).ok())
-        };
+        let zone =
+            |member: &PlanMember<'_>| member.zone.and_then(|zone| names.binary_search(&zone).ok());
         let mut layer = Self {
             number,
             loads,
@@ -560,7 +569,7 @@ const MAX_TARGETS: usize = 8;
 /// Least fall of the cost, as a share of it.
 const MIN_GAIN: f64 = 1e-7;
 /// Most replicas beyond the minimum, as a share of it.
-const MAX_SPARE: f64 = 16.0;
+pub(crate) const MAX_SPARE: f64 = 16.0;
 
 #[cfg(test)]
 mod tests;

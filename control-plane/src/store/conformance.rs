@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
+use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescriptor};
 
 use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
 
@@ -40,6 +40,7 @@ fn snapshot(seed: u64) -> Snapshot {
             holds: assignment,
             superseded: Vec::new(),
         }],
+        goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
     }
 }
 

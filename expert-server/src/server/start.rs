@@ -80,6 +80,7 @@ pub(super) async fn start(
     );
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
+    registration.zone.clone_from(&config.zone);
     let incarnation = registration.incarnation;
     let (keeper, assignment) = match &config.placement {
         Placement::ControlPlane { url, token } => {
