@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use control_api::{ExpertLoad, LayerAssignment, LoadReport, TransportLinks};
+use control_api::{ExpertLoad, LayerAssignment, LoadReport, ServerEntry, TransportLinks};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -758,4 +758,71 @@ fn oversized_and_dirty_load_reports_are_refused() {
     let load = Some(links("shm", 2));
     let request = LeaseRequest { incarnation: 1, assignment_version: 0, load };
     world.fleet.renew(&member.member_id, request, world.now).unwrap();
+}
+
+/// Servers join, leave, die, restart and drain at random while the load changes. Whenever every expert has its two
+/// replicas, one of them may fail: no table may then leave an expert without a replica.
+#[test]
+fn no_history_of_single_faults_leaves_an_expert_alone() {
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut fleet = Elastic::new(3, 2);
+    let mut next_incarnation = 1;
+    let mut num_faults = 0;
+    for name in ["m0", "m1", "m2"] {
+        fleet.join(name, next_incarnation);
+        next_incarnation += 1;
+    }
+    for second in 0..3000 {
+        if rng.random_ratio(1, 20) {
+            for layer in model().moe_layers {
+                let hot = rng.random_range(0..8);
+                for expert in 0..8 {
+                    let rate =
+                        if expert == hot { rng.random_range(10_000..200_000) } else { 10_000 };
+                    fleet.rates.insert((layer, expert), rate);
+                }
+            }
+        }
+        // The control plane learns of a death when the lease ends.
+        let is_alive = |server: &ServerEntry| {
+            let process = fleet.processes.get(&server.name);
+            process.is_some_and(|process| process.1 == server.incarnation)
+        };
+        let is_whole = fleet.world.fleet.coverage().is_complete()
+            && fleet.world.fleet.table().servers.iter().all(is_alive);
+        let mut names: Vec<String> = fleet.processes.keys().cloned().collect();
+        names.sort();
+        if is_whole && rng.random_ratio(1, 4) {
+            let victim = names[rng.random_range(0..names.len())].clone();
+            match rng.random_range(0..5u32) {
+                0 if names.len() < 8 => {
+                    fleet.join(&format!("m{second}"), next_incarnation);
+                }
+                1 if names.len() > 2 => {
+                    fleet.processes.remove(&victim);
+                    num_faults += 1;
+                }
+                2 => {
+                    fleet.processes.remove(&victim);
+                    fleet.join(&victim, next_incarnation);
+                    num_faults += 1;
+                }
+                3 if names.len() > 2 => {
+                    let (id, ..) = fleet.processes.remove(&victim).unwrap();
+                    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+                    fleet.world.fleet.refresh();
+                    fleet.check();
+                    fleet.world.fleet.leave(&id).unwrap();
+                    fleet.world.fleet.refresh();
+                    num_faults += 1;
+                }
+                _ => {}
+            }
+            next_incarnation += 1;
+        }
+        fleet.second();
+    }
+    assert!(num_faults > 50, "{num_faults}");
 }
