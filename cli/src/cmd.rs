@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
-use control_api::ControlClient;
+use control_api::{ControlClient, ControlError, ModelDescriptor};
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
@@ -20,11 +20,13 @@ pub mod bench;
 pub mod control_plane;
 pub mod demo;
 pub mod doctor;
+pub mod drain;
 pub mod expert_server;
 pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;
@@ -519,14 +521,39 @@ fn check_cluster(model: &ClientModel, dir: &Path, url: &str, token: Option<Strin
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    let status = runtime.block_on(ControlClient::new(url, token)?.status())?;
-    let Some(served) = status.model else {
+    let control = ControlClient::new(url, token)?;
+    let Some(served) = runtime.block_on(wait_for_model(&control, url))? else {
         bail!("no expert server has joined the control plane at {url} yet");
     };
     if let Some(difference) = model.difference(&served) {
         bail!("the servers at {url} serve another model than {}: {difference}", dir.display());
     }
     Ok(())
+}
+
+/// The fleet's model. A control plane that has just started may have lost its state: its servers register again
+/// within a lease, so the call waits until then.
+async fn wait_for_model(
+    control: &ControlClient,
+    url: &str,
+) -> Result<Option<ModelDescriptor>, ControlError> {
+    let mut has_message = false;
+    loop {
+        let status = control.status().await?;
+        let until = Duration::from_millis(status.lease_ttl_ms) + Duration::from_secs(1);
+        let left = until.saturating_sub(Duration::from_millis(status.uptime_ms));
+        if status.model.is_some() || left.is_zero() {
+            return Ok(status.model);
+        }
+        if !std::mem::replace(&mut has_message, true) {
+            ui::write_err(format_args!(
+                "the control plane at {url} started {:.1} s ago and has no server yet; waiting {:.1} s\n",
+                status.uptime_ms as f64 / 1e3,
+                left.as_secs_f64()
+            ));
+        }
+        tokio::time::sleep(left.min(Duration::from_millis(100))).await;
+    }
 }
 
 /// Starts a cluster with a progress bar.

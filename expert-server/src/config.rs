@@ -60,6 +60,8 @@ pub struct ServerConfig {
     pub drain_idle: Duration,
     /// Longest wait for the control plane's answer to the first registration.
     pub register_timeout: Duration,
+    /// Failure domain, such as a rack. `None` if there are no zones.
+    pub zone: Option<String>,
     /// Most (layer, expert) pairs that the control plane may assign; `None` for no limit.
     pub capacity_experts: Option<u32>,
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone. That makes one time series
@@ -97,6 +99,7 @@ impl ServerConfig {
             drain_timeout: Duration::from_secs(30),
             drain_idle: Duration::from_secs(1),
             register_timeout: Duration::from_secs(30),
+            zone: None,
             capacity_experts: None,
             metrics_by_layer: false,
             #[cfg(feature = "device")]

@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use checkpoint::{OpenError, TensorError};
-use control_api::{ConfigError, LeaseError};
+use control_api::{ConfigError, LeaseError, code};
 #[cfg(feature = "device")]
 use kernels::{abi::ErrorWord, gpu::GpuError};
 use p2p_core::bootstrap::BindError;
@@ -53,8 +53,17 @@ pub enum StartError {
     #[error("cannot serve metrics on {addr}: {source}")]
     MetricsBind { addr: SocketAddr, source: io::Error },
     /// Clients could not reach the address that the server would advertise.
-    #[error("clients cannot connect to '{found}'; set an advertised address HOST:PORT")]
+    #[error(
+        "clients cannot connect to '{found}'; set an advertised address HOST:PORT with an address or \
+         name of this host"
+    )]
     Advertise { found: String },
+    /// The advertised name does not resolve on this host.
+    #[error(
+        "the advertised address '{found}' does not resolve ({reason}); set HOST:PORT with a name that \
+         clients can resolve, or an IP address"
+    )]
+    AdvertiseName { found: String, reason: String },
     /// The metrics registry refused a metric.
     #[error("cannot set up the metrics: {0}")]
     Metrics(#[from] prometheus::Error),
@@ -78,6 +87,15 @@ pub enum StartError {
     /// The data thread cannot be started.
     #[error(transparent)]
     Data(#[from] DataError),
+}
+
+impl StartError {
+    /// True if the control plane refused the server because another live process has its name.
+    #[must_use]
+    pub fn is_name_conflict(&self) -> bool {
+        let Self::Join { source: LeaseError::Ended { code, .. }, .. } = self else { return false };
+        matches!(code.as_deref(), Some(code::NAME_IN_USE | code::SUPERSEDED))
+    }
 }
 
 /// Why a server ended on its own.

@@ -1,14 +1,14 @@
 //! The server's membership of a fleet: lease, load reports, and experts that are assigned later.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
     Assignment, ControlClient, LayerAssignment, LeaseError, LeaseKeeper, LeaseOptions, LeaseState,
-    LeaseStatus, ModelDescriptor, ModelDigests, RegisterRequest, code,
+    LeaseStatus, MemberState, ModelDescriptor, ModelDigests, RegisterRequest, code,
 };
 use tokio::sync::watch;
 
@@ -144,15 +144,31 @@ impl Membership {
     /// Follows the lease until its end. Returns `Ok` after the server has left, or the reason why the control
     /// plane ended the membership.
     ///
-    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded,
-    /// because clients with an older placement may still ask for them.
+    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded for
+    /// [`UNLOAD_AFTER`], because clients with an older placement may still ask for them.
     pub(crate) async fn run(self) -> Result<(), String> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
         let mut held = holds(&*self.store);
         let mut num_renewals = 0;
+        let mut was_draining = false;
+        let mut surplus = HashMap::new();
         loop {
             let now = state.borrow_and_update().clone();
+            // A drain may come from this process or from an operator, who may take it back.
+            let is_draining = match now.member_state {
+                Some(MemberState::Draining) => true,
+                Some(MemberState::Serving) => false,
+                _ => was_draining,
+            };
+            if is_draining != was_draining {
+                was_draining = is_draining;
+                self.health.is_draining.store(is_draining, Ordering::Relaxed);
+                match is_draining {
+                    true => tracing::warn!("this server is drained: it is out of the placement"),
+                    false => tracing::info!("the drain was taken back"),
+                }
+            }
             self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
             match now.status {
                 LeaseStatus::Left => return Ok(()),
@@ -166,6 +182,10 @@ impl Membership {
                 held = holds(&*self.store);
                 self.keeper.set_ready(held.clone());
             }
+            if self.unload_surplus(&now, &held, &mut surplus) {
+                held = holds(&*self.store);
+                self.keeper.set_ready(held.clone());
+            }
             // One report per heartbeat, because a second one would replace the first.
             if now.num_renewals != num_renewals {
                 num_renewals = now.num_renewals;
@@ -175,6 +195,39 @@ impl Membership {
                 return Err("the heartbeat thread has ended".to_owned());
             }
         }
+    }
+
+    /// Unloads experts that have not been assigned for [`UNLOAD_AFTER`]. `surplus` has the time since when an expert
+    /// is not assigned. Returns true if an expert was unloaded.
+    fn unload_surplus(
+        &self,
+        state: &LeaseState,
+        held: &Assignment,
+        surplus: &mut HashMap<(u32, u32), Instant>,
+    ) -> bool {
+        let Some(assignment) = state.assignment.as_deref().filter(|found| !found.is_empty()) else {
+            return false;
+        };
+        surplus.retain(|&(layer, expert), _| !assignment.contains(layer, expert));
+        let now = Instant::now();
+        let mut has_unloaded = false;
+        for entry in &held.layers {
+            for &expert in &entry.experts {
+                let pair = (entry.layer, expert);
+                if assignment.contains(entry.layer, expert) {
+                    continue;
+                }
+                let since = *surplus.entry(pair).or_insert(now);
+                if now.duration_since(since) >= UNLOAD_AFTER && self.store.unload(pair.0, pair.1) {
+                    surplus.remove(&pair);
+                    has_unloaded = true;
+                    let metrics = &self.health.metrics;
+                    metrics.experts_loaded.dec();
+                    metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
+                }
+            }
+        }
+        has_unloaded
     }
 
     /// Assigned experts that are not loaded.
@@ -222,5 +275,7 @@ const DIGESTS_TRIES: u32 = 4;
 const DIGESTS_PAUSE: Duration = Duration::from_millis(250);
 /// Tensors that an error names.
 const MAX_DIFFERENCES: usize = 5;
+/// Clients with an older placement have moved by then.
+const UNLOAD_AFTER: Duration = Duration::from_secs(30);
 /// Pause after a failed load.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

@@ -10,8 +10,9 @@ use anyhow::{Context, Result};
 use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
-
+use expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError, StartError, Ticket,
+};
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
@@ -111,6 +112,10 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
     )]
     max_links: usize,
+    /// Failure domain of this host, such as a rack. With `--placement load` the control plane spreads replicas of an
+    /// expert over zones.
+    #[arg(long, env = "SWITCHYARD_ZONE")]
+    zone: Option<String>,
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
@@ -140,6 +145,18 @@ impl FromStr for Device {
         }
         text.parse().map(Self::Gpu).map_err(|error| format!("{error}, or `cpu`"))
     }
+}
+
+/// Exit code of a server whose name another live process has. A restart does not help: a supervisor should not
+/// repeat it.
+pub const NAME_CONFLICT_EXIT_CODE: u8 = 78;
+
+/// True if `error` says that another live process has the server's name.
+pub fn is_name_conflict(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<StartError>().is_some_and(StartError::is_name_conflict)
+            || matches!(cause.downcast_ref(), Some(ServerError::Membership { .. }))
+    })
 }
 
 fn parse_advertise(text: &str) -> Result<String, String> {
@@ -194,6 +211,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
+    config.zone = args.zone;
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -14,7 +14,7 @@ use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
-    ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList,
+    ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList,
     ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, SuspectResponse,
 };
 
@@ -148,6 +148,11 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/drain"), Some(request)).await
     }
 
+    /// Takes a drain back: the member returns to the placement. Changes nothing about a member that does not drain.
+    pub async fn resume(&self, member: &MemberId) -> Result<MemberInfo, ControlError> {
+        self.call::<(), _>(Method::POST, &format!("v1/members/{member}/resume"), None).await
+    }
+
     /// Reports that a member seems to have failed.
     pub async fn suspect(
         &self,
@@ -187,6 +192,16 @@ impl ControlClient {
     /// Overview of the cluster.
     pub async fn status(&self) -> Result<ClusterStatus, ControlError> {
         self.call(Method::GET, "v1/status", None::<&()>).await
+    }
+
+    /// Goals of a fleet whose placement follows the load.
+    pub async fn goals(&self) -> Result<FleetGoals, ControlError> {
+        self.call(Method::GET, "v1/goals", None::<&()>).await
+    }
+
+    /// Changes the goals of a fleet whose placement follows the load. The next plan meets them.
+    pub async fn set_goals(&self, goals: &FleetGoals) -> Result<FleetGoals, ControlError> {
+        self.call(Method::PUT, "v1/goals", Some(goals)).await
     }
 
     /// Opens the stream of placement tables. [`crate::PlacementWatch`] uses it and reconnects.

@@ -58,6 +58,68 @@ async fn a_member_joins_serves_drains_and_leaves() {
 }
 
 #[tokio::test]
+async fn an_address_that_nothing_answers_at_shows_in_the_members() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let good = listener.local_addr().unwrap().to_string();
+    for (name, addr) in [("good", good.as_str()), ("bad", "localhost.invalid:7171")] {
+        let mut request = request(name, 7);
+        request.data_addr = addr.to_owned();
+        let response = client.register(&request).await.unwrap();
+        let ready = ReadyRequest { incarnation: 7, holds: response.assignment };
+        client.ready(&response.member_id, &ready).await.unwrap();
+    }
+    let seen = async {
+        loop {
+            let members = client.members().await.unwrap();
+            if let Some(reason) = &members[0].unreachable {
+                assert_eq!(
+                    (members[0].name.as_str(), members[1].unreachable.as_ref()),
+                    ("bad", None)
+                );
+                return reason.clone();
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    let reason = tokio::time::timeout(BOUND, seen).await.unwrap();
+    assert!(!reason.is_empty());
+    // The good one was connected to.
+    tokio::time::timeout(BOUND, listener.accept()).await.unwrap().unwrap();
+
+    let mut nowhere = request("nowhere", 7);
+    nowhere.data_addr = "0.0.0.0:7171".to_owned();
+    let err = client.register(&nowhere).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    assert!(err.to_string().contains("0.0.0.0:7171"), "{err}");
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_can_be_taken_back() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let head = format!(
+        "POST /v1/members/{member}/drain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\
+         Content-Type: application/json\r\nContent-Length: 2\r\nConnection: close\r\n\r\n[]"
+    );
+    let answer = raw(plane.addr, head.as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("object"), "{answer}");
+    assert_eq!(client.members().await.unwrap()[0].state, MemberState::Serving);
+
+    client.drain(&member, &DrainRequest::default()).await.unwrap();
+    assert!(client.placement().await.unwrap().servers.is_empty());
+    let info = client.resume(&member).await.unwrap();
+    assert_eq!(info.state, MemberState::Serving);
+    assert_eq!(client.placement().await.unwrap().servers.len(), 1);
+    // It changes nothing about a member that does not drain.
+    assert_eq!(client.resume(&member).await.unwrap().state, MemberState::Serving);
+    plane.stop().await;
+}
+
+#[tokio::test]
 async fn a_suspected_silent_member_expires_before_its_lease() {
     let mut config = config();
     config.lease_ttl = Duration::from_secs(3600);

@@ -3,10 +3,11 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::RegisterRequest;
+use control_api::placement::is_unspecified;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -74,11 +75,12 @@ pub(super) async fn start(
 
     let mut registration = RegisterRequest::new(
         config.name.clone(),
-        advertised_addr(&config, data_addr)?,
+        advertised_addr(&config, data_addr).await?,
         members::describe(&checkpoint, fingerprint),
     );
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
+    registration.zone.clone_from(&config.zone);
     let incarnation = registration.incarnation;
     let (keeper, assignment) = match &config.placement {
         Placement::ControlPlane { url, token } => {
@@ -205,15 +207,33 @@ async fn bind_metrics(addr: SocketAddr) -> Result<TcpListener, StartError> {
 }
 
 /// The address that clients connect to. An unspecified address accepts connections on every interface, but no
-/// client can connect to it.
-fn advertised_addr(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, StartError> {
-    match &config.advertise_addr {
-        Some(addr) => Ok(addr.clone()),
-        None if data_addr.ip().is_unspecified()
-            && matches!(config.placement, Placement::ControlPlane { .. }) =>
-        {
-            Err(StartError::Advertise { found: data_addr.to_string() })
-        }
-        None => Ok(data_addr.to_string()),
+/// client can connect to it. A name must resolve on this host, so that a misspelt one is noticed before clients
+/// fail with it.
+async fn advertised_addr(
+    config: &ServerConfig,
+    data_addr: SocketAddr,
+) -> Result<String, StartError> {
+    let found = match &config.advertise_addr {
+        Some(addr) => addr.clone(),
+        None => data_addr.to_string(),
+    };
+    if !matches!(config.placement, Placement::ControlPlane { .. }) {
+        return Ok(found);
     }
+    if is_unspecified(&found) {
+        return Err(StartError::Advertise { found });
+    }
+    let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(found.clone()));
+    let reason = match lookup.await {
+        Ok(Ok(mut addrs)) => match addrs.next() {
+            Some(_) => return Ok(found),
+            None => "the name has no address".to_owned(),
+        },
+        Ok(Err(err)) => err.to_string(),
+        Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+    };
+    Err(StartError::AdvertiseName { found, reason })
 }
+
+/// Longest wait for the resolver.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
