@@ -29,6 +29,11 @@ pub(crate) enum Refusal {
          its configuration must be the same file"
     )]
     DescriptorMismatch { name: String, fingerprint: String },
+    #[error(
+        "the digests of all bytes of a member's weights differ from those that another member of this fleet has \
+         sent: one of the two has damaged or changed files"
+    )]
+    BytesMismatch,
     #[error("{0}")]
     Capacity(#[from] PlanError),
     #[error("the fleet has {limit} members, the most that this control plane accepts")]

@@ -8,7 +8,7 @@ use std::time::Duration;
 use control_api::{
     Assignment, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo, MemberState,
     ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest,
+    SuspectRequest, WantedDigests,
 };
 
 use crate::admission::{Refusal, check_assignment, check_registration};
@@ -223,6 +223,7 @@ impl Fleet {
             state: member.state(),
             assignment_version: version,
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
+            wanted_digests: WantedDigests::None,
         })
     }
 

@@ -69,6 +69,9 @@ pub enum StartError {
         "cannot join the control plane at {url}: {source}; tensors that differ first: {tensors}"
     )]
     Weights { url: String, source: LeaseError, tensors: String },
+    /// The control plane has other digests of all bytes, or does not take this server's.
+    #[error("cannot join the control plane at {url} with digests of all bytes: {reason}")]
+    Digests { url: String, reason: String },
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),

@@ -15,6 +15,7 @@ use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Tick
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
+use super::inspect::Verify;
 use crate::{Global, ui};
 
 /// Options of `expert-server`.
@@ -46,6 +47,11 @@ pub struct Args {
     /// Address that serves /metrics, /healthz and /readyz over HTTP. Without it, they are not served.
     #[arg(long, env = "SWITCHYARD_METRICS_LISTEN", value_name = "HOST:PORT")]
     metrics_listen: Option<SocketAddr>,
+    /// Bytes of the weights to verify. sampled: the fingerprint that peers compare, at least 64 KiB of every matrix.
+    /// full: also all bytes of all experts of the folder. Of two servers of a fleet with `full` and different bytes,
+    /// the second does not start. `inspect --verify full` prints the same digest.
+    #[arg(long, env = "SWITCHYARD_VERIFY", default_value = "sampled", value_name = "sampled|full")]
+    verify: Verify,
     #[command(flatten)]
     control: super::ControlArgs,
     /// Experts to hold, for use without a control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
@@ -167,6 +173,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
     };
     let mut config = ServerConfig::new(&args.model, args.name, placement);
+    config.verify = args.verify.coverage();
     config.data_addr = args.listen;
     config.advertise_addr = args.advertise;
     config.metrics_addr = args.metrics_listen;
@@ -224,6 +231,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 "device": device,
                 "experts": held,
                 "expert_bytes": server.expert_bytes(),
+                "full_digest": server.full_digest().map(|digest| digest.to_string()),
             }))?;
         } else {
             outln!(
@@ -232,6 +240,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 server.data_addr(),
                 server.expert_bytes() as f64 / 1e9
             );
+            if let Some(digest) = server.full_digest() {
+                outln!("all bytes {digest}");
+            }
             if let Some(addr) = server.metrics_addr() {
                 outln!("metrics on http://{addr}/metrics");
             }

@@ -179,7 +179,12 @@ impl ControlClient {
         self.call(Method::GET, "v1/model/digests", None::<&()>).await
     }
 
-    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay.
+    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay, until a member sends
+    /// digests of all bytes, too.
+    ///
+    /// # Errors
+    /// [`ControlError`]. Its code is [`code::MODEL_MISMATCH`](crate::code::MODEL_MISMATCH) if the fleet has another
+    /// fingerprint, or other digests of all bytes.
     pub async fn send_model_digests(&self, digests: &ModelDigests) -> Result<(), ControlError> {
         self.send(Method::PUT, "v1/model/digests", Some(digests)).await.map(drop)
     }

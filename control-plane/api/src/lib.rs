@@ -27,7 +27,7 @@ pub use types::{
     Assignment, ClusterStatus, DrainRequest, ExpertLoad, InvalidMemberId, LayerAssignment,
     LeaseRequest, LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList,
     MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
-    StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks,
+    StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks, WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

@@ -69,9 +69,9 @@ impl From<OperationError> for HttpError {
                 Refusal::UnknownMember { .. } => code::UNKNOWN_MEMBER,
                 Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
                 Refusal::Superseded { .. } => code::SUPERSEDED,
-                Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
-                    code::MODEL_MISMATCH
-                }
+                Refusal::ModelMismatch { .. }
+                | Refusal::DescriptorMismatch { .. }
+                | Refusal::BytesMismatch => code::MODEL_MISMATCH,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
                 Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
