@@ -39,6 +39,11 @@ pub(crate) enum Refusal {
         "the placement of this control plane is fixed: start it with --placement load to change goals while it runs"
     )]
     FixedPlacement,
+    #[error(
+        "the digests of all bytes of a member's weights differ from those that another member of this fleet has \
+         sent: one of the two has damaged or changed files"
+    )]
+    BytesMismatch,
     #[error("{0}")]
     Capacity(#[from] PlanError),
     #[error("the fleet has {limit} members, the most that this control plane accepts")]

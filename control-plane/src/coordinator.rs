@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable,
-    ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
+    PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    TensorDigest, WantedDigests,
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, broadcast, watch};
@@ -47,13 +48,21 @@ pub(crate) struct Coordinator {
     lease_ttl: Duration,
     metrics: Metrics,
     latest: Mutex<Arc<EncodedTable>>,
-    /// Digests of the model's tensors as JSON.
-    model_digests: Mutex<Option<Bytes>>,
+    /// Digests of the model's tensors.
+    model_digests: Mutex<Option<KeptDigests>>,
     changes: broadcast::Sender<Arc<EncodedTable>>,
     writes: watch::Sender<WriteState>,
     /// Wakes the writer of the store.
     dirty: Notify,
     store_kind: &'static str,
+}
+
+/// Digests of the model's tensors, as a member has sent them.
+#[derive(Debug)]
+struct KeptDigests {
+    json: Bytes,
+    /// Those of all bytes; empty if the member had none.
+    full: Vec<TensorDigest>,
 }
 
 /// Progress of writing the store.
@@ -151,7 +160,13 @@ impl Coordinator {
         member: &MemberId,
         request: LeaseRequest,
     ) -> Result<LeaseResponse, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.renew(member, request, now))?)
+        let mut response = self.with_fleet(|fleet, now| fleet.renew(member, request, now))?;
+        response.wanted_digests = match &*lock(&self.model_digests) {
+            None => WantedDigests::Any,
+            Some(kept) if kept.full.is_empty() => WantedDigests::Full,
+            Some(_) => WantedDigests::None,
+        };
+        Ok(response)
     }
 
     pub(crate) fn ready(
@@ -226,24 +241,33 @@ impl Coordinator {
 
     /// The digests of the model's tensors as JSON, if a member has sent them.
     pub(crate) fn model_digests(&self) -> Option<Bytes> {
-        lock(&self.model_digests).clone()
+        lock(&self.model_digests).as_ref().map(|kept| kept.json.clone())
     }
 
-    /// Keeps the digests `json` of the model with that fingerprint, unless there are some.
+    /// Keeps `digests`, whose JSON is `json`, unless there are some that cover as much. Refuses digests of another
+    /// model, and those of all bytes if others are kept.
     pub(crate) fn store_model_digests(
         &self,
-        fingerprint: &str,
+        digests: ModelDigests,
         json: Bytes,
     ) -> Result<(), OperationError> {
+        let ModelDigests { fingerprint, full, .. } = digests;
         let model = lock(&self.fleet).model().cloned();
         let expected = model.map(|model| model.fingerprint).unwrap_or_default();
         if fingerprint != expected {
-            let (name, found) = ("that sends digests".to_owned(), fingerprint.to_owned());
+            let (name, found) = ("that sends digests".to_owned(), fingerprint);
             let is_same_shape = false;
             return Err(Refusal::ModelMismatch { name, found, expected, is_same_shape }.into());
         }
-        lock(&self.model_digests).get_or_insert(json);
-        Ok(())
+        let mut kept = lock(&self.model_digests);
+        match &*kept {
+            Some(kept) if full.is_empty() || kept.full == full => Ok(()),
+            Some(kept) if !kept.full.is_empty() => Err(Refusal::BytesMismatch.into()),
+            _ => {
+                *kept = Some(KeptDigests { json, full });
+                Ok(())
+            }
+        }
     }
 
     /// The table in force.

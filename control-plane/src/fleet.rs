@@ -8,7 +8,7 @@ use std::time::Duration;
 use control_api::{
     Assignment, FleetGoals, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo,
     MemberState, ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest,
+    SuspectRequest, WantedDigests,
 };
 
 use crate::admission::{Refusal, check_assignment, check_goals, check_load, check_registration};
@@ -305,6 +305,7 @@ impl Fleet {
             state: member.state(),
             assignment_version: version,
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
+            wanted_digests: WantedDigests::None,
         })
     }
 

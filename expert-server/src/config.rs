@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use checkpoint::Coverage;
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
 #[cfg(feature = "device")]
@@ -35,6 +36,10 @@ pub struct ServerConfig {
     pub metrics_addr: Option<SocketAddr>,
     /// Source of the assignment of experts.
     pub placement: Placement,
+    /// Bytes of the weights to verify. [`Coverage::Full`] reads all bytes of all experts of the checkpoint before the
+    /// server joins. Of two servers of a fleet that do so with different bytes, the control plane refuses the second.
+    /// The fingerprint that peers compare covers sampled bytes in any case.
+    pub verify: Coverage,
     /// Serves from a GPU; `None` serves from CPUs. Slots are then in the GPU's memory, with the size and frames
     /// of `slot`. Clients connect from within the host and over the networks of `transports`. Slots of a client
     /// over a network are in page-locked memory, and a proxy posts for the kernels.
@@ -87,6 +92,7 @@ impl ServerConfig {
             advertise_addr: None,
             metrics_addr: None,
             placement,
+            verify: Coverage::Sampled,
             #[cfg(feature = "device")]
             device: None,
             num_threads: 0,

@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use checkpoint::{OpenError, TensorError};
-use control_api::{ConfigError, LeaseError, code};
+use control_api::{ConfigError, LeaseError};
 #[cfg(feature = "device")]
 use kernels::{abi::ErrorWord, gpu::GpuError};
 use p2p_core::bootstrap::BindError;
@@ -78,6 +78,9 @@ pub enum StartError {
         "cannot join the control plane at {url}: {source}; tensors that differ first: {tensors}"
     )]
     Weights { url: String, source: LeaseError, tensors: String },
+    /// The control plane has other digests of all bytes, or does not take this server's.
+    #[error("cannot join the control plane at {url} with digests of all bytes: {reason}")]
+    Digests { url: String, reason: String },
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -94,7 +97,7 @@ impl StartError {
     #[must_use]
     pub fn is_name_conflict(&self) -> bool {
         let Self::Join { source: LeaseError::Ended { code, .. }, .. } = self else { return false };
-        matches!(code.as_deref(), Some(code::NAME_IN_USE | code::SUPERSEDED))
+        crate::members::is_name_conflict(code.as_deref())
     }
 }
 
@@ -105,9 +108,9 @@ pub enum ServerError {
     /// The data thread ended.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// The control plane ended the membership, because another process has taken the name.
+    /// The control plane ended the membership: another live process has the name, or the fleet has other weights.
     #[error("the control plane ended the membership: {reason}")]
-    Membership { reason: String },
+    Membership { reason: String, is_name_conflict: bool },
     /// The listener ended, so no client could connect any more. `outcome` is the failure of its task, if any.
     #[error("the listener for clients ended unexpectedly{}", .outcome.as_ref().map(|e| format!(": {e}")).unwrap_or_default())]
     Listener { outcome: Option<tokio::task::JoinError> },

@@ -16,6 +16,7 @@ use expert_server::{
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
+use super::inspect::Verify;
 use crate::{Global, ui};
 
 /// Options of `expert-server`.
@@ -47,6 +48,11 @@ pub struct Args {
     /// Address that serves /metrics, /healthz and /readyz over HTTP. Without it, they are not served.
     #[arg(long, env = "SWITCHYARD_METRICS_LISTEN", value_name = "HOST:PORT")]
     metrics_listen: Option<SocketAddr>,
+    /// Bytes of the weights to verify. sampled: the fingerprint that peers compare, at least 64 KiB of every matrix.
+    /// full: also all bytes of all experts of the folder. Of two servers of a fleet with `full` and different bytes,
+    /// the second does not start. `inspect --verify full` prints the same digest.
+    #[arg(long, env = "SWITCHYARD_VERIFY", default_value = "sampled", value_name = "sampled|full")]
+    verify: Verify,
     #[command(flatten)]
     control: super::ControlArgs,
     /// Experts to hold, for use without a control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
@@ -155,7 +161,10 @@ pub const NAME_CONFLICT_EXIT_CODE: u8 = 78;
 pub fn is_name_conflict(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         cause.downcast_ref::<StartError>().is_some_and(StartError::is_name_conflict)
-            || matches!(cause.downcast_ref(), Some(ServerError::Membership { .. }))
+            || matches!(
+                cause.downcast_ref(),
+                Some(ServerError::Membership { is_name_conflict: true, .. })
+            )
     })
 }
 
@@ -184,6 +193,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
     };
     let mut config = ServerConfig::new(&args.model, args.name, placement);
+    config.verify = args.verify.coverage();
     config.data_addr = args.listen;
     config.advertise_addr = args.advertise;
     config.metrics_addr = args.metrics_listen;
@@ -242,6 +252,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 "device": device,
                 "experts": held,
                 "expert_bytes": server.expert_bytes(),
+                "full_digest": server.full_digest().map(|digest| digest.to_string()),
             }))?;
         } else {
             outln!(
@@ -250,6 +261,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 server.data_addr(),
                 server.expert_bytes() as f64 / 1e9
             );
+            if let Some(digest) = server.full_digest() {
+                outln!("all bytes {digest}");
+            }
             if let Some(addr) = server.metrics_addr() {
                 outln!("metrics on http://{addr}/metrics");
             }

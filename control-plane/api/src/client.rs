@@ -14,8 +14,9 @@ use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
-    ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList,
-    ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, SuspectResponse,
+    ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
+    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
+    SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
@@ -184,7 +185,12 @@ impl ControlClient {
         self.call(Method::GET, "v1/model/digests", None::<&()>).await
     }
 
-    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay.
+    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay, until a member sends
+    /// digests of all bytes, too.
+    ///
+    /// # Errors
+    /// [`ControlError`]. Its code is [`code::MODEL_MISMATCH`](crate::code::MODEL_MISMATCH) if the fleet has another
+    /// fingerprint, or other digests of all bytes.
     pub async fn send_model_digests(&self, digests: &ModelDigests) -> Result<(), ControlError> {
         self.send(Method::PUT, "v1/model/digests", Some(digests)).await.map(drop)
     }

@@ -14,7 +14,7 @@ use crate::client::ControlClient;
 use crate::error::{ConfigError, ControlError, code};
 use crate::types::{
     Assignment, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState, ReadyRequest,
-    RegisterRequest,
+    RegisterRequest, WantedDigests,
 };
 
 /// Retry delays of a [`LeaseKeeper`].
@@ -78,6 +78,8 @@ pub struct LeaseState {
     pub num_registrations: u64,
     /// Number of successful renewals.
     pub num_renewals: u64,
+    /// Digests that the control plane asked for with the last renewal.
+    pub wanted_digests: WantedDigests,
 }
 
 /// Error of a call of a [`LeaseKeeper`].
@@ -406,6 +408,7 @@ impl Worker {
                     state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
                     clear_error(state);
                     state.num_renewals += 1;
+                    state.wanted_digests = response.wanted_digests;
                 });
                 let must_report = self.reported.is_none() && self.intent.borrow().holds.is_some();
                 Next::Sleep(if must_report { self.interval() / 8 } else { self.interval() })

@@ -28,6 +28,7 @@ pub use types::{
     LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo,
     MemberList, MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest,
     RegisterResponse, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks,
+    WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

@@ -95,8 +95,24 @@ pub struct ModelDescriptor {
 pub struct ModelDigests {
     /// [`ModelDescriptor::fingerprint`] that these digests make up.
     pub fingerprint: String,
-    /// The tensors by name, ascending.
+    /// The tensors by name, ascending. The digests cover the sampled bytes that the fingerprint covers.
     pub tensors: Vec<TensorDigest>,
+    /// The same tensors with digests of all bytes, from a member that has read them all. Otherwise empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub full: Vec<TensorDigest>,
+}
+
+/// Digests that the control plane lacks, for instance after a restart. A member that has them sends them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WantedDigests {
+    /// None.
+    #[default]
+    None,
+    /// Digests of all bytes: it has those of sampled bytes.
+    Full,
+    /// Any.
+    Any,
 }
 
 /// Digest of one tensor.
@@ -241,6 +257,9 @@ pub struct LeaseResponse {
     /// The new assignment, if its version differs from the version in the request.
     #[serde(default)]
     pub assignment: Option<Assignment>,
+    /// Digests of the model's tensors that the member shall send if it has them.
+    #[serde(default)]
+    pub wanted_digests: WantedDigests,
 }
 
 /// Work of a member in one window of time.

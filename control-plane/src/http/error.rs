@@ -72,9 +72,9 @@ impl From<OperationError> for HttpError {
                 Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
                 Refusal::Superseded { .. } => code::SUPERSEDED,
                 Refusal::NameInUse { .. } => code::NAME_IN_USE,
-                Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
-                    code::MODEL_MISMATCH
-                }
+                Refusal::ModelMismatch { .. }
+                | Refusal::DescriptorMismatch { .. }
+                | Refusal::BytesMismatch => code::MODEL_MISMATCH,
                 Refusal::FixedPlacement => code::FIXED_PLACEMENT,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
                 Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,

@@ -2,7 +2,7 @@
 
 use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
-    ModelDigests, SuspectRequest, TensorDigest, code,
+    ModelDigests, SuspectRequest, TensorDigest, WantedDigests, code,
 };
 use switchyard_control_plane::{BindError, Server, ServerConfig};
 
@@ -154,6 +154,7 @@ async fn the_first_digests_of_the_fleets_model_stay() {
     let digests = ModelDigests {
         fingerprint: model().fingerprint,
         tensors: vec![tensor("a", "0"), tensor("b", "f")],
+        full: Vec::new(),
     };
     // No member, so no model.
     let refused = code_of(client.send_model_digests(&digests).await);
@@ -177,6 +178,37 @@ async fn the_first_digests_of_the_fleets_model_stay() {
     client.send_model_digests(&digests).await.unwrap();
     client.send_model_digests(&with(Vec::new())).await.unwrap();
     assert_eq!(client.model_digests().await.unwrap(), digests);
+    plane.stop().await;
+}
+
+/// Renewals ask for digests that the control plane lacks. The first digests of all bytes replace those of samples, and
+/// other ones are refused.
+#[tokio::test]
+async fn digests_are_asked_for_and_those_of_all_bytes_must_agree() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    let member = client.register(&request("a", 1)).await.unwrap().member_id;
+    let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
+    let wanted = async || client.renew(&member, &lease).await.unwrap().wanted_digests;
+    assert_eq!(wanted().await, WantedDigests::Any);
+
+    let tensor = |digit: &str| TensorDigest { name: "a".to_owned(), digest: digit.repeat(32) };
+    let fingerprint = model().fingerprint;
+    let sampled = ModelDigests { fingerprint, tensors: vec![tensor("0")], full: Vec::new() };
+    client.send_model_digests(&sampled).await.unwrap();
+    assert_eq!(wanted().await, WantedDigests::Full);
+    let full = |digit| ModelDigests { full: vec![tensor(digit)], ..sampled.clone() };
+    let err = client.send_model_digests(&full("x")).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    client.send_model_digests(&full("1")).await.unwrap();
+    assert_eq!(wanted().await, WantedDigests::None);
+
+    let err = client.send_model_digests(&full("2")).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::MODEL_MISMATCH));
+    for same in [full("1"), sampled.clone()] {
+        client.send_model_digests(&same).await.unwrap();
+    }
+    assert_eq!(client.model_digests().await.unwrap(), full("1"));
     plane.stop().await;
 }
 
