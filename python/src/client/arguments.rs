@@ -20,7 +20,7 @@ pub fn layer(layer: &Bound<'_, PyAny>) -> PyResult<u32> {
     })
 }
 
-/// What a call reads.
+/// The arrays that a call reads.
 pub struct Request<'a, 'py> {
     x: Array<'a, 'py>,
     raw: RawRequest,
@@ -92,13 +92,13 @@ impl<'a, 'py> Request<'a, 'py> {
         self.raw
     }
 
-    /// What keeps the memory of `x` valid.
+    /// The owner of the memory of `x`.
     pub fn into_owner(self) -> Owner {
         self.x.into_owner()
     }
 }
 
-/// What a call writes.
+/// The array that a call writes.
 pub struct Target<'py> {
     object: Bound<'py, PyAny>,
     /// The library that makes the result of `object`.

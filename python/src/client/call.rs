@@ -221,7 +221,7 @@ pub struct Handle {
     layer: u32,
 }
 
-/// What a handle holds until its call ends.
+/// The call of a handle, and the memory that it reads.
 struct Pending {
     // Dropped in this order: the call first, then what it reads.
     handle: attention_client::Handle<'static>,
