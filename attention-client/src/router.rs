@@ -12,6 +12,9 @@
 //! | normalised | one of these | `s * p_i / max(sum_topk(p) + epsilon, minimum)` |
 //! | chosen by logits | softmax over the chosen logits, or their sigmoid | as above |
 //! | sparse mixer | two softmaxes, each over the logits near the best one that is left | `p_i` |
+//! | weighted shared experts | sigmoid | `s * p_i / sum(p)` over the chosen and the shared experts |
+//!
+//! A model may have further factors, one for each expert ([`Router::with_scales`]).
 //!
 //! The best `top_k` of `p + b` are chosen, inside the best groups if there are groups. A group counts as much as its
 //! best expert, or as the sum of its two best.
@@ -26,10 +29,16 @@
 //! scores. Chosen experts are listed by descending score, the sparse mixer's two in the order of choice. No token is
 //! dropped.
 
+mod scores;
+
 use checkpoint::ConfigError;
 use thiserror::Error;
 
-pub use checkpoint::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
+use scores::{group_score, log_sigmoid, score, sparse_mixer, top_k_of};
+
+pub use checkpoint::{
+    ChosenBy, GroupScore, Groups, InputNorm, Normalisation, RouterConfig, Scoring,
+};
 
 /// Chooses `top_k` experts for every token.
 ///
@@ -51,6 +60,8 @@ pub struct Router {
     config: RouterConfig,
     /// `[num_experts]`, or empty without a bias.
     bias: Vec<f32>,
+    /// Factors on the weights: `[num_experts]`, one for all, or empty.
+    scales: Vec<f32>,
 }
 
 /// Scratch memory of [`Router::route`]; sized on first use, then never reallocated.
@@ -68,6 +79,16 @@ pub struct RouterWorkspace {
     group_scores: Vec<f32>,
     /// Scores of the chosen experts, `[top_k]`.
     best: Vec<f32>,
+    /// Weights of the shared experts, `[num_tokens, weighted_shared]`.
+    shared: Vec<f32>,
+}
+
+impl RouterWorkspace {
+    /// The weights of the shared experts after a successful [`Router::route`], `[num_tokens, weighted_shared]`. Empty
+    /// for models whose shared experts have no weights.
+    pub fn shared_weights(&self) -> &[f32] {
+        &self.shared
+    }
 }
 
 /// Failure of [`Router::route`].
@@ -86,6 +107,12 @@ pub enum RouteError {
     /// Every logit of a token is -inf, so that its softmax is undefined.
     #[error("all gate logits of token {token} are -inf: no expert is eligible")]
     NoEligibleExpert { token: usize },
+    /// An expert that the caller chose is none of the model's.
+    #[error("token {token} has expert {expert}, expected 0 to {}", num_experts - 1)]
+    NoSuchExpert { token: usize, expert: i32, num_experts: usize },
+    /// The sparse mixer's weights follow from its own choice.
+    #[error("the sparse mixer chooses experts itself; call `route`")]
+    OwnChoice,
 }
 
 /// An invalid [`RouterConfig`], or a model whose router is not computed here.
@@ -123,6 +150,14 @@ pub enum RouterConfigError {
     /// The bias does not fit.
     #[error("the bias for the choice has {found} values, expected {expected}")]
     BiasLength { found: usize, expected: usize },
+    /// The factors of the experts do not fit.
+    #[error("the experts' factors are {found} values, expected {expected}")]
+    ScalesLength { found: usize, expected: &'static str },
+    /// Weighted shared experts need sigmoids that nothing else normalises.
+    #[error(
+        "the router weighs shared experts, expected sigmoid scores, no other normalisation and no bound of the logits"
+    )]
+    WeightedShared,
     /// A value of the configuration is NaN or infinite.
     #[error("{what} is {value}, expected a finite number")]
     NotFinite { what: &'static str, value: f32 },
@@ -131,8 +166,38 @@ pub enum RouterConfigError {
 impl Router {
     /// A router with the given configuration and, if it has one, the `bias` `[num_experts]` for the choice
     /// (`e_score_correction_bias`), else an empty one.
+    ///
+    /// # Errors
+    /// [`RouterConfigError`]. A configuration with factors for the experts needs [`with_scales`](Self::with_scales).
     pub fn new(config: RouterConfig, bias: Vec<f32>) -> Result<Self, RouterConfigError> {
+        Self::with_scales(config, bias, Vec::new())
+    }
+
+    /// As [`new`](Self::new) for a model with further factors on the weights: one for each expert (Gemma 4's
+    /// `per_expert_scale`) or one for all, shared ones included (Inkling's `global_scale`).
+    ///
+    /// # Errors
+    /// [`RouterConfigError`].
+    pub fn with_scales(
+        config: RouterConfig,
+        bias: Vec<f32>,
+        scales: Vec<f32>,
+    ) -> Result<Self, RouterConfigError> {
         validate(&config)?;
+        let expected = match (config.has_expert_scales, config.weighted_shared) {
+            (false, _) if !scales.is_empty() => Some("none"),
+            (true, 0) if scales.len() != 1 && scales.len() != config.num_experts => {
+                Some("one for each expert, or one for all")
+            }
+            (true, 1..) if scales.len() != 1 => Some("one for all"),
+            _ => None,
+        };
+        if let Some(expected) = expected {
+            return Err(RouterConfigError::ScalesLength { found: scales.len(), expected });
+        }
+        if let Some(&value) = scales.iter().find(|scale| !scale.is_finite()) {
+            return Err(RouterConfigError::NotFinite { what: "a factor of the experts", value });
+        }
         let expected = if config.has_bias { config.num_experts } else { 0 };
         if bias.len() != expected {
             return Err(RouterConfigError::BiasLength { found: bias.len(), expected });
@@ -140,7 +205,7 @@ impl Router {
         if let Some(&value) = bias.iter().find(|b| !b.is_finite()) {
             return Err(RouterConfigError::NotFinite { what: "the bias for the choice", value });
         }
-        Ok(Self { config, bias })
+        Ok(Self { config, bias, scales })
     }
 
     /// The router's configuration.
@@ -148,7 +213,7 @@ impl Router {
         &self.config
     }
 
-    /// Routes every row of `logits` `[num_tokens, num_experts]`: fills `topk_idx` and
+    /// Routes every row of `logits` `[num_tokens, num_experts + weighted_shared]`: fills `topk_idx` and
     /// `topk_weights`, both `[num_tokens, top_k]`.
     ///
     /// A logit of -inf gives a softmax score of 0: such an expert is chosen, with weight 0, only
@@ -160,20 +225,153 @@ impl Router {
         topk_idx: &mut [i32],
         topk_weights: &mut [f32],
     ) -> Result<(), RouteError> {
-        let RouterConfig { num_experts, top_k, .. } = self.config;
-        let num_tokens = logits.len() / num_experts;
-        check_length("logits", logits.len(), num_tokens * num_experts)?;
-        check_length("topk_idx", topk_idx.len(), num_tokens * top_k)?;
-        check_length("topk_weights", topk_weights.len(), num_tokens * top_k)?;
-        workspace.resize(&self.config);
+        let top_k = self.config.top_k;
+        self.check_lengths(logits, workspace, topk_idx.len(), topk_weights.len())?;
         let rows = logits
-            .chunks_exact(num_experts)
+            .chunks_exact(self.row_len())
             .zip(topk_idx.chunks_exact_mut(top_k))
             .zip(topk_weights.chunks_exact_mut(top_k));
         for (token, ((logits, idx), weights)) in rows.enumerate() {
             self.route_token(token, logits, workspace, idx, weights)?;
+            self.finish(token, logits, workspace, idx, weights);
         }
         Ok(())
+    }
+
+    /// Weighs experts that the caller has chosen, for a layer that chooses them by the token
+    /// ([`RouterTensors::hash_table`](checkpoint::RouterTensors::hash_table)): fills `topk_weights` from `logits` as
+    /// [`route`](Self::route) does after its own choice.
+    ///
+    /// # Errors
+    /// [`RouteError`].
+    pub fn weigh(
+        &self,
+        logits: &[f32],
+        workspace: &mut RouterWorkspace,
+        topk_idx: &[i32],
+        topk_weights: &mut [f32],
+    ) -> Result<(), RouteError> {
+        let RouterConfig { num_experts, top_k, scoring, .. } = self.config;
+        if matches!(scoring, Scoring::SparseMixer { .. }) {
+            return Err(RouteError::OwnChoice);
+        }
+        self.check_lengths(logits, workspace, topk_idx.len(), topk_weights.len())?;
+        let rows = logits
+            .chunks_exact(self.row_len())
+            .zip(topk_idx.chunks_exact(top_k))
+            .zip(topk_weights.chunks_exact_mut(top_k));
+        for (token, ((logits, idx), weights)) in rows.enumerate() {
+            let is_expert = |expert: i32| usize::try_from(expert).is_ok_and(|e| e < num_experts);
+            if let Some(&expert) = idx.iter().find(|expert| !is_expert(**expert)) {
+                return Err(RouteError::NoSuchExpert { token, expert, num_experts });
+            }
+            let RouterWorkspace { capped, scores, best, .. } = workspace;
+            let logits_of_experts = self.checked_logits(token, logits, capped)?;
+            let is_defined = match self.config.chosen_by {
+                ChosenBy::Logits => {
+                    for (best, expert) in best.iter_mut().zip(idx) {
+                        *best = logits_of_experts[*expert as usize];
+                    }
+                    score(scoring, best, weights)
+                }
+                ChosenBy::Scores => {
+                    let is_defined = score(scoring, logits_of_experts, scores);
+                    for (weight, expert) in weights.iter_mut().zip(idx) {
+                        *weight = scores[*expert as usize];
+                    }
+                    is_defined
+                }
+            };
+            if !is_defined {
+                return Err(RouteError::NoEligibleExpert { token });
+            }
+            self.finish(token, logits, workspace, idx, weights);
+        }
+        Ok(())
+    }
+
+    /// Logits of one token.
+    fn row_len(&self) -> usize {
+        self.config.num_experts + self.config.weighted_shared
+    }
+
+    /// Checks the lengths and sizes the workspace.
+    fn check_lengths(
+        &self,
+        logits: &[f32],
+        workspace: &mut RouterWorkspace,
+        num_idx: usize,
+        num_weights: usize,
+    ) -> Result<(), RouteError> {
+        let (row, top_k) = (self.row_len(), self.config.top_k);
+        let num_tokens = logits.len() / row;
+        check_length("logits", logits.len(), num_tokens * row)?;
+        check_length("topk_idx", num_idx, num_tokens * top_k)?;
+        check_length("topk_weights", num_weights, num_tokens * top_k)?;
+        workspace.resize(&self.config, num_tokens);
+        Ok(())
+    }
+
+    /// The logits of the routed experts, capped if the rule caps them.
+    fn checked_logits<'a>(
+        &self,
+        token: usize,
+        logits: &'a [f32],
+        capped: &'a mut Vec<f32>,
+    ) -> Result<&'a [f32], RouteError> {
+        if let Some(expert) = logits.iter().position(|l| l.is_nan() || *l == f32::INFINITY) {
+            return Err(RouteError::BadLogit { token, expert, value: logits[expert] });
+        }
+        let logits = &logits[..self.config.num_experts];
+        Ok(match self.config.softcap {
+            Some(cap) => {
+                capped.clear();
+                capped.extend(logits.iter().map(|logit| cap * (logit / cap).tanh()));
+                capped
+            }
+            None => logits,
+        })
+    }
+
+    /// Normalises and scales the weights of a token's chosen experts.
+    fn finish(
+        &self,
+        token: usize,
+        logits: &[f32],
+        workspace: &mut RouterWorkspace,
+        idx: &[i32],
+        weights: &mut [f32],
+    ) {
+        let RouterConfig { num_experts, weighted_shared, scale, .. } = self.config;
+        let shared = &mut workspace.shared[token * weighted_shared..][..weighted_shared];
+        if weighted_shared > 0 {
+            for (weight, expert) in weights.iter_mut().zip(idx) {
+                *weight = log_sigmoid(logits[*expert as usize]);
+            }
+            for (weight, logit) in shared.iter_mut().zip(&logits[num_experts..]) {
+                *weight = log_sigmoid(*logit);
+            }
+            let all = || weights.iter().chain(shared.iter());
+            let max = all().copied().fold(f32::MIN, f32::max);
+            let sum = all().map(|log| (log - max).exp()).sum::<f32>().max(f32::MIN_POSITIVE);
+            let share = |log: &mut f32| *log = (*log - max).exp() / sum;
+            weights.iter_mut().chain(shared.iter_mut()).for_each(share);
+        }
+        if let Normalisation::Sum { epsilon, minimum } = self.config.normalisation {
+            let sum = (weights.iter().sum::<f32>() + epsilon).max(minimum);
+            weights.iter_mut().for_each(|w| *w /= sum);
+        }
+        if scale != 1.0 {
+            weights.iter_mut().chain(shared.iter_mut()).for_each(|w| *w *= scale);
+        }
+        match self.scales.as_slice() {
+            [] => {}
+            [scale] => weights.iter_mut().chain(shared.iter_mut()).for_each(|w| *w *= scale),
+            scales => {
+                let pairs = weights.iter_mut().zip(idx);
+                pairs.for_each(|(weight, expert)| *weight *= scales[*expert as usize]);
+            }
+        }
     }
 
     fn route_token(
@@ -184,15 +382,8 @@ impl Router {
         idx: &mut [i32],
         weights: &mut [f32],
     ) -> Result<(), RouteError> {
-        let RouterWorkspace { capped, choice, scores, groups, group_scores, best } = workspace;
-        if let Some(expert) = logits.iter().position(|l| l.is_nan() || *l == f32::INFINITY) {
-            return Err(RouteError::BadLogit { token, expert, value: logits[expert] });
-        }
-        if let Some(cap) = self.config.softcap {
-            capped.clear();
-            capped.extend(logits.iter().map(|logit| cap * (logit / cap).tanh()));
-        }
-        let logits = if self.config.softcap.is_some() { &capped[..] } else { logits };
+        let RouterWorkspace { capped, choice, scores, groups, group_scores, best, .. } = workspace;
+        let logits = self.checked_logits(token, logits, capped)?;
         if let Scoring::SparseMixer { jitter } = self.config.scoring {
             return sparse_mixer(logits, jitter, choice, idx, weights)
                 .then_some(())
@@ -226,143 +417,24 @@ impl Router {
                 }
             }
         }
-        if let Normalisation::Sum { epsilon, minimum } = self.config.normalisation {
-            let sum = (weights.iter().sum::<f32>() + epsilon).max(minimum);
-            weights.iter_mut().for_each(|w| *w /= sum);
-        }
-        if self.config.scale != 1.0 {
-            weights.iter_mut().for_each(|w| *w *= self.config.scale);
-        }
         Ok(())
     }
 }
 
-fn group_score(kind: GroupScore, group: &[f32]) -> f32 {
-    let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for &score in group {
-        if score > first {
-            second = first;
-            first = score;
-        } else if score > second {
-            second = score;
-        }
-    }
-    match kind {
-        GroupScore::Max => first,
-        GroupScore::TopTwoSum => first + second,
-    }
-}
-
 impl RouterWorkspace {
-    fn resize(&mut self, config: &RouterConfig) {
+    fn resize(&mut self, config: &RouterConfig, num_tokens: usize) {
         self.choice.resize(config.num_experts, 0.0);
         self.scores.resize(config.num_experts, 0.0);
         let topk_groups = config.groups.map_or(0, |g| g.topk_groups);
         self.groups.resize(topk_groups, 0);
         self.group_scores.resize(topk_groups, 0.0);
         self.best.resize(config.top_k, 0.0);
+        self.shared.resize(num_tokens * config.weighted_shared, 0.0);
     }
 }
 
 fn check_length(what: &'static str, found: usize, expected: usize) -> Result<(), RouteError> {
     if found == expected { Ok(()) } else { Err(RouteError::Length { what, found, expected }) }
-}
-
-/// Scores of `logits` into `scores`; false when every score is undefined.
-fn score(scoring: Scoring, logits: &[f32], scores: &mut [f32]) -> bool {
-    let each = |scores: &mut [f32], function: fn(f32) -> f32| {
-        scores.iter_mut().zip(logits).for_each(|(score, logit)| *score = function(*logit));
-        true
-    };
-    match scoring {
-        Scoring::Sigmoid => each(scores, |logit| 1.0 / (1.0 + (-logit).exp())),
-        // As in torch, which takes softplus for the identity above 20.
-        Scoring::SqrtSoftplus => {
-            each(
-                scores,
-                |logit| {
-                    if logit > 20.0 { logit.sqrt() } else { logit.exp().ln_1p().sqrt() }
-                },
-            )
-        }
-        _ => softmax(logits, scores),
-    }
-}
-
-/// PhiMoE's choice of two experts (`sparsemixer` of transformers, without its noise of training); false when every
-/// logit is -inf. `left` is scratch memory.
-fn sparse_mixer(
-    logits: &[f32],
-    jitter: f32,
-    left: &mut [f32],
-    idx: &mut [i32],
-    weights: &mut [f32],
-) -> bool {
-    left.copy_from_slice(logits);
-    for rank in 0..2 {
-        let (mut best, mut max) = (0, f32::NEG_INFINITY);
-        for (expert, &logit) in left.iter().enumerate() {
-            if logit > max {
-                (best, max) = (expert, logit);
-            }
-        }
-        if max == f32::NEG_INFINITY {
-            if rank == 1 {
-                // Only one expert is eligible: the lowest other one, without weight.
-                (idx[1], weights[1]) = (i32::from(idx[0] == 0), 0.0);
-            }
-            return rank == 1;
-        }
-        let is_near = |logit: f32| {
-            let distance = (max - logit) / logit.abs().max(max);
-            // A distance that is no number counts as near, as in torch.
-            distance <= 2.0 * jitter || distance.is_nan()
-        };
-        let near = left.iter().zip(logits).filter(|(_, logit)| is_near(**logit));
-        let sum: f32 = near.map(|(left, _)| (left - max).exp()).sum();
-        (idx[rank], weights[rank]) = (best as i32, 1.0 / sum);
-        left[best] = f32::NEG_INFINITY;
-    }
-    true
-}
-
-/// Softmax of `logits` into `scores`; false when every logit is -inf.
-fn softmax(logits: &[f32], scores: &mut [f32]) -> bool {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if max == f32::NEG_INFINITY {
-        return false;
-    }
-    let mut sum = 0.0;
-    for (score, logit) in scores.iter_mut().zip(logits) {
-        *score = (logit - max).exp();
-        sum += *score;
-    }
-    scores.iter_mut().for_each(|s| *s /= sum);
-    true
-}
-
-/// The indices of the `idx.len()` highest scores, best first, into `idx`, and the scores into
-/// `best`; the lowest index wins among equals. There are at least `idx.len()` scores, none NaN.
-fn top_k_of(scores: impl Iterator<Item = f32>, idx: &mut [i32], best: &mut [f32]) {
-    let mut len = 0;
-    for (candidate, score) in scores.enumerate() {
-        if len == idx.len() {
-            if score <= best[len - 1] {
-                continue;
-            }
-        } else {
-            len += 1;
-        }
-        // Insertion behind all that are at least as good: k is small.
-        let mut at = len - 1;
-        while at > 0 && best[at - 1] < score {
-            best[at] = best[at - 1];
-            idx[at] = idx[at - 1];
-            at -= 1;
-        }
-        best[at] = score;
-        idx[at] = candidate as i32;
-    }
 }
 
 fn validate(config: &RouterConfig) -> Result<(), RouterConfigError> {
@@ -377,6 +449,12 @@ fn validate(config: &RouterConfig) -> Result<(), RouterConfigError> {
     }
     if config.chosen_by == ChosenBy::Logits && needs_scores {
         return Err(RouterConfigError::ChosenByLogits);
+    }
+    let is_plain_sigmoid = config.scoring == Scoring::Sigmoid
+        && config.normalisation == Normalisation::None
+        && config.softcap.is_none();
+    if config.weighted_shared > 0 && !is_plain_sigmoid {
+        return Err(RouterConfigError::WeightedShared);
     }
     if let Some(Groups { num_groups, topk_groups, score }) = config.groups {
         if num_groups == 0

@@ -361,3 +361,79 @@ fn impossible_configurations_are_refused() {
     let scale = deepseek_v2(8, 2, None, f32::INFINITY).unwrap_err();
     assert!(matches!(scale, E::NotFinite { .. }));
 }
+
+#[test]
+fn factors_of_experts_multiply_their_weights_alone() {
+    let config = RouterConfig { has_expert_scales: true, ..RouterConfig::softmax(4, 2, true) };
+    let logits = [0.0, 1.0, 5.0, 5.0];
+    let router = Router::with_scales(config, Vec::new(), vec![9.0, 9.0, 0.5, 3.0]).unwrap();
+    assert_eq!(route(&router, &logits).unwrap(), (vec![2, 3], vec![0.25, 1.5]));
+    let router = Router::with_scales(config, Vec::new(), vec![4.0]).unwrap();
+    assert_eq!(route(&router, &logits).unwrap().1, [2.0, 2.0]);
+    for scales in [Vec::new(), vec![1.0; 3]] {
+        let found = scales.len();
+        let error = Router::with_scales(config, Vec::new(), scales).unwrap_err();
+        assert!(
+            matches!(error, RouterConfigError::ScalesLength { found: len, .. } if len == found),
+            "{error}"
+        );
+    }
+    let plain = RouterConfig::softmax(4, 2, true);
+    assert!(Router::with_scales(plain, Vec::new(), vec![1.0]).is_err());
+}
+
+#[test]
+fn weighted_shared_experts_have_their_part_of_the_sum() {
+    let mut rng = seeded("weighted_shared_experts_have_their_part_of_the_sum");
+    let config = RouterConfig {
+        scoring: Scoring::Sigmoid,
+        has_expert_scales: true,
+        weighted_shared: 2,
+        scale: 8.0,
+        ..RouterConfig::softmax(6, 3, false)
+    };
+    let router = Router::with_scales(config, Vec::new(), vec![0.5]).unwrap();
+    let logits: Vec<f32> = (0..5 * 8).map(|_| rng.random_range(-9.0..9.0)).collect();
+    let (mut idx, mut weights) = (vec![-1; 5 * 3], vec![f32::NAN; 5 * 3]);
+    let mut workspace = RouterWorkspace::default();
+    router.route(&logits, &mut workspace, &mut idx, &mut weights).unwrap();
+    assert_eq!(workspace.shared_weights().len(), 5 * 2);
+    let sigmoid = |logit: f32| 1.0 / (1.0 + f64::from(-logit).exp());
+    for (token, logits) in logits.chunks(8).enumerate() {
+        let chosen = idx[token * 3..][..3].iter().map(|expert| logits[*expert as usize]);
+        let all: Vec<f64> = chosen.chain([logits[6], logits[7]]).map(sigmoid).collect();
+        let sum: f64 = all.iter().sum();
+        let found =
+            weights[token * 3..][..3].iter().chain(&workspace.shared_weights()[token * 2..]);
+        for (found, score) in found.zip(&all) {
+            let expected = 8.0 * 0.5 * score / sum;
+            assert!((f64::from(*found) - expected).abs() < 1e-5, "{token}: {found} {expected}");
+        }
+    }
+    // Every logit is -inf: no weight is undefined.
+    let inf = [f32::NEG_INFINITY; 8];
+    router.route(&inf, &mut workspace, &mut idx[..3], &mut weights[..3]).unwrap();
+    assert_eq!((&weights[..3], workspace.shared_weights()), (&[0.0; 3][..], &[0.0; 2][..]));
+    let softmax = RouterConfig { weighted_shared: 2, ..RouterConfig::softmax(6, 3, false) };
+    assert_eq!(Router::new(softmax, Vec::new()).unwrap_err(), RouterConfigError::WeightedShared);
+}
+
+#[test]
+fn experts_that_the_caller_chose_get_the_weights_of_the_own_choice() {
+    let mut rng = seeded("experts_that_the_caller_chose_get_the_weights_of_the_own_choice");
+    for (router, _) in routers(&mut rng) {
+        let logits: Vec<f32> = (0..7 * 32).map(|_| rng.random_range(-4.0..4.0)).collect();
+        let (mut idx, expected) = route(&router, &logits).unwrap();
+        let mut workspace = RouterWorkspace::default();
+        let mut weights = vec![f32::NAN; expected.len()];
+        router.weigh(&logits, &mut workspace, &idx, &mut weights).unwrap();
+        assert_eq!(weights, expected);
+        for wrong in [-1, 32] {
+            idx[0] = wrong;
+            assert_eq!(
+                router.weigh(&logits, &mut workspace, &idx, &mut weights),
+                Err(RouteError::NoSuchExpert { token: 0, expert: wrong, num_experts: 32 })
+            );
+        }
+    }
+}

@@ -25,8 +25,12 @@ pub use quantization::{QuantMethod, Quantization};
 pub struct ModelConfig {
     /// Model family.
     pub family: &'static Family,
-    /// Width of a hidden state.
+    /// Width of the rows that routed experts take and return.
     pub hidden: usize,
+    /// Width of a hidden state of the model, which routers and shared experts take. It differs from
+    /// [`hidden`](Self::hidden) in models whose experts work at a narrower latent width (Nemotron-H): the inference
+    /// engine projects rows before and after them.
+    pub model_hidden: usize,
     /// Inner width of one routed expert.
     pub moe_intermediate: usize,
     /// Decoder layers, including dense ones.
@@ -37,8 +41,10 @@ pub struct ModelConfig {
     pub top_k: usize,
     /// Arithmetic of one expert.
     pub arithmetic: ExpertArithmetic,
-    /// Inner width of the MLP that holds the shared experts; 0 if the model has none.
+    /// Inner width of the MLP that holds the shared experts, or of all of them together; 0 if the model has none.
     pub shared_width: usize,
+    /// Shared experts that the router weighs one by one (Inkling); 0 if they are one MLP without factors.
+    pub num_weighted_shared: usize,
     /// The block's output is the mean of the routed and the shared experts' outputs, else their sum.
     pub averages_shared: bool,
     /// The declared quantisation of the weights, if they are quantised.
@@ -46,8 +52,6 @@ pub struct ModelConfig {
     /// Keys of the text model that nothing reads, sorted.
     pub ignored_keys: Vec<String>,
     moe_layers: Vec<u32>,
-    /// The layers with experts are those whose tensors are stored.
-    pub(crate) layers_as_stored: bool,
     router: Result<RouterConfig, ConfigError>,
     language: Result<LanguageConfig, ConfigError>,
 }
@@ -124,41 +128,52 @@ impl ModelConfig {
     pub fn from_json(json: &str) -> Result<ModelConfig, ConfigError> {
         let keys = Keys::parse(json)?;
         let family = family(&keys)?;
-        let hidden = keys.dim(&["hidden_size"])?;
+        let model_hidden = keys.dim(&["hidden_size"])?;
+        let hidden = match family.latent {
+            Some(key) if keys.get(key).is_some() => keys.dim(&[key])?,
+            _ => model_hidden,
+        };
         let num_layers = num_layers(family, &keys)?;
-        let num_experts = keys.count(NUM_EXPERTS)?;
-        let top_k = keys.dim(TOP_K)?;
+        let num_experts = keys.count(keys.own_or_any(family.experts, NUM_EXPERTS))?;
+        let top_k_keys = keys.own_or_any(family.top_k, TOP_K);
+        let top_k = keys.dim(top_k_keys)?;
         if top_k > num_experts as usize {
             let expected = format!("at most the number of experts, {num_experts}");
-            return Err(invalid("num_experts_per_tok", top_k, expected));
+            return Err(invalid(keys.present_of(top_k_keys), top_k, expected));
         }
-        let moe_intermediate = keys.dim(family.width)?;
+        let moe_intermediate = match family.other_width {
+            Some((sign, width)) if keys.get(sign).is_some() => keys.dim(&[width])?,
+            _ => keys.dim(family.width)?,
+        };
         refuse_unsupported(family, &keys)?;
         let arithmetic = ExpertArithmetic {
             activation: activation(family, &keys)?,
             weighting: family.weighting,
         };
-        let (moe_layers, layers_as_stored) = layers::moe_layers(family, &keys, num_layers)?;
+        let moe_layers = layers::moe_layers(family, &keys, num_layers, num_experts)?;
         let shared_width = shared_width(family, &keys, moe_intermediate)?;
+        let is_stacked = family.shared.as_ref().is_some_and(|shared| shared.stacked.is_some());
+        let num_weighted_shared = if is_stacked { shared_width / moe_intermediate } else { 0 };
         let averages_shared = shared_width > 0 && averages_shared(family, &keys)?;
         let quantization = quantization::parse(&keys)?;
-        let router = router::parse(family, &keys, num_experts as usize, top_k);
-        let has_dense_layers = !layers_as_stored && moe_layers.len() < num_layers as usize;
-        let language = language::parse(family, &keys, hidden, has_dense_layers);
+        let router = router::parse(family, &keys, num_experts as usize, top_k, num_weighted_shared);
+        let has_dense_layers = moe_layers.len() < num_layers as usize;
+        let language = language::parse(family, &keys, model_hidden, has_dense_layers);
         Ok(ModelConfig {
             family,
             hidden,
+            model_hidden,
             moe_intermediate,
             num_layers,
             num_experts,
             top_k,
             arithmetic,
             shared_width,
+            num_weighted_shared,
             averages_shared,
             quantization,
             ignored_keys: keys.unread(),
             moe_layers,
-            layers_as_stored,
             router,
             language,
         })
@@ -184,10 +199,6 @@ impl ModelConfig {
         if let Ok(language) = &mut self.language {
             language.eos_ids = eos_ids;
         }
-    }
-
-    pub(crate) fn set_moe_layers(&mut self, layers: Vec<u32>) {
-        self.moe_layers = layers;
     }
 
     /// The layers that have routed experts, ascending. Never empty.
@@ -244,29 +255,39 @@ impl ModelConfig {
     }
 }
 
+/// The family that `model_type` names, as in transformers. The class in `architectures` counts if the type is unknown.
 fn family(keys: &Keys) -> Result<&'static Family, ConfigError> {
     let class = keys
         .get_outer("architectures")
         .and_then(|classes| classes.get(0).unwrap_or(classes).as_str());
-    let model_types = [keys.get("model_type"), keys.get_outer("model_type")];
-    let model_types = model_types.into_iter().flatten().filter_map(|t| t.as_str());
-    let known = class
-        .and_then(Family::by_class)
-        .or_else(|| model_types.clone().find_map(Family::by_model_type));
-    known.ok_or_else(|| match class.or(model_types.clone().next()) {
+    let outer = keys.get_outer("model_type").and_then(|t| t.as_str());
+    let inner = keys.get("model_type").and_then(|t| t.as_str());
+    let by_class = class.and_then(Family::by_class);
+    if let (Some(of_class), Some(class), Some(model_type)) = (by_class, class, outer)
+        && Family::by_model_type(model_type).is_some_and(|of_type| of_type != of_class)
+    {
+        return Err(ConfigError::Contradiction {
+            first: format!("architectures = '{class}'"),
+            second: format!("model_type = '{model_type}'"),
+        });
+    }
+    let known = outer
+        .and_then(Family::by_model_type)
+        .or(by_class)
+        .or_else(|| inner.and_then(Family::by_model_type));
+    known.ok_or_else(|| match class.or(inner).or(outer) {
         Some(found) => ConfigError::UnknownArchitecture { found: found.chars().take(80).collect() },
         None => ConfigError::Missing { field: "architectures".to_owned() },
     })
 }
 
 fn num_layers(family: &Family, keys: &Keys) -> Result<u32, ConfigError> {
-    if family.layers == LayerRule::BlockTypes
-        && let Some(blocks) = layers::block_types(keys)?
-    {
+    if family.layers == LayerRule::BlockTypes {
+        let number = layers::block_types(keys)?.len();
         let expected = "a block for each layer, 1 to 65536 of them";
-        return match u32::try_from(blocks.len()) {
+        return match u32::try_from(number) {
             Ok(number @ 1..=65_536) => Ok(number),
-            _ => Err(invalid("layers_block_type", format!("{} blocks", blocks.len()), expected)),
+            _ => Err(invalid("layers_block_type", format!("{number} blocks"), expected)),
         };
     }
     keys.count(&["num_hidden_layers", "num_layers", "n_layers"])
@@ -331,9 +352,11 @@ fn refuse_unsupported(family: &'static Family, keys: &Keys) -> Result<(), Config
     if family.weighting == Weighting::Output && keys.flag(field)? == Some(true) {
         return Err(ConfigError::Unsupported { field, found: "true".to_owned(), family });
     }
-    // Experts on rows of another width than the hidden states (Nemotron-H).
-    if let Some(value) = keys.get("moe_latent_size") {
-        let field = "moe_latent_size";
+    // Experts on rows of another width than the hidden states.
+    let field = "moe_latent_size";
+    if family.latent.is_none()
+        && let Some(value) = keys.get(field)
+    {
         return Err(ConfigError::Unsupported { field, found: clip(value), family });
     }
     Ok(())
@@ -343,15 +366,16 @@ fn shared_width(family: &Family, keys: &Keys, width: usize) -> Result<usize, Con
     let Some(shared) = &family.shared else { return Ok(0) };
     match shared.width {
         SharedWidth::Times(spellings, default) => {
-            let number = match keys.first(spellings)? {
-                None => default as usize,
-                Some((_, value)) if keys::as_whole(value) == Some(0) => 0,
-                Some(_) => keys.count(spellings)? as usize,
+            let number = match (keys.first(spellings)?, default) {
+                (None, Some(default)) => default as usize,
+                (Some((_, value)), _) if keys::as_whole(value) == Some(0) => 0,
+                _ => keys.count(spellings)? as usize,
             };
             Ok(number * width)
         }
-        SharedWidth::Width(key) => match keys.whole(key)? {
-            None | Some(0) => Ok(0),
+        SharedWidth::Width(key, default) => match keys.whole(key)? {
+            None => Ok(default as usize),
+            Some(0) => Ok(0),
             Some(_) => keys.dim(&[key]),
         },
     }
@@ -406,10 +430,10 @@ fn supported() -> String {
     names.join(", ")
 }
 
-/// Spellings of the number of routed experts in a layer.
+/// All spellings of the number of routed experts in a layer, for configurations without their family's own.
 const NUM_EXPERTS: &[&str] =
     &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
-/// Spellings of the number of experts for each token.
+/// All spellings of the number of experts for each token, for configurations without their family's own.
 const TOP_K: &[&str] = &[
     "num_experts_per_tok",
     "num_experts_per_token",

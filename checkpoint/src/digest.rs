@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use sha2::{Digest, Sha256};
 
 use crate::open::Checkpoint;
+use crate::shard::TensorFile;
 use crate::tensor::{TensorError, TensorView};
 
 /// SHA-256 over the experts' parameters and the digests of their tensors.
@@ -67,10 +68,14 @@ impl Checkpoint {
             layer.is_some_and(|layer| self.config().is_moe_layer(layer))
         };
         let names: Vec<&str> = self.names().filter(is_served).collect();
+        if coverage == Coverage::Full {
+            self.prefer_huge_pages();
+        }
         let next = AtomicUsize::new(0);
         let done = AtomicUsize::new(0);
         let work = || {
             let mut found = Vec::new();
+            let mut samples = Vec::new();
             loop {
                 let first = next.fetch_add(TENSORS_AT_ONCE, Ordering::Relaxed);
                 let Some(batch) = names.get(first..) else { break };
@@ -80,9 +85,9 @@ impl Checkpoint {
                 }
                 for (idx, name) in batch.iter().enumerate() {
                     // Every listed name resolves.
-                    if let Ok(tensor) = self.tensor(name) {
+                    if let Some(stored) = self.stored(name) {
                         let experts = self.config().num_experts as usize;
-                        found.push((first + idx, digest(name, &tensor, coverage, experts)));
+                        found.push((first + idx, digest(stored, coverage, experts, &mut samples)));
                     }
                 }
                 done.fetch_add(batch.len(), Ordering::Relaxed);
@@ -118,6 +123,15 @@ impl Checkpoint {
             canonical.push_str(&format!("zero points {rules:?}\n"));
         }
         Ok(TensorDigests { coverage, canonical, tensors })
+    }
+
+    /// The sampled digest of one tensor, as in [`digests`](Self::digests). Reads about 64 KiB of a matrix. `None` if no
+    /// tensor has that name.
+    #[must_use]
+    pub fn sampled_digest(&self, name: &str) -> Option<[u8; 16]> {
+        let stored = self.stored(name)?;
+        let num_experts = self.config().num_experts as usize;
+        Some(digest(stored, Coverage::Sampled, num_experts, &mut Vec::new()))
     }
 
     /// The fingerprint over sampled bytes. Reads at least 64 KiB of each expert's matrices on all processors. Store
@@ -192,7 +206,13 @@ impl TensorDigests {
     }
 }
 
-fn digest(name: &str, tensor: &TensorView<'_>, coverage: Coverage, num_experts: usize) -> [u8; 16] {
+/// The digest of a tensor. `samples` is memory for reuse.
+fn digest(
+    (file, tensor): (&TensorFile, TensorView<'_>),
+    coverage: Coverage,
+    num_experts: usize,
+    samples: &mut Vec<u8>,
+) -> [u8; 16] {
     let mut hash = blake3::Hasher::new();
     hash.update(tensor.dtype.name().as_bytes());
     hash.update(&[0]);
@@ -204,26 +224,40 @@ fn digest(name: &str, tensor: &TensorView<'_>, coverage: Coverage, num_experts: 
         [experts, _, ..] if *experts == num_experts && tensor.shape.len() > 2 => 2 * num_experts,
         _ => 1,
     };
-    let chunks = CHUNKS * matrices;
-    let data = tensor.data;
-    if coverage == Coverage::Full || data.len() <= chunks * CHUNK_BYTES {
-        hash.update(data);
+    let num_bytes = tensor.data.len();
+    if coverage == Coverage::Full {
+        hash.update(tensor.data);
+    } else if num_bytes <= CHUNKS * matrices * CHUNK_BYTES {
+        samples.resize(num_bytes, 0);
+        file.copy_from(&tensor, 0, samples);
+        hash.update(samples);
     } else {
-        let seed = blake3::hash(name.as_bytes());
-        let mut places = seed.as_bytes().chunks_exact(8).cycle();
-        let mut state = 0u64;
-        for chunk in 0..chunks {
-            let word = places.next().and_then(|word| word.try_into().ok()).unwrap_or([0; 8]);
-            state = splitmix(state ^ u64::from_le_bytes(word));
-            let start = data.len() * chunk / chunks;
-            let room = data.len() * (chunk + 1) / chunks - start - CHUNK_BYTES;
-            let place = start + (state % (room as u64 + 1)) as usize;
-            hash.update(&data[place..place + CHUNK_BYTES]);
+        // A whole matrix at once: the hash is fastest with long inputs.
+        samples.resize(CHUNKS * CHUNK_BYTES, 0);
+        let mut places = places(tensor.name, num_bytes, CHUNKS * matrices);
+        for _ in 0..matrices {
+            for (chunk, place) in samples.chunks_exact_mut(CHUNK_BYTES).zip(&mut places) {
+                file.copy_from(&tensor, place, chunk);
+            }
+            hash.update(samples);
         }
     }
     let mut out = [0; 16];
     out.copy_from_slice(&hash.finalize().as_bytes()[..16]);
     out
+}
+
+/// Offsets of the samples of a tensor, ascending: one in each of `chunks` equal parts, at a place that the name decides.
+fn places(name: &str, num_bytes: usize, chunks: usize) -> impl Iterator<Item = usize> {
+    let seed = *blake3::hash(name.as_bytes()).as_bytes();
+    let mut state = 0u64;
+    (0..chunks).map(move |chunk| {
+        let (words, _) = seed.as_chunks::<8>();
+        state = splitmix(state ^ u64::from_le_bytes(words[chunk % words.len()]));
+        let start = num_bytes * chunk / chunks;
+        let room = num_bytes * (chunk + 1) / chunks - start - CHUNK_BYTES;
+        start + (state % (room as u64 + 1)) as usize
+    })
 }
 
 /// One step of SplitMix64 (Steele, Lea and Flood 2014).

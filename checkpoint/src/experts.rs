@@ -1,6 +1,7 @@
 //! Experts and routers by layer, independent of the family's tensor names and the checkpoint's format.
 
 mod linear;
+mod router;
 
 use crate::family::SharedRule;
 use crate::layout::{Layout, Stored};
@@ -8,6 +9,7 @@ use crate::open::Checkpoint;
 use crate::tensor::{PLAIN_FLOATS, TensorError, TensorView};
 use crate::weight::WeightView;
 use linear::Place;
+pub use router::RouterTensors;
 
 /// The matrices of one expert. Its arithmetic is in [`ModelConfig::arithmetic`](crate::ModelConfig::arithmetic).
 #[derive(Debug, Clone)]
@@ -50,18 +52,6 @@ impl<'a> ExpertTensors<'a> {
     }
 }
 
-/// The router of a layer.
-#[derive(Debug, Clone, Copy)]
-pub struct RouterTensors<'a> {
-    /// `[num_experts, hidden]`, a float dtype.
-    pub weight: TensorView<'a>,
-    /// Added to the logits (gpt-oss), `[num_experts]`, a float dtype.
-    pub logit_bias: Option<TensorView<'a>>,
-    /// Added to the scores for the choice of experts (`e_score_correction_bias`), `num_experts` values of a float
-    /// dtype.
-    pub bias: Option<TensorView<'a>>,
-}
-
 impl Checkpoint {
     /// The matrices of one routed expert, with checked shapes, dtypes and scales.
     ///
@@ -79,7 +69,7 @@ impl Checkpoint {
             Stored::PerExpert { names } => self.single_expert(
                 &format!("{block}experts.{expert}"),
                 names,
-                config.moe_intermediate,
+                [config.moe_intermediate, config.hidden],
             ),
             Stored::Fused { gate_up, down } => {
                 self.fused_expert(&format!("{block}{gate_up}"), &format!("{block}{down}"), expert)
@@ -90,15 +80,25 @@ impl Checkpoint {
     /// The shared expert, which processes every token; `None` if the model has none.
     ///
     /// # Errors
-    /// [`TensorError`] that names the layer or the tensor at fault.
+    /// [`TensorError`] that names the layer or the tensor at fault. Shared experts that the router weighs one by one
+    /// are no single expert: take [`weighted_shared_experts`](Self::weighted_shared_experts).
     pub fn shared_expert(&self, layer: u32) -> Result<Option<ExpertTensors<'_>>, TensorError> {
         self.check_moe_layer(layer)?;
         let config = self.config();
-        let Some(SharedRule { path, .. }) = config.family.shared.as_ref() else { return Ok(None) };
+        let Some(SharedRule { path, stacked, .. }) = config.family.shared.as_ref() else {
+            return Ok(None);
+        };
         if config.shared_width == 0 {
             return Ok(None);
         }
         let prefix = format!("{}{path}", self.layer_prefix(layer));
+        if stacked.is_some() {
+            return Err(TensorError::Format {
+                name: prefix,
+                found: format!("has {} experts with factors", config.num_weighted_shared),
+                expected: "one MLP without a factor".to_owned(),
+            });
+        }
         if self.contains(&format!("{prefix}.input_linear.weight")) {
             return self.fused_shared_expert(&prefix, config.shared_width).map(Some);
         }
@@ -106,7 +106,47 @@ impl Checkpoint {
             true => ["w1", "w3", "w2"],
             false => ["gate_proj", "up_proj", "down_proj"],
         };
-        self.single_expert(&prefix, names, config.shared_width).map(Some)
+        let sizes = [config.shared_width, config.model_hidden];
+        self.single_expert(&prefix, names, sizes).map(Some)
+    }
+
+    /// The shared experts that the router weighs one by one, with the factors that follow those of the routed experts.
+    /// Empty for models whose shared experts are one MLP, and for models without.
+    ///
+    /// # Errors
+    /// [`TensorError`] that names the layer or the tensor at fault.
+    pub fn weighted_shared_experts(
+        &self,
+        layer: u32,
+    ) -> Result<Vec<ExpertTensors<'_>>, TensorError> {
+        self.check_moe_layer(layer)?;
+        let config = self.config();
+        let shared = config.family.shared.as_ref();
+        let Some((path, (gate_up, down))) = shared.and_then(|s| Some((s.path, s.stacked?))) else {
+            return Ok(Vec::new());
+        };
+        let (hidden, width) = (config.model_hidden, config.moe_intermediate);
+        let prefix = self.layer_prefix(layer);
+        let [gate_up, down] = [gate_up, down].map(|name| format!("{prefix}{path}.{name}"));
+        let interleaved_in = config.family.fused.interleaved_in;
+        let num_experts = config.num_weighted_shared;
+        let expert = |expert| {
+            let part = |part, parts| Place {
+                expert,
+                num_experts,
+                part,
+                parts,
+                interleaved: interleaved_in.is_some_and(|name| gate_up.contains(name)),
+                transposed: false,
+            };
+            Ok(ExpertTensors {
+                gate: Some(self.fused_linear(&gate_up, width, hidden, part(0, 2))?),
+                up: self.fused_linear(&gate_up, width, hidden, part(1, 2))?,
+                down: self.fused_linear(&down, hidden, width, part(0, 1))?,
+                biases: None,
+            })
+        };
+        (0..num_experts).map(expert).collect()
     }
 
     /// The weight whose sigmoid scales the shared expert's output (`[1, hidden]`), if the model has one.
@@ -119,63 +159,9 @@ impl Checkpoint {
         let gate = config.family.shared.as_ref().and_then(|shared| shared.gate);
         let Some(gate) = gate.filter(|_| config.shared_width > 0) else { return Ok(None) };
         self.tensor(&format!("{}{gate}", self.layer_prefix(layer)))?
-            .expect_shape(&[1, config.hidden])?
+            .expect_shape(&[1, config.model_hidden])?
             .expect_dtype(PLAIN_FLOATS)
             .map(Some)
-    }
-
-    /// The router of an MoE layer.
-    ///
-    /// # Errors
-    /// [`TensorError`] that names the layer or the tensor at fault.
-    pub fn router(&self, layer: u32) -> Result<RouterTensors<'_>, TensorError> {
-        self.check_moe_layer(layer)?;
-        let config = self.config();
-        let num_experts = config.num_experts as usize;
-        let prefix = self.layer_prefix(layer);
-        // DeepSeek-V4's first layers take their experts from a table of token ids.
-        if self.contains(&format!("{prefix}{HASH_TABLE}")) {
-            return Err(TensorError::Format {
-                name: format!("{prefix}{HASH_TABLE}"),
-                found: "chooses experts by token".to_owned(),
-                expected: "a router that chooses by logits; take the choice from the engine"
-                    .to_owned(),
-            });
-        }
-        let first = |names: &[&str]| {
-            let mut full = names.iter().map(|name| format!("{prefix}{name}"));
-            let first = full.clone().next().unwrap_or_default();
-            full.find(|name| self.contains(name)).unwrap_or(first)
-        };
-        let gate = first(config.family.gate);
-        let weight = self
-            .tensor(&gate)?
-            .expect_shape(&[num_experts, config.hidden])?
-            .expect_dtype(PLAIN_FLOATS)?;
-        let logit_bias = format!("{}.bias", gate.trim_end_matches(".weight"));
-        // DeepSeek-V4 calls the bias for the choice so.
-        let is_choice_bias = config.family.choice_bias.iter().any(|b| logit_bias.ends_with(b));
-        let logit_bias = match self.contains(&logit_bias) && !is_choice_bias {
-            true => {
-                let bias = self.tensor(&logit_bias)?.expect_shape(&[num_experts])?;
-                Some(bias.expect_dtype(PLAIN_FLOATS)?)
-            }
-            false => None,
-        };
-        let has_bias = config.router().is_ok_and(|router| router.has_bias);
-        let bias = match has_bias && !config.family.choice_bias.is_empty() {
-            true => {
-                let bias = self.tensor(&first(config.family.choice_bias))?;
-                // Ernie stores [1, num_experts].
-                let bias = match bias.shape.len() {
-                    2 => bias.expect_shape(&[1, num_experts])?,
-                    _ => bias.expect_shape(&[num_experts])?,
-                };
-                Some(bias.expect_dtype(PLAIN_FLOATS)?)
-            }
-            false => None,
-        };
-        Ok(RouterTensors { weight, logit_bias, bias })
     }
 
     /// Checks that every routed expert is present with the shapes, dtypes and scales of the configuration. Reads no
@@ -199,7 +185,10 @@ impl Checkpoint {
     pub fn check_moe(&self) -> Result<(), TensorError> {
         for layer in self.config().moe_layers() {
             self.router(layer)?;
-            self.shared_expert(layer)?;
+            match self.config().num_weighted_shared {
+                0 => drop(self.shared_expert(layer)?),
+                _ => drop(self.weighted_shared_experts(layer)?),
+            }
         }
         self.check_experts()
     }
@@ -225,9 +214,8 @@ impl Checkpoint {
         &self,
         prefix: &str,
         [gate, up, down]: [&str; 3],
-        width: usize,
+        [width, hidden]: [usize; 2],
     ) -> Result<ExpertTensors<'_>, TensorError> {
-        let hidden = self.config().hidden;
         let is_gated = self.config().arithmetic.activation.is_gated();
         let linear = |name: &str, rows, cols| self.linear(&format!("{prefix}.{name}"), rows, cols);
         let bias = |name: &str, len| self.bias(&format!("{prefix}.{name}.bias"), len);
@@ -300,7 +288,7 @@ impl Checkpoint {
         prefix: &str,
         width: usize,
     ) -> Result<ExpertTensors<'_>, TensorError> {
-        let hidden = self.config().hidden;
+        let hidden = self.config().model_hidden;
         let part = |part| {
             self.part_of_matrix(&format!("{prefix}.input_linear.weight"), width, hidden, part)
         };
@@ -414,6 +402,3 @@ impl Checkpoint {
         Err(TensorError::NotMoeLayer { layer, moe_layers: self.config().moe_layers_text() })
     }
 }
-
-/// Name of a table from token ids to experts, behind the layer's prefix.
-const HASH_TABLE: &str = "ffn.gate.tid2eid";

@@ -20,14 +20,22 @@ pub struct Family {
     pub(crate) aliases: &'static [&'static str],
     /// Class names in `architectures`. The first one stands for the family in messages.
     pub(crate) classes: &'static [&'static str],
+    /// Keys of the number of routed experts in a layer.
+    pub(crate) experts: &'static [&'static str],
+    /// Keys of the number of experts for each token.
+    pub(crate) top_k: &'static [&'static str],
     /// Keys of the inner width of one routed expert, in order of preference.
     pub(crate) width: &'static [&'static str],
+    /// If the first key is present, the second one has the width instead.
+    pub(crate) other_width: Option<(&'static str, &'static str)>,
     /// The experts' activation.
     pub(crate) activation: ActivationRule,
     /// The place of the factor that the router gives a token's expert.
     pub(crate) weighting: Weighting,
     /// The layers that have experts.
     pub(crate) layers: LayerRule,
+    /// A list `mlp_layer_types` of `"dense"` and `"sparse"` overrides that rule.
+    pub(crate) has_layer_types: bool,
     /// The layout of a fused gate-and-up tensor whose shape does not tell it.
     pub(crate) fused: Fused,
     /// From logits to experts and factors; `None` for a rule that this library does not compute.
@@ -38,6 +46,8 @@ pub struct Family {
     pub(crate) choice_bias: &'static [&'static str],
     /// Experts that every token passes.
     pub(crate) shared: Option<SharedRule>,
+    /// Key of the width of the rows that experts take and return, if it is not that of hidden states.
+    pub(crate) latent: Option<&'static str>,
 }
 
 impl PartialEq for Family {
@@ -117,31 +127,35 @@ pub enum Weighting {
     Input,
 }
 
-/// The layers that have experts. A list `mlp_layer_types` of `"dense"` and `"sparse"` overrides every rule.
+/// The layers that have experts. Keys that a family's rule does not name are ignored, as in transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LayerRule {
     /// Every layer.
     All,
+    /// Every layer if this flag is set, else none.
+    AllIf(&'static str),
+    /// Every layer, or the layers that the list `moe_layer_freq` marks.
+    Marked,
     /// Layer `l` if `(l + 1) % decoder_sparse_step == 0` and `mlp_only_layers` does not list it.
     SparseStep,
-    /// From `first_k_dense_replace` (or this default) on, every `moe_layer_freq`-th, or the layers that a list marks.
+    /// From a number of leading dense layers on.
     AfterDense {
-        /// Keys of the number of leading dense layers.
-        key: &'static [&'static str],
+        /// Key of that number; `None` if the family fixes it.
+        key: Option<&'static str>,
         /// Value without the key.
         default: u32,
+        /// Only every `moe_layer_freq`-th layer, or the layers that a list there marks.
+        has_frequency: bool,
     },
-    /// `l % expert_layer_period == expert_layer_offset`, with Jamba's defaults 2 and 1.
+    /// `l % expert_layer_period == expert_layer_offset`, with Jamba's defaults 2 and 1. A model with one expert is dense.
     Period,
     /// `moe_layers`, else every `interleave_moe_layer_step`-th (`(l + 1) % step == 0`).
     Interleaved,
     /// From `moe_layer_start_index` to `moe_layer_end_index` every `moe_layer_interval`-th.
     Range,
-    /// The blocks of a hybrid model that `layers_block_type` or `hybrid_override_pattern` marks; their number is the
-    /// number of layers.
+    /// The blocks of a hybrid model that `layers_block_type`, `layer_types` or `hybrid_override_pattern` marks; their
+    /// number is the number of layers.
     BlockTypes,
-    /// The layers whose experts are stored.
-    Stored,
 }
 
 /// How rows of gate and up lie in a fused tensor, where its shape does not tell.
@@ -179,6 +193,10 @@ pub(crate) struct RouterRule {
     pub scale: Option<(&'static str, f32)>,
     /// Key of the bound of the logits.
     pub softcap: Option<&'static str>,
+    /// Name, behind the layer's prefix, of the factors on the weights: one for each expert, or one for all.
+    pub expert_scales: Option<&'static str>,
+    /// Name of the vector by which a normalised input of the gate is multiplied.
+    pub input_scale: Option<&'static str>,
 }
 
 /// Groups of experts, `n_group` and `topk_group`.
@@ -205,11 +223,14 @@ pub(crate) enum Renormalise {
     Refused,
 }
 
-/// Experts that every token passes, stored as one MLP.
+/// Experts that every token passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedRule {
-    /// Name of the MLP behind the layer's prefix.
+    /// Name of the MLP of all of them behind the layer's prefix.
     pub path: &'static str,
+    /// For experts that the router weighs one by one: the names, behind the path, of the tensor with gate and up of
+    /// all of them, and of that with down.
+    pub stacked: Option<(&'static str, &'static str)>,
     /// Name of the weight whose sigmoid scales the MLP's output, behind the layer's prefix.
     pub gate: Option<&'static str>,
     /// How the configuration gives the MLP's width.
@@ -221,8 +242,9 @@ pub(crate) struct SharedRule {
 /// How a configuration gives the width of the shared experts' MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SharedWidth {
-    /// The number under these keys (default) times the width of a routed expert.
-    Times(&'static [&'static str], u32),
-    /// The width itself under this key. 0 or absent: no shared experts.
-    Width(&'static str),
+    /// The number under these keys times the width of a routed expert. The second field is the number without the
+    /// keys; `None` if it is required.
+    Times(&'static [&'static str], Option<u32>),
+    /// The width itself under this key, and its value without the key. 0: no shared experts.
+    Width(&'static str, u32),
 }

@@ -20,6 +20,20 @@ pub struct ExpertSummary {
     pub bf16_bytes: u64,
     /// Experts have biases.
     pub has_biases: bool,
+    /// Matrices whose columns are reordered by activation, see
+    /// [`WeightView::is_reordered`](crate::WeightView::is_reordered).
+    pub reordered: ReorderedSummary,
+}
+
+/// Matrices that are dequantised because their columns are reordered by activation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReorderedSummary {
+    /// Their number.
+    pub matrices: u64,
+    /// Bytes of their codes and scales in the files.
+    pub stored_bytes: u64,
+    /// Bytes in the form for computing.
+    pub computing_bytes: u64,
 }
 
 impl Checkpoint {
@@ -36,6 +50,7 @@ impl Checkpoint {
             largest_expert_bytes: 0,
             bf16_bytes: 0,
             has_biases: false,
+            reordered: ReorderedSummary::default(),
         };
         for layer in self.config().moe_layers() {
             for expert in 0..self.config().num_experts {
@@ -48,6 +63,11 @@ impl Checkpoint {
                 for matrix in tensors.matrices() {
                     let values = (matrix.rows() * matrix.cols()) as u64;
                     summary.bf16_bytes += 2 * values;
+                    if matrix.is_reordered() {
+                        summary.reordered.matrices += 1;
+                        summary.reordered.stored_bytes += matrix.stored_bytes() as u64;
+                        summary.reordered.computing_bytes += matrix.computing_bytes() as u64;
+                    }
                     *summary.formats.entry(matrix.format().to_string()).or_insert(0) += 1;
                 }
             }

@@ -52,12 +52,12 @@ pub use dtype::DType;
 pub use experts::{ExpertBiases, ExpertTensors, RouterTensors};
 pub use family::{Family, Weighting};
 pub use gguf::{GgufError, GgufSummary};
-pub use inspect::ExpertSummary;
+pub use inspect::{ExpertSummary, ReorderedSummary};
 pub use make::{
     MakeError, MakeOptions, MakeSummary, ParsePresetError, Preset, make_checkpoint, planned_bytes,
 };
 pub use open::{Checkpoint, OpenError};
-pub use router::{ChosenBy, GroupScore, Groups, Normalisation, RouterConfig, Scoring};
+pub use router::{ChosenBy, GroupScore, Groups, InputNorm, Normalisation, RouterConfig, Scoring};
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{TensorError, TensorView};
 pub use truncation::{UNREADABLE_FILE_EXIT_CODE, report_unreadable_files};

@@ -84,10 +84,12 @@ impl Checkpoint {
             return Err(folder::no_weights(dir));
         };
         let found = Layout::find(tensors.keys().map(String::as_str), config.num_layers);
-        if config.layers_as_stored
-            && let Some((_, layers)) = &found
+        if let Some((_, stored)) = &found
+            && let Some(layer) = stored.iter().find(|layer| !config.is_moe_layer(**layer))
         {
-            config.set_moe_layers(layers.clone());
+            warnings.push(format!(
+                "layer {layer} has experts in the files but none by {CONFIG_FILE}, which counts"
+            ));
         }
         let layout = found.map(|(layout, _)| layout);
         Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors, layout, warnings })
@@ -143,6 +145,12 @@ impl Checkpoint {
         self.tensors.get(name).map(|&shard_idx| self.shards[shard_idx].path())
     }
 
+    /// The file of a tensor, with the tensor.
+    pub(crate) fn stored(&self, name: &str) -> Option<(&TensorFile, TensorView<'_>)> {
+        let file = &self.shards[*self.tensors.get(name)?];
+        Some((file, file.tensor(name).ok()?))
+    }
+
     /// The weight files.
     pub fn files(&self) -> impl Iterator<Item = &TensorFile> {
         self.shards.iter()
@@ -158,6 +166,13 @@ impl Checkpoint {
     #[must_use]
     pub fn num_shards(&self) -> usize {
         self.shards.len()
+    }
+
+    /// Asks the system to read and map the files in huge pages, which loads weights from a disk several times faster.
+    /// For programs that read most of the weights: any read of a byte that is not in memory then takes 2 MiB. Has no
+    /// effect on file systems without huge pages.
+    pub fn prefer_huge_pages(&self) {
+        self.shards.iter().for_each(TensorFile::prefer_huge_pages);
     }
 
     /// Returns true if the directory holds routed experts.
@@ -237,8 +252,7 @@ fn open_sharded(
     let layout = Layout::find(names, config.num_layers).map(|(layout, _)| layout);
     let is_needed = |tensor: &str| {
         let layer = layout.as_ref().and_then(|layout| layout.layer_of_expert_tensor(tensor));
-        needs == Needs::Experts
-            && layer.is_some_and(|layer| config.layers_as_stored || config.is_moe_layer(layer))
+        needs == Needs::Experts && layer.is_some_and(|layer| config.is_moe_layer(layer))
     };
 
     let mut tensors_per_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -25,6 +25,22 @@ pub struct RouterConfig {
     pub normalisation: Normalisation,
     /// Factor on every weight, after normalisation.
     pub scale: f32,
+    /// True if the checkpoint has further factors on the weights, one for each expert or one for all.
+    pub has_expert_scales: bool,
+    /// Shared experts that the router weighs, too: their logits follow those of the routed experts in each row. The
+    /// weights of the chosen and of the shared experts are their sigmoids, divided by the sum of all of these.
+    /// 0 for most models.
+    pub weighted_shared: usize,
+    /// The gate takes the hidden state normalised instead of as it is.
+    pub input_norm: Option<InputNorm>,
+}
+
+/// The input of a gate that normalises it (Gemma 4): `x / sqrt(mean(x²) + epsilon) · s / sqrt(hidden)`. The vector `s`
+/// is [`RouterTensors::input_scale`](crate::RouterTensors::input_scale).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct InputNorm {
+    /// Added to the mean of the squares.
+    pub epsilon: f32,
 }
 
 /// How logits become scores.
@@ -107,6 +123,9 @@ impl RouterConfig {
             groups: None,
             normalisation: if renormalise { Normalisation::SUM } else { Normalisation::None },
             scale: 1.0,
+            has_expert_scales: false,
+            weighted_shared: 0,
+            input_norm: None,
         }
     }
 }

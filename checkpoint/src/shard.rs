@@ -1,18 +1,18 @@
 //! A mapped and checked safetensors file.
 
-use std::collections::{BTreeMap, HashSet};
+mod header;
+
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::dtype::DType;
 use crate::tensor::{TensorError, TensorView};
 use crate::truncation::Registration;
+use header::{Entry, Tensors};
 
 /// A safetensors file mapped read-only.
 ///
@@ -25,17 +25,12 @@ pub struct TensorFile {
     /// Before the mapping, so that it is dropped first.
     _registration: Registration,
     path: PathBuf,
+    file: File,
     map: Mmap,
-    tensors: BTreeMap<String, Entry>,
+    /// In the order of their names.
+    tensors: Vec<(Box<str>, Entry)>,
     /// Names that `__metadata__` gives to stored tensors.
     aliases: Vec<String>,
-}
-
-#[derive(Debug, Clone)]
-struct Entry {
-    dtype: DType,
-    shape: Box<[usize]>,
-    bytes: Range<usize>,
 }
 
 impl TensorFile {
@@ -53,9 +48,10 @@ impl TensorFile {
         // copied out and checked here.
         let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
         let (tensors, aliases) = read_header(path, &map)?;
-        let named = tensors.iter().map(|(name, entry)| (name.as_str(), entry.bytes.clone()));
+        let named = tensors.iter().map(|(name, entry)| (&**name, entry.bytes.clone()));
         let registration = Registration::new(path, &map, named);
-        Ok(TensorFile { _registration: registration, path: path.to_owned(), map, tensors, aliases })
+        let path = path.to_owned();
+        Ok(TensorFile { _registration: registration, path, file, map, tensors, aliases })
     }
 
     /// The path of the file.
@@ -65,7 +61,7 @@ impl TensorFile {
 
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        self.tensors.iter().map(|(name, _)| &**name)
     }
 
     /// Names of tensors that are stored once under another name.
@@ -75,13 +71,13 @@ impl TensorFile {
 
     /// Returns true if a tensor of that name exists.
     pub fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
+        header::find(&self.tensors, name).is_some()
     }
 
     /// The tensor of that name, or [`TensorError::NotFound`].
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>, TensorError> {
         let (name, entry) =
-            self.tensors.get_key_value(name).ok_or_else(|| TensorError::NotFound {
+            header::find(&self.tensors, name).ok_or_else(|| TensorError::NotFound {
                 name: name.to_owned(),
                 location: self.path.display().to_string(),
             })?;
@@ -91,6 +87,27 @@ impl TensorFile {
             shape: &entry.shape,
             data: &self.map[entry.bytes.clone()],
         })
+    }
+
+    /// Copies bytes of a tensor of this file from `offset` on. Reads them without the mapping: samples of a tensor then
+    /// cost no page faults, and from a disk no more than themselves.
+    ///
+    /// # Panics
+    /// If the tensor is of another file, or is too short.
+    pub(crate) fn copy_from(&self, tensor: &TensorView<'_>, offset: usize, out: &mut [u8]) {
+        let start = tensor.data.as_ptr().addr() - self.map.as_ptr().addr() + offset;
+        if self.file.read_exact_at(out, start as u64).is_err() {
+            // The handler of SIGBUS names a file that has become unreadable.
+            out.copy_from_slice(&self.map[start..start + out.len()]);
+        }
+    }
+
+    /// Asks the system to read and map the file in huge pages. Any read of a byte that is not in memory then takes 2 MiB.
+    /// Has no effect on file systems without huge pages.
+    pub(crate) fn prefer_huge_pages(&self) {
+        // Best effort: without huge pages reading takes longer.
+        #[cfg(target_os = "linux")]
+        let _ = self.map.advise(memmap2::Advice::HugePage);
     }
 
     /// Length of the file in bytes.
@@ -127,9 +144,6 @@ pub enum TensorFileError {
     Header { path: PathBuf, reason: String },
 }
 
-/// Tensors by name, and the names that are aliases.
-type Tensors = (BTreeMap<String, Entry>, Vec<String>);
-
 fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
     let header_error = |reason: String| TensorFileError::Header { path: path.to_owned(), reason };
     let found_bytes = bytes.len() as u64;
@@ -149,8 +163,7 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
     let Some(header) = rest.get(..header_bytes as usize) else {
         return Err(truncated(path, found_bytes, header_end));
     };
-    let header: Header = serde_json::from_slice(header).map_err(|e| header_error(e.to_string()))?;
-    let ((mut tensors, aliases), data_bytes) = header.check().map_err(header_error)?;
+    let ((mut tensors, aliases), data_bytes) = header::parse(header).map_err(header_error)?;
     let expected_bytes = header_end
         .checked_add(data_bytes as u64)
         .ok_or_else(|| header_error("its tensors overflow 64 bits".to_owned()))?;
@@ -162,125 +175,10 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
         return Err(TensorFileError::TrailingBytes { path, found_bytes, expected_bytes });
     }
     let base = header_end as usize;
-    for entry in tensors.values_mut() {
+    for (_, entry) in &mut tensors {
         entry.bytes = base + entry.bytes.start..base + entry.bytes.end;
     }
     Ok((tensors, aliases))
-}
-
-/// A header as it stands in the file.
-struct Header {
-    tensors: Vec<(String, RawEntry)>,
-    /// Names of `__metadata__` with their texts.
-    metadata: Vec<(String, String)>,
-}
-
-#[derive(Deserialize)]
-struct RawEntry {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: [usize; 2],
-}
-
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Header;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object with an entry for each tensor")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut header = Header { tensors: Vec::new(), metadata: Vec::new() };
-                while let Some(name) = map.next_key::<String>()? {
-                    if name == METADATA {
-                        // Texts by the format. Anything else carries no alias.
-                        let metadata: serde_json::Value = map.next_value()?;
-                        let texts = metadata.as_object().into_iter().flatten();
-                        let texts =
-                            texts.filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned())));
-                        header.metadata.extend(texts);
-                        continue;
-                    }
-                    let entry = map
-                        .next_value()
-                        .map_err(|error| A::Error::custom(format!("tensor '{name}': {error}")))?;
-                    header.tensors.push((name, entry));
-                }
-                Ok(header)
-            }
-        }
-        deserializer.deserialize_map(Entries)
-    }
-}
-
-impl Header {
-    /// The tensors with byte ranges behind the header, and the bytes of all.
-    fn check(self) -> Result<(Tensors, usize), String> {
-        let mut in_order = Vec::with_capacity(self.tensors.len());
-        let mut names = HashSet::with_capacity(self.tensors.len());
-        for (name, raw) in &self.tensors {
-            if !names.insert(name.as_str()) {
-                return Err(format!("tensor '{name}' is listed twice"));
-            }
-            in_order.push((name.as_str(), raw.check(name)?));
-        }
-        in_order.sort_by_key(|(_, entry)| (entry.bytes.start, entry.bytes.end));
-        let mut end = 0;
-        let mut before = "the header";
-        for (name, entry) in &in_order {
-            let start = entry.bytes.start;
-            if start < end {
-                return Err(format!(
-                    "tensors '{before}' and '{name}' overlap: '{name}' starts at byte {start}, '{before}' ends at {end}"
-                ));
-            }
-            if start > end {
-                return Err(format!(
-                    "{} bytes between {before} and tensor '{name}' belong to no tensor",
-                    start - end
-                ));
-            }
-            (before, end) = (name, entry.bytes.end);
-        }
-        let mut tensors: BTreeMap<String, Entry> =
-            in_order.iter().map(|(name, entry)| ((*name).to_owned(), entry.clone())).collect();
-        let mut aliases = Vec::new();
-        for (alias, stored) in self.metadata {
-            if !tensors.contains_key(&alias)
-                && let Some(entry) = tensors.get(&stored).cloned()
-            {
-                tensors.insert(alias.clone(), entry);
-                aliases.push(alias);
-            }
-        }
-        Ok(((tensors, aliases), end))
-    }
-}
-
-impl RawEntry {
-    fn check(&self, name: &str) -> Result<Entry, String> {
-        let Some(dtype) = DType::from_name(&self.dtype) else {
-            let found: String = self.dtype.chars().take(40).collect();
-            return Err(format!("tensor '{name}' has the unknown dtype '{found}'"));
-        };
-        let bits = self.shape.iter().try_fold(dtype.size_bits(), |n, dim| n.checked_mul(*dim));
-        let Some(bits) = bits else {
-            return Err(format!("tensor '{name}' of shape {:?} overflows 64 bits", self.shape));
-        };
-        let [start, end] = self.data_offsets;
-        let found = end.checked_sub(start);
-        if bits % 8 != 0 || found != Some(bits / 8) {
-            return Err(format!(
-                "tensor '{name}' of shape {:?} and dtype {dtype} needs {} bytes, its data_offsets are {start} to {end}",
-                self.shape,
-                bits.div_ceil(8),
-            ));
-        }
-        Ok(Entry { dtype, shape: self.shape.clone().into_boxed_slice(), bytes: start..end })
-    }
 }
 
 fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileError {
@@ -291,6 +189,4 @@ fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileEr
 const LENGTH_WORD_BYTES: usize = 8;
 /// The format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// The entry of a header that is no tensor.
-const METADATA: &str = "__metadata__";
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";

@@ -5,6 +5,7 @@
 //! bytes are borrowed from it.
 
 mod packed;
+mod reordered;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,6 +15,7 @@ use crate::dtype::DType;
 use crate::tensor::TensorView;
 pub(crate) use packed::{ZeroOrder, unpack_zeros};
 use packed::{unpack_awq, unpack_gptq};
+pub(crate) use reordered::Reordered;
 
 /// The form of a weight matrix for computing. Values are `code × scale`, or `code × scale + minimum`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -127,6 +129,23 @@ pub(crate) enum Codes<'a> {
         /// The stored bytes.
         data: &'a [u8],
     },
+    /// Integer codes whose groups are no runs of columns. Every use dequantises them.
+    Reordered(Reordered<'a>),
+}
+
+impl<'a> Codes<'a> {
+    /// Row-major codes of a `rows × cols` matrix.
+    fn row_major(&self, rows: usize, cols: usize) -> Cow<'a, [u8]> {
+        match self {
+            Codes::Strided(strided) => strided.row_major(),
+            Codes::Packed { packing, data } => Cow::Owned(match packing {
+                Packing::Gptq { bits } => unpack_gptq(data, *bits, rows, cols),
+                Packing::Awq => unpack_awq(data, rows, cols),
+                Packing::OffsetBytes => data.iter().map(|code| code ^ 0x80).collect(),
+            }),
+            Codes::Reordered(reordered) => Cow::Owned(reordered.dequantise(rows, cols)),
+        }
+    }
 }
 
 /// An order of codes that differs from rows of packed codes.
@@ -241,14 +260,15 @@ impl<'a> WeightView<'a> {
     /// this order.
     #[must_use]
     pub fn codes(&self) -> Cow<'a, [u8]> {
-        match &self.codes {
-            Codes::Strided(strided) => strided.row_major(),
-            Codes::Packed { packing, data } => Cow::Owned(match packing {
-                Packing::Gptq { bits } => unpack_gptq(data, *bits, self.rows, self.cols),
-                Packing::Awq => unpack_awq(data, self.rows, self.cols),
-                Packing::OffsetBytes => data.iter().map(|code| code ^ 0x80).collect(),
-            }),
-        }
+        self.codes.row_major(self.rows, self.cols)
+    }
+
+    /// Returns true if the file has integer codes whose columns are reordered by activation (GPTQ's `desc_act`,
+    /// `actorder` of compressed-tensors). Such a matrix is dequantised when it is read: [`format`](Self::format) is the
+    /// type of its scales, and [`codes`](Self::codes) has the values rounded to that type.
+    #[must_use]
+    pub fn is_reordered(&self) -> bool {
+        matches!(self.codes, Codes::Reordered(_))
     }
 
     /// The scales, `[rows, cols]` of [`WeightFormat::scale_shape`]; `None` for formats without scales.

@@ -85,7 +85,8 @@ must_say="6 passed" step 60 "memory that NICs are given" \
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
 step 180 "work requests over a NIC in software" ./softnic_test --seed "$seed"
 step 150 "layers of two processes with a NIC each" ./softnic_test --only process_layers --seed "$seed"
-export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
+export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DATA=$PWD/data
+export SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
 step 90 "layers through a proxy and a NIC in software" \
     env SWITCHYARD_TEST_TRANSPORT=softnic ./rust_device_proxy_test --test-threads 1
 # Servers and clients whose kernels post requests, with slots in the host's memory: the NIC reaches
@@ -95,6 +96,8 @@ for queues in plain devx; do
         env SWITCHYARD_TEST_QUEUES=$queues ./rust_device_ibgda_test --test-threads 1 \
         --skip slots_of_one_side_only --skip cannot_have_a_gpus_memory
 done
+must_say="4 passed" step 180 "formats and families, against their libraries" \
+    ./rust_device_server_test device::formats:: device::families:: --test-threads 1 --show-output
 if [ -n "${SWITCHYARD_LIBFABRIC_SO:-}" ] || ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1'; then
     step 90 "layers through a proxy and libfabric" ./rust_device_proxy_test --test-threads 1
 else
@@ -115,7 +118,8 @@ if [ "$num_gpus" -ge 2 ]; then
     ranks=$((num_gpus >= 4 ? 4 : 2))
     step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
     step 90 "NICs in software of two processes" ./softnic_test --only processes --seed "$seed"
-    step 120 "servers on GPUs" ./rust_device_server_test device:: --test-threads 1 --skip timing
+    step 120 "servers on GPUs" \
+        ./rust_device_server_test device:: --test-threads 1 --skip timing --skip formats:: --skip families::
     step 300 "clients on GPUs" ./rust_device_client_test --test-threads 1
     step 60 "calls on GPUs allocate nothing" ./rust_device_alloc_test
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
@@ -127,7 +131,8 @@ else
     # that share one wait for each other's multiprocessors: steps that otherwise take seconds may
     # take long.
     step 180 "servers on a GPU, clients beside them" \
-        ./rust_device_server_test device:: --test-threads 1 --skip timing --skip random::
+        ./rust_device_server_test device:: --test-threads 1 --skip timing --skip random:: \
+        --skip formats:: --skip families::
     step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1
     step 90 "calls on a GPU allocate nothing" ./rust_device_alloc_test
     skip gpus "layers and NICs between processes, faults, puts" "they need two GPUs"

@@ -40,6 +40,7 @@ mod config;
 mod connection;
 mod deregistration;
 mod descriptor;
+mod direct;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;

@@ -19,6 +19,7 @@ use std::fmt::Debug;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub mod post;
@@ -288,4 +289,35 @@ pub trait Fabric: Send + Debug {
 
     /// Largest single operation in bytes. The caller splits larger ones.
     fn max_operation_bytes(&self) -> u64;
+
+    /// Copies towards a joined peer that any thread may make, beside the fabric's own thread. `None`
+    /// if the transport needs its thread.
+    fn direct(&self, peer: PeerId) -> Option<Arc<dyn DirectCopy>> {
+        let _ = peer;
+        None
+    }
 }
+
+/// Copies between this side and one peer on the caller's thread. It may outlive the peer, and refuses
+/// every copy then.
+pub trait DirectCopy: Send + Sync + Debug {
+    /// Copies `bytes` between `here` and the peer's memory, to the peer if `is_write`. Returns when
+    /// they are there. The caller splits what is longer than [`MAX_DIRECT_BYTES`].
+    ///
+    /// Returns `None`, without a copy, if another thread copies towards this peer: the caller gives
+    /// the operation to the fabric instead. Never waits for another thread.
+    ///
+    /// # Safety
+    /// `here..here+bytes` is registered memory of this process, and stays so until the return. If
+    /// the copy stores into it, it is writable.
+    unsafe fn copy(
+        &self,
+        is_write: bool,
+        remote: RemoteSegment,
+        here: NonNull<u8>,
+        bytes: u64,
+    ) -> Option<Result<(), PostError>>;
+}
+
+/// Most bytes of one direct copy. They bound the time for which a peer's revocation is retried.
+pub const MAX_DIRECT_BYTES: u64 = 1 << 20;

@@ -8,7 +8,7 @@ pub mod abi;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::{NonNull, null_mut};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyAttributeError, PyTypeError};
 use pyo3::intern;
@@ -58,7 +58,7 @@ pub struct Array<'a, 'py> {
     object: &'a Bound<'py, PyAny>,
     tensor: abi::Tensor,
     is_read_only: bool,
-    api: Option<&'static ExchangeApi>,
+    library: Arc<Library>,
     owner: Owner,
 }
 
@@ -161,15 +161,17 @@ impl<'a, 'py> Array<'a, 'py> {
     /// With `is_kept` the memory stays valid while the [`Owner`] lives; otherwise as long as the object is not
     /// resized.
     pub fn of(name: &'static str, object: &'a Bound<'py, PyAny>, is_kept: bool) -> PyResult<Self> {
-        match exchange_api(&object.get_type())? {
-            Some(api) => Self::by_api(name, object, api, is_kept),
-            None => Self::by_capsule(name, object),
+        let library = Library::of(&object.get_type());
+        match library.api {
+            Some(api) => Self::by_api(name, object, library, api, is_kept),
+            None => Self::by_capsule(name, object, library),
         }
     }
 
     fn by_api(
         name: &'static str,
         object: &'a Bound<'py, PyAny>,
+        library: Arc<Library>,
         api: &'static ExchangeApi,
         is_kept: bool,
     ) -> PyResult<Self> {
@@ -186,13 +188,8 @@ impl<'a, 'py> Array<'a, 'py> {
                 ),
             ));
         }
-        let mut array = Self {
-            object,
-            tensor: EMPTY,
-            is_read_only: false,
-            api: Some(api),
-            owner: Owner::Object,
-        };
+        let mut array =
+            Self { object, tensor: EMPTY, is_read_only: false, library, owner: Owner::Object };
         let pointer = object.as_ptr().cast();
         match (api.tensor_from_object, api.managed_from_object) {
             (Some(from_object), _) if !is_kept => {
@@ -214,12 +211,16 @@ impl<'a, 'py> Array<'a, 'py> {
                 array.tensor = managed.tensor;
                 array.is_read_only = managed.flags & abi::READ_ONLY != 0;
             }
-            _ => return Self::by_capsule(name, object),
+            _ => return Self::by_capsule(name, object, array.library),
         }
         Ok(array)
     }
 
-    fn by_capsule(name: &'static str, object: &'a Bound<'py, PyAny>) -> PyResult<Self> {
+    fn by_capsule(
+        name: &'static str,
+        object: &'a Bound<'py, PyAny>,
+        library: Arc<Library>,
+    ) -> PyResult<Self> {
         let py = object.py();
         let method = object.getattr(intern!(py, "__dlpack__")).map_err(|failure| {
             if failure.is_instance_of::<PyAttributeError>(py) {
@@ -268,7 +269,7 @@ impl<'a, 'py> Array<'a, 'py> {
             return Err(error(py, Kind::ArgumentType, text));
         };
         let owner = Owner::Capsule { _capsule: capsule.clone().into_any().unbind() };
-        Ok(Self { object, tensor, is_read_only, api: None, owner })
+        Ok(Self { object, tensor, is_read_only, library, owner })
     }
 
     /// Checks the array against `expected`.
@@ -343,11 +344,11 @@ impl<'a, 'py> Array<'a, 'py> {
         Ok(matrix)
     }
 
-    /// Makes an array of the same library, type and shape, with unspecified values. `None` for a library that this
-    /// module cannot make arrays of without their values.
+    /// Makes an array of the same library, type and shape, with unspecified values. `None` for a library
+    /// whose arrays cannot be written.
     pub fn empty_like(&self) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.object.py();
-        if let Some(api) = self.api
+        if let Some(api) = self.library.api
             && let (Some(allocate), Some(to_object)) = (api.allocate, api.object_from_managed)
         {
             let mut managed = null_mut();
@@ -363,20 +364,13 @@ impl<'a, 'py> Array<'a, 'py> {
             // SAFETY: `to_object` returned a new reference.
             return Ok(Some(unsafe { Bound::from_owned_ptr(py, object.cast()) }));
         }
-        static EMPTY_LIKE: PyOnceLock<(Py<PyType>, Py<PyAny>)> = PyOnceLock::new();
-        let module = self.object.get_type();
-        if EMPTY_LIKE.get(py).is_none() && module.module()?.to_cow()? != "numpy" {
-            return Ok(None);
-        }
-        let (class, empty_like) = EMPTY_LIKE.get_or_try_init(py, || {
-            let numpy = py.import("numpy")?;
-            let class = numpy.getattr("ndarray")?.cast_into::<PyType>()?;
-            PyResult::Ok((class.unbind(), numpy.getattr("empty_like")?.unbind()))
-        })?;
-        if !self.object.is_instance(class.bind(py))? {
-            return Ok(None);
-        }
-        empty_like.bind(py).call1((self.object,)).map(Some)
+        let empty_like = self.library.empty_like.as_ref();
+        empty_like.map(|empty_like| empty_like.bind(py).call1((self.object,))).transpose()
+    }
+
+    /// The Python object.
+    pub fn object(&self) -> &'a Bound<'py, PyAny> {
+        self.object
     }
 
     /// The interpreter's token.
@@ -405,34 +399,57 @@ fn numbers(tensor: &abi::Tensor, pointer: *const i64) -> Option<&[i64]> {
     (!pointer.is_null()).then(|| unsafe { std::slice::from_raw_parts(pointer, len) })
 }
 
-/// The C functions of a type's library, if it has them.
-fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
-    /// Types seen, each kept alive so that its address stays its own.
-    static KNOWN: Mutex<Vec<(Py<PyType>, Option<&'static ExchangeApi>)>> = Mutex::new(Vec::new());
-    let known = |address| {
-        let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        known.iter().find(|(class, _)| class.as_ptr() == address).map(|&(_, api)| api)
-    };
-    if let Some(api) = known(class.as_ptr()) {
-        return Ok(api);
-    }
-    let py = class.py();
-    let api = class.getattr(intern!(py, "__dlpack_c_exchange_api__")).ok().and_then(|capsule| {
-        let pointer = capsule.cast::<PyCapsule>().ok()?.pointer_checked(Some(EXCHANGE_API)).ok()?;
-        let mut api = pointer.as_ptr().cast::<ExchangeApi>().cast_const();
-        // SAFETY: The capsule's structure lives as long as the process, and its head is the same in every version.
-        unsafe {
-            while !api.is_null() && (*api).version.major != abi::MAJOR {
-                api = (*api).previous;
-            }
-            api.as_ref()
+/// What is known about the library of a type.
+struct Library {
+    /// Its C functions, if it has them.
+    api: Option<&'static ExchangeApi>,
+    /// Its function that makes an array with unspecified values. `None` for a library whose arrays cannot be written.
+    empty_like: Option<Py<PyAny>>,
+}
+
+impl Library {
+    fn of(class: &Bound<'_, PyType>) -> Arc<Self> {
+        /// Types seen, each kept alive so that its address stays its own.
+        static KNOWN: Mutex<Vec<(Py<PyType>, Arc<Library>)>> = Mutex::new(Vec::new());
+        let known = |address| {
+            let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+            let found = known.iter().find(|(class, _)| class.as_ptr() == address);
+            found.map(|(_, library)| Arc::clone(library))
+        };
+        if let Some(library) = known(class.as_ptr()) {
+            return library;
         }
-    });
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.len() < MAX_KNOWN_TYPES {
-        known.push((class.clone().unbind(), api));
+        let library =
+            Arc::new(Self { api: exchange_api(class), empty_like: find_empty_like(class) });
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() < MAX_KNOWN_TYPES {
+            known.push((class.clone().unbind(), Arc::clone(&library)));
+        }
+        library
     }
-    Ok(api)
+}
+
+fn exchange_api(class: &Bound<'_, PyType>) -> Option<&'static ExchangeApi> {
+    let capsule = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
+    let pointer = capsule.cast::<PyCapsule>().ok()?.pointer_checked(Some(EXCHANGE_API)).ok()?;
+    let mut api = pointer.as_ptr().cast::<ExchangeApi>().cast_const();
+    // SAFETY: The capsule's structure lives as long as the process, and its head is the same in every version.
+    unsafe {
+        while !api.is_null() && (*api).version.major != abi::MAJOR {
+            api = (*api).previous;
+        }
+        api.as_ref()
+    }
+}
+
+fn find_empty_like(class: &Bound<'_, PyType>) -> Option<Py<PyAny>> {
+    let py = class.py();
+    // A subclass may be of another package.
+    class.mro().iter().find_map(|base| {
+        let module = base.getattr(intern!(py, "__module__")).ok()?.extract::<String>().ok()?;
+        let package = module.split('.').next().filter(|package| MUTABLE.contains(package))?;
+        Some(py.import(package).ok()?.getattr("empty_like").ok()?.unbind())
+    })
 }
 
 /// The arguments by name of `__dlpack__`.
@@ -541,3 +558,5 @@ const LEGACY: &CStr = c"dltensor";
 const EXCHANGE_API: &CStr = c"dlpack_exchange_api";
 const MAX_DIMS: usize = 64;
 const MAX_KNOWN_TYPES: usize = 32;
+/// Packages of arrays that can be written.
+const MUTABLE: [&str; 3] = ["numpy", "torch", "cupy"];

@@ -54,7 +54,10 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
-    ("rust_device_server_test", Target { kind: "--test", package: "expert-server", name: "it" }),
+    (
+        "rust_device_server_test",
+        Target { kind: "--test", package: "expert-server", name: "expert_server" },
+    ),
     (
         "rust_device_client_test",
         Target { kind: "--test", package: "attention-client", name: "device" },
@@ -66,6 +69,9 @@ const RUST_TESTS: [(&str, Target); 9] = [
 ];
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
+/// Layers that other libraries computed, for tests of formats and families: folders of `data`.
+const REFERENCES: [&str; 2] = ["reference-formats", "family-blocks"];
+const REFERENCE_FILES: [&str; 3] = ["config.json", "model.safetensors", "reference.safetensors"];
 /// Machine code for Hopper.
 const TARGET: &str = "-gencode=arch=compute_90a,code=sm_90a";
 const MAX_BUNDLE_BYTES: u64 = 40_000_000;
@@ -242,7 +248,7 @@ fn test_rust_side(features: &str) -> Result<Outcome> {
     }
 }
 
-/// All programs of the bundle.
+/// All programs and reference data of the bundle.
 const ARCHIVE: &str = "programs.tar.xz";
 
 /// `cargo xtask gpu-bundle`: programs and scripts in `target/gpu-bundle`, for a host with a driver.
@@ -321,8 +327,9 @@ pub fn make_bundle() -> Result<Outcome> {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
     }
     let mut num_bytes = copy_model(&bundle.join("tiny-moe"))?;
-    let programs: Vec<&str> = PROGRAMS.into_iter().chain(test_names).chain(program_names).collect();
-    if let Outcome::Failed(reason) = pack(bundle, &programs)? {
+    copy_references(&bundle.join("data"))?;
+    let packed = PROGRAMS.into_iter().chain(test_names).chain(program_names).chain(["data"]);
+    if let Outcome::Failed(reason) = pack(bundle, &packed.collect::<Vec<_>>())? {
         return Ok(Outcome::Failed(format!("the programs could not be packed: {reason}")));
     }
     for entry in std::fs::read_dir(bundle)? {
@@ -338,19 +345,19 @@ pub fn make_bundle() -> Result<Outcome> {
     })
 }
 
-/// Packs programs into one archive, which the scripts unpack on the GPU host. All programs contain the same kernels and
-/// libraries; a window over the whole archive stores these once.
-fn pack(bundle: &Path, programs: &[&str]) -> Result<Outcome> {
+/// Packs programs and folders into one archive, which the scripts unpack on the GPU host. All programs contain the same
+/// kernels and libraries; a window over the whole archive stores these once.
+fn pack(bundle: &Path, names: &[&str]) -> Result<Outcome> {
     if !tools::on_path("xz") {
         let reason = "xz is missing: install Debian's package `xz-utils`";
         return Ok(Outcome::Failed(reason.to_owned()));
     }
-    println!("packing {} programs", programs.len());
+    println!("packing {} programs and folders", names.len());
     let mut tar = Command::new("tar");
     tar.arg("--create")
         .arg("--use-compress-program=xz --lzma2=preset=6,dict=256MiB")
         .args(["--file", ARCHIVE, "--remove-files"])
-        .args(programs)
+        .args(names)
         .current_dir(bundle);
     run(&mut tar)
 }
@@ -361,6 +368,29 @@ fn copy_model(to: &Path) -> Result<u64> {
     let copy = |name: &str| std::fs::copy(Path::new(from).join(name), to.join(name));
     let copied: std::io::Result<Vec<u64>> = files.into_iter().map(copy).collect();
     Ok(copied.with_context(|| format!("cannot copy {from}"))?.into_iter().sum())
+}
+
+/// Copies the folders of reference data that hold a layer.
+fn copy_references(to: &Path) -> Result<()> {
+    for kind in REFERENCES {
+        let from = Path::new("data").join(kind);
+        let entries = std::fs::read_dir(&from);
+        for entry in entries.with_context(|| format!("cannot list {}", from.display()))? {
+            let folder = entry?;
+            if !folder.path().join(REFERENCE_FILES[2]).is_file() {
+                continue;
+            }
+            let to = to.join(kind).join(folder.file_name());
+            std::fs::create_dir_all(&to)
+                .with_context(|| format!("cannot create {}", to.display()))?;
+            for name in REFERENCE_FILES {
+                let from = folder.path().join(name);
+                std::fs::copy(&from, to.join(name))
+                    .with_context(|| format!("cannot copy {}", from.display()))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn add_program(from: &Path, to: &Path) -> Result<()> {

@@ -2,8 +2,11 @@
 //!
 //! Both compute the same tokens in turns. Tokens and routing are random. *In process* is the time to sort the
 //! (token, expert) pairs by expert and to compute them on a [`ComputePool`], as an engine would that has its own
-//! experts. *Service* is the time of [`MoeClient::forward`] against a running cluster. The outputs of both are
-//! compared in each iteration.
+//! experts. *Service* is the time of [`MoeClient::forward`] against a running cluster. Every output is compared with
+//! one that was computed before the measurement.
+//!
+//! Both read the same pages of the checkpoint. So each takes a batch that the other computed several batches ago, and
+//! neither finds its experts in the caches.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -64,6 +67,8 @@ pub struct MoeReport {
 #[allow(missing_docs, reason = "the names say all")]
 pub struct MoeRow {
     pub tokens: usize,
+    /// Distinct experts of a batch.
+    pub experts_p50: f64,
     pub iterations: usize,
     pub in_process_us_p50: f64,
     pub service_us_p50: f64,
@@ -76,7 +81,7 @@ pub struct MoeRow {
     pub combine_us_p50: f64,
     /// Weight bytes of the experts touched, per second of in-process time.
     pub in_process_gb_per_s: f64,
-    /// Largest difference between the two outputs, relative to the largest output. Infinite if an output has an
+    /// Largest difference between an output and the expected one, relative to the largest output. Infinite if an output has an
     /// element that is not finite.
     pub max_rel_diff: f64,
 }
@@ -100,9 +105,10 @@ pub fn load_layer(
     mut progress: impl FnMut(usize),
 ) -> Result<Arc<LayerExperts>> {
     let all = BTreeMap::from([(layer, (0..checkpoint.config().num_experts).collect())]);
-    let store = ExpertStore::load(Arc::clone(checkpoint), &all, Residency::default(), &mut |p| {
-        progress(p.num_loaded);
-    })?;
+    let store =
+        ExpertStore::load(Arc::clone(checkpoint), &all, Residency::default(), 0, &mut |p| {
+            progress(p.num_loaded);
+        })?;
     store.layer(layer).context("the layer was not loaded")
 }
 
@@ -124,35 +130,45 @@ pub fn run(
     let mut rows = Vec::new();
     let mut rng = StdRng::seed_from_u64(config.seed);
     for &tokens in &config.tokens {
-        let mut inputs: Vec<Input> = (0..4)
+        let mut inputs: Vec<Input> = (0..NUM_INPUTS)
             .map(|_| Input::random(&mut rng, tokens, model.hidden, model.num_experts, model.top_k))
             .collect();
+        for input in &mut inputs {
+            let mut expected = vec![f32::NAN; tokens * model.hidden];
+            input.in_process(&mut pool, experts, &mut expected)?;
+            input.expected = expected;
+        }
+        let mut experts_per_batch: Vec<f64> =
+            inputs.iter().map(|input| input.groups.len() as f64).collect();
         let mut local = vec![f32::NAN; tokens * model.hidden];
         let mut remote = local.clone();
         let mut samples = Samples::default();
         let budget = Duration::from_secs_f64(config.seconds * 2.0);
         let (start, mut iteration) = (Instant::now(), 0usize);
         while iteration < MIN_ITERATIONS || start.elapsed() < budget {
-            let num_inputs = inputs.len();
-            let input = &mut inputs[iteration % num_inputs];
+            let (ours, theirs) =
+                (iteration % NUM_INPUTS, (iteration + NUM_INPUTS / 2) % NUM_INPUTS);
             local.fill(f32::NAN);
             remote.fill(f32::NAN);
             // The order alternates, so that neither always finds the other's caches.
             let (in_process, service, timing);
             if iteration % 2 == 0 {
-                in_process = input.in_process(&mut pool, experts, &mut local)?;
-                (service, timing) = input.through(client, layer, &mut remote)?;
+                in_process = inputs[ours].in_process(&mut pool, experts, &mut local)?;
+                (service, timing) = inputs[theirs].through(client, layer, &mut remote)?;
             } else {
-                (service, timing) = input.through(client, layer, &mut remote)?;
-                in_process = input.in_process(&mut pool, experts, &mut local)?;
+                (service, timing) = inputs[theirs].through(client, layer, &mut remote)?;
+                in_process = inputs[ours].in_process(&mut pool, experts, &mut local)?;
             }
-            samples.max_rel_diff = samples.max_rel_diff.max(max_rel_diff(&local, &remote));
+            for (input, found) in [(ours, &local), (theirs, &remote)] {
+                let diff = max_rel_diff(&inputs[input].expected, found);
+                samples.max_rel_diff = samples.max_rel_diff.max(diff);
+            }
             if iteration >= WARM_UP {
-                samples.push(in_process, service, timing, input.weight_bytes(experts));
+                samples.push(in_process, service, timing, inputs[ours].weight_bytes(experts));
             }
             iteration += 1;
         }
-        rows.push(samples.row(tokens));
+        rows.push(samples.row(tokens, median(&mut experts_per_batch)));
         progress();
     }
     Ok(MoeReport {
@@ -225,6 +241,8 @@ struct Input {
     groups: Vec<ExpertGroup>,
     entry_token: Vec<u32>,
     entry_weight: Vec<f32>,
+    /// The output, computed in process before the measurement.
+    expected: Vec<f32>,
 }
 
 impl Input {
@@ -252,6 +270,7 @@ impl Input {
             groups: Vec::new(),
             entry_token: Vec::new(),
             entry_weight: Vec::new(),
+            expected: Vec::new(),
         }
     }
 
@@ -328,7 +347,7 @@ impl Samples {
         self.timings.push(timing);
     }
 
-    fn row(mut self, tokens: usize) -> MoeRow {
+    fn row(mut self, tokens: usize, experts_p50: f64) -> MoeRow {
         let timings = self.timings;
         let of = |pick: fn(&LayerTiming) -> u64| {
             let mut values: Vec<f64> = timings.iter().map(|t| pick(t) as f64 / 1e3).collect();
@@ -336,6 +355,7 @@ impl Samples {
         };
         MoeRow {
             tokens,
+            experts_p50,
             iterations: self.ratios.len(),
             in_process_us_p50: median(&mut self.in_process_us),
             service_us_p50: median(&mut self.service_us),
@@ -361,5 +381,8 @@ fn max_rel_diff(a: &[f32], b: &[f32]) -> f64 {
     f64::from(diff / scale)
 }
 
+/// Batches that are computed in turn. Between the two uses of one, others read eight times its weights, more than caches
+/// hold.
+const NUM_INPUTS: usize = 8;
 const WARM_UP: usize = 4;
 const MIN_ITERATIONS: usize = WARM_UP + 21;

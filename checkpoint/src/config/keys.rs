@@ -9,8 +9,9 @@ use super::ConfigError;
 
 /// The keys that describe the text model.
 ///
-/// Multi-modal configurations keep them in a nested object (`text_config` and the like). A key that the nested
-/// object lacks is looked up in the outer one. `null` counts as absent.
+/// Multi-modal configurations keep them in a nested object (`text_config` and the like). Keys of the same name outside
+/// may belong to a vision tower, so that only few of them count, see [`get_shared`](Self::get_shared). `null` counts as
+/// absent.
 ///
 /// Keys are read by need: a key that nothing asks for may hold anything.
 #[derive(Debug)]
@@ -42,11 +43,16 @@ impl Keys {
         self.outer.get(self.nested?)?.as_object()
     }
 
-    /// The value of a key; `None` if it is absent or `null`.
+    /// The value of a key of the text model; `None` if it is absent or `null`.
     pub(crate) fn get(&self, key: &str) -> Option<&Value> {
         self.read.borrow_mut().insert(key.to_owned());
-        let found = self.inner().and_then(|inner| present(inner, key));
-        found.or_else(|| present(&self.outer, key))
+        present(self.inner().unwrap_or(&self.outer), key)
+    }
+
+    /// The value of a key that describes the whole model, such as its quantisation. The text model's own one comes
+    /// first.
+    pub(crate) fn get_shared(&self, key: &str) -> Option<&Value> {
+        self.get(key).or_else(|| present(&self.outer, key))
     }
 
     /// The value of a key of the outer object only.
@@ -67,7 +73,7 @@ impl Keys {
         for key in spellings {
             match (first, self.get(key)) {
                 (None, Some(value)) => first = Some((key, value)),
-                (Some((kept, value)), Some(other)) if value != other => {
+                (Some((kept, value)), Some(other)) if !are_equal(value, other) => {
                     return Err(ConfigError::Contradiction {
                         first: format!("{kept} = {value}"),
                         second: format!("{key} = {other}"),
@@ -77,6 +83,21 @@ impl Keys {
             }
         }
         Ok(first)
+    }
+
+    /// The spellings that a family uses if one of them is present, else all spellings.
+    pub(crate) fn own_or_any(
+        &self,
+        own: &'static [&'static str],
+        any: &'static [&'static str],
+    ) -> &'static [&'static str] {
+        if own.iter().any(|key| self.get(key).is_some()) { own } else { any }
+    }
+
+    /// The first of the spellings that is present, or the usual one.
+    pub(crate) fn present_of(&self, spellings: &[&'static str]) -> &'static str {
+        let present = spellings.iter().find(|key| self.get(key).is_some());
+        present.or(spellings.first()).copied().unwrap_or_default()
     }
 
     pub(crate) fn text(&self, key: &'static str) -> Result<Option<&str>, ConfigError> {
@@ -123,14 +144,7 @@ impl Keys {
         let Some((key, value)) = self.first(spellings)? else {
             return Err(ConfigError::Missing { field: alternatives(spellings) });
         };
-        // Some configurations repeat one number in a list with an entry for each layer.
-        let single = match value {
-            Value::Array(entries) if entries.windows(2).all(|pair| pair[0] == pair[1]) => {
-                entries.first().unwrap_or(value)
-            }
-            _ => value,
-        };
-        match as_whole(single) {
+        match as_whole(single(value)) {
             Some(found) if (1..=max).contains(&found) => Ok(found),
             _ => Err(invalid(key, clip(value), format!("a whole number from 1 to {max}"))),
         }
@@ -146,6 +160,22 @@ impl Keys {
 
 fn present<'a>(map: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
     map.get(key).filter(|value| !value.is_null())
+}
+
+/// The number that a list repeats: some configurations have an entry for each layer. Other values are themselves.
+fn single(value: &Value) -> &Value {
+    match value {
+        Value::Array(entries) if entries.windows(2).all(|pair| pair[0] == pair[1]) => {
+            entries.first().unwrap_or(value)
+        }
+        _ => value,
+    }
+}
+
+/// Returns true for values that mean the same: `8`, `8.0` and `[8, 8]`.
+fn are_equal(a: &Value, b: &Value) -> bool {
+    let (a, b) = (single(a), single(b));
+    a == b || as_whole(a).is_some_and(|whole| as_whole(b) == Some(whole))
 }
 
 /// A whole number that is not negative, also when it is written with a fraction of zero.
@@ -250,11 +280,13 @@ mod tests {
     }
 
     #[test]
-    fn nested_keys_come_first_and_outer_keys_fill_the_gaps() {
+    fn outer_keys_fill_gaps_of_the_nested_ones_only_where_they_describe_the_whole_model() {
         let json = r#"{"a": 1, "b": 2, "text_config": {"a": 3, "hidden_size": 8, "x": []}}"#;
         let keys = Keys::parse(json).unwrap();
         assert_eq!(keys.whole("a").unwrap(), Some(3));
-        assert_eq!(keys.whole("b").unwrap(), Some(2));
+        assert_eq!(keys.whole("b").unwrap(), None);
+        assert_eq!(keys.get_shared("a"), Some(&Value::from(3)));
+        assert_eq!(keys.get_shared("b"), Some(&Value::from(2)));
         assert_eq!(keys.get_outer("a"), Some(&Value::from(1)));
         assert_eq!(keys.unread(), ["hidden_size", "x"]);
     }
@@ -265,7 +297,11 @@ mod tests {
         let error = keys.count(&["num_experts", "num_local_experts"]).unwrap_err().to_string();
         assert!(error.contains("num_experts = 8"), "{error}");
         assert!(error.contains("num_local_experts = 16"), "{error}");
-        let keys = Keys::parse(r#"{"num_experts": 8, "num_local_experts": 8.0}"#).unwrap();
-        assert!(keys.count(&["num_local_experts"]).is_ok_and(|n| n == 8));
+        for same in ["8", "8.0", "[8, 8]"] {
+            let json = format!(r#"{{"num_experts": 8, "num_local_experts": {same}}}"#);
+            let keys = Keys::parse(&json).unwrap();
+            let found = keys.count(&["num_experts", "num_local_experts"]);
+            assert!(found.as_ref().is_ok_and(|n| *n == 8), "{same}: {found:?}");
+        }
     }
 }

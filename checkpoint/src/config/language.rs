@@ -72,10 +72,15 @@ pub(super) fn parse(
             .transpose()?,
         rms_norm_eps,
         vocab: keys.dim(&["vocab_size"])?,
-        tie_word_embeddings: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+        tie_word_embeddings: match keys.get_shared("tie_word_embeddings") {
+            None => false,
+            Some(value) => value
+                .as_bool()
+                .ok_or_else(|| invalid("tie_word_embeddings", clip(value), "true or false"))?,
+        },
         max_positions: keys.dim(&["max_position_embeddings"])?,
-        bos_id: token_ids("bos_token_id", keys.get("bos_token_id"))?.first().copied(),
-        eos_ids: token_ids("eos_token_id", keys.get("eos_token_id"))?,
+        bos_id: token_ids("bos_token_id", keys.get_shared("bos_token_id"))?.first().copied(),
+        eos_ids: token_ids("eos_token_id", keys.get_shared("eos_token_id"))?,
         attention,
     })
 }

@@ -6,41 +6,55 @@ use super::ConfigError;
 use super::keys::{Keys, as_whole, clip, invalid};
 use crate::family::{Family, LayerRule};
 
-/// The layers with experts, ascending, and whether the stored tensors decide instead.
+/// The layers with experts, ascending. Never empty.
 pub(super) fn moe_layers(
-    family: &Family,
+    family: &'static Family,
     keys: &Keys,
     num_layers: u32,
-) -> Result<(Vec<u32>, bool), ConfigError> {
+    num_experts: u32,
+) -> Result<Vec<u32>, ConfigError> {
     let all = 0..num_layers;
-    if let Some(types) = keys.list("mlp_layer_types")? {
-        let layers = layers_of_types(types, num_layers)?;
-        return Ok((not_empty(layers, num_layers)?, false));
+    if family.has_layer_types
+        && let Some(types) = keys.list("mlp_layer_types")?
+    {
+        return not_empty(layers_of_types(types, num_layers)?, num_layers);
     }
     let layers: Vec<u32> = match family.layers {
         LayerRule::All => all.collect(),
-        LayerRule::Stored => return Ok((all.collect(), true)),
-        LayerRule::BlockTypes => match block_types(keys)? {
-            None => return Ok((all.collect(), true)),
-            Some(blocks) => (0..).zip(blocks).filter_map(|(l, has)| has.then_some(l)).collect(),
+        LayerRule::AllIf(flag) => match keys.flag(flag)? {
+            Some(true) => all.collect(),
+            _ => return Err(invalid(flag, false, "true: without it no layer has experts")),
         },
+        LayerRule::Marked => match keys.list("moe_layer_freq")? {
+            Some(marks) => marked(marks, num_layers)?,
+            None => all.collect(),
+        },
+        LayerRule::BlockTypes => {
+            (0..).zip(block_types(keys)?).filter_map(|(l, has)| has.then_some(l)).collect()
+        }
         LayerRule::SparseStep => {
             let step = positive(keys, "decoder_sparse_step", 1)?;
             let dense = numbers(keys, "mlp_only_layers")?.unwrap_or_default();
             all.filter(|l| (l + 1) % step == 0 && !dense.contains(l)).collect()
         }
-        LayerRule::AfterDense { key, default } => {
-            let first = match keys.first(key)? {
-                None => default,
-                Some((key, value)) => small(key, value)?,
-            };
-            match keys.get("moe_layer_freq") {
-                Some(Value::Array(marks)) => marked(marks, num_layers)?,
-                _ => {
+        LayerRule::AfterDense { key, default, has_frequency } => {
+            let found = key.and_then(|key| Some((key, keys.get(key)?)));
+            let first = found.map_or(Ok(default), |(key, value)| small(key, value))?;
+            match keys.get("moe_layer_freq").filter(|_| has_frequency) {
+                None => all.filter(|l| *l >= first).collect(),
+                Some(Value::Array(marks)) => {
+                    marked(marks, num_layers)?.into_iter().filter(|l| *l >= first).collect()
+                }
+                Some(_) => {
                     let freq = positive(keys, "moe_layer_freq", 1)?;
                     all.filter(|l| *l >= first && l % freq == 0).collect()
                 }
             }
+        }
+        LayerRule::Period if num_experts < 2 => {
+            let key = keys.present_of(family.experts);
+            let expected = "at least 2: with one expert every layer is dense";
+            return Err(invalid(key, num_experts, expected));
         }
         LayerRule::Period => {
             let period = positive(keys, "expert_layer_period", 2)?;
@@ -66,17 +80,24 @@ pub(super) fn moe_layers(
             all.filter(|l| (l + 1) % interval == 0 && (start..=end).contains(l)).collect()
         }
     };
-    Ok((not_empty(layers, num_layers)?, false))
+    not_empty(layers, num_layers)
 }
 
-/// For each block of a hybrid model (Nemotron-H), true if it has experts. The keys are `layers_block_type`, or
-/// `hybrid_override_pattern` with the letter `E` for experts. The number of blocks is the number of layers.
-pub(super) fn block_types(keys: &Keys) -> Result<Option<Vec<bool>>, ConfigError> {
-    if let Some(types) = keys.list("layers_block_type")? {
-        return Ok(Some(types.iter().map(|name| name.as_str() == Some("moe")).collect()));
+/// For each block of a hybrid model (Nemotron-H), true if it has experts. The keys are `layers_block_type` or
+/// `layer_types`, or `hybrid_override_pattern` with the letter `E` for experts. The number of blocks is the number of
+/// layers.
+pub(super) fn block_types(keys: &Keys) -> Result<Vec<bool>, ConfigError> {
+    for key in ["layers_block_type", "layer_types"] {
+        if let Some(types) = keys.list(key)? {
+            return Ok(types.iter().map(|name| name.as_str() == Some("moe")).collect());
+        }
     }
-    let pattern = keys.text("hybrid_override_pattern")?;
-    Ok(pattern.map(|pattern| pattern.chars().map(|letter| letter == 'E').collect()))
+    match keys.text("hybrid_override_pattern")? {
+        Some(pattern) => Ok(pattern.chars().map(|letter| letter == 'E').collect()),
+        None => Err(ConfigError::Missing {
+            field: "layers_block_type (or layer_types, hybrid_override_pattern)".to_owned(),
+        }),
+    }
 }
 
 fn not_empty(layers: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, ConfigError> {

@@ -74,7 +74,8 @@ impl fmt::Display for Quantization {
 }
 
 pub(super) fn parse(keys: &Keys) -> Result<Option<Quantization>, ConfigError> {
-    let found = keys.get("quantization_config").or_else(|| keys.get("compression_config"));
+    let found =
+        keys.get_shared("quantization_config").or_else(|| keys.get_shared("compression_config"));
     let Some(value) = found else { return Ok(None) };
     let Value::Object(map) = value else {
         return Err(invalid("quantization_config", clip(value), "an object"));

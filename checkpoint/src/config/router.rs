@@ -3,13 +3,14 @@
 use super::ConfigError;
 use super::keys::{Keys, invalid};
 use crate::family::{Family, GroupRule, Renormalise, RouterRule};
-use crate::router::{GroupScore, Groups, Normalisation, RouterConfig, Scoring};
+use crate::router::{GroupScore, Groups, InputNorm, Normalisation, RouterConfig, Scoring};
 
 pub(super) fn parse(
     family: &'static Family,
     keys: &Keys,
     num_experts: usize,
     top_k: usize,
+    weighted_shared: usize,
 ) -> Result<RouterConfig, ConfigError> {
     let Some(rule) = &family.router else { return Err(ConfigError::Router { family }) };
     let scoring = scoring(rule, keys)?;
@@ -58,6 +59,12 @@ pub(super) fn parse(
         groups,
         normalisation: normalisation(rule, keys)?,
         scale: factor,
+        has_expert_scales: rule.expert_scales.is_some(),
+        weighted_shared,
+        input_norm: match rule.input_scale {
+            Some(_) => Some(InputNorm { epsilon: finite(keys, "rms_norm_eps")?.unwrap_or(1e-6) }),
+            None => None,
+        },
     })
 }
 

@@ -3,14 +3,14 @@
 //! The tensors tell the format: their names, dtypes and shapes. Source of the formats: the code of the libraries that
 //! write them (compressed-tensors 0.1x, transformers' fp8 and MXFP4 integrations, GPTQModel, AutoAWQ, ModelOpt).
 
+mod integers;
+
 use std::borrow::Cow;
 
 use crate::dtype::DType;
 use crate::open::Checkpoint;
 use crate::tensor::{PLAIN_FLOATS, SCALES, TensorError, TensorView};
-use crate::weight::{
-    Codes, Packing, Scales, Strided, WeightFormat, WeightView, ZeroOrder, unpack_zeros,
-};
+use crate::weight::{Codes, Scales, Strided, WeightFormat, WeightView};
 
 /// The place of a matrix in a fused tensor.
 #[derive(Debug, Clone, Copy)]
@@ -296,176 +296,6 @@ impl Checkpoint {
         Ok((block, grid.row_major()))
     }
 
-    /// compressed-tensors `pack-quantized`: words along the inputs, scales per row and group.
-    fn packed_integers<'a>(
-        &'a self,
-        name: &str,
-        packed: TensorView<'a>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightView<'a>, TensorError> {
-        let bits = [4, 8].into_iter().find(|bits| {
-            (cols * bits).is_multiple_of(32) && packed.shape == [rows, cols * bits / 32]
-        });
-        let Some(bits) = bits else {
-            return Err(TensorError::Format {
-                name: packed.name.to_owned(),
-                found: format!("has shape {:?}", packed.shape),
-                expected: format!("[{rows}, {cols} × bits / 32] with 4 or 8 bits"),
-            });
-        };
-        let scale = self.tensor(&format!("{name}.weight_scale"))?;
-        let (group, groups) = self.groups(&scale, rows, cols)?;
-        self.sequential_groups(&format!("{name}.weight_g_idx"), group, cols)?;
-        let zeros = self.contains(&format!("{name}.weight_zero_point")).then(|| {
-            let zeros = self.tensor(&format!("{name}.weight_zero_point"))?;
-            let middle = 1 << (bits - 1);
-            match zeros.dtype {
-                DType::I8 => {
-                    let zeros = zeros.expect_shape(&[rows, groups])?;
-                    Ok(zeros.data.iter().map(|zero| i32::from(*zero as i8) + middle).collect())
-                }
-                _ => {
-                    let shape = [rows.div_ceil(32 / bits), groups];
-                    let zeros = zeros.expect_shape(&shape)?.expect_dtype(&[DType::I32])?;
-                    let order = ZeroOrder::CompressedTensors;
-                    let zeros = unpack_zeros(zeros.data, bits, rows, groups, order, 0);
-                    Ok::<Vec<i32>, TensorError>(zeros.into_iter().map(i32::from).collect())
-                }
-            }
-        });
-        let zeros = zeros.transpose()?;
-        let scales =
-            Scales { dtype: scale_dtype(&scale)?, data: Cow::Borrowed(scale.data), factor: 1.0 };
-        let codes = match bits {
-            4 => Codes::Strided(Strided::whole(packed.data, 1, rows, cols / 2)),
-            _ => Codes::Packed { packing: Packing::OffsetBytes, data: packed.data },
-        };
-        Ok(integers(packed, bits, [rows, cols], group, codes, scales, zeros))
-    }
-
-    /// compressed-tensors `int-quantized`: signed bytes, scales per row or group.
-    fn signed_bytes<'a>(
-        &'a self,
-        name: &str,
-        weight: TensorView<'a>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightView<'a>, TensorError> {
-        let weight = weight.expect_shape(&[rows, cols])?;
-        let scale = self.tensor(&format!("{name}.weight_scale"))?;
-        let (group, groups) = self.groups(&scale, rows, cols)?;
-        let zero_name = format!("{name}.weight_zero_point");
-        let zeros = match self.contains(&zero_name) {
-            false => None,
-            true => {
-                let zeros = self.tensor(&zero_name)?.expect_dtype(&[DType::I8])?;
-                if zeros.num_elements() != rows * groups {
-                    return Err(zeros
-                        .expect_shape(&[rows, groups])
-                        .err()
-                        .unwrap_or_else(|| unreachable_shape(&zero_name)));
-                }
-                Some(zeros.data.iter().map(|zero| i32::from(*zero as i8) + 128).collect())
-            }
-        };
-        let scales =
-            Scales { dtype: scale_dtype(&scale)?, data: Cow::Borrowed(scale.data), factor: 1.0 };
-        let codes = Codes::Strided(Strided::whole(weight.data, 1, rows, cols));
-        Ok(integers(weight, 8, [rows, cols], group, codes, scales, zeros))
-    }
-
-    /// GPTQ and AWQ: words, scales and zero points with the outputs as columns.
-    fn words<'a>(
-        &'a self,
-        name: &str,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightView<'a>, TensorError> {
-        let words = self.tensor(&format!("{name}.qweight"))?.expect_dtype(&[DType::I32])?;
-        let gptq_bits = [4, 8].into_iter().find(|bits| words.shape == [cols * bits / 32, rows]);
-        let is_awq = words.shape == [cols, rows / 8] && rows.is_multiple_of(8);
-        if gptq_bits.is_none() && !is_awq {
-            return Err(TensorError::Format {
-                name: words.name.to_owned(),
-                found: format!("has shape {:?}", words.shape),
-                expected: format!(
-                    "[{cols} × bits / 32, {rows}] with 4 or 8 bits (GPTQ), or [{cols}, {rows} / 8] (AWQ)"
-                ),
-            });
-        }
-        let bits = gptq_bits.unwrap_or(4);
-        let per_word = 32 / bits;
-        for (what, number) in [("rows", rows), ("columns", cols)] {
-            if !number.is_multiple_of(per_word) {
-                return Err(odd_size(words.name, what, number, per_word));
-            }
-        }
-        let scale = self.tensor(&format!("{name}.scales"))?.expect_dtype(SCALES)?;
-        let groups = match scale.shape {
-            &[groups, n] if n == rows && groups > 0 && cols.is_multiple_of(groups) => groups,
-            _ => {
-                return Err(TensorError::Format {
-                    name: scale.name.to_owned(),
-                    found: format!("has shape {:?}", scale.shape),
-                    expected: format!("[groups, {rows}] with groups that divide {cols}"),
-                });
-            }
-        };
-        let group = cols / groups;
-        if let Some(declared) = self.config().quantization.as_ref().and_then(|q| q.group_size)
-            && groups > 1
-            && declared != group
-        {
-            return Err(TensorError::Format {
-                name: scale.name.to_owned(),
-                found: format!("has shape {:?}, groups of {group} columns", scale.shape),
-                expected: format!("groups of {declared}, as the configuration declares"),
-            });
-        }
-        self.sequential_groups(&format!("{name}.g_idx"), group, cols)?;
-        let zeros_name = format!("{name}.qzeros");
-        let zeros = self
-            .tensor(&zeros_name)?
-            .expect_shape(&[groups, rows * bits / 32])?
-            .expect_dtype(&[DType::I32])?;
-        let order = if is_awq { ZeroOrder::Awq } else { ZeroOrder::Gptq };
-        let less_one =
-            !is_awq && self.config().quantization.as_ref().is_none_or(|q| q.gptq_zeros_less_one);
-        let add = match (less_one, bits) {
-            (false, _) => 0,
-            (true, 4) => 0x1111_1111,
-            (true, _) => 0x0101_0101,
-        };
-        // Files of the second format exist under the name of the first. With symmetric codes the zero point is the
-        // middle, whatever the file's reader adds.
-        let is_symmetric = self.config().quantization.as_ref().is_some_and(|q| q.symmetric);
-        let middle = 1 << (bits - 1);
-        let plain = || unpack_zeros(zeros.data, bits, rows, groups, order, 0);
-        let add = match !is_awq && is_symmetric && plain().iter().all(|zero| *zero == middle) {
-            true => 0,
-            false => add,
-        };
-        let zeros: Vec<i32> = unpack_zeros(zeros.data, bits, rows, groups, order, add)
-            .into_iter()
-            .map(i32::from)
-            .collect();
-        let scale_size = size(scale.dtype);
-        let by_row = Strided {
-            data: scale.data,
-            size: scale_size,
-            rows,
-            cols: groups,
-            offset: 0,
-            row_stride: 1,
-            col_stride: rows,
-        };
-        let scales = Scales { dtype: scale.dtype, data: by_row.row_major(), factor: 1.0 };
-        let packing = if is_awq { Packing::Awq } else { Packing::Gptq { bits } };
-        let codes = Codes::Packed { packing, data: words.data };
-        Ok(integers(words, bits, [rows, cols], group, codes, scales, Some(zeros)))
-    }
-
     /// NVFP4 and MXFP4 of compressed-tensors, ModelOpt and DeepSeek-V4: 4-bit floats, two in a byte along the inputs.
     fn packed_floats<'a>(
         &'a self,
@@ -484,7 +314,7 @@ impl Checkpoint {
             true => self.tensor(&inverse)?,
             false => self.tensor(&format!("{name}.weight_scale"))?,
         };
-        let (group, _) = self.groups(&scale, rows, cols)?;
+        let (group, _) = self.groups_of_rows(&scale, rows, cols)?;
         let dtype = scale_dtype(&scale)?;
         let single = |suffix: &str| -> Result<Option<f32>, TensorError> {
             let full = format!("{name}.{suffix}");
@@ -577,89 +407,6 @@ impl Checkpoint {
             tensor: blocks,
         })
     }
-
-    /// Columns of a group and groups of a row of scales `[rows, groups]`, `[rows]` or of a single one.
-    fn groups(
-        &self,
-        scale: &TensorView<'_>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<(usize, usize), TensorError> {
-        let groups = match scale.shape {
-            [n] if *n == rows => 1,
-            &[n, groups] if n == rows && groups > 0 && cols.is_multiple_of(groups) => groups,
-            _ => {
-                return Err(TensorError::Format {
-                    name: scale.name.to_owned(),
-                    found: format!("has shape {:?}", scale.shape),
-                    expected: format!("[{rows}, groups] with groups that divide {cols}"),
-                });
-            }
-        };
-        let group = cols / groups;
-        let declared = self.config().quantization.as_ref().and_then(|q| q.group_size);
-        let is_integer = !matches!(scale.dtype, DType::U8 | DType::F8E8m0 | DType::F8E4m3);
-        if let Some(declared) =
-            declared.filter(|declared| is_integer && groups > 1 && *declared != group)
-        {
-            return Err(TensorError::Format {
-                name: scale.name.to_owned(),
-                found: format!("has shape {:?}, groups of {group} columns", scale.shape),
-                expected: format!("groups of {declared}, as the configuration declares"),
-            });
-        }
-        Ok((group, groups))
-    }
-
-    /// Refuses groups that are not runs of neighbouring columns.
-    fn sequential_groups(&self, name: &str, group: usize, cols: usize) -> Result<(), TensorError> {
-        if !self.contains(name) {
-            return Ok(());
-        }
-        let found = self.tensor(name)?.expect_shape(&[cols])?.to_i32()?;
-        // compressed-tensors writes -1 for groups in order.
-        if found.contains(&-1) {
-            return Ok(());
-        }
-        let first = found.iter().enumerate().find(|(col, idx)| **idx != (col / group) as i32);
-        match first {
-            None => Ok(()),
-            Some((col, idx)) => Err(TensorError::Format {
-                name: name.to_owned(),
-                found: format!("puts column {col} into group {idx}"),
-                expected: format!(
-                    "group {}: columns reordered by activation (desc_act, actorder) are not supported; \
-                     take a checkpoint without",
-                    col / group
-                ),
-            }),
-        }
-    }
-}
-
-/// A view of integer codes. `zeros` holds one zero point for each scale, in codes that start at 0.
-fn integers<'a>(
-    tensor: TensorView<'a>,
-    bits: usize,
-    [rows, cols]: [usize; 2],
-    group: usize,
-    codes: Codes<'a>,
-    scales: Scales<'a>,
-    zeros: Option<Vec<i32>>,
-) -> WeightView<'a> {
-    let middle = 1 << (bits - 1);
-    let zeros = zeros.filter(|zeros| zeros.iter().any(|zero| *zero != middle));
-    let minima = zeros.map(|zeros| {
-        let minimum = |(zero, scale): (i32, f32)| (middle - zero) as f32 * scale;
-        zeros.into_iter().zip(scales.to_f32()).map(minimum).collect::<Vec<f32>>()
-    });
-    let has_minima = minima.is_some();
-    let format = match bits {
-        4 => WeightFormat::Int4 { group, has_minima },
-        _ => WeightFormat::Int8 { group, has_minima },
-    };
-    let stored_bytes = tensor.data.len() + scales.data.len();
-    WeightView { rows, cols, format, codes, scales: Some(scales), minima, tensor, stored_bytes }
 }
 
 /// The error for a dimension that packed words do not divide.
@@ -681,15 +428,6 @@ fn scale_dtype(scale: &TensorView<'_>) -> Result<DType, TensorError> {
 
 fn size(dtype: DType) -> usize {
     dtype.size_bytes().unwrap_or(1)
-}
-
-/// For a shape that was compared before and differs.
-fn unreachable_shape(name: &str) -> TensorError {
-    TensorError::Format {
-        name: name.to_owned(),
-        found: "has another shape".to_owned(),
-        expected: "the shape of the configuration".to_owned(),
-    }
 }
 
 /// Values that share a scale in MXFP4 and MXFP8 (OCP Microscaling Formats 1.0).

@@ -1,139 +1,28 @@
 //! The table of families.
 
+mod parts;
+
 use super::{
-    ActivationRule, Family, Fused, GroupRule, LayerRule, Renormalise, RouterRule, SharedRule,
-    SharedWidth, Weighting,
+    ActivationRule, Family, Fused, LayerRule, Renormalise, RouterRule, SharedRule, SharedWidth,
+    Weighting,
 };
-use crate::router::{ChosenBy, GroupScore, Scoring};
+use crate::router::{ChosenBy, Scoring};
+use parts::*;
 
-/// The most common values. Rows say what differs.
-const BASE: Family = Family {
-    model_type: "",
-    aliases: &[],
-    classes: &[],
-    width: MOE_WIDTH,
-    activation: ActivationRule::Gated { key: "hidden_act", default: "silu" },
-    weighting: Weighting::Output,
-    layers: LayerRule::All,
-    fused: Fused { transposed: false, interleaved_in: None },
-    router: softmax(Renormalise::Always),
-    gate: &["mlp.gate.weight"],
-    choice_bias: &[],
-    shared: None,
-};
-
-/// DeepSeek-V3 and the many families that took over its block.
-const DEEPSEEK_V3: Family = Family {
-    layers: LayerRule::AfterDense { key: &["first_k_dense_replace"], default: 3 },
-    router: Some(DEEPSEEK_V3_ROUTER),
-    choice_bias: &["mlp.gate.e_score_correction_bias"],
-    shared: Some(SHARED_EXPERTS),
-    ..BASE
-};
-
-const MIXTRAL: Family = Family {
-    width: PLAIN_WIDTH,
-    gate: &["block_sparse_moe.gate.weight", "mlp.gate.weight"],
-    ..BASE
-};
-
-const fn softmax(renormalise: Renormalise) -> Option<RouterRule> {
-    Some(RouterRule { renormalise, ..PLAIN_SOFTMAX })
-}
-
-const PLAIN_SOFTMAX: RouterRule = RouterRule {
-    scoring: Scoring::Softmax,
-    scoring_key: None,
-    chosen_by: ChosenBy::Scores,
-    method: None,
-    groups: None,
-    bias_flag: None,
-    renormalise: Renormalise::Always,
-    epsilon: 0.0,
-    minimum: None,
-    scale: None,
-    softcap: None,
-};
-
-const SOFTMAX_OF_CHOSEN: RouterRule =
-    RouterRule { chosen_by: ChosenBy::Logits, renormalise: Renormalise::Never, ..PLAIN_SOFTMAX };
-
-const DEEPSEEK_V2_ROUTER: RouterRule = RouterRule {
-    scoring_key: Some("scoring_func"),
-    method: Some("greedy"),
-    groups: Some(GroupRule { count: 1, keep: 1, score: GroupScore::Max }),
-    renormalise: Renormalise::Refused,
-    scale: Some(("routed_scaling_factor", 1.0)),
-    ..PLAIN_SOFTMAX
-};
-
-const DEEPSEEK_V3_ROUTER: RouterRule = RouterRule {
-    scoring_key: Some("scoring_func"),
-    method: Some("noaux_tc"),
-    groups: Some(GroupRule { count: 8, keep: 4, score: GroupScore::TopTwoSum }),
-    scale: Some(("routed_scaling_factor", 2.5)),
-    ..SIGMOID
-};
-
-/// Sigmoid scores, a bias for the choice if the family names one, normalised.
-const SIGMOID: RouterRule = RouterRule {
-    scoring: Scoring::Sigmoid,
-    renormalise: Renormalise::Key(true),
-    epsilon: 1e-20,
-    ..PLAIN_SOFTMAX
-};
-
-/// DeepSeek-V3's rule in the families that took it over with one group and their own factor.
-const fn one_group(scale: f32) -> RouterRule {
-    RouterRule {
-        groups: Some(GroupRule { count: 1, keep: 1, score: GroupScore::TopTwoSum }),
-        scale: Some(("routed_scaling_factor", scale)),
-        ..SIGMOID
-    }
-}
-
-/// Qwen's blocks with one shared expert behind a sigmoid gate.
-const QWEN_SHARED: Family = Family {
-    layers: LayerRule::SparseStep,
-    router: softmax(Renormalise::Key(false)),
-    shared: Some(SharedRule {
-        path: "mlp.shared_expert",
-        gate: Some("mlp.shared_expert_gate.weight"),
-        width: SharedWidth::Width("shared_expert_intermediate_size"),
-        strategy: None,
-    }),
-    ..BASE
-};
-
-/// gpt-oss's activation, which several families took over.
-const SWIGLU_OAI: ActivationRule =
-    ActivationRule::ClampedOffset { alpha: ("swiglu_alpha", 1.702), limit: ("swiglu_limit", 7.0) };
-
-const GRANITE: Family = Family {
-    width: PLAIN_WIDTH,
-    router: Some(SOFTMAX_OF_CHOSEN),
-    gate: &["block_sparse_moe.router.layer.weight"],
-    ..BASE
-};
-
-const SHARED_EXPERTS: SharedRule = SharedRule {
-    path: "mlp.shared_experts",
-    gate: None,
-    width: SharedWidth::Times(&["n_shared_experts", "num_shared_experts"], 1),
-    strategy: None,
-};
-const fn after_dense(default: u32) -> LayerRule {
-    LayerRule::AfterDense { key: &["first_k_dense_replace"], default }
-}
-
-const MOE_WIDTH: &[&str] = &["moe_intermediate_size"];
-const PLAIN_WIDTH: &[&str] = &["intermediate_size"];
-
-pub(super) static FAMILIES: &[Family] = &[
-    Family { model_type: "qwen2_moe", classes: &["Qwen2MoeForCausalLM"], ..QWEN_SHARED },
+pub(in crate::family) static FAMILIES: &[Family] = &[
+    Family {
+        model_type: "qwen2_moe",
+        classes: &["Qwen2MoeForCausalLM"],
+        shared: Some(SharedRule {
+            width: SharedWidth::Width("shared_expert_intermediate_size", 5632),
+            ..QWEN_SHARED_RULE
+        }),
+        ..QWEN_SHARED
+    },
     Family {
         model_type: "qwen3_moe",
         classes: &["Qwen3MoeForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
         layers: LayerRule::SparseStep,
         router: softmax(Renormalise::Key(false)),
         ..BASE
@@ -148,6 +37,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "qwen3_vl_moe",
         aliases: &["qwen3_vl_moe_text"],
         classes: &["Qwen3VLMoeForConditionalGeneration"],
+        experts: EXPERTS_OR_LOCAL,
         layers: LayerRule::SparseStep,
         fused: Fused { transposed: true, interleaved_in: None },
         ..BASE
@@ -164,18 +54,27 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "deepseek_v2",
         classes: &["DeepseekV2ForCausalLM"],
+        experts: &["num_experts", "n_routed_experts"],
         layers: after_dense(0),
         router: Some(DEEPSEEK_V2_ROUTER),
         choice_bias: &["mlp.gate.e_score_correction_bias"],
-        shared: Some(SHARED_EXPERTS),
+        shared: Some(SharedRule {
+            width: SharedWidth::Times(&["n_shared_experts"], Some(2)),
+            ..SHARED_EXPERTS
+        }),
         ..BASE
     },
     Family {
         model_type: "unlimited_ocr",
-        layers: after_dense(0),
+        experts: &["num_experts", "n_routed_experts"],
+        layers: after_dense(1),
+        has_layer_types: true,
         router: Some(DEEPSEEK_V2_ROUTER),
         choice_bias: &["mlp.gate.e_score_correction_bias"],
-        shared: Some(SHARED_EXPERTS),
+        shared: Some(SharedRule {
+            width: SharedWidth::Times(&["n_shared_experts"], Some(2)),
+            ..SHARED_EXPERTS
+        }),
         ..BASE
     },
     Family {
@@ -189,10 +88,17 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"],
         ..DEEPSEEK_V3
     },
-    Family { model_type: "deepseek_v32", classes: &["DeepseekV32ForCausalLM"], ..DEEPSEEK_V3 },
+    Family {
+        model_type: "deepseek_v32",
+        classes: &["DeepseekV32ForCausalLM"],
+        experts: ROUTED_OR_ANY,
+        has_layer_types: true,
+        ..DEEPSEEK_V3
+    },
     Family {
         model_type: "deepseek_v4",
         classes: &["DeepseekV4ForCausalLM"],
+        experts: ROUTED,
         width: &["intermediate_size", "moe_intermediate_size"],
         activation: ActivationRule::Clamped { default: 10.0 },
         router: Some(RouterRule {
@@ -206,8 +112,9 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["ffn.gate.bias"],
         shared: Some(SharedRule {
             path: "ffn.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&[], 1),
+            width: SharedWidth::Times(&[], Some(1)),
             strategy: None,
         }),
         ..BASE
@@ -215,16 +122,20 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "kimi_linear",
         classes: &["KimiLinearForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
+        top_k: PER_TOKEN,
         layers: after_dense(1),
+        has_layer_types: true,
+        router: Some(one_group(2.446)),
         gate: &["block_sparse_moe.gate.weight"],
         choice_bias: &["block_sparse_moe.gate.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "block_sparse_moe.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], 1),
+            width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], Some(1)),
             strategy: None,
         }),
-        router: Some(one_group(2.446)),
         ..DEEPSEEK_V3
     },
     Family {
@@ -237,7 +148,8 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "glm4_moe_lite",
         classes: &["Glm4MoeLiteForCausalLM"],
-        layers: after_dense(1),
+        layers: from_layer(1),
+        has_layer_types: true,
         router: Some(one_group(1.8)),
         ..DEEPSEEK_V3
     },
@@ -252,22 +164,46 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "glm_moe_dsa",
         classes: &["GlmMoeDsaForCausalLM"],
+        experts: ROUTED_OR_ANY,
+        has_layer_types: true,
         router: Some(one_group(2.5)),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "glm5_next",
         activation: ActivationRule::Clamped { default: f32::INFINITY },
+        layers: from_layer(3),
+        has_layer_types: true,
         ..DEEPSEEK_V3
     },
-    Family { model_type: "axk1", ..DEEPSEEK_V3 },
-    Family { model_type: "axk2", ..DEEPSEEK_V3 },
-    Family { model_type: "dots3_note", aliases: &["dots3_note_text"], ..DEEPSEEK_V3 },
+    Family {
+        model_type: "axk1",
+        layers: after_dense_every(1),
+        has_layer_types: true,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "axk2",
+        layers: after_dense_every(1),
+        has_layer_types: true,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "dots3_note",
+        aliases: &["dots3_note_text"],
+        layers: after_dense_every(1),
+        has_layer_types: true,
+        ..DEEPSEEK_V3
+    },
     Family {
         model_type: "dots1",
         classes: &["Dots1ForCausalLM"],
         layers: after_dense(0),
         router: Some(RouterRule { renormalise: Renormalise::Key(false), ..one_group(1.0) }),
+        shared: Some(SharedRule {
+            width: SharedWidth::Times(&["n_shared_experts"], None),
+            ..SHARED_EXPERTS
+        }),
         ..DEEPSEEK_V3
     },
     Family {
@@ -280,30 +216,46 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "mimo_v2_flash",
         classes: &["MiMoV2FlashForCausalLM"],
-        layers: after_dense(1),
-        shared: None,
+        layers: from_layer(1),
+        has_layer_types: true,
         router: Some(one_group(1.0)),
+        shared: None,
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "exaone_moe",
         classes: &["ExaoneMoeForCausalLM"],
+        experts: EXPERTS,
         layers: after_dense(1),
-        choice_bias: &["mlp.e_score_correction_bias"],
+        has_layer_types: true,
         router: Some(one_group(2.5)),
+        choice_bias: &["mlp.e_score_correction_bias"],
+        shared: Some(SharedRule {
+            width: SharedWidth::Times(&["num_shared_experts"], Some(1)),
+            ..SHARED_EXPERTS
+        }),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "bailing_hybrid",
         classes: &["BailingHybridForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
+        top_k: PER_TOKEN,
         layers: after_dense(2),
+        has_layer_types: true,
         choice_bias: &["mlp.gate.expert_bias"],
+        shared: Some(SharedRule {
+            width: SharedWidth::Times(&["num_shared_experts", "n_shared_experts"], Some(1)),
+            ..SHARED_EXPERTS
+        }),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "hy_v3",
         classes: &["HYV3ForCausalLM"],
-        layers: after_dense(1),
+        experts: EXPERTS_OR_LOCAL,
+        layers: from_layer(1),
+        has_layer_types: true,
         router: Some(RouterRule {
             renormalise: Renormalise::Always,
             scale: Some(("router_scaling_factor", 2.826)),
@@ -313,8 +265,9 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["mlp.expert_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_mlp",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["num_shared_experts"], 1),
+            width: SharedWidth::Times(&["num_shared_experts"], Some(1)),
             strategy: None,
         }),
         ..DEEPSEEK_V3
@@ -322,12 +275,19 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "hy_v4",
         activation: ActivationRule::Clamped { default: f32::INFINITY },
+        layers: from_layer(1),
+        has_layer_types: true,
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "afmoe",
         classes: &["AfmoeForCausalLM"],
-        layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 1 },
+        experts: EXPERTS,
+        layers: LayerRule::AfterDense {
+            key: Some("num_dense_layers"),
+            default: 1,
+            has_frequency: false,
+        },
         router: Some(RouterRule {
             renormalise: Renormalise::Always,
             scale: Some(("route_scale", 1.0)),
@@ -337,8 +297,9 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["mlp.expert_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["num_shared_experts"], 2),
+            width: SharedWidth::Times(&["num_shared_experts"], Some(2)),
             strategy: None,
         }),
         ..DEEPSEEK_V3
@@ -347,7 +308,11 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "lfm2_moe",
         classes: &["Lfm2MoeForCausalLM"],
         activation: ActivationRule::Silu,
-        layers: LayerRule::AfterDense { key: &["num_dense_layers"], default: 2 },
+        layers: LayerRule::AfterDense {
+            key: Some("num_dense_layers"),
+            default: 2,
+            has_frequency: false,
+        },
         router: Some(RouterRule {
             bias_flag: Some(("use_expert_bias", true)),
             epsilon: 1e-6,
@@ -361,7 +326,8 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "laguna",
         classes: &["LagunaForCausalLM"],
-        layers: after_dense(1),
+        layers: from_layer(1),
+        has_layer_types: true,
         router: Some(RouterRule {
             renormalise: Renormalise::Always,
             epsilon: 0.0,
@@ -372,8 +338,9 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["mlp.experts.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_expert",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("shared_expert_intermediate_size"),
+            width: SharedWidth::Width("shared_expert_intermediate_size", 512),
             strategy: None,
         }),
         ..BASE
@@ -391,7 +358,8 @@ pub(super) static FAMILIES: &[Family] = &[
         aliases: &["minimax_m3_vl_text"],
         classes: &["MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"],
         activation: SWIGLU_OAI,
-        layers: after_dense(0),
+        layers: LayerRule::Marked,
+        has_layer_types: true,
         router: Some(RouterRule {
             renormalise: Renormalise::Always,
             epsilon: 0.0,
@@ -401,8 +369,9 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["block_sparse_moe.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "block_sparse_moe.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("shared_intermediate_size"),
+            width: SharedWidth::Width("shared_intermediate_size", 3072),
             strategy: None,
         }),
         ..MIXTRAL
@@ -410,6 +379,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "phimoe",
         classes: &["PhimoeForCausalLM", "PhiMoEForCausalLM"],
+        experts: LOCAL_EXPERTS,
         router: Some(RouterRule {
             scoring: Scoring::SparseMixer { jitter: 0.01 },
             renormalise: Renormalise::Never,
@@ -420,6 +390,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "olmoe",
         classes: &["OlmoeForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
         width: PLAIN_WIDTH,
         router: softmax(Renormalise::Key(false)),
         ..BASE
@@ -427,6 +398,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "flex_olmo",
         classes: &["FlexOlmoForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
         width: PLAIN_WIDTH,
         router: softmax(Renormalise::Key(false)),
         ..BASE
@@ -434,19 +406,24 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "mellum",
         classes: &["MellumForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
+        has_layer_types: true,
         router: softmax(Renormalise::Key(true)),
         ..BASE
     },
     Family {
         model_type: "ernie4_5_moe",
         classes: &["Ernie4_5_MoeForCausalLM"],
+        experts: &["num_experts", "moe_num_experts"],
+        top_k: &["num_experts_per_tok", "moe_k"],
         layers: LayerRule::Range,
         router: Some(RouterRule { minimum: Some(("moe_norm_min", 1e-12)), ..PLAIN_SOFTMAX }),
         choice_bias: &["mlp.moe_statics.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+            width: SharedWidth::Times(&["moe_num_shared_experts"], Some(2)),
             strategy: None,
         }),
         ..BASE
@@ -454,12 +431,15 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "hunyuan_v1_moe",
         classes: &["HunYuanMoEV1ForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
+        top_k: &["num_experts_per_tok", "moe_topk"],
         width: PLAIN_WIDTH,
         gate: &["mlp.gate.wg.weight"],
         shared: Some(SharedRule {
             path: "mlp.shared_mlp",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("intermediate_size"),
+            width: SharedWidth::Width("intermediate_size", 0),
             strategy: None,
         }),
         ..BASE
@@ -467,6 +447,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "jamba",
         classes: &["JambaForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
         width: PLAIN_WIDTH,
         layers: LayerRule::Period,
         router: softmax(Renormalise::Never),
@@ -479,8 +460,9 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["GraniteMoeSharedForCausalLM"],
         shared: Some(SharedRule {
             path: "shared_mlp",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("shared_intermediate_size"),
+            width: SharedWidth::Width("shared_intermediate_size", 0),
             strategy: None,
         }),
         ..GRANITE
@@ -490,8 +472,9 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["GraniteMoeHybridForCausalLM"],
         shared: Some(SharedRule {
             path: "shared_mlp",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("shared_intermediate_size"),
+            width: SharedWidth::Width("shared_intermediate_size", 1024),
             strategy: None,
         }),
         ..GRANITE
@@ -502,8 +485,9 @@ pub(super) static FAMILIES: &[Family] = &[
         gate: &["block_sparse_moe.router.weight"],
         shared: Some(SharedRule {
             path: "shared_mlp",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("shared_intermediate_size"),
+            width: SharedWidth::Width("shared_intermediate_size", 0),
             strategy: None,
         }),
         ..GRANITE
@@ -513,6 +497,7 @@ pub(super) static FAMILIES: &[Family] = &[
         classes: &["Cohere2MoeForCausalLM"],
         width: PLAIN_WIDTH,
         layers: after_dense(0),
+        has_layer_types: true,
         router: Some(RouterRule {
             scoring_key: Some("expert_selection_fn"),
             chosen_by: ChosenBy::Logits,
@@ -521,8 +506,9 @@ pub(super) static FAMILIES: &[Family] = &[
         }),
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["num_shared_experts"], 0),
+            width: SharedWidth::Times(&["num_shared_experts"], Some(0)),
             strategy: Some("average"),
         }),
         ..BASE
@@ -530,6 +516,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "gpt_oss",
         classes: &["GptOssForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
         fused: Fused { transposed: true, interleaved_in: Some("gate_up_proj") },
@@ -540,6 +527,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "openai_privacy_filter",
         classes: &["OpenAIPrivacyFilterForTokenClassification"],
+        experts: EXPERTS_OR_LOCAL,
         width: PLAIN_WIDTH,
         activation: SWIGLU_OAI,
         fused: Fused { transposed: true, interleaved_in: None },
@@ -551,6 +539,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "llama4",
         aliases: &["llama4_text"],
         classes: &["Llama4ForConditionalGeneration", "Llama4ForCausalLM"],
+        experts: LOCAL_EXPERTS,
         width: PLAIN_WIDTH,
         weighting: Weighting::Input,
         layers: LayerRule::Interleaved,
@@ -564,8 +553,9 @@ pub(super) static FAMILIES: &[Family] = &[
         gate: &["feed_forward.router.weight"],
         shared: Some(SharedRule {
             path: "feed_forward.shared_expert",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("intermediate_size"),
+            width: SharedWidth::Width("intermediate_size", 0),
             strategy: None,
         }),
         ..BASE
@@ -574,6 +564,8 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "aria",
         aliases: &["aria_text"],
         classes: &["AriaForConditionalGeneration", "AriaTextForCausalLM"],
+        experts: &["moe_num_experts"],
+        top_k: &["moe_topk"],
         width: PLAIN_WIDTH,
         activation: ActivationRule::Silu,
         fused: Fused { transposed: true, interleaved_in: None },
@@ -581,8 +573,9 @@ pub(super) static FAMILIES: &[Family] = &[
         gate: &["mlp.router.weight"],
         shared: Some(SharedRule {
             path: "mlp.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Times(&["moe_num_shared_experts"], 2),
+            width: SharedWidth::Times(&["moe_num_shared_experts"], Some(2)),
             strategy: None,
         }),
         ..BASE
@@ -590,6 +583,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         model_type: "nemotron_h",
         classes: &["NemotronHForCausalLM"],
+        experts: ROUTED,
         activation: ActivationRule::Relu2,
         layers: LayerRule::BlockTypes,
         router: Some(one_group(1.0)),
@@ -597,28 +591,36 @@ pub(super) static FAMILIES: &[Family] = &[
         choice_bias: &["mixer.gate.e_score_correction_bias"],
         shared: Some(SharedRule {
             path: "mixer.shared_experts",
+            stacked: None,
             gate: None,
-            width: SharedWidth::Width("moe_shared_expert_intermediate_size"),
+            width: SharedWidth::Width("moe_shared_expert_intermediate_size", 7688),
             strategy: None,
         }),
+        latent: Some("moe_latent_size"),
         ..BASE
     },
     Family {
         model_type: "gemma4",
         aliases: &["gemma4_text"],
         classes: &["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"],
+        top_k: &["top_k_experts"],
         activation: ActivationRule::Gated {
             key: "hidden_activation",
             default: "gelu_pytorch_tanh",
         },
-        layers: LayerRule::Stored,
-        router: None,
+        layers: LayerRule::AllIf("enable_moe_block"),
+        router: Some(RouterRule {
+            expert_scales: Some("router.per_expert_scale"),
+            input_scale: Some("router.scale"),
+            ..PLAIN_SOFTMAX
+        }),
         gate: &["router.proj.weight"],
         ..BASE
     },
     Family {
         model_type: "mistral4",
         classes: &["Mistral4ForCausalLM"],
+        experts: ROUTED,
         layers: after_dense(0),
         router: Some(RouterRule { scoring: Scoring::Softmax, ..one_group(1.0) }),
         shared: Some(SHARED_EXPERTS),
@@ -628,9 +630,29 @@ pub(super) static FAMILIES: &[Family] = &[
         model_type: "inkling",
         aliases: &["inkling_mm_model", "inkling_text"],
         classes: &["InklingForConditionalGeneration", "InklingForCausalLM"],
-        layers: LayerRule::Stored,
+        experts: ROUTED,
+        other_width: Some(("dense_intermediate_size", "intermediate_size")),
+        layers: LayerRule::AfterDense {
+            key: Some("dense_mlp_idx"),
+            default: 0,
+            has_frequency: false,
+        },
+        has_layer_types: true,
         fused: Fused { transposed: false, interleaved_in: Some("w13_weight") },
-        router: None,
+        router: Some(RouterRule {
+            renormalise: Renormalise::Never,
+            scale: Some(("route_scale", 8.0)),
+            expert_scales: Some("mlp.gate.global_scale"),
+            ..SIGMOID
+        }),
+        choice_bias: &["mlp.gate.bias"],
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            stacked: Some(("shared_w13_weight", "shared_w2_weight")),
+            gate: None,
+            width: SharedWidth::Times(&["n_shared_experts"], Some(2)),
+            strategy: None,
+        }),
         ..BASE
     },
     Family {

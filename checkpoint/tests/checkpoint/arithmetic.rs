@@ -20,7 +20,19 @@ struct Matrix {
 
 impl Expert {
     pub fn read(arithmetic: ExpertArithmetic, tensors: &ExpertTensors<'_>) -> Expert {
-        let matrix = |w: &WeightView<'_>| Matrix { cols: w.cols(), values: w.to_f32() };
+        Self::read_rounded(arithmetic, tensors, &|value| value)
+    }
+
+    /// An expert whose weights are rounded once more.
+    fn read_rounded(
+        arithmetic: ExpertArithmetic,
+        tensors: &ExpertTensors<'_>,
+        round: &dyn Fn(f32) -> f32,
+    ) -> Expert {
+        let matrix = |w: &WeightView<'_>| Matrix {
+            cols: w.cols(),
+            values: w.to_f32().into_iter().map(round).collect(),
+        };
         let biases = tensors.biases.clone();
         Expert {
             arithmetic,
@@ -91,6 +103,16 @@ impl Matrix {
 
 /// The routed experts' output for the tokens, experts and weights of a reference file, and what that file says.
 pub fn routed(checkpoint: &Checkpoint, layer: u32, reference: &TensorFile) -> (Vec<f64>, Vec<f32>) {
+    routed_rounded(checkpoint, layer, reference, &|value| value)
+}
+
+/// As [`routed`], with weights that are rounded once more.
+pub fn routed_rounded(
+    checkpoint: &Checkpoint,
+    layer: u32,
+    reference: &TensorFile,
+    round: &dyn Fn(f32) -> f32,
+) -> (Vec<f64>, Vec<f32>) {
     let floats = |name: &str| reference.tensor(name).unwrap().to_f32().unwrap();
     // Some families give the experts another input than the router.
     let x = if reference.contains("experts_x") { floats("experts_x") } else { floats("x") };
@@ -98,7 +120,10 @@ pub fn routed(checkpoint: &Checkpoint, layer: u32, reference: &TensorFile) -> (V
     let chosen = reference.tensor("topk_idx").unwrap().to_i32().unwrap();
     let config = checkpoint.config();
     let experts: Vec<Expert> = (0..config.num_experts)
-        .map(|e| Expert::read(config.arithmetic, &checkpoint.expert(layer, e).unwrap()))
+        .map(|e| {
+            let tensors = checkpoint.expert(layer, e).unwrap();
+            Expert::read_rounded(config.arithmetic, &tensors, round)
+        })
         .collect();
     let tokens = x.len() / config.hidden;
     let top_k = chosen.len() / tokens;

@@ -88,8 +88,9 @@ fn layers_with_experts_follow_each_family_s_rule() {
     assert_eq!(qwen(both), [1, 5]);
     let deepseek = |patch| layers(Preset::TinyDeepseekV3, patch);
     assert_eq!(deepseek(json!({ "first_k_dense_replace": 1 })), [1, 2, 3, 4, 5]);
+    // transformers ignores the frequency for this family.
     let both = json!({ "first_k_dense_replace": 1, "moe_layer_freq": 2 });
-    assert_eq!(deepseek(both), [2, 4]);
+    assert_eq!(deepseek(both), [1, 2, 3, 4, 5]);
     assert_eq!(layers(Preset::TinyMixtral, json!({})), [0, 1, 2, 3, 4, 5]);
 }
 
@@ -105,6 +106,20 @@ fn an_unknown_architecture_is_named_beside_those_supported() {
     assert!(error.contains("'LlamaForCausalLM'"), "{error}");
     for known in Family::ALL {
         assert!(error.contains(known.class_name()), "{error}");
+    }
+}
+
+#[test]
+fn a_class_that_contradicts_the_model_type_is_refused_with_both() {
+    let (dir, _checkpoint) = tiny(Preset::TinyMixtral, 1);
+    let text = config_text(dir.path());
+    let other = text.replace("MixtralForCausalLM", "Qwen3MoeForCausalLM");
+    let error = ModelConfig::from_json(&other).unwrap_err().to_string();
+    assert!(error.contains("'Qwen3MoeForCausalLM'") && error.contains("'mixtral'"), "{error}");
+    // A type or a class that no family has leaves the choice to the other.
+    for (from, to) in [("\"mixtral\"", "\"my_mixtral\""), ("MixtralForCausalLM", "MyMixtral")] {
+        let config = ModelConfig::from_json(&text.replace(from, to)).unwrap();
+        assert_eq!(config.family.model_type, "mixtral");
     }
 }
 

@@ -3,6 +3,7 @@
 mod arithmetic;
 mod config;
 mod damage;
+mod descriptions;
 mod dtypes;
 mod families;
 mod fingerprint;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Result;
-use checkpoint::{Checkpoint, Coverage, ExpertSummary, GgufSummary, TensorFile};
+use checkpoint::{Checkpoint, Coverage, ExpertSummary, GgufSummary, ReorderedSummary, TensorFile};
 use expert_server::{gpu_lacks, gpu_reads};
 use serde::Serialize;
 
@@ -58,6 +58,7 @@ struct Report {
     experts_per_layer: u32,
     experts_per_token: usize,
     hidden: usize,
+    model_hidden: usize,
     width: usize,
     shared_width: usize,
     activation: String,
@@ -114,7 +115,7 @@ fn report(
 ) -> Result<Report> {
     let config = checkpoint.config();
     let (cpu, summary) = match experts {
-        Ok(summary) => (Verdict { servable: true, note: None }, Some(summary)),
+        Ok(summary) => (Verdict { servable: true, note: reordered_note(&summary) }, Some(summary)),
         Err(error) => (Verdict { servable: false, note: Some(error.to_string()) }, None),
     };
     let (gpu, gpu_bytes) = gpu(checkpoint, summary.as_ref());
@@ -152,6 +153,7 @@ fn report(
         experts_per_layer: config.num_experts,
         experts_per_token: config.top_k,
         hidden: config.hidden,
+        model_hidden: config.model_hidden,
         width: config.moe_intermediate,
         shared_width: config.shared_width,
         activation: config.arithmetic.activation.to_string(),
@@ -174,6 +176,19 @@ fn report(
         ignored_keys: config.ignored_keys.clone(),
         router: config.router().err().map(|error| error.to_string()),
         warnings: checkpoint.warnings().to_vec(),
+    })
+}
+
+/// Says that matrices are held dequantised, and the memory that this costs.
+fn reordered_note(summary: &ExpertSummary) -> Option<String> {
+    let ReorderedSummary { matrices, stored_bytes, computing_bytes } = summary.reordered;
+    (matrices > 0).then(|| {
+        format!(
+            "{matrices} matrices have columns reordered by activation (desc_act, actorder) and are dequantised at \
+             load: {} in memory for {} in the files",
+            size(computing_bytes),
+            size(stored_bytes)
+        )
     })
 }
 
@@ -209,8 +224,13 @@ fn print(report: &Report) {
         report.experts_per_token
     );
     outln!(
-        "  expert      hidden {} · width {} · {}{}{}",
+        "  expert      hidden {}{} · width {} · {}{}{}",
         report.hidden,
+        if report.model_hidden == report.hidden {
+            String::new()
+        } else {
+            format!(" (latent; the engine projects hidden states of {})", report.model_hidden)
+        },
         report.width,
         report.activation,
         if report.weighting == "input" { " · factors on the input" } else { "" },

@@ -316,10 +316,11 @@ fn inspect_describes_folders_and_files_and_fails_for_what_cannot_be_served() {
     );
     assert!(packed["gpu"]["note"].as_str().is_some_and(|note| note.contains("swiglu")), "{packed}");
 
-    let refused = inspect("reference-formats/gptq-int4-desc-act", &[]);
-    assert_eq!(refused.status.code(), Some(1));
-    let note = json(&refused)["cpu"]["note"].to_string();
-    assert!(note.contains("g_idx") && note.contains("reordered"), "{note}");
+    let reordered = json(&inspect("reference-formats/gptq-int4-desc-act", &[]));
+    assert_eq!(reordered["formats"], serde_json::json!({ "f16": 12 }));
+    assert_eq!(reordered["expert_bytes"], 3 * 64 * 128 * 2);
+    let note = reordered["cpu"]["note"].to_string();
+    assert!(note.contains("12 matrices") && note.contains("dequantised"), "{note}");
 
     let file = json(&inspect("tiny-moe/model.safetensors", &[]));
     assert_eq!(file["dtypes"]["BF16"]["tensors"], 230);

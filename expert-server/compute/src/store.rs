@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::io;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 
 use arc_swap::ArcSwap;
 use checkpoint::{Checkpoint, TensorError, WeightView};
@@ -15,7 +16,8 @@ use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightErr
 /// The memory of weights. Formats that the checkpoint does not store row by row, such as GPTQ's, are always copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Residency {
-    /// The mapped files: shared with other processes, reclaimable by the system, 4 KiB pages.
+    /// The mapped files: shared with other processes, reclaimable by the system. In huge pages if the file system has
+    /// them and loading read the files from the disk, otherwise in pages of 4 KiB.
     #[default]
     Mapped,
     /// Memory of this process, in huge pages if the system has them.
@@ -67,15 +69,18 @@ pub struct ExpertStore {
 }
 
 impl ExpertStore {
-    /// Loads experts (layer → expert ids) and calls `progress` after each. Reads every page once, so that the
-    /// first batch does not wait for the disk. Blocks until all are loaded.
+    /// Loads experts (layer → expert ids) on `num_threads` threads, the caller included; 0 takes as many as the
+    /// process has CPUs. Calls `progress` on the calling thread after each expert. Maps every page, so that the first
+    /// batch does not wait for the disk. Blocks until all are loaded. Besides the result, each thread holds one expert
+    /// at most.
     ///
     /// # Errors
-    /// [`LoadError`] that names the layer and expert.
+    /// [`LoadError`] of the first expert that cannot be loaded, by layer and expert.
     pub fn load(
         checkpoint: Arc<Checkpoint>,
         experts: &BTreeMap<u32, Vec<u32>>,
         residency: Residency,
+        num_threads: usize,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         let config = checkpoint.config();
@@ -83,21 +88,30 @@ impl ExpertStore {
             .map_err(LoadError::Model)?
             .with_arithmetic(config.arithmetic);
         let mut layers = vec![empty; config.num_layers as usize];
-        let num_experts = experts.values().map(Vec::len).sum();
-        let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
-        for (&layer, ids) in experts {
-            for &expert in ids {
-                let weights = load_expert(&checkpoint, residency, layer, expert)?;
-                state.num_loaded += 1;
-                state.loaded_bytes += weights.size_bytes() as u64;
-                if let Some(loaded) = layers.get_mut(layer as usize) {
-                    loaded
-                        .insert(expert, Arc::new(weights))
-                        .map_err(|source| LoadError::Weight { layer, expert, source })?;
-                }
-                progress(state);
-            }
+        if residency == Residency::Mapped {
+            checkpoint.prefer_huge_pages();
         }
+        let list = experts.iter().flat_map(|(&layer, ids)| ids.iter().map(move |&id| (layer, id)));
+        let list: Vec<(u32, u32)> = list.collect();
+        let mut state = LoadProgress { num_loaded: 0, num_experts: list.len(), loaded_bytes: 0 };
+        let load = |idx: usize| {
+            let &(layer, expert) = list.get(idx)?;
+            Some(load_expert(&checkpoint, residency, layer, expert))
+        };
+        in_parallel(threads_of(num_threads).min(list.len()), load, &mut |idx, weights| {
+            let (layer, expert) = list[idx];
+            state.num_loaded += 1;
+            state.loaded_bytes += weights.size_bytes() as u64;
+            if let Some(loaded) = layers.get_mut(layer as usize) {
+                loaded.insert(expert, Arc::new(weights)).map_err(|source| LoadError::Weight {
+                    layer,
+                    expert,
+                    source,
+                })?;
+            }
+            progress(state);
+            Ok(())
+        })?;
         let layers = layers.into_iter().map(ArcSwap::from_pointee).collect();
         Ok(Self { checkpoint, residency, layers })
     }
@@ -183,6 +197,68 @@ impl std::fmt::Debug for ExpertStore {
     }
 }
 
+fn threads_of(num_threads: usize) -> usize {
+    match num_threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        num => num,
+    }
+}
+
+/// Makes items 0, 1, … until `make` returns `None`, on `num_threads` threads, the caller included. Hands each to `take`
+/// on the calling thread, in any order.
+///
+/// After an error no thread begins another item. The result is the error with the lowest index: threads begin items in
+/// order, so every lower one has been made.
+fn in_parallel<T: Send, E: Send>(
+    num_threads: usize,
+    make: impl Fn(usize) -> Option<Result<T, E>> + Sync,
+    take: &mut dyn FnMut(usize, T) -> Result<(), E>,
+) -> Result<(), E> {
+    let next = AtomicUsize::new(0);
+    let has_failed = AtomicBool::new(false);
+    let make_next = || {
+        if has_failed.load(Ordering::Relaxed) {
+            return None;
+        }
+        let idx = next.fetch_add(1, Ordering::Relaxed);
+        let made = make(idx)?;
+        has_failed.fetch_or(made.is_err(), Ordering::Relaxed);
+        Some((idx, made))
+    };
+    let mut first_error: Option<(usize, E)> = None;
+    let mut collect = |(idx, made): (usize, Result<T, E>)| {
+        if let Err(error) = made.and_then(|item| take(idx, item)) {
+            has_failed.store(true, Ordering::Relaxed);
+            if first_error.as_ref().is_none_or(|(first, _)| idx < *first) {
+                first_error = Some((idx, error));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let (sender, made) = mpsc::channel();
+        for _ in 1..num_threads {
+            let sender = sender.clone();
+            let work = || {
+                let sender = sender;
+                // The receiver outlives this thread.
+                while make_next().is_some_and(|item| sender.send(item).is_ok()) {}
+            };
+            // Without a further thread the others do its share.
+            let name = "switchyard-load".to_owned();
+            if std::thread::Builder::new().name(name).spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        drop(sender);
+        while let Some(item) = make_next() {
+            collect(item);
+            made.try_iter().for_each(&mut collect);
+        }
+        made.iter().for_each(&mut collect);
+    });
+    first_error.map_or(Ok(()), |(_, error)| Err(error))
+}
+
 fn load_expert(
     checkpoint: &Arc<Checkpoint>,
     residency: Residency,
@@ -221,7 +297,7 @@ fn load_expert(
     Ok(ExpertWeights { gate, up, down, biases: tensors.biases })
 }
 
-/// Borrows parts from the mapping, after touching each page, or copies them. An error has the bytes that a copy
+/// Borrows parts from the mapping, after mapping each page, or copies them. An error has the bytes that a copy
 /// takes.
 fn place(
     checkpoint: &Arc<Checkpoint>,
@@ -237,8 +313,7 @@ fn place(
     for part in parts {
         match part {
             Cow::Borrowed(part) if residency == Residency::Mapped => {
-                let pages = part.iter().step_by(PAGE_BYTES);
-                std::hint::black_box(pages.fold(0u8, |acc, &byte| acc ^ byte));
+                map_pages(part);
                 // SAFETY: the view borrows these bytes from the checkpoint's mapping, which is only read.
                 placed.push(unsafe { WeightBytes::borrowed(checkpoint, part) });
             }
@@ -246,6 +321,23 @@ fn place(
         }
     }
     Ok(placed)
+}
+
+/// Reads the pages of mapped bytes that are not in memory, and maps all of them.
+fn map_pages(bytes: &[u8]) {
+    #[cfg(target_os = "linux")]
+    if !bytes.is_empty() {
+        let in_page = bytes.as_ptr().addr() % rustix::param::page_size();
+        let first = bytes.as_ptr().wrapping_sub(in_page).cast_mut();
+        let advice = rustix::mm::Advice::LinuxPopulateRead;
+        // SAFETY: reads pages in and changes none. Those at both ends belong to the mapping that `bytes` lies in.
+        if unsafe { rustix::mm::madvise(first.cast(), in_page + bytes.len(), advice) }.is_ok() {
+            return;
+        }
+        // An older kernel, or a file that became unreadable, which the handler of SIGBUS reports.
+    }
+    let pages = bytes.iter().step_by(PAGE_BYTES);
+    std::hint::black_box(pages.fold(0u8, |acc, &byte| acc ^ byte));
 }
 
 /// Copies parts into one anonymous mapping of `bytes`, or each into its own memory if all fit into one huge page.
@@ -277,3 +369,31 @@ const PAGE_BYTES: usize = 4096;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Alignment of matrices in a copy: a cache line.
 const ALIGN_BYTES: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn the_error_with_the_lowest_index_is_returned_after_all_lower_items() {
+        // Every set of faults among ten items, in the maker or in the taker.
+        for faults in 0..1024usize {
+            for (num_threads, in_taker) in [(1, false), (3, false), (3, true), (16, true)] {
+                let is_faulty = |idx: usize| faults >> idx & 1 == 1;
+                let check = |idx| if is_faulty(idx) { Err(idx) } else { Ok(idx) };
+                let make = |idx| (idx < 10).then(|| if in_taker { Ok(idx) } else { check(idx) });
+                let mut taken = BTreeSet::new();
+                let made = in_parallel(num_threads, make, &mut |idx, item| {
+                    assert_eq!(idx, item);
+                    assert!(taken.insert(idx), "item {idx} twice");
+                    if in_taker { check(idx).map(drop) } else { Ok(()) }
+                });
+                let first = (0..10).find(|&idx| is_faulty(idx));
+                assert_eq!(made.err(), first, "faults {faults:b}, {num_threads} threads");
+                assert!((0..first.unwrap_or(10)).all(|idx| taken.contains(&idx)));
+            }
+        }
+    }
+}

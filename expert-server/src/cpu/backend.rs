@@ -19,6 +19,7 @@ use crate::plane::{DataPlane, ThreadEnd};
 
 pub(crate) struct CpuBackend {
     frame_bytes: usize,
+    num_threads: usize,
 }
 
 impl CpuBackend {
@@ -28,7 +29,7 @@ impl CpuBackend {
         let layout = p2p_core::SlotLayout::new(config.slot).map_err(BindError::Slot)?;
         let frame_bytes = layout.frame_bytes();
         geometry(shape, frame_bytes, WireDtype::Bf16, WireDtype::Bf16)?;
-        Ok(Self { frame_bytes })
+        Ok(Self { frame_bytes, num_threads: config.num_threads })
     }
 }
 
@@ -55,7 +56,13 @@ impl Backend for CpuBackend {
         experts: &BTreeMap<u32, Vec<u32>>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn LoadedBackend>, LoadError> {
-        let store = ExpertStore::load(checkpoint, experts, Residency::default(), progress)?;
+        let store = ExpertStore::load(
+            checkpoint,
+            experts,
+            Residency::default(),
+            self.num_threads,
+            progress,
+        )?;
         Ok(Box::new(LoadedCpu { store: Arc::new(store) }))
     }
 }

@@ -2,6 +2,7 @@
 //! checkpoint of the repository.
 
 mod client;
+mod recorded;
 mod reference;
 
 use std::path::PathBuf;
@@ -23,6 +24,7 @@ use switchyard_expert_server::{
 use tokio::sync::oneshot;
 
 pub use self::client::TestClient;
+pub use self::recorded::{Recorded, difference, name_of, recorded_folders};
 pub use self::reference::{Reference, Request, dot, shape_of};
 
 /// Longest wait in a test. It is generous, because it ends only failures.
@@ -31,13 +33,18 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The trained checkpoint of the repository, or the one at `SWITCHYARD_TEST_MODEL`.
 pub fn tiny_moe() -> PathBuf {
     let elsewhere = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
-    elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
+    elsewhere.unwrap_or_else(|| data("tiny-moe"))
 }
 
-/// A folder of the repository's reference data that a quantisation library wrote.
+/// A folder of the repository's `data`. `SWITCHYARD_TEST_DATA` is its path where the repository is not.
+pub fn data(name: &str) -> PathBuf {
+    let elsewhere = std::env::var_os("SWITCHYARD_TEST_DATA").map(PathBuf::from);
+    elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data").into()).join(name)
+}
+
+/// A folder of the reference data that a quantisation library wrote.
 pub fn reference_format(name: &str) -> PathBuf {
-    let all: PathBuf = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/reference-formats").into();
-    all.join(name)
+    data("reference-formats").join(name)
 }
 
 /// A random generator. Prints its seed; `SWITCHYARD_SEED` sets it.
@@ -87,6 +94,7 @@ impl Rig {
             Arc::clone(&reference.checkpoint),
             &experts.collect(),
             Residency::Mapped,
+            2,
             &mut |_| {},
         )
         .expect("the experts load");

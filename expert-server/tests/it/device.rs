@@ -4,12 +4,14 @@
 
 mod assigned;
 mod client;
+mod families;
 mod formats;
 mod fp8;
 mod hostile;
 mod layers;
 pub mod leaving;
 mod observed;
+mod padded;
 mod random;
 mod starting;
 mod stuck_path;
@@ -71,23 +73,42 @@ pub async fn join(
     Client::join(gpu, server.data_addr(), shape, id, dtype, SLOT).await.expect("connected")
 }
 
-/// Asserts that `rows` are the answer to `request`, computed in f64 and rounded where the kernels round:
-/// tokens as they arrive, activations, outputs. Under fp8 weights tokens and activations are fp8, too.
+/// Asserts that `rows` are the answer to `request`, apart from the order of sums.
 pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &[f32]) {
+    let expected = expected_rows(reference, request, dtype);
+    assert_eq!(rows.len(), expected.len(), "rows of another size");
+    let hidden = reference.shape.hidden as usize;
+    // An activation near the middle of two codes may become either, which is a sixteenth of it.
+    let tolerance = if reference.is_fp8 { 3.0 * TOLERANCE } else { TOLERANCE };
+    let pairs = rows.chunks_exact(hidden).zip(expected.chunks_exact(hidden));
+    for (token, (row, expected)) in pairs.enumerate() {
+        let largest = expected.iter().fold(1e-30f64, |max, v| max.max(v.abs()));
+        for (at, (found, expected)) in row.iter().zip(expected).enumerate() {
+            let error = (f64::from(*found) - expected).abs() / largest;
+            assert!(
+                error <= tolerance,
+                "layer {} token {token} value {at}: found {found}, expected {expected}, largest {largest}",
+                request.layer
+            );
+        }
+    }
+}
+
+/// The answer to `request`, `[num_tokens, hidden]`, computed in f64 and rounded where the kernels round: tokens as they
+/// arrive, activations, outputs. Under fp8 weights tokens and activations are fp8, too.
+pub fn expected_rows(reference: &Reference, request: &Request, dtype: WireDtype) -> Vec<f64> {
     let round = |value: f64| half::bf16::from_f64(value).to_f64();
     let hidden = reference.shape.hidden as usize;
-    assert_eq!(rows.len(), request.x.len(), "rows of another size");
-    for (token, (row, x)) in
-        rows.chunks_exact(hidden).zip(request.x.chunks_exact(hidden)).enumerate()
-    {
+    let mut rows = vec![0f64; request.x.len()];
+    let tokens = request.x.chunks_exact(hidden).zip(&request.routes);
+    for (row, (x, routes)) in rows.chunks_exact_mut(hidden).zip(tokens) {
         let sent: Vec<f32> = x.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
         let x: Vec<f64> = if reference.is_fp8 {
             quantised(&sent).into_iter().map(f64::from).collect()
         } else {
             arrived(&sent, dtype).into_iter().map(|v| round(v.into())).collect()
         };
-        let mut expected = vec![0f64; hidden];
-        for &(expert, weight) in &request.routes[token] {
+        for &(expert, weight) in routes {
             let [gate, up, down] = &reference.experts[&(request.layer, expert)];
             let inner: Vec<f64> = gate
                 .chunks_exact(hidden)
@@ -104,22 +125,12 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
                     .collect(),
                 false => inner,
             };
-            for (out, down) in expected.iter_mut().zip(down.chunks_exact(inner.len())) {
+            for (out, down) in row.iter_mut().zip(down.chunks_exact(inner.len())) {
                 *out += f64::from(weight) * round(dot(down, &inner));
             }
         }
-        let largest = expected.iter().fold(1e-30f64, |max, v| max.max(v.abs()));
-        // An activation near the middle of two codes may become either, which is a sixteenth of it.
-        let tolerance = if reference.is_fp8 { 3.0 * TOLERANCE } else { TOLERANCE };
-        for (at, (found, expected)) in row.iter().zip(&expected).enumerate() {
-            let error = (f64::from(*found) - expected).abs() / largest;
-            assert!(
-                error <= tolerance,
-                "layer {} token {token} value {at}: found {found}, expected {expected}, largest {largest}",
-                request.layer
-            );
-        }
     }
+    rows
 }
 
 /// A row as the server receives it. Other tests compare its codes with the kernels' bit by bit.

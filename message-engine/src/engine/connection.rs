@@ -259,15 +259,20 @@ impl Connection {
         }
         self.check_open()?;
         for span in spans {
-            self.check_memory(span)?;
-            if span.region(self.shared.fabric).is_none() {
-                return Err(self.unregistered());
-            }
+            self.check_span(span)?;
         }
         PendingTransfer::new(&self.shared, spans, kind, deadline)
     }
 
-    fn check_open(&self) -> Result<(), SubmitError> {
+    pub(super) fn check_span(&self, span: &Span) -> Result<(), SubmitError> {
+        self.check_memory(span)?;
+        if span.region(self.shared.fabric).is_none() {
+            return Err(self.unregistered());
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_open(&self) -> Result<(), SubmitError> {
         match self.shared.closed.get() {
             Some(reason) => Err(SubmitError::Closed(reason.clone())),
             None => Ok(()),
@@ -282,7 +287,11 @@ impl Connection {
         }
     }
 
-    fn check_remote(&self, local: &[Span], remote: &[Descriptor]) -> Result<(), SubmitError> {
+    pub(super) fn check_remote(
+        &self,
+        local: &[Span],
+        remote: &[Descriptor],
+    ) -> Result<(), SubmitError> {
         if local.len() != remote.len() {
             let (local, remote) = (local.len() as u64, remote.len() as u64);
             return Err(SubmitError::SizeMismatch { local, remote });

@@ -109,6 +109,9 @@ pub struct StopError;
 
 impl TransferError {
     pub(super) fn post(op: &'static str, error: &PostError) -> Self {
+        if let PostError::Disconnected { .. } = error {
+            return Self::Disconnected { op, reason: CloseReason::Lost(error.to_string().into()) };
+        }
         let code = match error {
             PostError::Transport { code, .. } => *code,
             _ => 0,

@@ -152,6 +152,12 @@ impl Span {
         self.bytes == 0
     }
 
+    /// First byte, if it is memory of this host.
+    pub(super) fn host_address(&self) -> Option<NonNull<u8>> {
+        // SAFETY: the span lies within the registration.
+        self.handle.keys.is_host.then(|| unsafe { self.handle.keys.base.add(self.offset as usize) })
+    }
+
     /// The registration as the transport with index `fabric` describes it to peers.
     pub(super) fn wire(&self, fabric: usize) -> Option<WireRegion> {
         self.handle.keys.lock_wires().get(fabric).copied().flatten()

@@ -19,7 +19,7 @@ use super::memory::{Handle, Keys, Source};
 use super::metadata::EndpointMetadata;
 use super::transfer::{TransferId, Transfers};
 use super::{Notification, PeerInfo};
-use crate::fabric::{Access, RemoteSegment};
+use crate::fabric::{Access, DirectCopy, RemoteSegment};
 use p2p_core::network::Offer;
 use p2p_core::pulse::Pulse;
 use p2p_core::wait::signal_event;
@@ -98,6 +98,8 @@ pub(super) struct ConnShared {
     pub(super) transport: Offer,
     pub(super) peer: PeerInfo,
     pub(super) theirs: Limits,
+    /// Copies on users' threads, if the transport allows them.
+    pub(super) direct: Option<Arc<dyn DirectCopy>>,
     pub(super) closed: OnceLock<CloseReason>,
     /// Cost of the notifications that users have taken.
     taken: AtomicU64,
@@ -113,6 +115,7 @@ impl ConnShared {
         (fabric, transport): (usize, Offer),
         peer: PeerInfo,
         theirs: Limits,
+        direct: Option<Arc<dyn DirectCopy>>,
     ) -> Self {
         Self {
             shared: Arc::clone(shared),
@@ -121,6 +124,7 @@ impl ConnShared {
             transport,
             peer,
             theirs,
+            direct,
             closed: OnceLock::new(),
             taken: AtomicU64::new(0),
             has_taken: AtomicBool::new(false),

@@ -13,25 +13,28 @@
 //! The agreement protects against mistakes and against peers that die or lag, not against malice: a process that may
 //! copy from another may do so anyway.
 
+mod direct;
 mod table;
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use self::table::{Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
+use self::direct::CmaCopy;
+use self::table::{Copier, Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::table::{check_detail, check_table, detail_samples};
 use super::memory::{Refusal, Regions, index_of, unknown};
 use super::post::{self, PeerEntry, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
-    WireRegion, raw,
+    Access, Completion, DirectCopy, Fabric, LocalSegment, MAX_DIRECT_BYTES, PeerId, PostOutcome,
+    RegionId, RemoteSegment, Token, WireRegion, raw,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::network::NetworkError;
@@ -40,11 +43,11 @@ use p2p_core::network::NetworkError;
 #[derive(Debug)]
 pub struct CmaFabric {
     regions: Regions,
-    table: OwnTable,
+    table: Arc<OwnTable>,
     peers: Vec<Peer>,
     free_peers: Vec<u32>,
     /// Closed peers that were in the middle of a copy and have not ended it yet.
-    lingering: Vec<RemoteProcess>,
+    lingering: Vec<Arc<RemoteProcess>>,
     queue: VecDeque<Op>,
     done: Vec<Completion>,
     /// Never readable: when `poll` returns, everything is done or `may_sleep` is false.
@@ -54,7 +57,9 @@ pub struct CmaFabric {
 #[derive(Debug)]
 struct Peer {
     entry: PeerEntry,
-    remote: Option<RemoteProcess>,
+    remote: Option<Arc<RemoteProcess>>,
+    /// Copies of users' threads.
+    direct: Option<Arc<CmaCopy>>,
 }
 
 /// A peer whose memory can be reached.
@@ -112,6 +117,7 @@ impl CmaFabric {
     /// [`NetworkError`] when the system has no memory or no descriptors.
     pub fn new() -> Result<Self, NetworkError> {
         let table = OwnTable::new().map_err(|error| system("make a table", &error))?;
+        let table = Arc::new(table);
         // The count starts at zero: a readable descriptor would keep every engine awake.
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let idle =
@@ -168,7 +174,7 @@ impl CmaFabric {
         let Some(remote) = &self.peers[idx].remote else {
             return Err(PostError::Disconnected { op: name });
         };
-        let announcement = self.table.announce(idx, first.key);
+        let announcement = self.table.announce(idx, Copier::Engine, first.key);
         if !remote.table.admits(remote.our_place) {
             return Err(PostError::Disconnected { op: name });
         }
@@ -191,38 +197,9 @@ impl CmaFabric {
         }
         let Batch { len, bytes, here, there } = batch;
         let (here, there) = (&here[..len], &there[..len]);
-        let Some(process) = &remote.process else {
-            for (here, there) in here.iter().zip(there) {
-                let (from, to) = if first.is_write { (here, there) } else { (there, here) };
-                // SAFETY: this process's own memory on both sides: `here` is registered with this
-                // fabric, `there` with the peer's, which keeps it registered while `announcement` exists.
-                unsafe {
-                    std::ptr::copy(
-                        from.iov_base.cast_const().cast::<u8>(),
-                        to.iov_base.cast::<u8>(),
-                        here.iov_len,
-                    );
-                }
-            }
-            drop(announcement);
-            return Ok((len, bytes));
-        };
-        if has_ended(process) {
-            return Err(PostError::Disconnected { op: name });
-        }
-        let pid = remote.pid.as_raw_nonzero().get();
-        let copied = loop {
-            // SAFETY: the ranges of `here` are registered memory.
-            match unsafe { raw::copy_across(pid, first.is_write, here, there) } {
-                Ok(0) if bytes > 0 => return Err(failed(name, &io::ErrorKind::WriteZero.into())),
-                Ok(copied) => break copied as u64,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
-                    return Err(PostError::Disconnected { op: name });
-                }
-                Err(error) => return Err(failed(name, &error)),
-            }
-        };
+        // SAFETY: `here` is memory registered with this fabric. The peer keeps its own registered while `announcement`
+        // exists.
+        let copied = unsafe { remote.copy(name, first.is_write, here, there, bytes) }?;
         drop(announcement);
         Ok((len, copied))
     }
@@ -232,22 +209,7 @@ impl CmaFabric {
         let name = op_name(op.is_write);
         let segment = LocalSegment { region: op.region, offset: op.offset, bytes };
         let here = self.regions.local(name, segment)?;
-        let grant = remote.table.grant(op.key).ok_or(Refusal::Key).and_then(|grant| {
-            let Grant { address, bytes: limit, access } = grant;
-            let is_allowed = match access {
-                Access::RemoteReadWrite => true,
-                Access::RemoteRead => !op.is_write,
-                Access::Local => false,
-            };
-            let is_inside = op.address >= address
-                && op.address.checked_add(bytes).is_some_and(|end| end <= address + limit);
-            match (is_allowed, is_inside) {
-                (true, true) => Ok(()),
-                (false, _) => Err(Refusal::Access),
-                (_, false) => Err(Refusal::Range),
-            }
-        });
-        grant.map_err(|refusal| refusal.error(name))?;
+        remote.check(name, op.is_write, op.key, op.address, bytes)?;
         Ok(here)
     }
 
@@ -386,7 +348,7 @@ impl Fabric for CmaFabric {
         let idx = match self.free_peers.pop() {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PEERS => {
-                self.peers.push(Peer { entry: PeerEntry::default(), remote: None });
+                self.peers.push(Peer { entry: PeerEntry::default(), remote: None, direct: None });
                 self.peers.len() - 1
             }
             None => return Err(network("open", "there are too many peers", None)),
@@ -399,7 +361,9 @@ impl Fabric for CmaFabric {
         let detail = Detail::decode(detail).map_err(|why| network("join", &why, None))?;
         let idx = self.find("join", peer);
         let idx = idx.map_err(|error| network("join", &error.to_string(), None))?;
-        let remote = self.join(idx, &detail)?;
+        let remote = Arc::new(self.join(idx, &detail)?);
+        let direct = CmaCopy::new(Arc::clone(&self.table), Arc::clone(&remote), idx);
+        self.peers[idx].direct = Some(Arc::new(direct));
         self.peers[idx].remote = Some(remote);
         Ok(())
     }
@@ -415,6 +379,10 @@ impl Fabric for CmaFabric {
         self.table.close_gate(idx);
         let found = &mut self.peers[idx];
         found.entry.close();
+        // Waits for a step of a user's thread, so that its announcement does not meet the next peer of this index.
+        if let Some(direct) = found.direct.take() {
+            direct.close();
+        }
         let Some(remote) = found.remote.take() else {
             return self.free_peers.push(idx as u32);
         };
@@ -469,17 +437,100 @@ impl Fabric for CmaFabric {
     fn max_operation_bytes(&self) -> u64 {
         1 << 40
     }
+
+    fn direct(&self, peer: PeerId) -> Option<Arc<dyn DirectCopy>> {
+        let idx = self.find("copy", peer).ok()?;
+        let direct = Arc::clone(self.peers[idx].direct.as_ref()?);
+        Some(direct)
+    }
+}
+
+impl RemoteProcess {
+    /// Checks that the peer's key allows a copy. The caller has announced the key.
+    fn check(
+        &self,
+        op: &'static str,
+        is_write: bool,
+        key: u64,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), PostError> {
+        let grant = self.table.grant(key).ok_or(Refusal::Key).and_then(|grant| {
+            let Grant { address: first, bytes: limit, access } = grant;
+            let is_allowed = match access {
+                Access::RemoteReadWrite => true,
+                Access::RemoteRead => !is_write,
+                Access::Local => false,
+            };
+            let is_inside = address >= first
+                && address.checked_add(bytes).is_some_and(|end| end <= first + limit);
+            match (is_allowed, is_inside) {
+                (true, true) => Ok(()),
+                (false, _) => Err(Refusal::Access),
+                (_, false) => Err(Refusal::Range),
+            }
+        });
+        grant.map_err(|refusal| refusal.error(op))
+    }
+
+    /// Copies ranges of `bytes` in all, one after the other. Returns the bytes copied.
+    ///
+    /// # Safety
+    /// The ranges of `here` are registered memory of this process. The caller has announced a key of `there`, which
+    /// [`check`](Self::check) has allowed.
+    unsafe fn copy(
+        &self,
+        op: &'static str,
+        is_write: bool,
+        here: &[raw::iovec],
+        there: &[raw::iovec],
+        bytes: u64,
+    ) -> Result<u64, PostError> {
+        let Some(process) = &self.process else {
+            for (here, there) in here.iter().zip(there) {
+                let (from, to) = if is_write { (here, there) } else { (there, here) };
+                // SAFETY: this process's own memory on both sides: `here` is registered with this fabric, `there` with
+                // the peer's, which keeps it registered while the key is announced.
+                unsafe {
+                    std::ptr::copy(
+                        from.iov_base.cast_const().cast::<u8>(),
+                        to.iov_base.cast::<u8>(),
+                        here.iov_len,
+                    );
+                }
+            }
+            return Ok(bytes);
+        };
+        if has_ended(process) {
+            return Err(PostError::Disconnected { op });
+        }
+        let pid = self.pid.as_raw_nonzero().get();
+        loop {
+            // SAFETY: the ranges of `here` are registered memory.
+            match unsafe { raw::copy_across(pid, is_write, here, there) } {
+                Ok(0) if bytes > 0 => return Err(failed(op, &io::ErrorKind::WriteZero.into())),
+                Ok(copied) => return Ok(copied as u64),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                    return Err(PostError::Disconnected { op });
+                }
+                Err(error) => return Err(failed(op, &error)),
+            }
+        }
+    }
 }
 
 impl CmaFabric {
     /// Whether a peer may be copying by `key`.
     fn is_using(peer: &RemoteProcess, key: u64) -> bool {
-        peer.table.announced(peer.our_place) == key && !peer.process.as_ref().is_some_and(has_ended)
+        peer.table.announced(peer.our_place).contains(&key)
+            && !peer.process.as_ref().is_some_and(has_ended)
     }
 
     /// Whether a peer is certain not to copy by any key.
     fn is_quiet(peer: &RemoteProcess) -> bool {
-        peer.table.announced(peer.our_place) == 0 || peer.process.as_ref().is_some_and(has_ended)
+        peer.table.announced(peer.our_place) == [0; 2]
+            || peer.process.as_ref().is_some_and(has_ended)
     }
 }
 
@@ -510,7 +561,7 @@ const MAX_OPS: usize = 4096;
 /// Most operations of one call.
 const MAX_BATCH: usize = 64;
 /// Bytes under one announcement. They bound the time for which a revocation is retried.
-const STEP_BYTES: u64 = 1 << 20;
+const STEP_BYTES: u64 = MAX_DIRECT_BYTES;
 /// Bytes of one poll, before other fabrics get their turn.
 const POLL_BYTES: u64 = 4 << 20;
 /// A process whose copy takes longer counts as stopped.

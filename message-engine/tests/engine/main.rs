@@ -5,6 +5,7 @@ mod allocations;
 mod choice;
 mod common;
 mod device_memory;
+mod direct;
 mod exhausted;
 mod fairness;
 mod faults;

@@ -1,6 +1,7 @@
 //! The tensors of a call, checked.
 
 use attention_client::ClientModel;
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::dlpack::{Array, ElementType, Expected, Matrix, Owner};
@@ -100,6 +101,8 @@ impl<'a, 'py> Request<'a, 'py> {
 /// What a call writes.
 pub struct Target<'py> {
     object: Bound<'py, PyAny>,
+    /// The library that makes the result of `object`.
+    namespace: Option<Bound<'py, PyAny>>,
     raw: RawTarget,
     _owner: Owner,
 }
@@ -139,6 +142,7 @@ impl<'py> Target<'py> {
         })?;
         Ok(Self {
             object: out.clone(),
+            namespace: None,
             raw: RawTarget { out: out_matrix },
             _owner: array.into_owner(),
         })
@@ -148,12 +152,26 @@ impl<'py> Target<'py> {
     pub fn like(matrix: Matrix, x: &Array<'_, 'py>) -> PyResult<Self> {
         match x.empty_like()? {
             Some(out) => Self::of(matrix, &out),
-            None => Err(error(
-                x.py(),
-                Kind::Argument,
-                "x is of a library that this module cannot make arrays of: pass out",
-            )),
+            None => Self::to_convert(matrix, x),
         }
+    }
+
+    /// Makes an array of numpy for an `x` whose library makes arrays only of given values.
+    fn to_convert(matrix: Matrix, x: &Array<'_, 'py>) -> PyResult<Self> {
+        let py = x.py();
+        let namespace = x.object().getattr(intern!(py, "__array_namespace__"));
+        let dtype = match matrix.element {
+            ElementType::F16 => "float16",
+            _ => "float32",
+        };
+        let (Ok(namespace), true) = (namespace, matrix.element != ElementType::Bf16) else {
+            let class = x.object().get_type();
+            let text =
+                format!("no array like x can be made, a {class} of {}: pass out", matrix.element);
+            return Err(error(py, Kind::Argument, text));
+        };
+        let out = py.import("numpy")?.call_method1("empty", ((matrix.rows, matrix.cols), dtype))?;
+        Ok(Self { namespace: Some(namespace.call0()?), ..Self::of(matrix, &out)? })
     }
 
     pub fn raw(&self) -> RawTarget {
@@ -161,8 +179,11 @@ impl<'py> Target<'py> {
     }
 
     /// The array that was written.
-    pub fn into_object(self, _py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        Ok(self.object)
+    pub fn into_object(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self.namespace {
+            Some(namespace) => namespace.call_method1(intern!(py, "from_dlpack"), (self.object,)),
+            None => Ok(self.object),
+        }
     }
 }
 

@@ -82,7 +82,11 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<MoeClient, Failure
         }
         None => served,
     };
-    let transports = OpenNetworks::default()
+    let networks = OpenNetworks::default();
+    #[cfg(feature = "libfabric")]
+    let networks = networks.with(libfabric_transport::opener());
+    let mut networks = networks;
+    let transports = networks
         .open(&settings.transports)
         .map_err(|failure| Failure::Other(Kind::Config, format!("transports: {failure}")))?;
     let defaults = SlotConfig::default();

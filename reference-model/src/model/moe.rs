@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, InputNorm, TensorError, TensorView};
 use thiserror::Error;
 
 use super::LoadError;
@@ -22,6 +22,10 @@ pub struct MoeBlock {
     gate: Linear,
     router: Router,
     shared: Option<Mlp>,
+    /// Shared experts with weights from the router.
+    weighted_shared: Vec<Mlp>,
+    /// The vector of a gate that normalises its input, divided by the root of its length.
+    input_scale: Option<(InputNorm, Vec<f32>)>,
     /// Its sigmoid scales the output of the shared experts.
     shared_gate: Option<Linear>,
     averages_shared: bool,
@@ -91,13 +95,47 @@ impl MoeBlock {
         let config = checkpoint.config();
         let rule = *config.router()?;
         let tensors = checkpoint.router(layer)?;
-        let bias = tensors.bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
-        let router = Router::new(rule, bias)?;
+        if let Some(table) = tensors.hash_table {
+            return Err(LoadError::Tensor(TensorError::Format {
+                name: table.name.to_owned(),
+                found: "chooses experts by token id, which a block does not see".to_owned(),
+                expected: "a router that chooses by logits; take the choice from the engine"
+                    .to_owned(),
+            }));
+        }
+        if config.hidden != config.model_hidden {
+            return Err(LoadError::Tensor(TensorError::Format {
+                name: tensors.weight.name.to_owned(),
+                found: format!("routes rows of {}", config.model_hidden),
+                expected: format!(
+                    "rows of {}, which the experts take; project them in the engine",
+                    config.hidden
+                ),
+            }));
+        }
+        let values = |tensor: Option<TensorView<'_>>| {
+            tensor.map_or(Ok(Vec::new()), |tensor| tensor.to_f32())
+        };
+        let router =
+            Router::with_scales(rule, values(tensors.bias)?, values(tensors.expert_scales)?)?;
+        let root = (config.hidden as f32).sqrt();
+        let input_scale = match (rule.input_norm, tensors.input_scale) {
+            (Some(norm), Some(scale)) => {
+                Some((norm, scale.to_f32()?.into_iter().map(|scale| scale / root).collect()))
+            }
+            _ => None,
+        };
         let logit_bias = tensors.logit_bias.map_or(Ok(Vec::new()), |bias| bias.to_f32())?;
-        let gate = (tensors.weight.to_f32()?, (config.num_experts as usize, config.hidden));
+        let gate = (
+            tensors.weight.to_f32()?,
+            (config.num_experts as usize + config.num_weighted_shared, config.hidden),
+        );
         let gate = Tensor::from_vec(gate.0, gate.1, &Device::Cpu)?;
-        let shared = checkpoint.shared_expert(layer)?;
         let activation = config.arithmetic.activation;
+        let (shared, weighted_shared) = match config.num_weighted_shared {
+            0 => (checkpoint.shared_expert(layer)?, Vec::new()),
+            _ => (None, checkpoint.weighted_shared_experts(layer)?),
+        };
         let shared_gate = match checkpoint.shared_expert_gate(layer)? {
             Some(gate) => {
                 let gate = Tensor::from_vec(gate.to_f32()?, (1, config.hidden), &Device::Cpu)?;
@@ -111,6 +149,11 @@ impl MoeBlock {
             gate: Linear::from_matrix(&gate, &logit_bias)?,
             router,
             shared: shared.map(|shared| Mlp::from_tensors(&shared, activation)).transpose()?,
+            weighted_shared: weighted_shared
+                .iter()
+                .map(|shared| Mlp::from_tensors(shared, activation))
+                .collect::<Result<_, _>>()?,
+            input_scale,
             shared_gate,
             averages_shared: config.averages_shared,
             workspace: Workspace::default(),
@@ -182,6 +225,21 @@ impl MoeBlock {
                 .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
                 .map_err(|e| MoeBlockError::tensor(layer, e))?;
         }
+        let weights = self.workspace.router.shared_weights();
+        for (idx, shared) in self.weighted_shared.iter().enumerate() {
+            let weights = weights.iter().skip(idx).step_by(self.weighted_shared.len());
+            shared
+                .forward(tensor)
+                .and_then(|y| {
+                    with_values(&y, |y| {
+                        let rows = out.chunks_mut(self.hidden).zip(y.chunks(self.hidden));
+                        for ((out, y), weight) in rows.zip(weights) {
+                            out.iter_mut().zip(y).for_each(|(o, y)| *o += weight * y);
+                        }
+                    })
+                })
+                .map_err(|e| MoeBlockError::tensor(layer, e))?;
+        }
         if self.averages_shared {
             out.iter_mut().for_each(|out| *out *= 0.5);
         }
@@ -204,13 +262,22 @@ impl MoeBlock {
         let Workspace { router: workspace, topk_idx, topk_weights } = &mut self.workspace;
         let route = |logits: &[f32]| {
             let config = self.router.config();
-            let entries = logits.len() / config.num_experts * config.top_k;
+            let row = config.num_experts + config.weighted_shared;
+            let entries = logits.len() / row * config.top_k;
             topk_idx.resize(entries, -1);
             topk_weights.resize(entries, 0.0);
             self.router.route(logits, workspace, topk_idx, topk_weights)
         };
         let tensor_error = |e| MoeBlockError::tensor(layer, e);
-        let logits = self.gate.forward(x).map_err(tensor_error)?;
+        let normalised = match &self.input_scale {
+            None => None,
+            Some((norm, scale)) => {
+                let values =
+                    with_values(x, |x| normalise(x, *norm, scale)).map_err(tensor_error)?;
+                Some(Tensor::from_vec(values, x.shape(), &Device::Cpu).map_err(tensor_error)?)
+            }
+        };
+        let logits = self.gate.forward(normalised.as_ref().unwrap_or(x)).map_err(tensor_error)?;
         with_values(&logits, route)
             .map_err(tensor_error)?
             .map_err(|source| MoeBlockError::Route { layer, source })
@@ -237,6 +304,8 @@ impl Clone for MoeBlock {
             gate: self.gate.clone(),
             router: self.router.clone(),
             shared: self.shared.clone(),
+            weighted_shared: self.weighted_shared.clone(),
+            input_scale: self.input_scale.clone(),
             shared_gate: self.shared_gate.clone(),
             averages_shared: self.averages_shared,
             workspace: Workspace::default(),
@@ -249,4 +318,15 @@ struct Workspace {
     router: RouterWorkspace,
     topk_idx: Vec<i32>,
     topk_weights: Vec<f32>,
+}
+
+/// Rows of `x`, each divided by its root mean square and multiplied by `scale`.
+fn normalise(x: &[f32], norm: InputNorm, scale: &[f32]) -> Vec<f32> {
+    let mut out = Vec::with_capacity(x.len());
+    for row in x.chunks(scale.len()) {
+        let mean = row.iter().map(|x| x * x).sum::<f32>() / scale.len() as f32;
+        let factor = 1.0 / (mean + norm.epsilon).sqrt();
+        out.extend(row.iter().zip(scale).map(|(x, scale)| x * factor * scale));
+    }
+    out
 }

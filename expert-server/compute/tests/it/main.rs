@@ -7,5 +7,7 @@ mod store;
 
 use test_support::allocations::CountingAllocator;
 
+test_support::child_processes! { "loader" => store::loader }
+
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;

@@ -1,38 +1,88 @@
-//! Formats that the kernels do not read are widened to bf16 in GPU memory.
+//! Every quantisation format of the reference data. The kernels read bf16 and fp8 in blocks of 128 × 128; weights of the
+//! other formats are widened to bf16 in GPU memory.
+
+use std::path::PathBuf;
 
 use protocol::WireDtype;
-use switchyard_expert_server::ExpertSelection;
+use switchyard_expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, device::DeviceOptions,
+};
 
-use crate::common::{Reference, Request, reference_format, seeded};
+use crate::common::{Recorded, Reference, Request, difference, name_of, recorded_folders, seeded};
 use crate::device::client::Outcome;
-use crate::device::{check, devices, join, server_on};
+use crate::device::{SLOT, check, devices, expected_rows, join, server_on};
+
+/// Folders whose columns are reordered by activation.
+const REORDERED: &[&str] =
+    &["ct-int4-g-idx", "gptq-int4-desc-act", "gptq-int8-asym-desc-act", "gptq-v2-int4-desc-act"];
+/// A folder with hidden size 192, which the kernels cannot have.
+const OTHER_SIZE: &str = "ct-fp8-block";
+/// The folder whose weights stay fp8. The kernels then round tokens and activations to fp8, the library does not.
+const KEPT_FP8: &str = "hf-fp8-block128";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn packed_weights_are_widened_at_load() {
+async fn formats_agree_with_their_libraries() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
-    for name in ["ct-int4-asym", "ct-mxfp4", "gptq-int8", "hf-fp8-block64"] {
-        let dir = reference_format(name);
-        let reference = Reference::of(&dir);
-        // The kernels round activations for bf16 weights.
-        let reference = Reference { is_fp8: false, ..reference };
-        let shape = reference.shape;
-        let server = server_on(device, WireDtype::Bf16, ExpertSelection::All, |config| {
-            config.model_dir = dir;
+    let mut num_served = 0;
+    for dir in served() {
+        let name = name_of(&dir);
+        let is_kept = name == KEPT_FP8;
+        let reference = Reference { is_fp8: is_kept, ..Reference::of(&dir) };
+        let recorded = Recorded::open(&dir, &reference.checkpoint);
+        let (shape, dtype) = (reference.shape, WireDtype::Bf16);
+        let server = server_on(device, dtype, ExpertSelection::All, |config| {
+            config.model_dir = dir.clone();
         })
         .await;
         let model = reference.checkpoint.config();
         let values = (3 * model.hidden * model.moe_intermediate) as u64;
-        assert_eq!(server.expert_bytes(), u64::from(shape.num_experts) * values * 2, "{name}");
-        let mut client = join(&gpu, &server, shape, 1, WireDtype::Bf16).await;
+        // With one scale per matrix of 128 × 128 fp8 values.
+        let expert_bytes = if is_kept { values + 3 * 4 } else { values * 2 };
+        assert_eq!(server.expert_bytes(), u64::from(shape.num_experts) * expert_bytes, "{name}");
+        let mut client = join(&gpu, &server, shape, 1, dtype).await;
         tokio::task::block_in_place(|| {
+            let (outcome, rows) = client.layer(&recorded.request);
+            assert_eq!(outcome, Outcome::Answered, "{name}");
+            let theirs = difference(&rows, recorded.expected.iter().map(|v| f64::from(*v)));
+            let ours = difference(&rows, expected_rows(&reference, &recorded.request, dtype));
+            println!("{name}: {theirs:.1e} from the library, {ours:.1e} from rounded f64");
+            assert!(ours <= 1e-2, "{name}: {ours:.1e} from rounded f64");
+            let bound = if is_kept { 8e-2 } else { 1e-2 };
+            assert!(theirs <= bound, "{name}: {theirs:.1e} from the library");
             for tokens in [1, 9] {
                 let request = Request::random(&mut rng, &shape, tokens);
                 let (outcome, rows) = client.layer(&request);
                 assert_eq!(outcome, Outcome::Answered, "{name}");
-                check(&reference, &request, WireDtype::Bf16, &rows);
+                check(&reference, &request, dtype, &rows);
             }
         });
         server.shutdown().await;
+        num_served += 1;
     }
+    assert!(num_served >= 30, "{num_served} formats only");
+}
+
+#[tokio::test]
+async fn formats_that_cannot_be_served_are_named() {
+    let Some((device, _)) = devices() else { return };
+    for dir in recorded_folders("reference-formats") {
+        let name = name_of(&dir);
+        let reason = match name.as_str() {
+            OTHER_SIZE => "hidden size: expected a positive multiple of 128",
+            name if REORDERED.contains(&name) => "reordered by activation",
+            _ => continue,
+        };
+        let mut config = ServerConfig::new(dir, "refused", Placement::Static(ExpertSelection::All));
+        config.device = Some(DeviceOptions::new(device));
+        config.slot = SLOT;
+        let error = ExpertServer::start(config, |_| {}).await.expect_err("it cannot start");
+        let said = error.to_string();
+        assert!(said.contains(reason) && !said.contains('\n'), "{name}: {said}");
+    }
+}
+
+fn served() -> impl Iterator<Item = PathBuf> {
+    let is_served = |name: &str| name != OTHER_SIZE && !REORDERED.contains(&name);
+    recorded_folders("reference-formats").into_iter().filter(move |dir| is_served(&name_of(dir)))
 }

@@ -47,7 +47,9 @@ impl Io {
         let transport = offer_of(&*self.fabrics[fabric]);
         let peer = Self::peer_info(&handshake, hello);
         let by = (fabric, transport);
-        let conn = Arc::new(ConnShared::new(&self.shared, key, by, peer, hello.limits));
+        let direct = self.fabrics[fabric].direct(id);
+        let conn = ConnShared::new(&self.shared, key, by, peer, hello.limits, direct);
+        let conn = Arc::new(conn);
         let weak = Arc::downgrade(&conn);
         lock(&self.shared.connections).push(weak.clone());
         let link = Link::new(self.config.limits(), hello.limits, self.config.chunk_bytes);

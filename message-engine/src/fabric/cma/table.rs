@@ -4,7 +4,8 @@
 //!
 //! ```text
 //! 0        header: magic, instance
-//! 4096     per peer, 64 bytes: gate (the owner lets it in), busy (key that the owner uses at it)
+//! 4096     per peer, 64 bytes: gate (the owner lets it in), busy (key that the owner's engine uses at it),
+//!          busy (key that another thread of the owner uses at it)
 //! 266240   per registration, 32 bytes: key, address, bytes, rights
 //! ```
 //!
@@ -71,6 +72,15 @@ pub(super) struct Grant {
     pub(super) access: Access,
 }
 
+/// Which of this side's threads copies. Each has an announcement of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Copier {
+    /// The engine's thread.
+    Engine,
+    /// A user's thread: one at a time.
+    User,
+}
+
 /// Announces a copy of this side until it is dropped.
 pub(super) struct CopyAnnouncement<'a> {
     word: &'a AtomicU64,
@@ -131,8 +141,8 @@ impl OwnTable {
     }
 
     /// Announces a copy with `key` at the peer with index `place`.
-    pub(super) fn announce(&self, place: usize, key: u64) -> CopyAnnouncement<'_> {
-        let word = word(&self.map, peer_at(place) + 8);
+    pub(super) fn announce(&self, place: usize, copier: Copier, key: u64) -> CopyAnnouncement<'_> {
+        let word = word(&self.map, busy_at(place, copier));
         word.store(key, Ordering::SeqCst);
         // SYNC POINT: cma-revoke.
         fence(Ordering::SeqCst);
@@ -197,9 +207,10 @@ impl PeerTable {
         word(&self.map, peer_at(place)).load(Ordering::SeqCst) == 1
     }
 
-    /// The key that the peer announces to the side with index `place` in its table; 0 for none.
-    pub(super) fn announced(&self, place: usize) -> u64 {
-        word(&self.map, peer_at(place) + 8).load(Ordering::SeqCst)
+    /// The keys that the peer's threads announce to the side with index `place` in its table; 0 for none.
+    pub(super) fn announced(&self, place: usize) -> [u64; 2] {
+        [Copier::Engine, Copier::User]
+            .map(|copier| word(&self.map, busy_at(place, copier)).load(Ordering::SeqCst))
     }
 
     /// Range and rights of `key`, if it is in force.
@@ -337,6 +348,13 @@ const fn peer_at(place: usize) -> usize {
     PEERS_AT + place * 64
 }
 
+const fn busy_at(place: usize, copier: Copier) -> usize {
+    match copier {
+        Copier::Engine => peer_at(place) + 8,
+        Copier::User => peer_at(place) + 16,
+    }
+}
+
 const fn region_at(idx: usize) -> usize {
     REGIONS_AT + idx * 32
 }
@@ -361,7 +379,7 @@ fn map(file: &OwnedFd, protection: ProtFlags) -> io::Result<Region> {
 /// Seals that forbid resizing a table.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 const MAGIC: u64 = u64::from_le_bytes(*b"SYCMATAB");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const DETAIL_BYTES: usize = 56;
 const PEERS_AT: usize = 4096;
 const REGIONS_AT: usize = PEERS_AT + MAX_PEERS * 64;
@@ -384,10 +402,13 @@ mod tests {
         assert!(peer.admits(3) && !peer.admits(4));
         own.close_gate(3);
         assert!(!peer.admits(3));
-        let busy = own.announce(5, 77);
-        assert_eq!(peer.announced(5), 77);
+        let busy = own.announce(5, Copier::Engine, 77);
+        let other = own.announce(5, Copier::User, 78);
+        assert_eq!(peer.announced(5), [77, 78]);
         drop(busy);
-        assert_eq!(peer.announced(5), 0);
+        assert_eq!(peer.announced(5), [0, 78]);
+        drop(other);
+        assert_eq!(peer.announced(5), [0, 0]);
         let mut regions = crate::fabric::memory::Regions::default();
         let mut byte = 0u8;
         let ptr = std::ptr::NonNull::from(&mut byte);

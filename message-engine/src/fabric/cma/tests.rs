@@ -98,7 +98,7 @@ fn memory_that_a_stopped_peer_copies_stays_registered_without_blocking() {
     };
     let region = a.describe(held).unwrap();
     let place = b.find("announce", b_id).unwrap();
-    let busy = b.table.announce(place, region.key);
+    let busy = b.table.announce(place, Copier::Engine, region.key);
     let begin = Instant::now();
     for _ in 0..100 {
         let error = a.deregister(held).unwrap_err().to_string();

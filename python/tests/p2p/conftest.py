@@ -1,0 +1,3 @@
+from peers import children
+
+__all__ = ["children"]
