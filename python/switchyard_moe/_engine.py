@@ -29,6 +29,7 @@ MESSAGE_INTERVAL = 3.0
 #: Set to 1, it turns the refusal of an engine version into a warning.
 ANY_ENGINE = "SWITCHYARD_ANY_ENGINE_VERSION"
 
+WIRE_DTYPES = ("f32", "bf16", "f16", "fp8")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
 
 
@@ -46,7 +47,7 @@ class Settings:
     model: str | None = None
     """Checkpoint folder whose experts the servers must have: ``SWITCHYARD_MODEL``. None: the engine's folder."""
     wire_dtype: str = "f32"
-    """Type of rows on the wire, ``f32``, ``bf16`` or ``f16``: ``SWITCHYARD_WIRE_DTYPE``."""
+    """Type of rows on the wire, ``f32``, ``bf16``, ``f16`` or ``fp8``: ``SWITCHYARD_WIRE_DTYPE``."""
     timeout: float = 30.0
     """Seconds that one call may take: ``SWITCHYARD_ENGINE_TIMEOUT``."""
     ready_timeout: float = 120.0
@@ -80,8 +81,8 @@ class Settings:
             ("outage_timeout", "SWITCHYARD_OUTAGE_TIMEOUT"),
         ):
             values[name] = _seconds(name, _pick(given, name, env, variable), getattr(cls, name))
-        if values["wire_dtype"] not in ("f32", "bf16", "f16"):
-            raise ConfigError(f"wire_dtype is {values['wire_dtype']!r}, expected 'f32', 'bf16' or 'f16'")
+        if values["wire_dtype"] not in WIRE_DTYPES:
+            raise ConfigError(f"wire_dtype is {values['wire_dtype']!r}, expected one of {', '.join(WIRE_DTYPES)}")
         if not values["control_plane"]:
             raise ConfigError(
                 "no control plane is set: give the plugin's setting control_plane, or set "

@@ -56,8 +56,8 @@ class Server:
                 raise switchyard_moe.ClusterError(f"vLLM ended with exit code {self._child.returncode}: {self.log()}")
             if time.monotonic() >= deadline:
                 raise switchyard_moe.ClusterError(f"vLLM was not ready in {timeout:.0f} s: {self.log()}")
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+            with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return
