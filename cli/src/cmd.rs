@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
-use control_api::{ControlClient, ControlError, ModelDescriptor};
+use control_api::{ControlClient, ControlError, ModelDescriptor, TensorDigest};
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
@@ -468,7 +468,7 @@ impl Service {
         let builder = client.builder(model.clone())?;
         let (cluster, url, token) = match &control.control_plane {
             Some(url) => {
-                check_cluster(&model, checkpoint.dir(), url, control.token.clone())?;
+                check_cluster(&model, checkpoint, url, control.token.clone())?;
                 (None, url.clone(), control.token.clone())
             }
             None => {
@@ -516,7 +516,13 @@ impl Counters {
 
 /// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
 /// the model of the checkpoint.
-fn check_cluster(model: &ClientModel, dir: &Path, url: &str, token: Option<String>) -> Result<()> {
+fn check_cluster(
+    model: &ClientModel,
+    checkpoint: &Checkpoint,
+    url: &str,
+    token: Option<String>,
+) -> Result<()> {
+    let dir = checkpoint.dir();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -528,7 +534,34 @@ fn check_cluster(model: &ClientModel, dir: &Path, url: &str, token: Option<Strin
     if let Some(difference) = model.difference(&served) {
         bail!("the servers at {url} serve another model than {}: {difference}", dir.display());
     }
-    Ok(())
+    if !checkpoint.has_experts() {
+        return Ok(());
+    }
+    let difference = match runtime.block_on(control.model_digests()) {
+        Ok(fleet) => differing_tensor(checkpoint, &fleet.tensors)
+            .map(|tensor| format!("the weights differ, first in tensor '{tensor}'")),
+        // No member has sent digests since the control plane started. A folder with some of the experts has no
+        // fingerprint.
+        Err(_) => ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(&served)),
+    };
+    match difference {
+        Some(difference) => {
+            bail!("the servers at {url} serve other weights than {}: {difference}", dir.display())
+        }
+        None => Ok(()),
+    }
+}
+
+/// The first of a few of the fleet's tensors that the checkpoint has with other values. Other weights of the same model
+/// differ in nearly all tensors, so a few show it, and a large checkpoint is not read as a whole.
+fn differing_tensor<'a>(checkpoint: &Checkpoint, fleet: &'a [TensorDigest]) -> Option<&'a str> {
+    let differs = |tensor: &&TensorDigest| {
+        let digest = checkpoint.sampled_digest(&tensor.name);
+        digest
+            .is_some_and(|d| u128::from_str_radix(&tensor.digest, 16) != Ok(u128::from_be_bytes(d)))
+    };
+    let step = fleet.len().div_ceil(COMPARED_TENSORS).max(1);
+    fleet.iter().step_by(step).find(differs).map(|tensor| tensor.name.as_str())
 }
 
 /// The fleet's model. A control plane that has just started may have lost its state: its servers register again
@@ -565,5 +598,7 @@ pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCl
     Ok(cluster)
 }
 
+/// Most tensors that a client compares with those of the fleet.
+const COMPARED_TENSORS: usize = 256;
 /// Running servers connect within milliseconds. The rest is for hosts under load.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(30);

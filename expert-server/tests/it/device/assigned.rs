@@ -52,6 +52,7 @@ impl Book {
             experts_held: self.held.num_experts() as u64,
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
+            unreachable: None,
         }
     }
 }
