@@ -5,7 +5,17 @@ from typing_extensions import Self, disjoint_base
 
 from switchyard_moe._arrays import Array
 
-__all__ = ["Client", "Handle", "Report", "__version__"]
+__all__ = [
+    "Client",
+    "Handle",
+    "P2pEndpoint",
+    "Report",
+    "__version__",
+    "p2p_compress",
+    "p2p_compress_bound",
+    "p2p_decompress",
+    "p2p_decompressed_size",
+]
 
 _ArrayT = TypeVar("_ArrayT", bound=Array)
 

@@ -3,19 +3,19 @@
 use std::mem::ManuallyDrop;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use message_engine::{
-    ConnectError, Connection, Descriptor, EndpointMetadata, Engine, EngineConfig, OpError, Span,
-    SubmitError, Transfer, TransferStatus, WaitError, default_fabrics, open_fabric,
+    ConnectError, Connection, EndpointMetadata, Engine, EngineConfig, TransferStatus, WaitError,
+    default_fabrics, open_fabric,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::error::Failure;
 use super::inner::{Inner, Op, SLICE, is_here, lock};
-use super::memory::{Regions, access_of, register};
+use super::memory::{access_of, register};
 
 /// The address, port, GPU, PCI address and engine of an endpoint.
 type Identity = (String, u16, Option<u32>, Option<String>, u64);
