@@ -1,5 +1,5 @@
 //! Common parts of the client's tests: random requests, real servers, scripted servers.
-#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(dead_code, unused_imports, reason = "each test binary uses a part")]
 
 pub mod fake;
 mod seed;
