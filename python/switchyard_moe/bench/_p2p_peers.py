@@ -34,6 +34,7 @@ class Library(Protocol):
 
     def prepare(self, op: str, slot: Slot, offered: Any) -> Transfer:
         """At the initiator: one transfer of the range, any number of times."""
+        ...
 
     def serve(self, op: str, slots: Sequence[Slot], num: int) -> None:
         """At the target: takes part in `num` transfers of these ranges in turn, if the library is two-sided."""

@@ -13,7 +13,6 @@ import hashlib
 import json
 import mmap
 import multiprocessing as mp
-import multiprocessing.connection
 import os
 import platform
 import random
@@ -23,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from . import _p2p_report
@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     seed = args.seed or int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}", file=sys.stderr)
-    contenders = [("switchyard", transport) for transport in args.transport or NAMES["switchyard"]]
-    for peer in args.peer or []:
+    contenders: list[tuple[str, str]] = [
+        ("switchyard", transport) for transport in args.transport or NAMES["switchyard"]
+    ]
+    peers: list[str] = args.peer or []
+    for peer in peers:
         name, _, transport = peer.partition(":")
         if name not in NAMES or name == "switchyard":
             print(f"--peer {peer}: expected one of {', '.join(sorted(set(NAMES) - {'switchyard'}))}", file=sys.stderr)
@@ -154,7 +157,7 @@ def _measure(name: str, transport: str, args: argparse.Namespace, seed: int, rou
     try:
         rows: list[dict[str, Any]] = []
         while True:
-            ready = mp.connection.wait([end[0] for end in ends], timeout=_LIMIT)
+            ready = wait([end[0] for end in ends], timeout=_LIMIT)
             if not ready:
                 raise RuntimeError(f"{name} over {transport}: nothing happens for {_LIMIT} s")
             end: Any = ready[0]
@@ -268,7 +271,7 @@ def _time(library: Library, pipe: Any, op: str, slots: list[Slot], num: int) -> 
     offered = pipe.recv()
     transfers = [library.prepare(op, slot, part) for slot, part in zip(slots, offered, strict=True)]
     pipe.send(("serve", op, slots, num))
-    times = []
+    times: list[int] = []
     clock, num_slots = time.perf_counter_ns, len(transfers)
     for idx in range(num):
         transfer = transfers[idx % num_slots]

@@ -378,7 +378,9 @@ def writable_range(ptr: int | object, size: int | None) -> tuple[int, int]:
 def ranges_of(
     mr_id_v: Sequence[int], ptr_v: Sequence[int], size_v: Sequence[int], num_iovs: int | None
 ) -> list[tuple[int, int, int]]:
-    lengths = {len(mr_id_v), len(ptr_v), len(size_v)} | (set() if num_iovs is None else {num_iovs})
+    lengths = {len(mr_id_v), len(ptr_v), len(size_v)}
+    if num_iovs is not None:
+        lengths.add(num_iovs)
     if len(lengths) != 1:
         raise ArgumentError(
             f"{len(mr_id_v)} regions, {len(ptr_v)} addresses, {len(size_v)} sizes and "
