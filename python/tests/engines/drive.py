@@ -18,7 +18,8 @@ from typing import Any
 
 def transformers_job(job: dict[str, Any]) -> list[list[int]]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoModelForCausalLM
 
     import switchyard_moe.transformers
 
@@ -28,9 +29,9 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
         options["experts_implementation"] = switchyard_moe.transformers.IMPLEMENTATION
     if "class" in job:
         # Without weights: what the plugin refuses, it refuses while the model is built.
-        config = AutoConfig.for_model(job["class"], **job["config"])
+        model_class = getattr(transformers, job["class"])
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, **options)
+            model_class._from_config(model_class.config_class(**job["config"]), **options)
         return []
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, **options).eval()
     if job["served"]:
