@@ -18,7 +18,8 @@ from typing import Any
 
 def transformers_job(job: dict[str, Any]) -> list[list[int]]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoModelForCausalLM
 
     import switchyard_moe.transformers
 
@@ -28,14 +29,17 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
         options["experts_implementation"] = switchyard_moe.transformers.IMPLEMENTATION
     if "class" in job:
         # Without weights: what the plugin refuses, it refuses while the model is built.
-        config = AutoConfig.for_model(job["class"], **job["config"])
+        model_class = getattr(transformers, job["class"])
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, **options)
+            model_class._from_config(model_class.config_class(**job["config"]), **options)
         return []
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, **options).eval()
     if job["served"]:
         left = [n for n, _ in model.named_parameters() if ".experts." in n and "bias" not in n]
         assert not left, f"experts in this process: {left[:3]}"
+    if job.get("fp8_experts"):
+        replace_by_fp8_experts(model)
+        return []
     with contextlib.nullcontext() if job.get("grad") else torch.no_grad():
         if job.get("grad"):
             model(torch.tensor([job["prompts"][0]]))
@@ -46,6 +50,26 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
             for prompt in job["prompts"]
         ]
     return [out[0, len(prompt) :].tolist() for out, prompt in zip(outputs, job["prompts"], strict=True)]
+
+
+def replace_by_fp8_experts(model: Any) -> None:
+    """Replaces the layers as transformers does on a GPU, and compares the experts' outputs before and after."""
+    import torch
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_fp8_linear
+
+    name = next(name for name, module in model.named_modules() if name.endswith(".experts"))
+    x, ids = torch.randn(5, model.config.hidden_size), torch.tensor([[0, 3]] * 5)
+    weights = torch.rand(5, 2)
+    with torch.no_grad():
+        before = model.get_submodule(name)(x, ids, weights)
+        quantization = FineGrainedFP8Config(weight_block_size=(128, 128))
+        replace_with_fp8_linear(model, quantization_config=quantization, pre_quantized=True)
+        experts = model.get_submodule(name)
+        assert isinstance(experts, FP8Experts), type(experts)
+        assert not list(experts.parameters())
+        torch.testing.assert_close(experts(x, ids, weights), before)
+    assert before.abs().max() > 0
 
 
 def vllm_job(job: dict[str, Any]) -> list[list[int]]:

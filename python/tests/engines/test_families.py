@@ -69,3 +69,12 @@ def test_families_are_token_identical(engine: str, tmp_path: Path) -> None:
         assert "error" not in local and "error" not in served, (family, local, served)
         assert served["ids"] == local["ids"], family
         assert len({token for ids in local["ids"] for token in ids}) > 10, f"{family} repeats itself"
+
+
+def test_fp8_experts_of_transformers_are_served(tmp_path: Path) -> None:
+    # Without a GPU, transformers widens a checkpoint instead of using these modules.
+    make(tmp_path, "fp8")
+    with switchyard_moe.LocalCluster(tmp_path / "fp8", servers=1) as cluster:
+        job = {"model": str(tmp_path / "fp8"), "served": True, "settings": settings(cluster, tmp_path)}
+        rows = drive("transformers", [{**job, "fp8_experts": True}], tmp_path)
+    assert rows == [{"job": 0, "ids": []}]

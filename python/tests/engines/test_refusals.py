@@ -33,8 +33,8 @@ def test_transformers_refuses(tmp_path: Path, tiny: Path) -> None:
                 {**job, "model": str(first), "settings": absent},
                 {**job, "model": str(first), "settings": {**given, "wire_dtype": "f64"}},
                 {**job, "model": str(first), "grad": True},
-                {**job, "class": "llama4_text", "config": {"num_hidden_layers": 1, "hidden_size": 64}},
-                {**job, "class": "ernie4_5_vl_moe_text", "config": vision},
+                {**job, "class": "Llama4TextModel", "config": {"num_hidden_layers": 1, "hidden_size": 64}},
+                {**job, "class": "Ernie4_5_VLMoeTextModel", "config": vision},
             ],
             tmp_path,
         )
