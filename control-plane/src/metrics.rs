@@ -97,7 +97,7 @@ impl Metrics {
             )?,
             expert_moves: make.counter(
                 "switchyard_control_expert_moves_total",
-                "Experts that plans have told servers to load, if the placement follows the load.",
+                "Experts that servers had to load for new plans, if the placement follows the load.",
             )?,
             name_conflicts: make.counter(
                 "switchyard_control_name_conflicts_total",

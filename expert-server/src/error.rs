@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use checkpoint::{OpenError, TensorError};
-use control_api::{ConfigError, LeaseError};
+use control_api::{ConfigError, LeaseError, code};
 #[cfg(feature = "device")]
 use kernels::{abi::ErrorWord, gpu::GpuError};
 use p2p_core::bootstrap::BindError;
@@ -97,8 +97,13 @@ impl StartError {
     #[must_use]
     pub fn is_name_conflict(&self) -> bool {
         let Self::Join { source: LeaseError::Ended { code, .. }, .. } = self else { return false };
-        crate::members::is_name_conflict(code.as_deref())
+        is_name_conflict(code.as_deref())
     }
+}
+
+/// True if a refusal with this code says that another live process has the name.
+pub(crate) fn is_name_conflict(code: Option<&str>) -> bool {
+    matches!(code, Some(code::NAME_IN_USE | code::SUPERSEDED))
 }
 
 /// Why a server ended on its own.

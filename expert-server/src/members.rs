@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use crate::compute::LoadError;
 use crate::config::ServerConfig;
 use crate::config::selection::check_assignment;
-use crate::error::StartError;
+use crate::error::{StartError, is_name_conflict};
 use crate::experts::Experts;
 use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
@@ -215,11 +215,6 @@ impl From<String> for MembershipEnd {
     fn from(reason: String) -> Self {
         Self { reason, is_name_conflict: false }
     }
-}
-
-/// True if a refusal with this code says that another live process has the name.
-pub(crate) fn is_name_conflict(code: Option<&str>) -> bool {
-    matches!(code, Some(code::NAME_IN_USE | code::SUPERSEDED))
 }
 
 impl Membership {

@@ -16,7 +16,7 @@ pub struct Args {
     control: super::ControlArgs,
 }
 
-/// What to do with the server.
+/// Change of a server's place in the fleet.
 #[derive(Debug, Clone, Copy)]
 pub enum Action {
     /// Take it out of the placement. It answers clients until they have moved, and keeps running.

@@ -567,7 +567,7 @@ fn no_history_issues_an_epoch_twice() {
     }
 }
 
-/// A fleet whose placement follows the load, with members that load what they are told.
+/// A fleet whose placement follows the load, with members that load the experts of their assignment.
 struct Elastic {
     world: World,
     /// Identity, incarnation, loaded experts and their assignment's version, by name.

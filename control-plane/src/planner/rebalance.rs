@@ -1,9 +1,10 @@
 //! Plans the experts of a whole fleet from the load. Sans-I/O: a pure function of its input.
 //!
 //! Each layer is planned by itself, because a layer's calls wait for its busiest server. The load of an expert is
-//! taken to split evenly over its replicas. First every expert gets its minimum of replicas. Then, as long as a
-//! layer's busiest server is above the tolerance, the planner applies the change that lowers the sum of the squares
-//! of the servers' loads most: one more replica of an expert, a move to another server, or a swap of two experts.
+//! taken to split evenly over its replicas. First every expert gets its minimum of replicas. Then the
+//! planner changes each layer whose busiest server is above the tolerance. A change is one more replica of an expert,
+//! a move to another server, or a swap of two experts. The planner applies the one that lowers the sum of the squares
+//! of the servers' loads most.
 //! It starts from the present assignments, so a layer within the tolerance does not change.
 
 use std::cmp::Ordering;

@@ -170,8 +170,8 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     plane.stop().await;
 }
 
-/// On a disk that stays full a killed control plane comes back, a killed server comes back, and the placement
-/// changes more often than epochs were reserved while there was space.
+/// On a disk that stays full, a killed control plane comes back, and so does a killed server. The placement changes
+/// more often than epochs were reserved while there was space.
 #[tokio::test]
 async fn a_full_disk_stops_no_recovery() {
     let is_full = Arc::new(AtomicBool::new(false));
