@@ -166,52 +166,64 @@ impl Client {
         Ok(Self { moe: Mutex::new(Some(moe)), shared: Arc::new(shared) })
     }
 
+    /// Values per token.
     #[getter]
     fn hidden(&self) -> u32 {
         self.shared.model.shape.hidden
     }
 
+    /// Routed experts of a layer.
     #[getter]
     fn num_experts(&self) -> u32 {
         self.shared.model.shape.num_experts
     }
 
+    /// Most experts of a token.
     #[getter]
     fn top_k(&self) -> u32 {
         self.shared.model.shape.top_k
     }
 
+    /// Numbers of the layers with experts, ascending, as in the checkpoint.
     #[getter]
     fn layers(&self) -> Vec<u32> {
         self.shared.model.moe_layers.clone()
     }
 
+    /// Architecture of the model, such as ``qwen3_moe``.
     #[getter]
     fn architecture(&self) -> &str {
         &self.shared.model.architecture
     }
 
+    /// URL of the control plane.
     #[getter]
     fn control_plane(&self) -> &str {
         &self.shared.control_plane
     }
 
+    /// Version of the placement in force; 0 before the first.
     #[getter]
     fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.open(py)?.epoch())
     }
 
+    /// Whether ``close`` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.lock().is_none()
     }
 
+    /// Report of the call that ended last, on any thread. ``None`` before the first.
     #[getter]
     fn last_report(&self) -> Option<Report> {
         let last = *self.shared.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.map(Report::of)
     }
 
+    /// Wait until the client is connected with a live replica of every expert, for ``timeout`` seconds at most.
+    ///
+    /// Raises NotReady at the timeout, or at once if all replicas of an expert refuse this client.
     #[pyo3(signature = (timeout=30.0))]
     fn wait_ready(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = connect::seconds(py, "timeout", timeout)?;
@@ -232,11 +244,21 @@ impl Client {
         })
     }
 
+    /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
     #[pyo3(signature = (layer, expert))]
     fn replicas(&self, py: Python<'_>, layer: u32, expert: u32) -> PyResult<Vec<String>> {
         Ok(self.open(py)?.replicas(layer, expert))
     }
 
+    /// Return the weighted sums of the experts' answers, ``[tokens, hidden]``, of the type of ``x``.
+    ///
+    /// ``x`` is ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in host memory; it must not be written
+    /// during the call. ``topk_idx`` is ``[tokens, k]`` of int32 or int64; -1 masks an entry. ``topk_weights`` is
+    /// ``[tokens, k]`` of float32, bfloat16 or float16. ``out`` takes the result; it has shape and type of ``x``.
+    /// ``report`` is filled in.
+    ///
+    /// Blocks until every answer is there, and meanwhile lets other Python threads run. Resends tokens of failed servers
+    /// to replicas. Raises ArgumentError, NoReplicaError, BusyError, RefusedError, PeerError, ClosedError or ForkedError.
     #[pyo3(signature = (layer, x, topk_idx, topk_weights, *, out=None, report=None))]
     #[allow(clippy::too_many_arguments, reason = "the call's tensors")]
     fn forward<'py>(
@@ -270,6 +292,10 @@ impl Client {
         target.into_object(py)
     }
 
+    /// Send the tokens of a layer and return a Handle without waiting for answers. Arguments as for ``forward``.
+    ///
+    /// ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
+    /// takes a lane. Deleting a handle abandons its call.
     fn dispatch<'py>(
         &self,
         py: Python<'py>,
@@ -284,6 +310,7 @@ impl Client {
         call::dispatch(py, moe, layer, request, x, &self.shared)
     }
 
+    /// Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as ``forward``.
     #[pyo3(signature = (handle, *, out=None, report=None))]
     fn combine<'py>(
         &self,
@@ -297,6 +324,7 @@ impl Client {
         call::combine(py, handle, out, report, &self.shared)
     }
 
+    /// Return the client's metrics in the text format of Prometheus.
     fn metrics_text(&self, py: Python<'_>) -> PyResult<String> {
         let families = self.open(py)?.registry().gather();
         logs::flush(py);
@@ -305,6 +333,8 @@ impl Client {
             .map_err(|failure| error(py, Kind::Error, failure.to_string()))
     }
 
+    /// Return counters of arrays that calls had to convert in a copy: ``x_copies``, ``topk_idx_copies``,
+    /// ``topk_weights_copies`` and ``out_copies``.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let Copies { x, topk_idx, topk_weights, out } = &self.shared.copies;
         let stats = PyDict::new(py);
@@ -316,6 +346,7 @@ impl Client {
         Ok(stats)
     }
 
+    /// End the connections. Calls in progress go on. Blocks for 2 s at most.
     fn close(&self, py: Python<'_>) {
         let moe = self.lock().take();
         if self.shared.is_forked() {

@@ -4,20 +4,24 @@
 //! per tensor. Every other array is asked through `__dlpack__`, by versioned capsule if the library knows them.
 
 pub mod abi;
+mod describe;
+mod library;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::{NonNull, null_mut};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use pyo3::exceptions::{PyAttributeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyDict, PyType};
+use pyo3::types::{PyCapsule, PyDict};
 
 use crate::errors::{Kind, error};
 use abi::{ExchangeApi, VersionedTensor};
+use describe::{DataTypeName, Description};
+use library::Library;
 
 /// Element types that calls know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -399,59 +403,6 @@ fn numbers(tensor: &abi::Tensor, pointer: *const i64) -> Option<&[i64]> {
     (!pointer.is_null()).then(|| unsafe { std::slice::from_raw_parts(pointer, len) })
 }
 
-/// Functions of the library of a type.
-struct Library {
-    /// Its C functions, if it has them.
-    api: Option<&'static ExchangeApi>,
-    /// Its function that makes an array with unspecified values. `None` for a library whose arrays cannot be written.
-    empty_like: Option<Py<PyAny>>,
-}
-
-impl Library {
-    fn of(class: &Bound<'_, PyType>) -> Arc<Self> {
-        /// Types seen, each kept alive so that its address stays its own.
-        static KNOWN: Mutex<Vec<(Py<PyType>, Arc<Library>)>> = Mutex::new(Vec::new());
-        let known = |address| {
-            let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-            let found = known.iter().find(|(class, _)| class.as_ptr() == address);
-            found.map(|(_, library)| Arc::clone(library))
-        };
-        if let Some(library) = known(class.as_ptr()) {
-            return library;
-        }
-        let library =
-            Arc::new(Self { api: exchange_api(class), empty_like: find_empty_like(class) });
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.len() < MAX_KNOWN_TYPES {
-            known.push((class.clone().unbind(), Arc::clone(&library)));
-        }
-        library
-    }
-}
-
-fn exchange_api(class: &Bound<'_, PyType>) -> Option<&'static ExchangeApi> {
-    let capsule = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
-    let pointer = capsule.cast::<PyCapsule>().ok()?.pointer_checked(Some(EXCHANGE_API)).ok()?;
-    let mut api = pointer.as_ptr().cast::<ExchangeApi>().cast_const();
-    // SAFETY: The capsule's structure lives as long as the process, and its head is the same in every version.
-    unsafe {
-        while !api.is_null() && (*api).version.major != abi::MAJOR {
-            api = (*api).previous;
-        }
-        api.as_ref()
-    }
-}
-
-fn find_empty_like(class: &Bound<'_, PyType>) -> Option<Py<PyAny>> {
-    let py = class.py();
-    // A subclass may be of another package.
-    class.mro().iter().find_map(|base| {
-        let module = base.getattr(intern!(py, "__module__")).ok()?.extract::<String>().ok()?;
-        let package = module.split('.').next().filter(|package| MUTABLE.contains(package))?;
-        Some(py.import(package).ok()?.getattr("empty_like").ok()?.unbind())
-    })
-}
-
 /// The arguments by name of `__dlpack__`.
 fn max_version(py: Python<'_>) -> PyResult<&Bound<'_, PyDict>> {
     static ARGUMENTS: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
@@ -496,54 +447,6 @@ unsafe extern "C" fn set_error(
     });
 }
 
-/// A tensor in words.
-struct Description<'t>(&'t abi::Tensor);
-
-impl fmt::Display for Description<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(tensor) = self;
-        let shape = numbers(tensor, tensor.shape).unwrap_or_default();
-        write!(f, "{shape:?} of {}", DataTypeName(tensor.dtype))?;
-        if let Some(strides) = numbers(tensor, tensor.strides) {
-            let mut expected = 1;
-            let mut is_contiguous = true;
-            for (&length, &stride) in shape.iter().zip(strides).rev() {
-                is_contiguous &= length <= 1 || stride == expected;
-                expected *= length.max(1);
-            }
-            if !is_contiguous {
-                write!(f, " with strides {strides:?}")?;
-            }
-        }
-        let abi::Device { kind, id } = tensor.device;
-        match kind {
-            abi::CPU | abi::CUDA_HOST | abi::ROCM_HOST => f.write_str(" on cpu"),
-            abi::CUDA => write!(f, " on cuda:{id}"),
-            abi::CUDA_MANAGED => write!(f, " in managed memory of cuda:{id}"),
-            abi::ROCM => write!(f, " on rocm:{id}"),
-            other => write!(f, " on DLPack device {other}:{id}"),
-        }
-    }
-}
-
-struct DataTypeName(abi::DataType);
-
-impl fmt::Display for DataTypeName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let abi::DataType { code, bits, lanes } = self.0;
-        match code {
-            abi::INT => write!(f, "int{bits}"),
-            abi::UINT => write!(f, "uint{bits}"),
-            abi::FLOAT => write!(f, "float{bits}"),
-            abi::BFLOAT => write!(f, "bfloat{bits}"),
-            abi::COMPLEX => write!(f, "complex{bits}"),
-            abi::BOOL => f.write_str("bool"),
-            other => write!(f, "DLPack type {other} of {bits} bits"),
-        }?;
-        if lanes > 1 { write!(f, "x{lanes}") } else { Ok(()) }
-    }
-}
-
 const EMPTY: abi::Tensor = abi::Tensor {
     data: null_mut(),
     device: abi::Device { kind: 0, id: 0 },
@@ -555,8 +458,4 @@ const EMPTY: abi::Tensor = abi::Tensor {
 };
 const VERSIONED: &CStr = c"dltensor_versioned";
 const LEGACY: &CStr = c"dltensor";
-const EXCHANGE_API: &CStr = c"dlpack_exchange_api";
 const MAX_DIMS: usize = 64;
-const MAX_KNOWN_TYPES: usize = 32;
-/// Packages of arrays that can be written.
-const MUTABLE: [&str; 3] = ["numpy", "torch", "cupy"];

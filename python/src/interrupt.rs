@@ -23,6 +23,10 @@ impl Interrupt {
 
     /// Returns true once a signal's handler has raised an exception. Attaches to the interpreter every [`PERIOD`].
     pub fn is_due(&self) -> bool {
+        // A handler runs once, and every wait of the call must end.
+        if self.raised.borrow().is_some() {
+            return true;
+        }
         let now = Instant::now();
         if now < self.next.get() {
             return false;

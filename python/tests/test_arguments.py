@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Call, Inputs
 from reference import TINY
+from support import Call, Inputs
 
 import switchyard_moe
 from switchyard_moe import ArgumentError, ArgumentTypeError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from arrays import FrozenArray, OldArray
-from conftest import Inputs, assert_close, poisoned
 from reference import Experts
+from support import Inputs, assert_close, poisoned
 
 import switchyard_moe
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Inputs, assert_close, in_fork
 from reference import TINY, Experts
+from support import Inputs, assert_close, in_fork
 
 import switchyard_moe
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import Inputs, assert_close, poisoned
 from reference import Experts
+from support import Inputs, assert_close, poisoned
 
 import switchyard_moe
 
@@ -112,3 +112,11 @@ def test_reports_tell_times_and_counts(client: switchyard_moe.Client, inputs: In
     last = client.last_report
     assert last is not None
     assert repr(last) == repr(report)
+
+
+def test_every_member_has_a_docstring() -> None:
+    for kind in (switchyard_moe.Client, switchyard_moe.Handle, switchyard_moe.Report, switchyard_moe.LocalCluster):
+        assert kind.__doc__
+        for name in dir(kind):
+            if not name.startswith("_"):
+                assert getattr(kind, name).__doc__, f"{kind.__name__}.{name}"

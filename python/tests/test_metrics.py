@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import Inputs
 from prometheus_client import CollectorRegistry, generate_latest
+from support import Inputs
 
 import switchyard_moe
 from switchyard_moe.metrics import ClientCollector

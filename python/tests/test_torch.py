@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Inputs, assert_close
 from reference import Experts
+from support import Inputs, assert_close
 
 import switchyard_moe
 

@@ -232,16 +232,19 @@ struct Pending {
 
 #[pymethods]
 impl Handle {
+    /// Number of the layer.
     #[getter]
     fn layer(&self) -> u32 {
         self.layer
     }
 
+    /// Tokens of the call.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.matrix.x.rows
     }
 
+    /// Whether the handle was combined.
     #[getter]
     fn done(&self) -> bool {
         self.lock().is_none()

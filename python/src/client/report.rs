@@ -33,61 +33,73 @@ impl Report {
         Self::default()
     }
 
+    /// Choosing replicas, and writing and publishing frames, in microseconds.
     #[getter]
     fn dispatch_us(&self) -> f64 {
         us(self.timing().dispatch_ns)
     }
 
+    /// Waiting for answers, resends included, in microseconds.
     #[getter]
     fn wait_us(&self) -> f64 {
         us(self.timing().wait_ns)
     }
 
+    /// Reading answers and summing them, in microseconds.
     #[getter]
     fn combine_us(&self) -> f64 {
         us(self.timing().combine_ns)
     }
 
+    /// Sum of dispatch, wait and combine, in microseconds.
     #[getter]
     fn total_us(&self) -> f64 {
         us(self.timing().total_ns())
     }
 
+    /// Longest time that an answered frame waited in its server's queue, in microseconds.
     #[getter]
     fn server_queue_us(&self) -> f64 {
         us(self.timing().server_queue_ns)
     }
 
+    /// Longest time that a server computed an answered frame, in microseconds.
     #[getter]
     fn server_compute_us(&self) -> f64 {
         us(self.timing().server_compute_ns)
     }
 
+    /// Time lost to failures, from a failed server's last sign of life until its tokens were resent, in microseconds.
     #[getter]
     fn stall_us(&self) -> f64 {
         us(self.timing().stall_ns)
     }
 
+    /// Frames published.
     #[getter]
     fn frames(&self) -> u32 {
         self.timing().num_frames
     }
 
+    /// Servers contacted.
     #[getter]
     fn servers(&self) -> u32 {
         self.timing().num_servers
     }
 
+    /// Connections that failed with tokens unanswered.
     #[getter]
     fn failovers(&self) -> u32 {
         self.timing().failovers
     }
 
+    /// (token, expert) pairs resent.
     #[getter]
     fn resends(&self) -> u64 {
         self.timing().resent_pairs
     }
 
+    /// (token, expert) pairs left out for want of a live replica.
     #[getter]
     fn missing(&self) -> u64 {
         self.timing().missing_pairs
