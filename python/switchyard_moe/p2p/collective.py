@@ -456,9 +456,18 @@ class CollectiveContext:
     def _trade(self, sent: Sequence[Place], parts: Sequence[Place], dtype: Dtype | None) -> None:
         """Exchanges one part with every other rank. Every rank begins with another one."""
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        requests = [self._irecv(parts[other], other, dtype) for other in others]
-        requests += [self._isend(sent[other], other, dtype) for other in others]
+        # A lost rank ends neither the sends to others nor the receives from them, so they need not time out.
+        requests: list[int] = []
+        failure: Error | None = None
+        for start, places in ((self._irecv, parts), (self._isend, sent)):
+            for other in others:
+                try:
+                    requests.append(start(places[other], other, dtype))
+                except Error as error:
+                    failure = failure or error
         self._together(requests)
+        if failure is not None:
+            raise failure
 
     def _together(self, requests: Sequence[int]) -> None:
         self.wait_all(requests)
