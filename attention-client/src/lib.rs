@@ -71,7 +71,7 @@ pub use tokio::runtime::Handle as RuntimeHandle;
 pub use tokio::sync::watch;
 
 #[cfg(feature = "checkpoint")]
-pub use checkpoint::{Checkpoint, ModelConfig};
+pub use checkpoint::{Checkpoint, ModelConfig, TensorError};
 
 pub use backend::{BackendError, ExpertBackend};
 pub use client::{Cancel, Handle, MoeClient, MoeClientBuilder};

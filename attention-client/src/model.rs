@@ -44,21 +44,16 @@ pub enum ModelError {
 }
 
 impl ClientModel {
-    /// The model of a checkpoint.
-    ///
-    /// The fingerprint stays unknown unless the checkpoint holds every expert. Computing it reads at least 64 KiB of
-    /// each of their matrices.
+    /// The model of a checkpoint, by its configuration. Reads no weights: the fingerprint stays unknown. The client then
+    /// compares sizes and layers with those of its fleet, and stays with the first fingerprint that the control plane
+    /// names. [`with_weights_of`](Self::with_weights_of) compares the weights, too.
     #[cfg(feature = "checkpoint")]
     #[must_use]
     pub fn of(checkpoint: &checkpoint::Checkpoint) -> Self {
         let config = checkpoint.config();
-        let fingerprint = match checkpoint.check_experts().and_then(|()| checkpoint.fingerprint()) {
-            Ok(fingerprint) => fingerprint.0,
-            Err(_) => ModelShape::UNKNOWN_FINGERPRINT,
-        };
         Self {
             shape: ModelShape {
-                fingerprint,
+                fingerprint: ModelShape::UNKNOWN_FINGERPRINT,
                 hidden: config.hidden as u32,
                 num_layers: config.num_layers,
                 num_experts: config.num_experts,
@@ -67,6 +62,21 @@ impl ClientModel {
             architecture: config.family.model_type.to_owned(),
             moe_layers: config.moe_layers(),
         }
+    }
+
+    /// The model of a checkpoint with its fingerprint, so that a fleet with other weights is refused. Reads at least
+    /// 64 KiB of each matrix of all experts, on all processors.
+    ///
+    /// # Errors
+    /// [`TensorError`](checkpoint::TensorError) if an expert is missing or cannot be read.
+    #[cfg(feature = "checkpoint")]
+    pub fn with_weights_of(
+        checkpoint: &checkpoint::Checkpoint,
+    ) -> Result<Self, checkpoint::TensorError> {
+        checkpoint.check_experts()?;
+        let mut model = Self::of(checkpoint);
+        model.shape.fingerprint = checkpoint.fingerprint()?.0;
+        Ok(model)
     }
 
     /// The model that `descriptor` describes. `num_layers` counts all layers of the model, dense ones included;

@@ -2,6 +2,7 @@
 
 mod client_common;
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -175,6 +176,33 @@ fn life_without_an_answer_ends_too() {
     request.idx[0] = 2;
     assert_eq!(forward(&client, &request).unwrap().failovers, 1);
     assert_eq!(failovers(&client, "stuck"), 1.0);
+}
+
+#[test]
+fn the_caller_ends_a_blocked_call() {
+    let mut rng = seeded("the_caller_ends_a_blocked_call");
+    let fleet = FakeFleet::start(SLOT, vec![once(0, Act::Work(LONG_SILENCE))]);
+    let builder = fleet.builder().deadline(LIMIT).replica_wait(LIMIT);
+    let client = builder.max_lanes(NonZeroUsize::MIN).build().unwrap();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    let num_asked = AtomicUsize::new(0);
+    let third_time = || num_asked.fetch_add(1, Ordering::Relaxed) == 2;
+    let mut request = Request::random(&mut rng, &fleet.model, 3, 4);
+    request.idx[0] = 1;
+    let Request { layer, x, idx, weights, .. } = &request;
+    let handle = client.dispatch(*layer, x, idx, weights).unwrap();
+    // The only lane is in use.
+    let ended = client.dispatch_unless(*layer, x, idx, weights, &third_time);
+    assert!(matches!(ended, Err(ClientError::Cancelled)), "{ended:?}");
+    assert_eq!(num_asked.swap(0, Ordering::Relaxed), 3);
+    let mut out = poisoned(x.len());
+    let ended = client.combine_unless(handle, &mut out, &third_time);
+    assert!(matches!(ended, Err(ClientError::Cancelled)), "{ended:?}");
+    assert_eq!(num_asked.load(Ordering::Relaxed), 3);
+    assert!(matches!(client.wait_ready_unless(LIMIT, &|| true), Err(ClientError::Cancelled)));
+    // The answer to the abandoned call counts for no other.
+    forward(&client, &request).unwrap();
+    assert_eq!(metric(&client, "switchyard_client_abandoned_requests_total", None), 1.0);
 }
 
 #[test]

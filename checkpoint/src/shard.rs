@@ -4,7 +4,7 @@ mod header;
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -90,17 +90,56 @@ impl TensorFile {
     }
 
     /// Copies bytes of a tensor of this file from `offset` on. Reads them without the mapping: samples of a tensor then
-    /// cost no page faults, and from a disk no more than themselves.
+    /// cost no page faults, and from a disk no more than themselves. Bytes that were not in memory do not stay there.
     ///
     /// # Panics
     /// If the tensor is of another file, or is too short.
     pub(crate) fn copy_from(&self, tensor: &TensorView<'_>, offset: usize, out: &mut [u8]) {
         let start = tensor.data.as_ptr().addr() - self.map.as_ptr().addr() + offset;
+        let cached = self.read_cached(start, out);
+        if cached == Some(out.len()) {
+            return;
+        }
         if self.file.read_exact_at(out, start as u64).is_err() {
             // The handler of SIGBUS names a file that has become unreadable.
             out.copy_from_slice(&self.map[start..start + out.len()]);
         }
+        if cached.is_some() {
+            self.drop_cached(start, out.len());
+        }
     }
+
+    /// Reads bytes that are in the page cache, without the disk, and returns their number. `None` if the file system
+    /// cannot tell.
+    #[cfg(target_os = "linux")]
+    fn read_cached(&self, start: usize, out: &mut [u8]) -> Option<usize> {
+        let flags = rustix::io::ReadWriteFlags::NOWAIT;
+        let parts = &mut [io::IoSliceMut::new(out)];
+        match rustix::io::preadv2(&self.file, parts, start as u64, flags) {
+            Ok(num_bytes) => Some(num_bytes),
+            Err(rustix::io::Errno::AGAIN) => Some(0),
+            Err(_) => None,
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn read_cached(&self, _start: usize, _out: &mut [u8]) -> Option<usize> {
+        None
+    }
+
+    /// Takes the pages of a small read out of the page cache again: the system does not put huge pages where there are
+    /// small ones already.
+    #[cfg(target_os = "linux")]
+    fn drop_cached(&self, start: usize, len: usize) {
+        let first = start / PAGE_BYTES * PAGE_BYTES;
+        let len = ((start + len).next_multiple_of(PAGE_BYTES) - first) as u64;
+        let advice = rustix::fs::Advice::DontNeed;
+        // Best effort: pages that stay make reading slower.
+        let _ = rustix::fs::fadvise(&self.file, first as u64, NonZeroU64::new(len), advice);
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn drop_cached(&self, _start: usize, _len: usize) {}
 
     /// Asks the system to read and map the file in huge pages. Any read of a byte that is not in memory then takes 2 MiB.
     /// Has no effect on file systems without huge pages.
@@ -189,4 +228,6 @@ fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileEr
 const LENGTH_WORD_BYTES: usize = 8;
 /// The format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Usual size of a page. On systems with larger ones, pages may stay.
+const PAGE_BYTES: usize = 4096;
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
-use control_api::ControlClient;
+use control_api::{ControlClient, ControlError, ModelDescriptor, TensorDigest};
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
@@ -20,11 +20,13 @@ pub mod bench;
 pub mod control_plane;
 pub mod demo;
 pub mod doctor;
+pub mod drain;
 pub mod expert_server;
 pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;
@@ -466,7 +468,7 @@ impl Service {
         let builder = client.builder(model.clone())?;
         let (cluster, url, token) = match &control.control_plane {
             Some(url) => {
-                check_cluster(&model, checkpoint.dir(), url, control.token.clone())?;
+                check_cluster(&model, checkpoint, url, control.token.clone())?;
                 (None, url.clone(), control.token.clone())
             }
             None => {
@@ -514,19 +516,77 @@ impl Counters {
 
 /// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
 /// the model of the checkpoint.
-fn check_cluster(model: &ClientModel, dir: &Path, url: &str, token: Option<String>) -> Result<()> {
+fn check_cluster(
+    model: &ClientModel,
+    checkpoint: &Checkpoint,
+    url: &str,
+    token: Option<String>,
+) -> Result<()> {
+    let dir = checkpoint.dir();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    let status = runtime.block_on(ControlClient::new(url, token)?.status())?;
-    let Some(served) = status.model else {
+    let control = ControlClient::new(url, token)?;
+    let Some(served) = runtime.block_on(wait_for_model(&control, url))? else {
         bail!("no expert server has joined the control plane at {url} yet");
     };
     if let Some(difference) = model.difference(&served) {
         bail!("the servers at {url} serve another model than {}: {difference}", dir.display());
     }
-    Ok(())
+    if !checkpoint.has_experts() {
+        return Ok(());
+    }
+    let difference = match runtime.block_on(control.model_digests()) {
+        Ok(fleet) => differing_tensor(checkpoint, &fleet.tensors)
+            .map(|tensor| format!("the weights differ, first in tensor '{tensor}'")),
+        // No member has sent digests since the control plane started. A folder with some of the experts has no
+        // fingerprint.
+        Err(_) => ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(&served)),
+    };
+    match difference {
+        Some(difference) => {
+            bail!("the servers at {url} serve other weights than {}: {difference}", dir.display())
+        }
+        None => Ok(()),
+    }
+}
+
+/// The first of a few of the fleet's tensors that the checkpoint has with other values. Other weights of the same model
+/// differ in nearly all tensors, so a few show it, and a large checkpoint is not read as a whole.
+fn differing_tensor<'a>(checkpoint: &Checkpoint, fleet: &'a [TensorDigest]) -> Option<&'a str> {
+    let differs = |tensor: &&TensorDigest| {
+        let digest = checkpoint.sampled_digest(&tensor.name);
+        digest
+            .is_some_and(|d| u128::from_str_radix(&tensor.digest, 16) != Ok(u128::from_be_bytes(d)))
+    };
+    let step = fleet.len().div_ceil(COMPARED_TENSORS).max(1);
+    fleet.iter().step_by(step).find(differs).map(|tensor| tensor.name.as_str())
+}
+
+/// The fleet's model. A control plane that has just started may have lost its state: its servers register again
+/// within a lease, so the call waits until then.
+async fn wait_for_model(
+    control: &ControlClient,
+    url: &str,
+) -> Result<Option<ModelDescriptor>, ControlError> {
+    let mut has_message = false;
+    loop {
+        let status = control.status().await?;
+        let until = Duration::from_millis(status.lease_ttl_ms) + Duration::from_secs(1);
+        let left = until.saturating_sub(Duration::from_millis(status.uptime_ms));
+        if status.model.is_some() || left.is_zero() {
+            return Ok(status.model);
+        }
+        if !std::mem::replace(&mut has_message, true) {
+            ui::write_err(format_args!(
+                "the control plane at {url} started {:.1} s ago and has no server yet; waiting {:.1} s\n",
+                status.uptime_ms as f64 / 1e3,
+                left.as_secs_f64()
+            ));
+        }
+        tokio::time::sleep(left.min(Duration::from_millis(100))).await;
+    }
 }
 
 /// Starts a cluster with a progress bar.
@@ -538,5 +598,7 @@ pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCl
     Ok(cluster)
 }
 
+/// Most tensors that a client compares with those of the fleet.
+const COMPARED_TENSORS: usize = 256;
 /// Running servers connect within milliseconds. The rest is for hosts under load.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(30);

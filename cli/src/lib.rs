@@ -58,6 +58,12 @@ enum Command {
     Layer(cmd::layer::Args),
     /// Show members, placement and health of a running cluster.
     Status(cmd::status::Args),
+    /// Take an expert server out of the placement. It keeps running, and `resume` returns it.
+    Drain(cmd::drain::Args),
+    /// Return a drained expert server to the placement.
+    Resume(cmd::drain::Args),
+    /// Show or change the goals of a fleet whose placement follows the load.
+    Scale(cmd::scale::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
     /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
@@ -68,7 +74,9 @@ enum Command {
     MakeCheckpoint(cmd::make_checkpoint::Args),
 }
 
-/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage.
+/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. An expert server has two
+/// more: [`UNREADABLE_FILE_EXIT_CODE`](checkpoint::UNREADABLE_FILE_EXIT_CODE) and
+/// [`cmd::expert_server::NAME_CONFLICT_EXIT_CODE`].
 #[must_use]
 pub fn run() -> ExitCode {
     if let Some(code) = cmd::bench::child() {
@@ -90,7 +98,10 @@ pub fn run() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             ui::write_err(format_args!("error: {}\n", ui::one_line(&error)));
-            ExitCode::FAILURE
+            match cmd::expert_server::is_name_conflict(&error) {
+                true => ExitCode::from(cmd::expert_server::NAME_CONFLICT_EXIT_CODE),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }
@@ -114,6 +125,9 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => cmd::generate::run(global, args),
         Command::Layer(args) => cmd::layer::run(global, args),
         Command::Status(args) => cmd::status::run(global, args),
+        Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
+        Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
+        Command::Scale(args) => cmd::scale::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),

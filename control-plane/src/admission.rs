@@ -1,9 +1,10 @@
 //! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
-use control_api::placement::{is_host_port, validate_model};
-use control_api::{Assignment, ModelDescriptor, RegisterRequest};
+use control_api::placement::{is_host_port, is_unspecified, validate_model};
+use control_api::{Assignment, FleetGoals, LoadReport, ModelDescriptor, RegisterRequest};
 
 use crate::planner::PlanError;
+use crate::planner::rebalance::MAX_SPARE;
 
 /// Reason to refuse a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,9 +19,14 @@ pub(crate) enum Refusal {
     )]
     Superseded { name: String },
     #[error(
+        "the name {name} is in use by a live process at {data_addr}: give each server a name of its \
+         own, or stop one of the two"
+    )]
+    NameInUse { name: String, data_addr: String },
+    #[error(
         "member {name} has {} than this fleet: its fingerprint is {found}, the fleet's is \
-         {expected}; start the member with the fleet's checkpoint, or start the control plane \
-         with an empty data directory to serve another model",
+         {expected}; start the member with the fleet's checkpoint, or stop every member of the fleet \
+         first to serve another model",
         if *is_same_shape { "other weights" } else { "another model" }
     )]
     ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
@@ -29,6 +35,15 @@ pub(crate) enum Refusal {
          its configuration must be the same file"
     )]
     DescriptorMismatch { name: String, fingerprint: String },
+    #[error(
+        "the placement of this control plane is fixed: start it with --placement load to change goals while it runs"
+    )]
+    FixedPlacement,
+    #[error(
+        "the digests of all bytes of a member's weights differ from those that another member of this fleet has \
+         sent: one of the two has damaged or changed files"
+    )]
+    BytesMismatch,
     #[error("{0}")]
     Capacity(#[from] PlanError),
     #[error("the fleet has {limit} members, the most that this control plane accepts")]
@@ -60,6 +75,23 @@ pub(crate) fn check_registration(
                 "{field} {found:?} of member {name}: expected host:port with a port above 0"
             ));
         }
+    }
+    if let Some(zone) = &request.zone
+        && (zone.is_empty()
+            || zone.len() > 128
+            || !zone.bytes().all(|byte| byte.is_ascii_graphic()))
+    {
+        let found = clip(zone);
+        return bad(format!(
+            "zone {found:?} of member {name}: expected 1 to 128 visible ASCII characters"
+        ));
+    }
+    if is_unspecified(&request.data_addr) {
+        let found = &request.data_addr;
+        return bad(format!(
+            "data_addr {found} of member {name}: no client can connect to it; advertise an address of the \
+             member's host"
+        ));
     }
     if let Err(err) = validate_model(&request.model) {
         return bad(format!("model of member {name}: {err}"));
@@ -109,6 +141,55 @@ pub(crate) fn check_assignment(found: &Assignment, model: &ModelDescriptor) -> R
     }
     Ok(())
 }
+
+/// Checks that goals are in range.
+pub(crate) fn check_goals(goals: &FleetGoals) -> Result<(), Refusal> {
+    let FleetGoals { replicas, spare } = *goals;
+    if !(1..=MAX_REPLICAS).contains(&replicas) {
+        let text = format!("replicas {replicas}: expected 1 to {MAX_REPLICAS}");
+        return Err(Refusal::BadRequest(text));
+    }
+    if !(0.0..=MAX_SPARE).contains(&spare) {
+        return Err(Refusal::BadRequest(format!("spare {spare}: expected 0 to {MAX_SPARE}")));
+    }
+    Ok(())
+}
+
+/// Checks the size and the texts of a load report, which stays in memory and is shown to people.
+pub(crate) fn check_load(
+    load: &LoadReport,
+    model: Option<&ModelDescriptor>,
+) -> Result<(), Refusal> {
+    let bad = |text: String| Err(Refusal::BadRequest(text));
+    let most = model.map_or(0, |model| model.num_experts as usize * model.moe_layers.len());
+    if load.experts.len() > most {
+        let found = load.experts.len();
+        return bad(format!("load: {found} experts, the model has {most}"));
+    }
+    if load.links.len() > MAX_TRANSPORTS {
+        let found = load.links.len();
+        return bad(format!("load: {found} transports, expected at most {MAX_TRANSPORTS}"));
+    }
+    let notes = load.links.iter().flat_map(|links| &links.left_out);
+    if notes.clone().count() > MAX_NOTES {
+        return bad(format!("load: more than {MAX_NOTES} reasons"));
+    }
+    let names = load.links.iter().map(|links| &links.transport);
+    for text in names.chain(notes).chain(&load.device) {
+        if text.len() > MAX_TEXT_BYTES || text.chars().any(char::is_control) {
+            let found = clip(text);
+            return bad(format!(
+                "load: text {found:?}: expected at most {MAX_TEXT_BYTES} bytes without control characters"
+            ));
+        }
+    }
+    Ok(())
+}
+
+const MAX_REPLICAS: u32 = 64;
+const MAX_TRANSPORTS: usize = 32;
+const MAX_NOTES: usize = 128;
+const MAX_TEXT_BYTES: usize = 512;
 
 fn clip(text: &str) -> String {
     text.chars().take(80).collect()

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
 
 /// All settings. [`ServerConfig::new`] returns the defaults.
@@ -23,6 +24,9 @@ pub struct ServerConfig {
     pub num_servers: u32,
     /// Replicas per expert, on distinct servers.
     pub replicas: u32,
+    /// Follows the load: experts move between servers as load and members change. `None` divides the model into
+    /// `num_servers` fixed parts.
+    pub balance: Option<BalanceSettings>,
     /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub model_fingerprint: Option<String>,
     /// Directory of the durable state. `None` keeps the state in memory only.
@@ -42,6 +46,7 @@ impl ServerConfig {
             expired_retention: Duration::from_secs(600),
             num_servers,
             replicas,
+            balance: None,
             model_fingerprint: None,
             data_dir: None,
             limits: Limits::default(),
@@ -121,7 +126,7 @@ impl Default for Limits {
             max_head_bytes: 16 << 10,
             max_headers: 64,
             max_body_bytes: 8 << 20,
-            max_digests_bytes: 32 << 20,
+            max_digests_bytes: 64 << 20,
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),

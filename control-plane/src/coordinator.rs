@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable, ReadyRequest,
-    RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
+    PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    TensorDigest, WantedDigests,
 };
+use futures_util::StreamExt;
 use tokio::sync::{Notify, broadcast, watch};
 use tracing::{debug, error, info, warn};
 
@@ -31,7 +33,7 @@ pub(crate) struct EncodedTable {
 pub(crate) enum OperationError {
     #[error(transparent)]
     Refused(#[from] Refusal),
-    #[error("new members are refused while the store cannot be written: {reason}")]
+    #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
     #[error("the control plane is shutting down")]
     ShuttingDown,
@@ -46,13 +48,21 @@ pub(crate) struct Coordinator {
     lease_ttl: Duration,
     metrics: Metrics,
     latest: Mutex<Arc<EncodedTable>>,
-    /// Digests of the model's tensors as JSON.
-    model_digests: Mutex<Option<Bytes>>,
+    /// Digests of the model's tensors.
+    model_digests: Mutex<Option<KeptDigests>>,
     changes: broadcast::Sender<Arc<EncodedTable>>,
     writes: watch::Sender<WriteState>,
     /// Wakes the writer of the store.
     dirty: Notify,
     store_kind: &'static str,
+}
+
+/// Digests of the model's tensors, as a member has sent them.
+#[derive(Debug)]
+struct KeptDigests {
+    json: Bytes,
+    /// Those of all bytes; empty if the member had none.
+    full: Vec<TensorDigest>,
 }
 
 /// Progress of writing the store.
@@ -68,7 +78,8 @@ struct WriteState {
 
 impl Coordinator {
     /// Starts the coordinator of a restored fleet. Writes the store twice before it returns, because the
-    /// first epoch can be issued only after two writes.
+    /// first epoch can be issued only after two writes. A store that held a state and has no space left is no
+    /// reason to fail: the fleet then goes on with that state.
     pub(crate) fn start(
         mut fleet: Fleet,
         store: &mut dyn Store,
@@ -77,16 +88,32 @@ impl Coordinator {
         lease_ttl: Duration,
         metrics: Metrics,
     ) -> Result<(Self, Revision), StoreError> {
+        let mut state = WriteState::default();
         while fleet.needs_save() {
             let (snapshot, fleet_revision) = fleet.snapshot();
-            revision = store.save(&snapshot, revision)?;
-            fleet.mark_saved(&snapshot, fleet_revision);
+            match store.save(&snapshot, revision) {
+                Ok(next) => {
+                    revision = next;
+                    fleet.mark_saved(&snapshot, fleet_revision);
+                    state.durable = fleet_revision;
+                }
+                Err(err @ (StoreError::Full { .. } | StoreError::Io { .. }))
+                    if revision > Revision::default() =>
+                {
+                    reserve_epochs(&mut fleet, store)?;
+                    error!(error = %err, "{READ_ONLY}");
+                    metrics.store_write_errors.inc();
+                    state.failed = fleet_revision;
+                    state.error = Some(err.to_string());
+                    break;
+                }
+                Err(err) => return Err(err),
+            }
         }
-        metrics.store_writable.set(1);
+        metrics.store_writable.set(i64::from(state.error.is_none()));
         fleet.refresh();
         let published = Arc::new(publish(fleet.table()));
         let (changes, _) = broadcast::channel(CHANGES_KEPT);
-        let state = WriteState { durable: fleet.revision(), ..Default::default() };
         let coordinator = Self {
             fleet: Mutex::new(fleet),
             started: clock.now(),
@@ -110,9 +137,8 @@ impl Coordinator {
         request: RegisterRequest,
     ) -> Result<RegisterResponse, OperationError> {
         let (name, incarnation) = (request.name.clone(), request.incarnation);
-        if let Some(reason) = self.write_error()
-            && !self.with_fleet(|fleet, _| fleet.is_durable(&name, incarnation))
-        {
+        let is_known = self.with_fleet(|fleet, _| fleet.is_known(&name));
+        if let Some(reason) = self.write_error().filter(|_| !is_known) {
             return Err(OperationError::ReadOnly { reason });
         }
         let (response, revision, is_durable) = self.with_fleet(|fleet, now| {
@@ -120,10 +146,13 @@ impl Coordinator {
             let is_durable = fleet.is_durable(&name, incarnation);
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
-        if !is_durable {
-            self.wait_durable(revision).await?;
+        if is_durable || (is_known && self.write_error().is_some()) {
+            return Ok(response);
         }
-        Ok(response)
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { .. }) if is_known => Ok(response),
+            outcome => outcome.map(|()| response),
+        }
     }
 
     pub(crate) fn renew(
@@ -131,7 +160,13 @@ impl Coordinator {
         member: &MemberId,
         request: LeaseRequest,
     ) -> Result<LeaseResponse, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.renew(member, request, now))?)
+        let mut response = self.with_fleet(|fleet, now| fleet.renew(member, request, now))?;
+        response.wanted_digests = match &*lock(&self.model_digests) {
+            None => WantedDigests::Any,
+            Some(kept) if kept.full.is_empty() => WantedDigests::Full,
+            Some(_) => WantedDigests::None,
+        };
+        Ok(response)
     }
 
     pub(crate) fn ready(
@@ -148,6 +183,18 @@ impl Coordinator {
         incarnation: Option<u64>,
     ) -> Result<MemberInfo, OperationError> {
         Ok(self.with_fleet(|fleet, now| fleet.drain(member, incarnation, now))?)
+    }
+
+    pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {
+        Ok(self.with_fleet(|fleet, _| fleet.goals())?)
+    }
+
+    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.set_goals(goals, now))?)
+    }
+
+    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.resume(member, now))?)
     }
 
     pub(crate) fn suspect(
@@ -180,7 +227,7 @@ impl Coordinator {
                 epoch: fleet.table().epoch,
                 model: fleet.model().cloned(),
                 num_servers: fleet.planner().num_servers(),
-                replicas: fleet.planner().replicas(),
+                replicas: fleet.replicas(),
                 lease_ttl_ms: self.lease_ttl.as_millis() as u64,
                 members: fleet.counts(),
                 experts_total: coverage.experts_total,
@@ -194,24 +241,33 @@ impl Coordinator {
 
     /// The digests of the model's tensors as JSON, if a member has sent them.
     pub(crate) fn model_digests(&self) -> Option<Bytes> {
-        lock(&self.model_digests).clone()
+        lock(&self.model_digests).as_ref().map(|kept| kept.json.clone())
     }
 
-    /// Keeps the digests `json` of the model with that fingerprint, unless there are some.
+    /// Keeps `digests`, whose JSON is `json`, unless there are some that cover as much. Refuses digests of another
+    /// model, and those of all bytes if others are kept.
     pub(crate) fn store_model_digests(
         &self,
-        fingerprint: &str,
+        digests: ModelDigests,
         json: Bytes,
     ) -> Result<(), OperationError> {
+        let ModelDigests { fingerprint, full, .. } = digests;
         let model = lock(&self.fleet).model().cloned();
         let expected = model.map(|model| model.fingerprint).unwrap_or_default();
         if fingerprint != expected {
-            let (name, found) = ("that sends digests".to_owned(), fingerprint.to_owned());
+            let (name, found) = ("that sends digests".to_owned(), fingerprint);
             let is_same_shape = false;
             return Err(Refusal::ModelMismatch { name, found, expected, is_same_shape }.into());
         }
-        lock(&self.model_digests).get_or_insert(json);
-        Ok(())
+        let mut kept = lock(&self.model_digests);
+        match &*kept {
+            Some(kept) if full.is_empty() || kept.full == full => Ok(()),
+            Some(kept) if !kept.full.is_empty() => Err(Refusal::BytesMismatch.into()),
+            _ => {
+                *kept = Some(KeptDigests { json, full });
+                Ok(())
+            }
+        }
     }
 
     /// The table in force.
@@ -235,6 +291,22 @@ impl Coordinator {
         loop {
             tokio::time::sleep(period).await;
             self.with_fleet(|fleet, now| fleet.tick(now, period));
+        }
+    }
+
+    /// Connects to every serving member once, and again until that works, so that an address that nothing can reach
+    /// shows in the status. Ends when the task is aborted.
+    pub(crate) async fn run_probes(&self) {
+        loop {
+            tokio::time::sleep(PROBE_PERIOD).await;
+            let unprobed = lock(&self.fleet).unprobed();
+            let probes = unprobed.into_iter().map(|(name, incarnation, addr)| async move {
+                (name, incarnation, connect(&addr).await)
+            });
+            let mut probes = futures_util::stream::iter(probes).buffer_unordered(MAX_PROBES);
+            while let Some((name, incarnation, outcome)) = probes.next().await {
+                self.with_fleet(|fleet, _| fleet.record_probe(&name, incarnation, outcome));
+            }
         }
     }
 
@@ -289,7 +361,9 @@ impl Coordinator {
         let snapshot = Arc::new(snapshot);
         let timer = self.metrics.store_write_seconds.start_timer();
         let (store, written) = (Arc::clone(store), Arc::clone(&snapshot));
-        let write = tokio::task::spawn_blocking(move || lock(&store).save(&written, expected));
+        let store_for_write = Arc::clone(&store);
+        let write =
+            tokio::task::spawn_blocking(move || lock(&store_for_write).save(&written, expected));
         let outcome = write.await.unwrap_or_else(|err| {
             // The task panicked, or the runtime shuts down.
             let (operation, path) = ("write", std::path::PathBuf::from("snapshot"));
@@ -311,8 +385,9 @@ impl Coordinator {
                 Ok(revision)
             }
             Err(err) => {
+                self.reserve_epochs_without_snapshot(&store).await;
                 if self.write_error().is_none() {
-                    error!(error = %err, "the store cannot be written: new members are refused");
+                    error!(error = %err, "{READ_ONLY}");
                 } else {
                     debug!(error = %err, "the store still cannot be written");
                 }
@@ -327,7 +402,21 @@ impl Coordinator {
         }
     }
 
-    fn write_error(&self) -> Option<String> {
+    /// Reserves epochs in a store that takes no snapshot, so that the placement can still change.
+    async fn reserve_epochs_without_snapshot(&self, store: &Arc<Mutex<Box<dyn Store>>>) {
+        let Some(reservation) = lock(&self.fleet).epoch_to_reserve() else { return };
+        let store = Arc::clone(store);
+        let reserve =
+            tokio::task::spawn_blocking(move || lock(&store).reserve_epoch(reservation)).await;
+        match reserve {
+            Ok(Ok(())) => self.with_fleet(|fleet, _| fleet.mark_reserved(reservation)),
+            Ok(Err(err)) => debug!(error = %err, "no epochs can be reserved"),
+            Err(err) => debug!(error = %err, "no epochs can be reserved"),
+        }
+    }
+
+    /// Error of the last write of the store; `None` while it can be written.
+    pub(crate) fn write_error(&self) -> Option<String> {
         self.writes.borrow().error.clone()
     }
 
@@ -385,8 +474,33 @@ impl Coordinator {
                 metrics.registrations.with_label_values(&[kind]).inc();
                 info!(name, kind, "member registered");
             }
+            FleetEvent::Planned { num_loads, before, after } => {
+                metrics.expert_moves.inc_by(*num_loads as u64);
+                info!(num_loads, before, after, "new plan: servers load experts");
+            }
+            FleetEvent::GoalsChanged { goals } => {
+                info!(replicas = goals.replicas, spare = goals.spare, "the goals have changed");
+            }
+            FleetEvent::Short { shortage } => {
+                error!(shortage, "the fleet cannot be planned: the placement stays as it is");
+            }
+            FleetEvent::NameContested { name } => {
+                metrics.name_conflicts.inc();
+                error!(name, "two live processes use this name: the later one keeps it");
+            }
+            FleetEvent::ModelReplaced { fingerprint } => {
+                *lock(&self.model_digests) = None;
+                warn!(
+                    fingerprint,
+                    "the old model has no members left: the fleet serves another one"
+                );
+            }
+            FleetEvent::Unreachable { name, data_addr, reason } => {
+                warn!(name, data_addr, reason, "cannot connect to a serving member");
+            }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
+            FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),
             FleetEvent::Left { name } => info!(name, "member left"),
             FleetEvent::Suspected { name, reporter, reason } => {
                 metrics.suspects.inc();
@@ -415,6 +529,24 @@ impl Coordinator {
     }
 }
 
+/// Connects to `addr` and closes the connection.
+async fn connect(addr: &str) -> Result<(), String> {
+    match tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(addr)).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(err)) => Err(err.to_string()),
+        Err(_) => Err(format!("no answer within {} s", PROBE_TIMEOUT.as_secs())),
+    }
+}
+
+/// Reserves epochs in a store that takes no snapshot.
+fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result<(), StoreError> {
+    if let Some(reservation) = fleet.epoch_to_reserve() {
+        store.reserve_epoch(reservation)?;
+        fleet.mark_reserved(reservation);
+    }
+    Ok(())
+}
+
 fn publish(table: &PlacementTable) -> EncodedTable {
     // A table has strings, numbers and lists only, which always have a JSON form.
     let json = serde_json::to_string(table).unwrap_or_default();
@@ -427,8 +559,14 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+const READ_ONLY: &str =
+    "the store cannot be written: known members keep serving, members of new names are refused";
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
+const PROBE_PERIOD: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Connection attempts at a time.
+const MAX_PROBES: usize = 32;
 const MIN_TICK: Duration = Duration::from_millis(5);
 const MAX_TICK: Duration = Duration::from_millis(100);
 const WRITE_RETRY: Duration = Duration::from_secs(1);

@@ -43,6 +43,14 @@ impl EpochAllocator {
         self.durable = self.durable.max(reservation);
     }
 
+    /// Records that `reservation` is durable although no snapshot could be written: see
+    /// [`Store::reserve_epoch`](crate::store::Store::reserve_epoch). Such a reservation is written in place and
+    /// synced, so all of it may be used at once.
+    pub(crate) fn mark_reserved(&mut self, reservation: u64) {
+        self.durable = self.durable.max(reservation);
+        self.usable = self.usable.max(reservation);
+    }
+
     /// Returns true if a write is due to reserve more epochs, even if nothing else has changed.
     pub(crate) fn needs_save(&self) -> bool {
         self.usable - self.issued < CHUNK / 2

@@ -6,14 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    Assignment, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo, MemberState,
-    ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest,
+    Assignment, FleetGoals, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo,
+    MemberState, ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
+    SuspectRequest, WantedDigests,
 };
 
-use crate::admission::{Refusal, check_assignment, check_registration};
+use crate::admission::{Refusal, check_assignment, check_goals, check_load, check_registration};
+use crate::balance::{self, BalanceSettings, Loads};
 use crate::epoch::EpochAllocator;
 use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
+use crate::planner::rebalance::FleetPlan;
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
@@ -29,19 +31,52 @@ pub(crate) struct FleetSettings {
     pub(crate) max_members: usize,
     /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub(crate) pinned_fingerprint: Option<String>,
+    /// Follows the load, if set.
+    pub(crate) balance: Option<BalanceSettings>,
 }
 
 /// A change, for the log and the metrics.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum FleetEvent {
     Registered {
         name: String,
         kind: RegistrationKind,
     },
+    /// Two live processes use one name.
+    NameContested {
+        name: String,
+    },
+    /// The fleet was planned, and members have to load experts.
+    Planned {
+        num_loads: usize,
+        before: f64,
+        after: f64,
+    },
+    GoalsChanged {
+        goals: FleetGoals,
+    },
+    /// The members have too little memory for a plan.
+    Short {
+        shortage: String,
+    },
+    /// The first member of another model has joined after every member of the old model had gone.
+    ModelReplaced {
+        fingerprint: String,
+    },
+    /// The control plane cannot connect to a serving member.
+    Unreachable {
+        name: String,
+        data_addr: String,
+        reason: String,
+    },
     Serving {
         name: String,
     },
     Draining {
+        name: String,
+    },
+    /// A drain was taken back.
+    Resumed {
         name: String,
     },
     Left {
@@ -112,6 +147,18 @@ pub(crate) struct Fleet {
     revision: u64,
     saved_revision: u64,
     last_tick: Duration,
+    loads: Loads,
+    /// Time of the last change of the members that is not planned yet.
+    unplanned_since: Option<Duration>,
+    last_plan: Duration,
+    /// Time when the first member of an empty fleet joined.
+    first_join: Option<Duration>,
+    /// True once every expert has had its replicas.
+    was_complete: bool,
+    /// Goals that were changed while the control plane ran.
+    changed_goals: Option<FleetGoals>,
+    /// The last plan failed for want of memory.
+    is_short: bool,
     events: Vec<FleetEvent>,
 }
 
@@ -124,6 +171,7 @@ impl Fleet {
         snapshot: Option<Snapshot>,
         now: Duration,
     ) -> Self {
+        let mut settings = settings;
         let snapshot = snapshot.unwrap_or_else(|| Snapshot::fresh(MemberId::random().to_string()));
         let mut members = BTreeMap::new();
         let mut names = HashMap::new();
@@ -134,6 +182,10 @@ impl Fleet {
             };
             names.insert(record.member_id.clone(), record.name.clone());
             members.insert(record.name.clone(), Member::new(record, lease, true));
+        }
+        if let (Some(balance), Some(goals)) = (&mut settings.balance, snapshot.goals) {
+            balance.goals.min_replicas = goals.replicas;
+            balance.goals.spare = goals.spare;
         }
         let table =
             PlacementTable { cluster_id: snapshot.cluster_id.clone(), ..Default::default() };
@@ -152,6 +204,13 @@ impl Fleet {
             revision: 1,
             saved_revision: 0,
             last_tick: now,
+            loads: Loads::default(),
+            unplanned_since: None,
+            last_plan: now,
+            first_join: None,
+            was_complete: false,
+            changed_goals: snapshot.goals,
+            is_short: false,
             events: Vec::new(),
         }
     }
@@ -161,16 +220,30 @@ impl Fleet {
         request: RegisterRequest,
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
-        let pinned = self.settings.pinned_fingerprint.as_deref();
-        check_registration(&request, self.model.as_ref(), pinned)?;
+        // The model belongs to its members. It is free again once the last of them has gone.
+        let is_replaced = self.model.as_ref().is_some_and(|model| *model != request.model)
+            && !self.members.values().any(Member::is_leased);
+        let model = self.model.as_ref().filter(|_| !is_replaced);
+        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
         let known = self.members.get(&request.name);
         let was_superseded = known.is_some_and(|member| {
             member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
         });
         if was_superseded {
+            self.note_contest(&request.name, now);
             return Err(Refusal::Superseded { name: request.name });
         }
-        let kind = match known {
+        if let Some(member) = known
+            && member.record.incarnation != request.incarnation
+            && member.keeps_name(now)
+        {
+            let data_addr = member.record.data_addr.clone();
+            return Err(Refusal::NameInUse { name: request.name, data_addr });
+        }
+        if is_replaced {
+            self.forget_model(&request.model.fingerprint);
+        }
+        let kind = match self.members.get(&request.name) {
             None => RegistrationKind::New,
             Some(member) if member.record.incarnation == request.incarnation => {
                 RegistrationKind::Returned
@@ -189,6 +262,8 @@ impl Fleet {
             self.model = Some(request.model);
             self.is_table_stale = true;
         }
+        self.first_join.get_or_insert(now);
+        self.unplanned_since = Some(now);
         self.revision += 1;
         self.events.push(FleetEvent::Registered { name: request.name.clone(), kind });
         let member = &self.members[&request.name];
@@ -209,7 +284,14 @@ impl Fleet {
     ) -> Result<LeaseResponse, Refusal> {
         let lease_ttl = self.settings.lease_ttl;
         let epoch = self.table.epoch;
-        let member = self.leased(member, Some(request.incarnation), now)?;
+        if let Some(load) = &request.load {
+            check_load(load, self.model.as_ref())?;
+        }
+        self.calling(member, request.incarnation, now)?;
+        if let (Some(model), Some(load)) = (&self.model, &request.load) {
+            self.loads.add(model, load);
+        }
+        let member = self.calling(member, request.incarnation, now)?;
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
         if let Some(load) = request.load {
@@ -223,6 +305,7 @@ impl Fleet {
             state: member.state(),
             assignment_version: version,
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
+            wanted_digests: WantedDigests::None,
         })
     }
 
@@ -235,7 +318,7 @@ impl Fleet {
         if let Some(model) = &self.model {
             check_assignment(&request.holds, model)?;
         }
-        let member = self.leased(member, Some(request.incarnation), now)?;
+        let member = self.calling(member, request.incarnation, now)?;
         member.set_holds(request.holds);
         let was = member.record.phase;
         // A late `ready` does not return a draining member to the placement.
@@ -261,6 +344,58 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
+            self.unplanned_since = Some(now);
+            self.mark_changed();
+        }
+        Ok(info)
+    }
+
+    pub(crate) fn goals(&self) -> Result<FleetGoals, Refusal> {
+        let balance = self.settings.balance.as_ref().ok_or(Refusal::FixedPlacement)?;
+        Ok(FleetGoals { replicas: balance.goals.min_replicas, spare: balance.goals.spare })
+    }
+
+    pub(crate) fn set_goals(
+        &mut self,
+        goals: FleetGoals,
+        now: Duration,
+    ) -> Result<FleetGoals, Refusal> {
+        let balance = self.settings.balance.as_mut().ok_or(Refusal::FixedPlacement)?;
+        check_goals(&goals)?;
+        balance.goals.min_replicas = goals.replicas;
+        balance.goals.spare = goals.spare;
+        self.changed_goals = Some(goals);
+        self.unplanned_since = Some(now);
+        self.events.push(FleetEvent::GoalsChanged { goals });
+        self.mark_changed();
+        Ok(goals)
+    }
+
+    /// Planned replicas per expert.
+    pub(crate) fn replicas(&self) -> u32 {
+        match &self.settings.balance {
+            Some(balance) => balance.goals.min_replicas,
+            None => self.planner.replicas(),
+        }
+    }
+
+    /// Returns a draining member to the placement. Changes nothing about any other member.
+    pub(crate) fn resume(
+        &mut self,
+        member: &MemberId,
+        now: Duration,
+    ) -> Result<MemberInfo, Refusal> {
+        let member = self.leased(member, None, now)?;
+        let was_draining = member.record.phase == Phase::Draining;
+        if was_draining {
+            // A member that was drained before it had loaded its experts reports them later.
+            let is_ready = !member.record.holds.is_empty();
+            member.record.phase = if is_ready { Phase::Serving } else { Phase::Loading };
+        }
+        let (info, name) = (member.info(now), member.record.name.clone());
+        if was_draining {
+            self.events.push(FleetEvent::Resumed { name });
+            self.unplanned_since = Some(now);
             self.mark_changed();
         }
         Ok(info)
@@ -328,11 +463,79 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
+            self.unplanned_since = Some(now);
             self.mark_changed();
         }
         for name in removed {
             self.remove(&name);
             self.events.push(FleetEvent::Removed { name });
+        }
+        self.balance(now);
+    }
+
+    /// Plans the fleet, if the placement follows the load and a plan is due.
+    fn balance(&mut self, now: Duration) {
+        let Some(settings) = self.settings.balance else { return };
+        let Some(model) = self.model.clone() else { return };
+        self.loads.decay(now, settings.half_life);
+        let is_settled = self.unplanned_since.is_some_and(|since| now >= since + settings.settle);
+        let is_due = self.unplanned_since.is_none() && now >= self.last_plan + settings.period;
+        let num_live = self.members.values().filter(|member| member.is_planned()).count();
+        let is_starting = !self.was_complete
+            && num_live < settings.expected_servers as usize
+            && self.first_join.is_some_and(|at| now < at + settings.start_grace);
+        if !(is_settled || is_due) || is_starting || num_live == 0 {
+            return;
+        }
+        self.last_plan = now;
+        self.unplanned_since = None;
+        let members: Vec<&Member> =
+            self.members.values().filter(|member| member.is_planned()).collect();
+        match balance::plan(&model, &members, &self.loads, &settings.goals) {
+            Ok(plan) => self.set_targets(plan),
+            Err(shortage) => {
+                if !std::mem::replace(&mut self.is_short, true) {
+                    self.events.push(FleetEvent::Short { shortage: shortage.to_string() });
+                }
+            }
+        }
+    }
+
+    fn set_targets(&mut self, plan: FleetPlan) {
+        self.is_short = false;
+        let FleetPlan { assignments, num_loads, imbalance } = plan;
+        let planned = self.members.values_mut().filter(|member| member.is_planned());
+        for (member, target) in planned.zip(assignments) {
+            if member.target.as_deref() != Some(&target) {
+                member.target = Some(Arc::new(target));
+            }
+        }
+        if num_loads > 0 {
+            let (before, after) = imbalance;
+            self.events.push(FleetEvent::Planned { num_loads, before, after });
+        }
+        self.follow_targets();
+    }
+
+    /// Brings the assignments closer to the targets, as far as the members have loaded their experts.
+    fn follow_targets(&mut self) {
+        let Some(model) = &self.model else { return };
+        if self.members.values().all(|member| member.target.is_none()) {
+            return;
+        }
+        let planned: Vec<&Member> =
+            self.members.values().filter(|member| member.is_planned()).collect();
+        let next = balance::next_assignments(model, &planned);
+        let planned = self.members.values_mut().filter(|member| member.is_planned());
+        let mut has_changed = false;
+        for (member, next) in planned.zip(next) {
+            if let Some(next) = next {
+                member.reassign(next);
+                has_changed = true;
+            }
+        }
+        if has_changed {
+            self.mark_changed();
         }
     }
 
@@ -342,6 +545,7 @@ impl Fleet {
         if !self.is_table_stale {
             return None;
         }
+        self.follow_targets();
         let model = self.model.as_ref();
         let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
         if self.table.epoch > 0 && !table::differs(&next, &self.table) {
@@ -358,7 +562,8 @@ impl Fleet {
         next.epoch = epoch;
         self.is_table_stale = false;
         self.is_blocked = false;
-        self.coverage = Coverage::of(&next, self.planner.replicas());
+        self.coverage = Coverage::of(&next, self.replicas());
+        self.was_complete |= self.coverage.is_complete();
         let num_servers = next.servers.len();
         self.table = Arc::new(next);
         self.events.push(FleetEvent::PlacementChanged { epoch, num_servers });
@@ -382,6 +587,7 @@ impl Fleet {
             reserved_epoch: self.epochs.reservation(),
             model: self.model.clone(),
             members: self.members.values().map(record).collect(),
+            goals: self.changed_goals,
         };
         (snapshot, self.revision)
     }
@@ -395,12 +601,29 @@ impl Fleet {
                 && member.record.member_id == record.member_id
             {
                 member.is_durable = true;
+                member.is_name_durable = true;
             }
         }
     }
 
-    /// Returns true if the store contains the process. Such a process may register again while the store
-    /// cannot be written.
+    /// The reservation to make durable if no snapshot can be written, or `None` while enough epochs are left.
+    pub(crate) fn epoch_to_reserve(&self) -> Option<u64> {
+        self.epochs.needs_save().then(|| self.epochs.reservation())
+    }
+
+    /// Records that a reservation of epochs is durable without a snapshot.
+    pub(crate) fn mark_reserved(&mut self, reservation: u64) {
+        self.epochs.mark_reserved(reservation);
+    }
+
+    /// Returns true if the store contains a member of this name. Such a name may register while the store cannot
+    /// be written, with a new process, too: the fleet needs its servers back. If the registration is lost with
+    /// this process, the member registers again.
+    pub(crate) fn is_known(&self, name: &str) -> bool {
+        self.members.get(name).is_some_and(|member| member.is_name_durable)
+    }
+
+    /// Returns true if the store contains the process.
     pub(crate) fn is_durable(&self, name: &str, incarnation: u64) -> bool {
         let member = self.members.get(name);
         member.is_some_and(|member| member.is_durable && member.record.incarnation == incarnation)
@@ -430,6 +653,36 @@ impl Fleet {
         self.members.values().map(|member| member.info(now)).collect()
     }
 
+    /// Serving members that nothing has connected to yet: name, incarnation and address.
+    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
+        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
+        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
+        let key = |member: &Member| {
+            let record = &member.record;
+            (record.name.clone(), record.incarnation, record.data_addr.clone())
+        };
+        unprobed.map(key).collect()
+    }
+
+    /// Records the outcome of an attempt to connect to a member.
+    pub(crate) fn record_probe(
+        &mut self,
+        name: &str,
+        incarnation: u64,
+        outcome: Result<(), String>,
+    ) {
+        let Some(member) = self.members.get_mut(name) else { return };
+        if member.record.incarnation != incarnation {
+            return;
+        }
+        let was_error = matches!(member.probe, Some(Err(_)));
+        if let (Err(reason), false) = (&outcome, was_error) {
+            let (name, data_addr) = (name.to_owned(), member.record.data_addr.clone());
+            self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
+        }
+        member.probe = Some(outcome);
+    }
+
     pub(crate) fn counts(&self) -> MemberCounts {
         let mut counts = MemberCounts::default();
         for member in self.members.values() {
@@ -456,31 +709,25 @@ impl Fleet {
         }
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        if member.record.data_addr != request.data_addr {
+            member.probe = None;
+        }
         member.record.data_addr.clone_from(&request.data_addr);
+        member.capacity_experts = request.capacity_experts;
+        member.zone.clone_from(&request.zone);
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         self.is_table_stale = true;
     }
 
     /// Registers a new process, which may replace an earlier one of the same name.
     fn admit(&mut self, request: &RegisterRequest, now: Duration) -> Result<(), Refusal> {
-        let old = self.members.get(&request.name);
-        let assignment = if request.holds.is_empty() {
-            let others: Vec<&Assignment> = self
-                .members
-                .values()
-                .filter(|member| member.record.name != request.name && member.is_leased())
-                .filter(|member| member.record.phase != Phase::Draining)
-                .map(|member| &*member.record.assignment)
-                .collect();
-            let joiner = Joiner {
-                capacity_experts: request.capacity_experts,
-                previous: old.map(|member| &*member.record.assignment),
-            };
-            self.planner.assign(&request.model, &joiner, &others)?
-        } else {
-            request.holds.clone()
+        let assignment = match request.holds.is_empty() {
+            true => self.first_assignment(request)?,
+            false => request.holds.clone(),
         };
+        let old = self.members.get(&request.name);
         let mut superseded = Vec::new();
+        let is_name_durable = old.is_some_and(|member| member.is_name_durable);
         if let Some(old) = old {
             superseded.clone_from(&old.record.superseded);
             superseded.push(Predecessor {
@@ -506,9 +753,41 @@ impl Fleet {
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);
-        self.members.insert(request.name.clone(), Member::new(record, lease, false));
+        let member = Member {
+            is_name_durable,
+            capacity_experts: request.capacity_experts,
+            zone: request.zone.clone(),
+            ..Member::new(record, lease, false)
+        };
+        self.members.insert(request.name.clone(), member);
         self.is_table_stale = true;
         Ok(())
+    }
+
+    /// Experts of a process that has loaded none.
+    fn first_assignment(&self, request: &RegisterRequest) -> Result<Assignment, Refusal> {
+        let old = self.members.get(&request.name);
+        let others: Vec<&Assignment> = self
+            .members
+            .values()
+            .filter(|member| member.record.name != request.name && member.is_planned())
+            .map(|member| &*member.record.assignment)
+            .collect();
+        let Some(settings) = self.settings.balance else {
+            let joiner = Joiner {
+                capacity_experts: request.capacity_experts,
+                previous: old.map(|member| &*member.record.assignment),
+            };
+            return Ok(self.planner.assign(&request.model, &joiner, &others)?);
+        };
+        // Its share of the fleet. The next plan then moves what the load asks for.
+        let num_servers = (others.len() + 1).max(settings.expected_servers as usize);
+        let model = &request.model;
+        let replicas = settings.goals.min_replicas as usize;
+        let num_pairs = model.num_experts as usize * model.moe_layers.len() * replicas;
+        let share = num_pairs.div_ceil(num_servers).min(u32::MAX as usize) as u32;
+        let room = request.capacity_experts.map_or(share, |most| most.min(share));
+        Ok(balance::fill(model, room, &others))
     }
 
     /// Makes room for one more member. At the limit, evicts the member that expired first.
@@ -542,6 +821,7 @@ impl Fleet {
     }
 
     fn remove(&mut self, name: &str) {
+        self.unplanned_since = Some(self.last_tick);
         if let Some(member) = self.members.remove(name) {
             self.names.remove(&member.record.member_id);
         }
@@ -566,6 +846,42 @@ impl Fleet {
         }
     }
 
+    /// The leased member whose own process calls. A call of a replaced process shows that two live processes
+    /// use the name.
+    fn calling(
+        &mut self,
+        id: &MemberId,
+        incarnation: u64,
+        now: Duration,
+    ) -> Result<&mut Member, Refusal> {
+        if let Err(Refusal::Superseded { name }) = self.leased(id, Some(incarnation), now) {
+            self.note_contest(&name, now);
+        }
+        self.leased(id, Some(incarnation), now)
+    }
+
+    fn note_contest(&mut self, name: &str, now: Duration) {
+        let until = now + self.settings.lease_ttl * CONTEST_LEASES;
+        let Some(member) = self.members.get_mut(name) else { return };
+        let is_news = !member.keeps_name(now);
+        member.contested_until = Some(until);
+        if is_news {
+            self.events.push(FleetEvent::NameContested { name: name.to_owned() });
+        }
+    }
+
+    /// Removes the model and its members, which have all expired.
+    fn forget_model(&mut self, next_fingerprint: &str) {
+        self.members.clear();
+        self.names.clear();
+        self.model = None;
+        self.loads.clear();
+        (self.first_join, self.was_complete) = (None, false);
+        self.mark_changed();
+        let fingerprint = next_fingerprint.to_owned();
+        self.events.push(FleetEvent::ModelReplaced { fingerprint });
+    }
+
     fn leased(
         &mut self,
         id: &MemberId,
@@ -586,6 +902,8 @@ impl Fleet {
     }
 }
 
+/// For so many leases after a replaced process was heard, no other process takes the name over.
+const CONTEST_LEASES: u32 = 20;
 /// Predecessors kept per name, so that a replaced process cannot register again.
 const MAX_SUPERSEDED: usize = 8;
 

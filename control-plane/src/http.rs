@@ -76,12 +76,15 @@ fn all_routes() -> Vec<Route> {
         route(Method::GET, DIGESTS_PATH, get(digests::model_digests)),
         route(Method::PUT, DIGESTS_PATH, put(digests::store_model_digests)),
         route(Method::GET, "/v1/status", get(routes::status)),
+        route(Method::GET, "/v1/goals", get(routes::goals)),
+        route(Method::PUT, "/v1/goals", put(routes::set_goals)),
         route(Method::GET, "/v1/members", get(routes::members)),
         route(Method::POST, "/v1/members", post(routes::register)),
         route(Method::DELETE, "/v1/members/{id}", delete(routes::leave)),
         route(Method::PUT, "/v1/members/{id}/lease", put(routes::renew)),
         route(Method::POST, "/v1/members/{id}/ready", post(routes::ready)),
         route(Method::POST, "/v1/members/{id}/drain", post(routes::drain)),
+        route(Method::POST, "/v1/members/{id}/resume", post(routes::resume)),
         route(Method::POST, "/v1/members/{id}/suspect", post(routes::suspect)),
     ]
 }

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod balance;
 pub mod clock;
 mod config;
 mod coordinator;
@@ -27,6 +28,7 @@ mod server;
 pub mod store;
 mod table;
 
+pub use balance::BalanceSettings;
 pub use config::{ConfigError, Limits, ServerConfig};
 pub use planner::{BalancedPlanner, PlannerConfigError};
 pub use server::{BindError, RunError, Server};

@@ -77,16 +77,67 @@ pub(crate) struct Member {
     pub(crate) placed: Arc<Assignment>,
     /// True if a durable snapshot contains the member.
     pub(crate) is_durable: bool,
+    /// True if a durable snapshot contains a member of this name, perhaps an earlier process.
+    pub(crate) is_name_durable: bool,
+    /// Most (layer, expert) pairs that fit into its memory, as its process has said. `None` means no limit.
+    pub(crate) capacity_experts: Option<u32>,
+    /// Failure domain.
+    pub(crate) zone: Option<String>,
+    /// Experts that the member shall hold in the end, if the placement follows the load. Its assignment also has
+    /// the experts that other members have yet to take over.
+    pub(crate) target: Option<Arc<Assignment>>,
+    /// Outcome of the last attempt to connect to the member: `None` before the first one.
+    pub(crate) probe: Option<Result<(), String>>,
+    /// Until this time, a live process of the same name was heard after this one had replaced it. So two
+    /// processes use the name, and no third one may take it over while this one lives.
+    pub(crate) contested_until: Option<Duration>,
 }
 
 impl Member {
     pub(crate) fn new(record: MemberRecord, lease: Lease, is_durable: bool) -> Self {
         let placed = Arc::new(intersect(&record.holds, &record.assignment));
-        Self { record, lease, renew_by: None, load: None, placed, is_durable }
+        Self {
+            record,
+            lease,
+            renew_by: None,
+            load: None,
+            placed,
+            is_durable,
+            is_name_durable: is_durable,
+            capacity_experts: None,
+            zone: None,
+            target: None,
+            probe: None,
+            contested_until: None,
+        }
     }
 
     pub(crate) fn is_leased(&self) -> bool {
         matches!(self.lease, Lease::Until(_))
+    }
+
+    pub(crate) fn is_serving(&self) -> bool {
+        self.is_leased() && self.record.phase == Phase::Serving
+    }
+
+    /// True if the member takes part in plans.
+    pub(crate) fn is_planned(&self) -> bool {
+        self.is_leased() && self.record.phase != Phase::Draining
+    }
+
+    /// Gives the member other experts. It learns of them with its next renewal.
+    pub(crate) fn reassign(&mut self, assignment: Arc<Assignment>) {
+        self.record.assignment = assignment;
+        self.record.assignment_version += 1;
+        let placed = intersect(&self.record.holds, &self.record.assignment);
+        if *self.placed != placed {
+            self.placed = Arc::new(placed);
+        }
+    }
+
+    /// True while no other process may take over the name.
+    pub(crate) fn keeps_name(&self, now: Duration) -> bool {
+        self.is_leased() && self.contested_until.is_some_and(|until| now < until)
     }
 
     pub(crate) fn state(&self) -> MemberState {
@@ -139,6 +190,7 @@ impl Member {
             experts_held: self.record.holds.num_experts() as u64,
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
+            unreachable: self.probe.clone().and_then(Result::err),
         }
     }
 }

@@ -20,6 +20,8 @@ pub(crate) struct Metrics {
     pub(crate) registrations: IntCounterVec,
     pub(crate) expirations: IntCounterVec,
     pub(crate) suspects: IntCounter,
+    pub(crate) name_conflicts: IntCounter,
+    pub(crate) expert_moves: IntCounter,
     experts_without_replica: IntGauge,
     experts_under_replicated: IntGauge,
     request_seconds: HistogramVec,
@@ -93,6 +95,14 @@ impl Metrics {
                 "switchyard_control_suspects_total",
                 "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
             )?,
+            expert_moves: make.counter(
+                "switchyard_control_expert_moves_total",
+                "Experts that plans have told servers to load, if the placement follows the load.",
+            )?,
+            name_conflicts: make.counter(
+                "switchyard_control_name_conflicts_total",
+                "Names that two live processes used at the same time.",
+            )?,
             experts_without_replica: make.gauge(
                 "switchyard_control_experts_without_replica",
                 "Experts, counted per layer, that no serving member holds.",
@@ -109,7 +119,7 @@ impl Metrics {
             )?,
             store_writable: make.gauge(
                 "switchyard_control_store_writable",
-                "1 if the last write of a snapshot succeeded, 0 if it failed and new members are refused.",
+                "1 if the last write of a snapshot succeeded, 0 if it failed and members of new names are refused.",
             )?,
             store_write_seconds,
             request_seconds,

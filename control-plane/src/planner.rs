@@ -1,4 +1,6 @@
-//! Assigns experts to joining members. Sans-I/O.
+//! Assigns experts to members. Sans-I/O.
+
+pub mod rebalance;
 
 use std::collections::HashMap;
 use std::fmt;

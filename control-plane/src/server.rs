@@ -10,12 +10,14 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use crate::balance::BalanceSettings;
 use crate::clock::{Clock, MonotonicClock};
 use crate::config::{ConfigError, ServerConfig};
 use crate::coordinator::Coordinator;
 use crate::fleet::{Fleet, FleetSettings};
 use crate::http::{self, App};
 use crate::metrics::Metrics;
+use crate::planner::rebalance::PlanGoals;
 use crate::store::{FileStore, MemoryStore, Revision, Store, StoreError};
 
 /// A control plane that is bound to its address and has restored its state. It serves requests once
@@ -66,6 +68,11 @@ impl Server {
             expired_retention: config.expired_retention,
             max_members: config.limits.max_members,
             pinned_fingerprint: config.model_fingerprint.clone(),
+            balance: config.balance.map(|balance| BalanceSettings {
+                goals: PlanGoals { min_replicas: config.replicas, ..balance.goals },
+                expected_servers: config.num_servers,
+                ..balance
+            }),
         };
         let started = {
             let (metrics, lease_ttl) = (metrics.clone(), config.lease_ttl);
@@ -131,6 +138,10 @@ impl Server {
             let coordinator = Arc::clone(&coordinator);
             async move { coordinator.run_clock().await }
         });
+        let probes = tokio::spawn({
+            let coordinator = Arc::clone(&coordinator);
+            async move { coordinator.run_probes().await }
+        });
         let (stop_writer, writer_stopping) = watch::channel(false);
         let mut writer = tokio::spawn({
             let coordinator = Arc::clone(&coordinator);
@@ -147,6 +158,7 @@ impl Server {
             outcome = &mut serving => served = Some(outcome),
         }
         clock.abort();
+        probes.abort();
         stop.send_replace(true);
         // The shutdown timeout bounds this wait.
         let served = match served {

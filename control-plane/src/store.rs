@@ -4,6 +4,7 @@
 //! key of etcd offers the same, so etcd fits behind the same trait. Leader election and watches are
 //! outside of the trait.
 
+mod epoch_file;
 mod file;
 mod memory;
 
@@ -14,7 +15,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use control_api::{MemberId, ModelDescriptor};
+use control_api::{FleetGoals, MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::member::{MemberRecord, Phase, Predecessor};
@@ -23,7 +24,7 @@ pub use memory::MemoryStore;
 
 /// State that survives a restart. It contains no leases: after a restart every leased member gets one
 /// fresh time to live.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
     /// Identity of the cluster.
     pub cluster_id: String,
@@ -33,12 +34,15 @@ pub struct Snapshot {
     pub model: Option<ModelDescriptor>,
     /// Members, expired ones included.
     pub members: Vec<MemberRecord>,
+    /// Goals that were changed while the control plane ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goals: Option<FleetGoals>,
 }
 
 impl Snapshot {
     /// The state of a new cluster.
     pub fn fresh(cluster_id: String) -> Self {
-        Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new() }
+        Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new(), goals: None }
     }
 
     /// Checks the invariants that the types do not express.
@@ -78,6 +82,14 @@ pub trait Store: fmt::Debug + Send + 'static {
     /// may retry the same write. After [`StoreError::Conflict`] another control plane is in charge and
     /// this one must stop.
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError>;
+
+    /// Makes `epoch` a lower bound of [`Snapshot::reserved_epoch`] of every later [`load`](Self::load), without a
+    /// new snapshot. Needs no free space if the store has saved a snapshot before, so that epochs can still be
+    /// issued on a full disk.
+    ///
+    /// # Errors
+    /// After an error the old bound or the new one holds. The caller may retry.
+    fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError>;
 }
 
 /// Error of a read or write of the store.

@@ -14,6 +14,11 @@ pub(crate) struct Coverage {
 }
 
 impl Coverage {
+    /// True if every expert of a model has its planned replicas.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.experts_total > 0 && self.without_replica == 0 && self.under_replicated == 0
+    }
+
     pub(crate) fn of(table: &PlacementTable, replicas: u32) -> Self {
         let mut coverage = Self::default();
         for expert in table.layers.iter().flat_map(|layer| &layer.replicas) {

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use checkpoint::Coverage;
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
 #[cfg(feature = "device")]
@@ -35,6 +36,10 @@ pub struct ServerConfig {
     pub metrics_addr: Option<SocketAddr>,
     /// Source of the assignment of experts.
     pub placement: Placement,
+    /// Bytes of the weights to verify. [`Coverage::Full`] reads all bytes of all experts of the checkpoint before the
+    /// server joins. Of two servers of a fleet that do so with different bytes, the control plane refuses the second.
+    /// The fingerprint that peers compare covers sampled bytes in any case.
+    pub verify: Coverage,
     /// Serves from a GPU; `None` serves from CPUs. Slots are then in the GPU's memory, with the size and frames
     /// of `slot`. Clients connect from within the host and over the networks of `transports`. Slots of a client
     /// over a network are in page-locked memory, and a proxy posts for the kernels.
@@ -60,6 +65,8 @@ pub struct ServerConfig {
     pub drain_idle: Duration,
     /// Longest wait for the control plane's answer to the first registration.
     pub register_timeout: Duration,
+    /// Failure domain, such as a rack. `None` if there are no zones.
+    pub zone: Option<String>,
     /// Most (layer, expert) pairs that the control plane may assign; `None` for no limit.
     pub capacity_experts: Option<u32>,
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone. That makes one time series
@@ -85,6 +92,7 @@ impl ServerConfig {
             advertise_addr: None,
             metrics_addr: None,
             placement,
+            verify: Coverage::Sampled,
             #[cfg(feature = "device")]
             device: None,
             num_threads: 0,
@@ -97,6 +105,7 @@ impl ServerConfig {
             drain_timeout: Duration::from_secs(30),
             drain_idle: Duration::from_secs(1),
             register_timeout: Duration::from_secs(30),
+            zone: None,
             capacity_experts: None,
             metrics_by_layer: false,
             #[cfg(feature = "device")]

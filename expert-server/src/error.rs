@@ -53,8 +53,17 @@ pub enum StartError {
     #[error("cannot serve metrics on {addr}: {source}")]
     MetricsBind { addr: SocketAddr, source: io::Error },
     /// Clients could not reach the address that the server would advertise.
-    #[error("clients cannot connect to '{found}'; set an advertised address HOST:PORT")]
+    #[error(
+        "clients cannot connect to '{found}'; set an advertised address HOST:PORT with an address or \
+         name of this host"
+    )]
     Advertise { found: String },
+    /// The advertised name does not resolve on this host.
+    #[error(
+        "the advertised address '{found}' does not resolve ({reason}); set HOST:PORT with a name that \
+         clients can resolve, or an IP address"
+    )]
+    AdvertiseName { found: String, reason: String },
     /// The metrics registry refused a metric.
     #[error("cannot set up the metrics: {0}")]
     Metrics(#[from] prometheus::Error),
@@ -69,6 +78,9 @@ pub enum StartError {
         "cannot join the control plane at {url}: {source}; tensors that differ first: {tensors}"
     )]
     Weights { url: String, source: LeaseError, tensors: String },
+    /// The control plane has other digests of all bytes, or does not take this server's.
+    #[error("cannot join the control plane at {url} with digests of all bytes: {reason}")]
+    Digests { url: String, reason: String },
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -80,6 +92,15 @@ pub enum StartError {
     Data(#[from] DataError),
 }
 
+impl StartError {
+    /// True if the control plane refused the server because another live process has its name.
+    #[must_use]
+    pub fn is_name_conflict(&self) -> bool {
+        let Self::Join { source: LeaseError::Ended { code, .. }, .. } = self else { return false };
+        crate::members::is_name_conflict(code.as_deref())
+    }
+}
+
 /// Why a server ended on its own.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -87,9 +108,9 @@ pub enum ServerError {
     /// The data thread ended.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// The control plane ended the membership, because another process has taken the name.
+    /// The control plane ended the membership: another live process has the name, or the fleet has other weights.
     #[error("the control plane ended the membership: {reason}")]
-    Membership { reason: String },
+    Membership { reason: String, is_name_conflict: bool },
     /// The listener ended, so no client could connect any more. `outcome` is the failure of its task, if any.
     #[error("the listener for clients ended unexpectedly{}", .outcome.as_ref().map(|e| format!(": {e}")).unwrap_or_default())]
     Listener { outcome: Option<tokio::task::JoinError> },

@@ -25,4 +25,10 @@ pub(crate) trait Experts: Send + Sync + fmt::Debug {
     /// Loads one more expert, puts it into service and returns its bytes. Blocks while it reads the weights;
     /// the data thread goes on meanwhile.
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError>;
+
+    /// Takes an expert out of service. Its memory is free after the last batch that uses it. Returns false if it is
+    /// not loaded, or if the store keeps its experts, as a GPU's does.
+    fn unload(&self, _layer: u32, _expert: u32) -> bool {
+        false
+    }
 }

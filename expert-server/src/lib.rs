@@ -56,7 +56,7 @@ pub use server::{ExpertServer, RunningServer};
 
 /// Types of other crates that appear in this crate's signatures.
 pub mod reexports {
-    pub use checkpoint::{Checkpoint, ModelConfig, OpenError};
+    pub use checkpoint::{Checkpoint, Coverage, Fingerprint, ModelConfig, OpenError};
     pub use control_api::{Assignment, ConfigError, LayerAssignment, LeaseError};
     #[cfg(feature = "device")]
     pub use kernels::{

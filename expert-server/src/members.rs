@@ -1,14 +1,15 @@
 //! The server's membership of a fleet: lease, load reports, and experts that are assigned later.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
-    Assignment, ControlClient, LayerAssignment, LeaseError, LeaseKeeper, LeaseOptions, LeaseState,
-    LeaseStatus, ModelDescriptor, ModelDigests, RegisterRequest, code,
+    Assignment, ControlClient, ControlError, LayerAssignment, LeaseError, LeaseKeeper,
+    LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
+    RegisterRequest, WantedDigests, code,
 };
 use tokio::sync::watch;
 
@@ -33,58 +34,116 @@ pub(crate) fn describe(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> Mod
     }
 }
 
-/// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, a
-/// task sends `digests` to the control plane, for servers with other weights.
+/// A server that has joined a control plane.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub(crate) keeper: LeaseKeeper,
+    pub(crate) assignment: Arc<Assignment>,
+    /// For the digests, with their time limit.
+    pub(crate) control: ControlClient,
+}
+
+/// Digests of a checkpoint's tensors.
+#[derive(Debug)]
+pub(crate) struct Digests {
+    /// Those of the fingerprint.
+    pub(crate) sampled: TensorDigests,
+    /// Those of all bytes, if the server has read them.
+    pub(crate) full: Option<TensorDigests>,
+}
+
+/// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, it
+/// sends `digests` to the control plane, for servers with other weights. With digests of all bytes it waits for the
+/// answer, otherwise a task sends them.
 ///
 /// # Errors
-/// [`StartError::Weights`] with the first tensors that differ if the fleet has other weights, or
-/// [`StartError::Join`].
+/// [`StartError::Weights`] with the first tensors that differ if the fleet has other weights,
+/// [`StartError::Digests`] if the control plane does not take digests of all bytes, or [`StartError::Join`].
 pub(crate) async fn join(
     config: &ServerConfig,
     url: &str,
     token: Option<String>,
     registration: RegisterRequest,
-    digests: TensorDigests,
-) -> Result<(LeaseKeeper, Arc<Assignment>), StartError> {
+    digests: Arc<Digests>,
+) -> Result<Joined, StartError> {
     let client = ControlClient::new(url, token)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
     let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
     let keeper = keeper.map_err(failed)?;
-    let client = client.with_timeout(DIGESTS_TIMEOUT);
-    match keeper.registered(config.register_timeout).await {
-        Ok(assignment) => {
-            tokio::spawn(async move { send_digests(&client, &digests).await });
-            Ok((keeper, assignment))
-        }
+    let control = client.with_timeout(DIGESTS_TIMEOUT);
+    let assignment = match keeper.registered(config.register_timeout).await {
+        Ok(assignment) => assignment,
         Err(source) => {
             if let LeaseError::Ended { code: Some(code), .. } = &source
                 && code == code::MODEL_MISMATCH
-                && let Some(tensors) = differences(&client, &digests).await
+                && let Some(tensors) = differences(&control, &digests.sampled, false).await
             {
                 return Err(StartError::Weights { url: url.to_owned(), source, tensors });
             }
-            Err(failed(source))
+            return Err(failed(source));
+        }
+    };
+    if digests.full.is_none() {
+        // They only make a later server's error more precise.
+        let sender = control.clone();
+        tokio::spawn(async move { send_digests(&sender, &digests).await });
+        return Ok(Joined { keeper, assignment, control });
+    }
+    match send_digests(&control, &digests).await {
+        Ok(()) => Ok(Joined { keeper, assignment, control }),
+        Err(reason) => {
+            // No expert is loaded yet: without the member the placement stays as it is.
+            if let Err(error) = keeper.leave(DIGESTS_PAUSE).await {
+                tracing::debug!(%error, "the lease will expire");
+            }
+            Err(StartError::Digests { url: url.to_owned(), reason: reason.to_string() })
         }
     }
 }
 
-/// Sends the digests of all experts' tensors to the control plane.
-async fn send_digests(client: &ControlClient, digests: &TensorDigests) {
-    let hex = |digest: &[u8; 16]| digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    let tensors = digests.tensors().iter().map(|tensor| control_api::TensorDigest {
-        name: tensor.name.clone(),
-        digest: hex(&tensor.digest),
-    });
-    let digests =
-        ModelDigests { fingerprint: digests.fingerprint().to_string(), tensors: tensors.collect() };
-    if let Err(error) = client.send_model_digests(&digests).await {
-        // They only make a later server's error more precise.
-        tracing::debug!(%error, "the control plane did not take the digests of the tensors");
-    }
+/// Why the control plane did not take digests.
+#[derive(Debug, thiserror::Error)]
+enum DigestsError {
+    /// It has other digests of all bytes.
+    #[error("{source}; tensors that differ first: {tensors}")]
+    Mismatch { source: ControlError, tensors: String },
+    #[error(transparent)]
+    Control(ControlError),
 }
 
-/// The first tensors whose digests differ from those of the fleet; `None` if the control plane has none.
-async fn differences(client: &ControlClient, digests: &TensorDigests) -> Option<String> {
+/// Sends the digests of all experts' tensors to the control plane.
+async fn send_digests(client: &ControlClient, digests: &Digests) -> Result<(), DigestsError> {
+    let hex = |digest: &[u8; 16]| digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let list = |digests: &TensorDigests| {
+        let tensors = digests.tensors().iter().map(|tensor| control_api::TensorDigest {
+            name: tensor.name.clone(),
+            digest: hex(&tensor.digest),
+        });
+        tensors.collect()
+    };
+    let sent = ModelDigests {
+        fingerprint: digests.sampled.fingerprint().to_string(),
+        tensors: list(&digests.sampled),
+        full: digests.full.as_ref().map(list).unwrap_or_default(),
+    };
+    let Err(source) = client.send_model_digests(&sent).await else { return Ok(()) };
+    tracing::debug!(error = %source, "the control plane did not take the digests of the tensors");
+    if source.code() == Some(code::MODEL_MISMATCH)
+        && let Some(full) = &digests.full
+        && let Some(tensors) = differences(client, full, true).await
+    {
+        return Err(DigestsError::Mismatch { source, tensors });
+    }
+    Err(DigestsError::Control(source))
+}
+
+/// The first tensors whose digests differ from those of the fleet; `None` if the control plane has none. `is_full`
+/// compares digests of all bytes.
+async fn differences(
+    client: &ControlClient,
+    digests: &TensorDigests,
+    is_full: bool,
+) -> Option<String> {
     let mut fleet = client.model_digests().await;
     for _ in 0..DIGESTS_TRIES {
         if fleet.is_ok() {
@@ -94,7 +153,9 @@ async fn differences(client: &ControlClient, digests: &TensorDigests) -> Option<
         tokio::time::sleep(DIGESTS_PAUSE).await;
         fleet = client.model_digests().await;
     }
-    let tensors = fleet.ok()?.tensors.into_iter().filter_map(|tensor| {
+    let fleet = fleet.ok()?;
+    let tensors = if is_full { fleet.full } else { fleet.tensors };
+    let tensors = tensors.into_iter().filter_map(|tensor| {
         let digest = u128::from_str_radix(&tensor.digest, 16).ok()?.to_be_bytes();
         Some(TensorDigest { name: tensor.name, digest })
     });
@@ -138,26 +199,71 @@ pub(crate) struct Membership {
     pub(crate) store: Arc<dyn Experts>,
     pub(crate) load: Arc<LoadCounters>,
     pub(crate) health: Arc<Health>,
+    /// The control plane, and the digests to send when it asks for them.
+    pub(crate) control: ControlClient,
+    pub(crate) digests: Arc<Digests>,
+}
+
+/// Why a membership ended that the server wanted to keep.
+pub(crate) struct MembershipEnd {
+    pub(crate) reason: String,
+    /// Another live process has the name.
+    pub(crate) is_name_conflict: bool,
+}
+
+impl From<String> for MembershipEnd {
+    fn from(reason: String) -> Self {
+        Self { reason, is_name_conflict: false }
+    }
+}
+
+/// True if a refusal with this code says that another live process has the name.
+pub(crate) fn is_name_conflict(code: Option<&str>) -> bool {
+    matches!(code, Some(code::NAME_IN_USE | code::SUPERSEDED))
 }
 
 impl Membership {
     /// Follows the lease until its end. Returns `Ok` after the server has left, or the reason why the control
     /// plane ended the membership.
     ///
-    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded,
-    /// because clients with an older placement may still ask for them.
-    pub(crate) async fn run(self) -> Result<(), String> {
+    /// Sends the digests of the tensors when the control plane asks for them, as it does after a restart. If other
+    /// digests of all bytes are there by then, the membership ends: the fleet has other weights.
+    ///
+    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded for
+    /// [`UNLOAD_AFTER`], because clients with an older placement may still ask for them.
+    pub(crate) async fn run(self) -> Result<(), MembershipEnd> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
         let mut held = holds(&*self.store);
         let mut num_renewals = 0;
+        let mut was_draining = false;
+        let mut surplus = HashMap::new();
+        let mut sending = None;
         loop {
             let now = state.borrow_and_update().clone();
+            // A drain may come from this process or from an operator, who may take it back.
+            let is_draining = match now.member_state {
+                Some(MemberState::Draining) => true,
+                Some(MemberState::Serving) => false,
+                _ => was_draining,
+            };
+            if is_draining != was_draining {
+                was_draining = is_draining;
+                self.health.is_draining.store(is_draining, Ordering::Relaxed);
+                match is_draining {
+                    true => tracing::warn!("this server is drained: it is out of the placement"),
+                    false => tracing::info!("the drain was taken back"),
+                }
+            }
             self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
             match now.status {
                 LeaseStatus::Left => return Ok(()),
                 LeaseStatus::Failed => {
-                    return Err(now.last_error.unwrap_or_else(|| "no reason given".to_owned()));
+                    let code = now.last_error_code.as_deref();
+                    return Err(MembershipEnd {
+                        reason: now.last_error.unwrap_or_else(|| "no reason given".to_owned()),
+                        is_name_conflict: is_name_conflict(code),
+                    });
                 }
                 _ => {}
             }
@@ -166,15 +272,88 @@ impl Membership {
                 held = holds(&*self.store);
                 self.keeper.set_ready(held.clone());
             }
+            if self.unload_surplus(&now, &held, &mut surplus) {
+                held = holds(&*self.store);
+                self.keeper.set_ready(held.clone());
+            }
             // One report per heartbeat, because a second one would replace the first.
             if now.num_renewals != num_renewals {
                 num_renewals = now.num_renewals;
                 self.keeper.report_load(window.next_report(&self.load, &held));
+                if sending.is_none() && self.has(now.wanted_digests) {
+                    sending = Some(Box::pin(self.send_again()));
+                }
             }
-            if state.changed().await.is_err() {
-                return Err("the heartbeat thread has ended".to_owned());
+            let sent = async {
+                match &mut sending {
+                    Some(sending) => sending.await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                changed = state.changed() => if changed.is_err() {
+                    return Err("the heartbeat thread has ended".to_owned().into());
+                },
+                outcome = sent => {
+                    outcome?;
+                    sending = None;
+                }
             }
         }
+    }
+
+    /// Unloads experts that have not been assigned for [`UNLOAD_AFTER`]. `surplus` has the time since when an expert
+    /// is not assigned. Returns true if an expert was unloaded.
+    fn unload_surplus(
+        &self,
+        state: &LeaseState,
+        held: &Assignment,
+        surplus: &mut HashMap<(u32, u32), Instant>,
+    ) -> bool {
+        let Some(assignment) = state.assignment.as_deref().filter(|found| !found.is_empty()) else {
+            return false;
+        };
+        surplus.retain(|&(layer, expert), _| !assignment.contains(layer, expert));
+        let now = Instant::now();
+        let mut has_unloaded = false;
+        for entry in &held.layers {
+            for &expert in &entry.experts {
+                let pair = (entry.layer, expert);
+                if assignment.contains(entry.layer, expert) {
+                    continue;
+                }
+                let since = *surplus.entry(pair).or_insert(now);
+                if now.duration_since(since) >= UNLOAD_AFTER && self.store.unload(pair.0, pair.1) {
+                    surplus.remove(&pair);
+                    has_unloaded = true;
+                    let metrics = &self.health.metrics;
+                    metrics.experts_loaded.dec();
+                    metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
+                }
+            }
+        }
+        has_unloaded
+    }
+
+    fn has(&self, wanted: WantedDigests) -> bool {
+        match wanted {
+            WantedDigests::None => false,
+            WantedDigests::Full => self.digests.full.is_some(),
+            WantedDigests::Any => true,
+        }
+    }
+
+    /// Sends the digests, and waits after a failure. Returns an error if the fleet has other weights.
+    async fn send_again(&self) -> Result<(), String> {
+        match send_digests(&self.control, &self.digests).await {
+            Ok(()) => {}
+            Err(error @ DigestsError::Mismatch { .. }) => return Err(error.to_string()),
+            Err(DigestsError::Control(error)) => {
+                tracing::warn!(%error, "the control plane asked for the digests of the tensors, but did not take them");
+                tokio::time::sleep(RESEND_PAUSE).await;
+            }
+        }
+        Ok(())
     }
 
     /// Assigned experts that are not loaded.
@@ -220,7 +399,11 @@ impl Membership {
 const DIGESTS_TIMEOUT: Duration = Duration::from_secs(30);
 const DIGESTS_TRIES: u32 = 4;
 const DIGESTS_PAUSE: Duration = Duration::from_millis(250);
+/// Pause before digests that were not taken are sent again.
+const RESEND_PAUSE: Duration = Duration::from_secs(60);
 /// Tensors that an error names.
 const MAX_DIFFERENCES: usize = 5;
+/// Clients with an older placement have moved by then.
+const UNLOAD_AFTER: Duration = Duration::from_secs(30);
 /// Pause after a failed load.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

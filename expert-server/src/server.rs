@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use checkpoint::Fingerprint;
 use control_api::{Assignment, LeaseKeeper};
 use tokio::sync::watch;
 
@@ -73,6 +74,7 @@ pub struct RunningServer {
     config: ServerConfig,
     data_addr: SocketAddr,
     metrics_addr: Option<SocketAddr>,
+    full_digest: Option<Fingerprint>,
     health: Arc<Health>,
     store: Arc<dyn Experts>,
     keeper: Option<Arc<LeaseKeeper>>,
@@ -92,6 +94,12 @@ impl RunningServer {
     #[must_use]
     pub const fn metrics_addr(&self) -> Option<SocketAddr> {
         self.metrics_addr
+    }
+
+    /// The digest of all bytes of the checkpoint's experts, if the server has read them, see [`ServerConfig::verify`].
+    #[must_use]
+    pub const fn full_digest(&self) -> Option<Fingerprint> {
+        self.full_digest
     }
 
     /// Name of the server.

@@ -22,7 +22,7 @@ use report::Report;
 /// Adds the classes of this file to `module`.
 ///
 /// # Errors
-/// Whatever Python reports when it takes a class in.
+/// The exception of Python when it refuses a class.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Client>()?;
     module.add_class::<Handle>()?;

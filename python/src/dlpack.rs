@@ -378,7 +378,7 @@ impl<'a, 'py> Array<'a, 'py> {
         self.object.py()
     }
 
-    /// What keeps the memory valid.
+    /// The owner of the memory.
     pub fn into_owner(self) -> Owner {
         self.owner
     }
@@ -399,7 +399,7 @@ fn numbers(tensor: &abi::Tensor, pointer: *const i64) -> Option<&[i64]> {
     (!pointer.is_null()).then(|| unsafe { std::slice::from_raw_parts(pointer, len) })
 }
 
-/// What is known about the library of a type.
+/// Functions of the library of a type.
 struct Library {
     /// Its C functions, if it has them.
     api: Option<&'static ExchangeApi>,

@@ -6,6 +6,7 @@
 mod codec;
 mod endpoint;
 mod error;
+mod inner;
 mod memory;
 mod rans;
 
@@ -14,7 +15,7 @@ use pyo3::prelude::*;
 /// Adds the classes and functions of this file to `module`.
 ///
 /// # Errors
-/// Whatever Python reports when it takes them in.
+/// The exception of a failed addition.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<endpoint::P2pEndpoint>()?;
     module.add_function(wrap_pyfunction!(codec::p2p_compress_bound, module)?)?;

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from switchyard_moe._binary import find_binary
 from switchyard_moe._client import Client
-from switchyard_moe._errors import ClosedError, ClusterError, ConfigError
+from switchyard_moe._errors import ClosedError, ClusterError, ConfigError, ForkedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -252,6 +252,9 @@ class LocalCluster:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this cluster is closed: make a new one")
+        owner = self._processes.owner
+        if os.getpid() != owner:
+            raise ForkedError(f"this cluster belongs to process {owner}, which process {os.getpid()} was forked off")
 
     def _check_name(self, name: str) -> None:
         if name not in self.names:
@@ -347,7 +350,7 @@ class _Processes:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="switchyard-"))
         self._by_name: dict[str, _Process] = {}
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # The kernel ties a child to the thread that starts it, and the caller's thread may end early.
         orders = self._orders
@@ -406,7 +409,7 @@ class _Processes:
                 process.raise_early_end()
 
     def close(self) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         for process in self._by_name.values():
             with contextlib.suppress(ProcessLookupError):

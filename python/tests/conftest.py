@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,3 +79,25 @@ def assert_close(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float3
     scale = max(float(np.abs(expected).max()), 1e-6)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def in_fork(run: Any) -> str:
+    """Return what ``run`` returns in a forked child, which must end within 30 s."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, run().encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    deadline = time.monotonic() + 30
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail("the forked child hangs")
+        time.sleep(0.01)
+    with os.fdopen(reader) as text:
+        return text.read()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Inputs, assert_close
+from conftest import Inputs, assert_close, in_fork
 from reference import TINY, Experts
 
 import switchyard_moe
@@ -145,6 +145,19 @@ def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
         switchyard_moe.LocalCluster(TINY, servers=2, replicas=3)
     with pytest.raises(switchyard_moe.ConfigError, match="servers is 0"):
         switchyard_moe.LocalCluster(TINY, servers=0)
+
+
+def test_a_forked_child_leaves_the_cluster_alone(cluster: switchyard_moe.LocalCluster) -> None:
+    def run() -> str:
+        with pytest.raises(switchyard_moe.ForkedError, match=str(os.getppid())):
+            cluster.kill("server-0")
+        with pytest.raises(switchyard_moe.ForkedError):
+            cluster.restart("server-0")
+        cluster.close()
+        return "left alone"
+
+    assert in_fork(run) == "left alone"
+    assert cluster.running == cluster.names
 
 
 def test_names_and_states_are_checked(cluster: switchyard_moe.LocalCluster) -> None:

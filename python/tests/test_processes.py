@@ -15,32 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Inputs, assert_close, poisoned
+from conftest import Inputs, assert_close, in_fork, poisoned
 from reference import TINY, Experts
 
 import switchyard_moe
-
-
-def in_fork(run: Any) -> str:
-    """Return what ``run`` returns in a forked child, which must end within 30 s."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writer, run().encode())
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    deadline = time.monotonic() + 30
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            pytest.fail("the forked child hangs")
-        time.sleep(0.01)
-    with os.fdopen(reader) as text:
-        return text.read()
 
 
 def test_a_fork_after_connect_is_refused_in_the_child(

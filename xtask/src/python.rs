@@ -100,8 +100,8 @@ pub fn check() -> Result<Outcome> {
 
 /// Packs a wheel of the module and the binary in the development profile. The inner error is that of a build.
 ///
-/// It builds them with the rest of the workspace, like the steps `unit` and `demo`: cargo would choose other features
-/// of dependencies for the two packages alone, and compile these once more.
+/// It builds them with the rest of the workspace, like the steps `unit` and `demo`. For the two packages alone cargo
+/// would choose other features of dependencies, and compile these once more.
 pub fn pack() -> Result<Result<PathBuf, Outcome>> {
     let features = features::all();
     let build = ["build", "--quiet", "--workspace", "--features", &features];

@@ -1,12 +1,12 @@
 //! Common parts of the client's tests: random requests, real servers, scripted servers.
-#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(dead_code, unused_imports, reason = "each test binary uses a part")]
 
 pub mod fake;
 mod seed;
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
 pub mod stand_in;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -92,12 +92,17 @@ pub struct Fleet {
 impl Fleet {
     /// `num_servers` servers, each expert on `replicas` of them.
     pub fn start(num_servers: usize, replicas: usize, slot: SlotConfig) -> Self {
+        Self::of(&tiny_dir(), num_servers, replicas, slot)
+    }
+
+    /// As [`start`](Self::start) for the checkpoint in `dir`.
+    pub fn of(dir: &Path, num_servers: usize, replicas: usize, slot: SlotConfig) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .enable_all()
             .build()
             .expect("runtime");
-        let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("checkpoint"));
+        let checkpoint = Arc::new(Checkpoint::open(dir).expect("checkpoint"));
         let model = ClientModel::of(&checkpoint);
         let holders = |expert: usize| (0..replicas).map(move |r| (expert + r) % num_servers);
         let num_experts = model.shape.num_experts as usize;
@@ -106,7 +111,7 @@ impl Fleet {
                 let held = (0..num_experts).filter(|&e| holders(e).any(|s| s == server));
                 let held = ExpertSelection::EveryLayer(held.map(|e| e as u32).collect());
                 let name = format!("server-{server}");
-                let mut config = ServerConfig::new(tiny_dir(), name, Placement::Static(held));
+                let mut config = ServerConfig::new(dir.to_owned(), name, Placement::Static(held));
                 config.slot = slot;
                 config.num_threads = 1;
                 let started = runtime.block_on(ExpertServer::start(config, |_| {}));

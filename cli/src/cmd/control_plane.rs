@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use control_plane::{Server, ServerConfig};
+use control_plane::{BalanceSettings, Server, ServerConfig};
 
 use crate::{Global, ui};
 
@@ -24,12 +24,23 @@ pub struct Args {
     /// port has full access. Prefer the environment variable: other users of the host can see arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// Planned number of expert servers. The experts are divided among this many servers.
+    /// Placement of the experts. `fixed` divides them among --servers parts. `load` gives hot experts more replicas,
+    /// moves experts as load and servers change, and takes servers of any number and memory.
+    #[arg(long, env = "SWITCHYARD_PLACEMENT", default_value = "fixed")]
+    placement: PlacementKind,
+    /// Expert servers. With `--placement fixed` the experts are divided among this many. With `load` it is the number
+    /// that is expected at the start.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
     servers: u32,
-    /// Replicas of each expert, on distinct servers.
+    /// Replicas of each expert, on distinct servers. With `--placement load` hot experts get more: see --spare.
     #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 1)]
     replicas: u32,
+    /// With `--placement load`: replicas of hot experts beyond --replicas, as a share of all replicas, 0 to 16.
+    #[arg(long, env = "SWITCHYARD_SPARE", default_value_t = 0.25, value_parser = parse_spare)]
+    spare: f64,
+    /// With `--placement load`: time between two plans, in milliseconds. A change of the servers is planned at once.
+    #[arg(long, env = "SWITCHYARD_PLAN_PERIOD_MS", default_value_t = 10_000)]
+    plan_period_ms: u64,
     /// Time to live of a lease, in milliseconds, 100 to 3600000. A server that does not renew its lease for
     /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
@@ -42,10 +53,33 @@ pub struct Args {
     model_fingerprint: Option<String>,
 }
 
+/// Placement of the experts.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum PlacementKind {
+    /// Fixed parts.
+    Fixed,
+    /// Follows the load.
+    Load,
+}
+
+fn parse_spare(text: &str) -> Result<f64, String> {
+    let spare = text.parse::<f64>().map_err(|error| error.to_string())?;
+    match (0.0..=16.0).contains(&spare) {
+        true => Ok(spare),
+        false => Err("expected 0 to 16".to_owned()),
+    }
+}
+
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
     config.token = args.token;
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
+    if matches!(args.placement, PlacementKind::Load) {
+        let mut balance = BalanceSettings::default();
+        balance.goals.spare = args.spare;
+        balance.period = Duration::from_millis(args.plan_period_ms);
+        config.balance = Some(balance);
+    }
     config.data_dir = args.data_dir;
     config.model_fingerprint = args.model_fingerprint;
     let without_token = config.token.is_none();

@@ -10,11 +10,13 @@ use anyhow::{Context, Result};
 use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
-
+use expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError, StartError, Ticket,
+};
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
+use super::inspect::Verify;
 use crate::{Global, ui};
 
 /// Options of `expert-server`.
@@ -46,6 +48,11 @@ pub struct Args {
     /// Address that serves /metrics, /healthz and /readyz over HTTP. Without it, they are not served.
     #[arg(long, env = "SWITCHYARD_METRICS_LISTEN", value_name = "HOST:PORT")]
     metrics_listen: Option<SocketAddr>,
+    /// Bytes of the weights to verify. sampled: the fingerprint that peers compare, at least 64 KiB of every matrix.
+    /// full: also all bytes of all experts of the folder. Of two servers of a fleet with `full` and different bytes,
+    /// the second does not start. `inspect --verify full` prints the same digest.
+    #[arg(long, env = "SWITCHYARD_VERIFY", default_value = "sampled", value_name = "sampled|full")]
+    verify: Verify,
     #[command(flatten)]
     control: super::ControlArgs,
     /// Experts to hold, for use without a control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
@@ -111,6 +118,10 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
     )]
     max_links: usize,
+    /// Failure domain of this host, such as a rack. With `--placement load` the control plane spreads replicas of an
+    /// expert over zones.
+    #[arg(long, env = "SWITCHYARD_ZONE")]
+    zone: Option<String>,
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
@@ -142,6 +153,21 @@ impl FromStr for Device {
     }
 }
 
+/// Exit code of a server whose name another live process has. A restart does not help: a supervisor should not
+/// repeat it.
+pub const NAME_CONFLICT_EXIT_CODE: u8 = 78;
+
+/// True if `error` says that another live process has the server's name.
+pub fn is_name_conflict(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<StartError>().is_some_and(StartError::is_name_conflict)
+            || matches!(
+                cause.downcast_ref(),
+                Some(ServerError::Membership { is_name_conflict: true, .. })
+            )
+    })
+}
+
 fn parse_advertise(text: &str) -> Result<String, String> {
     if is_host_port(text) {
         return Ok(text.to_owned());
@@ -167,6 +193,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
     };
     let mut config = ServerConfig::new(&args.model, args.name, placement);
+    config.verify = args.verify.coverage();
     config.data_addr = args.listen;
     config.advertise_addr = args.advertise;
     config.metrics_addr = args.metrics_listen;
@@ -194,6 +221,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
+    config.zone = args.zone;
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -224,6 +252,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 "device": device,
                 "experts": held,
                 "expert_bytes": server.expert_bytes(),
+                "full_digest": server.full_digest().map(|digest| digest.to_string()),
             }))?;
         } else {
             outln!(
@@ -232,6 +261,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 server.data_addr(),
                 server.expert_bytes() as f64 / 1e9
             );
+            if let Some(digest) = server.full_digest() {
+                outln!("all bytes {digest}");
+            }
             if let Some(addr) = server.metrics_addr() {
                 outln!("metrics on http://{addr}/metrics");
             }

@@ -31,7 +31,7 @@ pub struct Args {
 
 /// The bytes that a digest covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Verify {
+pub enum Verify {
     /// At least 64 KiB of every matrix.
     Sampled,
     /// All bytes of routed experts.
@@ -39,7 +39,7 @@ enum Verify {
 }
 
 impl Verify {
-    const fn coverage(self) -> Coverage {
+    pub const fn coverage(self) -> Coverage {
         match self {
             Self::Sampled => Coverage::Sampled,
             Self::Full => Coverage::Full,

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, MemberInfo, MemberState};
+use control_api::{ControlClient, Health, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
@@ -26,11 +26,15 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         let members = client.members().await?;
         Ok::<_, control_api::ControlError>((status, members))
     })?;
-    let healthy = status.experts_without_replica == 0 && status.experts_total > 0;
+    let (health, mut problems) = status.health();
+    problems.extend(members.iter().filter_map(unreachable));
+    let health = if problems.is_empty() { health } else { health.max(Health::Degraded) };
     if global.json {
         ui::print_json(&serde_json::json!({
             "control_plane": url,
-            "healthy": healthy,
+            "healthy": health == Health::Healthy,
+            "health": health.as_str(),
+            "problems": problems,
             "status": status,
             "members": members,
         }))?;
@@ -60,6 +64,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             status.num_servers,
             status.replicas
         );
+        outln!("health: {}", health.as_str());
+        for problem in &problems {
+            outln!("  {problem}");
+        }
         if !members.is_empty() {
             outln!(
                 "\n{:<20} {:<10} {:<22} {:<10} {:>9} {:>10}  CLIENTS",
@@ -92,7 +100,21 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             outln!("{line}");
         }
     }
-    Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(match health {
+        Health::Healthy => ExitCode::SUCCESS,
+        Health::Degraded => ExitCode::from(DEGRADED_EXIT_CODE),
+        Health::Down => ExitCode::FAILURE,
+    })
+}
+
+/// Exit code for a fleet that serves every expert, but not as planned.
+const DEGRADED_EXIT_CODE: u8 = 3;
+
+/// Says that the control plane cannot connect to a member.
+fn unreachable(member: &MemberInfo) -> Option<String> {
+    let reason = member.unreachable.as_ref()?;
+    let (name, addr) = (&member.name, &member.data_addr);
+    Some(format!("the control plane cannot connect to {name} at {addr}: {reason}"))
 }
 
 /// Device of a member, from its last load report.

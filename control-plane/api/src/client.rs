@@ -14,8 +14,9 @@ use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
-    ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList,
-    ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, SuspectResponse,
+    ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
+    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
+    SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
@@ -148,6 +149,11 @@ impl ControlClient {
         self.call(Method::POST, &format!("v1/members/{member}/drain"), Some(request)).await
     }
 
+    /// Takes a drain back: the member returns to the placement. Changes nothing about a member that does not drain.
+    pub async fn resume(&self, member: &MemberId) -> Result<MemberInfo, ControlError> {
+        self.call::<(), _>(Method::POST, &format!("v1/members/{member}/resume"), None).await
+    }
+
     /// Reports that a member seems to have failed.
     pub async fn suspect(
         &self,
@@ -179,7 +185,12 @@ impl ControlClient {
         self.call(Method::GET, "v1/model/digests", None::<&()>).await
     }
 
-    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay.
+    /// Sends the digests of the model's tensors. The first ones that fit the fleet's model stay, until a member sends
+    /// digests of all bytes, too.
+    ///
+    /// # Errors
+    /// [`ControlError`]. Its code is [`code::MODEL_MISMATCH`](crate::code::MODEL_MISMATCH) if the fleet has another
+    /// fingerprint, or other digests of all bytes.
     pub async fn send_model_digests(&self, digests: &ModelDigests) -> Result<(), ControlError> {
         self.send(Method::PUT, "v1/model/digests", Some(digests)).await.map(drop)
     }
@@ -187,6 +198,16 @@ impl ControlClient {
     /// Overview of the cluster.
     pub async fn status(&self) -> Result<ClusterStatus, ControlError> {
         self.call(Method::GET, "v1/status", None::<&()>).await
+    }
+
+    /// Goals of a fleet whose placement follows the load.
+    pub async fn goals(&self) -> Result<FleetGoals, ControlError> {
+        self.call(Method::GET, "v1/goals", None::<&()>).await
+    }
+
+    /// Changes the goals of a fleet whose placement follows the load. The next plan meets them.
+    pub async fn set_goals(&self, goals: &FleetGoals) -> Result<FleetGoals, ControlError> {
+        self.call(Method::PUT, "v1/goals", Some(goals)).await
     }
 
     /// Opens the stream of placement tables. [`crate::PlacementWatch`] uses it and reconnects.

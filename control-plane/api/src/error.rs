@@ -34,10 +34,14 @@ pub mod code {
     pub const LEASE_EXPIRED: &str = "lease_expired";
     /// 409: another process has registered under the same name.
     pub const SUPERSEDED: &str = "superseded";
+    /// 409: a live process uses the name, and another one has tried to take it before.
+    pub const NAME_IN_USE: &str = "name_in_use";
     /// 409: the member serves another model than the fleet.
     pub const MODEL_MISMATCH: &str = "model_mismatch";
     /// 409: no partition of the model fits into the member.
     pub const CAPACITY_TOO_SMALL: &str = "capacity_too_small";
+    /// 409: the placement of this control plane does not follow the load.
+    pub const FIXED_PLACEMENT: &str = "fixed_placement";
     /// 503: the control plane accepts no more members.
     pub const TOO_MANY_MEMBERS: &str = "too_many_members";
     /// 503: the control plane accepts no more placement watches.

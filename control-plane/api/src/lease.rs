@@ -14,7 +14,7 @@ use crate::client::ControlClient;
 use crate::error::{ConfigError, ControlError, code};
 use crate::types::{
     Assignment, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState, ReadyRequest,
-    RegisterRequest,
+    RegisterRequest, WantedDigests,
 };
 
 /// Retry delays of a [`LeaseKeeper`].
@@ -78,6 +78,8 @@ pub struct LeaseState {
     pub num_registrations: u64,
     /// Number of successful renewals.
     pub num_renewals: u64,
+    /// Digests that the control plane asked for with the last renewal.
+    pub wanted_digests: WantedDigests,
 }
 
 /// Error of a call of a [`LeaseKeeper`].
@@ -139,6 +141,7 @@ impl LeaseKeeper {
             state: state_tx,
             reported: None,
             renewed_at: None,
+            name_refused_at: None,
             assignment_version: 0,
             is_drained: false,
         };
@@ -270,6 +273,8 @@ struct Worker {
     /// Time when the request of the last renewal was sent. The lease lasts at least until this time plus
     /// its time to live.
     renewed_at: Option<Instant>,
+    /// Time of the first registration that was refused because the name is in use.
+    name_refused_at: Option<Instant>,
     /// Version of the assignment in the published state.
     assignment_version: u64,
     is_drained: bool,
@@ -332,14 +337,20 @@ impl Worker {
             Some(Ok(response)) => response,
             Some(Err(err)) => {
                 let is_first = self.state.borrow().num_registrations == 0;
-                let is_superseded = err.code() == Some(code::SUPERSEDED);
-                if is_superseded || (is_first && !err.is_transient()) {
-                    return self.fail(&err);
-                }
-                return self.retry_later(&err);
+                let is_final = match err.code() {
+                    Some(code::SUPERSEDED) => true,
+                    // The holder may have died just before. Its lease then ends soon.
+                    Some(code::NAME_IN_USE) => {
+                        let refused_at = *self.name_refused_at.get_or_insert(sent_at);
+                        refused_at.elapsed() >= NAME_WAIT
+                    }
+                    _ => is_first && !err.is_transient(),
+                };
+                return if is_final { self.fail(&err) } else { self.retry_later(&err) };
             }
         };
         self.renewed_at = Some(sent_at);
+        self.name_refused_at = None;
         self.reported = None;
         self.is_drained = false;
         self.assignment_version = response.assignment_version;
@@ -397,6 +408,7 @@ impl Worker {
                     state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
                     clear_error(state);
                     state.num_renewals += 1;
+                    state.wanted_digests = response.wanted_digests;
                 });
                 let must_report = self.reported.is_none() && self.intent.borrow().holds.is_some();
                 Next::Sleep(if must_report { self.interval() / 8 } else { self.interval() })
@@ -568,5 +580,7 @@ fn clamp_ttl(ttl_ms: u64) -> Duration {
     Duration::from_millis(ttl_ms.clamp(30, 3_600_000))
 }
 
+/// A name that stays in use for so long belongs to a live process.
+const NAME_WAIT: Duration = Duration::from_secs(10);
 /// Time to live before the control plane has sent one.
 const FALLBACK_TTL: Duration = Duration::from_secs(3);

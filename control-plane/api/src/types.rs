@@ -95,8 +95,24 @@ pub struct ModelDescriptor {
 pub struct ModelDigests {
     /// [`ModelDescriptor::fingerprint`] that these digests make up.
     pub fingerprint: String,
-    /// The tensors by name, ascending.
+    /// The tensors by name, ascending. The digests cover the sampled bytes that the fingerprint covers.
     pub tensors: Vec<TensorDigest>,
+    /// The same tensors with digests of all bytes, from a member that has read them all. Otherwise empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub full: Vec<TensorDigest>,
+}
+
+/// Digests that the control plane lacks, for instance after a restart. A member that has them sends them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WantedDigests {
+    /// None.
+    #[default]
+    None,
+    /// Digests of all bytes: it has those of sampled bytes.
+    Full,
+    /// Any.
+    Any,
 }
 
 /// Digest of one tensor.
@@ -168,6 +184,10 @@ pub struct RegisterRequest {
     /// Most (layer, expert) pairs that fit into the member's memory. Absent means no limit.
     #[serde(default)]
     pub capacity_experts: Option<u32>,
+    /// Failure domain, such as a rack or an availability zone: 1 to 128 visible ASCII characters. Replicas of an expert
+    /// are spread over zones if the placement follows the load.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<String>,
     /// Experts that this process has already loaded. The planner assigns exactly these, so that a member
     /// that returns after an outage does not load again. Empty for a new process.
     #[serde(default)]
@@ -188,6 +208,7 @@ impl RegisterRequest {
             incarnation: rand::random(),
             model,
             capacity_experts: None,
+            zone: None,
             holds: Assignment::default(),
         }
     }
@@ -236,6 +257,9 @@ pub struct LeaseResponse {
     /// The new assignment, if its version differs from the version in the request.
     #[serde(default)]
     pub assignment: Option<Assignment>,
+    /// Digests of the model's tensors that the member shall send if it has them.
+    #[serde(default)]
+    pub wanted_digests: WantedDigests,
 }
 
 /// Work of a member in one window of time.
@@ -381,6 +405,9 @@ pub struct MemberInfo {
     /// The last load report.
     #[serde(default)]
     pub load: Option<LoadReport>,
+    /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreachable: Option<String>,
 }
 
 /// `GET /v1/members`.
@@ -408,11 +435,20 @@ pub struct MemberCounts {
 pub struct StoreStatus {
     /// Name of the implementation, such as `memory` or `snapshot`.
     pub kind: String,
-    /// False while writes fail. The placement stays available, and new members are refused.
+    /// False while writes fail. The fleet keeps serving, and members of new names are refused.
     pub writable: bool,
     /// Error of the last write.
     #[serde(default)]
     pub error: Option<String>,
+}
+
+/// `GET` and `PUT /v1/goals`: the goals of a fleet whose placement follows the load.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct FleetGoals {
+    /// Fewest replicas per expert, 1 to 64, as far as there are servers.
+    pub replicas: u32,
+    /// Replicas of hot experts beyond the minimum, as a share of all replicas of a layer, 0 to 16.
+    pub spare: f64,
 }
 
 /// `GET /v1/status`.
@@ -446,4 +482,114 @@ pub struct ClusterStatus {
     pub num_watchers: u64,
     /// The store.
     pub store: StoreStatus,
+}
+
+/// Condition of a fleet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Health {
+    /// Everything is as planned.
+    Healthy,
+    /// Every expert has a replica, and something is not as planned.
+    Degraded,
+    /// Some expert has no live replica: calls fail.
+    Down,
+}
+
+impl Health {
+    /// The name used in JSON and on the terminal.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Healthy => "healthy",
+            Self::Degraded => "degraded",
+            Self::Down => "down",
+        }
+    }
+}
+
+impl ClusterStatus {
+    /// The condition of the fleet, and each deviation from the plan as a sentence.
+    pub fn health(&self) -> (Health, Vec<String>) {
+        let mut problems = Vec::new();
+        let is_down = self.experts_total == 0 || self.experts_without_replica > 0;
+        if self.model.is_none() {
+            problems.push("no expert server has registered".to_owned());
+        } else if is_down {
+            let (without, total) = (self.experts_without_replica, self.experts_total);
+            problems.push(format!("{without} of {total} experts have no live replica"));
+        }
+        if self.experts_under_replicated > 0 {
+            let (under, planned) = (self.experts_under_replicated, self.replicas);
+            problems
+                .push(format!("{under} experts have fewer replicas than the {planned} planned"));
+        }
+        let MemberCounts { loading, serving, draining, expired } = self.members;
+        if serving < self.num_servers {
+            problems.push(format!(
+                "{serving} of {} planned servers are serving ({loading} loading, {draining} draining, \
+                 {expired} expired)",
+                self.num_servers
+            ));
+        } else if expired > 0 {
+            problems.push(format!("{expired} expired members have not come back"));
+        }
+        if !self.store.writable {
+            let reason = self.store.error.as_deref().unwrap_or("no reason given");
+            problems.push(format!("the store cannot be written: {reason}"));
+        }
+        let health = match (is_down, problems.is_empty()) {
+            (true, _) => Health::Down,
+            (false, false) => Health::Degraded,
+            (false, true) => Health::Healthy,
+        };
+        (health, problems)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_deviation_from_the_plan_is_named() {
+        let model = ModelDescriptor {
+            fingerprint: "00ff00ff".to_owned(),
+            architecture: "test".to_owned(),
+            hidden: 8,
+            moe_layers: vec![0],
+            num_experts: 8,
+            top_k: 2,
+        };
+        let good = ClusterStatus {
+            cluster_id: "c".to_owned(),
+            version: "1".to_owned(),
+            uptime_ms: 1,
+            epoch: 3,
+            model: Some(model),
+            num_servers: 3,
+            replicas: 2,
+            lease_ttl_ms: 3000,
+            members: MemberCounts { serving: 3, ..MemberCounts::default() },
+            experts_total: 8,
+            experts_without_replica: 0,
+            experts_under_replicated: 0,
+            num_watchers: 0,
+            store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
+        };
+        assert_eq!(good.health(), (Health::Healthy, Vec::new()));
+        let check = |change: &dyn Fn(&mut ClusterStatus), health: Health, word: &str| {
+            let mut status = good.clone();
+            change(&mut status);
+            let (found, problems) = status.health();
+            assert_eq!(found, health, "{word}");
+            assert!(problems.iter().any(|text| text.contains(word)), "{word}: {problems:?}");
+        };
+        let degraded = Health::Degraded;
+        check(&|s| s.experts_under_replicated = 8, degraded, "fewer replicas");
+        check(&|s| s.members.expired = 1, degraded, "not come back");
+        check(&|s| s.members.serving = 2, degraded, "2 of 3 planned");
+        check(&|s| s.store.writable = false, degraded, "cannot be written");
+        check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");
+        let empty = |s: &mut ClusterStatus| (s.model, s.experts_total) = (None, 0);
+        check(&empty, Health::Down, "no expert server");
+    }
 }

@@ -1,11 +1,12 @@
 use std::collections::HashMap;
 
-use control_api::LayerAssignment;
+use control_api::{ExpertLoad, LayerAssignment, LoadReport, ServerEntry, TransportLinks};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
 use crate::planner::BalancedPlanner;
+use crate::planner::rebalance::PlanGoals;
 
 const TTL: Duration = Duration::from_secs(3);
 const PERIOD: Duration = Duration::from_millis(100);
@@ -17,6 +18,7 @@ fn settings() -> FleetSettings {
         expired_retention: Duration::from_secs(60),
         max_members: 16,
         pinned_fingerprint: None,
+        balance: None,
     }
 }
 
@@ -266,6 +268,63 @@ fn a_restarted_process_takes_its_name_and_partition_over() {
     assert_eq!(world.fleet.table().servers[0].incarnation, 2);
 }
 
+/// Two processes that are restarted under one name replaced each other for ever, each time with a new epoch.
+#[test]
+fn of_two_live_processes_with_one_name_the_later_one_stays() {
+    let mut world = World::new();
+    let first = world.serve("a", 1);
+    let second = world.serve("a", 2);
+    // A restart alone is no conflict: the name changes hands again.
+    let third = world.serve("a", 3);
+    assert_eq!(world.fleet.take_events().iter().filter(|event| is_contest(event)).count(), 0);
+    // The second process still lives.
+    assert!(matches!(world.renew(&second.member_id, 2), Err(Refusal::Superseded { .. })));
+    assert!(matches!(world.renew(&first.member_id, 1), Err(Refusal::Superseded { .. })));
+    assert_eq!(world.fleet.take_events().iter().filter(|event| is_contest(event)).count(), 1);
+    let epoch = world.epoch();
+    for incarnation in 4..40 {
+        world.advance(TTL / 3);
+        world.renew(&third.member_id, 3).unwrap();
+        let request = World::request("a", incarnation);
+        let err = world.fleet.register(request, world.now).unwrap_err();
+        assert!(matches!(err, Refusal::NameInUse { .. }), "{err}");
+        assert!(err.to_string().contains("127.0.0.1:7000"), "{err}");
+    }
+    assert_eq!(world.epoch(), epoch);
+    // The name is free once its holder is gone.
+    world.advance(TTL + PERIOD);
+    world.serve("a", 50);
+    assert_eq!(world.state("a"), Some(MemberState::Serving));
+}
+
+fn is_contest(event: &FleetEvent) -> bool {
+    matches!(event, FleetEvent::NameContested { .. })
+}
+
+#[test]
+fn a_model_without_live_members_gives_way_to_another() {
+    let mut world = World::new();
+    let mut right = World::request("right", 2);
+    right.model.fingerprint = "deadbeefdeadbeef".to_owned();
+    right.model.num_experts = 16;
+    let wrong = world.serve("wrong", 1);
+    let epoch = world.epoch();
+    assert!(world.fleet.register(right.clone(), world.now).is_err());
+    world.advance(TTL - PERIOD);
+    world.renew(&wrong.member_id, 1).unwrap();
+    assert!(world.fleet.register(right.clone(), world.now).is_err());
+    world.advance(TTL + PERIOD);
+    let response = world.fleet.register(right.clone(), world.now).unwrap();
+    world.ready(&response, 2);
+    assert_eq!(world.fleet.model(), Some(&right.model));
+    assert_eq!(world.state("wrong"), None);
+    let table = world.fleet.table();
+    assert!(table.epoch > epoch);
+    assert_eq!(table.validate(), Ok(()));
+    let err = world.fleet.register(World::request("wrong", 1), world.now).unwrap_err();
+    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+}
+
 #[test]
 fn draining_leaves_the_placement_and_keeps_the_lease() {
     let mut world = World::new();
@@ -506,4 +565,264 @@ fn no_history_issues_an_epoch_twice() {
         }
         assert!(issued.len() > 10, "{} epochs", issued.len());
     }
+}
+
+/// A fleet whose placement follows the load, with members that load what they are told.
+struct Elastic {
+    world: World,
+    /// Identity, incarnation, loaded experts and their assignment's version, by name.
+    processes: HashMap<String, (MemberId, u64, Assignment, u64)>,
+    /// Tokens per second of each expert of each layer.
+    rates: HashMap<(u32, u32), u64>,
+    /// True once every expert has had its replicas.
+    was_complete: bool,
+}
+
+impl Elastic {
+    fn new(expected_servers: u32, min_replicas: u32) -> Self {
+        let goals = PlanGoals { min_replicas, ..PlanGoals::default() };
+        let balance = BalanceSettings { goals, expected_servers, ..BalanceSettings::default() };
+        let world = World::with(FleetSettings { balance: Some(balance), ..settings() }, None);
+        Self { world, processes: HashMap::new(), rates: HashMap::new(), was_complete: false }
+    }
+
+    fn join(&mut self, name: &str, incarnation: u64) {
+        let response = self.world.register(name, incarnation);
+        self.world.ready(&response, incarnation);
+        let RegisterResponse { member_id, assignment, assignment_version, .. } = response;
+        let process = (member_id, incarnation, assignment, assignment_version);
+        self.processes.insert(name.to_owned(), process);
+    }
+
+    /// One second: every process renews, reports its tokens, and loads newly assigned experts.
+    fn second(&mut self) {
+        self.world.advance(Duration::from_secs(1));
+        let mut names: Vec<String> = self.processes.keys().cloned().collect();
+        names.sort();
+        for name in names {
+            let (id, incarnation, holds, version) = self.processes[&name].clone();
+            let request = LeaseRequest {
+                incarnation,
+                assignment_version: version,
+                load: Some(LoadReport { experts: self.tokens_of(&name), ..LoadReport::default() }),
+            };
+            let response = self.world.fleet.renew(&id, request, self.world.now).unwrap();
+            if let Some(assignment) = response.assignment {
+                // Old experts stay loaded.
+                let holds = union(&holds, &assignment);
+                let ready = ReadyRequest { incarnation, holds: holds.clone() };
+                self.world.fleet.ready(&id, ready, self.world.now).unwrap();
+                let process = (id, incarnation, holds, response.assignment_version);
+                self.processes.insert(name, process);
+            }
+            self.world.fleet.refresh();
+            self.check();
+        }
+    }
+
+    /// Tokens that clients send to a server in a second.
+    fn tokens_of(&self, name: &str) -> Vec<ExpertLoad> {
+        let table = self.world.fleet.table();
+        let Some(server) = table.servers.iter().position(|server| server.name == name) else {
+            return Vec::new();
+        };
+        let mut loads = Vec::new();
+        for entry in &table.layers {
+            for (expert, replicas) in entry.replicas.iter().enumerate() {
+                if replicas.contains(&(server as u32)) {
+                    let rate = self.rates.get(&(entry.layer, expert as u32)).copied().unwrap_or(0);
+                    let num_tokens = rate / replicas.len() as u64;
+                    loads.push(ExpertLoad {
+                        layer: entry.layer,
+                        expert: expert as u32,
+                        num_tokens,
+                    });
+                }
+            }
+        }
+        loads
+    }
+
+    /// No table may leave an expert without a replica once all had one.
+    fn check(&mut self) {
+        let coverage = self.world.fleet.coverage();
+        self.was_complete |= coverage.without_replica == 0 && coverage.experts_total > 0;
+        assert!(!self.was_complete || coverage.without_replica == 0, "{coverage:?}");
+        assert_eq!(self.world.fleet.table().validate(), Ok(()));
+    }
+
+    /// Tokens per second of the busiest server over the mean.
+    fn busiest(&self) -> f64 {
+        let of =
+            |name: &String| self.tokens_of(name).iter().map(|load| load.num_tokens).sum::<u64>();
+        let tokens: Vec<u64> = self.processes.keys().map(of).collect();
+        let mean = tokens.iter().sum::<u64>() as f64 / tokens.len() as f64;
+        tokens.iter().copied().max().unwrap_or(0) as f64 / mean
+    }
+}
+
+fn union(a: &Assignment, b: &Assignment) -> Assignment {
+    let layers = model().moe_layers.into_iter().map(|layer| {
+        let mut experts = [a.experts(layer), b.experts(layer)].concat();
+        experts.sort_unstable();
+        experts.dedup();
+        LayerAssignment { layer, experts }
+    });
+    Assignment { layers: layers.filter(|entry| !entry.experts.is_empty()).collect() }
+}
+
+#[test]
+fn a_fleet_follows_its_load_and_never_leaves_an_expert_alone() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+        fleet.check();
+    }
+    assert!(fleet.was_complete);
+    for name in ["a", "b", "c"] {
+        assert!(fleet.processes[name].2.num_experts() <= 9, "a third each");
+    }
+    // One expert of each layer is hot.
+    for layer in model().moe_layers {
+        for expert in 0..8 {
+            let rate = if expert == layer % 8 { 70_000 } else { 10_000 };
+            fleet.rates.insert((layer, expert), rate);
+        }
+    }
+    for _ in 0..60 {
+        fleet.second();
+    }
+    assert!(fleet.busiest() < 1.15, "{}", fleet.busiest());
+    let epoch = fleet.world.epoch();
+    for _ in 0..60 {
+        fleet.second();
+    }
+    assert_eq!(fleet.world.epoch(), epoch, "nothing moves while the load stays");
+
+    // A fourth server takes its share.
+    fleet.join("d", 4);
+    for _ in 0..30 {
+        fleet.second();
+    }
+    assert!(fleet.busiest() < 1.2, "{}", fleet.busiest());
+}
+
+#[test]
+fn replicas_of_a_dead_server_come_back_without_a_person() {
+    let mut fleet = Elastic::new(4, 2);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+    fleet.processes.remove("b");
+    let mut seconds = 0;
+    while fleet.world.state("b") != Some(MemberState::Expired) {
+        fleet.second();
+    }
+    while fleet.world.fleet.coverage().under_replicated > 0 {
+        fleet.second();
+        seconds += 1;
+        assert!(seconds <= 4, "{:?}", fleet.world.fleet.coverage());
+    }
+    // A drain moves the experts, too.
+    let id = fleet.processes["c"].0.clone();
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    for _ in 0..4 {
+        fleet.second();
+    }
+    assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+}
+
+#[test]
+fn oversized_and_dirty_load_reports_are_refused() {
+    let mut world = World::new();
+    let member = world.serve("a", 1);
+    let links = |transport: &str, num: usize| {
+        let link =
+            TransportLinks { transport: transport.to_owned(), num_links: 1, left_out: Vec::new() };
+        LoadReport { links: vec![link; num], ..LoadReport::default() }
+    };
+    let expert = ExpertLoad { layer: 0, expert: 0, num_tokens: 1 };
+    let many = LoadReport { experts: vec![expert; 25], ..LoadReport::default() };
+    let device = LoadReport { device: Some("\u{1b}[2J".to_owned()), ..LoadReport::default() };
+    for load in [many, links("shm", 33), links("a\nb", 1), links(&"x".repeat(600), 1), device] {
+        let request = LeaseRequest { incarnation: 1, assignment_version: 0, load: Some(load) };
+        let err = world.fleet.renew(&member.member_id, request, world.now).unwrap_err();
+        assert!(
+            matches!(err, Refusal::BadRequest(_)) && !err.to_string().contains('\u{1b}'),
+            "{err}"
+        );
+    }
+    let load = Some(links("shm", 2));
+    let request = LeaseRequest { incarnation: 1, assignment_version: 0, load };
+    world.fleet.renew(&member.member_id, request, world.now).unwrap();
+}
+
+/// Servers join, leave, die, restart and drain at random while the load changes. Whenever every expert has its two
+/// replicas, one of them may fail: no table may then leave an expert without a replica.
+#[test]
+fn no_history_of_single_faults_leaves_an_expert_alone() {
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut fleet = Elastic::new(3, 2);
+    let mut next_incarnation = 1;
+    let mut num_faults = 0;
+    for name in ["m0", "m1", "m2"] {
+        fleet.join(name, next_incarnation);
+        next_incarnation += 1;
+    }
+    for second in 0..3000 {
+        if rng.random_ratio(1, 20) {
+            for layer in model().moe_layers {
+                let hot = rng.random_range(0..8);
+                for expert in 0..8 {
+                    let rate =
+                        if expert == hot { rng.random_range(10_000..200_000) } else { 10_000 };
+                    fleet.rates.insert((layer, expert), rate);
+                }
+            }
+        }
+        // The control plane learns of a death when the lease ends.
+        let is_alive = |server: &ServerEntry| {
+            let process = fleet.processes.get(&server.name);
+            process.is_some_and(|process| process.1 == server.incarnation)
+        };
+        let is_whole = fleet.world.fleet.coverage().is_complete()
+            && fleet.world.fleet.table().servers.iter().all(is_alive);
+        let mut names: Vec<String> = fleet.processes.keys().cloned().collect();
+        names.sort();
+        if is_whole && rng.random_ratio(1, 4) {
+            let victim = names[rng.random_range(0..names.len())].clone();
+            match rng.random_range(0..5u32) {
+                0 if names.len() < 8 => {
+                    fleet.join(&format!("m{second}"), next_incarnation);
+                }
+                1 if names.len() > 2 => {
+                    fleet.processes.remove(&victim);
+                    num_faults += 1;
+                }
+                2 => {
+                    fleet.processes.remove(&victim);
+                    fleet.join(&victim, next_incarnation);
+                    num_faults += 1;
+                }
+                3 if names.len() > 2 => {
+                    let (id, ..) = fleet.processes.remove(&victim).unwrap();
+                    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+                    fleet.world.fleet.refresh();
+                    fleet.check();
+                    fleet.world.fleet.leave(&id).unwrap();
+                    fleet.world.fleet.refresh();
+                    num_faults += 1;
+                }
+                _ => {}
+            }
+            next_incarnation += 1;
+        }
+        fleet.second();
+    }
+    assert!(num_faults > 50, "{num_faults}");
 }

@@ -1,4 +1,5 @@
-//! The digests of the model's tensors: stored in memory, once, for members that serve other weights.
+//! The digests of the model's tensors: kept in memory, for members that serve other weights. After a restart members
+//! are asked for them with their next renewals.
 
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
@@ -24,8 +25,9 @@ pub(super) async fn model_digests(State(app): State<App>) -> Response {
     }
 }
 
-/// Stores the digests of the model's tensors. The first ones that fit the fleet's model stay; they are lost when
-/// the control plane restarts.
+/// Stores the digests of the model's tensors. The first ones that fit the fleet's model stay, until a member sends
+/// digests of all bytes, too. Other digests of all bytes than those stored are refused. After a restart of the control
+/// plane, responses to renewals ask for the digests.
 #[utoipa::path(put, path = "/v1/model/digests", tag = "placement",
     request_body = ModelDigests, responses(
     (status = 204, description = "Stored, or stored before"),
@@ -46,15 +48,17 @@ pub(super) async fn store_model_digests(
     let digests: ModelDigests =
         serde_json::from_slice(&body).map_err(|err| bad(format!("malformed digests: {err}")))?;
     let is_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-    for tensor in &digests.tensors {
+    for tensor in digests.tensors.iter().chain(&digests.full) {
         if tensor.digest.len() != 32 || !tensor.digest.bytes().all(is_hex) {
             let found: String = tensor.digest.chars().take(80).collect();
             return Err(bad(format!("digest {found:?}, expected 32 lowercase hex digits")));
         }
     }
-    if !digests.tensors.is_sorted_by(|a, b| a.name < b.name) {
-        return Err(bad("names of tensors must be strictly ascending".to_owned()));
+    for tensors in [&digests.tensors, &digests.full] {
+        if !tensors.is_sorted_by(|a, b| a.name < b.name) {
+            return Err(bad("names of tensors must be strictly ascending".to_owned()));
+        }
     }
-    app.coordinator.store_model_digests(&digests.fingerprint, body)?;
+    app.coordinator.store_model_digests(digests, body)?;
     Ok(StatusCode::NO_CONTENT)
 }

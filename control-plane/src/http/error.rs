@@ -39,6 +39,8 @@ impl HttpError {
             code::REQUEST_TIMEOUT => StatusCode::REQUEST_TIMEOUT,
             code::LEASE_EXPIRED
             | code::SUPERSEDED
+            | code::NAME_IN_USE
+            | code::FIXED_PLACEMENT
             | code::MODEL_MISMATCH
             | code::CAPACITY_TOO_SMALL => StatusCode::CONFLICT,
             code::TOO_MANY_MEMBERS
@@ -69,9 +71,11 @@ impl From<OperationError> for HttpError {
                 Refusal::UnknownMember { .. } => code::UNKNOWN_MEMBER,
                 Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
                 Refusal::Superseded { .. } => code::SUPERSEDED,
-                Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
-                    code::MODEL_MISMATCH
-                }
+                Refusal::NameInUse { .. } => code::NAME_IN_USE,
+                Refusal::ModelMismatch { .. }
+                | Refusal::DescriptorMismatch { .. }
+                | Refusal::BytesMismatch => code::MODEL_MISMATCH,
+                Refusal::FixedPlacement => code::FIXED_PLACEMENT,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
                 Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
@@ -110,7 +114,13 @@ impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
             return Err(HttpError::new(code::BAD_REQUEST, text));
         }
         let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
+        // An array would be read as the fields in their order.
+        let is_array = text.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
         match serde_json::from_slice(text) {
+            Ok(_) if is_array => {
+                let text = "the body is not the JSON that this route expects: expected an object";
+                Err(HttpError::new(code::BAD_REQUEST, text))
+            }
             Ok(value) => Ok(Self(value)),
             Err(err) => {
                 let text = format!("the body is not the JSON that this route expects: {err}");

@@ -6,9 +6,9 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use control_api::{
-    ApiError, ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
-    MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
-    SuspectResponse, code,
+    ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId,
+    MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
+    SuspectRequest, SuspectResponse, code,
 };
 
 use super::App;
@@ -23,15 +23,19 @@ pub(super) async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun.
+/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun. The text says so if the
+/// store cannot be written.
 #[utoipa::path(get, path = "/readyz", tag = "probes", security(()), responses(
     (status = 200, description = "Ready", body = String),
     (status = 503, description = "Shutting down", body = ApiError)))]
-pub(super) async fn readyz(State(app): State<App>) -> Result<&'static str, HttpError> {
+pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    Ok("ok\n")
+    Ok(match app.coordinator.write_error() {
+        Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
+        None => "ok\n".to_owned(),
+    })
 }
 
 /// Metrics in Prometheus' text format.
@@ -61,6 +65,29 @@ pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
     Json(app.coordinator.status())
 }
 
+/// Goals of a placement that follows the load.
+#[utoipa::path(get, path = "/v1/goals", tag = "placement", responses(
+    (status = 200, description = "The goals", body = FleetGoals),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
+    Ok(Json(app.coordinator.goals()?))
+}
+
+/// Changes the goals. The next plan meets them.
+#[utoipa::path(put, path = "/v1/goals", tag = "placement",
+    request_body = FleetGoals, responses(
+    (status = 200, description = "The new goals", body = FleetGoals),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+pub(super) async fn set_goals(
+    State(app): State<App>,
+    Body(goals): Body<FleetGoals>,
+) -> Answer<FleetGoals> {
+    Ok(Json(app.coordinator.set_goals(goals)?))
+}
+
 /// All members by name.
 #[utoipa::path(get, path = "/v1/members", tag = "members", responses(
     (status = 200, description = "The members", body = MemberList),
@@ -76,7 +103,8 @@ pub(super) async fn members(State(app): State<App>) -> Json<MemberList> {
     (status = 200, description = "Registered; the lease starts now", body = RegisterResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 401, description = "Wrong token", body = ApiError),
-    (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`",
+    (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`, \
+        `name_in_use`",
         body = ApiError),
     (status = 503, description = "`store_read_only`, `too_many_members`, `shutting_down`",
         body = ApiError)))]
@@ -152,6 +180,17 @@ pub(super) async fn drain(
     Body(request): Body<DrainRequest>,
 ) -> Answer<MemberInfo> {
     Ok(Json(app.coordinator.drain(&member_id(&id)?, request.incarnation)?))
+}
+
+/// Takes a drain back: the member returns to the placement.
+#[utoipa::path(post, path = "/v1/members/{id}/resume", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")), responses(
+    (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+pub(super) async fn resume(State(app): State<App>, Path(id): Path<String>) -> Answer<MemberInfo> {
+    Ok(Json(app.coordinator.resume(&member_id(&id)?)?))
 }
 
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
+use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescriptor};
 
 use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
 
@@ -40,6 +40,7 @@ fn snapshot(seed: u64) -> Snapshot {
             holds: assignment,
             superseded: Vec::new(),
         }],
+        goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
     }
 }
 
@@ -80,11 +81,26 @@ fn a_writer_with_an_old_revision_is_refused(subject: &impl Subject) {
     assert_eq!(store.load().unwrap(), (Some(kept), new));
 }
 
+fn reserved_epochs_bound_the_snapshot_from_below(subject: &impl Subject) {
+    let mut store = subject.open();
+    let saved = snapshot(1);
+    let revision = store.save(&saved, Revision(0)).unwrap();
+    for (epoch, expected) in [(7, 1000), (5000, 5000), (4000, 5000), (6000, 6000)] {
+        store.reserve_epoch(epoch).unwrap();
+        drop(store);
+        store = subject.open();
+        let found = store.load().unwrap();
+        let expected = Snapshot { reserved_epoch: expected, ..saved.clone() };
+        assert_eq!(found, (Some(expected), revision));
+    }
+}
+
 /// Runs the whole suite, each case on its own subject.
 fn conforms<S: Subject>(make: impl Fn() -> S) {
     a_fresh_store_is_empty(&make());
     what_is_saved_is_found_after_a_restart(&make());
     a_writer_with_an_old_revision_is_refused(&make());
+    reserved_epochs_bound_the_snapshot_from_below(&make());
 }
 
 impl Subject for MemoryStore {
@@ -213,6 +229,12 @@ fn a_full_disk_is_named_and_heals() {
         std::fs::write(dir.path().join("rest"), vec![0; 64 << 10]).unwrap_err();
         let err = store.save(&snapshot(2), revision).unwrap_err();
         assert!(matches!(err, StoreError::Full { .. }), "{err}");
+        assert_eq!(store.load().unwrap(), (Some(kept.clone()), revision));
+        // Epochs need no space.
+        store.reserve_epoch(9000).unwrap();
+        drop(store);
+        let mut store = dir.open();
+        let kept = Snapshot { reserved_epoch: 9000, ..kept };
         assert_eq!(store.load().unwrap(), (Some(kept), revision));
         std::fs::remove_file(&filler).unwrap();
         std::fs::remove_file(dir.path().join("rest")).unwrap();

@@ -3,13 +3,14 @@
 //! Layout of `state.snapshot`: one ASCII line `switchyard-state FORMAT REVISION LENGTH CRC32C`
 //! (the checksum in hex, over the body), then `LENGTH` bytes of JSON. A write goes to
 //! `state.snapshot.tmp`, which is synced and renamed over the old file. Then the directory is synced.
-//! A lock on the file `lock` refuses a second control plane.
+//! A lock on the file `lock` refuses a second control plane. The file `reserved-epoch` holds epochs that were
+//! reserved while there was no space for a snapshot.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Revision, Snapshot, Store, StoreError};
+use super::{Revision, Snapshot, Store, StoreError, epoch_file};
 
 /// A snapshot in a directory of its own.
 #[derive(Debug)]
@@ -17,6 +18,8 @@ pub struct FileStore {
     dir: PathBuf,
     /// Revision of the last successful read or write. The lock excludes other writers.
     revision: Option<Revision>,
+    /// True once this process has allocated the space for epochs.
+    has_epoch_file: bool,
     /// Held for the life of the store.
     _lock: File,
 }
@@ -27,6 +30,8 @@ impl FileStore {
         fs::create_dir_all(dir).map_err(|err| classify("create directory", dir, err))?;
         let path = dir.join("lock");
         let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+        // A file that exists can be locked on a file system that takes no writes.
+        let lock = lock.or_else(|err| File::open(&path).map_err(|_| err));
         let lock = lock.map_err(|err| classify("open", &path, err))?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -35,12 +40,16 @@ impl FileStore {
             }
             Err(TryLockError::Error(err)) => return Err(classify("lock", &path, err)),
         }
-        Ok(Self { dir: dir.to_owned(), revision: None, _lock: lock })
+        Ok(Self { dir: dir.to_owned(), revision: None, has_epoch_file: false, _lock: lock })
     }
 
     /// The file that holds the snapshot.
     pub fn path(&self) -> PathBuf {
         self.dir.join("state.snapshot")
+    }
+
+    fn epoch_path(&self) -> PathBuf {
+        self.dir.join("reserved-epoch")
     }
 
     fn read(&self) -> Result<Option<(Snapshot, Revision)>, StoreError> {
@@ -79,7 +88,13 @@ impl Store for FileStore {
 
     fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError> {
         let (snapshot, revision) = match self.read()? {
-            Some((snapshot, revision)) => (Some(snapshot), revision),
+            Some((mut snapshot, revision)) => {
+                let path = self.epoch_path();
+                let reserved =
+                    epoch_file::read(&path).map_err(|err| classify("read", &path, err))?;
+                snapshot.reserved_epoch = snapshot.reserved_epoch.max(reserved);
+                (Some(snapshot), revision)
+            }
             None => (None, Revision::default()),
         };
         self.revision = Some(revision);
@@ -99,7 +114,22 @@ impl Store for FileStore {
         let body = body.map_err(|err| StoreError::Corrupt { path, reason: err.to_string() })?;
         self.replace(&encode(next, &body))?;
         self.revision = Some(next);
+        if !self.has_epoch_file {
+            let path = self.epoch_path();
+            // Only a full disk needs the file, and the snapshot is safe: no reason to fail.
+            match epoch_file::allocate(&path) {
+                Ok(()) => self.has_epoch_file = true,
+                Err(err) => {
+                    tracing::warn!(path = %path.display(), error = %err, "cannot allocate space for epochs")
+                }
+            }
+        }
         Ok(next)
+    }
+
+    fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError> {
+        let path = self.epoch_path();
+        epoch_file::write(&path, epoch).map_err(|err| classify("write", &path, err))
     }
 }
 

@@ -34,4 +34,12 @@ impl Store for MemoryStore {
         *state = (Some(snapshot.clone()), Revision(expected.0 + 1));
         Ok(state.1)
     }
+
+    fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(snapshot) = &mut state.0 {
+            snapshot.reserved_epoch = snapshot.reserved_epoch.max(epoch);
+        }
+        Ok(())
+    }
 }

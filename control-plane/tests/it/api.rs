@@ -2,7 +2,7 @@
 
 use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
-    ModelDigests, SuspectRequest, TensorDigest, code,
+    ModelDigests, SuspectRequest, TensorDigest, WantedDigests, code,
 };
 use switchyard_control_plane::{BindError, Server, ServerConfig};
 
@@ -58,6 +58,68 @@ async fn a_member_joins_serves_drains_and_leaves() {
 }
 
 #[tokio::test]
+async fn an_address_that_nothing_answers_at_shows_in_the_members() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let good = listener.local_addr().unwrap().to_string();
+    for (name, addr) in [("good", good.as_str()), ("bad", "localhost.invalid:7171")] {
+        let mut request = request(name, 7);
+        request.data_addr = addr.to_owned();
+        let response = client.register(&request).await.unwrap();
+        let ready = ReadyRequest { incarnation: 7, holds: response.assignment };
+        client.ready(&response.member_id, &ready).await.unwrap();
+    }
+    let seen = async {
+        loop {
+            let members = client.members().await.unwrap();
+            if let Some(reason) = &members[0].unreachable {
+                assert_eq!(
+                    (members[0].name.as_str(), members[1].unreachable.as_ref()),
+                    ("bad", None)
+                );
+                return reason.clone();
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    let reason = tokio::time::timeout(BOUND, seen).await.unwrap();
+    assert!(!reason.is_empty());
+    // The good one was connected to.
+    tokio::time::timeout(BOUND, listener.accept()).await.unwrap().unwrap();
+
+    let mut nowhere = request("nowhere", 7);
+    nowhere.data_addr = "0.0.0.0:7171".to_owned();
+    let err = client.register(&nowhere).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    assert!(err.to_string().contains("0.0.0.0:7171"), "{err}");
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_can_be_taken_back() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let head = format!(
+        "POST /v1/members/{member}/drain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\
+         Content-Type: application/json\r\nContent-Length: 2\r\nConnection: close\r\n\r\n[]"
+    );
+    let answer = raw(plane.addr, head.as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("object"), "{answer}");
+    assert_eq!(client.members().await.unwrap()[0].state, MemberState::Serving);
+
+    client.drain(&member, &DrainRequest::default()).await.unwrap();
+    assert!(client.placement().await.unwrap().servers.is_empty());
+    let info = client.resume(&member).await.unwrap();
+    assert_eq!(info.state, MemberState::Serving);
+    assert_eq!(client.placement().await.unwrap().servers.len(), 1);
+    // It changes nothing about a member that does not drain.
+    assert_eq!(client.resume(&member).await.unwrap().state, MemberState::Serving);
+    plane.stop().await;
+}
+
+#[tokio::test]
 async fn a_suspected_silent_member_expires_before_its_lease() {
     let mut config = config();
     config.lease_ttl = Duration::from_secs(3600);
@@ -92,6 +154,7 @@ async fn the_first_digests_of_the_fleets_model_stay() {
     let digests = ModelDigests {
         fingerprint: model().fingerprint,
         tensors: vec![tensor("a", "0"), tensor("b", "f")],
+        full: Vec::new(),
     };
     // No member, so no model.
     let refused = code_of(client.send_model_digests(&digests).await);
@@ -115,6 +178,37 @@ async fn the_first_digests_of_the_fleets_model_stay() {
     client.send_model_digests(&digests).await.unwrap();
     client.send_model_digests(&with(Vec::new())).await.unwrap();
     assert_eq!(client.model_digests().await.unwrap(), digests);
+    plane.stop().await;
+}
+
+/// Renewals ask for digests that the control plane lacks. The first digests of all bytes replace those of samples, and
+/// other ones are refused.
+#[tokio::test]
+async fn digests_are_asked_for_and_those_of_all_bytes_must_agree() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    let member = client.register(&request("a", 1)).await.unwrap().member_id;
+    let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
+    let wanted = async || client.renew(&member, &lease).await.unwrap().wanted_digests;
+    assert_eq!(wanted().await, WantedDigests::Any);
+
+    let tensor = |digit: &str| TensorDigest { name: "a".to_owned(), digest: digit.repeat(32) };
+    let fingerprint = model().fingerprint;
+    let sampled = ModelDigests { fingerprint, tensors: vec![tensor("0")], full: Vec::new() };
+    client.send_model_digests(&sampled).await.unwrap();
+    assert_eq!(wanted().await, WantedDigests::Full);
+    let full = |digit| ModelDigests { full: vec![tensor(digit)], ..sampled.clone() };
+    let err = client.send_model_digests(&full("x")).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    client.send_model_digests(&full("1")).await.unwrap();
+    assert_eq!(wanted().await, WantedDigests::None);
+
+    let err = client.send_model_digests(&full("2")).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::MODEL_MISMATCH));
+    for same in [full("1"), sampled.clone()] {
+        client.send_model_digests(&same).await.unwrap();
+    }
+    assert_eq!(client.model_digests().await.unwrap(), full("1"));
     plane.stop().await;
 }
 

@@ -119,6 +119,10 @@ impl Store for Moody {
         }
         self.inner.save(snapshot, expected)
     }
+
+    fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError> {
+        self.inner.reserve_epoch(epoch)
+    }
 }
 
 #[tokio::test]
@@ -147,6 +151,9 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
     client.renew(&member, &lease).await.unwrap();
     assert_eq!(client.register(&request("a", 1)).await.unwrap().member_id, member);
+    // A killed server that comes back as a new process is a known member, too.
+    let back = serve(&client, "a", 9).await;
+    assert_ne!(back, member);
     let epoch = client.placement().await.unwrap().epoch;
     client.drain(&other, &DrainRequest::default()).await.unwrap();
     let table = client.placement().await.unwrap();
@@ -160,6 +167,60 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     };
     tokio::time::timeout(BOUND, healed).await.unwrap();
     assert!(client.status().await.unwrap().store.writable);
+    plane.stop().await;
+}
+
+/// On a disk that stays full a killed control plane comes back, a killed server comes back, and the placement
+/// changes more often than epochs were reserved while there was space.
+#[tokio::test]
+async fn a_full_disk_stops_no_recovery() {
+    let is_full = Arc::new(AtomicBool::new(false));
+    let inner = MemoryStore::new();
+    let start = async || {
+        let store = Moody { inner: inner.clone(), is_full: Arc::clone(&is_full) };
+        let mut config = config();
+        config.lease_ttl = Duration::from_secs(60);
+        let clock = Arc::new(MonotonicClock::new());
+        let server = switchyard_control_plane::Server::bind_with(config, Box::new(store), clock);
+        Plane::run(server.await.unwrap())
+    };
+    let plane = start().await;
+    serve(&plane.client(), "a", 1).await;
+    let epoch = plane.client().placement().await.unwrap().epoch;
+    is_full.store(true, Ordering::SeqCst);
+    plane.stop().await;
+
+    let plane = start().await;
+    let client = plane.client();
+    let mut last = client.placement().await.unwrap();
+    assert!(last.epoch > epoch, "{} after {epoch}", last.epoch);
+    assert_eq!(last.servers[0].incarnation, 1);
+    assert!(!client.status().await.unwrap().store.writable);
+    let text =
+        raw(plane.addr, b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+    assert!(text.starts_with("HTTP/1.1 200") && text.contains("no space left"), "{text}");
+    for incarnation in 2..800 {
+        serve(&client, "a", incarnation).await;
+        let next = client.placement().await.unwrap();
+        assert!(next.epoch >= last.epoch);
+        last = next;
+    }
+    let settled = async {
+        while client.placement().await.unwrap().servers.first().map(|s| s.incarnation) != Some(799)
+        {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(BOUND, settled).await.unwrap();
+    last = client.placement().await.unwrap();
+    assert!(last.epoch > epoch + 1024, "{}", last.epoch);
+    plane.stop().await;
+
+    // With space again no epoch comes twice.
+    is_full.store(false, Ordering::SeqCst);
+    let plane = start().await;
+    let table = plane.client().placement().await.unwrap();
+    assert!(table.epoch > last.epoch, "{} after {}", table.epoch, last.epoch);
     plane.stop().await;
 }
 

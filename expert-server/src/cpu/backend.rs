@@ -113,4 +113,8 @@ impl Experts for ExpertStore {
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
         self.add(layer, expert)
     }
+
+    fn unload(&self, layer: u32, expert: u32) -> bool {
+        self.remove(layer, expert)
+    }
 }

@@ -3,10 +3,11 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::RegisterRequest;
+use control_api::placement::is_unspecified;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -24,7 +25,7 @@ use crate::cpu::CpuBackend;
 use crate::device::DeviceBackend;
 use crate::error::StartError;
 use crate::http;
-use crate::members::{self, Membership};
+use crate::members::{self, Digests, Membership};
 use crate::metrics::ServerMetrics;
 use crate::status::Health;
 
@@ -34,7 +35,9 @@ pub(super) async fn start(
     mut progress: impl FnMut(LoadProgress) + Send + 'static,
 ) -> Result<RunningServer, StartError> {
     let (checkpoint, digests) = open_checkpoint(&config).await?;
-    let fingerprint = digests.fingerprint();
+    let fingerprint = digests.sampled.fingerprint();
+    let full_digest = digests.full.as_ref().map(TensorDigests::fingerprint);
+    let digests = Arc::new(digests);
     let shape = shape_of(&checkpoint, fingerprint);
     let mut backend = open_backend(&config, &checkpoint, &shape).await?;
     let (device, frames) = (backend.device_name(), backend.frame_limits());
@@ -74,19 +77,22 @@ pub(super) async fn start(
 
     let mut registration = RegisterRequest::new(
         config.name.clone(),
-        advertised_addr(&config, data_addr)?,
+        advertised_addr(&config, data_addr).await?,
         members::describe(&checkpoint, fingerprint),
     );
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
+    registration.zone.clone_from(&config.zone);
     let incarnation = registration.incarnation;
-    let (keeper, assignment) = match &config.placement {
+    let (control, assignment) = match &config.placement {
         Placement::ControlPlane { url, token } => {
+            let digests = Arc::clone(&digests);
             let joined = members::join(&config, url, token.clone(), registration, digests).await?;
-            (Some(Arc::new(joined.0)), joined.1)
+            (Some((Arc::new(joined.keeper), joined.control)), joined.assignment)
         }
         Placement::Static(selection) => (None, Arc::new(selection.resolve(checkpoint.config())?)),
     };
+    let keeper = control.as_ref().map(|(keeper, _)| Arc::clone(keeper));
     if !assignment.is_empty() {
         check_assignment(&assignment, checkpoint.config()).map_err(StartError::Assignment)?;
     }
@@ -120,11 +126,13 @@ pub(super) async fn start(
         data: Arc::clone(&data),
     };
     let listening = tokio::spawn(serve_clients(listener, Arc::new(admission), stopped));
-    let member = keeper.as_ref().map(|keeper| Membership {
-        keeper: Arc::clone(keeper),
+    let member = control.map(|(keeper, control)| Membership {
+        keeper,
         store: Arc::clone(&store),
         load: Arc::clone(data.load()),
         health: Arc::clone(&health),
+        control,
+        digests,
     });
     let (ended, end) = watch::channel(None);
     let (stop_all, data_plane) = (stop.clone(), Arc::clone(&data));
@@ -139,23 +147,39 @@ pub(super) async fn start(
         device,
         "serving"
     );
-    Ok(RunningServer { config, data_addr, metrics_addr, health, store, keeper, data, stop, end })
+    Ok(RunningServer {
+        config,
+        data_addr,
+        metrics_addr,
+        full_digest,
+        health,
+        store,
+        keeper,
+        data,
+        stop,
+        end,
+    })
 }
 
 /// Opens the checkpoint, logs its warnings, and reads the digests of its tensors.
-async fn open_checkpoint(
-    config: &ServerConfig,
-) -> Result<(Arc<Checkpoint>, TensorDigests), StartError> {
-    let dir = config.model_dir.clone();
+async fn open_checkpoint(config: &ServerConfig) -> Result<(Arc<Checkpoint>, Digests), StartError> {
+    let (dir, verify) = (config.model_dir.clone(), config.verify);
+    let threads = match config.num_threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        num => num,
+    };
     let opening = tokio::task::spawn_blocking(move || {
         let checkpoint = Checkpoint::open(dir)?;
         for warning in checkpoint.warnings() {
             tracing::warn!("{warning}");
         }
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let digests = checkpoint.digests(Coverage::Sampled, threads, &mut |_, _| {});
-        let digests = digests.map_err(StartError::Fingerprint)?;
-        Ok::<_, StartError>((Arc::new(checkpoint), digests))
+        let digests = |coverage| {
+            let digests = checkpoint.digests(coverage, threads, &mut |_, _| {});
+            digests.map_err(StartError::Fingerprint)
+        };
+        let sampled = digests(Coverage::Sampled)?;
+        let full = (verify == Coverage::Full).then(|| digests(Coverage::Full)).transpose()?;
+        Ok::<_, StartError>((Arc::new(checkpoint), Digests { sampled, full }))
     });
     opening.await.map_err(|_| StartError::LoadPanicked)?
 }
@@ -205,15 +229,33 @@ async fn bind_metrics(addr: SocketAddr) -> Result<TcpListener, StartError> {
 }
 
 /// The address that clients connect to. An unspecified address accepts connections on every interface, but no
-/// client can connect to it.
-fn advertised_addr(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, StartError> {
-    match &config.advertise_addr {
-        Some(addr) => Ok(addr.clone()),
-        None if data_addr.ip().is_unspecified()
-            && matches!(config.placement, Placement::ControlPlane { .. }) =>
-        {
-            Err(StartError::Advertise { found: data_addr.to_string() })
-        }
-        None => Ok(data_addr.to_string()),
+/// client can connect to it. A name must resolve on this host, so that a misspelt one is noticed before clients
+/// fail with it.
+async fn advertised_addr(
+    config: &ServerConfig,
+    data_addr: SocketAddr,
+) -> Result<String, StartError> {
+    let found = match &config.advertise_addr {
+        Some(addr) => addr.clone(),
+        None => data_addr.to_string(),
+    };
+    if !matches!(config.placement, Placement::ControlPlane { .. }) {
+        return Ok(found);
     }
+    if is_unspecified(&found) {
+        return Err(StartError::Advertise { found });
+    }
+    let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(found.clone()));
+    let reason = match lookup.await {
+        Ok(Ok(mut addrs)) => match addrs.next() {
+            Some(_) => return Ok(found),
+            None => "the name has no address".to_owned(),
+        },
+        Ok(Err(err)) => err.to_string(),
+        Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+    };
+    Err(StartError::AdvertiseName { found, reason })
 }
+
+/// Longest wait for the resolver.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::error::{DataError, ServerError};
-use crate::members::Membership;
+use crate::members::{Membership, MembershipEnd};
 use crate::plane::{DataPlane, ThreadEnd};
 
 /// How a server ended. The first reader takes the result.
@@ -35,7 +35,7 @@ impl Supervision {
                 // A server that leaves by itself stops its data thread, too, and that ends the wait.
                 Some(member) => match member.run().await {
                     Ok(()) => std::future::pending().await,
-                    Err(reason) => reason,
+                    Err(end) => end,
                 },
                 None => std::future::pending().await,
             }
@@ -43,10 +43,13 @@ impl Supervision {
         let result = tokio::select! {
             biased;
             result = &mut data_end => result.unwrap_or_else(|_| vanished()).map_err(ServerError::from),
-            reason = membership => {
+            end = membership => {
                 data.stop();
                 let result = (&mut data_end).await.unwrap_or_else(|_| vanished());
-                result.map_err(ServerError::from).and(Err(ServerError::Membership { reason }))
+                let MembershipEnd { reason, is_name_conflict } = end;
+                result
+                    .map_err(ServerError::from)
+                    .and(Err(ServerError::Membership { reason, is_name_conflict }))
             }
             outcome = &mut listening => {
                 is_listening = false;

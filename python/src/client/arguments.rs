@@ -20,12 +20,12 @@ pub fn layer(layer: &Bound<'_, PyAny>) -> PyResult<u32> {
     })
 }
 
-/// What a call reads.
+/// The arrays that a call reads.
 pub struct Request<'a, 'py> {
     x: Array<'a, 'py>,
     raw: RawRequest,
-    _topk_idx: Array<'a, 'py>,
-    _topk_weights: Array<'a, 'py>,
+    topk_idx: Array<'a, 'py>,
+    topk_weights: Array<'a, 'py>,
 }
 
 /// The matrices of a [`Request`], for a thread without the interpreter.
@@ -44,7 +44,7 @@ pub struct RawTarget {
 
 impl<'a, 'py> Request<'a, 'py> {
     /// Checks the arguments against each other and against the model. With `is_kept` the memory of `x` stays valid
-    /// while [`into_owner`](Self::into_owner) lives.
+    /// while the first of [`into_owners`](Self::into_owners) lives.
     pub fn new(
         model: &ClientModel,
         x: &'a Bound<'py, PyAny>,
@@ -85,20 +85,20 @@ impl<'a, 'py> Request<'a, 'py> {
             cols_name: "k",
         })?;
         let raw = RawRequest { x: x_matrix, topk_idx: idx_matrix, topk_weights: weights_matrix };
-        Ok(Self { x: x_array, raw, _topk_idx: idx_array, _topk_weights: weights_array })
+        Ok(Self { x: x_array, raw, topk_idx: idx_array, topk_weights: weights_array })
     }
 
     pub fn raw(&self) -> RawRequest {
         self.raw
     }
 
-    /// What keeps the memory of `x` valid.
-    pub fn into_owner(self) -> Owner {
-        self.x.into_owner()
+    /// The owners of the memory of `x`, and of that of indices and weights.
+    pub fn into_owners(self) -> (Owner, [Owner; 2]) {
+        (self.x.into_owner(), [self.topk_idx.into_owner(), self.topk_weights.into_owner()])
     }
 }
 
-/// What a call writes.
+/// The array that a call writes.
 pub struct Target<'py> {
     object: Bound<'py, PyAny>,
     /// The library that makes the result of `object`.

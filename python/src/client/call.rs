@@ -221,13 +221,13 @@ pub struct Handle {
     layer: u32,
 }
 
-/// What a handle holds until its call ends.
+/// The call of a handle, and the memory that it reads.
 struct Pending {
     // Dropped in this order: the call first, then what it reads.
     handle: attention_client::Handle<'static>,
     moe: MoeClient,
     _widened: Vec<f32>,
-    _owner: Owner,
+    owner: Owner,
 }
 
 #[pymethods]
@@ -280,14 +280,14 @@ pub fn dispatch(
     shared: &Arc<Shared>,
 ) -> PyResult<Handle> {
     let raw = request.raw();
-    let owner = request.into_owner();
+    let (owner, others) = request.into_owners();
     let copies = &shared.copies;
     let (result, interrupt) = py.detach(move || {
         let interrupt = Interrupt::new();
         let result = Scratch::with(|scratch| {
             let mut widened = Vec::new();
             // SAFETY: `owner` and the handle's Python object keep the memory of x valid as long as the handle lives.
-            // The caller's arrays of indices and weights live until this call returns.
+            // `others` and the caller's objects keep indices and weights valid until this call returns.
             let (x, topk_idx, topk_weights) = unsafe {
                 let x = floats(raw.x, &mut widened, &copies.x);
                 (
@@ -298,10 +298,11 @@ pub fn dispatch(
             };
             let handle =
                 moe.dispatch_unless(layer, x, topk_idx, topk_weights, &|| interrupt.is_due())?;
-            Ok(Pending { handle, moe, _widened: widened, _owner: owner })
+            Ok(Pending { handle, moe, _widened: widened, owner })
         });
         (result, interrupt)
     });
+    drop(others);
     crate::logs::flush(py);
     match result {
         Ok(pending) => Ok(Handle {
@@ -354,9 +355,10 @@ pub fn combine<'py>(
         ));
     };
     let raw = target.raw();
-    let (result, interrupt) = py.detach(|| {
+    // The owner of x goes with the interpreter: it may be an object of Python.
+    let (result, interrupt, _owner) = py.detach(|| {
         let interrupt = Interrupt::new();
-        let Pending { handle, moe, _widened, _owner } = pending;
+        let Pending { handle, moe, _widened, owner } = pending;
         let result = Scratch::with(|scratch| {
             // SAFETY: `target` keeps the memory valid until after this call.
             unsafe {
@@ -364,7 +366,7 @@ pub fn combine<'py>(
             }
         });
         drop(moe);
-        (result, interrupt)
+        (result, interrupt, owner)
     });
     Finished { shared, report, result, interrupt }.conclude(py)?;
     target.into_object(py)

@@ -4,10 +4,13 @@
 //! is rotated left by one bit, which moves its exponent into the highest byte. The highest bytes go through the entropy
 //! coder of `rans`, and the others are stored.
 //!
-//! A frame is a header of 16 bytes (`SYFC`, version, type, two zeros, the length of the array in bytes), blocks of up to
-//! 131,072 elements, and the bytes behind the last whole element. A block is a word with the length of its coded
-//! highest bytes, which has its top bit set if they are stored, these bytes, and the other bytes of its elements. All
-//! numbers are little-endian.
+//! | part of a frame | content |
+//! |---|---|
+//! | header | 16 bytes: `SYFC`, version, type, two zeros, the length of the array in bytes |
+//! | blocks of up to 131,072 elements | a word with the length of the coded bytes, these bytes, the other bytes |
+//! | end | the bytes behind the last whole element |
+//!
+//! The top bit of a block's word is set if its highest bytes are stored as they are. All numbers are little-endian.
 
 use pyo3::prelude::*;
 

@@ -1,72 +1,21 @@
 //! One endpoint: an engine, its connections, registrations and transfers by number.
 
-use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use message_engine::{
-    ConnectError, Connection, Descriptor, EndpointMetadata, Engine, EngineConfig, OpError, Span,
-    SubmitError, Transfer, TransferStatus, WaitError, default_fabrics, open_fabric,
+    ConnectError, Connection, EndpointMetadata, Engine, EngineConfig, TransferStatus, WaitError,
+    default_fabrics, open_fabric,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::error::Failure;
-use super::memory::{Regions, access_of, register};
-
-/// Direction of a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Op {
-    Send,
-    Recv,
-    Write,
-    Read,
-}
-
-impl Op {
-    fn of(name: &str) -> Result<Self, Failure> {
-        match name {
-            "send" => Ok(Self::Send),
-            "recv" => Ok(Self::Recv),
-            "write" => Ok(Self::Write),
-            "read" => Ok(Self::Read),
-            _ => Err(Failure::argument(format!("there is no operation {name:?}"))),
-        }
-    }
-
-    /// Whether it stores into local memory.
-    const fn stores(self) -> bool {
-        matches!(self, Self::Recv | Self::Read)
-    }
-}
-
-/// Parts of an open endpoint.
-#[derive(Debug)]
-struct Inner {
-    /// Never dropped in a forked child, which has no thread of the engine.
-    engine: ManuallyDrop<Engine>,
-    pid: u32,
-    connections: Mutex<HashMap<u64, Connection>>,
-    regions: Mutex<Regions>,
-    transfers: Mutex<HashMap<u64, Transfer>>,
-    last_transfer: AtomicU64,
-    /// Whether connections are taken without `accept`.
-    is_passive: AtomicBool,
-    /// Whether `close` waits for the calls of other threads to return.
-    is_closing: AtomicBool,
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        if is_here(self.pid) {
-            // SAFETY: dropped once, here.
-            unsafe { ManuallyDrop::drop(&mut self.engine) };
-        }
-    }
-}
+use super::inner::{Inner, Op, SLICE, is_here, lock};
+use super::memory::{access_of, register};
 
 /// The address, port, GPU, PCI address and engine of an endpoint.
 type Identity = (String, u16, Option<u32>, Option<String>, u64);
@@ -494,175 +443,6 @@ impl P2pEndpoint {
     }
 }
 
-impl Inner {
-    /// Adds a connection that the user has got. Returns its number.
-    fn add(&self, connection: Connection) -> u64 {
-        let id = connection.id();
-        let mut connections = lock(&self.connections);
-        if connections.len() >= MAX_CLOSED {
-            connections.retain(|_, known| known.closed().is_none());
-        }
-        connections.insert(id, connection);
-        id
-    }
-
-    /// Takes the connections that peers have made, if the user does not call `accept`.
-    fn take_accepted(&self) {
-        if self.is_passive.load(Ordering::Relaxed) {
-            while let Ok(connection) = self.engine.accept(Instant::now()) {
-                self.add(connection);
-            }
-        }
-    }
-
-    fn connection(&self, conn_id: u64) -> Result<Connection, Failure> {
-        if let Some(found) = lock(&self.connections).get(&conn_id) {
-            return Ok(found.clone());
-        }
-        self.take_accepted();
-        lock(&self.connections).get(&conn_id).cloned().ok_or_else(|| {
-            Failure::argument(format!(
-                "there is no connection {conn_id}: use the number that connect() or accept() returned"
-            ))
-        })
-    }
-
-    fn keep(&self, transfer: Transfer) -> u64 {
-        let id = self.last_transfer.fetch_add(1, Ordering::Relaxed) + 1;
-        lock(&self.transfers).insert(id, transfer);
-        id
-    }
-
-    fn start(
-        &self,
-        py: Python<'_>,
-        op: Op,
-        conn_id: u64,
-        ranges: &[(u64, u64, u64)],
-        metas: &[&[u8]],
-        until: Instant,
-    ) -> PyResult<Transfer> {
-        let regions = lock(&self.regions);
-        let spans =
-            ranges.iter().map(|(mr, ptr, size)| regions.span(*mr, *ptr, *size, op.stores()));
-        let spans: Vec<Span> = spans.collect::<Result<_, _>>()?;
-        drop(regions);
-        self.start_spans(py, op, conn_id, &spans, metas, until)
-    }
-
-    fn start_spans(
-        &self,
-        py: Python<'_>,
-        op: Op,
-        conn_id: u64,
-        spans: &[Span],
-        metas: &[&[u8]],
-        until: Instant,
-    ) -> PyResult<Transfer> {
-        let connection = self.connection(conn_id)?;
-        let remote = match op {
-            Op::Send | Op::Recv => Vec::new(),
-            Op::Write | Op::Read => descriptors(spans, metas)?,
-        };
-        self.retry(py, until, || match op {
-            Op::Send => connection.start_sendv(spans, until),
-            Op::Recv => connection.start_recvv(spans, until),
-            Op::Write => connection.start_writev(spans, &remote, until),
-            Op::Read => connection.start_readv(spans, &remote, until),
-        })
-    }
-
-    /// Makes a one-sided transfer on this thread. Returns `None`, without effect, if that is not possible.
-    fn run_directly(
-        &self,
-        py: Python<'_>,
-        op: Op,
-        conn_id: u64,
-        span: &Span,
-        meta: Option<&[u8]>,
-        until: Instant,
-    ) -> PyResult<Option<u64>> {
-        // A signal of Python waits for the end of the copy.
-        if !matches!(op, Op::Write | Op::Read) || span.len() > MAX_DIRECT_BYTES {
-            return Ok(None);
-        }
-        let connection = self.connection(conn_id)?;
-        let remote = descriptor(span, meta.unwrap_or_default())?;
-        let outcome = py.detach(|| match op {
-            Op::Write => connection.write_directly(span, &remote, until),
-            _ => connection.read_directly(span, &remote, until),
-        });
-        match outcome.transpose() {
-            Ok(moved) => Ok(moved),
-            Err(OpError::Submit(error)) => Err(Failure::submit(&error).into()),
-            Err(OpError::Transfer(error)) => Err(Failure::transfer(&error).into()),
-            Err(error) => Err(Failure::argument(error.to_string()).into()),
-        }
-    }
-
-    /// Starts a transfer. Waits while the engine has no room, until `until`.
-    fn retry(
-        &self,
-        py: Python<'_>,
-        until: Instant,
-        start: impl Fn() -> Result<Transfer, SubmitError>,
-    ) -> PyResult<Transfer> {
-        loop {
-            match start() {
-                Ok(transfer) => return Ok(transfer),
-                Err(SubmitError::Busy) if Instant::now() < until => {
-                    py.detach(|| std::thread::sleep(Duration::from_micros(100)));
-                    self.check(py)?;
-                }
-                Err(error) => return Err(Failure::submit(&error).into()),
-            }
-        }
-    }
-
-    /// Waits for the end of a transfer, which its deadline `until` bounds. A signal of Python ends the wait.
-    fn wait(&self, py: Python<'_>, transfer: &Transfer, until: Instant) -> PyResult<u64> {
-        loop {
-            match py.detach(|| transfer.wait_until(Instant::now() + SLICE)) {
-                Some(Ok(bytes)) => return Ok(bytes),
-                Some(Err(error)) => return Err(Failure::transfer(&error).into()),
-                None => self.check(py)?,
-            }
-            if Instant::now() > until + STUCK {
-                return Err(Failure::stuck().into());
-            }
-        }
-    }
-
-    /// Ends a wait if Python has a signal to handle, or another thread closes the endpoint.
-    fn check(&self, py: Python<'_>) -> PyResult<()> {
-        py.check_signals()?;
-        if self.is_closing.load(Ordering::Relaxed) { Err(Failure::closed().into()) } else { Ok(()) }
-    }
-}
-
-/// Decodes the peer's descriptions. A transfer may take the first part of a longer range.
-fn descriptors(spans: &[Span], metas: &[&[u8]]) -> Result<Vec<Descriptor>, Failure> {
-    if spans.len() != metas.len() {
-        let (here, there) = (spans.len(), metas.len());
-        return Err(Failure::argument(format!(
-            "{here} ranges for {there} descriptions of the peer's memory"
-        )));
-    }
-    spans.iter().zip(metas).map(|(span, meta)| descriptor(span, meta)).collect()
-}
-
-/// Decodes the peer's description of the range for `span`.
-fn descriptor(span: &Span, meta: &[u8]) -> Result<Descriptor, Failure> {
-    let whole = Descriptor::from_bytes(meta)
-        .map_err(|error| Failure::argument(format!("the peer's description: {error}")))?;
-    let (size, limit) = (span.len(), whole.bytes);
-    whole.sub(0, size).map_err(|_| {
-        Failure::argument(format!(
-            "{size} bytes here, the peer advertised {limit}: transfer no more than that"
-        ))
-    })
-}
-
 /// The time in `timeout` seconds.
 fn deadline(timeout: f64) -> Result<Instant, Failure> {
     let found = Duration::try_from_secs_f64(timeout).ok().filter(|found| *found <= MAX_TIMEOUT);
@@ -684,24 +464,7 @@ fn unknown(transfer_id: u64) -> Failure {
     Failure::argument(format!("there is no transfer {transfer_id}: its outcome was taken already"))
 }
 
-/// Whether this process, and not a forked child of it, has the number `pid`.
-fn is_here(pid: u32) -> bool {
-    std::process::id() == pid
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Time between two looks at Python's signals.
-const SLICE: Duration = Duration::from_millis(50);
-/// The engine ends a transfer at its deadline. After this much more time its thread counts as stuck.
-const STUCK: Duration = Duration::from_secs(10);
-/// Longest transfer on the caller's thread.
-const MAX_DIRECT_BYTES: u64 = 256 << 20;
 /// Time for which `close` waits for the calls of other threads.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest timeout: a week.
 const MAX_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Closed connections are forgotten when the table has so many entries.
-const MAX_CLOSED: usize = 4096;

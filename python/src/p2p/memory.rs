@@ -106,7 +106,7 @@ impl Regions {
 
 /// Registers `size` bytes at `ptr`.
 ///
-/// Unmapped and unreadable memory is refused. Other wrong addresses cannot be told from right ones.
+/// Unmapped and unreadable memory is refused. Other wrong addresses cannot be found.
 pub(super) fn register(
     engine: &Engine,
     ptr: u64,

@@ -76,7 +76,7 @@ pub(super) fn decode(coded: &[u8], symbols: &mut [u8]) -> Result<(), &'static st
     Ok(())
 }
 
-/// What the decoder does with one of the 4096 places of a state.
+/// Symbol of one of the 4096 places of a state, and how the state continues.
 #[derive(Clone, Copy, Default)]
 struct Entry {
     freq: u16,

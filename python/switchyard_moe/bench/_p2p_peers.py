@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any, Callable, Protocol, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 Transfer = Callable[[], None]
 Slot = tuple[int, int]
@@ -24,21 +25,27 @@ class Library(Protocol):
 
     def describe(self) -> Any:
         """What the other side needs."""
+        ...
 
     def join(self, peer: Any) -> None:
         """Connects to what the other side has described."""
+        ...
 
     def offer(self, slots: Sequence[Slot]) -> Any:
         """At the target: what the initiator needs to know of these ranges."""
+        ...
 
     def prepare(self, op: str, slot: Slot, offered: Any) -> Transfer:
         """At the initiator: one transfer of the range, any number of times."""
+        ...
 
     def serve(self, op: str, slots: Sequence[Slot], num: int) -> None:
         """At the target: takes part in `num` transfers of these ranges in turn, if the library is two-sided."""
+        ...
 
     def close(self) -> None:
         """Ends it."""
+        ...
 
 
 class _OneSided:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 _FIELDS = [
     "library",
@@ -38,7 +39,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     out = [f"{'median of rounds, us':<26}" + "".join(f"{contender:>18}" for contender in contenders)]
     for case in dict.fromkeys((row["bytes"], row["op"], row["memory"]) for row in rows):
         size, op, memory = case
-        cells = []
+        cells: list[str] = []
         for contender in contenders:
             found = [row["median_us"] for row in rows if _case(row) == case and _contender(row) == contender]
             cells.append(f"{statistics.median(found):18.1f}" if found else f"{'-':>18}")
@@ -96,7 +97,7 @@ def write_plot(path: str, rows: Iterable[dict[str, Any]]) -> None:
                 f'<text x="{x_of(size):.1f}" y="{top + inner_height + 16}" text-anchor="middle">{_size(size)}</text>'
             )
         for place, contender in enumerate(contenders):
-            points = []
+            points: list[str] = []
             for size in sizes:
                 mine = [r["median_us"] for r in rows if _case(r) == (size, *panel) and _contender(r) == contender]
                 if mine:

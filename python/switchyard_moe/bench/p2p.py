@@ -13,7 +13,6 @@ import hashlib
 import json
 import mmap
 import multiprocessing as mp
-import multiprocessing.connection
 import os
 import platform
 import random
@@ -22,7 +21,9 @@ import statistics
 import sys
 import time
 import traceback
-from typing import Any, Sequence
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
 
 from . import _p2p_report
 from ._p2p_peers import NAMES, Library, MissingLibrary, Slot, make
@@ -30,6 +31,8 @@ from ._p2p_peers import NAMES, Library, MissingLibrary, Slot, make
 _POISON = 0xA5
 _POOL = 128 << 20
 _LIMIT = 300.0
+#: Fewer ranges than this are gone through several times.
+_FEW = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     seed = args.seed or int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}", file=sys.stderr)
-    contenders = [("switchyard", transport) for transport in args.transport or NAMES["switchyard"]]
-    for peer in args.peer or []:
+    own: list[str] = args.transport or NAMES["switchyard"]
+    peers: list[str] = args.peer or []
+    contenders = [("switchyard", transport) for transport in own]
+    for peer in peers:
         name, _, transport = peer.partition(":")
         if name not in NAMES or name == "switchyard":
             print(f"--peer {peer}: expected one of {', '.join(sorted(set(NAMES) - {'switchyard'}))}", file=sys.stderr)
@@ -90,16 +95,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="report with the environment and all rows")
     parser.add_argument("--csv", metavar="FILE", help="all rows")
     parser.add_argument("--plot", metavar="FILE", help="median times by size, as SVG")
+    parser.add_argument(
+        "--pool", type=_size, default=_POOL, help="bytes that cold transfers walk through, with K, M or G"
+    )
     parser.add_argument("--seed", type=int, default=0, help="repeats the random bytes of a run")
     return parser
 
 
 def _sizes(text: str) -> list[int]:
-    units = {"K": 10, "M": 20, "G": 30}
-    try:
-        return [int(one.rstrip("KMG")) << units.get(one[-1:], 0) for one in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers with K, M or G, as 4K,1M") from None
+    return [_size(one) for one in text.split(",")]
+
+
+def _size(text: str) -> int:
+    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+    number = text[:-1] if shift else text
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, with K, M or G, as 64K")
+    return int(number) << shift
 
 
 class _Memory:
@@ -131,7 +143,7 @@ def _measure(name: str, transport: str, args: argparse.Namespace, seed: int, rou
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ends = [context.Pipe() for _ in range(2)]
-    settings = (name, transport, max([_POOL, *args.sizes]), args.pages, port)
+    settings = (name, transport, max([args.pool, *args.sizes]), args.pages, port)
     # The processes talk by a pipe of their own, and to this one by another.
     here, there = context.Pipe()
     work = (args.sizes, args.ops, args.seconds, seed)
@@ -144,7 +156,7 @@ def _measure(name: str, transport: str, args: argparse.Namespace, seed: int, rou
     try:
         rows: list[dict[str, Any]] = []
         while True:
-            ready = mp.connection.wait([end[0] for end in ends], timeout=_LIMIT)
+            ready = connection.wait([end[0] for end in ends], timeout=_LIMIT)
             if not ready:
                 raise RuntimeError(f"{name} over {transport}: nothing happens for {_LIMIT} s")
             end: Any = ready[0]
@@ -220,31 +232,20 @@ def _row(
 ) -> dict[str, Any]:
     """Measures one operation, size and temperature."""
     slots = _slots(size, memory.size, is_cold)
-    # The pool is touched by the fill, the whole of it, which evicts what a former row left in caches.
+    # The fill touches the whole pool, in order, which evicts what a former row left in caches.
     source, poisoned = (seed, None) if op == "write" else (None, seed)
     _fill(memory, source, slots)
     pipe.send(("fill", poisoned, slots))
     pipe.recv()
-    pipe.send(("offer", slots))
-    offered = pipe.recv()
-    transfers = [library.prepare(op, slot, part) for slot, part in zip(slots, offered)]
+    # The last ranges tell how many transfers the time allows. The first ones are measured, each once if there are many.
     num_warm = 3
-    pipe.send(("serve", op, slots, num_warm))
-    start = time.perf_counter()
-    for idx in range(num_warm):
-        transfers[idx % len(transfers)]()
-    each = max((time.perf_counter() - start) / num_warm, 1e-6)
-    num = max(5, min(20_000, int(seconds / each)))
-    # A pool is gone through once at least, so that its bytes can be compared.
-    num = max(num, len(slots)) if is_cold else num
-    pipe.send(("serve", op, slots, num))
-    times = []
-    clock, num_slots = time.perf_counter_ns, len(transfers)
-    for idx in range(num):
-        transfer = transfers[idx % num_slots]
-        begin = clock()
-        transfer()
-        times.append(clock() - begin)
+    last = slots[-num_warm:]
+    each = _time(library, pipe, op, last, num_warm)[num_warm // 2] / 1e9
+    num = max(5, min(20_000, int(seconds / max(each, 1e-6))))
+    if is_cold and len(slots) >= _FEW:
+        num = min(num, len(slots))
+        slots = slots[:num]
+    times = _time(library, pipe, op, slots, num)
     pipe.send(("digest", slots))
     theirs, ours = pipe.recv(), _digest(memory, slots)
     if theirs != ours:
@@ -261,6 +262,22 @@ def _row(
         "p99_us": times[min(num - 1, num * 99 // 100)] / 1e3,
         "gb_per_s": size / median,
     }
+
+
+def _time(library: Library, pipe: Any, op: str, slots: list[Slot], num: int) -> list[int]:
+    """Makes transfers of the slots in turn. Returns the nanoseconds of each."""
+    pipe.send(("offer", slots))
+    offered = pipe.recv()
+    transfers = [library.prepare(op, slot, part) for slot, part in zip(slots, offered, strict=True)]
+    pipe.send(("serve", op, slots, num))
+    times: list[int] = []
+    clock, num_slots = time.perf_counter_ns, len(transfers)
+    for idx in range(num):
+        transfer = transfers[idx % num_slots]
+        begin = clock()
+        transfer()
+        times.append(clock() - begin)
+    return times
 
 
 def _fill(memory: _Memory, seed: int | None, slots: list[Slot]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
+from switchyard_moe._native import P2pEndpoint
 from switchyard_moe.p2p import _local
-from switchyard_moe.p2p._binding import P2pEndpoint
 from switchyard_moe.p2p._errors import ArgumentError, ConnectError, Error, TransferTimeoutError
 from switchyard_moe.p2p._memory import place_of
 
@@ -323,7 +324,7 @@ class EndpointBase:
         try:
             known = [self._native.find_region(ptr, size, "rw") for ptr, size in ranges]
             if all(mr_id is not None for mr_id in known):
-                triples = [(mr_id or 0, ptr, size) for mr_id, (ptr, size) in zip(known, ranges)]
+                triples = [(mr_id or 0, ptr, size) for mr_id, (ptr, size) in zip(known, ranges, strict=True)]
                 return True, self._native.startv(op, conn_id, triples, list(infos), limit)
             return True, self._native.start_unregistered(op, conn_id, ranges, list(infos), limit)
         except (Error, TypeError, OverflowError) as error:
@@ -377,19 +378,19 @@ def writable_range(ptr: int | object, size: int | None) -> tuple[int, int]:
 def ranges_of(
     mr_id_v: Sequence[int], ptr_v: Sequence[int], size_v: Sequence[int], num_iovs: int | None
 ) -> list[tuple[int, int, int]]:
-    lengths = {len(mr_id_v), len(ptr_v), len(size_v)} | (set() if num_iovs is None else {num_iovs})
+    lengths = {len(mr_id_v), len(ptr_v), len(size_v), len(size_v) if num_iovs is None else num_iovs}
     if len(lengths) != 1:
         raise ArgumentError(
             f"{len(mr_id_v)} regions, {len(ptr_v)} addresses, {len(size_v)} sizes and "
             f"num_iovs {num_iovs}: expected one number"
         )
-    return list(zip(mr_id_v, ptr_v, size_v))
+    return list(zip(mr_id_v, ptr_v, size_v, strict=True))
 
 
 def pairs_of(ptr_v: Sequence[int], size_v: Sequence[int]) -> list[tuple[int, int]]:
     if len(ptr_v) != len(size_v):
         raise ArgumentError(f"{len(ptr_v)} addresses with {len(size_v)} sizes")
-    return list(zip(ptr_v, size_v))
+    return list(zip(ptr_v, size_v, strict=True))
 
 
 def _resolve(host: str) -> str:

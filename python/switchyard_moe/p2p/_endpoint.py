@@ -30,7 +30,7 @@ class Endpoint(Transfers, LocalTransfers):
 
     **Memory.** `reg` takes the address on trust. The caller keeps the memory mapped until `dereg` or `close` has
     returned. The endpoint does so itself for buffers and tensors that it was given as objects. Addresses that are not
-    mapped are refused. Other wrong addresses cannot be told from right ones, and transfers through them corrupt the
+    mapped are refused. Other wrong addresses cannot be found, and transfers through them corrupt the
     process.
 
     **Errors.** A call that fails raises an exception of `switchyard_moe.p2p`. With `raise_errors=False` it returns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from switchyard_moe.p2p import _local
 from switchyard_moe.p2p._base import EndpointBase, pairs_of, range_of, writable_range

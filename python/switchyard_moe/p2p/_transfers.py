@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from switchyard_moe.p2p._base import EndpointBase, range_of, ranges_of
 from switchyard_moe.p2p._errors import Error

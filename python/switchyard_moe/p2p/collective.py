@@ -15,12 +15,13 @@ import ctypes
 import importlib
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Literal, NamedTuple, Protocol, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
-from switchyard_moe.p2p._binding import P2pEndpoint
+from switchyard_moe._native import P2pEndpoint
 from switchyard_moe.p2p._endpoint import Endpoint
 from switchyard_moe.p2p._errors import ArgumentError, ClosedError, Error, TransferTimeoutError
 from switchyard_moe.p2p._memory import Place, place_of

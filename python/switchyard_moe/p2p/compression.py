@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from switchyard_moe.p2p import _binding
+from switchyard_moe import _native
 from switchyard_moe.p2p._errors import ArgumentError
 from switchyard_moe.p2p._memory import place_of
 
@@ -24,7 +24,7 @@ __all__ = ["Dtype", "compress", "compress_bound", "decompress", "decompress_into
 
 def compress_bound(dtype: Dtype, size: int) -> int:
     """Returns the most bytes of the frame of an array of `size` bytes."""
-    return _binding.compress_bound(dtype, size)
+    return _native.p2p_compress_bound(dtype, size)
 
 
 def compress(data: object, dtype: Dtype) -> bytearray:
@@ -35,7 +35,7 @@ def compress(data: object, dtype: Dtype) -> bytearray:
     source = place_of(data)
     frame = bytearray(compress_bound(dtype, source.size))
     target = place_of(frame)
-    written = _binding.compress(dtype, source.ptr, source.size, target.ptr, target.size)
+    written = _native.p2p_compress(dtype, source.ptr, source.size, target.ptr, target.size)
     # The view of `target` keeps the frame from being cut.
     del target
     del frame[written:]
@@ -45,7 +45,7 @@ def compress(data: object, dtype: Dtype) -> bytearray:
 def decompressed_size(frame: object, dtype: Dtype) -> int:
     """Returns the length in bytes of the array whose frame this is."""
     source = place_of(frame)
-    return _binding.decompressed_size(dtype, source.ptr, source.size)
+    return _native.p2p_decompressed_size(dtype, source.ptr, source.size)
 
 
 def decompress(frame: object, dtype: Dtype) -> bytearray:
@@ -63,4 +63,4 @@ def decompress_into(frame: object, dtype: Dtype, out: object) -> int:
     source, target = place_of(frame), place_of(out)
     if target.is_read_only:
         raise ArgumentError("the destination is read-only")
-    return _binding.decompress(dtype, source.ptr, source.size, target.ptr, target.size)
+    return _native.p2p_decompress(dtype, source.ptr, source.size, target.ptr, target.size)

@@ -1,5 +1,4 @@
-"""Two processes with an endpoint each, for tests. A child runs one function of a test module, with a pipe to the test.
-"""
+"""Two processes with an endpoint each, for tests. A child runs one function, with a pipe to the test."""
 
 from __future__ import annotations
 
@@ -7,8 +6,9 @@ import multiprocessing as mp
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import pytest
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from peers import LIMIT, Child, Pipe, local, seeded, until
@@ -111,7 +112,7 @@ def test_ranges_outside_a_registration_are_named() -> None:
         _, mr_id = here.reg(memory)
         base = here._native.region(mr_id)[0]
         _, mr_in = there.reg(bytearray(1000))
-        ok, meta = there.advertise(back, mr_in, there._native.region(mr_in)[0], 1000)
+        _ok, meta = there.advertise(back, mr_in, there._native.region(mr_in)[0], 1000)
         for ptr, size in [(base - 1, 10), (base, 1001), (base + 999, 2), (base + 2**63, 1), (0, 1), (base, 2**64 - 1)]:
             with pytest.raises(ArgumentError, match=f"{size} bytes at {ptr:#x} leave memory region {mr_id}"):
                 here.write(out, mr_id, ptr, size, meta)
@@ -121,8 +122,8 @@ def test_ranges_outside_a_registration_are_named() -> None:
             here.send(out, 77, base, 1)
         with pytest.raises(ArgumentError, match="no connection 88"):
             here.send(88, mr_id, base, 1)
+        _, big = here.reg(bytearray(2000))
         with pytest.raises(ArgumentError, match="advertised 1000"):
-            _, big = here.reg(bytearray(2000))
             here.write(out, big, here._native.region(big)[0], 1001, meta)
         for bad in [-1, 2**64, "4", None, 1.5]:
             with pytest.raises(ArgumentError):
@@ -140,7 +141,7 @@ def test_memory_that_cannot_be_used_is_refused() -> None:
             endpoint.reg(0, 10)
         with pytest.raises(ArgumentError, match="nothing to register"):
             endpoint.reg(0x1000, 0)
-        with pytest.raises(ArgumentError, match="nothing to register|address is 0"):
+        with pytest.raises(ArgumentError, match="address is 0"):
             endpoint.reg(bytearray())
         with pytest.raises(ArgumentError, match="not memory that this process can read"):
             endpoint.reg(0x1000, 10)
@@ -163,7 +164,7 @@ def test_read_only_memory_is_not_written() -> None:
     with here, there:
         constant = bytes(range(100))
         _, mr_id = there.reg(constant)
-        ok, meta = there.advertise(back, mr_id, constant)
+        _ok, meta = there.advertise(back, mr_id, constant)
         target = bytearray(100)
         _, mr_here = here.reg(target)
         assert here.read(out, mr_here, target, None, meta) and target == constant
@@ -241,9 +242,8 @@ def test_bad_metadata_and_settings() -> None:
         for bad in [-1.0, float("nan"), float("inf"), 1e9]:
             with pytest.raises(ArgumentError, match="timeout"):
                 endpoint.accept(timeout=bad)
-        with local(ticket="secret") as closed:
-            with pytest.raises(ConnectError):
-                endpoint.add_remote_endpoint(closed.get_metadata())
+        with local(ticket="secret") as closed, pytest.raises(ConnectError):
+            endpoint.add_remote_endpoint(closed.get_metadata())
 
 
 def test_a_closed_endpoint_says_so() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random as generators
-from typing import Callable
+from collections.abc import Callable
 
 import pytest
 from peers import Child, Pipe, ended, local, seeded, until

@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import os
 import random as generators
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from peers import LIMIT, Child, Pipe, ended, local, seeded

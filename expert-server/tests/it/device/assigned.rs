@@ -9,7 +9,7 @@ use axum::routing::{delete, post, put};
 use axum::{Json, Router};
 use control_api::{
     Assignment, LayerAssignment, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberState,
-    ReadyRequest, RegisterRequest, RegisterResponse,
+    ReadyRequest, RegisterRequest, RegisterResponse, WantedDigests,
 };
 use protocol::WireDtype;
 use switchyard_expert_server::{ExpertSelection, Placement};
@@ -52,6 +52,7 @@ impl Book {
             experts_held: self.held.num_experts() as u64,
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
+            unreachable: None,
         }
     }
 }
@@ -90,6 +91,7 @@ async fn renew(
         state: MemberState::Serving,
         assignment_version: book.version,
         assignment: (request.assignment_version != book.version).then(|| book.assignment.clone()),
+        wanted_digests: WantedDigests::None,
     })
 }
 

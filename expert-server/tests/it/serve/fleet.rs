@@ -3,13 +3,18 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use control_api::{ControlClient, PlacementTable};
+use checkpoint::{Checkpoint, Coverage};
+use control_api::{ControlClient, ModelDigests, PlacementTable};
 use control_plane::{Server, ServerConfig as ControlConfig};
-use switchyard_expert_server::{ExpertSelection, Placement, RunningServer, ServerError};
+use rand::RngExt;
+use rand::rngs::StdRng;
+use switchyard_expert_server::{
+    ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig, ServerError, StartError,
+};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::common::{PATIENCE, start_server};
+use crate::common::{PATIENCE, seeded, start_server};
 
 struct ControlPlane {
     url: String,
@@ -47,6 +52,24 @@ impl ControlPlane {
             config.drain_idle = Duration::from_millis(50);
         })
         .await
+    }
+
+    async fn digests_when(
+        &self,
+        what: &str,
+        holds: impl Fn(&ModelDigests) -> bool,
+    ) -> ModelDigests {
+        let client = ControlClient::new(&self.url, None).expect("a client");
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(digests) = client.model_digests().await
+                && holds(&digests)
+            {
+                return digests;
+            }
+            assert!(Instant::now() < deadline, "no digests in time: {what}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     async fn placement_when(&self, what: &str, holds: impl Fn(&PlacementTable) -> bool) {
@@ -98,6 +121,111 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
     b.shutdown().await;
     b.wait().await.expect("a shutdown is a good end");
     control.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_sends_the_digests_again_to_a_control_plane_that_restarted() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let control = ControlPlane::start("127.0.0.1:0", dir.path()).await;
+    let member = control.member("a").await;
+    let sent = control.digests_when("sent at the start", |_| true).await;
+    assert!(sent.tensors.len() > 100 && sent.full.is_empty());
+    let listen = control.url.strip_prefix("http://").expect("a URL").to_owned();
+    control.stop().await;
+    let control = ControlPlane::start(&listen, dir.path()).await;
+    let again = control.digests_when("sent again", |_| true).await;
+    assert_eq!(again, sent);
+    member.shutdown().await;
+    control.stop().await;
+}
+
+/// A changed byte that no sample covers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_servers_that_read_all_bytes_the_one_with_a_changed_byte_does_not_start() {
+    let mut rng = seeded();
+    let (plain, changed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write_large_matrices(plain.path());
+    write_large_matrices(changed.path());
+    let name = "model.layers.0.block_sparse_moe.experts.1.w3.weight";
+    change_an_unsampled_byte(&mut rng, changed.path(), name);
+
+    let dir = tempfile::tempdir().unwrap();
+    let control = ControlPlane::start("127.0.0.1:0", dir.path()).await;
+    let start = async |name: &str, model: &Path, verify| {
+        let placement = Placement::ControlPlane { url: control.url.clone(), token: None };
+        let mut config = ServerConfig::new(model, name, placement);
+        config.verify = verify;
+        ExpertServer::start(config, |_| {}).await
+    };
+    // Digests of all bytes replace those of samples.
+    let sampled = start("sampled", plain.path(), Coverage::Sampled).await.unwrap();
+    assert_eq!(sampled.full_digest(), None);
+    let full = start("full", plain.path(), Coverage::Full).await.unwrap();
+    let expected = Checkpoint::open(plain.path()).unwrap();
+    let expected = expected.digests(Coverage::Full, 2, &mut |_, _| {}).unwrap().fingerprint();
+    assert_eq!(full.full_digest(), Some(expected));
+    let kept = control.digests_when("all bytes", |digests| !digests.full.is_empty()).await;
+    assert_eq!(kept.full.len(), kept.tensors.len());
+
+    let refused = start("changed", changed.path(), Coverage::Full).await.unwrap_err();
+    let text = refused.to_string();
+    assert!(matches!(refused, StartError::Digests { .. }), "{text}");
+    assert!(text.ends_with(&format!("tensors that differ first: {name}")), "{text}");
+    // Samples do not show it.
+    let unseen = start("changed", changed.path(), Coverage::Sampled).await.unwrap();
+    assert_eq!(control.digests_when("no change", |_| true).await, kept);
+    for server in [unseen, full, sampled] {
+        server.shutdown().await;
+    }
+    control.stop().await;
+}
+
+/// Writes a Mixtral of one layer and two experts, whose matrices are larger than a sample. Each byte of a matrix is the
+/// number of the matrix.
+fn write_large_matrices(dir: &Path) {
+    const CONFIG: &str = r#"{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 512,
+        "intermediate_size": 256, "num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "max_position_embeddings": 4096, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}"#;
+    const BYTES: usize = 512 * 256 * 2;
+    let (mut header, mut data) = (Vec::new(), Vec::new());
+    for expert in 0..2 {
+        for (matrix, shape) in [("w1", "[256, 512]"), ("w2", "[512, 256]"), ("w3", "[256, 512]")] {
+            let (begin, end) = (data.len(), data.len() + BYTES);
+            header.push(format!(
+                r#""model.layers.0.block_sparse_moe.experts.{expert}.{matrix}.weight": {{"dtype": "BF16",
+                "shape": {shape}, "data_offsets": [{begin}, {end}]}}"#
+            ));
+            data.resize(end, header.len() as u8);
+        }
+    }
+    let header = format!("{{{}}}", header.join(","));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend_from_slice(&data);
+    std::fs::write(dir.join("model.safetensors"), file).unwrap();
+    std::fs::write(dir.join("config.json"), CONFIG).unwrap();
+}
+
+/// Changes one bit of a tensor such that the fingerprint stays the same.
+fn change_an_unsampled_byte(rng: &mut StdRng, dir: &Path, name: &str) {
+    let file = dir.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let fingerprint = checkpoint.fingerprint().unwrap();
+    let data = checkpoint.tensor(name).unwrap().data.to_vec();
+    drop(checkpoint);
+    let start = bytes.windows(256).position(|window| *window == data[..256]).unwrap();
+    for _ in 0..200 {
+        let place = start + rng.random_range(0..data.len());
+        bytes[place] ^= 1;
+        std::fs::write(&file, &bytes).unwrap();
+        if Checkpoint::open(dir).unwrap().fingerprint().unwrap() == fingerprint {
+            return;
+        }
+        bytes[place] ^= 1;
+    }
+    panic!("every byte of {name} is sampled");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -72,7 +72,7 @@ pub(super) struct Grant {
     pub(super) access: Access,
 }
 
-/// Which of this side's threads copies. Each has an announcement of its own.
+/// A thread of this side that copies. Each has an announcement of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Copier {
     /// The engine's thread.

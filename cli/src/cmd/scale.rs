@@ -1,0 +1,47 @@
+//! `switchyard scale`: show or change the goals of a fleet whose placement follows the load.
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use control_api::{ControlClient, FleetGoals};
+
+use crate::{Global, ui};
+
+/// Options of `scale`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Fewest replicas of each expert, 1 to 64. Default: as it is.
+    #[arg(long, env = "SWITCHYARD_SCALE_REPLICAS")]
+    replicas: Option<u32>,
+    /// Replicas of hot experts beyond the minimum, as a share of all replicas, 0 to 16. Default: as it is.
+    #[arg(long, env = "SWITCHYARD_SCALE_SPARE")]
+    spare: Option<f64>,
+    #[command(flatten)]
+    control: super::ControlArgs,
+}
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let client = ControlClient::new(args.control.required_url()?, args.control.token.clone())?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let goals = runtime.block_on(async {
+        let old = client.goals().await?;
+        let new = FleetGoals {
+            replicas: args.replicas.unwrap_or(old.replicas),
+            spare: args.spare.unwrap_or(old.spare),
+        };
+        if new == old { Ok(old) } else { client.set_goals(&new).await }
+    })?;
+    if global.json {
+        ui::print_json(&goals)?;
+    } else {
+        outln!(
+            "{} replicas of each expert, {:.3} of all replicas spare",
+            goals.replicas,
+            goals.spare
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,180 @@
+//! Follows the load: decayed loads, plans of the whole fleet, and the moves between two plans. Sans-I/O.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::{Assignment, LayerAssignment, LoadReport, ModelDescriptor};
+
+use crate::member::Member;
+use crate::planner::rebalance::{FleetPlan, NoRoom, PlanGoals, PlanMember, plan_fleet};
+
+/// Settings of load-driven placement.
+#[derive(Clone, Copy, Debug)]
+pub struct BalanceSettings {
+    /// Goals and limits of a plan.
+    pub goals: PlanGoals,
+    /// Time between two plans that only move load. A change of the members is planned after
+    /// [`settle`](Self::settle).
+    pub period: Duration,
+    /// Time that a change of the members must be old before it is planned, so that servers that start together are
+    /// planned together.
+    pub settle: Duration,
+    /// Time in which the weight of an observed load halves.
+    pub half_life: Duration,
+    /// Servers that are expected at the start. A joining server gets a share of a fleet of at least this size. No
+    /// plan changes that until so many serve, every expert has had its replicas, or
+    /// [`start_grace`](Self::start_grace) has passed since the first one joined.
+    pub expected_servers: u32,
+    /// See [`expected_servers`](Self::expected_servers).
+    pub start_grace: Duration,
+}
+
+impl Default for BalanceSettings {
+    fn default() -> Self {
+        Self {
+            goals: PlanGoals::default(),
+            period: Duration::from_secs(10),
+            settle: Duration::from_millis(500),
+            half_life: Duration::from_secs(30),
+            expected_servers: 1,
+            start_grace: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Load of every expert, in tokens, with old tokens decayed.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Loads {
+    /// `tokens[layer_idx][expert]`.
+    tokens: Vec<Vec<f64>>,
+    decayed_at: Duration,
+}
+
+impl Loads {
+    /// Counts the tokens of a report. Entries that the model does not have are ignored.
+    pub(crate) fn add(&mut self, model: &ModelDescriptor, report: &LoadReport) {
+        self.tokens.resize_with(model.moe_layers.len(), Vec::new);
+        for load in &report.experts {
+            let Ok(layer_idx) = model.moe_layers.binary_search(&load.layer) else { continue };
+            let layer = &mut self.tokens[layer_idx];
+            layer.resize(model.num_experts as usize, 0.0);
+            if let Some(tokens) = layer.get_mut(load.expert as usize) {
+                *tokens += load.num_tokens as f64;
+            }
+        }
+    }
+
+    /// Lets the loads decay until `now`.
+    pub(crate) fn decay(&mut self, now: Duration, half_life: Duration) {
+        let since = now.saturating_sub(self.decayed_at);
+        if since < DECAY_STEP {
+            return;
+        }
+        self.decayed_at = now;
+        let factor = 0.5f64.powf(since.as_secs_f64() / half_life.as_secs_f64().max(1e-3));
+        for tokens in self.tokens.iter_mut().flatten() {
+            *tokens *= factor;
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.tokens.clear();
+    }
+
+    fn of_layers(&self) -> &[Vec<f64>] {
+        &self.tokens
+    }
+}
+
+/// A plan for all `members`.
+pub(crate) fn plan(
+    model: &ModelDescriptor,
+    members: &[&Member],
+    loads: &Loads,
+    goals: &PlanGoals,
+) -> Result<FleetPlan, NoRoom> {
+    let inputs: Vec<PlanMember<'_>> = members
+        .iter()
+        .map(|member| PlanMember {
+            capacity_experts: member.capacity_experts,
+            speed: 1.0,
+            zone: member.zone.as_deref(),
+            current: member.target.as_deref().unwrap_or(&member.record.assignment),
+        })
+        .collect();
+    plan_fleet(model, &inputs, loads.of_layers(), goals)
+}
+
+/// The `num_pairs` (layer, expert) pairs with the fewest holders among `others`.
+pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignment]) -> Assignment {
+    let num_experts = model.num_experts as usize;
+    let mut pairs: Vec<(usize, u32, u32)> =
+        Vec::with_capacity(num_experts * model.moe_layers.len());
+    for &layer in &model.moe_layers {
+        let mut holders = vec![0; num_experts];
+        for &expert in others.iter().flat_map(|other| other.experts(layer)) {
+            if let Some(count) = holders.get_mut(expert as usize) {
+                *count += 1;
+            }
+        }
+        pairs.extend((0..model.num_experts).zip(holders).map(|(expert, num)| (num, layer, expert)));
+    }
+    pairs.sort_unstable();
+    pairs.truncate(num_pairs as usize);
+    pairs.sort_unstable_by_key(|&(_, layer, expert)| (layer, expert));
+    let mut assignment = Assignment::default();
+    for (_, layer, expert) in pairs {
+        match assignment.layers.last_mut() {
+            Some(entry) if entry.layer == layer => entry.experts.push(expert),
+            _ => assignment.layers.push(LayerAssignment { layer, experts: vec![expert] }),
+        }
+    }
+    assignment
+}
+
+/// The assignment of every member on the way to its target: the target, and each placed expert that a member of
+/// the target has yet to load. `members` are all leased members that are not draining; members without a target
+/// keep their assignment. So an expert is never without the replicas that it had.
+pub(crate) fn next_assignments(
+    model: &ModelDescriptor,
+    members: &[&Member],
+) -> Vec<Option<Arc<Assignment>>> {
+    let num_experts = model.num_experts as usize;
+    let num_layers = model.moe_layers.len();
+    // True for experts with a target member that does not place them yet.
+    let mut is_pending = vec![false; num_layers * num_experts];
+    for member in members {
+        let Some(target) = &member.target else { continue };
+        for entry in &target.layers {
+            let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
+            let placed = member.placed.experts(entry.layer);
+            for &expert in &entry.experts {
+                if placed.binary_search(&expert).is_err() || !member.is_serving() {
+                    is_pending[layer_idx * num_experts + expert as usize] = true;
+                }
+            }
+        }
+    }
+    let next = |member: &&Member| {
+        let target = member.target.as_ref()?;
+        let mut next = Assignment::default();
+        for (layer_idx, &layer) in model.moe_layers.iter().enumerate() {
+            let mut experts = target.experts(layer).to_vec();
+            for &expert in member.placed.experts(layer) {
+                if is_pending[layer_idx * num_experts + expert as usize] {
+                    experts.push(expert);
+                }
+            }
+            experts.sort_unstable();
+            experts.dedup();
+            if !experts.is_empty() {
+                next.layers.push(LayerAssignment { layer, experts });
+            }
+        }
+        (next != *member.record.assignment).then(|| Arc::new(next))
+    };
+    members.iter().map(next).collect()
+}
+
+/// Decay is computed in steps of this length.
+const DECAY_STEP: Duration = Duration::from_secs(1);
