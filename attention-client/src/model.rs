@@ -161,7 +161,8 @@ impl ClientModel {
 
 /// The difference between the model that a fleet serves and the one that a client expects, if there is one.
 pub(crate) fn difference(fleet: &ModelDescriptor, expected: &ModelDescriptor) -> Option<String> {
-    if fleet.fingerprint == expected.fingerprint {
+    let are_known = is_known(&fleet.fingerprint) && is_known(&expected.fingerprint);
+    if are_known && fleet.fingerprint == expected.fingerprint {
         return None;
     }
     let sizes = [
@@ -176,7 +177,7 @@ pub(crate) fn difference(fleet: &ModelDescriptor, expected: &ModelDescriptor) ->
         let (found, expected) = (&fleet.moe_layers, &expected.moe_layers);
         return Some(format!("the layers with experts are {found:?}, expected {expected:?}"));
     }
-    if is_known(&expected.fingerprint) {
+    if are_known {
         return Some(format!(
             "the weights differ: their fingerprint is {}, expected {}",
             fleet.fingerprint, expected.fingerprint

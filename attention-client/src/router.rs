@@ -358,7 +358,8 @@ impl Router {
             weights.iter_mut().chain(shared.iter_mut()).for_each(share);
         }
         if let Normalisation::Sum { epsilon, minimum } = self.config.normalisation {
-            let sum = (weights.iter().sum::<f32>() + epsilon).max(minimum);
+            // All scores of a token may be 0, by underflow. Its weights are 0 then, too.
+            let sum = (weights.iter().sum::<f32>() + epsilon).max(minimum).max(f32::MIN_POSITIVE);
             weights.iter_mut().for_each(|w| *w /= sum);
         }
         if scale != 1.0 {

@@ -240,6 +240,8 @@ impl Checkpoint {
                 Some(ExpertBiases { gate, up: up_bias, down: required(down, hidden)? })
             }
         };
+        let known = [gate, up, down].map(|name| format!("{prefix}.{name}.bias"));
+        self.expect_no_others(&format!("{prefix}."), &known)?;
         Ok(ExpertTensors {
             gate: is_gated.then(|| linear(gate, width, hidden)).transpose()?,
             up: linear(up, width, hidden)?,
@@ -350,6 +352,12 @@ impl Checkpoint {
         let (hidden, width) = (config.hidden, config.moe_intermediate);
         let [gate_up, down] =
             [gate_up, down].map(|name| format!("{}_bias", name.trim_end_matches(".weight")));
+        let known = [gate_up, down];
+        for name in &known {
+            let parent = name.rfind('.').map_or(0, |dot| dot + 1);
+            self.expect_no_others(&name[..parent], &known)?;
+        }
+        let [gate_up, down] = known;
         match (self.contains(&gate_up), self.contains(&down)) {
             (false, false) => return Ok(None),
             (true, false) => return Err(self.lone_bias(&gate_up, &down)),
@@ -385,6 +393,24 @@ impl Checkpoint {
             return Ok(None);
         }
         self.tensor(name)?.expect_shape(&[len])?.expect_dtype(PLAIN_FLOATS)?.to_f32().map(Some)
+    }
+
+    /// Refuses tensors below `prefix` that would change an expert's result and that nothing here reads.
+    fn expect_no_others(&self, prefix: &str, known: &[String]) -> Result<(), TensorError> {
+        let changes_result = |name: &&str| {
+            let tail = &name[prefix.len()..];
+            let is_bias = tail.ends_with("bias") && !tail.ends_with("correction_bias");
+            is_bias || tail.contains("lora_") || tail.contains("act_fn")
+        };
+        let mut found = self.names_below(prefix).filter(changes_result);
+        match found.find(|name| !known.iter().any(|known| known == name)) {
+            None => Ok(()),
+            Some(name) => Err(TensorError::Format {
+                name: name.to_owned(),
+                found: "changes the result".to_owned(),
+                expected: "a checkpoint without it: it is not supported under this name".to_owned(),
+            }),
+        }
     }
 
     fn lone_bias(&self, there: &str, missing: &str) -> TensorError {

@@ -5,6 +5,7 @@ mod folder;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::io;
+use std::ops::Bound;
 use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
@@ -74,7 +75,8 @@ impl Checkpoint {
             Err(error) => warnings.push(format!("{error}; the end tokens of {CONFIG_FILE} count")),
         }
         let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));
-        let (shards, tensors) = if index.exists() {
+        // A link to a missing blob is an index, too: a single file beside it would be another checkpoint.
+        let (shards, tensors) = if index.exists() || index.is_symlink() {
             open_sharded(dir, &index, &config, needs, &mut warnings)?
         } else if single.exists() {
             let shard = TensorFile::open(single)?;
@@ -117,6 +119,12 @@ impl Checkpoint {
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// Names that start with `prefix`, ascending.
+    pub(crate) fn names_below<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = &'a str> {
+        let names = self.tensors.range::<str, _>((Bound::Included(prefix), Bound::Unbounded));
+        names.map(|(name, _)| name.as_str()).take_while(move |name| name.starts_with(prefix))
     }
 
     /// Returns true if a tensor of that name exists.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
-use control_api::{ControlClient, ControlError, ModelDescriptor, TensorDigest};
+use control_api::{ControlClient, ControlError, ModelDescriptor, TensorDigest, code};
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
@@ -542,7 +542,10 @@ fn check_cluster(
             .map(|tensor| format!("the weights differ, first in tensor '{tensor}'")),
         // No member has sent digests since the control plane started. A folder with some of the experts has no
         // fingerprint.
-        Err(_) => ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(&served)),
+        Err(error) if error.code() == Some(code::NOT_FOUND) => {
+            ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(&served))
+        }
+        Err(error) => return Err(error).context("cannot compare the weights with the fleet's"),
     };
     match difference {
         Some(difference) => {

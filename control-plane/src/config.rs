@@ -126,7 +126,7 @@ impl Default for Limits {
             max_head_bytes: 16 << 10,
             max_headers: 64,
             max_body_bytes: 8 << 20,
-            max_digests_bytes: 64 << 20,
+            max_digests_bytes: 128 << 20,
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),

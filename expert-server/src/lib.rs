@@ -48,7 +48,7 @@ pub use expert_compute as compute;
 
 pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
 pub use error::{DataError, ServerError, StartError};
-pub use gpu_support::{gpu_lacks, gpu_reads};
+pub use gpu_support::{gpu_lacks, gpu_needs, gpu_reads};
 pub use inbox::LinkId;
 pub use metrics::{DropReason, ServerMetrics};
 pub use plane::{ClosedLink, ThreadEnd};

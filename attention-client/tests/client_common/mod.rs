@@ -103,7 +103,7 @@ impl Fleet {
             .build()
             .expect("runtime");
         let checkpoint = Arc::new(Checkpoint::open(dir).expect("checkpoint"));
-        let model = ClientModel::of(&checkpoint);
+        let model = ClientModel::with_weights_of(&checkpoint).expect("a fingerprint");
         let holders = |expert: usize| (0..replicas).map(move |r| (expert + r) % num_servers);
         let num_experts = model.shape.num_experts as usize;
         let servers: Vec<_> = (0..num_servers)

@@ -101,6 +101,10 @@ pub(super) fn parse(keys: &Keys) -> Result<Option<Quantization>, ConfigError> {
         }
     }
     // compressed-tensors has groups of its own. Several of them may differ, so only the tensors tell.
+    let gptq_zeros_less_one = match map.get("quant_method").and_then(Value::as_str) {
+        Some("auto-round") => auto_round_zeros_less_one(map)?,
+        _ => text("checkpoint_format") != Some("gptq_v2"),
+    };
     let group_size = map.get("group_size").and_then(as_whole).filter(|size| *size > 0);
     Ok(Some(Quantization {
         method,
@@ -108,8 +112,23 @@ pub(super) fn parse(keys: &Keys) -> Result<Option<Quantization>, ConfigError> {
         static_activations: text("activation_scheme") == Some("static"),
         group_size,
         symmetric: map.get("sym").and_then(Value::as_bool) == Some(true),
-        gptq_zeros_less_one: text("checkpoint_format") != Some("gptq_v2"),
+        gptq_zeros_less_one,
     }))
+}
+
+/// True if a checkpoint of AutoRound stores zero points less one. Its packings share a layout and differ in this
+/// (`export/export_to_autoround/export.py` of intel/auto-round): only that of AutoGPTQ does.
+fn auto_round_zeros_less_one(map: &Map<String, Value>) -> Result<bool, ConfigError> {
+    let packing = map.get("packing_format");
+    match packing.and_then(Value::as_str).map(|name| name.trim_start_matches("auto_round:")) {
+        Some("auto_gptq") => Ok(true),
+        Some("auto_round" | "gptqmodel") => Ok(false),
+        _ => {
+            let expected = "'auto_round:auto_gptq', 'auto_round:gptqmodel' or 'auto_round'";
+            let found = packing.map_or_else(|| "nothing".to_owned(), clip);
+            Err(invalid("quantization_config.packing_format", found, expected))
+        }
+    }
 }
 
 fn method(map: &Map<String, Value>) -> Result<QuantMethod, ConfigError> {

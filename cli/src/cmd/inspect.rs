@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use checkpoint::{Checkpoint, Coverage, ExpertSummary, GgufSummary, ReorderedSummary, TensorFile};
-use expert_server::{gpu_lacks, gpu_reads};
+use expert_server::{gpu_lacks, gpu_needs, gpu_reads};
 use serde::Serialize;
 
 use crate::{Global, ui};
@@ -201,6 +201,10 @@ fn gpu(checkpoint: &Checkpoint, summary: Option<&ExpertSummary>) -> (Verdict, Op
     let config = checkpoint.config();
     if let Some(what) = gpu_lacks(config.arithmetic, summary.has_biases) {
         let note = Some(format!("the GPU kernels have no {what}"));
+        return (Verdict { servable: false, note }, None);
+    }
+    if let Some(what) = gpu_needs(config) {
+        let note = Some(format!("the GPU kernels need {what}"));
         return (Verdict { servable: false, note }, None);
     }
     let first = config.moe_layers().first().and_then(|layer| checkpoint.expert(*layer, 0).ok());

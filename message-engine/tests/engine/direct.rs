@@ -99,7 +99,9 @@ fn revocation_ends_direct_copies() {
             let reader = scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed)
                     && out.read(&all(&copy), &remote, soon()).is_ok()
-                {}
+                {
+                    std::hint::spin_loop();
+                }
             });
             std::thread::sleep(Duration::from_millis(5));
             let taken = there.dereg(target);

@@ -12,9 +12,6 @@ use crate::common::{Recorded, Reference, Request, difference, name_of, recorded_
 use crate::device::client::Outcome;
 use crate::device::{SLOT, check, devices, expected_rows, join, server_on};
 
-/// Folders whose columns are reordered by activation.
-const REORDERED: &[&str] =
-    &["ct-int4-g-idx", "gptq-int4-desc-act", "gptq-int8-asym-desc-act", "gptq-v2-int4-desc-act"];
 /// A folder with hidden size 192, which the kernels cannot have.
 const OTHER_SIZE: &str = "ct-fp8-block";
 /// The folder whose weights stay fp8. The kernels then round tokens and activations to fp8, the library does not.
@@ -68,11 +65,10 @@ async fn formats_that_cannot_be_served_are_named() {
     let Some((device, _)) = devices() else { return };
     for dir in recorded_folders("reference-formats") {
         let name = name_of(&dir);
-        let reason = match name.as_str() {
-            OTHER_SIZE => "hidden size: expected a positive multiple of 128",
-            name if REORDERED.contains(&name) => "reordered by activation",
-            _ => continue,
-        };
+        if name != OTHER_SIZE {
+            continue;
+        }
+        let reason = "hidden size: expected a positive multiple of 128";
         let mut config = ServerConfig::new(dir, "refused", Placement::Static(ExpertSelection::All));
         config.device = Some(DeviceOptions::new(device));
         config.slot = SLOT;
@@ -83,6 +79,6 @@ async fn formats_that_cannot_be_served_are_named() {
 }
 
 fn served() -> impl Iterator<Item = PathBuf> {
-    let is_served = |name: &str| name != OTHER_SIZE && !REORDERED.contains(&name);
+    let is_served = |name: &str| name != OTHER_SIZE;
     recorded_folders("reference-formats").into_iter().filter(move |dir| is_served(&name_of(dir)))
 }
