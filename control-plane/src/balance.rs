@@ -96,16 +96,17 @@ pub(crate) fn plan(
     let inputs: Vec<PlanMember<'_>> = members
         .iter()
         .map(|member| PlanMember {
-            capacity_experts: member.capacity_experts,
+            capacity_experts: member.record.capacity_experts,
             speed: 1.0,
-            zone: member.zone.as_deref(),
+            zone: member.record.zone.as_deref(),
             current: member.target.as_deref().unwrap_or(&member.record.assignment),
         })
         .collect();
     plan_fleet(model, &inputs, loads.of_layers(), goals)
 }
 
-/// The `num_pairs` (layer, expert) pairs with the fewest holders among `others`.
+/// The `num_pairs` (layer, expert) pairs with the fewest holders among `others`. They are spread over the layers,
+/// because each layer's calls wait for its busiest server.
 pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignment]) -> Assignment {
     let num_experts = model.num_experts as usize;
     let mut pairs: Vec<(usize, u32, u32)> =
@@ -117,13 +118,13 @@ pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignmen
                 *count += 1;
             }
         }
-        pairs.extend((0..model.num_experts).zip(holders).map(|(expert, num)| (num, layer, expert)));
+        pairs.extend((0..model.num_experts).zip(holders).map(|(expert, num)| (num, expert, layer)));
     }
     pairs.sort_unstable();
     pairs.truncate(num_pairs as usize);
-    pairs.sort_unstable_by_key(|&(_, layer, expert)| (layer, expert));
+    pairs.sort_unstable_by_key(|&(_, expert, layer)| (layer, expert));
     let mut assignment = Assignment::default();
-    for (_, layer, expert) in pairs {
+    for (_, expert, layer) in pairs {
         match assignment.layers.last_mut() {
             Some(entry) if entry.layer == layer => entry.experts.push(expert),
             _ => assignment.layers.push(LayerAssignment { layer, experts: vec![expert] }),

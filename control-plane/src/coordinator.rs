@@ -234,6 +234,7 @@ impl Coordinator {
                 experts_without_replica: coverage.without_replica,
                 experts_under_replicated: coverage.under_replicated,
                 num_watchers,
+                plan_error: fleet.shortage(),
                 store,
             }
         })

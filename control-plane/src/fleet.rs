@@ -157,8 +157,8 @@ pub(crate) struct Fleet {
     was_complete: bool,
     /// Goals that were changed while the control plane ran.
     changed_goals: Option<FleetGoals>,
-    /// The last plan failed for want of memory.
-    is_short: bool,
+    /// Reason why the last plan failed.
+    shortage: Option<String>,
     events: Vec<FleetEvent>,
 }
 
@@ -175,6 +175,8 @@ impl Fleet {
         let snapshot = snapshot.unwrap_or_else(|| Snapshot::fresh(MemberId::random().to_string()));
         let mut members = BTreeMap::new();
         let mut names = HashMap::new();
+        // The snapshot does not say so. A model with loaded experts is taken for one that has served.
+        let was_complete = snapshot.members.iter().any(|record| !record.holds.is_empty());
         for record in snapshot.members {
             let lease = match record.expired {
                 true => Lease::ExpiredAt(now),
@@ -208,9 +210,9 @@ impl Fleet {
             unplanned_since: None,
             last_plan: now,
             first_join: None,
-            was_complete: false,
+            was_complete,
             changed_goals: snapshot.goals,
-            is_short: false,
+            shortage: None,
             events: Vec::new(),
         }
     }
@@ -220,9 +222,14 @@ impl Fleet {
         request: RegisterRequest,
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
-        // The model belongs to its members. It is free again once the last of them has gone.
-        let is_replaced = self.model.as_ref().is_some_and(|model| *model != request.model)
-            && !self.members.values().any(Member::is_leased);
+        // The model belongs to its members, the expired ones included: an outage of all must not let another model in.
+        // A model that never served as a whole gives way as soon as no member lives.
+        let is_free = match self.was_complete {
+            true => self.members.is_empty(),
+            false => !self.members.values().any(Member::is_leased),
+        };
+        let is_replaced =
+            is_free && self.model.as_ref().is_some_and(|model| *model != request.model);
         let model = self.model.as_ref().filter(|_| !is_replaced);
         check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
         let known = self.members.get(&request.name);
@@ -263,7 +270,7 @@ impl Fleet {
             self.is_table_stale = true;
         }
         self.first_join.get_or_insert(now);
-        self.unplanned_since = Some(now);
+        self.unplanned_since.get_or_insert(now);
         self.revision += 1;
         self.events.push(FleetEvent::Registered { name: request.name.clone(), kind });
         let member = &self.members[&request.name];
@@ -344,7 +351,7 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
-            self.unplanned_since = Some(now);
+            self.unplanned_since.get_or_insert(now);
             self.mark_changed();
         }
         Ok(info)
@@ -365,10 +372,15 @@ impl Fleet {
         balance.goals.min_replicas = goals.replicas;
         balance.goals.spare = goals.spare;
         self.changed_goals = Some(goals);
-        self.unplanned_since = Some(now);
+        self.unplanned_since.get_or_insert(now);
         self.events.push(FleetEvent::GoalsChanged { goals });
         self.mark_changed();
         Ok(goals)
+    }
+
+    /// Reason why the last plan failed, if it did.
+    pub(crate) fn shortage(&self) -> Option<String> {
+        self.shortage.clone()
     }
 
     /// Planned replicas per expert.
@@ -395,7 +407,7 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was_draining {
             self.events.push(FleetEvent::Resumed { name });
-            self.unplanned_since = Some(now);
+            self.unplanned_since.get_or_insert(now);
             self.mark_changed();
         }
         Ok(info)
@@ -463,7 +475,7 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.unplanned_since = Some(now);
+            self.unplanned_since.get_or_insert(now);
             self.mark_changed();
         }
         for name in removed {
@@ -494,15 +506,17 @@ impl Fleet {
         match balance::plan(&model, &members, &self.loads, &settings.goals) {
             Ok(plan) => self.set_targets(plan),
             Err(shortage) => {
-                if !std::mem::replace(&mut self.is_short, true) {
-                    self.events.push(FleetEvent::Short { shortage: shortage.to_string() });
+                let shortage = shortage.to_string();
+                if self.shortage.as_ref() != Some(&shortage) {
+                    self.events.push(FleetEvent::Short { shortage: shortage.clone() });
+                    self.shortage = Some(shortage);
                 }
             }
         }
     }
 
     fn set_targets(&mut self, plan: FleetPlan) {
-        self.is_short = false;
+        self.shortage = None;
         let FleetPlan { assignments, num_loads, imbalance } = plan;
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         for (member, target) in planned.zip(assignments) {
@@ -548,6 +562,8 @@ impl Fleet {
         self.follow_targets();
         let model = self.model.as_ref();
         let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
+        self.coverage = Coverage::of(&next, self.replicas());
+        self.was_complete |= self.coverage.is_complete();
         if self.table.epoch > 0 && !table::differs(&next, &self.table) {
             self.is_table_stale = false;
             self.is_blocked = false;
@@ -562,8 +578,6 @@ impl Fleet {
         next.epoch = epoch;
         self.is_table_stale = false;
         self.is_blocked = false;
-        self.coverage = Coverage::of(&next, self.replicas());
-        self.was_complete |= self.coverage.is_complete();
         let num_servers = next.servers.len();
         self.table = Arc::new(next);
         self.events.push(FleetEvent::PlacementChanged { epoch, num_servers });
@@ -713,8 +727,8 @@ impl Fleet {
             member.probe = None;
         }
         member.record.data_addr.clone_from(&request.data_addr);
-        member.capacity_experts = request.capacity_experts;
-        member.zone.clone_from(&request.zone);
+        member.record.capacity_experts = request.capacity_experts;
+        member.record.zone.clone_from(&request.zone);
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         self.is_table_stale = true;
     }
@@ -750,15 +764,12 @@ impl Fleet {
             assignment_version: 1,
             holds: Arc::default(),
             superseded,
+            capacity_experts: request.capacity_experts,
+            zone: request.zone.clone(),
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);
-        let member = Member {
-            is_name_durable,
-            capacity_experts: request.capacity_experts,
-            zone: request.zone.clone(),
-            ..Member::new(record, lease, false)
-        };
+        let member = Member { is_name_durable, ..Member::new(record, lease, false) };
         self.members.insert(request.name.clone(), member);
         self.is_table_stale = true;
         Ok(())
@@ -821,7 +832,7 @@ impl Fleet {
     }
 
     fn remove(&mut self, name: &str) {
-        self.unplanned_since = Some(self.last_tick);
+        self.unplanned_since.get_or_insert(self.last_tick);
         if let Some(member) = self.members.remove(name) {
             self.names.remove(&member.record.member_id);
         }

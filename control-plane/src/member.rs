@@ -54,6 +54,12 @@ pub struct MemberRecord {
     pub holds: Arc<Assignment>,
     /// Predecessors under the same name, oldest first.
     pub superseded: Vec<Predecessor>,
+    /// Most (layer, expert) pairs that fit into its memory, as its process has said. `None` means no limit.
+    #[serde(default)]
+    pub capacity_experts: Option<u32>,
+    /// Failure domain.
+    #[serde(default)]
+    pub zone: Option<String>,
 }
 
 /// State of a lease. Times are of the fleet's clock.
@@ -79,10 +85,6 @@ pub(crate) struct Member {
     pub(crate) is_durable: bool,
     /// True if a durable snapshot contains a member of this name, perhaps an earlier process.
     pub(crate) is_name_durable: bool,
-    /// Most (layer, expert) pairs that fit into its memory, as its process has said. `None` means no limit.
-    pub(crate) capacity_experts: Option<u32>,
-    /// Failure domain.
-    pub(crate) zone: Option<String>,
     /// Experts that the member shall hold in the end, if the placement follows the load. Its assignment also has
     /// the experts that other members have yet to take over.
     pub(crate) target: Option<Arc<Assignment>>,
@@ -104,8 +106,6 @@ impl Member {
             placed,
             is_durable,
             is_name_durable: is_durable,
-            capacity_experts: None,
-            zone: None,
             target: None,
             probe: None,
             contested_until: None,

@@ -267,8 +267,9 @@ impl Membership {
                 held = holds(&*self.store);
                 self.keeper.set_ready(held.clone());
             }
-            if self.unload_surplus(&now, &held, &mut surplus) {
-                held = holds(&*self.store);
+            let kept = self.kept_experts(&now, &mut surplus);
+            if kept != held {
+                held = kept;
                 self.keeper.set_ready(held.clone());
             }
             // One report per heartbeat, because a second one would replace the first.
@@ -297,37 +298,37 @@ impl Membership {
         }
     }
 
-    /// Unloads experts that have not been assigned for [`UNLOAD_AFTER`]. `surplus` has the time since when an expert
-    /// is not assigned. Returns true if an expert was unloaded.
-    fn unload_surplus(
+    /// The loaded experts without those to be unloaded. An expert that has not been assigned for [`REPORT_AFTER`] is no
+    /// longer reported, so that no plan counts on it. It is unloaded after [`UNLOAD_AFTER`]. `surplus` has the time
+    /// since when an expert is not assigned.
+    fn kept_experts(
         &self,
         state: &LeaseState,
-        held: &Assignment,
         surplus: &mut HashMap<(u32, u32), Instant>,
-    ) -> bool {
+    ) -> Assignment {
+        let mut kept = holds(&*self.store);
         let Some(assignment) = state.assignment.as_deref().filter(|found| !found.is_empty()) else {
-            return false;
+            return kept;
         };
         surplus.retain(|&(layer, expert), _| !assignment.contains(layer, expert));
         let now = Instant::now();
-        let mut has_unloaded = false;
-        for entry in &held.layers {
-            for &expert in &entry.experts {
-                let pair = (entry.layer, expert);
-                if assignment.contains(entry.layer, expert) {
-                    continue;
+        for entry in &mut kept.layers {
+            let layer = entry.layer;
+            entry.experts.retain(|&expert| {
+                if assignment.contains(layer, expert) {
+                    return true;
                 }
-                let since = *surplus.entry(pair).or_insert(now);
-                if now.duration_since(since) >= UNLOAD_AFTER && self.store.unload(pair.0, pair.1) {
-                    surplus.remove(&pair);
-                    has_unloaded = true;
-                    let metrics = &self.health.metrics;
-                    metrics.experts_loaded.dec();
-                    metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
+                let age = now.duration_since(*surplus.entry((layer, expert)).or_insert(now));
+                if age >= UNLOAD_AFTER && self.store.unload(layer, expert) {
+                    surplus.remove(&(layer, expert));
+                    self.health.metrics.experts_loaded.dec();
+                    self.health.metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
                 }
-            }
+                age < REPORT_AFTER
+            });
         }
-        has_unloaded
+        kept.layers.retain(|entry| !entry.experts.is_empty());
+        kept
     }
 
     fn has(&self, wanted: WantedDigests) -> bool {
@@ -370,13 +371,14 @@ impl Membership {
         tracing::info!(num_experts = new.len(), "loading newly assigned experts");
         let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
         let loading = tokio::task::spawn_blocking(move || {
+            let mut is_complete = true;
             for (layer, expert) in new {
                 if let Err(error) = load_one(&*store, &metrics, layer, expert) {
                     tracing::error!(layer, expert, %error, "cannot load an assigned expert");
-                    return false;
+                    is_complete = false;
                 }
             }
-            true
+            is_complete
         });
         let is_complete = loading.await.unwrap_or_else(|error| {
             tracing::error!(%error, "loading experts panicked");
@@ -398,7 +400,9 @@ const DIGESTS_PAUSE: Duration = Duration::from_millis(250);
 const RESEND_PAUSE: Duration = Duration::from_secs(60);
 /// Tensors that an error names.
 const MAX_DIFFERENCES: usize = 5;
-/// Clients with an older placement have moved by then.
+/// An expert that is not assigned is reported as loaded for so long.
+const REPORT_AFTER: Duration = Duration::from_secs(15);
+/// Clients with an older placement have moved by then, and the control plane knows that the expert will go.
 const UNLOAD_AFTER: Duration = Duration::from_secs(30);
 /// Pause after a failed load.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

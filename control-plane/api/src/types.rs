@@ -480,6 +480,9 @@ pub struct ClusterStatus {
     pub experts_under_replicated: u64,
     /// Open placement watches.
     pub num_watchers: u64,
+    /// Reason why the last plan failed, if the placement follows the load.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan_error: Option<String>,
     /// The store.
     pub store: StoreStatus,
 }
@@ -532,6 +535,9 @@ impl ClusterStatus {
         } else if expired > 0 {
             problems.push(format!("{expired} expired members have not come back"));
         }
+        if let Some(reason) = &self.plan_error {
+            problems.push(format!("the fleet cannot be planned: {reason}"));
+        }
         if !self.store.writable {
             let reason = self.store.error.as_deref().unwrap_or("no reason given");
             problems.push(format!("the store cannot be written: {reason}"));
@@ -573,6 +579,7 @@ mod tests {
             experts_without_replica: 0,
             experts_under_replicated: 0,
             num_watchers: 0,
+            plan_error: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
         };
         assert_eq!(good.health(), (Health::Healthy, Vec::new()));
@@ -587,6 +594,7 @@ mod tests {
         check(&|s| s.experts_under_replicated = 8, degraded, "fewer replicas");
         check(&|s| s.members.expired = 1, degraded, "not come back");
         check(&|s| s.members.serving = 2, degraded, "2 of 3 planned");
+        check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
         check(&|s| s.store.writable = false, degraded, "cannot be written");
         check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");
         let empty = |s: &mut ClusterStatus| (s.model, s.experts_total) = (None, 0);

@@ -326,6 +326,28 @@ fn a_model_without_live_members_gives_way_to_another() {
 }
 
 #[test]
+fn an_outage_of_all_members_lets_no_other_model_in() {
+    let mut world = World::new();
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        world.serve(name, incarnation);
+    }
+    let mut wrong = World::request("wrong", 9);
+    wrong.model.fingerprint = "deadbeefdeadbeef".to_owned();
+    world.advance(TTL * 2);
+    let err = world.fleet.register(wrong.clone(), world.now).unwrap_err();
+    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+    // Also after a restart of the control plane.
+    let (snapshot, _) = world.fleet.snapshot();
+    let mut restored = World::with(settings(), Some(snapshot));
+    restored.advance(TTL * 2);
+    let err = restored.fleet.register(wrong.clone(), restored.now).unwrap_err();
+    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+    // The members are forgotten after the retention, and the model with them.
+    world.advance(Duration::from_secs(60));
+    world.fleet.register(wrong, world.now).unwrap();
+}
+
+#[test]
 fn draining_leaves_the_placement_and_keeps_the_lease() {
     let mut world = World::new();
     let a = world.serve("a", 1);
@@ -733,6 +755,35 @@ fn replicas_of_a_dead_server_come_back_without_a_person() {
         fleet.second();
     }
     assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+}
+
+#[test]
+fn goals_change_while_the_fleet_runs_and_survive_a_restart() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    let goals = FleetGoals { replicas: 2, spare: 0.0 };
+    fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    assert!(fleet.world.fleet.coverage().under_replicated > 0);
+    for _ in 0..4 {
+        fleet.second();
+    }
+    assert!(fleet.world.fleet.coverage().is_complete());
+    let (snapshot, _) = fleet.world.fleet.snapshot();
+    let balance = Some(BalanceSettings::default());
+    let restored = World::with(FleetSettings { balance, ..settings() }, Some(snapshot));
+    assert_eq!(restored.fleet.goals(), Ok(goals));
+    // More replicas than servers are met as far as there are servers.
+    let many = FleetGoals { replicas: 64, spare: 16.0 };
+    fleet.world.fleet.set_goals(many, fleet.world.now).unwrap();
+    for wrong in [0, 65] {
+        let goals = FleetGoals { replicas: wrong, spare: 0.0 };
+        assert!(fleet.world.fleet.set_goals(goals, fleet.world.now).is_err());
+    }
+    assert_eq!(World::new().fleet.set_goals(goals, TTL), Err(Refusal::FixedPlacement));
 }
 
 #[test]

@@ -8,6 +8,7 @@
 //! It starts from the present assignments, so a layer within the tolerance does not change.
 
 use std::cmp::Ordering;
+use std::collections::BinaryHeap;
 
 use control_api::{Assignment, LayerAssignment, ModelDescriptor};
 
@@ -179,6 +180,33 @@ struct Layer {
     /// Zone per member as a number.
     zones: Vec<Option<usize>>,
 }
+
+/// An expert by the load of one of its replicas, the hottest one first in a heap.
+#[derive(Clone, Copy, Debug)]
+struct Hot {
+    share: f64,
+    expert: usize,
+}
+
+impl Ord for Hot {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.share.total_cmp(&other.share).then(other.expert.cmp(&self.expert))
+    }
+}
+
+impl PartialOrd for Hot {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Hot {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Hot {}
 
 /// A change of the placement that relieves the busiest member.
 #[derive(Clone, Copy, Debug)]
@@ -381,15 +409,17 @@ impl Layer {
     fn trim(&mut self, budget: usize, num_replicas: usize, fleet: &mut Memory) {
         let num_members = self.speeds.len();
         let mut wanted = vec![num_replicas; self.holders.len()];
+        let share = |expert: usize, replicas: usize| self.loads[expert] / replicas as f64;
+        let mut growing: BinaryHeap<Hot> = (0..wanted.len())
+            .filter(|_| num_replicas < num_members)
+            .map(|expert| Hot { share: share(expert, num_replicas), expert })
+            .collect();
         for _ in self.holders.len() * num_replicas..budget {
-            let growing = (0..wanted.len()).filter(|&expert| wanted[expert] < num_members);
-            let share = |expert: usize| self.loads[expert] / wanted[expert] as f64;
-            let Some(hottest) =
-                growing.min_by(|&a, &b| descending(share(a), share(b)).then(a.cmp(&b)))
-            else {
-                break;
-            };
-            wanted[hottest] += 1;
+            let Some(Hot { expert, .. }) = growing.pop() else { break };
+            wanted[expert] += 1;
+            if wanted[expert] < num_members {
+                growing.push(Hot { share: share(expert, wanted[expert]), expert });
+            }
         }
         for (expert, &wanted) in wanted.iter().enumerate() {
             while self.holders[expert].len() > wanted {

@@ -39,6 +39,8 @@ fn snapshot(seed: u64) -> Snapshot {
             assignment_version: seed,
             holds: assignment,
             superseded: Vec::new(),
+            capacity_experts: (seed > 1).then_some(7),
+            zone: (seed > 2).then(|| "rack-1".to_owned()),
         }],
         goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
     }
