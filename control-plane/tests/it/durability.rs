@@ -186,6 +186,8 @@ async fn a_full_disk_stops_no_recovery() {
     };
     let plane = start().await;
     serve(&plane.client(), "a", 1).await;
+    // Its response means that everything before it is stored, too.
+    plane.client().register(&request("b", 1)).await.unwrap();
     let epoch = plane.client().placement().await.unwrap().epoch;
     is_full.store(true, Ordering::SeqCst);
     plane.stop().await;
