@@ -147,10 +147,10 @@ class Service:
                 )
 
     def experts(self, layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
-        """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype and device of ``x``.
+        """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype of ``x``.
 
-        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors. Dead
-        servers are replaced inside the call. While an expert has no replica at all, the call waits up to
+        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors on a CPU.
+        Dead servers are replaced inside the call. While an expert has no replica at all, the call waits up to
         ``outage_timeout`` and then raises NoReplicaError.
         """
         if x.shape[0] == 0:
@@ -234,6 +234,14 @@ def refuse_gradients(engine: str, x: Any) -> None:
                 f"{engine}: hidden states require a gradient, and the service computes none: "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
+
+
+def refuse_gpu(engine: str, device: str) -> None:
+    """Raises ConfigError unless the device of the engine's tensors is a CPU."""
+    if device.split(":")[0] != "cpu":
+        raise ConfigError(
+            f"{engine}: the model is on {device}, expected cpu: the Python client does not support tensors on GPUs yet"
+        )
 
 
 def _connect(settings: Settings, engine: str) -> Any:

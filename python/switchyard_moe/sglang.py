@@ -128,13 +128,13 @@ def _method(arguments: dict[str, Any]) -> Any:
 
 
 def _connect() -> engine.Service:
-    """Returns the engine's service. The first call checks the engine's options and waits for the service."""
+    """Returns the engine's service. The first call checks the engine's device and waits for the service."""
     global _service
     if _service is None:
         from sglang.srt.runtime_context import get_server_args
 
         args = get_server_args()
-        _check_graphs(args)
+        engine.refuse_gpu("SGLang", str(args.device))
         folder = engine.checkpoint_folder(args.model_path, getattr(args, "revision", None))
         _warn_of_tied_embeddings(folder)
         settings = engine.Settings.load({})
@@ -148,12 +148,6 @@ def _connect() -> engine.Service:
 def _check_parallel(layer: Any) -> None:
     if layer.moe_ep_size > 1:
         raise ConfigError(f"--ep-size is {layer.moe_ep_size}, expected 1: no expert is in this engine")
-
-
-def _check_graphs(args: Any) -> None:
-    """Refuses CUDA graphs that would record the call once and never repeat it."""
-    if str(args.device).startswith("cuda") and not args.disable_cuda_graph:
-        raise ConfigError("CUDA graphs would record the call of the service: give --disable-cuda-graph")
 
 
 def _warn_of_tied_embeddings(folder: str | None) -> None:

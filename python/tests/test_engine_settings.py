@@ -60,6 +60,14 @@ def test_layer_numbers() -> None:
         engine.layer_number("model.experts")
 
 
+def test_only_a_cpu_is_accepted() -> None:
+    for device in ("cpu", "cpu:0"):
+        engine.refuse_gpu("vLLM", device)
+    for device in ("cuda", "cuda:1", "xpu", ""):
+        with pytest.raises(switchyard_moe.ConfigError, match=f"vLLM: the model is on {device}, expected cpu"):
+            engine.refuse_gpu("vLLM", device)
+
+
 def test_a_service_that_is_not_there_ends_the_wait_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     settings = engine.Settings("http://127.0.0.1:9", ready_timeout=0.5, timeout=0.2)
     started = time.monotonic()
