@@ -131,10 +131,11 @@ def _connect() -> engine.Service:
     """Returns the engine's service. The first call checks the engine's device and waits for the service."""
     global _service
     if _service is None:
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_device, get_server_args
 
+        # Unlike the argument, it is known if SGLang chose the device itself.
+        engine.refuse_gpu("SGLang", str(get_device().device))
         args = get_server_args()
-        engine.refuse_gpu("SGLang", str(args.device))
         folder = engine.checkpoint_folder(args.model_path, getattr(args, "revision", None))
         _warn_of_tied_embeddings(folder)
         settings = engine.Settings.load({})
