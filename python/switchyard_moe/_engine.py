@@ -16,6 +16,7 @@ import switchyard_moe
 from switchyard_moe import (
     ArgumentError,
     ConfigError,
+    ControlPlaneUnavailableError,
     Error,
     ModelMismatchError,
     NoReplicaError,
@@ -262,8 +263,8 @@ def _connect(settings: Settings, engine: str) -> Any:
                 )
             client.wait_ready(timeout=step)
             return client
-        except (NotReady, NoReplicaError, ConnectionError) as error:
-            reason: Error | ConnectionError = error
+        except (NotReady, NoReplicaError, ControlPlaneUnavailableError) as error:
+            reason: Error = error
         now = time.monotonic()
         if now >= deadline:
             if client is not None:

@@ -182,7 +182,7 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
 
 
 def test_a_control_plane_that_is_not_there_is_named() -> None:
-    with pytest.raises(switchyard_moe.ControlPlaneError, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(switchyard_moe.ControlPlaneUnavailableError, match=r"127\.0\.0\.1:1"):
         switchyard_moe.Client("http://127.0.0.1:1", timeout=0.3)
 
 

@@ -77,6 +77,12 @@ def test_a_service_that_is_not_there_ends_the_wait_with_its_reason(caplog: pytes
     assert time.monotonic() - started >= 0.4
 
 
+def test_a_wrong_token_ends_the_wait_at_once(cluster: switchyard_moe.LocalCluster) -> None:
+    # A wait until the end of the time would raise NotReady.
+    with pytest.raises(switchyard_moe.ControlPlaneError, match="token"):
+        engine.Service(engine.Settings(cluster.url, "wrong", ready_timeout=20.0), "test").connect()
+
+
 def test_a_layer_that_the_servers_do_not_have(cluster: switchyard_moe.LocalCluster) -> None:
     service = engine.Service(engine.Settings(cluster.url, cluster.token), "test")
     client = service.connect()
