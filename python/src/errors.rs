@@ -15,6 +15,7 @@ pub enum Kind {
     Closed,
     Config,
     ControlPlane,
+    ControlPlaneUnavailable,
     Forked,
     ModelMismatch,
     NoReplica,
@@ -34,6 +35,7 @@ impl Kind {
             Self::Closed => "ClosedError",
             Self::Config => "ConfigError",
             Self::ControlPlane => "ControlPlaneError",
+            Self::ControlPlaneUnavailable => "ControlPlaneUnavailableError",
             Self::Forked => "ForkedError",
             Self::ModelMismatch => "ModelMismatchError",
             Self::NoReplica => "NoReplicaError",
@@ -90,6 +92,7 @@ pub fn of_build(py: Python<'_>, failure: &BuildError) -> PyErr {
 pub fn of_model(py: Python<'_>, failure: &ModelError) -> PyErr {
     let kind = match failure {
         ModelError::Config(_) => Kind::Config,
+        ModelError::Control(failure) if failure.is_transient() => Kind::ControlPlaneUnavailable,
         ModelError::Control(_) | ModelError::Fingerprint { .. } => Kind::ControlPlane,
         ModelError::NoModel => Kind::NotReady,
         _ => Kind::Error,

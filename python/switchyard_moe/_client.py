@@ -50,8 +50,8 @@ class Client(_native.Client):
 
     :param control_plane: URL of the control plane, ``http://HOST:PORT``. Default: ``SWITCHYARD_CONTROL_PLANE``.
     :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
-    :param model: folder of the model's checkpoint; its experts need not be there. The servers must serve this model.
-        Default: the model that the servers serve.
+    :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
+        only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.
     :param wire_dtype: number format of tokens on their way to servers: ``f32``, ``bf16``, ``f16`` or ``fp8``.
     :param response_dtype: number format of answers. Default: that of tokens, or ``bf16`` if that is ``fp8``.
     :param transports: ``auto``, or a list such as ``shm``.

@@ -16,6 +16,7 @@ import switchyard_moe
 from switchyard_moe import (
     ArgumentError,
     ConfigError,
+    ControlPlaneUnavailableError,
     Error,
     ModelMismatchError,
     NoReplicaError,
@@ -147,10 +148,10 @@ class Service:
                 )
 
     def experts(self, layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
-        """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype and device of ``x``.
+        """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype of ``x``.
 
-        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors. Dead
-        servers are replaced inside the call. While an expert has no replica at all, the call waits up to
+        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors on a CPU.
+        Dead servers are replaced inside the call. While an expert has no replica at all, the call waits up to
         ``outage_timeout`` and then raises NoReplicaError.
         """
         if x.shape[0] == 0:
@@ -236,6 +237,14 @@ def refuse_gradients(engine: str, x: Any) -> None:
             )
 
 
+def refuse_gpu(engine: str, device: str) -> None:
+    """Raises ConfigError unless the device of the engine's tensors is a CPU."""
+    if device.split(":")[0] != "cpu":
+        raise ConfigError(
+            f"{engine}: the model is on {device}, expected cpu: the Python client does not support tensors on GPUs yet"
+        )
+
+
 def _connect(settings: Settings, engine: str) -> Any:
     deadline = time.monotonic() + settings.ready_timeout
     said = time.monotonic()
@@ -254,8 +263,8 @@ def _connect(settings: Settings, engine: str) -> Any:
                 )
             client.wait_ready(timeout=step)
             return client
-        except (NotReady, NoReplicaError, ConnectionError) as error:
-            reason: Error | ConnectionError = error
+        except (NotReady, NoReplicaError, ControlPlaneUnavailableError) as error:
+            reason: Error = error
         now = time.monotonic()
         if now >= deadline:
             if client is not None:

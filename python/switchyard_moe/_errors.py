@@ -10,6 +10,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "ControlPlaneError",
+    "ControlPlaneUnavailableError",
     "Error",
     "ForkedError",
     "ModelMismatchError",
@@ -46,6 +47,10 @@ class ForkedError(Error):
 
 class ControlPlaneError(Error, ConnectionError):
     """The control plane cannot be reached, refuses the token, or answers something else than expected."""
+
+
+class ControlPlaneUnavailableError(ControlPlaneError):
+    """The control plane cannot be reached, or cannot answer at present. A later attempt may succeed."""
 
 
 class ModelMismatchError(Error):

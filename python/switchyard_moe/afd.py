@@ -108,6 +108,8 @@ class SwitchyardAFDConnector(AFDConnectorBase):
                 f"layer {metadata.layer_idx}: hidden_states has {hidden_states.shape[0]} rows, "
                 f"expected {metadata.total_tokens}"
             )
+        if not hidden_states.is_cpu:
+            engine.refuse_gpu("afd-plugin", str(hidden_states.device))
         stage = metadata.stage_idx
         if stage in self._calls:
             raise ArgumentError(f"stage {stage} has a call outstanding: receive its output first")

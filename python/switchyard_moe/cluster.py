@@ -104,7 +104,8 @@ class LocalCluster:
             for name in self.names:
                 self._start(name)
             for name in self.names:
-                self._wait_serving(name)
+                # No server serves before all have registered, so the end of any process is the cause of the wait.
+                self._wait_serving(name, self._processes.check)
         except BaseException:
             self.close()
             raise
@@ -172,13 +173,21 @@ class LocalCluster:
             raise ClusterError(f"{name} ended with exit code {code}{process.quote()}")
 
     def restart(self, name: str) -> None:
-        """Start a server again, after killing it if it runs, and wait until it serves its experts."""
+        """Start a server again, after killing it if it runs, and wait until it serves its experts.
+
+        Other servers may be dead.
+
+        :raises ClusterError: the control plane does not run, or the server ends or does not serve within the
+            cluster's timeout.
+        """
         self._check_open()
         self._check_name(name)
+        if not self._processes.is_running(CONTROL_PLANE):
+            raise ClusterError(f"{name} cannot register, because the control plane is not running: start it first")
         if self._processes.is_running(name):
             self.kill(name)
         self._start(name)
-        self._wait_serving(name)
+        self._wait_serving(name, lambda: None)
 
     def stop_control_plane(self) -> None:
         """Kill the control plane with SIGKILL. Clients and servers go on with the placement that they know."""
@@ -231,9 +240,8 @@ class LocalCluster:
         arguments += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--threads", str(self._threads)]
         self._spawn(name, arguments + self._server_args, self._env)
 
-    def _wait_serving(self, name: str) -> None:
-        # No server serves before all have registered, so the end of any process is the cause of the wait.
-        self._process(name).wait_event("serving", self._timeout, self._processes.check)
+    def _wait_serving(self, name: str, check: Callable[[], None]) -> None:
+        self._processes.get(name).wait_event("serving", self._timeout, check)
 
     def _spawn(self, name: str, arguments: list[str], env: Mapping[str, str]) -> _Process:
         # The token is in the environment, because other users of the host can see arguments.
@@ -390,10 +398,14 @@ class _Processes:
         process = self._by_name.get(name)
         return process is not None and process.is_running()
 
-    def running(self, name: str) -> _Process:
+    def get(self, name: str) -> _Process:
         process = self._by_name.get(name)
         if process is None:
             raise ClusterError(f"{name} was not started")
+        return process
+
+    def running(self, name: str) -> _Process:
+        process = self.get(name)
         if not process.is_running():
             raise ClusterError(f"{name} is not running{process.quote()}")
         return process

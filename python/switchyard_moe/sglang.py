@@ -128,13 +128,14 @@ def _method(arguments: dict[str, Any]) -> Any:
 
 
 def _connect() -> engine.Service:
-    """Returns the engine's service. The first call checks the engine's options and waits for the service."""
+    """Returns the engine's service. The first call checks the engine's device and waits for the service."""
     global _service
     if _service is None:
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_device, get_server_args
 
+        # Unlike the argument, it is known if SGLang chose the device itself.
+        engine.refuse_gpu("SGLang", str(get_device().device))
         args = get_server_args()
-        _check_graphs(args)
         folder = engine.checkpoint_folder(args.model_path, getattr(args, "revision", None))
         _warn_of_tied_embeddings(folder)
         settings = engine.Settings.load({})
@@ -148,12 +149,6 @@ def _connect() -> engine.Service:
 def _check_parallel(layer: Any) -> None:
     if layer.moe_ep_size > 1:
         raise ConfigError(f"--ep-size is {layer.moe_ep_size}, expected 1: no expert is in this engine")
-
-
-def _check_graphs(args: Any) -> None:
-    """Refuses CUDA graphs that would record the call once and never repeat it."""
-    if str(args.device).startswith("cuda") and not args.disable_cuda_graph:
-        raise ConfigError("CUDA graphs would record the call of the service: give --disable-cuda-graph")
 
 
 def _warn_of_tied_embeddings(folder: str | None) -> None:

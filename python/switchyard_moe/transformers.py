@@ -110,6 +110,8 @@ def _experts(
             f"{type(module).__name__} was built without experts_implementation={IMPLEMENTATION!r}: "
             "pass it to from_pretrained, since a loaded model keeps its weights"
         )
+    if not hidden_states.is_cpu:
+        engine.refuse_gpu(_NAME, str(hidden_states.device))
     service = binding.service or binding.connect(module, None)
     engine.refuse_gradients(_NAME, hidden_states)
     out: torch.Tensor = service.experts(binding.layer, hidden_states.detach(), topk_idx, topk_weights.detach())

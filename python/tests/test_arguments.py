@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,7 +182,7 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
 
 
 def test_a_control_plane_that_is_not_there_is_named() -> None:
-    with pytest.raises(switchyard_moe.ControlPlaneError, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(switchyard_moe.ControlPlaneUnavailableError, match=r"127\.0\.0\.1:1"):
         switchyard_moe.Client("http://127.0.0.1:1", timeout=0.3)
 
 
@@ -196,6 +198,20 @@ def test_another_model_is_refused(cluster: switchyard_moe.LocalCluster, tmp_path
     (tmp_path / "config.json").write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 2'))
     with pytest.raises(switchyard_moe.ModelMismatchError, match="top-k is 4, expected 2"):
         switchyard_moe.Client(cluster.url, token=cluster.token, model=tmp_path)
+
+
+def test_other_weights_of_the_same_shape_are_refused(cluster: switchyard_moe.LocalCluster, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).symlink_to(TINY / name)
+    data = bytearray((TINY / "model.safetensors").read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    first, end = next(tensor["data_offsets"] for name, tensor in header.items() if ".experts." in name)
+    data[begin + first : begin + end] = bytes(end - first)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(switchyard_moe.ModelMismatchError, match="fingerprint"):
+        switchyard_moe.Client(cluster.url, token=cluster.token, model=tmp_path)
+    switchyard_moe.Client(cluster.url, token=cluster.token, model=TINY).close()
 
 
 def test_importing_starts_nothing() -> None:

@@ -64,6 +64,19 @@ def test_calls_survive_a_killed_and_restarted_server(experts: Experts, inputs: I
         assert finished > 40
 
 
+def test_dead_servers_are_restarted_one_by_one(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        for name in cluster.names:
+            cluster.kill(name)
+        for count, name in enumerate(cluster.names, 1):
+            cluster.restart(name)
+            assert cluster.running == cluster.names[:count]
+            client.wait_ready(30)
+            call = inputs.call(8)
+            arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+            assert_close(client.forward(*arguments), experts.forward(*arguments))
+
+
 def test_calls_go_on_without_the_control_plane(experts: Experts, inputs: Inputs) -> None:
     with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
         url = cluster.url
@@ -74,6 +87,11 @@ def test_calls_go_on_without_the_control_plane(experts: Experts, inputs: Inputs)
             assert_close(client.forward(*arguments), experts.forward(*arguments))
         cluster.kill("server-1")
         assert_close(client.forward(*arguments), experts.forward(*arguments))
+        for name in cluster.names:
+            with pytest.raises(switchyard_moe.ClusterError, match=f"{name} cannot register, because the control plane"):
+                cluster.restart(name)
+        # A server that runs is left alone then.
+        assert cluster.running == ["server-0"]
         with pytest.raises(switchyard_moe.ControlPlaneError):
             switchyard_moe.Client(url, token=cluster.token, timeout=0.3)
         cluster.start_control_plane()

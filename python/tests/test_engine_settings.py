@@ -60,6 +60,14 @@ def test_layer_numbers() -> None:
         engine.layer_number("model.experts")
 
 
+def test_only_a_cpu_is_accepted() -> None:
+    for device in ("cpu", "cpu:0"):
+        engine.refuse_gpu("vLLM", device)
+    for device in ("cuda", "cuda:1", "xpu", ""):
+        with pytest.raises(switchyard_moe.ConfigError, match=f"vLLM: the model is on {device}, expected cpu"):
+            engine.refuse_gpu("vLLM", device)
+
+
 def test_a_service_that_is_not_there_ends_the_wait_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     settings = engine.Settings("http://127.0.0.1:9", ready_timeout=0.5, timeout=0.2)
     started = time.monotonic()
@@ -67,6 +75,12 @@ def test_a_service_that_is_not_there_ends_the_wait_with_its_reason(caplog: pytes
         engine.Service(settings, "test").connect()
     assert error.value.__cause__ is not None
     assert time.monotonic() - started >= 0.4
+
+
+def test_a_wrong_token_ends_the_wait_at_once(cluster: switchyard_moe.LocalCluster) -> None:
+    # A wait until the end of the time would raise NotReady.
+    with pytest.raises(switchyard_moe.ControlPlaneError, match="token"):
+        engine.Service(engine.Settings(cluster.url, "wrong", ready_timeout=20.0), "test").connect()
 
 
 def test_a_layer_that_the_servers_do_not_have(cluster: switchyard_moe.LocalCluster) -> None:

@@ -59,10 +59,16 @@ pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<MoeClient> {
 fn start(settings: Settings, interrupt: &Interrupt) -> Result<MoeClient, Failure> {
     let own = match &settings.model {
         Some(dir) => {
-            let checkpoint = Checkpoint::open_without_experts(dir).map_err(|failure| {
+            let unusable = |failure: &dyn std::error::Error| {
                 Failure::Other(Kind::Config, format!("model {}: {failure}", dir.display()))
-            })?;
-            Some(ClientModel::of(&checkpoint))
+            };
+            let checkpoint =
+                Checkpoint::open_without_experts(dir).map_err(|failure| unusable(&failure))?;
+            Some(if checkpoint.has_experts() {
+                ClientModel::with_weights_of(&checkpoint).map_err(|failure| unusable(&failure))?
+            } else {
+                ClientModel::of(&checkpoint)
+            })
         }
         None => None,
     };

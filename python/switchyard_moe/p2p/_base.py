@@ -161,12 +161,13 @@ class EndpointBase:
             ptr: Address, buffer or CPU tensor. The endpoint holds an object until `dereg`.
             size: Length in bytes, for an address.
             access: What peers may do: `"rw"`, `"ro"` (only read), or `"local"` (nothing). `None` means `"rw"`, and
-                `"ro"` for a read-only buffer. A buffer that receives messages is registered as `"rw"`.
+                `"ro"` for a read-only buffer, which takes no other. A buffer that receives messages is registered as
+                `"rw"` or `"local"`.
         """
         holder: object = None
         if not isinstance(ptr, int):
             place = place_of(ptr)
-            if place.is_read_only and access == "rw":
+            if place.is_read_only and access in ("rw", "local"):
                 raise ArgumentError('the buffer is read-only: register it with access "ro"')
             access = access or ("ro" if place.is_read_only else "rw")
             ptr, size, holder = place.ptr, place.size, place.holder

@@ -50,14 +50,18 @@ class LocalTransfers(EndpointBase):
         return True, self.connection(conn_id).device, conn_id
 
     def advertise_ipc(self, conn_id: int, ptr: int | object, size: int | None = None) -> tuple[bool, bytes]:
-        """As `advertise`, for memory that need not be registered. It stays open until `dereg_ipc` or `close`."""
-        holder = None if isinstance(ptr, int) else place_of(ptr).holder
+        """As `advertise`, for memory that need not be registered. It stays open until `dereg_ipc` or `close`.
+
+        Peers may read and write it, and only read a read-only buffer.
+        """
+        place = None if isinstance(ptr, int) else place_of(ptr)
+        access = "ro" if place is not None and place.is_read_only else "rw"
         ptr, size = range_of(ptr, size)
         try:
             mr_id = self._ipc.get((ptr, size))
             if mr_id is None:
-                mr_id = self._ipc[ptr, size] = self._native.register(ptr, size, "rw")
-                self._held[mr_id] = holder
+                mr_id = self._ipc[ptr, size] = self._native.register(ptr, size, access)
+                self._held[mr_id] = None if place is None else place.holder
             return True, self._native.advertise(conn_id, mr_id, ptr, size)
         except (Error, TypeError, OverflowError) as error:
             self._fail(error)

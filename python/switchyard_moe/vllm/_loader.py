@@ -10,9 +10,9 @@ from typing import Any
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import get_model_architecture
-from vllm.platforms import current_platform
 
 from switchyard_moe import ConfigError
+from switchyard_moe import _engine as engine
 from switchyard_moe.vllm import NAME, _method, _service
 
 # Tensors of routed experts. `shared_experts.` has no dot in front of `experts`; routers keep their biases.
@@ -30,7 +30,7 @@ class SwitchyardLoader(DefaultModelLoader):
 
     def create_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Waits for the service, then builds the model without experts."""
-        _check_graphs(vllm_config)
+        engine.refuse_gpu("vLLM", str(vllm_config.device_config.device_type))
         _service.service(_service.handle(vllm_config)).connect()
         # This imports the model's module, which may define a class of routed experts of its own.
         get_model_architecture(model_config)
@@ -70,22 +70,3 @@ def _check_model(model: Any) -> None:
         layers[method.layer] = name
     if not layers:
         raise ConfigError(f"{type(model).__name__} has no layer of routed experts: --load-format {NAME} serves nothing")
-
-
-def _check_graphs(vllm_config: Any) -> None:
-    """Refuses CUDA graphs that would record the call once and never repeat it."""
-    if not current_platform.is_cuda_alike():
-        return
-    compilation = vllm_config.compilation_config
-    mode = compilation.cudagraph_mode
-    if mode is None or mode.name == "NONE":
-        return
-    needed = ["vllm::moe_forward", "vllm::moe_forward_shared"]
-    splitting = list(compilation.splitting_ops or [])
-    if mode.has_full_cudagraphs() or not set(needed) <= set(splitting):
-        ops = splitting + [op for op in needed if op not in splitting]
-        listed = ", ".join(f'"{op}"' for op in ops)
-        raise ConfigError(
-            f"CUDA graphs ({mode.name}) would record the call of the service: give --enforce-eager, or "
-            f'--compilation-config \'{{"cudagraph_mode": "PIECEWISE", "splitting_ops": [{listed}]}}\''
-        )

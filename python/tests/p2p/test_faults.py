@@ -149,8 +149,9 @@ def test_memory_that_cannot_be_used_is_refused() -> None:
             endpoint.reg(2**63, 2**63)
         with pytest.raises(ArgumentError, match="needs a size"):
             endpoint.reg(0x1000)
-        with pytest.raises(ArgumentError, match="read-only"):
-            endpoint.reg(b"constant", access="rw")
+        for access in ("rw", "local"):
+            with pytest.raises(ArgumentError, match="read-only"):
+                endpoint.reg(b"constant", access=access)
         with pytest.raises(ArgumentError, match="C-contiguous"):
             endpoint.reg(memoryview(bytearray(10))[::2])
         with pytest.raises(ArgumentError, match="dict"):
@@ -170,6 +171,10 @@ def test_read_only_memory_is_not_written() -> None:
         assert here.read(out, mr_here, target, None, meta) and target == constant
         with pytest.raises(TransferError, match="does not allow it"):
             here.write(out, mr_here, target, None, meta)
+        ok, meta = there.advertise_ipc(back, memoryview(constant)[10:])
+        assert ok and here.read_ipc(out, memoryview(target)[:90], None, meta) and target[:90] == constant[10:]
+        with pytest.raises(TransferError, match="does not allow it"):
+            here.write_ipc(out, bytes(90), None, meta)
         assert constant == bytes(range(100))
         with pytest.raises(ArgumentError, match="for reading only"):
             there.recv(back, mr_id, constant)

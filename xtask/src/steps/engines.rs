@@ -1,5 +1,5 @@
-//! The step `engines`: transformers and vLLM with their experts on servers, on a CPU. The long form adds SGLang, tensor
-//! parallelism, more families and five minutes of deaths.
+//! The step `engines`: transformers and vLLM with their experts on servers, on a CPU, and tensors of torch. The long form
+//! adds SGLang, tensor parallelism, more families and five minutes of deaths.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -39,10 +39,12 @@ pub(super) fn check(form: Form) -> Result<Outcome> {
     let mut tests = Command::new(&interpreter);
     tests
         .args(["-m", "pytest", "-q", "-c", "../pyproject.toml", "--rootdir", ".."])
-        .args(["-p", "no:cacheprovider", "engines"])
+        .args(["-p", "no:cacheprovider", "engines", "test_torch.py"])
         .current_dir("python/tests")
         .env("PYTHONPATH", package)
-        .env("PYTHONDONTWRITEBYTECODE", "1");
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        // Its absence is a failure here, and a skip in the step `python`.
+        .env("SWITCHYARD_REQUIRE", "torch");
     if form == Form::Long {
         tests.env("SWITCHYARD_LONG", "1").env("SWITCHYARD_TEST_SGLANG", engines.join("sglang"));
     }
