@@ -262,7 +262,12 @@ fn settings_that_are_not_implemented_are_refused() {
     assert!(matches!(load(yarn), LoadError::Unsupported { setting: "rope_type", .. }));
     let window = json!({"use_sliding_window": true, "sliding_window": 128});
     assert!(matches!(load(window), LoadError::Unsupported { setting: "sliding_window", .. }));
-    let mixtral = json!({"architectures": ["MixtralForCausalLM"]});
+    let mixtral = json!({
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 16,
+        "intermediate_size": 128,
+    });
     assert!(matches!(load(mixtral), LoadError::Architecture { .. }));
     match load(json!({})) {
         LoadError::Tensor(error) => assert!(error.to_string().contains("model."), "{error}"),
