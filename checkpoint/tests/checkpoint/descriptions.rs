@@ -231,7 +231,7 @@ fn has_experts(rule: &Value, text: &Map<String, Value>, layer: u32) -> bool {
             Some(flag) => setting(flag, text).and_then(Value::as_bool).unwrap(),
             None => true,
         },
-        "sparse_step" => (layer + 1) % of("step") == 0 && !listed("dense_layers"),
+        "sparse_step" => (layer + 1).is_multiple_of(of("step")) && !listed("dense_layers"),
         "first_dense" => layer >= of("count"),
         "layer_types" => match first_key() {
             Some(types) => rule["moe"].as_array().unwrap().contains(&types[layer as usize]),
@@ -243,7 +243,7 @@ fn has_experts(rule: &Value, text: &Map<String, Value>, layer: u32) -> bool {
             Some(layers) => layers.contains(&json!(layer)),
             None => fallback(),
         },
-        "every" => (layer + 1) % of("step") == 0,
+        "every" => (layer + 1).is_multiple_of(of("step")),
         "flags" => match first_key() {
             Some(marks) => marks[layer as usize] != json!(0),
             None => fallback(),
@@ -252,7 +252,7 @@ fn has_experts(rule: &Value, text: &Map<String, Value>, layer: u32) -> bool {
         "interval" => {
             let last = setting(&rule["last"], text).and_then(Value::as_i64).unwrap();
             let last = if last < 0 { LAYERS - 1 } else { last as u32 };
-            (layer + 1) % of("interval") == 0 && (of("first")..=last).contains(&layer)
+            (layer + 1).is_multiple_of(of("interval")) && (of("first")..=last).contains(&layer)
         }
         other => panic!("unknown rule {other}"),
     }
