@@ -49,6 +49,15 @@ pub(super) fn check(dir: &Path) -> Result<(), OpenError> {
                 format!("give one of: {}", list.join(", ")),
             );
         }
+        let cached = cached_models(dir);
+        if !cached.is_empty() {
+            let list: Vec<String> =
+                cached.iter().take(MAX_LISTED).map(|path| path.display().to_string()).collect();
+            return refuse(
+                "is the root of the Hugging Face cache",
+                format!("give the checkpoint of one model, such as {}", list.join(", ")),
+            );
+        }
         if is_dangling(&dir.join(CONFIG_FILE)) {
             return refuse(
                 &format!("has a {CONFIG_FILE} that links to a missing blob"),
@@ -143,6 +152,17 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     entries(dir).into_iter().filter(|path| !path.is_dir()).collect()
 }
 
+/// Snapshots of models below the root of a cache of the Hugging Face Hub.
+fn cached_models(dir: &Path) -> Vec<PathBuf> {
+    let is_model = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("models--"))
+    };
+    let models = entries(dir).into_iter().filter(is_model);
+    models.flat_map(|model| entries(&model.join("snapshots"))).collect()
+}
+
+/// Most snapshots that an error lists.
+const MAX_LISTED: usize = 5;
 const UNFINISHED: &str = "finish the download, for example by running the same command again";
 const GGUF_REMEDY: &str = "experts are served from safetensors: download the model's original checkpoint, or convert \
                            the file with transformers (`from_pretrained(DIR, gguf_file=FILE)`, then `save_pretrained`)";

@@ -7,6 +7,7 @@ mod descriptions;
 mod dtypes;
 mod families;
 mod fingerprint;
+mod folders;
 mod formats;
 mod make;
 mod reference;
