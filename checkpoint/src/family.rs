@@ -137,7 +137,10 @@ pub(crate) enum LayerRule {
     /// Every layer, or the layers that the list `moe_layer_freq` marks.
     Marked,
     /// Layer `l` if `(l + 1) % decoder_sparse_step == 0` and `mlp_only_layers` does not list it.
-    SparseStep,
+    SparseStep {
+        /// Without that list, this number of leading layers is dense.
+        dense: u32,
+    },
     /// From a number of leading dense layers on.
     AfterDense {
         /// Key of that number; `None` if the family fixes it.

@@ -184,6 +184,10 @@ SETTINGS = {
     "openai_privacy_filter": mix(LOCAL, HEAD, swiglu_limit=1.5, num_hidden_layers=1),
     "glm4v_moe": mix(ROUTED_8, HEAD, n_shared_experts=1),
     "granitemoe_swa": mix(LOCAL, shared_intermediate_size=28, num_hidden_layers=1),
+    "qwen3_omni_moe": mix(QWEN, norm_topk_prob=True, mlp_only_layers=[0]),
+    "flint": mix(QWEN, HEAD, SHARED, mlp_only_layers=[0]),
+    "kolibri1": mix(without(QWEN, "intermediate_size"), HEAD, SHARED, num_hidden_layers=1),
+    "mistral_large4": mix(DEEPSEEK, INDEX),
     "zaya": mix(
         without(QWEN, "intermediate_size", "num_experts_per_tok"),
         HEAD,
@@ -220,6 +224,29 @@ OTHER_CONFIGS = {
             num_position_embeddings=16,
             deepstack_visual_indexes=[0],
         )
+    ),
+    "qwen3_omni_moe": dict(
+        vision_config=dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_heads=2,
+            out_hidden_size=48,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        audio_config=dict(
+            encoder_layers=1,
+            encoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            d_model=16,
+            num_mel_bins=16,
+            downsample_hidden_size=8,
+            output_dim=48,
+        ),
+    ),
+    "mistral_large4": dict(
+        vision_config=mix(TOWER, model_type="pixtral", num_hidden_layers=1, image_size=28, patch_size=14)
     ),
     "qwen3_5_moe": dict(
         vision_config=dict(

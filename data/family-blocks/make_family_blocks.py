@@ -69,7 +69,8 @@ def check_table(family):
     """Compares keys, their precedence and defaults with transformers' configuration class."""
 
     def text_config(settings):
-        settings = {"text_config": settings} if family["config"] else settings
+        for key in filter(None, reversed(family["config"].split("."))):
+            settings = {key: settings}
         settings = dict(settings, model_type=family["model_type"])
         return CONFIG_MAPPING[family["model_type"]].from_dict(settings).get_text_config()
 
@@ -161,6 +162,8 @@ def as_file(family, settings):
         settings = mix(settings, model_type="kimi_k2")
     if family["config"]:
         settings = mix(OTHER_CONFIGS.get(family["folder"], {}), text_config=settings)
+    if family["config"].startswith("thinker_config."):
+        settings = dict(thinker_config=settings, enable_audio_output=False)
     return json.loads(json.dumps(mix(settings, model_type=family["model_type"])))
 
 

@@ -29,7 +29,9 @@ class PlainBlock:
 
     def __init__(self, family, config, tensors, layer):
         self.family = family
-        self.config = config.get(family["config"]) if family["config"] else config
+        self.config = config
+        for key in filter(None, family["config"].split(".")):
+            self.config = self.config[key]
         self.layer = layer
         self.prefix = family["layer_prefix"].format(layer=layer)
         self.tensors = tensors
@@ -145,7 +147,7 @@ class PlainBlock:
             if self.is_hash_layer():
                 idx = self.tensor(router["hash"]["table"])[token_ids.long()].long()
             else:
-                idx = self.choose(scores)
+                idx = self.choose(logits if router.get("choose_by") == "logits" else scores)
             weights = scores.gather(1, idx)
         renormalise = self.setting(router["renormalise"])
         if renormalise and router.get("renormalise_only_for", scoring) == scoring:

@@ -68,7 +68,8 @@ def router(family):
         parts.append(f"bias `{router['bias']}`")
     if "choice_bias" in router:
         condition = f" if {key(router['choice_bias_if'])}" if "choice_bias_if" in router else ""
-        parts.append(f"choice bias `{router['choice_bias']}`{condition}")
+        added = " on the logits" if router.get("choose_by") == "logits" else ""
+        parts.append(f"choice bias `{router['choice_bias']}`{added}{condition}")
     if "groups" in router:
         groups = router["groups"]
         condition = (

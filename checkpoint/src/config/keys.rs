@@ -17,8 +17,8 @@ use super::ConfigError;
 #[derive(Debug)]
 pub(crate) struct Keys {
     outer: Map<String, Value>,
-    /// Name of the nested object with the text model's keys, if there is one.
-    nested: Option<&'static str>,
+    /// Path of the nested object with the text model's keys, if there is one.
+    nested: Option<&'static [&'static str]>,
     read: RefCell<BTreeSet<String>>,
 }
 
@@ -32,15 +32,15 @@ impl Keys {
             let reason = format!("it is {}, expected an object", kind(&value));
             return Err(ConfigError::Json { reason });
         };
-        let nested = NESTED.iter().copied().find(|name| {
-            outer.get(*name).is_some_and(|inner| inner.get("hidden_size").is_some())
+        let nested = NESTED.iter().copied().find(|path| {
+            object_at(&outer, path).is_some_and(|inner| inner.contains_key("hidden_size"))
                 && !outer.contains_key("hidden_size")
         });
         Ok(Keys { outer, nested, read: RefCell::default() })
     }
 
     fn inner(&self) -> Option<&Map<String, Value>> {
-        self.outer.get(self.nested?)?.as_object()
+        object_at(&self.outer, self.nested?)
     }
 
     /// The value of a key of the text model; `None` if it is absent or `null`.
@@ -162,6 +162,11 @@ fn present<'a>(map: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
     map.get(key).filter(|value| !value.is_null())
 }
 
+/// The object at the end of a path of names.
+fn object_at<'a>(outer: &'a Map<String, Value>, path: &[&str]) -> Option<&'a Map<String, Value>> {
+    path.iter().try_fold(outer, |object, name| object.get(*name)?.as_object())
+}
+
 /// The number that a list repeats: some configurations have an entry for each layer. Other values are themselves.
 fn single(value: &Value) -> &Value {
     match value {
@@ -256,8 +261,9 @@ fn without_python_numbers(json: &str) -> std::borrow::Cow<'_, str> {
 }
 
 const WHOLE: &str = "a whole number";
-/// Objects in which multi-modal configurations keep the text model's keys.
-const NESTED: &[&str] = &["text_config", "llm_config", "language_config"];
+/// Paths of the objects in which multi-modal configurations keep the text model's keys.
+const NESTED: &[&[&str]] =
+    &[&["text_config"], &["llm_config"], &["language_config"], &["thinker_config", "text_config"]];
 /// Above any model's vocabulary, context or width.
 const MAX_DIM: usize = 1 << 24;
 /// Above any model's number of layers or experts.

@@ -32,9 +32,10 @@ pub(super) fn moe_layers(
         LayerRule::BlockTypes => {
             (0..).zip(block_types(keys)?).filter_map(|(l, has)| has.then_some(l)).collect()
         }
-        LayerRule::SparseStep => {
+        LayerRule::SparseStep { dense } => {
             let step = positive(keys, "decoder_sparse_step", 1)?;
-            let dense = numbers(keys, "mlp_only_layers")?.unwrap_or_default();
+            let listed = numbers(keys, "mlp_only_layers")?;
+            let dense = listed.unwrap_or_else(|| (0..dense).collect());
             all.filter(|l| (l + 1) % step == 0 && !dense.contains(l)).collect()
         }
         LayerRule::AfterDense { key, default, has_frequency } => {

@@ -23,7 +23,7 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
         model_type: "qwen3_moe",
         classes: &["Qwen3MoeForCausalLM"],
         experts: EXPERTS_OR_LOCAL,
-        layers: LayerRule::SparseStep,
+        layers: sparse_step(0),
         router: softmax(Renormalise::Key(false)),
         ..BASE
     },
@@ -38,8 +38,19 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
         aliases: &["qwen3_vl_moe_text"],
         classes: &["Qwen3VLMoeForConditionalGeneration"],
         experts: EXPERTS_OR_LOCAL,
-        layers: LayerRule::SparseStep,
+        layers: sparse_step(0),
         fused: Fused { transposed: true, interleaved_in: None },
+        ..BASE
+    },
+    Family {
+        model_type: "qwen3_omni_moe",
+        aliases: &["qwen3_omni_moe_thinker", "qwen3_omni_moe_text"],
+        classes: &[
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ],
+        layers: sparse_step(0),
+        router: softmax(Renormalise::Key(true)),
         ..BASE
     },
     Family {
@@ -345,6 +356,34 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
         }),
         ..BASE
     },
+    Family {
+        model_type: "flint",
+        classes: &["FlintForCausalLM"],
+        layers: sparse_step(2),
+        router: Some(RouterRule { epsilon: 0.0, ..SIGMOID }),
+        shared: Some(SharedRule {
+            path: "mlp.shared_expert",
+            stacked: None,
+            gate: None,
+            width: SharedWidth::Width("shared_expert_intermediate_size", 1024),
+            strategy: None,
+        }),
+        ..BASE
+    },
+    Family {
+        model_type: "kolibri1",
+        classes: &["Kolibri1ForCausalLM"],
+        experts: EXPERTS_OR_LOCAL,
+        router: None,
+        shared: Some(SharedRule {
+            path: "mlp.shared_experts",
+            stacked: None,
+            gate: None,
+            width: SharedWidth::Width("shared_expert_intermediate_size", 512),
+            strategy: None,
+        }),
+        ..BASE
+    },
     Family { model_type: "minimax", classes: &["MiniMaxForCausalLM"], ..MIXTRAL },
     Family {
         model_type: "minimax_m2",
@@ -624,6 +663,22 @@ pub(in crate::family) static FAMILIES: &[Family] = &[
         layers: after_dense(0),
         router: Some(RouterRule { scoring: Scoring::Softmax, ..one_group(1.0) }),
         shared: Some(SHARED_EXPERTS),
+        ..BASE
+    },
+    Family {
+        model_type: "mistral_large4",
+        aliases: &["mistral_large4_text"],
+        classes: &["MistralLarge4ForConditionalGeneration"],
+        experts: ROUTED_OR_ANY,
+        layers: after_dense(1),
+        has_layer_types: true,
+        router: Some(RouterRule {
+            scoring: Scoring::Softmax,
+            renormalise: Renormalise::Always,
+            ..one_group(1.0)
+        }),
+        gate: &["gate.weight"],
+        shared: Some(SharedRule { path: "shared_experts", ..SHARED_EXPERTS }),
         ..BASE
     },
     Family {

@@ -21,9 +21,8 @@ struct Described {
 impl Described {
     /// The keys of the text model.
     fn text(&mut self) -> &mut Map<String, Value> {
-        let nested = self.family["config"].as_str().is_some_and(|nested| !nested.is_empty());
-        let text = if nested { &mut self.config["text_config"] } else { &mut self.config };
-        text.as_object_mut().unwrap()
+        let path = self.family["config"].as_str().unwrap().split('.').filter(|key| !key.is_empty());
+        path.fold(&mut self.config, |object, key| &mut object[key]).as_object_mut().unwrap()
     }
 
     fn parse(&self) -> Result<ModelConfig, String> {
@@ -47,7 +46,7 @@ fn described() -> Vec<Described> {
     };
     let families = read("families.json".to_owned());
     let families = families["families"].as_array().unwrap().clone();
-    assert!(families.len() >= 45, "{} families only", families.len());
+    assert!(families.len() >= 53, "{} families only", families.len());
     let described = families.into_iter().map(|family| {
         let name = family["folder"].as_str().unwrap().to_owned();
         let config = read(format!("{name}/config.json"));

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use switchyard_checkpoint::{Checkpoint, Family, TensorFile};
+use serde_json::json;
+use switchyard_checkpoint::{Checkpoint, Family, ModelConfig, TensorFile};
 
 use crate::arithmetic::{difference, routed};
 use crate::support::data;
@@ -50,7 +51,7 @@ fn the_experts_of_every_family_compute_what_transformers_computes() {
     assert!(wrong.is_empty(), "{wrong:#?}");
     seen.sort_unstable();
     seen.dedup();
-    assert!(seen.len() >= 45, "{} families only", seen.len());
+    assert!(seen.len() >= 53, "{} families only", seen.len());
 }
 
 #[test]
@@ -63,6 +64,30 @@ fn the_table_of_families_has_no_two_rows_with_one_name() {
     for family in Family::ALL {
         assert_eq!(Family::by_model_type(family.model_type), Some(family));
         assert!(Family::by_class(family.class_name()).is_none_or(|found| found == family));
+    }
+}
+
+#[test]
+fn families_with_other_arithmetic_are_refused_by_name() {
+    for (model_type, class) in [
+        ("beam", "BeamForCausalLM"),
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
+        ("inkling2", "Inkling2ForConditionalGeneration"),
+        ("longcat_flash", "LongcatFlashForCausalLM"),
+        ("muse_spark", "MuseSparkForConditionalGeneration"),
+        ("step3p7", "Step3p7ForConditionalGeneration"),
+    ] {
+        let plain = json!({"model_type": model_type, "hidden_size": 64});
+        let nested = json!({
+            "architectures": [class],
+            "model_type": model_type,
+            "text_config": {"model_type": format!("{model_type}_text"), "hidden_size": 64},
+        });
+        for (config, name) in [(plain, model_type), (nested, class)] {
+            let error = ModelConfig::from_json(&config.to_string()).unwrap_err().to_string();
+            let expected = format!("architecture '{name}' is not supported");
+            assert!(error.starts_with(&expected), "{model_type}: {error}");
+        }
     }
 }
 

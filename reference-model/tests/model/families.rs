@@ -141,6 +141,6 @@ fn check_hash(checkpoint: &Checkpoint, reference: &TensorFile) -> Result<(), Str
     if error > 1e-5 { Err(format!("the weights differ by {error}")) } else { Ok(()) }
 }
 
-/// Folders whose choice of experts needs more than a block's input: token ids, the state of the layer before, or rows
-/// of another width.
-const OWN_ROUTERS: [&str; 3] = ["zaya", "deepseek_v4-hash", "nemotron_h-latent"];
+/// Folders whose experts the engine has to choose: by token ids, by the state of the layer before, for rows of another
+/// width, or by logits with a bias.
+const OWN_ROUTERS: [&str; 4] = ["zaya", "deepseek_v4-hash", "nemotron_h-latent", "kolibri1"];

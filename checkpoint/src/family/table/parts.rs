@@ -103,7 +103,7 @@ pub(super) const fn one_group(scale: f32) -> RouterRule {
 
 /// Qwen's blocks with one shared expert behind a sigmoid gate.
 pub(super) const QWEN_SHARED: Family = Family {
-    layers: LayerRule::SparseStep,
+    layers: sparse_step(0),
     router: softmax(Renormalise::Key(false)),
     shared: Some(QWEN_SHARED_RULE),
     ..BASE
@@ -144,6 +144,11 @@ pub(super) const fn after_dense(default: u32) -> LayerRule {
 /// As [`after_dense`], with `moe_layer_freq`.
 pub(super) const fn after_dense_every(default: u32) -> LayerRule {
     LayerRule::AfterDense { key: Some("first_k_dense_replace"), default, has_frequency: true }
+}
+
+/// Every `decoder_sparse_step`-th layer. Without the list `mlp_only_layers`, the first `dense` ones have no experts.
+pub(super) const fn sparse_step(dense: u32) -> LayerRule {
+    LayerRule::SparseStep { dense }
 }
 
 /// From this layer on, whatever the configuration says.
