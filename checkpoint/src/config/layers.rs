@@ -81,7 +81,27 @@ pub(super) fn moe_layers(
             all.filter(|l| (l + 1) % interval == 0 && (start..=end).contains(l)).collect()
         }
     };
+    expect_same_types(family, keys, num_layers, &layers)?;
     not_empty(layers, num_layers)
+}
+
+/// Refuses a list `mlp_layer_types` of a family that does not read it, if it asks for other layers: the checkpoint is
+/// then written for another reader.
+fn expect_same_types(
+    family: &'static Family,
+    keys: &Keys,
+    num_layers: u32,
+    layers: &[u32],
+) -> Result<(), ConfigError> {
+    let types = keys.get("mlp_layer_types").and_then(Value::as_array);
+    let asked = types.and_then(|types| layers_of_types(types, num_layers).ok());
+    match asked {
+        Some(asked) if asked != layers => Err(ConfigError::Contradiction {
+            first: format!("mlp_layer_types (layers {asked:?} have experts)"),
+            second: format!("the settings that {family} reads (layers {layers:?} have experts)"),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// For each block of a hybrid model (Nemotron-H), true if it has experts. The keys are `layers_block_type` or

@@ -161,7 +161,21 @@ fn layers_with_experts_follow_the_description_whatever_other_keys_say() {
             }
             let expected: Vec<u32> =
                 (0..LAYERS).filter(|layer| has_experts(&rule, family.text(), *layer)).collect();
+            let reads_types = rule.to_string().contains("mlp_layer_types");
+            let asked =
+                family.text().get("mlp_layer_types").and_then(Value::as_array).map(|types| {
+                    (0..LAYERS)
+                        .filter(|layer| types[*layer as usize] == "sparse")
+                        .collect::<Vec<u32>>()
+                });
             let found = family.parse();
+            // A family that does not read the key must not ignore that it asks for other layers.
+            if !reads_types && !expected.is_empty() && asked.is_some_and(|asked| asked != expected)
+            {
+                let text = found.unwrap_err();
+                assert!(text.contains("mlp_layer_types"), "{name}: {text}");
+                continue;
+            }
             match expected.is_empty() {
                 false => assert_eq!(
                     found.map(|config| config.moe_layers()),

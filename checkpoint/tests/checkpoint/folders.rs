@@ -121,6 +121,11 @@ fn settings_of_arithmetic_that_a_family_lacks_are_refused_and_contradictions_nam
         assert!(text.contains(key), "{text}");
         read(json!({ key: null })).unwrap();
     }
+    // A key of other families that asks for other layers than the family's own keys.
+    let types = |first: &str| json!({"mlp_layer_types": [first], "num_hidden_layers": 1});
+    let text = read(types("dense")).unwrap_err().to_string();
+    assert!(text.contains("mlp_layer_types") && text.contains("Qwen3Moe"), "{text}");
+    read(types("sparse")).unwrap();
     let text = read(json!({"hidden_act": "sine"})).unwrap_err().to_string();
     assert!(text.contains("hidden_act") && text.contains("sine"), "{text}");
 }
