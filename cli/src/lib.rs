@@ -74,9 +74,8 @@ enum Command {
     MakeCheckpoint(cmd::make_checkpoint::Args),
 }
 
-/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. An expert server has two
-/// more: [`UNREADABLE_FILE_EXIT_CODE`](checkpoint::UNREADABLE_FILE_EXIT_CODE) and
-/// [`cmd::expert_server::NAME_CONFLICT_EXIT_CODE`].
+/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a fleet that is not as planned
+/// (`status`), 74 a file of a checkpoint that has become shorter, 78 a name that another live server has.
 #[must_use]
 pub fn run() -> ExitCode {
     if let Some(code) = cmd::bench::child() {
