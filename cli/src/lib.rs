@@ -74,8 +74,9 @@ enum Command {
     MakeCheckpoint(cmd::make_checkpoint::Args),
 }
 
-/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a fleet that is not as planned
-/// (`status`), 74 a file of a checkpoint that has become shorter, 78 a name that another live server has.
+/// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. `status` returns 3 for a fleet that
+/// is not as planned. An expert server ends with 74 if a file of its checkpoint has become shorter, and with 78 if another
+/// live server has its name.
 #[must_use]
 pub fn run() -> ExitCode {
     if let Some(code) = cmd::bench::child() {
