@@ -1,21 +1,22 @@
 //! The state machine of the control plane: members, leases, and the placement built from them.
 //! Sans-I/O: every call gets the time as an argument, and the fleet does no I/O.
 
+mod follow;
+mod view;
+
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    Assignment, FleetGoals, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo,
-    MemberState, ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest, WantedDigests,
+    Assignment, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDescriptor,
+    PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest, WantedDigests,
 };
 
-use crate::admission::{Refusal, check_assignment, check_goals, check_load, check_registration};
+use crate::admission::{Refusal, check_assignment, check_load, check_registration};
 use crate::balance::{self, BalanceSettings, Loads};
 use crate::epoch::EpochAllocator;
 use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
-use crate::planner::rebalance::FleetPlan;
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
@@ -357,40 +358,6 @@ impl Fleet {
         Ok(info)
     }
 
-    pub(crate) fn goals(&self) -> Result<FleetGoals, Refusal> {
-        let balance = self.settings.balance.as_ref().ok_or(Refusal::FixedPlacement)?;
-        Ok(FleetGoals { replicas: balance.goals.min_replicas, spare: balance.goals.spare })
-    }
-
-    pub(crate) fn set_goals(
-        &mut self,
-        goals: FleetGoals,
-        now: Duration,
-    ) -> Result<FleetGoals, Refusal> {
-        let balance = self.settings.balance.as_mut().ok_or(Refusal::FixedPlacement)?;
-        check_goals(&goals)?;
-        balance.goals.min_replicas = goals.replicas;
-        balance.goals.spare = goals.spare;
-        self.changed_goals = Some(goals);
-        self.unplanned_since.get_or_insert(now);
-        self.events.push(FleetEvent::GoalsChanged { goals });
-        self.mark_changed();
-        Ok(goals)
-    }
-
-    /// Reason why the last plan failed, if it did.
-    pub(crate) fn shortage(&self) -> Option<String> {
-        self.shortage.clone()
-    }
-
-    /// Planned replicas per expert.
-    pub(crate) fn replicas(&self) -> u32 {
-        match &self.settings.balance {
-            Some(balance) => balance.goals.min_replicas,
-            None => self.planner.replicas(),
-        }
-    }
-
     /// Returns a draining member to the placement. Changes nothing about any other member.
     pub(crate) fn resume(
         &mut self,
@@ -483,74 +450,6 @@ impl Fleet {
             self.events.push(FleetEvent::Removed { name });
         }
         self.balance(now);
-    }
-
-    /// Plans the fleet, if the placement follows the load and a plan is due.
-    fn balance(&mut self, now: Duration) {
-        let Some(settings) = self.settings.balance else { return };
-        let Some(model) = self.model.clone() else { return };
-        self.loads.decay(now, settings.half_life);
-        let is_settled = self.unplanned_since.is_some_and(|since| now >= since + settings.settle);
-        let is_due = self.unplanned_since.is_none() && now >= self.last_plan + settings.period;
-        let num_live = self.members.values().filter(|member| member.is_planned()).count();
-        let is_starting = !self.was_complete
-            && num_live < settings.expected_servers as usize
-            && self.first_join.is_some_and(|at| now < at + settings.start_grace);
-        if !(is_settled || is_due) || is_starting || num_live == 0 {
-            return;
-        }
-        self.last_plan = now;
-        self.unplanned_since = None;
-        let members: Vec<&Member> =
-            self.members.values().filter(|member| member.is_planned()).collect();
-        match balance::plan(&model, &members, &self.loads, &settings.goals) {
-            Ok(plan) => self.set_targets(plan),
-            Err(shortage) => {
-                let shortage = shortage.to_string();
-                if self.shortage.as_ref() != Some(&shortage) {
-                    self.events.push(FleetEvent::Short { shortage: shortage.clone() });
-                    self.shortage = Some(shortage);
-                }
-            }
-        }
-    }
-
-    fn set_targets(&mut self, plan: FleetPlan) {
-        self.shortage = None;
-        let FleetPlan { assignments, num_loads, imbalance } = plan;
-        let planned = self.members.values_mut().filter(|member| member.is_planned());
-        for (member, target) in planned.zip(assignments) {
-            if member.target.as_deref() != Some(&target) {
-                member.target = Some(Arc::new(target));
-            }
-        }
-        if num_loads > 0 {
-            let (before, after) = imbalance;
-            self.events.push(FleetEvent::Planned { num_loads, before, after });
-        }
-        self.follow_targets();
-    }
-
-    /// Brings the assignments closer to the targets, as far as the members have loaded their experts.
-    fn follow_targets(&mut self) {
-        let Some(model) = &self.model else { return };
-        if self.members.values().all(|member| member.target.is_none()) {
-            return;
-        }
-        let planned: Vec<&Member> =
-            self.members.values().filter(|member| member.is_planned()).collect();
-        let next = balance::next_assignments(model, &planned);
-        let planned = self.members.values_mut().filter(|member| member.is_planned());
-        let mut has_changed = false;
-        for (member, next) in planned.zip(next) {
-            if let Some(next) = next {
-                member.reassign(next);
-                has_changed = true;
-            }
-        }
-        if has_changed {
-            self.mark_changed();
-        }
     }
 
     /// Rebuilds the table if members changed. Returns the new table, under a new epoch, if it differs from
@@ -647,37 +546,6 @@ impl Fleet {
         self.revision
     }
 
-    pub(crate) fn table(&self) -> &Arc<PlacementTable> {
-        &self.table
-    }
-
-    pub(crate) fn coverage(&self) -> Coverage {
-        self.coverage
-    }
-
-    pub(crate) fn model(&self) -> Option<&ModelDescriptor> {
-        self.model.as_ref()
-    }
-
-    pub(crate) fn planner(&self) -> &dyn Planner {
-        &*self.planner
-    }
-
-    pub(crate) fn infos(&self, now: Duration) -> Vec<MemberInfo> {
-        self.members.values().map(|member| member.info(now)).collect()
-    }
-
-    /// Serving members that nothing has connected to yet: name, incarnation and address.
-    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
-        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
-        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
-        let key = |member: &Member| {
-            let record = &member.record;
-            (record.name.clone(), record.incarnation, record.data_addr.clone())
-        };
-        unprobed.map(key).collect()
-    }
-
     /// Records the outcome of an attempt to connect to a member.
     pub(crate) fn record_probe(
         &mut self,
@@ -695,19 +563,6 @@ impl Fleet {
             self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
         }
         member.probe = Some(outcome);
-    }
-
-    pub(crate) fn counts(&self) -> MemberCounts {
-        let mut counts = MemberCounts::default();
-        for member in self.members.values() {
-            match member.state() {
-                MemberState::Loading => counts.loading += 1,
-                MemberState::Serving => counts.serving += 1,
-                MemberState::Draining => counts.draining += 1,
-                MemberState::Expired => counts.expired += 1,
-            }
-        }
-        counts
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<FleetEvent> {

@@ -1,0 +1,267 @@
+//! A placement that follows the load.
+
+use super::*;
+
+/// A fleet whose placement follows the load, with members that load the experts of their assignment.
+struct Elastic {
+    world: World,
+    /// Identity, incarnation, loaded experts and their assignment's version, by name.
+    processes: HashMap<String, (MemberId, u64, Assignment, u64)>,
+    /// Tokens per second of each expert of each layer.
+    rates: HashMap<(u32, u32), u64>,
+    /// True once every expert has had its replicas.
+    was_complete: bool,
+}
+
+impl Elastic {
+    fn new(expected_servers: u32, min_replicas: u32) -> Self {
+        let goals = PlanGoals { min_replicas, ..PlanGoals::default() };
+        let balance = BalanceSettings { goals, expected_servers, ..BalanceSettings::default() };
+        let world = World::with(FleetSettings { balance: Some(balance), ..settings() }, None);
+        Self { world, processes: HashMap::new(), rates: HashMap::new(), was_complete: false }
+    }
+
+    fn join(&mut self, name: &str, incarnation: u64) {
+        let response = self.world.register(name, incarnation);
+        self.world.ready(&response, incarnation);
+        let RegisterResponse { member_id, assignment, assignment_version, .. } = response;
+        let process = (member_id, incarnation, assignment, assignment_version);
+        self.processes.insert(name.to_owned(), process);
+    }
+
+    /// One second: every process renews, reports its tokens, and loads newly assigned experts.
+    fn second(&mut self) {
+        self.world.advance(Duration::from_secs(1));
+        let mut names: Vec<String> = self.processes.keys().cloned().collect();
+        names.sort();
+        for name in names {
+            let (id, incarnation, holds, version) = self.processes[&name].clone();
+            let request = LeaseRequest {
+                incarnation,
+                assignment_version: version,
+                load: Some(LoadReport { experts: self.tokens_of(&name), ..LoadReport::default() }),
+            };
+            let response = self.world.fleet.renew(&id, request, self.world.now).unwrap();
+            if let Some(assignment) = response.assignment {
+                // Old experts stay loaded.
+                let holds = union(&holds, &assignment);
+                let ready = ReadyRequest { incarnation, holds: holds.clone() };
+                self.world.fleet.ready(&id, ready, self.world.now).unwrap();
+                let process = (id, incarnation, holds, response.assignment_version);
+                self.processes.insert(name, process);
+            }
+            self.world.fleet.refresh();
+            self.check();
+        }
+    }
+
+    /// Tokens that clients send to a server in a second.
+    fn tokens_of(&self, name: &str) -> Vec<ExpertLoad> {
+        let table = self.world.fleet.table();
+        let Some(server) = table.servers.iter().position(|server| server.name == name) else {
+            return Vec::new();
+        };
+        let mut loads = Vec::new();
+        for entry in &table.layers {
+            for (expert, replicas) in entry.replicas.iter().enumerate() {
+                if replicas.contains(&(server as u32)) {
+                    let rate = self.rates.get(&(entry.layer, expert as u32)).copied().unwrap_or(0);
+                    let num_tokens = rate / replicas.len() as u64;
+                    loads.push(ExpertLoad {
+                        layer: entry.layer,
+                        expert: expert as u32,
+                        num_tokens,
+                    });
+                }
+            }
+        }
+        loads
+    }
+
+    /// No table may leave an expert without a replica once all had one.
+    fn check(&mut self) {
+        let coverage = self.world.fleet.coverage();
+        self.was_complete |= coverage.without_replica == 0 && coverage.experts_total > 0;
+        assert!(!self.was_complete || coverage.without_replica == 0, "{coverage:?}");
+        assert_eq!(self.world.fleet.table().validate(), Ok(()));
+    }
+
+    /// Tokens per second of the busiest server over the mean.
+    fn busiest(&self) -> f64 {
+        let of =
+            |name: &String| self.tokens_of(name).iter().map(|load| load.num_tokens).sum::<u64>();
+        let tokens: Vec<u64> = self.processes.keys().map(of).collect();
+        let mean = tokens.iter().sum::<u64>() as f64 / tokens.len() as f64;
+        tokens.iter().copied().max().unwrap_or(0) as f64 / mean
+    }
+}
+
+fn union(a: &Assignment, b: &Assignment) -> Assignment {
+    let layers = model().moe_layers.into_iter().map(|layer| {
+        let mut experts = [a.experts(layer), b.experts(layer)].concat();
+        experts.sort_unstable();
+        experts.dedup();
+        LayerAssignment { layer, experts }
+    });
+    Assignment { layers: layers.filter(|entry| !entry.experts.is_empty()).collect() }
+}
+
+#[test]
+fn a_fleet_follows_its_load_and_never_leaves_an_expert_alone() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+        fleet.check();
+    }
+    assert!(fleet.was_complete);
+    for name in ["a", "b", "c"] {
+        assert!(fleet.processes[name].2.num_experts() <= 9, "a third each");
+    }
+    // One expert of each layer is hot.
+    for layer in model().moe_layers {
+        for expert in 0..8 {
+            let rate = if expert == layer % 8 { 70_000 } else { 10_000 };
+            fleet.rates.insert((layer, expert), rate);
+        }
+    }
+    for _ in 0..60 {
+        fleet.second();
+    }
+    assert!(fleet.busiest() < 1.15, "{}", fleet.busiest());
+    let epoch = fleet.world.epoch();
+    for _ in 0..60 {
+        fleet.second();
+    }
+    assert_eq!(fleet.world.epoch(), epoch, "nothing moves while the load stays");
+
+    // A fourth server takes its share.
+    fleet.join("d", 4);
+    for _ in 0..30 {
+        fleet.second();
+    }
+    assert!(fleet.busiest() < 1.2, "{}", fleet.busiest());
+}
+
+#[test]
+fn replicas_of_a_dead_server_come_back_without_a_person() {
+    let mut fleet = Elastic::new(4, 2);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+    fleet.processes.remove("b");
+    let mut seconds = 0;
+    while fleet.world.state("b") != Some(MemberState::Expired) {
+        fleet.second();
+    }
+    while fleet.world.fleet.coverage().under_replicated > 0 {
+        fleet.second();
+        seconds += 1;
+        assert!(seconds <= 4, "{:?}", fleet.world.fleet.coverage());
+    }
+    // A drain moves the experts, too.
+    let id = fleet.processes["c"].0.clone();
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    for _ in 0..4 {
+        fleet.second();
+    }
+    assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+}
+
+#[test]
+fn goals_change_while_the_fleet_runs_and_survive_a_restart() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    let goals = FleetGoals { replicas: 2, spare: 0.0 };
+    fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    assert!(fleet.world.fleet.coverage().under_replicated > 0);
+    for _ in 0..4 {
+        fleet.second();
+    }
+    assert!(fleet.world.fleet.coverage().is_complete());
+    let (snapshot, _) = fleet.world.fleet.snapshot();
+    let balance = Some(BalanceSettings::default());
+    let restored = World::with(FleetSettings { balance, ..settings() }, Some(snapshot));
+    assert_eq!(restored.fleet.goals(), Ok(goals));
+    // More replicas than servers are met as far as there are servers.
+    let many = FleetGoals { replicas: 64, spare: 16.0 };
+    fleet.world.fleet.set_goals(many, fleet.world.now).unwrap();
+    for wrong in [0, 65] {
+        let goals = FleetGoals { replicas: wrong, spare: 0.0 };
+        assert!(fleet.world.fleet.set_goals(goals, fleet.world.now).is_err());
+    }
+    assert_eq!(World::new().fleet.set_goals(goals, TTL), Err(Refusal::FixedPlacement));
+}
+
+/// Servers join, leave, die, restart and drain at random while the load changes. Whenever every expert has its two
+/// replicas, one of them may fail: no table may then leave an expert without a replica.
+#[test]
+fn no_history_of_single_faults_leaves_an_expert_alone() {
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut fleet = Elastic::new(3, 2);
+    let mut next_incarnation = 1;
+    let mut num_faults = 0;
+    for name in ["m0", "m1", "m2"] {
+        fleet.join(name, next_incarnation);
+        next_incarnation += 1;
+    }
+    for second in 0..3000 {
+        if rng.random_ratio(1, 20) {
+            for layer in model().moe_layers {
+                let hot = rng.random_range(0..8);
+                for expert in 0..8 {
+                    let rate =
+                        if expert == hot { rng.random_range(10_000..200_000) } else { 10_000 };
+                    fleet.rates.insert((layer, expert), rate);
+                }
+            }
+        }
+        // The control plane learns of a death when the lease ends.
+        let is_alive = |server: &ServerEntry| {
+            let process = fleet.processes.get(&server.name);
+            process.is_some_and(|process| process.1 == server.incarnation)
+        };
+        let is_whole = fleet.world.fleet.coverage().is_complete()
+            && fleet.world.fleet.table().servers.iter().all(is_alive);
+        let mut names: Vec<String> = fleet.processes.keys().cloned().collect();
+        names.sort();
+        if is_whole && rng.random_ratio(1, 4) {
+            let victim = names[rng.random_range(0..names.len())].clone();
+            match rng.random_range(0..5u32) {
+                0 if names.len() < 8 => {
+                    fleet.join(&format!("m{second}"), next_incarnation);
+                }
+                1 if names.len() > 2 => {
+                    fleet.processes.remove(&victim);
+                    num_faults += 1;
+                }
+                2 => {
+                    fleet.processes.remove(&victim);
+                    fleet.join(&victim, next_incarnation);
+                    num_faults += 1;
+                }
+                3 if names.len() > 2 => {
+                    let (id, ..) = fleet.processes.remove(&victim).unwrap();
+                    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+                    fleet.world.fleet.refresh();
+                    fleet.check();
+                    fleet.world.fleet.leave(&id).unwrap();
+                    fleet.world.fleet.refresh();
+                    num_faults += 1;
+                }
+                _ => {}
+            }
+            next_incarnation += 1;
+        }
+        fleet.second();
+    }
+    assert!(num_faults > 50, "{num_faults}");
+}

@@ -1,0 +1,65 @@
+//! State of the fleet, as status, metrics and clients see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::{MemberCounts, MemberInfo, MemberState, ModelDescriptor, PlacementTable};
+
+use super::Fleet;
+use crate::member::Member;
+use crate::planner::Planner;
+use crate::table::Coverage;
+
+impl Fleet {
+    pub(crate) fn table(&self) -> &Arc<PlacementTable> {
+        &self.table
+    }
+
+    pub(crate) fn coverage(&self) -> Coverage {
+        self.coverage
+    }
+
+    pub(crate) fn model(&self) -> Option<&ModelDescriptor> {
+        self.model.as_ref()
+    }
+
+    pub(crate) fn planner(&self) -> &dyn Planner {
+        &*self.planner
+    }
+
+    /// Planned replicas per expert.
+    pub(crate) fn replicas(&self) -> u32 {
+        match &self.settings.balance {
+            Some(balance) => balance.goals.min_replicas,
+            None => self.planner.replicas(),
+        }
+    }
+
+    pub(crate) fn infos(&self, now: Duration) -> Vec<MemberInfo> {
+        self.members.values().map(|member| member.info(now)).collect()
+    }
+
+    /// Serving members that nothing has connected to yet: name, incarnation and address.
+    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
+        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
+        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
+        let key = |member: &Member| {
+            let record = &member.record;
+            (record.name.clone(), record.incarnation, record.data_addr.clone())
+        };
+        unprobed.map(key).collect()
+    }
+
+    pub(crate) fn counts(&self) -> MemberCounts {
+        let mut counts = MemberCounts::default();
+        for member in self.members.values() {
+            match member.state() {
+                MemberState::Loading => counts.loading += 1,
+                MemberState::Serving => counts.serving += 1,
+                MemberState::Draining => counts.draining += 1,
+                MemberState::Expired => counts.expired += 1,
+            }
+        }
+        counts
+    }
+}
