@@ -79,8 +79,8 @@ impl ServerConfig {
 pub struct Limits {
     /// Most members, including expired ones.
     pub max_members: usize,
-    /// Most connections at a time; the process's limit on open files can lower it. At the limit, a new
-    /// connection replaces the oldest one that has not sent a request yet.
+    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit,
+    /// a new connection replaces the one that has been idle longest.
     pub max_connections: usize,
     /// Most placement watches at a time.
     pub max_watchers: usize,
@@ -108,6 +108,7 @@ impl Limits {
     pub(crate) fn http(&self) -> httpd::Limits {
         httpd::Limits {
             max_connections: self.max_connections,
+            file_share: FILE_SHARE,
             max_head_bytes: self.max_head_bytes,
             max_headers: self.max_headers,
             head_timeout: self.head_timeout,
@@ -135,6 +136,9 @@ impl Default for Limits {
         }
     }
 }
+
+/// Per cent of the open files for connections. The store and the probes of members need few.
+const FILE_SHARE: u8 = 90;
 
 /// Invalid settings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
