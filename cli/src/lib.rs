@@ -7,6 +7,7 @@
 mod ui;
 pub mod cluster;
 mod cmd;
+mod host;
 
 // The error type of this crate's signatures.
 pub use anyhow;
@@ -97,12 +98,39 @@ pub fn run() -> ExitCode {
     match start(cli) {
         Ok(code) => code,
         Err(error) => {
-            ui::write_err(format_args!("error: {}\n", ui::one_line(&error)));
+            ui::write_err(format_args!(
+                "error: {}{}\n",
+                ui::one_line(&error),
+                port_holders(&error)
+            ));
             match cmd::expert_server::is_name_conflict(&error) {
                 true => ExitCode::from(cmd::expert_server::NAME_CONFLICT_EXIT_CODE),
                 false => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+/// Names the processes behind a port that is in use, if `error` is about one.
+fn port_holders(error: &anyhow::Error) -> String {
+    use control_plane::BindError;
+    use expert_server::StartError;
+    use p2p_core::bootstrap::BindError as DataBindError;
+    let addr = if let Some(BindError::AddrInUse { addr }) = error.downcast_ref() {
+        addr.clone()
+    } else {
+        match error.downcast_ref() {
+            Some(StartError::Bind(DataBindError::InUse { addr })) => addr.clone(),
+            Some(StartError::MetricsInUse { addr }) => addr.to_string(),
+            _ => return String::new(),
+        }
+    };
+    let port = addr.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let holders = port.map(host::listeners).unwrap_or_default();
+    match holders.is_empty() {
+        true => "; the process belongs to another user: ask for its name as root with `ss -ltnp`"
+            .to_owned(),
+        false => format!("; held by {}", holders.join(", ")),
     }
 }
 

@@ -17,7 +17,7 @@ use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
 use super::inspect::Verify;
-use crate::{Global, ui};
+use crate::{Global, host, ui};
 
 /// Options of `expert-server`.
 #[derive(Debug, clap::Args)]
@@ -234,10 +234,24 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         let shutdown = super::shutdown_signal()?;
         let bar = ui::bytes_bar(json, 0, "loading experts");
         let loading = bar.clone();
+        let memory = host::memory(std::path::Path::new("/"));
+        let mut has_warned = false;
         let server = ExpertServer::start(config, move |progress| {
             // Experts of one layer shape: the bytes of the rest follow from the bytes so far.
             let done = progress.num_loaded.max(1) as u64;
-            loading.set_length(progress.loaded_bytes / done * progress.num_experts as u64);
+            let expected = progress.loaded_bytes / done * progress.num_experts as u64;
+            if let Some(memory) = memory.as_ref().filter(|memory| memory.total < expected)
+                && !std::mem::replace(&mut has_warned, true)
+            {
+                tracing::warn!(
+                    expected_bytes = expected,
+                    memory_bytes = memory.total,
+                    limit = ?memory.limit,
+                    "the experts are larger than the memory that this process may use: every batch will read files again; \
+                     raise the limit, or let more servers share the experts"
+                );
+            }
+            loading.set_length(expected);
             loading.set_position(progress.loaded_bytes);
         })
         .await?;
