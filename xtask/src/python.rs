@@ -158,7 +158,7 @@ fn install(tools: &Path, wheel: &Path) -> Result<PathBuf> {
 
 /// Folder of a virtual environment in the user's cache with the packages that a file pins by hash, made on first use.
 /// The inner error is the reason why there is none.
-fn environment(name: &str, requirements: &Path) -> Result<Result<PathBuf, String>> {
+pub(crate) fn environment(name: &str, requirements: &Path) -> Result<Result<PathBuf, String>> {
     let pins = std::fs::read_to_string(requirements)
         .with_context(|| format!("cannot read {}", requirements.display()))?;
     let mut hasher = DefaultHasher::new();
