@@ -136,7 +136,7 @@ def test_a_report_names_the_server_that_failed(experts: Experts, inputs: Inputs)
         report = switchyard_moe.Report()
         assert_close(client.forward(*arguments, report=report), experts.forward(*arguments))
         parts = {server.name: server for server in report.servers}
-        assert list(sorted(parts)) == cluster.names
+        assert sorted(parts) == cluster.names
         assert parts["server-0"].failovers == report.failovers == 1
         assert parts["server-0"].resends == report.resends > 0
         assert (parts["server-0"].pairs, parts["server-1"].pairs) == (0, call.topk_idx.size)
