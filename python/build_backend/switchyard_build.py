@@ -1,7 +1,8 @@
 """Builds the distribution ``switchyard-moe``: the Python package, its native module, and the binary ``switchyard``.
 
-As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. For tests,
-``python switchyard_build.py pack`` makes a wheel of a module and a binary that are built already.
+As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. ``python switchyard_build.py
+release`` builds sdist and wheel against an old C library, and checks the wheel's tag and size. For tests, ``pack``
+makes a wheel of a module and a binary that are built already.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import base64
 import hashlib
 import io
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,6 +28,11 @@ WORKSPACE = PYTHON.parent
 NAME = "switchyard_moe"
 # What the binary is built with beside its default features, such as `cuda`.
 FEATURES = "SWITCHYARD_WHEEL_FEATURES"
+# C library of a release, and the platform tag of wheels that need no newer one.
+GLIBC = "2.28"
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}"
+# Most bytes of a release's wheel.
+MAX_WHEEL_BYTES = 40 << 20
 # Folders of the workspace that neither the module nor the binary needs.
 NOT_IN_SDIST = ("bench/runs/", "data/", "deploy/", "docs/", "examples/", "fuzz/", "python/tests/", ".ci/")
 
@@ -40,16 +48,7 @@ def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) 
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    import maturin
-
-    root = Path.cwd()
-    workspace = root if (root / "cli").is_dir() else WORKSPACE
-    scripts = root / "data" / "scripts"
-    build_binary(workspace, scripts)
-    try:
-        return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
-    finally:
-        shutil.rmtree(root / "data", ignore_errors=True)
+    return build(wheel_directory, config_settings, metadata_directory, target=None)
 
 
 def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:
@@ -69,18 +68,72 @@ def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = N
     return path.name
 
 
-def build_binary(workspace: Path, scripts: Path) -> None:
+def build(
+    wheel_directory: str, config_settings: dict[str, Any] | None, metadata_directory: str | None, target: str | None
+) -> str:
+    """Build a wheel for this host, or with ``target`` one that needs the C library ``GLIBC`` only."""
+    import maturin
+
+    root = Path.cwd()
+    workspace = root if (root / "cli").is_dir() else WORKSPACE
+    scripts = root / "data" / "scripts"
+    if target is not None:
+        arguments = ["--zig", "--target", target, "--compatibility", PLATFORM]
+        config_settings = {**(config_settings or {}), "maturin.build-args": arguments}
+    build_binary(workspace, scripts, target)
+    try:
+        return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+    finally:
+        shutil.rmtree(root / "data", ignore_errors=True)
+
+
+def build_binary(workspace: Path, scripts: Path, target: str | None) -> None:
     """Build the binary in release and put it into ``scripts``, without debug information."""
-    cargo = [os.environ.get("CARGO", "cargo"), "build", "--release", "--locked"]
-    cargo += ["--manifest-path", str(workspace / "Cargo.toml"), "--package", "switchyard-cli", "--bin", "switchyard"]
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
+    if target is None:
+        cargo = [os.environ.get("CARGO", "cargo"), "build"]
+    else:
+        cargo = ["cargo-zigbuild", "zigbuild", "--target", f"{target}.{GLIBC}"]
+        folder /= target
+    cargo += ["--release", "--locked", "--manifest-path", str(workspace / "Cargo.toml")]
+    cargo += ["--package", "switchyard-cli", "--bin", "switchyard"]
     features = os.environ.get(FEATURES)
     if features:
         cargo += ["--features", features]
     subprocess.run(cargo, check=True)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
     scripts.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(target / "release" / "switchyard", scripts / "switchyard")
+    shutil.copy2(folder / "release" / "switchyard", scripts / "switchyard")
     subprocess.run(["strip", str(scripts / "switchyard")], check=True)
+
+
+def release(folder: Path) -> Path:
+    """Build the sdist and a wheel that installs on every Linux with ``GLIBC`` or later. Return the wheel's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    print(folder / build_sdist(str(folder)), flush=True)
+    os.chdir(PYTHON)
+    target = f"{platform.machine()}-unknown-linux-gnu"
+    wheel = folder / build(str(folder), None, None, target)
+    audit(wheel)
+    return wheel
+
+
+def audit(wheel: Path) -> None:
+    """Check that the module and the binary of a wheel need no more than its tag says, and its size.
+
+    maturin checks the module, auditwheel every ELF file.
+    """
+    show = [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)]
+    shown = subprocess.run(show, check=True, stdout=subprocess.PIPE, text=True).stdout
+    granted = json.loads(shown)["overall_tag"]
+    expected = f"{PLATFORM}_{platform.machine()}"
+    found = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", granted)
+    fits = found is not None and (int(found[1]), int(found[2])) <= tuple(map(int, GLIBC.split(".")))
+    if not fits or not wheel.stem.endswith(expected):
+        raise RuntimeError(f"{wheel.name} needs {granted}, expected at most {expected}; auditwheel says: {shown}")
+    size = wheel.stat().st_size
+    if size > MAX_WHEEL_BYTES:
+        raise RuntimeError(f"{wheel.name} has {size} bytes, expected at most {MAX_WHEEL_BYTES}")
+    print(f"{wheel}: {size / (1 << 20):.1f} MiB; auditwheel grants {granted}")
 
 
 def pack(module: Path, binary: Path, folder: Path) -> Path:
@@ -170,7 +223,7 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Packs what is built already, or an sdist.")
+    parser = argparse.ArgumentParser(description="Builds a release, or packs what is built already.")
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="make a wheel of a module and a binary")
     packing.add_argument("--module", type=Path, required=True)
@@ -178,8 +231,12 @@ def main() -> None:
     packing.add_argument("--out", type=Path, required=True)
     sdist = commands.add_parser("sdist", help="make an sdist")
     sdist.add_argument("--out", type=Path, required=True)
+    releasing = commands.add_parser("release", help="build an sdist and a manylinux wheel")
+    releasing.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.command == "pack":
+    if arguments.command == "release":
+        release(arguments.out.absolute())
+    elif arguments.command == "pack":
         print(pack(arguments.module, arguments.binary, arguments.out))
     else:
         arguments.out.mkdir(parents=True, exist_ok=True)

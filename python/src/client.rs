@@ -8,7 +8,7 @@ mod report;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attention_client::prometheus::{IntCounter, IntCounterVec, Opts, TextEncoder};
-use attention_client::{ClientModel, LayerTiming, MoeClient};
+use attention_client::{ClientError, ClientModel, MoeClient};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -17,7 +17,7 @@ use crate::interrupt::Interrupt;
 use crate::logs;
 use arguments::{Request, Target};
 use call::{Finished, Handle, Scratch};
-use report::Report;
+use report::{CallReport, Report, ServerReport};
 
 /// Adds the classes of this file to `module`.
 ///
@@ -26,7 +26,8 @@ use report::Report;
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Client>()?;
     module.add_class::<Handle>()?;
-    module.add_class::<Report>()
+    module.add_class::<Report>()?;
+    module.add_class::<ServerReport>()
 }
 
 /// The base of `switchyard_moe.Client`.
@@ -45,7 +46,7 @@ pub struct Shared {
     /// Process that the client belongs to.
     pid: u32,
     copies: Copies,
-    last: Mutex<Option<LayerTiming>>,
+    last: Mutex<Option<CallReport>>,
 }
 
 /// Counters of tensors that were copied, because the client cannot take their type as it is.
@@ -97,11 +98,11 @@ impl Shared {
     }
 
     /// Notes the end of a call.
-    fn note(&self, py: Python<'_>, report: Option<&Bound<'_, Report>>, timing: LayerTiming) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(timing);
+    fn note(&self, py: Python<'_>, report: Option<&Bound<'_, Report>>, call: CallReport) {
         if let Some(report) = report {
-            report.get().set(timing);
+            report.get().set(&call);
         }
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(call);
         logs::flush(py);
     }
 }
@@ -121,14 +122,14 @@ impl Client {
         wire_dtype: &str,
         response_dtype: Option<&str>,
         transports: &str,
-        max_lanes: usize,
+        max_lanes: i64,
         timeout: f64,
         deadline: f64,
         work_limit: f64,
         on_missing: &str,
         name: Option<String>,
-        slot_bytes: Option<usize>,
-        slot_frames: Option<usize>,
+        slot_bytes: Option<i64>,
+        slot_frames: Option<i64>,
     ) -> PyResult<Self> {
         logs::start(py)?;
         let settings = connect::Settings {
@@ -147,8 +148,8 @@ impl Client {
             work_limit: connect::seconds(py, "work_limit", work_limit)?,
             on_missing: connect::on_missing(py, on_missing)?,
             name,
-            slot_bytes,
-            slot_frames,
+            slot_bytes: connect::size(py, "slot_bytes", slot_bytes)?,
+            slot_frames: connect::size(py, "slot_frames", slot_frames)?,
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);
@@ -217,8 +218,8 @@ impl Client {
     /// Report of the call that ended last, on any thread. ``None`` before the first.
     #[getter]
     fn last_report(&self) -> Option<Report> {
-        let last = *self.shared.last.lock().unwrap_or_else(PoisonError::into_inner);
-        last.map(Report::of)
+        let last = self.shared.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.clone().map(Report::of)
     }
 
     /// Wait until the client is connected with a live replica of every expert, for ``timeout`` seconds at most.
@@ -235,13 +236,62 @@ impl Client {
         });
         logs::flush(py);
         interrupt.check()?;
-        result.map_err(|failure| match failure {
-            attention_client::ClientError::NoReplica { .. } => {
-                let text = format!("the expert service is not ready: {failure}");
-                error(py, Kind::NotReady, text)
+        result.map_err(|failure| not_ready(py, &failure))
+    }
+
+    /// Prepare for ``calls`` calls at a time with up to ``tokens`` tokens each. The first real calls then find their
+    /// connections, and allocate no memory in the client as long as no server fails.
+    ///
+    /// Waits as wait_ready, connects ``calls`` lanes with all servers, and grows their buffers. Each lane then carries
+    /// calls with all experts of the first layer, as many as a slot has frames, with tokens of zeros. The metrics count
+    /// these calls. ``dtype`` is the type of later ``x``: ``f32``, ``bf16`` or ``f16``. Call it on the thread that makes
+    /// the calls, because the buffers for conversions belong to a thread.
+    ///
+    /// Raises ArgumentError, NotReady, ClosedError, ForkedError, or as forward.
+    #[pyo3(signature = (tokens, *, calls=1, dtype="f32", timeout=30.0))]
+    fn warm_up(
+        &self,
+        py: Python<'_>,
+        tokens: i64,
+        calls: i64,
+        dtype: &str,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let is_widened = match dtype {
+            "f32" => false,
+            "bf16" | "f16" => true,
+            other => {
+                let text = format!("dtype is {other:?}, expected \"f32\", \"bf16\" or \"f16\"");
+                return Err(error(py, Kind::Argument, text));
             }
-            other => errors::of_call(py, &other),
-        })
+        };
+        let shape = self.shared.model.shape;
+        let most = u32::MAX / shape.hidden.max(shape.top_k).max(1);
+        let num_tokens = u32::try_from(tokens).ok().filter(|&tokens| tokens <= most);
+        let Some(num_tokens) = num_tokens else {
+            let text = format!("tokens is {tokens}, expected 0 to {most}");
+            return Err(error(py, Kind::Argument, text));
+        };
+        let Ok(num_calls) = usize::try_from(calls) else {
+            let text = format!("calls is {calls}, expected at least 1");
+            return Err(error(py, Kind::Argument, text));
+        };
+        let timeout = connect::seconds(py, "timeout", timeout)?;
+        let moe = self.open(py)?;
+        let (result, interrupt) = py.detach(move || {
+            let interrupt = Interrupt::new();
+            let num_tokens = num_tokens as usize;
+            let cancelled = || interrupt.is_due();
+            let result = moe.warm_up_unless(num_tokens, num_calls, timeout, &cancelled);
+            if result.is_ok() {
+                Scratch::with(|scratch| scratch.reserve(num_tokens, &shape, is_widened));
+            }
+            drop(moe);
+            (result, interrupt)
+        });
+        logs::flush(py);
+        interrupt.check()?;
+        result.map_err(|failure| not_ready(py, &failure))
     }
 
     /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
@@ -381,6 +431,16 @@ impl Drop for Client {
     fn drop(&mut self) {
         let moe = self.lock().take();
         release(moe, &self.shared);
+    }
+}
+
+/// The exception for a client that does not get ready.
+fn not_ready(py: Python<'_>, failure: &ClientError) -> PyErr {
+    match failure {
+        ClientError::NoReplica { .. } => {
+            error(py, Kind::NotReady, format!("the expert service is not ready: {failure}"))
+        }
+        other => errors::of_call(py, other),
     }
 }
 

@@ -160,11 +160,14 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
         ({"transports": "pigeon"}, "pigeon"),
         ({"max_lanes": 0}, "max_lanes"),
         ({"max_lanes": 5000}, "max_lanes"),
+        ({"max_lanes": -1}, "max_lanes is -1"),
         ({"timeout": -1}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"deadline": 0}, "deadline"),
         ({"on_missing": "ignore"}, "ignore"),
         ({"slot_bytes": 5}, "slot"),
+        ({"slot_bytes": -5}, "slot_bytes is -5"),
+        ({"slot_frames": -1}, "slot_frames is -1"),
         ({"model": "/nowhere"}, "/nowhere"),
     ]
     for settings, word in wrong:

@@ -9,8 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::process::{Outcome, cargo, run, target_dir};
 use crate::{features, tools};
 
-/// Builds the wheel and the sdist for release into `target/wheels`, or with `dev` a wheel of what the steps of `test`
-/// build.
+/// Builds the sdist and a manylinux wheel into `target/wheels`, or with `dev` a wheel of what the steps of `test` build.
 pub fn wheel(dev: bool) -> Result<Outcome> {
     if dev {
         let built = match pack()? {
@@ -25,19 +24,13 @@ pub fn wheel(dev: bool) -> Result<Outcome> {
         Err(reason) => return Ok(Outcome::Failed(reason)),
     };
     let folder = absolute(&wheels())?;
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make {}", folder.display()))?;
     let search = std::env::var_os("PATH").unwrap_or_default();
     let search = std::env::join_paths(
         std::iter::once(tools.join("bin")).chain(std::env::split_paths(&search)),
     )?;
-    let build = "import sys, switchyard_build as build; print(build.build_sdist(sys.argv[1])); \
-                 print(build.build_wheel(sys.argv[1]))";
     run(Command::new(tools.join("bin/python"))
-        .args(["-c", build])
+        .args(["python/build_backend/switchyard_build.py", "release", "--out"])
         .arg(&folder)
-        .current_dir("python")
-        .env("PYTHONPATH", "build_backend")
         .env("PATH", search))
 }
 

@@ -114,12 +114,7 @@ impl Lane {
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
                     Ok(Response::Rows(mut rows)) => {
                         if open.frame != ABANDONED {
-                            let times = rows.server_times();
-                            let timing = &mut self.call.timing;
-                            timing.server_queue_ns =
-                                timing.server_queue_ns.max(times.queue_ns.into());
-                            timing.server_compute_ns =
-                                timing.server_compute_ns.max(times.compute_ns.into());
+                            self.call.note_times(open, rows.server_times());
                             let mut buffer = self.buffers.pop().unwrap_or_default();
                             buffer.resize(rows.num_rows() * rows.hidden(), 0.0);
                             if let Err(error) = rows.read_rows_f32(0..rows.num_rows(), &mut buffer)
@@ -323,13 +318,11 @@ impl Lane {
         for planned in &plan.frames {
             let server = &self.routing.servers[planned.rank as usize];
             server.outstanding.fetch_add(planned.num_entries.into(), Ordering::Relaxed);
-            if !self.call.contacted.contains(&server.uid) {
-                self.call.contacted.push(server.uid);
-                self.call.timing.num_servers += 1;
-            }
+            let part = self.call.part_of(server);
             let frame = self.call.frames.len() as u32;
             self.call.frames.push(Frame {
                 plan: *planned,
+                server: part,
                 epoch: self.routing.epoch,
                 sequence,
                 state: FrameState::Queued,
@@ -340,7 +333,9 @@ impl Lane {
         }
         self.call.orphans.extend_from_slice(&plan.orphans);
         self.call.plan = plan;
-        self.reserve_buffers(shared.geometry.hidden());
+        let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
+        let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
+        self.reserve_buffers(num_frames, largest * shared.geometry.hidden());
         Ok(())
     }
 
@@ -358,19 +353,17 @@ impl Lane {
         })
     }
 
-    /// Makes row buffers for all frames of the call in advance, up to `MAX_RESERVED_VALUES`. The number of buffers
-    /// in use depends on the order of the answers; allocation then does not.
-    fn reserve_buffers(&mut self, hidden: usize) {
-        let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
-        let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
-        if num_frames.saturating_mul(largest * hidden) > MAX_RESERVED_VALUES {
+    /// Makes row buffers of `num_values` for as many frames in advance, up to `MAX_RESERVED_VALUES` in all. The number
+    /// of buffers in use depends on the order of the answers; allocation then does not.
+    pub fn reserve_buffers(&mut self, num_frames: usize, num_values: usize) {
+        if num_frames.saturating_mul(num_values) > MAX_RESERVED_VALUES {
             return;
         }
         if self.buffers.len() < num_frames {
             self.buffers.resize_with(num_frames, Vec::new);
         }
         for buffer in &mut self.buffers {
-            buffer.reserve((largest * hidden).saturating_sub(buffer.len()));
+            buffer.reserve(num_values.saturating_sub(buffer.len()));
         }
     }
 
@@ -438,5 +431,5 @@ enum Batch {
 /// Retry budget of a call. No known fault comes near it.
 const MAX_ROUNDS: u32 = 1000;
 const MAX_ANSWERS_AT_ONCE: usize = 64;
-/// 64 MiB of f32.
-const MAX_RESERVED_VALUES: usize = 16 << 20;
+/// Most values of a lane's row buffers that are made in advance: 64 MiB of f32.
+pub(crate) const MAX_RESERVED_VALUES: usize = 16 << 20;

@@ -6,7 +6,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use p2p_core::{ChannelError, WaitSet};
 use protocol::{DispatchMeta, FrameId, ResponseScratch, encode_dispatch};
@@ -142,6 +142,15 @@ impl Lane {
         }
     }
 
+    /// Retires links whose connection this host's kernel knows to be closed. Waits for that for `limit` at most per
+    /// link. Returns true if there was one.
+    pub fn fail_closed_now(&mut self, shared: &Shared, limit: Duration) -> bool {
+        let links = self.links.iter().flatten();
+        let any = links.fold(false, |any, link| link.look_closed(limit) || any);
+        self.fail_closed(shared);
+        any
+    }
+
     fn install(&mut self, link: Box<Link>, shared: &Shared) {
         let idx = link.server.idx;
         if idx >= self.links.len() {
@@ -195,7 +204,7 @@ impl Lane {
                 Ok(None) => break,
                 Err(error) => return Ok(Err(error.into())),
             };
-            let frame = &mut self.call.frames[frame_no as usize];
+            let frame = &self.call.frames[frame_no as usize];
             let meta = DispatchMeta {
                 id: FrameId {
                     epoch: frame.epoch,
@@ -231,10 +240,10 @@ impl Lane {
                 layer: self.call.layer,
                 num_tokens: frame.plan.num_tokens,
                 frame: frame_no,
+                published_at: Instant::now(),
             };
-            link.push_open(open, Instant::now());
-            frame.state = FrameState::Sent;
-            self.call.timing.num_frames += 1;
+            link.push_open(open);
+            self.call.frame_sent(frame_no);
             shared.metrics.frames_out.inc();
             shared.metrics.bytes_out.inc_by(used_bytes as u64);
         }
@@ -262,7 +271,7 @@ impl Lane {
             self.call.frame_unsent(frame, &link.server);
         }
         if num_sent > 0 {
-            self.call.link_failed(link.server.idx, link.last_life);
+            self.call.link_failed(&link.server, link.last_life);
             shared.metrics.count_failover(fault.reason);
             tracing::warn!(
                 server = link.server.name(),
@@ -297,7 +306,7 @@ impl Lane {
         for frame in link.queue.drain(..) {
             self.call.frame_unsent(frame, &link.server);
         }
-        self.call.link_failed(link.server.idx, link.last_life);
+        self.call.link_failed(&link.server, link.last_life);
         link.server.is_silent.store(true, Ordering::Relaxed);
         // Keeps the link from failing again for its silence.
         link.last_life = Instant::now() + std::time::Duration::from_secs(3600);

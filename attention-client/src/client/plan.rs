@@ -77,6 +77,22 @@ impl Plan {
         self.expert_rank.resize(num_experts, NONE);
     }
 
+    /// Grows the buffers for plans of these sizes.
+    pub fn reserve(
+        &mut self,
+        num_rows: usize,
+        num_pairs: usize,
+        num_frames: usize,
+        num_servers: usize,
+    ) {
+        self.tokens.reserve(num_rows.saturating_sub(self.tokens.len()));
+        self.entries.reserve(num_pairs.saturating_sub(self.entries.len()));
+        self.frames.reserve(num_frames.saturating_sub(self.frames.len()));
+        self.used_experts.reserve(num_pairs.min(self.expert_pairs.len()));
+        self.loads.reserve(num_servers.saturating_sub(self.loads.len()));
+        self.cursors.reserve(num_servers.saturating_sub(self.cursors.len()));
+    }
+
     /// Distributes `pairs`, ascending by token, over the servers of `routing`. Each expert goes to one replica for
     /// which `usable` returns a penalty: the one with the least penalty, and among these with the least load. Frames
     /// have at most `max_tokens` tokens. Appends to `tokens` and `entries`.

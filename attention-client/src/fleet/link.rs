@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use control_api::ServerEntry;
@@ -24,6 +24,8 @@ pub(crate) struct Server {
     /// Never reused.
     pub uid: u64,
     pub entry: ServerEntry,
+    /// Name of the entry, for reports that share it.
+    pub shared_name: Arc<str>,
     /// (token, expert) pairs sent by this client and not yet answered.
     pub outstanding: AtomicU64,
     /// A link to it went silent, and no link has heard from it since. Such a server is the last choice.
@@ -170,6 +172,7 @@ pub(crate) struct OpenFrame {
     pub num_tokens: u32,
     /// Frame of the lane's current call, or [`ABANDONED`].
     pub frame: u32,
+    pub published_at: Instant,
 }
 
 /// Marks a frame of an abandoned call. Its answer is dropped.
@@ -251,6 +254,13 @@ impl Link {
         true
     }
 
+    /// As [`note_closed`](Self::note_closed), but sees an end that the kernel knows of already. Waits for that for
+    /// `limit` at most.
+    pub fn look_closed(&self, limit: Duration) -> bool {
+        let _ = self.liveness.look(limit);
+        self.note_closed()
+    }
+
     /// Returns true when an answer is there, credit for a waiting frame, or a fault.
     pub fn has_work(&self) -> bool {
         self.channel.has_frame()
@@ -283,10 +293,10 @@ impl Link {
     }
 
     /// Moves the first queued frame to the open ones: it was published.
-    pub fn push_open(&mut self, frame: OpenFrame, now: Instant) {
+    pub fn push_open(&mut self, frame: OpenFrame) {
         self.queue.pop_front();
         self.open.push(frame);
-        self.last_step = now;
+        self.last_step = frame.published_at;
         self.state.in_flight.store(self.open.len() as u32, Ordering::Relaxed);
     }
 

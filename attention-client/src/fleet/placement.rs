@@ -82,6 +82,7 @@ impl Registry {
             idx,
             uid: self.next_uid,
             entry: entry.clone(),
+            shared_name: entry.name.as_str().into(),
             outstanding: AtomicU64::new(0),
             is_silent: AtomicBool::new(false),
             has_refused: AtomicBool::new(false),

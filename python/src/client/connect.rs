@@ -155,9 +155,17 @@ pub fn transports(py: Python<'_>, list: &str) -> PyResult<TransportSpec> {
     list.parse().map_err(|failure| error(py, Kind::Config, format!("transports: {failure}")))
 }
 
-pub fn lanes(py: Python<'_>, max_lanes: usize) -> PyResult<NonZeroUsize> {
-    NonZeroUsize::new(max_lanes)
-        .ok_or_else(|| error(py, Kind::Config, "max_lanes is 0, expected 1 to 1024"))
+pub fn lanes(py: Python<'_>, max_lanes: i64) -> PyResult<NonZeroUsize> {
+    usize::try_from(max_lanes).ok().and_then(NonZeroUsize::new).ok_or_else(|| {
+        error(py, Kind::Config, format!("max_lanes is {max_lanes}, expected 1 to 1024"))
+    })
+}
+
+pub fn size(py: Python<'_>, setting: &str, size: Option<i64>) -> PyResult<Option<usize>> {
+    size.map(usize::try_from).transpose().map_err(|_| {
+        let found = size.unwrap_or_default();
+        error(py, Kind::Config, format!("{setting} is {found}, expected a positive number"))
+    })
 }
 
 pub fn seconds(py: Python<'_>, setting: &str, seconds: f64) -> PyResult<Duration> {
