@@ -173,7 +173,7 @@ def _adopt(parent: transformers.PreTrainedModel, name: str, module: torch.nn.Mod
     parent._keys_to_ignore_on_load_unexpected = {*(ignored or ()), r"(^|\.)experts\."}
     config = parent.config
     folder = engine.checkpoint_folder(getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None))
-    if folder is not None:
+    if folder is not None or _given.get("model") or os.environ.get("SWITCHYARD_MODEL"):
         for binding, child in found:
             if binding.service is None:
                 binding.connect(child, folder)
