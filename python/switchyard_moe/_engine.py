@@ -156,7 +156,7 @@ class Service:
         if they never hold this module's experts.
         """
         client = self.client()
-        refuse_tower(self.engine, path)
+        refuse_unserved(self.engine, path)
         layer, layers = layer_number(path), list(client.layers)
         if layer not in layers:
             raise ModelMismatchError(
@@ -261,12 +261,17 @@ def part_of_layer(path: str) -> int | None:
     return None
 
 
-def refuse_tower(engine: str, path: str, kind: str = "") -> None:
-    """Raises ConfigError if a module is in a part of a model whose experts no server reads.
+def is_unserved(path: str, kind: str) -> bool:
+    """Returns whether a module is in a part of a model whose experts no server reads.
 
     ``kind`` is the module's class: such a part may be loaded alone, without its name in the path.
     """
-    if _UNSERVED in f"{path} {kind}".lower():
+    return _UNSERVED in f"{path} {kind}".lower()
+
+
+def refuse_unserved(engine: str, path: str, kind: str = "") -> None:
+    """Raises ConfigError for a module as `is_unserved` finds it."""
+    if is_unserved(path, kind):
         raise ConfigError(
             f"{engine}: {path} is in the {_UNSERVED} of the model, and the servers hold the experts of its thinker "
             f"only: keep the experts of the {_UNSERVED} in the engine, or load the thinker alone"

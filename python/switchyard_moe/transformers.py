@@ -161,7 +161,7 @@ def _adopt(parent: transformers.PreTrainedModel, name: str, module: torch.nn.Mod
         if binding is None:
             _refuse_local(path, child)
             continue
-        engine.refuse_tower(_NAME, path, type(child).__name__)
+        engine.refuse_unserved(_NAME, path, type(child).__name__)
         # Tells two modules of a layer apart. The real number of the first expert is known once there is a client.
         places[path] = engine.Place(engine.layer_number(path), engine.part_of_layer(path) or 0)
         binding.path = path
@@ -180,7 +180,12 @@ def _adopt(parent: transformers.PreTrainedModel, name: str, module: torch.nn.Mod
 
 
 def _refuse_local(path: str, module: torch.nn.Module) -> None:
-    """Raises ConfigError if ``module`` holds routed experts that the library offers no hook for."""
+    """Raises ConfigError if ``module`` keeps routed experts that servers could hold, or has no hook for them."""
+    if _is_experts(module) and not engine.is_unserved(path, type(module).__name__):
+        raise ConfigError(
+            f"{path} ({type(module).__name__}) would keep its experts in this process: name {IMPLEMENTATION!r} in "
+            "experts_implementation for this part of the model, too"
+        )
     if path.rsplit(".", 1)[-1] == "experts" and not _is_experts(module) and any(True for _ in module.parameters()):
         raise ConfigError(
             f"{path} ({type(module).__name__}) computes its experts without transformers' ExpertsInterface, "

@@ -129,8 +129,8 @@ def test_modules_that_the_servers_cannot_tell_apart() -> None:
         engine.refuse_collisions("test", "model", places)
     for path, kind in (("talker.model.layers.0.experts", "Experts"), ("layers.0.experts", "OmniTalkerExperts")):
         with pytest.raises(switchyard_moe.ConfigError, match="experts of its thinker only"):
-            engine.refuse_tower("test", path, kind)
-    engine.refuse_tower("test", "thinker.model.layers.0.experts", "OmniThinkerExperts")
+            engine.refuse_unserved("test", path, kind)
+    engine.refuse_unserved("test", "thinker.model.layers.0.experts", "OmniThinkerExperts")
 
 
 def test_a_wait_says_why_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
     options = dict(job.get("options", {}))
     if job["served"]:
         switchyard_moe.transformers.configure(**job["settings"])
-        options["experts_implementation"] = switchyard_moe.transformers.IMPLEMENTATION
+        options.setdefault("experts_implementation", switchyard_moe.transformers.IMPLEMENTATION)
     if job.get("two_modules"):
         compare_two_modules(job["model"])
         return []
