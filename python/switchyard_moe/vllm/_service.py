@@ -56,28 +56,42 @@ def service(number: int) -> engine.Service:
 # vLLM's compiler traces into the layer on a CPU, so the call is one opaque operator. Its fake form gives the shape.
 @torch.library.custom_op("switchyard::experts", mutates_args=())
 def experts(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, service: int, layer: int, rank: int, size: int
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    service: int,
+    layer: int,
+    first_expert: int,
+    rank: int,
+    size: int,
 ) -> torch.Tensor:
     """Routed experts of a layer for ``x`` ``[tokens, hidden]``; ``topk_*`` are ``[tokens, k]``.
 
     With tensor parallelism every rank has all tokens, and vLLM adds up the outputs of all ranks. Rank ``rank`` of
     ``size`` therefore asks for its share of the rows only and leaves zeros in the others.
     """
-    target = _services[service]
+    target, place = _services[service], engine.Place(layer, first_expert)
     if size == 1:
-        out: torch.Tensor = target.experts(layer, x, topk_ids, topk_weights)
+        out: torch.Tensor = target.experts(place, x, topk_ids, topk_weights)
         # An operator must not return one of its inputs.
         return out if out is not x else out.clone()
     rows = x.shape[0]
     first, end = rows * rank // size, rows * (rank + 1) // size
     share = torch.zeros_like(x)
     if end > first:
-        share[first:end] = target.experts(layer, x[first:end], topk_ids[first:end], topk_weights[first:end])
+        share[first:end] = target.experts(place, x[first:end], topk_ids[first:end], topk_weights[first:end])
     return share
 
 
 @experts.register_fake
 def _fake(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, service: int, layer: int, rank: int, size: int
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    service: int,
+    layer: int,
+    first_expert: int,
+    rank: int,
+    size: int,
 ) -> torch.Tensor:
     return torch.empty_like(x)
