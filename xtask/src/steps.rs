@@ -70,6 +70,7 @@ pub const ALL: [Step; 19] = [
     Step::new("prose", "plain English in comments and Markdown: counts and ceilings", prose::check),
     Step::new("clippy", "lints, warnings as errors", clippy),
     Step::new("deny", "licences, sources and bans of dependencies", deny),
+    Step::new("etcd", "the etcd that tests of the control plane start", tools::install_etcd),
     Step::by_form(
         "unit",
         "unit, conformance, end-to-end and fault tests",
