@@ -54,6 +54,8 @@ pub(crate) struct Coordinator {
     writes: watch::Sender<WriteState>,
     /// Wakes the writer of the store.
     dirty: Notify,
+    /// Wakes the probes.
+    suspected: Notify,
     store_kind: &'static str,
 }
 
@@ -125,6 +127,7 @@ impl Coordinator {
             changes,
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
+            suspected: Notify::new(),
             store_kind: store.kind(),
         };
         // Logs and counts the restored members.
@@ -202,7 +205,9 @@ impl Coordinator {
         member: &MemberId,
         request: SuspectRequest,
     ) -> Result<Duration, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?)
+        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
+        self.suspected.notify_one();
+        Ok(left)
     }
 
     pub(crate) fn leave(&self, member: &MemberId) -> Result<(), OperationError> {
@@ -295,18 +300,22 @@ impl Coordinator {
         }
     }
 
-    /// Connects to every serving member once, and again until that works, so that an address that nothing can reach
-    /// shows in the status. Ends when the task is aborted.
+    /// Connects to every serving member once, again until that works, and when a client suspects it. So an address that
+    /// nothing can reach shows in the status, and a death has a second observer. Ends when the task is aborted.
     pub(crate) async fn run_probes(&self) {
         loop {
-            tokio::time::sleep(PROBE_PERIOD).await;
+            // A suspicion is looked into at once, but many of them cause few attempts.
+            tokio::time::sleep(PROBE_PAUSE).await;
+            let _ = tokio::time::timeout(PROBE_PERIOD, self.suspected.notified()).await;
             let unprobed = lock(&self.fleet).unprobed();
             let probes = unprobed.into_iter().map(|(name, incarnation, addr)| async move {
                 (name, incarnation, connect(&addr).await)
             });
             let mut probes = futures_util::stream::iter(probes).buffer_unordered(MAX_PROBES);
             while let Some((name, incarnation, outcome)) = probes.next().await {
-                self.with_fleet(|fleet, _| fleet.record_probe(&name, incarnation, outcome));
+                self.with_fleet(|fleet, now| {
+                    fleet.record_probe(&name, incarnation, outcome, now);
+                });
             }
         }
     }
@@ -565,6 +574,7 @@ const READ_ONLY: &str =
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
 const PROBE_PERIOD: Duration = Duration::from_secs(2);
+const PROBE_PAUSE: Duration = Duration::from_millis(20);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Connection attempts at a time.
 const MAX_PROBES: usize = 32;

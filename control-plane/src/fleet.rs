@@ -16,7 +16,7 @@ use control_api::{
 use crate::admission::{Refusal, check_assignment, check_load, check_registration};
 use crate::balance::{self, BalanceSettings, Loads};
 use crate::epoch::EpochAllocator;
-use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
+use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor, Report};
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
@@ -302,6 +302,7 @@ impl Fleet {
         let member = self.calling(member, request.incarnation, now)?;
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        member.renewed_at = now;
         if let Some(load) = request.load {
             member.load = Some(load);
         }
@@ -387,30 +388,45 @@ impl Fleet {
         Ok(())
     }
 
-    /// Brings forward the deadline of a member's next renewal and returns the time left. A live member
-    /// renews within a heartbeat interval and stays.
+    /// Notes that a client cannot reach a member, and returns the time that the member has left to renew. Once a
+    /// second observer agrees (another client, or this process), the member must renew within a heartbeat interval.
+    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault.
     pub(crate) fn suspect(
         &mut self,
         member: &MemberId,
         request: SuspectRequest,
         now: Duration,
     ) -> Result<Duration, Refusal> {
-        let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
         let name = self.name_of(member)?.to_owned();
         let Some(member) = self.members.get_mut(&name) else { return Ok(Duration::ZERO) };
         let is_other = request.incarnation.is_some_and(|found| found != member.record.incarnation);
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports neither move the deadline nor fill the log.
-        let is_first = member.renew_by.is_none();
-        let renew_by = *member.renew_by.get_or_insert(now + wait);
-        let left = member.deadline().unwrap_or(renew_by).saturating_sub(now);
+        // Further reports do not fill the log.
+        let is_first = member.num_observers() == 0;
+        let (reporter, reason) = (request.reporter, request.reason);
+        member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
         if is_first {
-            let (reporter, reason) = (request.reporter, request.reason);
-            self.events.push(FleetEvent::Suspected { name, reporter, reason });
+            // This process looks for itself.
+            member.probe = None;
+            self.events.push(FleetEvent::Suspected { name: name.clone(), reporter, reason });
         }
-        Ok(left)
+        self.confirm_suspicion(&name, now);
+        let deadline = self.members.get(&name).and_then(Member::deadline);
+        Ok(deadline.unwrap_or(now).saturating_sub(now))
+    }
+
+    /// Brings forward the deadline of a member that two observers cannot reach.
+    fn confirm_suspicion(&mut self, name: &str, now: Duration) {
+        let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
+        if let Some(member) = self.members.get_mut(name)
+            && member.is_leased()
+            && member.num_observers() >= 2
+        {
+            // Further reports do not move the deadline.
+            member.renew_by.get_or_insert(now + wait);
+        }
     }
 
     /// Expires members whose lease has ended, and removes members that expired long ago. The caller calls
@@ -552,6 +568,7 @@ impl Fleet {
         name: &str,
         incarnation: u64,
         outcome: Result<(), String>,
+        now: Duration,
     ) {
         let Some(member) = self.members.get_mut(name) else { return };
         if member.record.incarnation != incarnation {
@@ -563,6 +580,7 @@ impl Fleet {
             self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
         }
         member.probe = Some(outcome);
+        self.confirm_suspicion(name, now);
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<FleetEvent> {
@@ -578,6 +596,7 @@ impl Fleet {
         }
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        member.renewed_at = now;
         if member.record.data_addr != request.data_addr {
             member.probe = None;
         }

@@ -1,10 +1,12 @@
 //! One member: its state in memory, its stored record and its form in the API.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    Assignment, LayerAssignment, LoadReport, MemberId, MemberInfo, MemberState, ServerEntry,
+    Assignment, LayerAssignment, LinkReport, LoadReport, MemberId, MemberInfo, MemberState,
+    ServerEntry,
 };
 use serde::{Deserialize, Serialize};
 
@@ -71,13 +73,25 @@ pub(crate) enum Lease {
     ExpiredAt(Duration),
 }
 
+/// A client's report that it cannot reach a member.
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    pub(crate) reporter: String,
+    pub(crate) reason: String,
+    pub(crate) at: Duration,
+}
+
 /// A member in memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Member {
     pub(crate) record: MemberRecord,
     pub(crate) lease: Lease,
-    /// Time by which a suspected member must renew.
+    /// Time by which a suspected member must renew. Set once two observers agree.
     pub(crate) renew_by: Option<Duration>,
+    /// Newest report of each client, the newest first.
+    pub(crate) reports: VecDeque<Report>,
+    /// Time of the last renewal or registration.
+    pub(crate) renewed_at: Duration,
     pub(crate) load: Option<LoadReport>,
     /// Experts in the placement table: both held and assigned.
     pub(crate) placed: Arc<Assignment>,
@@ -102,6 +116,8 @@ impl Member {
             record,
             lease,
             renew_by: None,
+            reports: VecDeque::new(),
+            renewed_at: Duration::ZERO,
             load: None,
             placed,
             is_durable,
@@ -157,6 +173,30 @@ impl Member {
         }
     }
 
+    /// Notes a client's report. It replaces an earlier one of the same client.
+    pub(crate) fn note_report(&mut self, report: Report) {
+        self.reports.retain(|known| known.reporter != report.reporter);
+        self.reports.push_front(report);
+        self.reports.truncate(MAX_REPORTS);
+    }
+
+    /// Observers that could not reach the member since its last renewal: clients, and this process if its own last
+    /// attempt to connect failed.
+    pub(crate) fn num_observers(&self) -> usize {
+        let clients = self.reports.iter().filter(|report| report.at >= self.renewed_at).count();
+        clients + usize::from(clients > 0 && matches!(self.probe, Some(Err(_))))
+    }
+
+    fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
+        let age = move |report: &Report| now.saturating_sub(report.at);
+        let recent = self.reports.iter().filter(move |report| age(report) <= REPORT_RETENTION);
+        recent.map(move |report| LinkReport {
+            reporter: report.reporter.clone(),
+            reason: report.reason.clone(),
+            age_ms: age(report).as_millis() as u64,
+        })
+    }
+
     pub(crate) fn set_holds(&mut self, holds: Assignment) {
         if *self.record.holds != holds {
             self.record.holds = Arc::new(holds);
@@ -185,15 +225,20 @@ impl Member {
             data_addr: self.record.data_addr.clone(),
             metrics_addr: self.record.metrics_addr.clone(),
             state: self.state(),
-            suspected: self.renew_by.is_some(),
+            suspected: self.is_leased() && self.num_observers() > 0,
             lease_remaining_ms: remaining.as_millis() as u64,
             experts_held: self.record.holds.num_experts() as u64,
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            reports: self.recent_reports(now).collect(),
         }
     }
 }
+
+const MAX_REPORTS: usize = 8;
+/// Reports are shown for this long.
+const REPORT_RETENTION: Duration = Duration::from_secs(60);
 
 /// Experts in both assignments. Both must be sorted; every validated assignment is.
 pub(crate) fn intersect(a: &Assignment, b: &Assignment) -> Assignment {

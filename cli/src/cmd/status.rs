@@ -96,7 +96,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 clients(member)
             );
         }
-        for line in members.iter().flat_map(left_out) {
+        for line in members.iter().flat_map(reports).chain(members.iter().flat_map(left_out)) {
             outln!("{line}");
         }
     }
@@ -135,6 +135,14 @@ fn left_out(member: &MemberInfo) -> impl Iterator<Item = String> {
     })
 }
 
+/// Clients that could not reach a member lately, a line each.
+fn reports(member: &MemberInfo) -> impl Iterator<Item = String> {
+    member.reports.iter().map(|report| {
+        let (name, reporter, reason) = (&member.name, &report.reporter, &report.reason);
+        format!("{name}: {reporter} could not reach it {} s ago: {reason}", report.age_ms / 1000)
+    })
+}
+
 /// Client links of a member by transport, such as `2 shm, 1 libfabric`, from its last load report.
 fn clients(member: &MemberInfo) -> String {
     let links = member.load.iter().flat_map(|load| &load.links);
@@ -148,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn excluded_transports_are_shown_with_the_reason() {
+    fn excluded_transports_and_reports_of_clients_are_shown_with_the_reason() {
         let member: MemberInfo = serde_json::from_value(serde_json::json!({
             "member_id": "m-1",
             "name": "server-1",
@@ -167,9 +175,12 @@ mod tests {
                     { "transport": "libfabric", "num_links": 1, "left_out": ["verbs:roce2: no way"] },
                 ],
             },
+            "reports": [{ "reporter": "client-7", "reason": "refused", "age_ms": 2500 }],
         }))
         .unwrap();
         assert_eq!(clients(&member), "2 shm, 1 libfabric");
+        let lines: Vec<String> = reports(&member).collect();
+        assert_eq!(lines, ["server-1: client-7 could not reach it 2 s ago: refused"]);
         let lines: Vec<String> = left_out(&member).collect();
         assert_eq!(lines, ["server-1: libfabric because clients left out verbs:roce2: no way"]);
     }

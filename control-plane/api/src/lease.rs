@@ -142,6 +142,7 @@ impl LeaseKeeper {
             reported: None,
             renewed_at: None,
             name_refused_at: None,
+            name_wait: None,
             assignment_version: 0,
             is_drained: false,
         };
@@ -275,6 +276,8 @@ struct Worker {
     renewed_at: Option<Instant>,
     /// Time of the first registration that was refused because the name is in use.
     name_refused_at: Option<Instant>,
+    /// How long the keeper retries a name that is in use.
+    name_wait: Option<Duration>,
     /// Version of the assignment in the published state.
     assignment_version: u64,
     is_drained: bool,
@@ -339,10 +342,9 @@ impl Worker {
                 let is_first = self.state.borrow().num_registrations == 0;
                 let is_final = match err.code() {
                     Some(code::SUPERSEDED) => true,
-                    // The holder may have died just before. Its lease then ends soon.
                     Some(code::NAME_IN_USE) => {
                         let refused_at = *self.name_refused_at.get_or_insert(sent_at);
-                        refused_at.elapsed() >= NAME_WAIT
+                        refused_at.elapsed() >= self.name_wait().await
                     }
                     _ => is_first && !err.is_transient(),
                 };
@@ -377,6 +379,22 @@ impl Worker {
             intent.holds.is_some() || intent.goal != Goal::Run
         };
         Next::Sleep(if has_change { Duration::ZERO } else { self.interval() })
+    }
+
+    /// A holder that has died loses the name when its lease ends. So a name that stays in use for longer belongs to a
+    /// live process. A member that is not registered yet asks for the time to live.
+    async fn name_wait(&mut self) -> Duration {
+        if let Some(wait) = self.name_wait {
+            return wait;
+        }
+        match self.interruptible(self.client.status()).await {
+            Some(Ok(status)) => {
+                let wait = clamp_ttl(status.lease_ttl_ms) * NAME_WAIT_LEASES;
+                *self.name_wait.insert(wait)
+            }
+            // The next refusal asks again.
+            _ => self.ttl() * NAME_WAIT_LEASES,
+        }
     }
 
     async fn renew(&mut self, member: &MemberId) -> Next {
@@ -580,7 +598,7 @@ fn clamp_ttl(ttl_ms: u64) -> Duration {
     Duration::from_millis(ttl_ms.clamp(30, 3_600_000))
 }
 
-/// A name that stays in use for so long belongs to a live process.
-const NAME_WAIT: Duration = Duration::from_secs(10);
+/// A name that stays in use for so many leases belongs to a live process.
+const NAME_WAIT_LEASES: u32 = 2;
 /// Time to live before the control plane has sent one.
 const FALLBACK_TTL: Duration = Duration::from_secs(3);

@@ -323,12 +323,12 @@ pub struct DrainRequest {
     pub incarnation: Option<u64>,
 }
 
-/// `POST /v1/members/{id}/suspect`: reports that the member seems to have failed.
+/// `POST /v1/members/{id}/suspect`: reports that the reporter cannot reach the member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectRequest {
-    /// Name of the reporting client, for the log: at most 128 characters.
+    /// Name of the reporting client: at most 128 characters. Two names count as two observers.
     pub reporter: String,
-    /// Observed failure, for the log: at most 512 characters.
+    /// Observed failure: at most 512 characters.
     pub reason: String,
     /// If present, the report applies to this incarnation only.
     #[serde(default)]
@@ -338,7 +338,8 @@ pub struct SuspectRequest {
 /// Response to [`SuspectRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectResponse {
-    /// Time left for the member to renew before it expires, in milliseconds. 0 if it has no lease.
+    /// Time left for the member to renew before it expires, in milliseconds. 0 if it has no lease. It is the rest of
+    /// the lease, or less once a second observer has confirmed the failure.
     pub must_renew_within_ms: u64,
 }
 
@@ -393,7 +394,7 @@ pub struct MemberInfo {
     pub metrics_addr: Option<String>,
     /// State.
     pub state: MemberState,
-    /// True while the member is suspected and has not renewed yet.
+    /// True while a report of a client is newer than the member's last renewal.
     #[serde(default)]
     pub suspected: bool,
     /// Time left of the lease in milliseconds, 0 if it has expired.
@@ -408,6 +409,20 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// Clients that reported in the last minute that they cannot reach the member, the newest first, 8 at most.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reports: Vec<LinkReport>,
+}
+
+/// A client's report about a member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LinkReport {
+    /// Name of the client.
+    pub reporter: String,
+    /// The failure that it observed.
+    pub reason: String,
+    /// Age of the report in milliseconds.
+    pub age_ms: u64,
 }
 
 /// `GET /v1/members`.

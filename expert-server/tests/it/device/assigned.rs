@@ -53,6 +53,7 @@ impl Book {
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
             unreachable: None,
+            reports: Vec::new(),
         }
     }
 }
