@@ -25,8 +25,8 @@ pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use types::{
     Assignment, ClusterStatus, DrainRequest, ExpertLoad, FleetGoals, Health, InvalidMemberId,
-    LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo,
-    MemberList, MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest,
+    LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, LoadingReport, MemberCounts, MemberId,
+    MemberInfo, MemberList, MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest,
     RegisterResponse, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks,
     WantedDigests,
 };
