@@ -604,6 +604,7 @@ impl Fleet {
         member.record.capacity_experts = request.capacity_experts;
         member.record.zone.clone_from(&request.zone);
         member.record.metrics_addr.clone_from(&request.metrics_addr);
+        member.record.weights_addr.clone_from(&request.weights_addr);
         self.is_table_stale = true;
     }
 
@@ -632,6 +633,7 @@ impl Fleet {
             incarnation: request.incarnation,
             data_addr: request.data_addr.clone(),
             metrics_addr: request.metrics_addr.clone(),
+            weights_addr: request.weights_addr.clone(),
             phase: Phase::Loading,
             expired: false,
             assignment: Arc::new(assignment),

@@ -44,6 +44,9 @@ pub struct MemberRecord {
     pub data_addr: String,
     /// `host:port` of the metrics listener.
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read its weights.
+    #[serde(default)]
+    pub weights_addr: Option<String>,
     /// Stage of life.
     pub phase: Phase,
     /// True if the lease had expired when the snapshot was taken.
@@ -224,6 +227,7 @@ impl Member {
             incarnation: self.record.incarnation,
             data_addr: self.record.data_addr.clone(),
             metrics_addr: self.record.metrics_addr.clone(),
+            weights_addr: self.record.weights_addr.clone(),
             state: self.state(),
             suspected: self.is_leased() && self.num_observers() > 0,
             lease_remaining_ms: remaining.as_millis() as u64,

@@ -2,6 +2,7 @@
 
 mod start;
 mod supervision;
+mod weights;
 
 use std::fmt;
 use std::net::SocketAddr;

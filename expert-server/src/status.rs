@@ -8,6 +8,7 @@ use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
 use p2p_core::TransportKind;
 use p2p_core::bootstrap::ListenerStats;
 
+use crate::loader::LoadingProgress;
 use crate::metrics::ServerMetrics;
 
 /// Signs of life of the data thread. Relaxed order is enough: each field is a count or a time, and none of them
@@ -151,6 +152,8 @@ pub(crate) struct LoadCounters {
     /// tasks that watch connections write them.
     left_out: Mutex<Vec<(u64, TransportKind, String)>>,
     next_note: AtomicU64,
+    /// The load of experts under way.
+    loading: OnceLock<Arc<LoadingProgress>>,
     /// Name of the GPU, on a server that has one.
     device: Option<String>,
 }
@@ -167,6 +170,7 @@ impl LoadCounters {
             links: Default::default(),
             left_out: Mutex::default(),
             next_note: AtomicU64::new(0),
+            loading: OnceLock::new(),
             device: None,
         }
     }
@@ -175,6 +179,12 @@ impl LoadCounters {
     #[cfg(any(feature = "device", test))]
     pub(crate) fn with_device(self, device: String) -> Self {
         Self { device: Some(device), ..self }
+    }
+
+    /// Adds the progress of loads to reports.
+    pub(crate) fn set_loading(&self, progress: Arc<LoadingProgress>) {
+        // There is one loader only.
+        let _ = self.loading.set(progress);
     }
 
     /// Sets the transports of all open links.
@@ -278,6 +288,7 @@ impl LoadWindow {
             experts: Vec::new(),
             links: counters.links(),
             device: counters.device.clone(),
+            loading: counters.loading.get().and_then(|progress| progress.report()),
         };
         self.begin = now;
         for entry in &holds.layers {

@@ -114,7 +114,11 @@ pub const ALL: [Step; 19] = [
         rxe::check,
     ),
     Step::new("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
-    Step::new("helm", "the Helm chart: lint, rendered objects against the schemas of Kubernetes", helm),
+    Step::new(
+        "helm",
+        "the Helm chart: lint, rendered objects against the schemas of Kubernetes",
+        helm,
+    ),
     Step::new("demo", "the demo, verified against the reference", demo),
     Step::new(
         "python",

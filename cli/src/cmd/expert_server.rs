@@ -11,7 +11,8 @@ use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
 use expert_server::{
-    ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError, StartError, Ticket,
+    DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError,
+    StartError, Ticket, WeightsConfig, WeightsFrom,
 };
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
@@ -125,6 +126,31 @@ pub struct Args {
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
+    /// Where the experts come from. auto: the model's files if the system has them in memory, otherwise the memory of
+    /// servers that hold them, otherwise the disk. peers: servers that hold them; the folder needs only config.json.
+    /// disk: the model's files. Servers on GPUs use the files.
+    #[arg(
+        long,
+        env = "SWITCHYARD_WEIGHTS_FROM",
+        default_value_t = WeightsFrom::Auto,
+        value_name = "auto|peers|disk"
+    )]
+    weights_from: WeightsFrom,
+    /// Address on which other servers connect to read the weights of this one. Default: a free port of the host of
+    /// --listen.
+    #[arg(long, env = "SWITCHYARD_WEIGHTS_LISTEN", value_name = "HOST:PORT")]
+    weights_listen: Option<SocketAddr>,
+    /// Bytes per second that all other servers together may read of this server's weights. 0 lets them read nothing.
+    #[arg(
+        long,
+        env = "SWITCHYARD_PEER_READ_LIMIT",
+        default_value_t = DEFAULT_READ_LIMIT,
+        value_name = "BYTES"
+    )]
+    peer_read_limit: u64,
+    /// Longest wait in milliseconds for the next expert of another server, for a server that needs them.
+    #[arg(long, env = "SWITCHYARD_PEER_TIMEOUT_MS", default_value_t = 30_000)]
+    peer_timeout_ms: u64,
     /// Longest time for a drain after SIGTERM, in milliseconds.
     #[arg(long, env = "SWITCHYARD_DRAIN_TIMEOUT_MS", default_value_t = 30_000)]
     drain_timeout_ms: u64,
@@ -222,6 +248,12 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;
+    config.weights = WeightsConfig {
+        from: args.weights_from,
+        listen: args.weights_listen,
+        read_limit: args.peer_read_limit,
+        peer_timeout: Duration::from_millis(args.peer_timeout_ms),
+    };
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, Health, MemberInfo, MemberState};
+use control_api::{ControlClient, Health, LoadingReport, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
@@ -96,7 +96,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 clients(member)
             );
         }
-        for line in members.iter().flat_map(reports).chain(members.iter().flat_map(left_out)) {
+        let lines = members.iter().filter_map(loading);
+        let lines = lines.chain(members.iter().flat_map(reports));
+        for line in lines.chain(members.iter().flat_map(left_out)) {
             outln!("{line}");
         }
     }
@@ -115,6 +117,17 @@ fn unreachable(member: &MemberInfo) -> Option<String> {
     let reason = member.unreachable.as_ref()?;
     let (name, addr) = (&member.name, &member.data_addr);
     Some(format!("the control plane cannot connect to {name} at {addr}: {reason}"))
+}
+
+/// Progress of a member that loads experts.
+fn loading(member: &MemberInfo) -> Option<String> {
+    let LoadingReport { num_experts, num_loaded, num_from_peers, bytes } =
+        member.load.as_ref()?.loading?;
+    Some(format!(
+        "{} is loading: {num_loaded} of {num_experts} experts, {num_from_peers} of them from other servers, {:.2} GB",
+        member.name,
+        bytes as f64 / 1e9
+    ))
 }
 
 /// Device of a member, from its last load report.

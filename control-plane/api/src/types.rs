@@ -176,6 +176,9 @@ pub struct RegisterRequest {
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read weights of the member. Absent if they cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_addr: Option<String>,
     /// Random number of the process. The same name with another incarnation means a restarted process,
     /// which takes over the name.
     pub incarnation: u64,
@@ -205,6 +208,7 @@ impl RegisterRequest {
             name: name.into(),
             data_addr: data_addr.into(),
             metrics_addr: None,
+            weights_addr: None,
             incarnation: rand::random(),
             model,
             capacity_experts: None,
@@ -280,6 +284,22 @@ pub struct LoadReport {
     /// GPU that serves the experts, such as `cuda:0`. Absent for a server on CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
+    /// Load of experts under way. Absent if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loading: Option<LoadingReport>,
+}
+
+/// Progress of a load of experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LoadingReport {
+    /// Experts to load, counted per layer.
+    pub num_experts: u64,
+    /// Experts loaded so far.
+    pub num_loaded: u64,
+    /// Experts among them that were read from other servers' memory.
+    pub num_from_peers: u64,
+    /// Bytes loaded so far.
+    pub bytes: u64,
 }
 
 /// Open client links of one transport.
@@ -392,6 +412,9 @@ pub struct MemberInfo {
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read weights of the member. Absent if they cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_addr: Option<String>,
     /// State.
     pub state: MemberState,
     /// True while a report of a client is newer than the member's last renewal.

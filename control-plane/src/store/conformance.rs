@@ -33,6 +33,7 @@ pub(super) fn snapshot(seed: u64) -> Snapshot {
             incarnation: u64::MAX - seed,
             data_addr: "[::1]:7000".to_owned(),
             metrics_addr: None,
+            weights_addr: (seed > 3).then(|| "host:7".to_owned()),
             phase: Phase::Draining,
             expired: seed.is_multiple_of(2),
             assignment: Arc::clone(&assignment),

@@ -46,6 +46,7 @@ impl Book {
             incarnation: member.incarnation,
             data_addr: member.data_addr.clone(),
             metrics_addr: None,
+            weights_addr: None,
             state: MemberState::Serving,
             suspected: false,
             lease_remaining_ms: LEASE_MS,
