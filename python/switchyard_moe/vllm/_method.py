@@ -90,6 +90,8 @@ class SwitchyardConfig(QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         _service.check_version()
+        # The first process of an engine makes this object before it starts the others.
+        _service.limit_spinning()
 
     def get_name(self) -> Any:
         return NAME
