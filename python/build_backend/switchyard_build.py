@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,16 @@ def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) 
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    return build(wheel_directory, config_settings, metadata_directory, target=None)
+    import maturin
+
+    root = Path.cwd()
+    workspace = root if (root / "cli").is_dir() else WORKSPACE
+    scripts = root / "data" / "scripts"
+    build_binary(workspace, scripts)
+    try:
+        return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+    finally:
+        shutil.rmtree(root / "data", ignore_errors=True)
 
 
 def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:
@@ -68,60 +78,59 @@ def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = N
     return path.name
 
 
-def build(
-    wheel_directory: str, config_settings: dict[str, Any] | None, metadata_directory: str | None, target: str | None
-) -> str:
-    """Build a wheel for this host, or with ``target`` one that needs the C library ``GLIBC`` only."""
-    import maturin
-
-    root = Path.cwd()
-    workspace = root if (root / "cli").is_dir() else WORKSPACE
-    scripts = root / "data" / "scripts"
-    if target is not None:
-        arguments = ["--zig", "--target", target, "--compatibility", PLATFORM]
-        config_settings = {**(config_settings or {}), "maturin.build-args": arguments}
-    build_binary(workspace, scripts, target)
-    try:
-        return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
-    finally:
-        shutil.rmtree(root / "data", ignore_errors=True)
-
-
-def build_binary(workspace: Path, scripts: Path, target: str | None) -> None:
+def build_binary(workspace: Path, scripts: Path) -> None:
     """Build the binary in release and put it into ``scripts``, without debug information."""
-    folder = Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
-    if target is None:
-        cargo = [os.environ.get("CARGO", "cargo"), "build"]
-    else:
-        cargo = ["cargo-zigbuild", "zigbuild", "--target", f"{target}.{GLIBC}"]
-        folder /= target
-    cargo += ["--release", "--locked", "--manifest-path", str(workspace / "Cargo.toml")]
-    cargo += ["--package", "switchyard-cli", "--bin", "switchyard"]
-    features = os.environ.get(FEATURES)
-    if features:
-        cargo += ["--features", features]
-    subprocess.run(cargo, check=True)
+    cargo = [os.environ.get("CARGO", "cargo"), "build", "--release", "--locked"]
+    cargo += ["--manifest-path", str(workspace / "Cargo.toml"), "--package", "switchyard-cli", "--bin", "switchyard"]
+    subprocess.run([*cargo, *features()], check=True)
     scripts.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(folder / "release" / "switchyard", scripts / "switchyard")
-    subprocess.run(["strip", str(scripts / "switchyard")], check=True)
+    strip(target_folder(workspace) / "release" / "switchyard", scripts)
+
+
+def features() -> list[str]:
+    named = os.environ.get(FEATURES)
+    return ["--features", named] if named else []
+
+
+def target_folder(workspace: Path) -> Path:
+    return Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
+
+
+def strip(built: Path, folder: Path) -> Path:
+    """Copy an ELF file into ``folder`` without symbols. Return the copy's path."""
+    copy = folder / built.name
+    shutil.copy2(built, copy)
+    subprocess.run(["strip", str(copy)], check=True)
+    return copy
 
 
 def release(folder: Path) -> Path:
-    """Build the sdist and a wheel that installs on every Linux with ``GLIBC`` or later. Return the wheel's path."""
+    """Build the sdist and a wheel that installs on every Linux with ``GLIBC`` or later. Return the wheel's path.
+
+    One run of cargo builds module and binary: maturin would compile everything a second time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     print(folder / build_sdist(str(folder)), flush=True)
-    os.chdir(PYTHON)
     target = f"{platform.machine()}-unknown-linux-gnu"
-    wheel = folder / build(str(folder), None, None, target)
+    cargo = ["cargo-zigbuild", "zigbuild", "--release", "--locked", "--target", f"{target}.{GLIBC}"]
+    cargo += ["--manifest-path", str(WORKSPACE / "Cargo.toml")]
+    cargo += ["--package", "switchyard-cli", "--package", "switchyard-python", "--bin", "switchyard", "--lib"]
+    named = os.environ.get(FEATURES)
+    if named:
+        cargo += ["--features", ",".join(f"switchyard-cli/{name}" for name in named.split(","))]
+    subprocess.run(cargo, check=True)
+    built = target_folder(WORKSPACE) / target / "release"
+    with tempfile.TemporaryDirectory() as scratch:
+        module = strip(built / "libswitchyard_moe_native.so", Path(scratch))
+        binary = strip(built / "switchyard", Path(scratch))
+        tag = f"cp310-abi3-{PLATFORM}_{platform.machine()}"
+        wheel = pack(module, binary, folder, tag=tag, compression=zipfile.ZIP_DEFLATED)
     audit(wheel)
     return wheel
 
 
 def audit(wheel: Path) -> None:
-    """Check that the module and the binary of a wheel need no more than its tag says, and its size.
-
-    maturin checks the module, auditwheel every ELF file.
-    """
+    """Check that the ELF files of a wheel need no more than its tag says, and its size."""
     show = [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)]
     shown = subprocess.run(show, check=True, stdout=subprocess.PIPE, text=True).stdout
     granted = json.loads(shown)["overall_tag"]
@@ -136,11 +145,10 @@ def audit(wheel: Path) -> None:
     print(f"{wheel}: {size / (1 << 20):.1f} MiB; auditwheel grants {granted}")
 
 
-def pack(module: Path, binary: Path, folder: Path) -> Path:
-    """Make a wheel for this host only of a module and a binary that are built already."""
+def pack(module: Path, binary: Path, folder: Path, *, tag: str, compression: int) -> Path:
+    """Make a wheel of a module and a binary that are built already."""
     version = workspace_version()
     info = f"{NAME}-{version}.dist-info"
-    tag = "cp310-abi3-linux_x86_64"
     files: dict[str, tuple[bytes, bool]] = {}
     for path in sorted((PYTHON / NAME).rglob("*")):
         if path.is_file() and path.suffix in (".py", ".pyi", ".typed"):
@@ -152,6 +160,7 @@ def pack(module: Path, binary: Path, folder: Path) -> Path:
         f"Wheel-Version: 1.0\nGenerator: switchyard_build\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
         False,
     )
+    files[f"{info}/licenses/LICENSE"] = ((WORKSPACE / "LICENSE").read_bytes(), False)
     files[f"{info}/entry_points.txt"] = (entry_points(), False)
     record = io.StringIO()
     for name, (data, _) in files.items():
@@ -161,12 +170,11 @@ def pack(module: Path, binary: Path, folder: Path) -> Path:
     files[f"{info}/RECORD"] = (record.getvalue().encode(), False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}-{version}-{tag}.whl"
-    # Stored, not compressed: packing and installing then take a fraction of the time.
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, (data, is_executable) in files.items():
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             entry.external_attr = (0o100755 if is_executable else 0o100644) << 16
-            archive.writestr(entry, data)
+            archive.writestr(entry, data, compression)
     return path
 
 
@@ -237,7 +245,10 @@ def main() -> None:
     if arguments.command == "release":
         release(arguments.out.absolute())
     elif arguments.command == "pack":
-        print(pack(arguments.module, arguments.binary, arguments.out))
+        # Stored, not compressed: packing and installing then take a fraction of the time.
+        tag = f"cp310-abi3-linux_{platform.machine()}"
+        found = pack(arguments.module, arguments.binary, arguments.out, tag=tag, compression=zipfile.ZIP_STORED)
+        print(found)
     else:
         arguments.out.mkdir(parents=True, exist_ok=True)
         print(arguments.out / build_sdist(str(arguments.out)))

@@ -19,7 +19,7 @@ pub fn wheel(dev: bool) -> Result<Outcome> {
         println!("{}", built.display());
         return Ok(Outcome::Passed);
     }
-    let tools = match environment("maturin", Path::new("python/build_backend/requirements.txt"))? {
+    let tools = match environment("wheel", Path::new("python/build_backend/requirements.txt"))? {
         Ok(tools) => tools,
         Err(reason) => return Ok(Outcome::Failed(reason)),
     };
