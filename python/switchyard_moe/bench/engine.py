@@ -2,6 +2,9 @@
 
 Two processes load the engine, one in each way, and take turns: each round generates one batch in each. The expert
 servers share the cores with both. Tokens per second count generated tokens, prompts included in the time.
+
+With ``--device`` and ``--server-devices``, transformers and the servers are on GPUs. With ``--kill``, one more batch is
+served while a server is killed, and its tokens are compared with those of the batches before.
 """
 
 from __future__ import annotations
@@ -9,17 +12,20 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import hashlib
 import json
 import os
 import random
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import switchyard_moe
+from switchyard_moe.bench import _checkpoint
 
 __all__ = ["main"]
 
@@ -38,6 +44,8 @@ class Row:
     tokens: int
     seconds: float
     tokens_per_s: float
+    digest: str
+    """Of the generated ids."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="generated per sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="of the engine: cpu or cuda:N")
+    parser.add_argument("--server-devices", default="cpu", help="of the servers, such as cuda:1,cuda:2")
+    parser.add_argument("--kill", action="store_true", help="kill a server during one more batch")
+    parser.add_argument("--shape", choices=sorted(_checkpoint.SHAPES), help="write random weights to --model first")
+    parser.add_argument("--layers", type=int, default=8, help="layers of --shape")
     parser.add_argument("--server-threads", type=int, default=1)
     parser.add_argument("--cores", help="such as 0,1; default: all that this process may use")
     parser.add_argument("--dtype", default="float32")
@@ -60,11 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.engine == "vllm" and given.device != "cpu":
+        parser.error("--device: only transformers runs on a GPU here")
+    if given.kill and given.servers < 2:
+        parser.error("--kill: two servers are needed")
     if given.child:
         _child(given, sys.stdin, sys.stdout)
         return 0
     if given.cores:
         os.sched_setaffinity(0, {int(core) for core in given.cores.split(",")})
+    if given.shape and not (Path(given.model) / "config.json").exists():
+        _checkpoint.write(given.shape, given.layers, Path(given.model), given.device, given.seed)
     rows = _run(given, list(sys.argv[2:] if arguments is None else arguments))
     speeds = {mode: [row.tokens_per_s for row in rows if row.mode == mode] for mode in MODES}
     medians = {mode: statistics.median(values) for mode, values in speeds.items()}
@@ -77,7 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens_per_s": medians,
         "served_over_local": medians["served"] / medians["local"],
         "ratio_of_each_round": [a / b for a, b in zip(speeds["served"], speeds["local"], strict=True)],
+        "device": given.device,
+        "server_devices": given.server_devices,
     }
+    served = {row.digest for row in rows if row.mode != "local"}
+    result["served_tokens_are_the_same"] = len(served) == 1
+    result["tokens_equal_to_local"] = served == {row.digest for row in rows if row.mode == "local"}
+    if given.kill:
+        result["tokens_per_s_while_killed"] = next(row.tokens_per_s for row in rows if row.mode == "killed")
     if given.csv:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -91,29 +117,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
     rows = []
-    with switchyard_moe.LocalCluster(given.model, servers=given.servers, threads=given.server_threads) as cluster:
+    with switchyard_moe.LocalCluster(
+        given.model,
+        servers=given.servers,
+        threads=given.server_threads,
+        devices=given.server_devices.split(","),
+        timeout=300.0,
+    ) as cluster:
         env = {**os.environ, "SWITCHYARD_CONTROL_PLANE": cluster.url, "SWITCHYARD_TOKEN": cluster.token}
+        if "cuda" in given.server_devices:
+            env["SWITCHYARD_ENGINE_DEVICE"] = given.device
         children = {mode: _start(mode, arguments, env) for mode in MODES}
         try:
             for number in range(given.rounds + 1):
                 # The order alternates, so that a slow drift of the host's speed cancels out.
                 for mode in MODES if number % 2 else reversed(MODES):
-                    seconds = _turn(children[mode], mode)
-                    if number == 0:
-                        continue
-                    speed = given.batch * given.tokens / seconds
-                    rows.append(
-                        Row(
-                            given.engine,
-                            mode,
-                            number,
-                            given.batch,
-                            given.prompt_tokens,
-                            given.tokens,
-                            seconds,
-                            speed,
-                        )
-                    )
+                    seconds, digest = _turn(children[mode], mode)
+                    if number > 0:
+                        rows.append(_row(given, mode, number, seconds, digest))
+            if given.kill:
+                # In the middle of the batch, as the rounds before let expect.
+                middle = statistics.median(row.seconds for row in rows if row.mode == "served") / 2
+                killer = threading.Timer(middle, cluster.kill, [cluster.names[0]])
+                killer.start()
+                seconds, digest = _turn(children["served"], "served")
+                killer.join()
+                rows.append(_row(given, "killed", given.rounds + 1, seconds, digest))
         finally:
             for child in children.values():
                 child.kill()
@@ -121,19 +150,24 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
     return rows
 
 
+def _row(given: argparse.Namespace, mode: str, number: int, seconds: float, digest: str) -> Row:
+    speed = given.batch * given.tokens / seconds
+    return Row(given.engine, mode, number, given.batch, given.prompt_tokens, given.tokens, seconds, speed, digest)
+
+
 def _start(mode: str, arguments: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "switchyard_moe.bench", "engine", *arguments, "--child", mode]
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _turn(child: subprocess.Popen[str], mode: str) -> float:
+def _turn(child: subprocess.Popen[str], mode: str) -> tuple[float, str]:
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write("go\n")
     child.stdin.flush()
     # Engines print to standard output, too.
     for line in child.stdout:
         if line.startswith("SECONDS "):
-            return float(line.split()[1])
+            return float(line.split()[1]), line.split()[2]
     raise switchyard_moe.Error(f"the process with {mode} experts ended with exit code {child.wait()}")
 
 
@@ -146,11 +180,13 @@ def _child(given: argparse.Namespace, commands: TextIO, answers: TextIO) -> None
     generate = {"vllm": _vllm, "transformers": _transformers}[given.engine](given, given.child == "served")
     for _ in commands:
         started = time.perf_counter()
-        generate(prompts)
-        print(f"\nSECONDS {time.perf_counter() - started}", file=answers, flush=True)
+        ids = generate(prompts)
+        seconds = time.perf_counter() - started
+        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+        print(f"\nSECONDS {seconds} {digest}", file=answers, flush=True)
 
 
-def _transformers(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]], None]:
+def _transformers(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]], list[list[int]]]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -161,21 +197,24 @@ def _transformers(given: argparse.Namespace, served: bool) -> Callable[[list[lis
         dtype=getattr(torch, given.dtype),
         experts_implementation=switchyard_moe.transformers.IMPLEMENTATION if served else given.local_experts,
     ).eval()
+    model = model.to(given.device)
 
-    def generate(prompts: list[list[int]]) -> None:
-        model.generate(
-            torch.tensor(prompts),
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        ids = model.generate(
+            torch.tensor(prompts, device=given.device),
             max_new_tokens=given.tokens,
             min_new_tokens=given.tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
+        found: list[list[int]] = ids.tolist()
+        return found
 
     return generate
 
 
-def _vllm(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]], None]:
+def _vllm(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]], list[list[int]]]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -194,7 +233,8 @@ def _vllm(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]]
     )
     sampling = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
 
-    def generate(prompts: list[list[int]]) -> None:
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(found.outputs[0].token_ids) for found in llm.generate(requests, sampling, use_tqdm=False)]
 
     return generate
