@@ -127,8 +127,8 @@ def _is_wanted(module: Any) -> bool:
 
 
 def _is_experts(module: Any) -> bool:
-    # Every class that `use_experts_implementation` decorates has this attribute.
-    return hasattr(module, "_is_expert_parallel")
+    # Every instance of a class that `use_experts_implementation` decorates has these attributes.
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias"))
 
 
 def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:

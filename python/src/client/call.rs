@@ -158,8 +158,9 @@ pub fn forward_on_gpu<'py>(
         let interrupt = Interrupt::new();
         // SAFETY: The arrays live in `request` and `target` until after this call, which waits for the kernels. If it
         // fails before they have ended, `keep` takes the arrays below.
-        let launched =
-            unsafe { GpuCall::launch(&gpu, layer, tensors, stream, &others, &shared.copies) };
+        let launched = unsafe {
+            GpuCall::launch(&gpu, &interrupt, layer, tensors, stream, &others, &shared.copies)
+        };
         let since = Instant::now();
         let result = launched.and_then(|call| call.finish(&interrupt, since));
         let failed = result.is_err().then_some(gpu);

@@ -14,7 +14,7 @@ use p2p_core::{OpenNetworks, TransportSpec};
 use pyo3::prelude::*;
 
 use super::Backend;
-use super::gpu::GpuClient;
+use super::gpu::{GpuClient, Limits};
 use crate::errors::{self, Kind, error};
 use crate::interrupt::Interrupt;
 
@@ -126,13 +126,16 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> 
         let built = configured!(builder, settings, transports).build();
         return built.map(Backend::Host).map_err(Failure::Build);
     };
-    let work_limit = settings.work_limit;
+    let limits = Limits {
+        num_frames: settings.slot_frames.unwrap_or(SlotConfig::default().num_frames),
+        turn: settings.timeout,
+        work: settings.work_limit,
+    };
     let builder = DeviceClient::builder(model);
     let client = configured!(builder, settings, transports)
         .build(gpu, options)
         .map_err(|failure| Failure::DeviceBuild(device, failure))?;
-    let client =
-        GpuClient::new(client, work_limit).map_err(|failure| Failure::Gpu(device, failure))?;
+    let client = GpuClient::new(client, limits).map_err(|failure| Failure::Gpu(device, failure))?;
     Ok(Backend::Gpu(Arc::new(client)))
 }
 

@@ -3,13 +3,14 @@
 mod call;
 mod staging;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use attention_client::device::{Event, Gpu, GpuError, Stream};
 use attention_client::prometheus::Registry;
 use attention_client::{ClientError, ClientModel, DeviceClient, DeviceError};
 
+use super::call::Failure;
 use crate::dlpack::Owner;
 use crate::interrupt::Interrupt;
 pub use call::GpuCall;
@@ -18,13 +19,25 @@ use staging::{Counts, Staging};
 /// A client whose arrays are in the memory of one GPU.
 pub struct GpuClient {
     state: Mutex<State>,
+    /// A call has ended.
+    ended: Condvar,
     gpu: Gpu,
     model: ClientModel,
     registry: Registry,
     /// For arrays whose library does not say to which stream it gives its work.
     stream: Stream,
+    limits: Limits,
+}
+
+/// Limits of a client's waits, and of its calls.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Most calls that can be outstanding: frames of a slot.
+    pub num_frames: usize,
+    /// Longest wait of a call until it can be outstanding.
+    pub turn: Duration,
     /// Longest wait for kernels before the client looks for the server that holds them up.
-    work_limit: Duration,
+    pub work: Duration,
 }
 
 /// Memory that kernels of a call read and write.
@@ -50,11 +63,11 @@ struct State {
 }
 
 impl GpuClient {
-    /// Shares `client` between threads. Calls wait `work_limit` before they look for a server that holds them up.
+    /// Shares `client` between threads.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
-    pub fn new(client: DeviceClient, work_limit: Duration) -> Result<Self, GpuError> {
+    pub fn new(client: DeviceClient, limits: Limits) -> Result<Self, GpuError> {
         let gpu = client.gpu().clone();
         let (model, registry) = (client.model().clone(), client.registry().clone());
         let state = State {
@@ -67,7 +80,8 @@ impl GpuClient {
             event: gpu.event()?,
         };
         let stream = gpu.stream()?;
-        Ok(Self { state: Mutex::new(state), gpu, model, registry, stream, work_limit })
+        let (state, ended) = (Mutex::new(state), Condvar::new());
+        Ok(Self { state, ended, gpu, model, registry, stream, limits })
     }
 
     pub fn model(&self) -> &ClientModel {
@@ -128,6 +142,25 @@ impl GpuClient {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Locks the state once another call can be outstanding.
+    fn turn(&self, interrupt: &Interrupt) -> Result<MutexGuard<'_, State>, Failure> {
+        let start = Instant::now();
+        let mut state = self.lock();
+        while state.num_open >= self.limits.num_frames {
+            if start.elapsed() >= self.limits.turn {
+                let num_frames = self.limits.num_frames as u32;
+                return Err(DeviceError::Outstanding { num_frames }.into());
+            }
+            let waited = self.ended.wait_timeout(state, LOOK);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            if interrupt.is_due() {
+                return Err(Failure::Client(ClientError::Cancelled));
+            }
+            state = self.lock();
+        }
+        Ok(state)
+    }
+
     /// The stream with this handle.
     ///
     /// # Safety
@@ -137,13 +170,13 @@ impl GpuClient {
         unsafe { self.gpu.wrap_stream(raw) }
     }
 
-    /// Waits until everything on `stream` is done, `work_limit` is over, or `interrupt`. Returns false in the last
+    /// Waits until everything on `stream` is done, the limit on work is over, or `interrupt`. Returns false in the last
     /// case. Other threads may call the client meanwhile.
     fn watch(&self, stream: &Stream, interrupt: &Interrupt) -> Result<bool, GpuError> {
         let start = Instant::now();
         while !stream.is_done()? {
             let waited = start.elapsed();
-            if waited >= self.work_limit {
+            if waited >= self.limits.work {
                 break;
             }
             if interrupt.is_due() {
@@ -211,5 +244,7 @@ impl std::fmt::Debug for GpuClient {
 
 /// Time between two looks for signals while waiting for replicas.
 const READY_STEP: Duration = Duration::from_millis(50);
+/// Time between two looks for signals while waiting for another call's end.
+const LOOK: Duration = Duration::from_millis(20);
 const SPIN: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_micros(20);

@@ -151,15 +151,20 @@ pub fn dispatch_on_gpu(
     let (owner, [idx_owner, weights_owner]) = request.into_owners();
     let owners = vec![owner, idx_owner, weights_owner];
     let objects = [x, topk_idx, topk_weights].map(|object| object.clone().unbind()).into();
-    let result = py.detach(move || {
+    let (result, interrupt) = py.detach(move || {
+        let interrupt = Interrupt::new();
         // SAFETY: Owners and objects keep the memory valid. The streams are the libraries' current ones; the
         // documentation of `dispatch` asks for the stream and the content of the arrays.
-        unsafe {
+        let result = unsafe {
             let copies = &shared.copies;
-            GpuCall::dispatch(&gpu, layer, raw, stream, &others, copies, owners, objects)
-        }
+            GpuCall::dispatch(
+                &gpu, &interrupt, layer, raw, stream, &others, copies, owners, objects,
+            )
+        };
+        (result, interrupt)
     });
     crate::logs::flush(py);
+    interrupt.check()?;
     let call = result.map_err(|failure| raise(py, shared, &failure))?;
     Ok(Handle {
         pending: Mutex::new(Some(Pending::Gpu(call))),

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for tokens in map(int, given.tokens.split(",")):
             # One client at a time is connected, so that the servers have the same to do.
             for number in range(given.rounds):
-                command = [str(given.rust), cluster.url, given.device, str(tokens), str(given.calls)]
+                command = [str(given.rust.absolute()), cluster.url, given.device, str(tokens), str(given.calls)]
                 output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 rust = [float(field) for field in output.stdout.split()]
                 with cluster.client(device=given.device) as client:

@@ -37,7 +37,8 @@ enum Phase {
 }
 
 impl GpuCall {
-    /// Launches the dispatch of a layer on `stream`, behind the work of `others`. Does not wait for the GPU.
+    /// Launches the dispatch of a layer on `stream`, behind the work of `others`. Does not wait for the GPU, but for
+    /// another call's end if as many are outstanding as slots have frames.
     ///
     /// # Safety
     /// The matrices stay valid and unwritten until the call has finished, or as long as `owners` and `objects` live.
@@ -45,6 +46,7 @@ impl GpuCall {
     #[allow(clippy::too_many_arguments, reason = "the parts of a call")]
     pub unsafe fn dispatch(
         client: &Arc<GpuClient>,
+        interrupt: &Interrupt,
         layer: u32,
         request: RawRequest,
         stream: u64,
@@ -55,7 +57,7 @@ impl GpuCall {
     ) -> Result<Self, Failure> {
         // SAFETY: The caller's promise.
         unsafe {
-            let state = &mut *client.lock();
+            let state = &mut *client.turn(interrupt)?;
             Self::start(client, state, layer, request, stream, others, copies, owners, objects)
         }
     }
@@ -67,13 +69,14 @@ impl GpuCall {
     /// As for the two.
     pub unsafe fn launch(
         client: &Arc<GpuClient>,
+        interrupt: &Interrupt,
         layer: u32,
         (request, target): (RawRequest, RawTarget),
         stream: u64,
         others: &[u64],
         copies: &Copies,
     ) -> Result<Self, Failure> {
-        let state = &mut *client.lock();
+        let state = &mut *client.turn(interrupt)?;
         let nothing = (Vec::new(), Vec::new());
         // SAFETY: The caller's promise.
         unsafe {
@@ -137,12 +140,13 @@ impl GpuCall {
             (Ok(timing), Some(conversion)) => {
                 // SAFETY: The promises of `dispatch` and `combine`. The kernels have ended.
                 let converted = unsafe { stream.convert(&[conversion]) };
-                let limit = Instant::now() + client.work_limit;
+                let limit = Instant::now() + client.limits.work;
                 converted.and_then(|()| stream.wait(limit)).map(|()| timing).map_err(Into::into)
             }
             (finished, _) => finished,
         };
         state.num_open -= 1;
+        client.ended.notify_one();
         match (finished, self.kept.take()) {
             (Ok(timing), Some(kept)) => {
                 state.recycle(kept);
@@ -286,6 +290,7 @@ impl GpuCall {
         if let Some(kept) = self.kept.take() {
             state.num_open -= 1;
             state.abandoned.push(kept);
+            self.client.ended.notify_one();
         }
     }
 }
