@@ -350,16 +350,7 @@ impl MoeClient {
     /// Names of the servers that hold an expert, by the placement in force. Empty if there is no such layer or expert.
     #[must_use]
     pub fn replicas(&self, layer: u32, expert: u32) -> Vec<String> {
-        let shared = &self.inner.shared;
-        let routing = shared.routing.load();
-        match (self.layer_idx(layer), expert < shared.model.shape.num_experts) {
-            (Ok(layer_idx), true) => routing
-                .replicas(layer_idx, expert)
-                .iter()
-                .map(|&rank| routing.servers[rank as usize].name().to_owned())
-                .collect(),
-            _ => Vec::new(),
-        }
+        self.inner.shared.replicas(layer, expert)
     }
 
     /// The registry with the client's metrics. The client binds no port: the engine exports them.

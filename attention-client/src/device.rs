@@ -60,7 +60,9 @@ use prometheus::Registry;
 // Types of other crates that occur in this module's signatures.
 pub use kernels::abi::DevicePtr;
 pub use kernels::check::CheckError;
-pub use kernels::gpu::{DeviceName, Gpu, GpuError, Graph, Stream};
+pub use kernels::gpu::{
+    Conversion, ConvertType, DeviceName, Event, Gpu, GpuBuffer, GpuError, Graph, Stream,
+};
 pub use proxy::ProxyError;
 
 pub use builder::DeviceClientBuilder;
@@ -229,7 +231,21 @@ impl DeviceClient {
         stream: &Stream,
         pending: DevicePending,
     ) -> Result<LayerTiming, DeviceError> {
-        let result = self.try_finish(stream, pending);
+        self.finish_since(stream, pending, Instant::now())
+    }
+
+    /// As [`finish`](Self::finish), for a caller that has waited for the stream by itself since `start`: timing and
+    /// metrics count this wait as the call's.
+    ///
+    /// # Errors
+    /// As for [`finish`](Self::finish).
+    pub fn finish_since(
+        &mut self,
+        stream: &Stream,
+        pending: DevicePending,
+        start: Instant,
+    ) -> Result<LayerTiming, DeviceError> {
+        let result = self.try_finish(stream, pending, start);
         self.count_failure(&result);
         result
     }
@@ -394,6 +410,12 @@ impl DeviceClient {
         self.executor.shared.routing.load().epoch
     }
 
+    /// Names of the servers that hold an expert, by the placement in force. Empty if there is no such layer or expert.
+    #[must_use]
+    pub fn replicas(&self, layer: u32, expert: u32) -> Vec<String> {
+        self.executor.shared.replicas(layer, expert)
+    }
+
     /// The registry with the client's metrics.
     #[must_use]
     pub const fn registry(&self) -> &Registry {
@@ -472,8 +494,8 @@ impl DeviceClient {
         &mut self,
         stream: &Stream,
         pending: DevicePending,
+        start: Instant,
     ) -> Result<LayerTiming, DeviceError> {
-        let start = Instant::now();
         let executor = &mut self.executor;
         let idx = executor.calls.redeem_pending(&pending)?;
         executor.check_stream(stream, executor.calls.get(idx).stream)?;

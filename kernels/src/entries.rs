@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 46] = [
+pub const ENTRIES: [&str; 47] = [
     P2P_PINGPONG,
     P2P_STREAM,
     DISPATCH_TUNED_FP8,
@@ -32,6 +32,7 @@ pub const ENTRIES: [&str; 46] = [
     DOWN_BF16,
     FLAG_ADD,
     TELL_HOST,
+    CONVERT,
     PROXY_PRODUCE,
     PEER_COPY,
     LINK_CALLS,
@@ -61,6 +62,8 @@ pub const PRODUCTS: [&str; 6] =
 pub const FLAG_ADD: &str = "sy_flag_add";
 /// The kernel that sends small messages to the host in stream order.
 pub const TELL_HOST: &str = "sy_tell_host";
+/// The kernel that converts matrices of a caller in stream order.
+pub const CONVERT: &str = "sy_convert";
 /// The producer of commands for measurements of the proxy.
 pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
 /// The copy that a relay forwards with.

@@ -10,6 +10,7 @@
 
 #[macro_use]
 mod kind;
+mod convert;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "emulated")]
@@ -34,6 +35,7 @@ use crate::plan::{KernelParams, LaunchPlan};
 
 use kind::Kind;
 
+pub use self::convert::{Conversion, ConvertType, MAX_CONVERSIONS};
 pub use self::error::GpuError;
 pub use self::layer::{LayerMatrices, LayerShape, MapShape};
 pub use self::stream::Piece;

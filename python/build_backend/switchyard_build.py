@@ -27,7 +27,7 @@ from typing import Any
 PYTHON = Path(__file__).resolve().parents[1]
 WORKSPACE = PYTHON.parent
 NAME = "switchyard_moe"
-# What the binary is built with beside its default features, such as `cuda`.
+# Features of the binary beside its default ones. The module has `cuda` as well.
 FEATURES = "SWITCHYARD_WHEEL_FEATURES"
 # C library of a release, and the platform tag of wheels that need no newer one.
 GLIBC = "2.28"
@@ -56,9 +56,17 @@ def build_wheel(
     scripts = root / "data" / "scripts"
     build_binary(workspace, scripts)
     try:
-        return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+        return maturin.build_wheel(wheel_directory, module_settings(config_settings), metadata_directory)
     finally:
         shutil.rmtree(root / "data", ignore_errors=True)
+
+
+def module_settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Add the kernels for GPUs to what maturin builds, if the binary has them."""
+    settings = dict(config_settings or {})
+    if "cuda" in re.split(r"[ ,]+", os.environ.get(FEATURES, "")):
+        settings["build-args"] = f"{settings.get('build-args', '')} --features cuda".strip()
+    return settings
 
 
 def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:

@@ -3,20 +3,25 @@
 mod arguments;
 mod call;
 mod connect;
+mod gpu;
+mod handle;
 mod report;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use attention_client::prometheus::{IntCounter, IntCounterVec, Opts, TextEncoder};
+use attention_client::prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
 use attention_client::{ClientError, ClientModel, MoeClient};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{self, Kind, error};
+use crate::dlpack::{Place, current_stream};
+use crate::errors::{Kind, error};
 use crate::interrupt::Interrupt;
 use crate::logs;
 use arguments::{Request, Target};
-use call::{Finished, Handle, Scratch};
+use call::{Failure, Finished, Scratch};
+use gpu::GpuClient;
+use handle::Handle;
 use report::{CallReport, Report, ServerReport};
 
 /// Adds the classes of this file to `module`.
@@ -34,8 +39,43 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyclass(module = "switchyard_moe._native", subclass, frozen)]
 pub struct Client {
     /// `None` once the client is closed.
-    moe: Mutex<Option<MoeClient>>,
+    backend: Mutex<Option<Backend>>,
     shared: Arc<Shared>,
+}
+
+/// The client in Rust, by the memory of its arrays.
+#[derive(Debug, Clone)]
+pub enum Backend {
+    Host(MoeClient),
+    Gpu(Arc<GpuClient>),
+}
+
+impl Backend {
+    fn model(&self) -> &ClientModel {
+        match self {
+            Self::Host(moe) => moe.model(),
+            Self::Gpu(gpu) => gpu.model(),
+        }
+    }
+
+    fn registry(&self) -> &Registry {
+        match self {
+            Self::Host(moe) => moe.registry(),
+            Self::Gpu(gpu) => gpu.registry(),
+        }
+    }
+
+    /// Memory of the client's arrays. A GPU client works on the stream of the library of `x`, as it is on this thread.
+    fn place(&self, x: &Bound<'_, PyAny>) -> Place {
+        match self {
+            Self::Host(_) => Place::Host,
+            Self::Gpu(gpu) => {
+                let ordinal = gpu.ordinal();
+                let stream = current_stream(x, ordinal).unwrap_or_else(|| gpu.own_stream());
+                Place::Gpu { ordinal, stream }
+            }
+        }
+    }
 }
 
 /// State of a client that its handles share, and that outlives its end.
@@ -43,6 +83,7 @@ pub struct Client {
 pub struct Shared {
     model: ClientModel,
     control_plane: String,
+    device: String,
     /// Process that the client belongs to.
     pid: u32,
     copies: Copies,
@@ -59,7 +100,7 @@ struct Copies {
 }
 
 impl Copies {
-    fn new(client: &MoeClient) -> Result<Self, attention_client::prometheus::Error> {
+    fn new(registry: &Registry) -> Result<Self, attention_client::prometheus::Error> {
         let copies = IntCounterVec::new(
             Opts::new(
                 "switchyard_client_tensor_copies_total",
@@ -67,7 +108,7 @@ impl Copies {
             ),
             &["tensor"],
         )?;
-        client.registry().register(Box::new(copies.clone()))?;
+        registry.register(Box::new(copies.clone()))?;
         let of = |name| copies.with_label_values(&[name]);
         Ok(Self {
             x: of("x"),
@@ -110,8 +151,8 @@ impl Shared {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (control_plane, *, token=None, model=None, wire_dtype="f32", response_dtype=None,
-        transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
+    #[pyo3(signature = (control_plane, *, token=None, model=None, device="cpu", wire_dtype=None,
+        response_dtype=None, transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
         slot_bytes=None, slot_frames=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -119,7 +160,8 @@ impl Client {
         control_plane: String,
         token: Option<String>,
         model: Option<std::path::PathBuf>,
-        wire_dtype: &str,
+        device: &str,
+        wire_dtype: Option<&str>,
         response_dtype: Option<&str>,
         transports: &str,
         max_lanes: i64,
@@ -132,15 +174,17 @@ impl Client {
         slot_frames: Option<i64>,
     ) -> PyResult<Self> {
         logs::start(py)?;
+        let dtype = |setting: &str, name: Option<&str>| {
+            name.map(|name| connect::dtype(py, setting, name)).transpose()
+        };
+        let device = connect::device(py, device)?;
         let settings = connect::Settings {
             control_plane,
             token,
             model,
-            wire_dtype: connect::dtype(py, "wire_dtype", wire_dtype)?,
-            response_dtype: match response_dtype {
-                Some(name) => Some(connect::dtype(py, "response_dtype", name)?),
-                None => None,
-            },
+            device,
+            wire_dtype: dtype("wire_dtype", wire_dtype)?,
+            response_dtype: dtype("response_dtype", response_dtype)?,
             transports: connect::transports(py, transports)?,
             max_lanes: connect::lanes(py, max_lanes)?,
             timeout: connect::seconds(py, "timeout", timeout)?,
@@ -154,17 +198,18 @@ impl Client {
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);
         logs::flush(py);
-        let moe = connected?;
-        let copies =
-            Copies::new(&moe).map_err(|failure| error(py, Kind::Error, failure.to_string()))?;
+        let backend = connected?;
+        let copies = Copies::new(backend.registry())
+            .map_err(|failure| error(py, Kind::Error, failure.to_string()))?;
         let shared = Shared {
-            model: moe.model().clone(),
+            model: backend.model().clone(),
             control_plane,
+            device: device.map_or_else(|| "cpu".to_owned(), |device| device.to_string()),
             pid: std::process::id(),
             copies,
             last: Mutex::new(None),
         };
-        Ok(Self { moe: Mutex::new(Some(moe)), shared: Arc::new(shared) })
+        Ok(Self { backend: Mutex::new(Some(backend)), shared: Arc::new(shared) })
     }
 
     /// Values per token.
@@ -203,10 +248,20 @@ impl Client {
         &self.shared.control_plane
     }
 
+    /// Memory of the arrays that calls take: ``cpu``, or ``cuda:N``.
+    #[getter]
+    fn device(&self) -> &str {
+        &self.shared.device
+    }
+
     /// Version of the placement in force; 0 before the first.
     #[getter]
     fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.open(py)?.epoch())
+        let backend = self.open(py)?;
+        Ok(py.detach(|| match &backend {
+            Backend::Host(moe) => moe.epoch(),
+            Backend::Gpu(gpu) => gpu.epoch(),
+        }))
     }
 
     /// Whether ``close`` was called.
@@ -228,15 +283,20 @@ impl Client {
     #[pyo3(signature = (timeout=30.0))]
     fn wait_ready(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = connect::seconds(py, "timeout", timeout)?;
-        let moe = self.open(py)?;
+        let backend = self.open(py)?;
         let (result, interrupt) = py.detach(move || {
             let interrupt = Interrupt::new();
-            let result = moe.wait_ready_unless(timeout, &|| interrupt.is_due());
+            let result: Result<(), Failure> = match backend {
+                Backend::Host(moe) => {
+                    moe.wait_ready_unless(timeout, &|| interrupt.is_due()).map_err(Into::into)
+                }
+                Backend::Gpu(gpu) => gpu.wait_ready(timeout, &interrupt).map_err(Into::into),
+            };
             (result, interrupt)
         });
         logs::flush(py);
         interrupt.check()?;
-        result.map_err(|failure| not_ready(py, &failure))
+        result.map_err(|failure| not_ready(py, &self.shared, &failure))
     }
 
     /// Prepare for ``calls`` calls at a time with up to ``tokens`` tokens each. The first real calls then find their
@@ -277,27 +337,37 @@ impl Client {
             return Err(error(py, Kind::Argument, text));
         };
         let timeout = connect::seconds(py, "timeout", timeout)?;
-        let moe = self.open(py)?;
+        let backend = self.open(py)?;
         let (result, interrupt) = py.detach(move || {
             let interrupt = Interrupt::new();
             let num_tokens = num_tokens as usize;
             let cancelled = || interrupt.is_due();
-            let result = moe.warm_up_unless(num_tokens, num_calls, timeout, &cancelled);
-            if result.is_ok() {
-                Scratch::with(|scratch| scratch.reserve(num_tokens, &shape, is_widened));
-            }
-            drop(moe);
+            let result: Result<(), Failure> = match backend {
+                Backend::Host(moe) => {
+                    let result = moe.warm_up_unless(num_tokens, num_calls, timeout, &cancelled);
+                    if result.is_ok() {
+                        Scratch::with(|scratch| scratch.reserve(num_tokens, &shape, is_widened));
+                    }
+                    result.map_err(Into::into)
+                }
+                // All slots and staging memory for calls of any size exist once it is ready.
+                Backend::Gpu(gpu) => gpu.wait_ready(timeout, &interrupt).map_err(Into::into),
+            };
             (result, interrupt)
         });
         logs::flush(py);
         interrupt.check()?;
-        result.map_err(|failure| not_ready(py, &failure))
+        result.map_err(|failure| not_ready(py, &self.shared, &failure))
     }
 
     /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
     #[pyo3(signature = (layer, expert))]
     fn replicas(&self, py: Python<'_>, layer: u32, expert: u32) -> PyResult<Vec<String>> {
-        Ok(self.open(py)?.replicas(layer, expert))
+        let backend = self.open(py)?;
+        Ok(py.detach(|| match &backend {
+            Backend::Host(moe) => moe.replicas(layer, expert),
+            Backend::Gpu(gpu) => gpu.replicas(layer, expert),
+        }))
     }
 
     /// Return the weighted sums of the experts' answers, ``[tokens, hidden]``, of the type of ``x``.
@@ -321,10 +391,18 @@ impl Client {
         out: Option<&Bound<'py, PyAny>>,
         report: Option<&Bound<'py, Report>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let moe = self.open(py)?;
+        let backend = self.open(py)?;
         let layer = arguments::layer(layer)?;
-        let request = Request::new(&self.shared.model, x, topk_idx, topk_weights, false)?;
+        let place = backend.place(x);
+        let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, false)?;
         let target = Target::new(&request, x, out)?;
+        let moe = match (backend, place) {
+            (Backend::Host(moe), _) => moe,
+            (Backend::Gpu(gpu), place) => {
+                let work = (&request, place.stream());
+                return call::forward_on_gpu(py, gpu, layer, work, target, report, &self.shared);
+            }
+        };
         let (request_raw, target_raw) = (request.raw(), target.raw());
         let copies = &self.shared.copies;
         let (result, interrupt) = py.detach(move || {
@@ -354,10 +432,18 @@ impl Client {
         topk_idx: &Bound<'py, PyAny>,
         topk_weights: &Bound<'py, PyAny>,
     ) -> PyResult<Handle> {
-        let moe = self.open(py)?;
+        let backend = self.open(py)?;
         let layer = arguments::layer(layer)?;
-        let request = Request::new(&self.shared.model, x, topk_idx, topk_weights, true)?;
-        call::dispatch(py, moe, layer, request, x, &self.shared)
+        let place = backend.place(x);
+        let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, true)?;
+        match backend {
+            Backend::Host(moe) => handle::dispatch(py, moe, layer, request, x, &self.shared),
+            Backend::Gpu(gpu) => {
+                let work = (request, place.stream());
+                let arrays = [x, topk_idx, topk_weights];
+                handle::dispatch_on_gpu(py, gpu, layer, work, arrays, &self.shared)
+            }
+        }
     }
 
     /// Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as ``forward``.
@@ -371,7 +457,31 @@ impl Client {
     ) -> PyResult<Bound<'py, PyAny>> {
         // A closed client still ends the calls that it began.
         self.shared.check_process(py)?;
-        call::combine(py, handle, out, report, &self.shared)
+        handle::combine(py, handle, out, report, &self.shared)
+    }
+
+    /// Launch the combine of a call on a GPU, for ``acombine``.
+    #[pyo3(signature = (handle, *, out=None))]
+    fn _begin_combine<'py>(
+        &self,
+        py: Python<'py>,
+        handle: &Bound<'py, Handle>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
+        self.shared.check_process(py)?;
+        handle::begin_combine(py, handle, out, &self.shared)
+    }
+
+    /// Wait for a call on a GPU whose combine was launched.
+    #[pyo3(signature = (handle, *, report=None))]
+    fn _end_combine<'py>(
+        &self,
+        py: Python<'py>,
+        handle: &Bound<'py, Handle>,
+        report: Option<&Bound<'py, Report>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.shared.check_process(py)?;
+        handle::end_combine(py, handle, report, &self.shared)
     }
 
     /// Return the client's metrics in the text format of Prometheus.
@@ -398,24 +508,24 @@ impl Client {
 
     /// End the connections. Calls in progress go on. Blocks for 2 s at most.
     fn close(&self, py: Python<'_>) {
-        let moe = self.lock().take();
+        let backend = self.lock().take();
         if self.shared.is_forked() {
             // Its threads are in the parent only: waiting for them would never end.
-            std::mem::forget(moe);
+            std::mem::forget(backend);
         } else {
-            py.detach(|| drop(moe));
+            py.detach(|| drop(backend));
             logs::flush(py);
         }
     }
 }
 
 impl Client {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<MoeClient>> {
-        self.moe.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Backend>> {
+        self.backend.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The client, unless it is closed or belongs to another process.
-    fn open(&self, py: Python<'_>) -> PyResult<MoeClient> {
+    fn open(&self, py: Python<'_>) -> PyResult<Backend> {
         self.shared.check_process(py)?;
         self.lock().clone().ok_or_else(|| {
             error(
@@ -429,18 +539,18 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        let moe = self.lock().take();
-        release(moe, &self.shared);
+        let backend = self.lock().take();
+        release(backend, &self.shared);
     }
 }
 
 /// The exception for a client that does not get ready.
-fn not_ready(py: Python<'_>, failure: &ClientError) -> PyErr {
+fn not_ready(py: Python<'_>, shared: &Shared, failure: &Failure) -> PyErr {
     match failure {
-        ClientError::NoReplica { .. } => {
+        Failure::Client(failure @ ClientError::NoReplica { .. }) => {
             error(py, Kind::NotReady, format!("the expert service is not ready: {failure}"))
         }
-        other => errors::of_call(py, other),
+        other => call::raise(py, shared, other),
     }
 }
 

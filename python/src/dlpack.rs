@@ -6,6 +6,7 @@
 pub mod abi;
 mod describe;
 mod library;
+mod place;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
@@ -22,6 +23,7 @@ use crate::errors::{Kind, error};
 use abi::{ExchangeApi, VersionedTensor};
 use describe::{DataTypeName, Description};
 use library::Library;
+pub use place::{Place, current_stream};
 
 /// Element types that calls know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +66,8 @@ pub struct Array<'a, 'py> {
     is_read_only: bool,
     library: Arc<Library>,
     owner: Owner,
+    /// Stream of the array's work, if that is another one than the call's.
+    other_stream: Option<u64>,
 }
 
 /// Keeps the memory of an array valid.
@@ -94,7 +98,7 @@ impl Drop for Owner {
     }
 }
 
-/// A matrix in C order in host memory, with checked type, shape, strides and alignment.
+/// A matrix in C order, with checked type, shape, strides and alignment.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix {
     pub data: NonNull<u8>,
@@ -135,6 +139,7 @@ pub struct Expected<'e> {
     pub elements: &'e [ElementType],
     /// Name of the number of columns, for messages.
     pub cols_name: &'static str,
+    pub place: Place,
 }
 
 impl fmt::Display for Expected<'_> {
@@ -155,7 +160,7 @@ impl fmt::Display for Expected<'_> {
             };
             write!(f, "{separator}{element}")?;
         }
-        f.write_str(" in C order on cpu")
+        write!(f, " in C order on {}", self.place)
     }
 }
 
@@ -163,12 +168,25 @@ impl<'a, 'py> Array<'a, 'py> {
     /// Reads the description of `object`. Python code of its library may run.
     ///
     /// With `is_kept` the memory stays valid while the [`Owner`] lives; otherwise as long as the object is not
-    /// resized.
-    pub fn of(name: &'static str, object: &'a Bound<'py, PyAny>, is_kept: bool) -> PyResult<Self> {
+    /// resized. The work of an array in GPU memory is ordered before later work of the stream of `place`, or before
+    /// that of [`other_stream`](Self::other_stream).
+    pub fn of(
+        name: &'static str,
+        object: &'a Bound<'py, PyAny>,
+        is_kept: bool,
+        place: Place,
+    ) -> PyResult<Self> {
         let library = Library::of(&object.get_type());
         match library.api {
-            Some(api) => Self::by_api(name, object, library, api, is_kept),
-            None => Self::by_capsule(name, object, library),
+            Some(api) => {
+                let mut array = Self::by_api(name, object, library, api, is_kept, place)?;
+                if let Place::Gpu { ordinal, stream } = place {
+                    array.other_stream =
+                        current_stream(object, ordinal).filter(|&current| current != stream);
+                }
+                Ok(array)
+            }
+            None => Self::by_capsule(name, object, library, place),
         }
     }
 
@@ -178,6 +196,7 @@ impl<'a, 'py> Array<'a, 'py> {
         library: Arc<Library>,
         api: &'static ExchangeApi,
         is_kept: bool,
+        place: Place,
     ) -> PyResult<Self> {
         let py = object.py();
         // The C functions do not look at it, while `__dlpack__` does.
@@ -192,8 +211,14 @@ impl<'a, 'py> Array<'a, 'py> {
                 ),
             ));
         }
-        let mut array =
-            Self { object, tensor: EMPTY, is_read_only: false, library, owner: Owner::Object };
+        let mut array = Self {
+            object,
+            tensor: EMPTY,
+            is_read_only: false,
+            library,
+            owner: Owner::Object,
+            other_stream: None,
+        };
         let pointer = object.as_ptr().cast();
         match (api.tensor_from_object, api.managed_from_object) {
             (Some(from_object), _) if !is_kept => {
@@ -215,7 +240,7 @@ impl<'a, 'py> Array<'a, 'py> {
                 array.tensor = managed.tensor;
                 array.is_read_only = managed.flags & abi::READ_ONLY != 0;
             }
-            _ => return Self::by_capsule(name, object, array.library),
+            _ => return Self::by_capsule(name, object, array.library, place),
         }
         Ok(array)
     }
@@ -224,6 +249,7 @@ impl<'a, 'py> Array<'a, 'py> {
         name: &'static str,
         object: &'a Bound<'py, PyAny>,
         library: Arc<Library>,
+        place: Place,
     ) -> PyResult<Self> {
         let py = object.py();
         let method = object.getattr(intern!(py, "__dlpack__")).map_err(|failure| {
@@ -238,8 +264,15 @@ impl<'a, 'py> Array<'a, 'py> {
                 failure
             }
         })?;
-        let capsule = match method.call((), Some(max_version(py)?)) {
-            Err(failure) if failure.is_instance_of::<PyTypeError>(py) => method.call0(),
+        let stream = place.stream_argument(object);
+        let of_stream = |arguments: &Bound<'py, PyDict>| match stream {
+            Some(stream) => place::with_stream(arguments, stream),
+            None => Ok(arguments.clone()),
+        };
+        let capsule = match method.call((), Some(&of_stream(max_version(py)?)?)) {
+            Err(failure) if failure.is_instance_of::<PyTypeError>(py) => {
+                method.call((), Some(&of_stream(&PyDict::new(py))?))
+            }
             other => other,
         };
         let capsule = capsule.map_err(|failure| cannot_export(py, name, failure))?;
@@ -273,7 +306,7 @@ impl<'a, 'py> Array<'a, 'py> {
             return Err(error(py, Kind::ArgumentType, text));
         };
         let owner = Owner::Capsule { _capsule: capsule.clone().into_any().unbind() };
-        Ok(Self { object, tensor, is_read_only, library, owner })
+        Ok(Self { object, tensor, is_read_only, library, owner, other_stream: None })
     }
 
     /// Checks the array against `expected`.
@@ -284,15 +317,13 @@ impl<'a, 'py> Array<'a, 'py> {
             let found = Description(tensor);
             error(py, kind, format!("{} is {found}, expected {expected}", expected.name))
         };
-        if tensor.device.kind != abi::CPU && tensor.device.kind != abi::CUDA_HOST {
-            let hint = match tensor.device.kind {
-                abi::CUDA | abi::CUDA_MANAGED => {
-                    ": this build has no CUDA client; pass a tensor in host memory"
-                }
-                _ => "",
-            };
-            let text =
-                format!("{} is {}, expected {expected}{hint}", expected.name, Description(tensor));
+        if !expected.place.holds(tensor.device) {
+            let advice = expected.place.advice(tensor.device);
+            let text = format!(
+                "{} is {}, expected {expected}{advice}",
+                expected.name,
+                Description(tensor)
+            );
             return Err(error(py, Kind::Argument, text));
         }
         let element = expected.elements.iter().find(|element| element.data_type() == tensor.dtype);
@@ -380,6 +411,11 @@ impl<'a, 'py> Array<'a, 'py> {
     /// The interpreter's token.
     pub fn py(&self) -> Python<'py> {
         self.object.py()
+    }
+
+    /// Stream of the array's work, if that is another one than the call's. Valid for a live array only.
+    pub fn other_stream(&self) -> Option<u64> {
+        self.other_stream
     }
 
     /// The owner of the memory.

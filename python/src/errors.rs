@@ -1,6 +1,7 @@
 //! The exceptions of `switchyard_moe`, and which of them a failure of the Rust client becomes.
 
-use attention_client::{BuildError, ClientError, ModelError};
+use attention_client::device::{DeviceBuildError, DeviceName, GpuError};
+use attention_client::{BuildError, ClientError, DeviceError, ModelError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyModule, PyType};
@@ -77,6 +78,44 @@ pub fn of_call(py: Python<'_>, failure: &ClientError) -> PyErr {
         _ => Kind::Error,
     };
     error(py, kind, failure.to_string())
+}
+
+/// The exception for a failed call on a GPU.
+pub fn of_device(py: Python<'_>, failure: &DeviceError) -> PyErr {
+    let kind = match failure {
+        DeviceError::Client(failure) => return of_call(py, failure),
+        DeviceError::Outstanding { .. } => Kind::Busy,
+        DeviceError::NoPlace { .. } => Kind::NoReplica,
+        DeviceError::Replays { .. } | DeviceError::ReplayRefused { .. } => Kind::Peer,
+        DeviceError::Gpu(
+            GpuError::Unregistered { .. } | GpuError::OtherGpu { .. } | GpuError::Short { .. },
+        ) => Kind::Argument,
+        DeviceError::Gpu(_) | DeviceError::Replaying => Kind::Error,
+        _ => Kind::Argument,
+    };
+    error(py, kind, failure.to_string())
+}
+
+/// The exception for a GPU that cannot be opened.
+pub fn of_gpu(py: Python<'_>, device: DeviceName, failure: &GpuError) -> PyErr {
+    let text = match failure {
+        GpuError::NotBuilt => format!(
+            "device is {device}, but this build of switchyard-moe has no kernels for GPUs: install a wheel that has \
+             them, or build one with SWITCHYARD_WHEEL_FEATURES=cuda"
+        ),
+        failure => format!("device is {device}, which cannot be used: {failure}"),
+    };
+    error(py, Kind::Config, text)
+}
+
+/// The exception for a client on a GPU that could not be built.
+pub fn of_device_build(py: Python<'_>, device: DeviceName, failure: &DeviceBuildError) -> PyErr {
+    match failure {
+        DeviceBuildError::Client(failure) => of_build(py, failure),
+        DeviceBuildError::Gpu(failure) => of_gpu(py, device, failure),
+        DeviceBuildError::System { .. } => error(py, Kind::Error, failure.to_string()),
+        _ => error(py, Kind::Config, failure.to_string()),
+    }
 }
 
 /// The exception for a client that could not be built.

@@ -26,7 +26,8 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 class Settings(TypedDict, total=False):
     """Settings of a client by name: see :class:`Client`."""
 
-    wire_dtype: str
+    device: str
+    wire_dtype: str | None
     response_dtype: str | None
     transports: str
     max_lanes: int
@@ -45,17 +46,25 @@ class Client(_native.Client):
     It asks the control plane which servers hold which experts, connects with them in the background, and sends the
     tokens of failed servers to replicas. Threads may share a client. After a fork, the child makes one of its own.
 
-    Arrays are anything with ``__dlpack__``, in C order in host memory: numpy, torch, jax and others. float32 is read
-    and written in place. bfloat16 and float16 are converted in a copy, which :meth:`stats` counts.
+    Arrays are anything with ``__dlpack__``, in C order: numpy, torch, cupy, jax and others. With ``device="cpu"`` they
+    are in host memory. float32 is read and written in place. bfloat16 and float16 are converted in a copy, which
+    :meth:`stats` counts.
+
+    With ``device="cuda:N"`` they are in the memory of that GPU, and all servers must be on GPUs that it reaches. Calls
+    work on the current stream of the library of ``x``. bfloat16 is read and written in place, as are indices of int32
+    and weights of float32. Other types are converted in a copy on the GPU: tokens and answers travel as bfloat16.
 
     :param control_plane: URL of the control plane, ``http://HOST:PORT``. Default: ``SWITCHYARD_CONTROL_PLANE``.
     :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
     :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
         only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.
-    :param wire_dtype: number format of tokens on their way to servers: ``f32``, ``bf16``, ``f16`` or ``fp8``.
-    :param response_dtype: number format of answers. Default: that of tokens, or ``bf16`` if that is ``fp8``.
+    :param device: memory of the arrays, ``cpu`` or ``cuda:N``. A GPU is opened here, and so is its driver.
+    :param wire_dtype: number format of tokens on their way to servers: ``f32``, ``bf16``, ``f16`` or ``fp8``. On a GPU
+        ``bf16`` or ``fp8``, and the servers need the same. Default: ``f32``, on a GPU ``bf16``.
+    :param response_dtype: number format of answers. Default: that of tokens, or ``bf16`` if that is ``fp8``. On a GPU
+        ``bf16``.
     :param transports: ``auto``, or a list such as ``shm``.
-    :param max_lanes: most calls that can be outstanding at a time, 1 to 1024.
+    :param max_lanes: most calls that can be outstanding at a time, 1 to 1024. On a GPU it is ``slot_frames`` instead.
     :param timeout: longest time in seconds to reach the control plane; and to wait, in a call, for a live replica or
         for a lane.
     :param deadline: seconds after which a server without a sign of life counts as failed.
@@ -65,7 +74,8 @@ class Client(_native.Client):
     :param slot_bytes: size of a slot. Clients and servers need the same. Default: the servers' default.
     :param slot_frames: frames per slot. Clients and servers need the same. Default: the servers' default.
 
-    :raises ConfigError: a setting is malformed.
+    :raises ConfigError: a setting is malformed, or the GPU cannot be used: this build has no kernels, the host has no
+        driver, or there is no such GPU.
     :raises ControlPlaneError: the control plane cannot be reached within ``timeout``, or refuses the token.
     :raises NotReady: no expert server registered within ``timeout``.
     :raises ModelMismatchError: the servers serve another model than ``model``.
@@ -99,8 +109,12 @@ class Client(_native.Client):
     ) -> ArrayT:
         """As :meth:`forward`, on a thread of the event loop's executor.
 
-        Cancelling the task does not end the call: the arrays must stay unchanged until it has ended by itself.
+        On a GPU the kernels are launched here, on the current stream, and the thread only waits for them. Cancelling
+        the task does not end the call: the arrays must stay unchanged until it has ended by itself.
         """
+        if self.device != "cpu":
+            handle = self.dispatch(layer, x, topk_idx, topk_weights)
+            return await self.acombine(handle, out=out, report=report)
         call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)
 
@@ -108,6 +122,11 @@ class Client(_native.Client):
         self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None
     ) -> ArrayT:
         """As :meth:`combine`, on a thread of the event loop's executor. Cancelling the task does not end the call."""
+        if self.device != "cpu":
+            # The current stream, and the order of launches, are those of this thread.
+            self._begin_combine(handle, out=out)
+            wait = partial(self._end_combine, handle, report=report)
+            return await asyncio.get_running_loop().run_in_executor(None, wait)
         call = partial(self.combine, handle, out=out, report=report)
         return await asyncio.get_running_loop().run_in_executor(None, call)
 

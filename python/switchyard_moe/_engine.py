@@ -60,8 +60,12 @@ class Settings:
     """Cluster token: ``SWITCHYARD_TOKEN``, or the content of the file ``SWITCHYARD_TOKEN_FILE``."""
     model: str | None = None
     """Checkpoint folder whose experts the servers must have: ``SWITCHYARD_MODEL``. None: the engine's folder."""
-    wire_dtype: str = "f32"
-    """Type of rows on the wire, ``f32``, ``bf16``, ``f16`` or ``fp8``: ``SWITCHYARD_WIRE_DTYPE``."""
+    wire_dtype: str | None = None
+    """Type of rows on the wire, ``f32``, ``bf16``, ``f16`` or ``fp8``: ``SWITCHYARD_WIRE_DTYPE``. None: that of the
+    client, ``f32``, or ``bf16`` on a GPU."""
+    device: str = "cpu"
+    """Memory that servers exchange rows with, ``cpu`` or ``cuda:N``: ``SWITCHYARD_ENGINE_DEVICE``. With ``cpu`` the
+    servers are on processors, and tensors of an engine on a GPU are copied through host memory."""
     timeout: float = 3.0
     """Seconds that one attempt waits for the control plane or a replica: ``SWITCHYARD_ENGINE_TIMEOUT``.
 
@@ -90,7 +94,8 @@ class Settings:
             "control_plane": _pick(given, "control_plane", env, "SWITCHYARD_CONTROL_PLANE") or "",
             "token": _token(given, env),
             "model": _pick(given, "model", env, "SWITCHYARD_MODEL"),
-            "wire_dtype": _pick(given, "wire_dtype", env, "SWITCHYARD_WIRE_DTYPE") or cls.wire_dtype,
+            "wire_dtype": _pick(given, "wire_dtype", env, "SWITCHYARD_WIRE_DTYPE"),
+            "device": _pick(given, "device", env, "SWITCHYARD_ENGINE_DEVICE") or cls.device,
         }
         for name, variable in (
             ("timeout", "SWITCHYARD_ENGINE_TIMEOUT"),
@@ -98,8 +103,10 @@ class Settings:
             ("outage_timeout", "SWITCHYARD_OUTAGE_TIMEOUT"),
         ):
             values[name] = _seconds(name, _pick(given, name, env, variable), getattr(cls, name))
-        if values["wire_dtype"] not in WIRE_DTYPES:
+        if values["wire_dtype"] is not None and values["wire_dtype"] not in WIRE_DTYPES:
             raise ConfigError(f"wire_dtype is {values['wire_dtype']!r}, expected one of {', '.join(WIRE_DTYPES)}")
+        if not re.fullmatch(r"cpu|cuda:\d+", str(values["device"])):
+            raise ConfigError(f"device is {values['device']!r}, expected cpu or cuda:N, such as cuda:0")
         if not values["control_plane"]:
             raise ConfigError(
                 "no control plane is set: give the plugin's setting control_plane, or set "
@@ -186,7 +193,8 @@ class Service:
     def experts(self, place: Place, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
         """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype of ``x``.
 
-        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors on a CPU.
+        ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors on one
+        device. If that is a GPU and the client's is the CPU, they go through host memory.
         The indices count from the first expert of ``place``.
         Dead servers are replaced inside the call. A failure that may pass is logged, and the call is repeated for up
         to ``outage_timeout``; then the last failure is raised, mostly NoReplicaError.
@@ -194,15 +202,19 @@ class Service:
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
         client, layer = self.client(), place.layer
+        device = x.device if x.is_cuda and self.settings.device == "cpu" else None
+        if device is not None:
+            x, topk_idx, topk_weights = x.cpu(), topk_idx.cpu(), topk_weights.cpu()
         if place.first_expert:
             topk_idx = topk_idx.where(topk_idx < 0, topk_idx + place.first_expert)
         x, topk_idx, topk_weights = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
         try:
-            return client.forward(layer, x, topk_idx, topk_weights)
+            out = client.forward(layer, x, topk_idx, topk_weights)
         except LASTING:
             raise
         except Error as error:
-            return self._retry(error, lambda: client.forward(layer, x, topk_idx, topk_weights))
+            out = self._retry(error, lambda: client.forward(layer, x, topk_idx, topk_weights))
+        return out if device is None else out.to(device)
 
     def _retry(self, error: Error, call: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.settings.outage_timeout
@@ -324,7 +336,7 @@ def refuse_gpu(engine: str, device: str) -> None:
     """Raises ConfigError unless the device of the engine's tensors is a CPU."""
     if device.split(":")[0] != "cpu":
         raise ConfigError(
-            f"{engine}: the model is on {device}, expected cpu: the Python client does not support tensors on GPUs yet"
+            f"{engine}: the model is on {device}, expected cpu: this plugin does not support tensors on GPUs yet"
         )
 
 
@@ -340,6 +352,7 @@ def _connect(settings: Settings, engine: str) -> Any:
                     settings.control_plane,
                     token=settings.token,
                     model=settings.model,
+                    device=settings.device,
                     wire_dtype=settings.wire_dtype,
                     # The client repeats what fails for this long, and says nothing meanwhile.
                     timeout=min(settings.timeout, left),

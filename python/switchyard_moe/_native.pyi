@@ -30,7 +30,8 @@ class Client:
         *,
         token: str | None = None,
         model: str | os.PathLike[str] | None = None,
-        wire_dtype: str = "f32",
+        device: str = "cpu",
+        wire_dtype: str | None = None,
         response_dtype: str | None = None,
         transports: str = "auto",
         max_lanes: int = 16,
@@ -60,6 +61,9 @@ class Client:
     @property
     def control_plane(self) -> str:
         """URL of the control plane."""
+    @property
+    def device(self) -> str:
+        """Memory of the arrays that calls take: ``cpu``, or ``cuda:N``."""
     @property
     def epoch(self) -> int:
         """Version of the placement in force; 0 before the first."""
@@ -114,8 +118,11 @@ class Client:
         whose handler raises, such as that of Ctrl-C, ends it as well.
 
         :param layer: number of the layer, as in the checkpoint.
-        :param x: ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in host memory. It must not be
-            written during the call.
+        On a GPU the call works on the current stream of the library of ``x``, behind the stream's earlier work. The
+        result is complete when it returns. The wait for a replica is not ended by a signal there.
+
+        :param x: ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in the memory of the client's
+            ``device``. It must not be written during the call.
         :param topk_idx: ``[tokens, k]`` of int32 or int64: experts of each token. -1 masks an entry.
         :param topk_weights: ``[tokens, k]`` of float32, bfloat16 or float16: their weights.
         :param out: array for the result, of shape and type of ``x``. Default: a new one.
@@ -133,9 +140,15 @@ class Client:
 
         ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
         takes a lane. Deleting a handle abandons its call.
+
+        On a GPU this holds for ``topk_idx`` and ``topk_weights`` as well, and the current stream must live as long as
+        the handle. At most ``slot_frames`` handles can be outstanding. They are combined in the order of their
+        dispatch, and :meth:`forward` needs all of them to be combined.
         """
     def combine(self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None, report: Report | None = None) -> _ArrayT:
         """Wait for the answers to ``handle`` and return their weighted sums. Blocks and raises as :meth:`forward`."""
+    def _begin_combine(self, handle: Handle[_ArrayT], *, out: _ArrayT | None = None) -> None: ...
+    def _end_combine(self, handle: Handle[_ArrayT], *, report: Report | None = None) -> _ArrayT: ...
     def metrics_text(self) -> str:
         """Return the client's metrics in the text format of Prometheus."""
     def stats(self) -> dict[str, int]:

@@ -47,6 +47,8 @@ class LocalCluster:
     :param servers: number of expert servers, named ``server-0``, ``server-1`` and so on.
     :param replicas: servers that hold each expert. Default: 2, or 1 if there is one server only.
     :param threads: compute threads of each server. 0 takes one per CPU.
+    :param devices: device of each server, ``cpu`` or ``cuda:N``, from the first server again if there are fewer than
+        servers. Default: all on processors. Clients of servers on GPUs need a ``device`` as well.
     :param env: more environment variables for the servers.
     :param server_args: more arguments for each server, see ``switchyard expert-server --help``.
     :param lease_ttl: seconds after which the control plane removes a server that does not renew its lease.
@@ -71,6 +73,7 @@ class LocalCluster:
         servers: int = 2,
         replicas: int | None = None,
         threads: int = 1,
+        devices: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         server_args: Sequence[str] = (),
         lease_ttl: float = 2.0,
@@ -91,6 +94,7 @@ class LocalCluster:
         self._env = dict(env or {})
         self._server_args = list(server_args)
         self._threads = threads
+        self._devices = {name: devices[idx % len(devices)] for idx, name in enumerate(self.names) if devices}
         self._replicas = replicas
         self._lease_ttl_ms = round(lease_ttl * 1000)
         self._timeout = timeout
@@ -249,6 +253,8 @@ class LocalCluster:
     def _start(self, name: str) -> None:
         arguments = ["expert-server", "--model", self.model, "--name", name, "--control-plane", self.url]
         arguments += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--threads", str(self._threads)]
+        if name in self._devices:
+            arguments += ["--device", self._devices[name]]
         self._spawn(name, arguments + self._server_args, self._env)
 
     def _wait_serving(self, name: str, check: Callable[[], None]) -> None:

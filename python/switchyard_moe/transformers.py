@@ -49,6 +49,7 @@ def configure(
     token_file: str | os.PathLike[str] | None = None,
     model: str | os.PathLike[str] | None = None,
     wire_dtype: str | None = None,
+    device: str | None = None,
     timeout: float | None = None,
     ready_timeout: float | None = None,
     outage_timeout: float | None = None,
@@ -57,6 +58,8 @@ def configure(
 
     An argument that is None falls back to the environment, as `docs/reference/engines.md` lists. ``model`` is the
     checkpoint folder whose experts the servers must have; by default it is the folder that ``from_pretrained`` loads.
+    ``device`` is ``cuda:N`` for a model on that GPU with expert servers on GPUs. With ``cpu``, the default, the servers
+    are on processors, and a model may be on either.
     Raises ConfigError if a value is out of range or no control plane is set.
     """
     given = {
@@ -65,6 +68,7 @@ def configure(
         "token_file": token_file,
         "model": model,
         "wire_dtype": wire_dtype,
+        "device": device,
         "timeout": timeout,
         "ready_timeout": ready_timeout,
         "outage_timeout": outage_timeout,
@@ -109,7 +113,7 @@ def _experts(
             f"{type(module).__name__} was built without experts_implementation={IMPLEMENTATION!r}: "
             "pass it to from_pretrained, since a loaded model keeps its weights"
         )
-    if not hidden_states.is_cpu:
+    if hidden_states.device.type not in ("cpu", "cuda"):
         engine.refuse_gpu(_NAME, str(hidden_states.device))
     service = binding.service or binding.connect(module, None)
     engine.refuse_gradients(_NAME, hidden_states)
@@ -123,8 +127,8 @@ def _is_wanted(module: Any) -> bool:
 
 
 def _is_experts(module: Any) -> bool:
-    # Every class that `use_experts_implementation` decorates has this attribute.
-    return hasattr(module, "_is_expert_parallel")
+    # Every instance of a class that `use_experts_implementation` decorates has these attributes.
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias"))
 
 
 def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:

@@ -23,6 +23,8 @@ def test_settings_come_from_arguments_then_the_environment(tmp_path: Path) -> No
     assert engine.Settings.load({"control_plane": "http://other:1"}, env).control_plane == "http://other:1"
     assert engine.Settings.load({}, {**env, "SWITCHYARD_TOKEN": "first"}).token == "first"
     assert "abc" not in repr(found)
+    assert engine.Settings.load({"control_plane": URL}, {}).device == "cpu"
+    assert engine.Settings.load({"control_plane": URL}, {"SWITCHYARD_ENGINE_DEVICE": "cuda:1"}).device == "cuda:1"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,8 @@ def test_settings_come_from_arguments_then_the_environment(tmp_path: Path) -> No
         ({"control_plane": URL, "timeout": -1}, "timeout is -1, expected seconds"),
         ({"control_plane": URL, "timeout": float("nan")}, "timeout is nan, expected seconds"),
         ({"control_plane": URL, "wire_dtype": "f64"}, "wire_dtype is 'f64', expected"),
+        ({"control_plane": URL, "device": "gpu"}, "device is 'gpu', expected cpu or cuda:N"),
+        ({"control_plane": URL, "device": "cuda"}, "device is 'cuda', expected cpu or cuda:N"),
         ({"control_plane": URL, "token_file": "/does/not/exist"}, "/does/not/exist cannot be read"),
     ],
 )
@@ -144,6 +148,7 @@ def test_a_wait_says_why_every_few_seconds(caplog: pytest.LogCaptureFixture) -> 
 
 class Rows:
     shape = (1, 4)
+    is_cuda = False
 
     def contiguous(self) -> Rows:
         return self

@@ -18,7 +18,7 @@ const VERBS: [&str; 4] = [
     "switchyard-tests/verbs",
 ];
 /// The feature `cuda` of every package that has it.
-const CUDA: [&str; 8] = [
+const CUDA: [&str; 9] = [
     "switchyard-cli/cuda",
     "switchyard-attention-client/cuda",
     "switchyard-bench-harness/cuda",
@@ -26,6 +26,7 @@ const CUDA: [&str; 8] = [
     "switchyard-expert-server/cuda",
     "switchyard-kernels/cuda",
     "switchyard-proxy/cuda",
+    "switchyard-python/cuda",
     "switchyard-tests/cuda",
 ];
 

@@ -44,6 +44,19 @@ impl Shared {
             }),
         }
     }
+
+    /// Names of the servers that hold an expert, by the placement in force. Empty if there is no such layer or expert.
+    pub fn replicas(&self, layer: u32, expert: u32) -> Vec<String> {
+        let routing = self.routing.load();
+        match (self.layer_idx_of(layer), expert < self.model.shape.num_experts) {
+            (Ok(layer_idx), true) => routing
+                .replicas(layer_idx, expert)
+                .iter()
+                .map(|&rank| routing.servers[rank as usize].name().to_owned())
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
 }
 
 impl fmt::Debug for Shared {

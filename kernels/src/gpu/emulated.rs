@@ -4,6 +4,8 @@
 //! It tests that host and kernels agree: parameters, tables, waits, and the death of a peer. Memory order and
 //! speed are a GPU's own. Unlike a GPU it stops with a stopped process.
 
+mod convert;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,7 +18,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::layer::MapShape;
-use super::{GpuError, Piece, Reach};
+use super::{Conversion, GpuError, Piece, Reach};
 use crate::abi::DevicePtr;
 use crate::plan::LaunchPlan;
 
@@ -129,6 +131,7 @@ enum Task {
     Copy { to: u64, from: u64, bytes: usize },
     Fill { to: u64, value: u8, bytes: usize },
     AddFlag { flag: u64, value: u64 },
+    Convert(Box<[Conversion]>),
     Launch { kernel: &'static str, params: Box<[u64]> },
     Call(Mutex<Option<Box<dyn FnOnce() + Send>>>),
     Mark { marks: Arc<Marks>, is_recorded: bool },
@@ -142,6 +145,7 @@ impl std::fmt::Debug for Task {
             Self::Copy { .. } => "copy",
             Self::Fill { .. } => "fill",
             Self::AddFlag { .. } => "add_flag",
+            Self::Convert(_) => "convert",
             Self::Launch { kernel, .. } => kernel,
             Self::Call(_) => "call",
             Self::Mark { .. } => "mark",
@@ -416,6 +420,10 @@ impl Stream {
         Ok(())
     }
 
+    pub(super) unsafe fn convert(&self, pieces: &[Conversion]) -> Result<(), GpuError> {
+        self.push(Task::Convert(pieces.into()))
+    }
+
     pub(super) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
         if self.is_capturing()? {
             return Err(failed("recording of a host call", rustix::io::Errno::PERM));
@@ -586,6 +594,8 @@ impl Task {
                 // SYNC POINT publish: after everything that the stream did before.
                 flag.fetch_add(*value, Ordering::Release);
             }
+            // SAFETY: the caller of `convert` answers for the matrices.
+            Self::Convert(pieces) => pieces.iter().for_each(|piece| unsafe { convert::run(piece) }),
             Self::Launch { kernel, params } => {
                 let name = CString::new(*kernel).unwrap_or_default();
                 // SAFETY: `prepare` checked these parameters of the kernel of this name, and its caller

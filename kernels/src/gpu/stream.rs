@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::kind::Kind;
-use super::{DeviceName, Event, GpuError, Graph, PreparedKernel, Stream};
+use super::{
+    Conversion, DeviceName, Event, GpuError, Graph, MAX_CONVERSIONS, PreparedKernel, Stream,
+};
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
 
@@ -82,6 +84,27 @@ impl Stream {
         assert!(last.bytes >= 8, "what comes last");
         // SAFETY: the caller's promise.
         unsafe { either!(&self.0, stream => stream.tell(&first, &last)) }
+    }
+
+    /// Converts matrices, one launch for all.
+    ///
+    /// # Safety
+    /// All sources and targets are valid, as large as the conversions say, and aligned to their elements. No code
+    /// writes a source or accesses a target before a [`wait`](Self::wait) that covers this call, except later work of
+    /// this stream.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_CONVERSIONS`].
+    pub unsafe fn convert(&self, pieces: &[Conversion]) -> Result<(), GpuError> {
+        assert!(pieces.len() <= MAX_CONVERSIONS, "as many as a launch takes");
+        if pieces.iter().all(|piece| piece.num_elements() == 0) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { either!(&self.0, stream => stream.convert(pieces)) }
     }
 
     /// Calls `action` on a thread of the driver when all earlier work is done. It must be short and use no CUDA.

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use super::layer::MapShape;
-use super::{GpuError, Piece, Reach};
+use super::{Conversion, GpuError, Piece, Reach};
 use crate::abi::DevicePtr;
 use crate::plan::LaunchPlan;
 
@@ -151,6 +151,10 @@ impl Stream {
     }
 
     pub(super) const unsafe fn tell(&self, _first: &Piece, _last: &Piece) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const unsafe fn convert(&self, _pieces: &[Conversion]) -> Result<(), GpuError> {
         match *self {}
     }
 

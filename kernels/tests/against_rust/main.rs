@@ -5,6 +5,8 @@
 //! the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
+#[cfg(any(feature = "cuda", feature = "emulated"))]
+mod convert;
 mod device_abi;
 mod expiry;
 mod few;
@@ -136,7 +138,7 @@ on! { on_an_emulated_gpu: Runner::emulated(); }
 macro_rules! with_streams {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, gpu};
+            use super::{Runner, convert, gpu};
 
             #[test]
             fn a_layer_replays_from_a_graph() {
@@ -167,6 +169,12 @@ macro_rules! with_streams {
             #[test]
             fn what_the_host_is_told_is_what_lay_there_in_stream_order() {
                 let case = gpu::what_the_host_is_told_is_what_lay_there_in_stream_order;
+                $runner.iter().for_each(case);
+            }
+
+            #[test]
+            fn matrices_are_converted_as_the_host_converts_them() {
+                let case = convert::matrices_are_converted_as_the_host_converts_them;
                 $runner.iter().for_each(case);
             }
 

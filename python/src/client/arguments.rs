@@ -4,7 +4,7 @@ use attention_client::ClientModel;
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::dlpack::{Array, ElementType, Expected, Matrix, Owner};
+use crate::dlpack::{Array, ElementType, Expected, Matrix, Owner, Place};
 use crate::errors::{Kind, error};
 
 /// Number of a layer.
@@ -24,6 +24,7 @@ pub fn layer(layer: &Bound<'_, PyAny>) -> PyResult<u32> {
 pub struct Request<'a, 'py> {
     x: Array<'a, 'py>,
     raw: RawRequest,
+    place: Place,
     topk_idx: Array<'a, 'py>,
     topk_weights: Array<'a, 'py>,
 }
@@ -43,30 +44,35 @@ pub struct RawTarget {
 }
 
 impl<'a, 'py> Request<'a, 'py> {
-    /// Checks the arguments against each other and against the model. With `is_kept` the memory of `x` stays valid
-    /// while the first of [`into_owners`](Self::into_owners) lives.
+    /// Checks the arguments against each other and against the model. With `is_kept` the memory stays valid while
+    /// [`into_owners`](Self::into_owners) live; that of `x` only on the host.
     pub fn new(
         model: &ClientModel,
+        place: Place,
         x: &'a Bound<'py, PyAny>,
         topk_idx: &'a Bound<'py, PyAny>,
         topk_weights: &'a Bound<'py, PyAny>,
         is_kept: bool,
     ) -> PyResult<Self> {
-        let x_array = Array::of("x", x, is_kept)?;
+        // On the host a dispatch reads the others at once.
+        let others_are_kept = is_kept && place != Place::Host;
+        let x_array = Array::of("x", x, is_kept, place)?;
         let x_matrix = x_array.matrix(&Expected {
             name: "x",
             rows: None,
             cols: Some(model.shape.hidden as usize),
             elements: FLOATS,
             cols_name: "hidden",
+            place,
         })?;
-        let idx_array = Array::of("topk_idx", topk_idx, false)?;
+        let idx_array = Array::of("topk_idx", topk_idx, others_are_kept, place)?;
         let idx_matrix = idx_array.matrix(&Expected {
             name: "topk_idx",
             rows: Some(x_matrix.rows),
             cols: None,
             elements: &[ElementType::I32, ElementType::I64],
             cols_name: "k",
+            place,
         })?;
         let top_k = model.shape.top_k as usize;
         if idx_matrix.cols > top_k {
@@ -76,20 +82,31 @@ impl<'a, 'py> Request<'a, 'py> {
             );
             return Err(error(x.py(), Kind::Argument, text));
         }
-        let weights_array = Array::of("topk_weights", topk_weights, false)?;
+        let weights_array = Array::of("topk_weights", topk_weights, others_are_kept, place)?;
         let weights_matrix = weights_array.matrix(&Expected {
             name: "topk_weights",
             rows: Some(x_matrix.rows),
             cols: Some(idx_matrix.cols),
             elements: FLOATS,
             cols_name: "k",
+            place,
         })?;
         let raw = RawRequest { x: x_matrix, topk_idx: idx_matrix, topk_weights: weights_matrix };
-        Ok(Self { x: x_array, raw, topk_idx: idx_array, topk_weights: weights_array })
+        Ok(Self { x: x_array, raw, place, topk_idx: idx_array, topk_weights: weights_array })
+    }
+
+    /// Streams of the arrays' work that the call's stream must wait for.
+    pub fn other_streams(&self) -> impl Iterator<Item = u64> {
+        [&self.x, &self.topk_idx, &self.topk_weights].into_iter().filter_map(Array::other_stream)
     }
 
     pub fn raw(&self) -> RawRequest {
         self.raw
+    }
+
+    /// The arrays as objects.
+    pub fn objects(&self) -> impl Iterator<Item = &Bound<'py, PyAny>> {
+        [&self.x, &self.topk_idx, &self.topk_weights].into_iter().map(Array::object)
     }
 
     /// The owners of the memory of `x`, and of that of indices and weights.
@@ -104,7 +121,8 @@ pub struct Target<'py> {
     /// The library that makes the result of `object`.
     namespace: Option<Bound<'py, PyAny>>,
     raw: RawTarget,
-    _owner: Owner,
+    other_stream: Option<u64>,
+    owner: Owner,
 }
 
 impl<'py> Target<'py> {
@@ -116,8 +134,8 @@ impl<'py> Target<'py> {
     ) -> PyResult<Self> {
         let RawRequest { x: x_matrix, topk_idx, topk_weights } = request.raw;
         let target = match out {
-            Some(out) => Self::of(x_matrix, out)?,
-            None => return Self::like(x_matrix, &request.x),
+            Some(out) => Self::of(x_matrix, request.place, out)?,
+            None => return Self::like(x_matrix, request.place, &request.x),
         };
         for (name, input) in
             [("x", x_matrix), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
@@ -131,28 +149,36 @@ impl<'py> Target<'py> {
     }
 
     /// Checks `out` against the shape and type of `x`.
-    pub fn of(x: Matrix, out: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let array = Array::of("out", out, false)?;
+    pub fn of(x: Matrix, place: Place, out: &Bound<'py, PyAny>) -> PyResult<Self> {
+        // A call on a GPU may end on another thread.
+        let array = Array::of("out", out, place != Place::Host, place)?;
         let out_matrix = array.matrix_mut(&Expected {
             name: "out",
             rows: Some(x.rows),
             cols: Some(x.cols),
             elements: &[x.element],
             cols_name: "hidden",
+            place,
         })?;
         Ok(Self {
             object: out.clone(),
             namespace: None,
             raw: RawTarget { out: out_matrix },
-            _owner: array.into_owner(),
+            other_stream: array.other_stream(),
+            owner: array.into_owner(),
         })
     }
 
     /// Makes an array of the library, type and shape of `x`.
-    pub fn like(matrix: Matrix, x: &Array<'_, 'py>) -> PyResult<Self> {
-        match x.empty_like()? {
-            Some(out) => Self::of(matrix, &out),
-            None => Self::to_convert(matrix, x),
+    pub fn like(matrix: Matrix, place: Place, x: &Array<'_, 'py>) -> PyResult<Self> {
+        match (x.empty_like()?, place) {
+            (Some(out), _) => Self::of(matrix, place, &out),
+            (None, Place::Host) => Self::to_convert(matrix, x),
+            (None, Place::Gpu { .. }) => {
+                let class = x.object().get_type();
+                let text = format!("no array like x can be made on {place}, a {class}: pass out");
+                Err(error(x.py(), Kind::Argument, text))
+            }
         }
     }
 
@@ -171,11 +197,26 @@ impl<'py> Target<'py> {
             return Err(error(py, Kind::Argument, text));
         };
         let out = py.import("numpy")?.call_method1("empty", ((matrix.rows, matrix.cols), dtype))?;
-        Ok(Self { namespace: Some(namespace.call0()?), ..Self::of(matrix, &out)? })
+        Ok(Self { namespace: Some(namespace.call0()?), ..Self::of(matrix, Place::Host, &out)? })
     }
 
     pub fn raw(&self) -> RawTarget {
         self.raw
+    }
+
+    /// The stream of the array's work, if the call's stream must wait for it.
+    pub fn other_stream(&self) -> Option<u64> {
+        self.other_stream
+    }
+
+    /// The array as an object.
+    pub fn object(&self) -> &Bound<'py, PyAny> {
+        &self.object
+    }
+
+    /// The array that a call on a GPU writes, and the owner of its memory.
+    pub fn into_parts(self) -> (Py<PyAny>, Owner) {
+        (self.object.unbind(), self.owner)
     }
 
     /// The array that was written.

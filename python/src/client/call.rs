@@ -1,17 +1,20 @@
 //! Calls without the interpreter: conversions, dispatch and combine.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::time::Instant;
 
-use attention_client::{ClientError, ModelShape, MoeClient};
+use attention_client::device::GpuError;
+use attention_client::{ClientError, DeviceError, ModelShape, MoeClient};
 use half::slice::HalfFloatSliceExt as _;
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
 use super::arguments::{RawRequest, RawTarget, Request, Target};
+use super::gpu::{GpuCall, GpuClient};
 use super::report::{CallReport, Report};
-use super::{Copies, Shared, release};
-use crate::dlpack::{Array, ElementType, Matrix, Owner};
+use super::{Copies, Shared};
+use crate::dlpack::{ElementType, Matrix};
 use crate::errors::{self, Kind, error};
 use crate::interrupt::Interrupt;
 
@@ -19,9 +22,9 @@ use crate::interrupt::Interrupt;
 #[derive(Debug, Default)]
 pub struct Scratch {
     x: Vec<f32>,
-    topk_idx: Vec<i32>,
-    topk_weights: Vec<f32>,
-    out: Vec<f32>,
+    pub topk_idx: Vec<i32>,
+    pub topk_weights: Vec<f32>,
+    pub out: Vec<f32>,
 }
 
 impl Scratch {
@@ -64,6 +67,9 @@ fn grow<T: Clone>(values: &mut Vec<T>, len: usize, value: T) {
 #[derive(Debug)]
 pub enum Failure {
     Client(ClientError),
+    Device(DeviceError),
+    /// The stream of a call on a GPU records instead of running.
+    Capturing,
     /// An index beyond 32 bits.
     Index {
         token: usize,
@@ -74,6 +80,21 @@ pub enum Failure {
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Self {
         Self::Client(error)
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Client(error) => Self::Client(error),
+            error => Self::Device(error),
+        }
+    }
+}
+
+impl From<GpuError> for Failure {
+    fn from(error: GpuError) -> Self {
+        Self::Device(error.into())
     }
 }
 
@@ -109,7 +130,7 @@ pub unsafe fn forward(
 ///
 /// # Safety
 /// The target stays valid, and no other thread accesses it meanwhile.
-unsafe fn finish(
+pub unsafe fn finish(
     moe: &MoeClient,
     handle: attention_client::Handle<'_>,
     RawTarget { out }: RawTarget,
@@ -153,11 +174,45 @@ fn combine_reported(
     Ok(CallReport { timing, servers })
 }
 
+/// Dispatches and combines one layer on a GPU.
+pub fn forward_on_gpu<'py>(
+    py: Python<'py>,
+    gpu: Arc<GpuClient>,
+    layer: u32,
+    (request, stream): (&Request<'_, 'py>, u64),
+    target: Target<'py>,
+    report: Option<&Bound<'py, Report>>,
+    shared: &Shared,
+) -> PyResult<Bound<'py, PyAny>> {
+    let tensors = (request.raw(), target.raw());
+    let mut others: Vec<u64> = request.other_streams().collect();
+    others.extend(target.other_stream());
+    let (result, interrupt, gpu) = py.detach(move || {
+        let interrupt = Interrupt::new();
+        // SAFETY: The arrays live in `request` and `target` until after this call, which waits for the kernels. If it
+        // fails before they have ended, `keep` takes the arrays below.
+        let launched = unsafe {
+            GpuCall::launch(&gpu, &interrupt, layer, tensors, stream, &others, &shared.copies)
+        };
+        let since = Instant::now();
+        let result = launched.and_then(|call| call.finish(&interrupt, since)).map(CallReport::from);
+        let failed = result.is_err().then_some(gpu);
+        (result, interrupt, failed)
+    });
+    if let Some(gpu) = gpu {
+        let arrays = request.objects().chain([target.object()]);
+        let arrays = arrays.map(|object| object.clone().unbind()).collect();
+        py.detach(move || gpu.keep(arrays));
+    }
+    Finished { shared, report, result, interrupt }.conclude(py)?;
+    target.into_object(py)
+}
+
 /// The values of `matrix`: its own memory for f32, else a copy in `scratch`.
 ///
 /// # Safety
 /// The memory stays valid and unwritten as long as the result is in use.
-unsafe fn floats<'s>(
+pub unsafe fn floats<'s>(
     matrix: Matrix,
     scratch: &'s mut Vec<f32>,
     copies: &attention_client::prometheus::IntCounter,
@@ -185,7 +240,7 @@ unsafe fn floats<'s>(
 ///
 /// # Safety
 /// As for [`floats`].
-unsafe fn indices<'s>(
+pub unsafe fn indices<'s>(
     matrix: Matrix,
     scratch: &'s mut Vec<i32>,
     copies: &attention_client::prometheus::IntCounter,
@@ -233,177 +288,20 @@ impl Finished<'_, '_> {
     }
 }
 
-fn raise(py: Python<'_>, shared: &Shared, failure: &Failure) -> PyErr {
+/// The exception for a failed call.
+pub fn raise(py: Python<'_>, shared: &Shared, failure: &Failure) -> PyErr {
     match failure {
         Failure::Client(failure) => errors::of_call(py, failure),
+        Failure::Device(failure) => errors::of_device(py, failure),
+        Failure::Capturing => {
+            let text = "the current stream is being captured into a CUDA graph, which cannot hold a call of the \
+                        expert service: end the capture before the call, and begin another behind it";
+            error(py, Kind::Argument, text)
+        }
         Failure::Index { token, found } => {
             let last = shared.model.shape.num_experts.saturating_sub(1);
             let text = format!("topk_idx of token {token} is {found}, expected -1 or 0 to {last}");
             error(py, Kind::Argument, text)
         }
     }
-}
-
-/// A dispatched layer. It keeps `x` alive and its tokens to itself until it is combined.
-#[pyclass(module = "switchyard_moe._native", frozen, generic)]
-pub struct Handle {
-    pending: Mutex<Option<Pending>>,
-    shared: Arc<Shared>,
-    x: Py<PyAny>,
-    matrix: RawRequest,
-    layer: u32,
-}
-
-/// The call of a handle, and the memory that it reads.
-struct Pending {
-    // Dropped in this order: the call first, then what it reads.
-    handle: attention_client::Handle<'static>,
-    moe: MoeClient,
-    _widened: Vec<f32>,
-    owner: Owner,
-}
-
-#[pymethods]
-impl Handle {
-    /// Number of the layer.
-    #[getter]
-    fn layer(&self) -> u32 {
-        self.layer
-    }
-
-    /// Tokens of the call.
-    #[getter]
-    fn num_tokens(&self) -> usize {
-        self.matrix.x.rows
-    }
-
-    /// Whether the handle was combined.
-    #[getter]
-    fn done(&self) -> bool {
-        self.lock().is_none()
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "Handle(layer={}, num_tokens={}, done={})",
-            self.layer,
-            self.matrix.x.rows,
-            self.done()
-        )
-    }
-}
-
-impl Handle {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Pending>> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        let pending = self.lock().take();
-        release(pending, &self.shared);
-    }
-}
-
-/// Sends the tokens of one layer. `x` stays alive, and must not be written, until the handle is combined or dropped.
-pub fn dispatch(
-    py: Python<'_>,
-    moe: MoeClient,
-    layer: u32,
-    request: Request<'_, '_>,
-    x: &Bound<'_, PyAny>,
-    shared: &Arc<Shared>,
-) -> PyResult<Handle> {
-    let raw = request.raw();
-    let (owner, others) = request.into_owners();
-    let copies = &shared.copies;
-    let (result, interrupt) = py.detach(move || {
-        let interrupt = Interrupt::new();
-        let result = Scratch::with(|scratch| {
-            let mut widened = Vec::new();
-            // SAFETY: `owner` and the handle's Python object keep the memory of x valid as long as the handle lives.
-            // `others` and the caller's objects keep indices and weights valid until this call returns.
-            let (x, topk_idx, topk_weights) = unsafe {
-                let x = floats(raw.x, &mut widened, &copies.x);
-                (
-                    std::slice::from_raw_parts(x.as_ptr(), x.len()),
-                    indices(raw.topk_idx, &mut scratch.topk_idx, &copies.topk_idx)?,
-                    floats(raw.topk_weights, &mut scratch.topk_weights, &copies.topk_weights),
-                )
-            };
-            let handle =
-                moe.dispatch_unless(layer, x, topk_idx, topk_weights, &|| interrupt.is_due())?;
-            Ok(Pending { handle, moe, _widened: widened, owner })
-        });
-        (result, interrupt)
-    });
-    drop(others);
-    crate::logs::flush(py);
-    match result {
-        Ok(pending) => Ok(Handle {
-            pending: Mutex::new(Some(pending)),
-            shared: Arc::clone(shared),
-            x: x.clone().unbind(),
-            matrix: raw,
-            layer,
-        }),
-        Err(failure) => {
-            interrupt.check()?;
-            Err(raise(py, shared, &failure))
-        }
-    }
-}
-
-/// Waits for the answers to `handle`.
-pub fn combine<'py>(
-    py: Python<'py>,
-    handle: &Bound<'py, Handle>,
-    out: Option<&Bound<'py, PyAny>>,
-    report: Option<&Bound<'py, Report>>,
-    shared: &Arc<Shared>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let this = handle.get();
-    if !Arc::ptr_eq(&this.shared, shared) {
-        return Err(error(
-            py,
-            Kind::Argument,
-            "handle is of another client: combine it with its own",
-        ));
-    }
-    let x = this.matrix.x;
-    let target = match out {
-        Some(out) => Target::of(x, out)?,
-        None => Target::like(x, &Array::of("x", this.x.bind(py), false)?)?,
-    };
-    if target.raw().out.overlaps(&x) {
-        return Err(error(
-            py,
-            Kind::Argument,
-            "out shares memory with x, expected an array of its own",
-        ));
-    }
-    let Some(pending) = this.lock().take() else {
-        return Err(error(
-            py,
-            Kind::Argument,
-            "handle was combined before: a handle stands for one call",
-        ));
-    };
-    let raw = target.raw();
-    // The owner of x goes with the interpreter: it may be an object of Python.
-    let (result, interrupt, _owner) = py.detach(|| {
-        let interrupt = Interrupt::new();
-        let Pending { handle, moe, _widened, owner } = pending;
-        let result = Scratch::with(|scratch| {
-            // SAFETY: `target` keeps the memory valid until after this call.
-            unsafe {
-                finish(&moe, handle, raw, &shared.copies, &mut scratch.out, &|| interrupt.is_due())
-            }
-        });
-        drop(moe);
-        (result, interrupt, owner)
-    });
-    Finished { shared, report, result, interrupt }.conclude(py)?;
-    target.into_object(py)
 }

@@ -2,15 +2,19 @@
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use attention_client::device::{DeviceBuildError, DeviceName, Gpu, GpuError};
 use attention_client::{
-    Checkpoint, ClientModel, ModelError, ModelShape, MoeClient, OnMissingExpert, SlotConfig,
-    WireDtype,
+    Checkpoint, ClientModel, DeviceClient, DeviceOptions, ModelError, ModelShape, MoeClient,
+    OnMissingExpert, SlotConfig, WireDtype,
 };
 use p2p_core::{OpenNetworks, TransportSpec};
 use pyo3::prelude::*;
 
+use super::Backend;
+use super::gpu::{GpuClient, Limits};
 use crate::errors::{self, Kind, error};
 use crate::interrupt::Interrupt;
 
@@ -20,7 +24,9 @@ pub struct Settings {
     pub control_plane: String,
     pub token: Option<String>,
     pub model: Option<PathBuf>,
-    pub wire_dtype: WireDtype,
+    /// GPU of the client's arrays. `None`: they are in host memory.
+    pub device: Option<DeviceName>,
+    pub wire_dtype: Option<WireDtype>,
     pub response_dtype: Option<WireDtype>,
     pub transports: TransportSpec,
     pub max_lanes: NonZeroUsize,
@@ -37,12 +43,14 @@ pub struct Settings {
 enum Failure {
     Model(ModelError),
     Build(attention_client::BuildError),
+    Gpu(DeviceName, GpuError),
+    DeviceBuild(DeviceName, DeviceBuildError),
     Other(Kind, String),
 }
 
 /// Asks the control plane for its model, compares it with the caller's, and starts a client. Blocks for
 /// `settings.timeout` at most, beside the time to read a checkpoint.
-pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<MoeClient> {
+pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<Backend> {
     let (result, interrupt) = py.detach(move || {
         let interrupt = Interrupt::new();
         let result = start(settings, &interrupt);
@@ -52,11 +60,21 @@ pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<MoeClient> {
     result.map_err(|failure| match failure {
         Failure::Model(failure) => errors::of_model(py, &failure),
         Failure::Build(failure) => errors::of_build(py, &failure),
+        Failure::Gpu(device, failure) => errors::of_gpu(py, device, &failure),
+        Failure::DeviceBuild(device, failure) => errors::of_device_build(py, device, &failure),
         Failure::Other(kind, text) => error(py, kind, text),
     })
 }
 
-fn start(settings: Settings, interrupt: &Interrupt) -> Result<MoeClient, Failure> {
+fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> {
+    // What the caller cannot change by waiting comes first.
+    let gpu = match settings.device {
+        Some(device) => {
+            let gpu = Gpu::open_named(device).map_err(|failure| Failure::Gpu(device, failure))?;
+            Some((device, gpu, device_options(device, &settings)?))
+        }
+        None => None,
+    };
     let own = match &settings.model {
         Some(dir) => {
             let unusable = |failure: &dyn std::error::Error| {
@@ -95,31 +113,76 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<MoeClient, Failure
     let transports = networks
         .open(&settings.transports)
         .map_err(|failure| Failure::Other(Kind::Config, format!("transports: {failure}")))?;
-    let defaults = SlotConfig::default();
-    let response_dtype = settings.response_dtype.unwrap_or(match settings.wire_dtype {
-        WireDtype::F8E4m3 => WireDtype::Bf16,
-        other => other,
-    });
-    let mut builder = MoeClient::builder(model)
-        .control_plane(settings.control_plane, settings.token.clone())
-        .ticket(settings.token)
-        .transports(transports)
-        .wire_dtype(settings.wire_dtype)
-        .response_dtype(response_dtype)
-        .max_lanes(settings.max_lanes)
-        .replica_wait(settings.timeout)
-        .deadline(settings.deadline)
-        .work_limit(settings.work_limit)
-        .on_missing_expert(settings.on_missing)
-        .slot(SlotConfig {
-            slot_bytes: settings.slot_bytes.unwrap_or(defaults.slot_bytes),
-            num_frames: settings.slot_frames.unwrap_or(defaults.num_frames),
+    let Some((device, gpu, options)) = gpu else {
+        let wire_dtype = settings.wire_dtype.unwrap_or(WireDtype::F32);
+        let response_dtype = settings.response_dtype.unwrap_or(match wire_dtype {
+            WireDtype::F8E4m3 => WireDtype::Bf16,
+            other => other,
         });
-    if let Some(name) = settings.name {
-        builder = builder.name(name);
-    }
-    builder.build().map_err(Failure::Build)
+        let builder = MoeClient::builder(model)
+            .wire_dtype(wire_dtype)
+            .response_dtype(response_dtype)
+            .max_lanes(settings.max_lanes);
+        let built = configured!(builder, settings, transports).build();
+        return built.map(Backend::Host).map_err(Failure::Build);
+    };
+    let limits = Limits {
+        num_frames: settings.slot_frames.unwrap_or(SlotConfig::default().num_frames),
+        turn: settings.timeout,
+        work: settings.work_limit,
+    };
+    let builder = DeviceClient::builder(model);
+    let client = configured!(builder, settings, transports)
+        .build(gpu, options)
+        .map_err(|failure| Failure::DeviceBuild(device, failure))?;
+    let client = GpuClient::new(client, limits).map_err(|failure| Failure::Gpu(device, failure))?;
+    Ok(Backend::Gpu(Arc::new(client)))
 }
+
+/// The number formats of a client on a GPU.
+fn device_options(device: DeviceName, settings: &Settings) -> Result<DeviceOptions, Failure> {
+    let mut options = DeviceOptions::default();
+    for (setting, found, expected) in [
+        ("wire_dtype", settings.wire_dtype, &[WireDtype::Bf16, WireDtype::F8E4m3][..]),
+        ("response_dtype", settings.response_dtype, &[WireDtype::Bf16]),
+    ] {
+        if let Some(found) = found.filter(|found| !expected.contains(found)) {
+            let names: Vec<_> = expected.iter().map(|dtype| dtype.name()).collect();
+            let text = format!(
+                "{setting} is {}, expected {} with device {device}",
+                found.name(),
+                names.join(" or ")
+            );
+            return Err(Failure::Other(Kind::Config, text));
+        }
+    }
+    options.dtype = settings.wire_dtype.unwrap_or(WireDtype::Bf16);
+    Ok(options)
+}
+
+/// Settings that the builders of both clients have.
+macro_rules! configured {
+    ($builder:expr, $settings:expr, $transports:expr) => {{
+        let defaults = SlotConfig::default();
+        let builder = $builder
+            .control_plane($settings.control_plane, $settings.token.clone())
+            .ticket($settings.token)
+            .transports($transports)
+            .replica_wait($settings.timeout)
+            .deadline($settings.deadline)
+            .work_limit($settings.work_limit)
+            .on_missing_expert($settings.on_missing)
+            .slot(SlotConfig {
+                slot_bytes: $settings.slot_bytes.unwrap_or(defaults.slot_bytes),
+                num_frames: $settings.slot_frames.unwrap_or(defaults.num_frames),
+            });
+        match $settings.name {
+            Some(name) => builder.name(name),
+            None => builder,
+        }
+    }};
+}
+use configured;
 
 /// The model of the cluster. Retries as long as the control plane is not reachable or has no model yet.
 fn fetch(settings: &Settings, interrupt: &Interrupt) -> Result<ClientModel, Failure> {
@@ -149,6 +212,19 @@ fn fetch(settings: &Settings, interrupt: &Interrupt) -> Result<ClientModel, Fail
 
 pub fn dtype(py: Python<'_>, setting: &str, name: &str) -> PyResult<WireDtype> {
     name.parse().map_err(|failure| error(py, Kind::Config, format!("{setting}: {failure}")))
+}
+
+/// The GPU of a device's name; `None` for `cpu`.
+pub fn device(py: Python<'_>, name: &str) -> PyResult<Option<DeviceName>> {
+    match (name, name.parse()) {
+        ("cpu", _) => Ok(None),
+        (_, Ok(device @ DeviceName::Cuda(_))) => Ok(Some(device)),
+        _ => {
+            let text =
+                format!("device is {name:?}, expected \"cpu\" or \"cuda:N\", such as \"cuda:0\"");
+            Err(error(py, Kind::Config, text))
+        }
+    }
 }
 
 pub fn transports(py: Python<'_>, list: &str) -> PyResult<TransportSpec> {

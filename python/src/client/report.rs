@@ -12,6 +12,13 @@ pub struct CallReport {
     pub servers: Vec<ServerTiming>,
 }
 
+impl From<LayerTiming> for CallReport {
+    /// A report without parts of servers, as of a call on a GPU.
+    fn from(timing: LayerTiming) -> Self {
+        Self { timing, servers: Vec::new() }
+    }
+}
+
 /// Times and counts of one call. A call fills in the report that it is given.
 #[pyclass(module = "switchyard_moe._native", frozen)]
 #[derive(Debug, Default)]

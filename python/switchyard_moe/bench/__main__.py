@@ -7,6 +7,7 @@ import sys
 
 BENCHMARKS = {
     "p2p": "one-sided transfers beside those of other libraries",
+    "call": "Client.forward on a GPU beside the client in Rust",
     "engine": "an engine's throughput with experts as a service and with its own",
     "soak": "a vLLM server under clients while expert servers are killed",
 }

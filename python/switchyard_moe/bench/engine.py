@@ -4,7 +4,10 @@ Two processes load the engine, one in each way, and take turns: each round gener
 servers share the cores with both. Tokens per second count generated tokens, prompts included in the time.
 
 Both processes also measure the time inside the layers of experts. The one with served experts splits it: the client's
-dispatch, its wait, the part of that wait in which a server computes, and its sums.
+dispatch, its wait, the part of that wait in which a server computes, and its sums. On a GPU these are times of the host.
+
+With ``--device`` and ``--server-devices``, transformers and the servers are on GPUs. With ``--kill``, one more batch is
+served while a server is killed, and its tokens are compared with those of the batches before.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import hashlib
 import json
 import os
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +30,7 @@ from typing import Any, TextIO
 
 import switchyard_moe
 from switchyard_moe import _engine as engine
+from switchyard_moe.bench import _checkpoint
 
 __all__ = ["draw", "main"]
 
@@ -43,6 +49,8 @@ class Row:
     tokens: int
     seconds: float
     tokens_per_s: float
+    digest: str
+    """Of the generated ids."""
     calls: int
     """Calls of layers of experts."""
     experts_s: float
@@ -75,6 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="generated per sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="of the engine: cpu or cuda:N")
+    parser.add_argument("--server-devices", default="cpu", help="of the servers, such as cuda:1,cuda:2")
+    parser.add_argument("--kill", action="store_true", help="kill a server during one more batch")
+    parser.add_argument("--shape", choices=sorted(_checkpoint.SHAPES), help="write random weights to --model first")
+    parser.add_argument("--layers", type=int, default=8, help="layers of --shape")
     parser.add_argument("--server-threads", type=int, default=1)
     parser.add_argument("--cores", help="such as 0,1; default: all that this process may use")
     parser.add_argument("--dtype", default="float32")
@@ -89,6 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="bars of both modes and their parts, as SVG")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.engine == "vllm" and given.device != "cpu":
+        parser.error("--device: only transformers runs on a GPU here")
+    if given.kill and given.servers < 2:
+        parser.error("--kill: two servers are needed")
     if given.child:
         _child(given, sys.stdin, sys.stdout)
         return 0
@@ -96,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.sched_setaffinity(0, {int(core) for core in given.cores.split(",")})
     if given.random and not Path(given.model).exists():
         _write_random(given.random, Path(given.model), given.seed)
+    if given.shape and not (Path(given.model) / "config.json").exists():
+        _checkpoint.write(given.shape, given.layers, Path(given.model), given.device, given.seed)
     rows = _run(given, list(sys.argv[2:] if arguments is None else arguments))
     speeds = {mode: [row.tokens_per_s for row in rows if row.mode == mode] for mode in MODES}
     medians = {mode: statistics.median(values) for mode, values in speeds.items()}
@@ -113,7 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ratio_of_each_round": [a / b for a, b in zip(speeds["served"], speeds["local"], strict=True)],
         "seconds": {mode: _median(rows, mode, "seconds") for mode in MODES},
         "parts": {mode: {part: _median(rows, mode, part) for part in PARTS} for mode in MODES},
+        "device": given.device,
+        "server_devices": given.server_devices,
     }
+    served = {row.digest for row in rows if row.mode != "local"}
+    result["served_tokens_are_the_same"] = len(served) == 1
+    result["tokens_equal_to_local"] = served == {row.digest for row in rows if row.mode == "local"}
+    if given.kill:
+        result["tokens_per_s_while_killed"] = next(row.tokens_per_s for row in rows if row.mode == "killed")
     if given.csv:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -189,7 +215,15 @@ def _median(rows: Sequence[Row], mode: str, part: str) -> float:
 def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
     rows = []
     served_env = dict(pair.split("=", 1) for pair in given.served_env)
-    with switchyard_moe.LocalCluster(given.model, servers=given.servers, threads=given.server_threads) as cluster:
+    if "cuda" in given.server_devices:
+        served_env.setdefault("SWITCHYARD_ENGINE_DEVICE", given.device)
+    with switchyard_moe.LocalCluster(
+        given.model,
+        servers=given.servers,
+        threads=given.server_threads,
+        devices=given.server_devices.split(","),
+        timeout=300.0,
+    ) as cluster:
         env = {**os.environ, "SWITCHYARD_CONTROL_PLANE": cluster.url, "SWITCHYARD_TOKEN": cluster.token}
         children = {
             mode: _start(mode, arguments, {**env, **(served_env if mode == "served" else {})}) for mode in MODES
@@ -199,17 +233,28 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
                 # The order alternates, so that a slow drift of the host's speed cancels out.
                 for mode in MODES if number % 2 else reversed(MODES):
                     found = _turn(children[mode], mode)
-                    if number == 0:
-                        continue
-                    seconds = found.pop("seconds")
-                    speed = given.batch * given.tokens / seconds
-                    sizes = (given.batch, given.prompt_tokens, given.tokens)
-                    rows.append(Row(given.engine, mode, number, *sizes, seconds, speed, **found))
+                    if number > 0:
+                        rows.append(_row(given, mode, number, found))
+            if given.kill:
+                # In the middle of the batch, as the rounds before let expect.
+                middle = statistics.median(row.seconds for row in rows if row.mode == "served") / 2
+                killer = threading.Timer(middle, cluster.kill, [cluster.names[0]])
+                killer.start()
+                found = _turn(children["served"], "served")
+                killer.join()
+                rows.append(_row(given, "killed", given.rounds + 1, found))
         finally:
             for child in children.values():
                 child.kill()
                 child.wait()
     return rows
+
+
+def _row(given: argparse.Namespace, mode: str, number: int, found: dict[str, Any]) -> Row:
+    seconds = found.pop("seconds")
+    speed = given.batch * given.tokens / seconds
+    sizes = (given.batch, given.prompt_tokens, given.tokens)
+    return Row(given.engine, mode, number, *sizes, seconds, speed, **found)
 
 
 def _start(mode: str, arguments: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
@@ -240,8 +285,10 @@ def _child(given: argparse.Namespace, commands: TextIO, answers: TextIO) -> None
     for _ in commands:
         clock.reset()
         started = time.perf_counter()
-        generate(prompts)
-        found = {"seconds": time.perf_counter() - started, **clock.found}
+        ids = generate(prompts)
+        seconds = time.perf_counter() - started
+        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+        found = {"seconds": seconds, "digest": digest, **clock.found}
         print(f"\nFOUND {json.dumps(found)}", file=answers, flush=True)
 
 
@@ -308,7 +355,7 @@ def _write_random(shape: str, folder: Path, seed: int) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def _transformers(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[list[list[int]]], None]:
+def _transformers(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[list[list[int]]], list[list[int]]]:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ExpertsInterface
@@ -321,21 +368,24 @@ def _transformers(given: argparse.Namespace, served: bool, clock: _Clock) -> Cal
     model: Any = AutoModelForCausalLM.from_pretrained(
         given.model, dtype=getattr(torch, given.dtype), experts_implementation=name
     ).eval()
+    model = model.to(given.device)
 
-    def generate(prompts: list[list[int]]) -> None:
-        model.generate(
-            torch.tensor(prompts),
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        ids = model.generate(
+            torch.tensor(prompts, device=given.device),
             max_new_tokens=given.tokens,
             min_new_tokens=given.tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
+        found: list[list[int]] = ids.tolist()
+        return found
 
     return generate
 
 
-def _vllm(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[list[list[int]]], None]:
+def _vllm(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[list[list[int]]], list[list[int]]]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -359,7 +409,8 @@ def _vllm(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[l
     )
     sampling = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
 
-    def generate(prompts: list[list[int]]) -> None:
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(found.outputs[0].token_ids) for found in llm.generate(requests, sampling, use_tqdm=False)]
 
     return generate

@@ -9,8 +9,9 @@ use cudarc::driver::sys::{self, CUresult};
 
 use super::{Context, Gpu, check, ignore};
 use crate::abi::DevicePtr;
-use crate::entries::{FLAG_ADD, TELL_HOST};
-use crate::gpu::{GpuError, Piece};
+use crate::entries::{CONVERT, FLAG_ADD, TELL_HOST};
+use crate::gpu::convert::Conversions;
+use crate::gpu::{Conversion, GpuError, Piece};
 use crate::plan::LaunchPlan;
 
 #[derive(Debug)]
@@ -120,6 +121,15 @@ impl Stream {
         }
         // SAFETY: the caller's promise about the addresses; the kernel takes six 64-bit arguments.
         unsafe { self.start("sy_tell_host", &TELL_HOST_PLAN, &mut arguments) }
+    }
+
+    pub(in crate::gpu) unsafe fn convert(&self, pieces: &[Conversion]) -> Result<(), GpuError> {
+        let most = pieces.iter().map(Conversion::num_elements).max().unwrap_or(0);
+        let blocks = most.div_ceil(CONVERT_PLAN.num_threads.into()).clamp(1, CONVERT_BLOCKS);
+        let plan = LaunchPlan { num_blocks: blocks as u32, ..CONVERT_PLAN };
+        let params = Conversions::of(pieces);
+        // SAFETY: the caller's promise about the matrices; the kernel takes this structure.
+        unsafe { self.launch("sy_convert", &plan, bytemuck::bytes_of(&params)) }
     }
 
     pub(in crate::gpu) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
@@ -356,5 +366,8 @@ const FLAG_ADD_PLAN: LaunchPlan = LaunchPlan {
 };
 const TELL_HOST_PLAN: LaunchPlan =
     LaunchPlan { num_threads: 256, entry: TELL_HOST, ..FLAG_ADD_PLAN };
+const CONVERT_PLAN: LaunchPlan = LaunchPlan { num_threads: 256, entry: CONVERT, ..FLAG_ADD_PLAN };
+/// Enough for the bandwidth of a GPU's memory.
+const CONVERT_BLOCKS: u64 = 1024;
 const SPIN: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_micros(20);
