@@ -10,7 +10,7 @@ use super::metadata::MAX_BDF_BYTES;
 use super::wire::MAX_BODY_BYTES;
 use crate::credit::CreditConfig;
 use crate::fabric::cma::CmaFabric;
-use crate::fabric::tcp::{TcpConfig, TcpFabric};
+use crate::fabric::stream::{StreamFabric, TcpConfig};
 use crate::fabric::{Fabric, FabricOpener};
 use p2p_core::network::NetworkError;
 
@@ -162,7 +162,7 @@ impl EngineConfig {
     }
 }
 
-/// Opens one fabric: `tcp`, `cma`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.
+/// Opens one fabric: `tcp`, `cma`, `shm`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.
 /// `local` is the address of this side's interface, for fabrics that choose one.
 ///
 /// # Errors
@@ -180,16 +180,17 @@ pub fn open_fabric(
     match (name, argument) {
         ("tcp", None) => {
             let config = TcpConfig { bind: SocketAddr::new(bind, 0), ..TcpConfig::default() };
-            return Ok(Box::new(TcpFabric::new(config)?));
+            return Ok(Box::new(StreamFabric::new(config)?));
         }
         ("cma", None) => return Ok(Box::new(CmaFabric::new()?)),
+        ("shm", None) => return Ok(Box::new(StreamFabric::shm()?)),
         _ => {}
     }
     if let Some(opener) = others.iter().find(|opener| opener.name == name) {
         return (opener.open)(argument, local);
     }
     let others = others.iter().map(|opener| format!("{}[:{}]", opener.name, opener.argument));
-    let here: Vec<_> = ["tcp", "cma"].map(str::to_owned).into_iter().chain(others).collect();
+    let here: Vec<_> = ["tcp", "cma", "shm"].map(str::to_owned).into_iter().chain(others).collect();
     let detail = format!("no such transport in this build, which has {}", here.join(", "));
     Err(NetworkError { network: text.to_owned(), op: "open", code: None, detail })
 }
@@ -203,5 +204,9 @@ pub fn default_fabrics(
     advertise: Option<IpAddr>,
 ) -> Result<Vec<Box<dyn Fabric>>, NetworkError> {
     let tcp = TcpConfig { bind: SocketAddr::new(bind, 0), advertise, ..TcpConfig::default() };
-    Ok(vec![Box::new(CmaFabric::new()?), Box::new(TcpFabric::new(tcp)?)])
+    Ok(vec![
+        Box::new(CmaFabric::new()?),
+        Box::new(StreamFabric::shm()?),
+        Box::new(StreamFabric::new(tcp)?),
+    ])
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use super::stream::{ReceiveOutcome, SendOutcome, Stream};
+use super::buffered::{ReceiveOutcome, SendOutcome, Stream};
 use super::wire::{HELLO_BYTES, REQUEST_BYTES, Response};
 use crate::fabric::memory::Refusal;
 use crate::fabric::post::op_name;
@@ -46,12 +46,13 @@ pub(super) struct Op {
 unsafe impl Send for Op {}
 
 impl Issuer {
-    pub(super) fn new(stream: Stream, hello: [u8; HELLO_BYTES]) -> Self {
+    /// `is_connecting`: an event will tell that the connection is made.
+    pub(super) fn new(stream: Stream, hello: [u8; HELLO_BYTES], is_connecting: bool) -> Self {
         Self {
             stream,
             hello,
             hello_sent: 0,
-            is_connecting: true,
+            is_connecting,
             // Grows with use: every connection would touch all pages of a ring of full size over time.
             ops: VecDeque::new(),
             num_sent: 0,
@@ -110,7 +111,7 @@ impl Issuer {
         let has_more = self.receive(done)?;
         self.stream.set_interest(set, true, is_blocked);
         let is_spent = !is_blocked && self.num_sent < self.ops.len();
-        Ok(has_more || is_spent)
+        Ok(has_more || is_spent || self.stream.has_changed())
     }
 
     /// Sends until the turn is over. Returns true if the socket takes no more.

@@ -1,16 +1,16 @@
 //! Turns: the bytes that one connection moves before the others get theirs. Counted in polls and bytes.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 
-use super::stream::TURN_BYTES;
-use super::wire::{HELLO_BYTES, REQUEST_BYTES, Response};
+use super::buffered::TURN_BYTES;
+use super::wire::{HELLO_BYTES, Place, REQUEST_BYTES, Response};
 use super::*;
 use p2p_core::region::Region;
 
 /// A fabric with memory that its peers may write.
 struct Side {
-    fabric: TcpFabric,
+    fabric: StreamFabric,
     memory: Region,
     region: RegionId,
     out: Vec<Completion>,
@@ -19,7 +19,7 @@ struct Side {
 impl Side {
     fn new(bytes: usize) -> Self {
         let config = TcpConfig { bind: "127.0.0.1:0".parse().unwrap(), ..TcpConfig::default() };
-        let mut fabric = TcpFabric::new(config).unwrap();
+        let mut fabric = StreamFabric::new(config).unwrap();
         let memory = Region::anonymous(bytes).unwrap();
         // SAFETY: the memory is dropped after the fabric.
         let region = unsafe { fabric.register(memory.as_ptr(), bytes, Access::RemoteReadWrite) };
@@ -67,7 +67,7 @@ impl Side {
     /// The connection for the peer's requests.
     fn server(&self, peer: PeerId) -> &Server {
         let place = self.fabric.find("find", peer).unwrap();
-        self.fabric.servers[self.fabric.peers[place].server.unwrap()].as_ref().unwrap()
+        self.fabric.servers[self.fabric.peers[place].servers[0].unwrap()].as_ref().unwrap()
     }
 
     /// The connection for this side's requests.
@@ -209,7 +209,7 @@ fn answers_without_payload_count_as_well() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut side = Side::new(4096);
     let (peer, _) = side.fabric.open_peer().unwrap();
-    let detail = Detail { address: listener.local_addr().unwrap(), nonce: [1; 16] };
+    let detail = Detail { place: Place::Network(listener.local_addr().unwrap()), nonce: [1; 16] };
     side.fabric.join_peer(peer, &detail.encode()).unwrap();
     let (mut stream, _) = listener.accept().unwrap();
     let region = WireRegion { address: 0, bytes: 4096, key: 7 };

@@ -1,8 +1,11 @@
-//! A fabric over plain sockets, between any two hosts.
+//! Fabrics over connections that carry bytes: `tcp` by sockets between any two hosts, `shm` by rings in shared memory
+//! between the processes of one host.
 //!
 //! Each side connects to the other and requests reads and writes on its own connection. The target's thread serves them
 //! from and into the registered memory, without an intermediate copy. A write is done when the target has acknowledged
 //! it: its bytes are in place then.
+//!
+//! Requests of users' threads have a connection of their own (`direct.rs`), which the first of them makes.
 //!
 //! The connecting side proves its identity with a nonce that it got over the peers' own connection. Every request is
 //! checked against key, range and rights. A peer that sends invalid bytes loses its connection and nothing else.
@@ -10,34 +13,39 @@
 //! A poll gives one turn to every connection that has something to do. A turn moves at most a MiB in either direction,
 //! so a busy connection does not delay the others.
 
+mod buffered;
+mod carrier;
+mod direct;
 mod issue;
 mod listen;
+mod rings;
 mod serve;
-mod stream;
+mod unix;
 mod wire;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use self::buffered::Stream;
+use self::direct::{Dial, DirectRequests};
 use self::issue::{Issuer, Op};
-use self::listen::{HELLO_TIMEOUT, LISTENER_PAUSE};
+use self::listen::{HELLO_TIMEOUT, LISTENER_PAUSE, Listener};
 use self::serve::{Server, Step};
-use self::stream::Stream;
 use self::wire::{Detail, Request, encode_hello};
 #[cfg(fuzzing)]
 pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samples};
 use super::memory::Regions;
 use super::post::{self, MAX_PLACES, PeerEntry, op_name};
 use super::{
-    Access, Completion, Fabric, LocalSegment, PeerId, PostOutcome, RegionId, RemoteSegment, Token,
-    WireRegion,
+    Access, Completion, DirectCopy, Fabric, LocalSegment, PeerId, PostOutcome, RegionId,
+    RemoteSegment, Token, WireRegion,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
 use p2p_core::network::{NetworkError, Route};
@@ -64,17 +72,15 @@ impl Default for TcpConfig {
     }
 }
 
-/// The fabric. See the [module](self).
+/// The fabric `tcp` or `shm`. See the [module](self).
 #[derive(Debug)]
-pub struct TcpFabric {
-    config: TcpConfig,
-    listener: TcpListener,
+pub struct StreamFabric {
+    listener: Listener,
     /// Time at which the fabric accepts again after a failure.
     listener_paused_until: Option<Instant>,
     listening: Outage,
     /// Outage: too many data connections without a hello.
     overload: Outage,
-    port: u16,
     set: OwnedFd,
     regions: Regions,
     peers: Vec<Peer>,
@@ -100,31 +106,47 @@ struct Peer {
     issuer: Option<Issuer>,
     /// Whether it is in `dirty`.
     is_dirty: bool,
-    server: Option<usize>,
+    /// Connections for the peer's requests: of its engine, and of its users' threads.
+    servers: [Option<usize>; 2],
+    /// Requests of this side's users' threads.
+    direct: Option<Arc<DirectRequests>>,
 }
 
-impl TcpFabric {
-    /// Listens for data connections.
+impl StreamFabric {
+    /// The fabric `tcp`: listens for data connections of any host.
     ///
     /// # Errors
     /// [`NetworkError`] when the address cannot be bound.
     pub fn new(config: TcpConfig) -> Result<Self, NetworkError> {
+        Self::over(Listener::tcp(config), "tcp", config.bind.to_string())
+    }
+
+    /// The fabric `shm`: listens for data connections of processes of the same user, host and network namespace.
+    ///
+    /// A peer's connection takes 520 KiB of address space at both ends, committed as it is used, and one with
+    /// requests of users' threads as much again.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when the system gives no sockets.
+    pub fn shm() -> Result<Self, NetworkError> {
+        Self::over(Listener::shm(), "shm", "a Unix socket".to_owned())
+    }
+
+    fn over(
+        listener: io::Result<Listener>,
+        network: &str,
+        place: String,
+    ) -> Result<Self, NetworkError> {
         let failed = |op: &'static str| {
+            let (network, place) = (network.to_owned(), place.clone());
             move |error: io::Error| NetworkError {
-                network: "tcp".to_owned(),
+                network,
                 op,
                 code: error.raw_os_error().map(i64::from),
-                detail: format!("{}: {error}", config.bind),
+                detail: format!("{place}: {error}"),
             }
         };
-        let listener = TcpListener::bind(config.bind).map_err(failed("bind"))?;
-        listener.set_nonblocking(true).map_err(failed("bind"))?;
-        // The standard library's backlog is too short when many peers connect at once. A peer that finds it full
-        // retries after a second.
-        rustix::net::listen(&listener, BACKLOG)
-            .map_err(io::Error::from)
-            .map_err(failed("listen"))?;
-        let port = listener.local_addr().map_err(failed("bind"))?.port();
+        let listener = listener.map_err(failed("listen"))?;
         let flags = epoll::CreateFlags::CLOEXEC;
         let set = epoll::create(flags).map_err(io::Error::from).map_err(failed("epoll"))?;
         let (data, interest) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
@@ -132,12 +154,10 @@ impl TcpFabric {
             .map_err(io::Error::from)
             .map_err(failed("epoll"))?;
         Ok(Self {
-            config,
             listener,
             listener_paused_until: None,
             listening: Outage::default(),
             overload: Outage::default(),
-            port,
             set,
             regions: Regions::default(),
             peers: Vec::new(),
@@ -227,15 +247,16 @@ impl TcpFabric {
                     }
                     return;
                 }
-                Ok(Step::Hello(nonce)) => {
+                Ok(Step::Hello { nonce, is_direct }) => {
                     let known = self.by_nonce.get(&nonce).copied();
-                    let Some(peer) = known.filter(|p| self.peers[*p as usize].server.is_none())
-                    else {
+                    let kind = usize::from(is_direct);
+                    let is_free = |peer: &u32| self.peers[*peer as usize].servers[kind].is_none();
+                    let Some(peer) = known.filter(is_free) else {
                         tracing::warn!("a data connection with a nonce that no open peer has");
                         return self.drop_server(idx);
                     };
                     server.peer = Some(peer);
-                    self.peers[peer as usize].server = Some(idx);
+                    self.peers[peer as usize].servers[kind] = Some(idx);
                     self.num_unidentified -= 1;
                 }
                 Err(error) => {
@@ -252,30 +273,31 @@ impl TcpFabric {
         let Some(server) = self.servers.get_mut(idx).and_then(Option::take) else { return };
         self.free_servers.push(idx);
         match server.peer {
-            Some(peer) => self.peers[peer as usize].server = None,
+            Some(peer) => {
+                for place in &mut self.peers[peer as usize].servers {
+                    place.take_if(|server| *server == idx);
+                }
+            }
             None => self.num_unidentified -= 1,
         }
     }
 
-    fn connect(&self, idx: usize, detail: &Detail) -> io::Result<Issuer> {
-        let family =
-            if detail.address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-        self.watch(&fd)?;
-        match rustix::net::connect(&fd, &detail.address) {
-            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        let interest = epoll::EventFlags::IN | epoll::EventFlags::OUT;
-        let stream = Stream::new(fd, self.set.as_fd(), (idx as u64) << 1, interest)?;
-        Ok(Issuer::new(stream, encode_hello(detail.nonce)))
+    fn connect(&self, idx: usize, dial: &Dial, nonce: [u8; 16]) -> io::Result<Issuer> {
+        let (carrier, is_connecting) = dial.begin()?;
+        let interest = carrier.interest(true, true);
+        let stream = Stream::new(carrier, self.set.as_fd(), (idx as u64) << 1, interest)?;
+        Ok(Issuer::new(stream, encode_hello(nonce, false), is_connecting))
+    }
+
+    fn failed(&self, op: &'static str, detail: &str, code: Option<i64>) -> NetworkError {
+        let (network, detail) = (self.listener.kind().name().to_owned(), detail.to_owned());
+        NetworkError { network, op, code, detail }
     }
 }
 
-impl Fabric for TcpFabric {
+impl Fabric for StreamFabric {
     fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
+        self.listener.kind()
     }
 
     fn flavour(&self) -> &str {
@@ -312,10 +334,10 @@ impl Fabric for TcpFabric {
     }
 
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
-        let ip = match self.config.bind.ip() {
-            ip if !ip.is_unspecified() => ip,
-            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+        let ip = match &self.listener {
+            Listener::Tcp { config, .. } if !config.bind.ip().is_unspecified() => config.bind.ip(),
+            Listener::Tcp { config, .. } if config.bind.is_ipv6() => Ipv6Addr::LOCALHOST.into(),
+            _ => Ipv4Addr::LOCALHOST.into(),
         };
         self.open_peer_on(Route { local: ip, remote: ip })
     }
@@ -329,34 +351,41 @@ impl Fabric for TcpFabric {
                     nonce: [0; 16],
                     issuer: None,
                     is_dirty: false,
-                    server: None,
+                    servers: [None; 2],
+                    direct: None,
                 });
                 self.peers.len() - 1
             }
-            None => return Err(failed("open", "there are too many peers", None)),
+            None => return Err(self.failed("open", "there are too many peers", None)),
         };
-        let ip = match (self.config.advertise, self.config.bind.ip()) {
-            (Some(ip), _) => ip,
-            (None, ip) if !ip.is_unspecified() => ip,
-            _ => route.local.to_canonical(),
-        };
+        let place = self.listener.place(route);
         let peer = &mut self.peers[idx];
         let id = peer.entry.open(idx);
         peer.nonce = rand::random();
         self.by_nonce.insert(peer.nonce, idx as u32);
-        let detail = Detail { address: SocketAddr::new(ip, self.port), nonce: peer.nonce };
+        let detail = Detail { place, nonce: peer.nonce };
         Ok((id, detail.encode()))
     }
 
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
-        let detail = Detail::decode(detail).map_err(|error| failed("join", &error, None))?;
-        let idx =
-            self.find("join", peer).map_err(|error| failed("join", &error.to_string(), None))?;
-        let issuer = self.connect(idx, &detail).map_err(|error| {
+        let detail = Detail::decode(detail).map_err(|error| self.failed("join", &error, None))?;
+        let idx = self.find("join", peer);
+        let idx = idx.map_err(|error| self.failed("join", &error.to_string(), None))?;
+        let dial = self.listener.dial(&detail);
+        let dial = dial.map_err(|why| self.failed("join", &why, None))?;
+        let issuer = self.connect(idx, &dial, detail.nonce).map_err(|error| {
             let code = error.raw_os_error().map(i64::from);
-            failed("connect", &format!("{}: {error}", detail.address), code)
+            self.failed("connect", &format!("{dial}: {error}"), code)
         })?;
-        self.peers[idx].issuer = Some(issuer);
+        let direct = DirectRequests::new(dial, encode_hello(detail.nonce, true));
+        let peer = &mut self.peers[idx];
+        peer.issuer = Some(issuer);
+        peer.direct = Some(Arc::new(direct));
+        // The next poll sends the hello, for which the peer waits a few seconds at most. An event for that comes from
+        // sockets only.
+        if !std::mem::replace(&mut peer.is_dirty, true) {
+            self.dirty.push_back(idx as u32);
+        }
         Ok(())
     }
 
@@ -368,7 +397,10 @@ impl Fabric for TcpFabric {
         if let Some(mut issuer) = found.issuer.take() {
             issuer.fail(&mut self.done);
         }
-        if let Some(server) = found.server {
+        if let Some(direct) = found.direct.take() {
+            direct.close();
+        }
+        for server in found.servers.into_iter().flatten() {
             self.drop_server(server);
         }
         self.lost.retain(|lost| *lost != peer);
@@ -446,6 +478,12 @@ impl Fabric for TcpFabric {
         out.append(&mut self.done);
     }
 
+    fn direct(&self, peer: PeerId) -> Option<Arc<dyn DirectCopy>> {
+        let idx = self.find("copy", peer).ok()?;
+        let direct = Arc::clone(self.peers[idx].direct.as_ref()?);
+        Some(direct)
+    }
+
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.set.as_fd())
     }
@@ -463,15 +501,10 @@ impl Fabric for TcpFabric {
     }
 }
 
-fn failed(op: &'static str, detail: &str, code: Option<i64>) -> NetworkError {
-    NetworkError { network: "tcp".to_owned(), op, code, detail: detail.to_owned() }
-}
-
 /// Largest single operation in bytes.
 const MAX_OPERATION_BYTES: u64 = 1 << 30;
 const LISTENER: u64 = u64::MAX;
 const SERVER: u64 = 1;
-const BACKLOG: i32 = 4096;
 
 #[cfg(test)]
 mod tests;

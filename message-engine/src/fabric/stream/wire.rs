@@ -1,12 +1,25 @@
-//! Bytes on a data connection. Little-endian; specified in `docs/reference/wire-format.md`, "TCP fabric".
+//! Bytes on a data connection. Little-endian; specified in `docs/reference/wire-format.md`, "TCP and shared-memory fabrics".
 
+use super::unix::Name;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 /// The address for a peer to connect to, and the nonce that proves its identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Detail {
-    pub(super) address: SocketAddr,
+    pub(super) place: Place,
     pub(super) nonce: [u8; 16],
+}
+
+/// The place that a peer connects to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Network(SocketAddr),
+    /// A Unix socket's abstract name, and the kernel and network namespace in which it is known.
+    Host {
+        name: Name,
+        boot_id: [u8; 16],
+        net_namespace: [u64; 2],
+    },
 }
 
 /// The request for one operation. The payload of a write follows.
@@ -32,36 +45,61 @@ pub(super) struct Response {
 
 impl Detail {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let ip = match self.address.ip() {
-            IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-            IpAddr::V6(ip) => ip,
-        };
-        let mut out = Vec::with_capacity(DETAIL_BYTES);
+        let mut out = Vec::with_capacity(HOST_DETAIL_BYTES);
         out.extend(VERSION.to_le_bytes());
-        out.extend(self.address.port().to_le_bytes());
-        out.extend(ip.octets());
+        match self.place {
+            Place::Network(address) => {
+                let ip = match address.ip() {
+                    IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+                    IpAddr::V6(ip) => ip,
+                };
+                out.extend(address.port().to_le_bytes());
+                out.extend(ip.octets());
+            }
+            Place::Host { name, boot_id, net_namespace } => {
+                out.extend([0; 2]);
+                out.extend(name);
+                out.extend(boot_id);
+                out.extend(net_namespace[0].to_le_bytes());
+                out.extend(net_namespace[1].to_le_bytes());
+            }
+        }
         out.extend(self.nonce);
         out
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let found: &[u8; DETAIL_BYTES] = bytes.try_into().map_err(|_| {
-            format!("the peer describes itself in {} bytes, expected {DETAIL_BYTES}", bytes.len())
-        })?;
-        let version = u16::from_le_bytes([found[0], found[1]]);
+        let is_host = bytes.len() == HOST_DETAIL_BYTES;
+        if !is_host && bytes.len() != DETAIL_BYTES {
+            return Err(format!(
+                "the peer describes itself in {} bytes, expected {DETAIL_BYTES} or {HOST_DETAIL_BYTES}",
+                bytes.len()
+            ));
+        }
+        let version = u16::from_le_bytes([bytes[0], bytes[1]]);
         if version != VERSION {
             return Err(format!("the peer speaks version {version}, this side version {VERSION}"));
         }
-        let port = u16::from_le_bytes([found[2], found[3]]);
-        let mut ip = [0; 16];
-        ip.copy_from_slice(&found[4..20]);
-        let ip = Ipv6Addr::from(ip).to_canonical();
+        let port = u16::from_le_bytes([bytes[2], bytes[3]]);
+        let half = |at: usize| {
+            let mut half = [0; 16];
+            half.copy_from_slice(&bytes[at..at + 16]);
+            half
+        };
+        let nonce = half(bytes.len() - 16);
+        if is_host {
+            if port != 0 {
+                return Err(format!("the peer names port {port} beside a name of its host"));
+            }
+            let net_namespace = [word(bytes, 36), word(bytes, 44)];
+            let place = Place::Host { name: half(4), boot_id: half(20), net_namespace };
+            return Ok(Self { place, nonce });
+        }
+        let ip = Ipv6Addr::from(half(4)).to_canonical();
         if port == 0 || ip.is_unspecified() || ip.is_multicast() {
             return Err(format!("the peer's address {ip} port {port} cannot be connected to"));
         }
-        let mut nonce = [0; 16];
-        nonce.copy_from_slice(&found[20..]);
-        Ok(Self { address: SocketAddr::new(ip, port), nonce })
+        Ok(Self { place: Place::Network(SocketAddr::new(ip, port)), nonce })
     }
 }
 
@@ -113,22 +151,23 @@ impl Response {
     }
 }
 
-/// First bytes of a data connection.
-pub(super) fn encode_hello(nonce: [u8; 16]) -> [u8; HELLO_BYTES] {
+/// First bytes of a data connection. `is_direct`: users' threads make its requests.
+pub(super) fn encode_hello(nonce: [u8; 16], is_direct: bool) -> [u8; HELLO_BYTES] {
     let mut out = [0; HELLO_BYTES];
     out[..8].copy_from_slice(&MAGIC);
     out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+    out[10] = is_direct.into();
     out[16..].copy_from_slice(&nonce);
     out
 }
 
-/// The nonce of a hello. `None`: not a hello of this version.
-pub(super) fn decode_hello(bytes: &[u8; HELLO_BYTES]) -> Option<[u8; 16]> {
+/// The nonce of a hello, and whether users' threads make the requests. `None`: not a hello of this version.
+pub(super) fn decode_hello(bytes: &[u8; HELLO_BYTES]) -> Option<([u8; 16], bool)> {
     let version = u16::from_le_bytes([bytes[8], bytes[9]]);
-    if bytes[..8] != MAGIC || version != VERSION || bytes[10..16] != [0; 6] {
+    if bytes[..8] != MAGIC || version != VERSION || bytes[10] > 1 || bytes[11..16] != [0; 5] {
         return None;
     }
-    bytes[16..].try_into().ok()
+    Some((bytes[16..].try_into().ok()?, bytes[10] == 1))
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {
@@ -140,8 +179,10 @@ fn word(bytes: &[u8], at: usize) -> u64 {
 /// Descriptions with addresses of both families.
 #[cfg(fuzzing)]
 pub(in crate::fabric) fn detail_samples() -> Vec<Vec<u8>> {
-    let detail = |ip: IpAddr| Detail { address: SocketAddr::new(ip, 80), nonce: [9; 16] }.encode();
-    vec![detail([10, 0, 0, 1].into()), detail(Ipv6Addr::LOCALHOST.into())]
+    let detail = |place| Detail { place, nonce: [9; 16] }.encode();
+    let network = |ip: IpAddr| detail(Place::Network(SocketAddr::new(ip, 80)));
+    let host = Place::Host { name: [1; 16], boot_id: [2; 16], net_namespace: [3, 4] };
+    vec![network([10, 0, 0, 1].into()), network(Ipv6Addr::LOCALHOST.into()), detail(host)]
 }
 
 /// Decodes bytes of a peer. A decoded detail must stay the same when it is encoded and decoded again.
@@ -158,7 +199,7 @@ pub(in crate::fabric) fn samples() -> Vec<Vec<u8>> {
     let request = |is_write| Request { is_write, key: 1, offset: 2, bytes: 3 }.encode().to_vec();
     let data = Response { is_data: true, status: 0, is_last: false, bytes: 4 };
     let verdict = Response { is_data: false, status: 5, is_last: true, bytes: 0 };
-    let hello = encode_hello([6; 16]).to_vec();
+    let hello = encode_hello([6; 16], true).to_vec();
     let responses = [data, verdict].map(|response| response.encode().to_vec());
     [vec![request(false), request(true), hello], responses.to_vec()].concat()
 }
@@ -179,15 +220,16 @@ pub(in crate::fabric) fn check(bytes: &[u8]) {
         assert_eq!(response.encode(), *bytes);
     }
     if let Some(bytes) = bytes.first_chunk()
-        && let Some(nonce) = decode_hello(bytes)
+        && let Some((nonce, is_direct)) = decode_hello(bytes)
     {
-        assert_eq!(encode_hello(nonce), *bytes);
+        assert_eq!(encode_hello(nonce, is_direct), *bytes);
     }
 }
 
 const MAGIC: [u8; 8] = *b"SYTCPFAB";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const DETAIL_BYTES: usize = 36;
+const HOST_DETAIL_BYTES: usize = 68;
 /// Bytes of a hello.
 pub(super) const HELLO_BYTES: usize = 32;
 /// Bytes of a [`Request`].
@@ -208,21 +250,28 @@ mod tests {
     #[test]
     fn encoded_values_are_decoded_unchanged() {
         for address in ["10.1.2.3:4567", "[fe80::1]:9"] {
-            let detail = Detail { address: address.parse().unwrap(), nonce: [7; 16] };
+            let place = Place::Network(address.parse().unwrap());
+            let detail = Detail { place, nonce: [7; 16] };
             assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
         }
+        let place = Place::Host { name: [1; 16], boot_id: [2; 16], net_namespace: [3, u64::MAX] };
+        let detail = Detail { place, nonce: [7; 16] };
+        assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
         let request = Request { is_write: true, key: u64::MAX - 3, offset: 1 << 33, bytes: 77 };
         assert_eq!(Request::decode(&request.encode()), Some(request));
         for (is_data, status, is_last, bytes) in [(true, 0, false, 9), (false, 2, true, 0)] {
             let response = Response { is_data, status, is_last, bytes };
             assert_eq!(Response::decode(&response.encode()), Some(response));
         }
-        assert_eq!(decode_hello(&encode_hello([3; 16])), Some([3; 16]));
+        for is_direct in [false, true] {
+            assert_eq!(decode_hello(&encode_hello([3; 16], is_direct)), Some(([3; 16], is_direct)));
+        }
     }
 
     #[test]
     fn malformed_bytes_are_refused() {
-        let detail = Detail { address: "10.1.2.3:4567".parse().unwrap(), nonce: [7; 16] };
+        let place = Place::Network("10.1.2.3:4567".parse().unwrap());
+        let detail = Detail { place, nonce: [7; 16] };
         assert!(Detail::decode(&detail.encode()[1..]).is_err());
         let mut other = detail.encode();
         other[0] = 9;
@@ -239,7 +288,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes: [u8; 32], short in prop::collection::vec(any::<u8>(), 0..64)) {
+        fn arbitrary_bytes_never_panic(bytes: [u8; 32], short in prop::collection::vec(any::<u8>(), 0..80)) {
             let _ = Detail::decode(&short);
             let _ = Request::decode(&bytes);
             let _ = decode_hello(&bytes);

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
-use super::stream::{ReceiveOutcome, SendOutcome, Stream};
+use super::buffered::{ReceiveOutcome, SendOutcome, Stream};
 use super::wire::{RESPONSE_BYTES, Request, Response, decode_hello};
 use crate::fabric::RegionId;
 use crate::fabric::memory::{Refusal, Regions};
@@ -32,7 +32,7 @@ pub(super) enum Step {
     /// There is more to do at once, without an event to wait for.
     More,
     /// The hello has arrived. The caller sets `peer` and continues.
-    Hello([u8; 16]),
+    Hello { nonce: [u8; 16], is_direct: bool },
 }
 
 /// Result of sending.
@@ -110,7 +110,8 @@ impl Server {
         while self.replies.len() < MAX_REPLIES {
             if self.peer.is_none() {
                 if let Some(hello) = self.stream.header() {
-                    return decode_hello(&hello).map(Step::Hello).ok_or_else(protocol_error);
+                    let (nonce, is_direct) = decode_hello(&hello).ok_or_else(protocol_error)?;
+                    return Ok(Step::Hello { nonce, is_direct });
                 }
             } else if self.payload.is_none()
                 && let Some(header) = self.stream.header()
@@ -136,7 +137,8 @@ impl Server {
         self.stream.set_interest(set, has_room, sent == Progress::Blocked);
         // epoll reports when a blocked socket takes bytes again. Nothing reports the end of a turn.
         let is_waiting = is_drained || !has_room;
-        Ok(if is_waiting && sent != Progress::TurnOver { Step::Idle } else { Step::More })
+        let is_idle = is_waiting && sent != Progress::TurnOver && !self.stream.has_changed();
+        Ok(if is_idle { Step::Idle } else { Step::More })
     }
 
     /// Removes a registration from all requests and answers. Nothing touches its memory afterwards.

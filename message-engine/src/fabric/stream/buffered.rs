@@ -1,10 +1,11 @@
-//! A socket with a small buffer for headers. Large payloads bypass the buffer.
+//! A connection with a small buffer for headers. Large payloads bypass the buffer.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::event::epoll;
 
+use super::carrier::Carrier;
 use crate::fabric::raw;
 
 /// Result of sending.
@@ -12,22 +13,24 @@ use crate::fabric::raw;
 pub(super) enum SendOutcome {
     /// This many bytes were sent.
     Bytes(usize),
-    /// The socket takes nothing now.
+    /// The connection takes nothing now.
     WouldBlock,
     /// The turn is over.
     TurnOver,
 }
 
-/// A non-blocking socket in an epoll set.
+/// A connection in an epoll set.
 #[derive(Debug)]
 pub(super) struct Stream {
-    fd: OwnedFd,
+    carrier: Carrier,
     data: u64,
     interest: epoll::EventFlags,
     buf: Box<[u8]>,
     start: usize,
     end: usize,
     turn: Turn,
+    /// Whether the last bytes were all that was there. An event reports later ones.
+    is_drained: bool,
     #[cfg(test)]
     num_turns: usize,
 }
@@ -53,24 +56,24 @@ pub(super) enum ReceiveOutcome {
 }
 
 impl Stream {
-    /// Puts the socket into `set`, whose events will carry `data`.
+    /// Puts the connection into `set`, whose events will carry `data`.
     pub(super) fn new(
-        fd: OwnedFd,
+        carrier: Carrier,
         set: BorrowedFd<'_>,
         data: u64,
         interest: epoll::EventFlags,
     ) -> io::Result<Self> {
-        rustix::net::sockopt::set_tcp_nodelay(&fd, true)?;
-        epoll::add(set, &fd, epoll::EventData::new_u64(data), interest)?;
+        epoll::add(set, carrier.fd(), epoll::EventData::new_u64(data), interest)?;
         let buf = vec![0; BUFFER_BYTES].into_boxed_slice();
         Ok(Self {
-            fd,
+            carrier,
             data,
             interest,
             buf,
             start: 0,
             end: 0,
             turn: Turn::WHOLE,
+            is_drained: false,
             #[cfg(test)]
             num_turns: 0,
         })
@@ -79,6 +82,7 @@ impl Stream {
     /// Begins a turn, in which up to [`TURN_BYTES`] may be received and as many sent.
     pub(super) const fn begin_turn(&mut self) {
         self.turn = Turn::WHOLE;
+        self.is_drained = false;
         #[cfg(test)]
         {
             self.num_turns += 1;
@@ -92,21 +96,25 @@ impl Stream {
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.carrier.fd()
     }
 
     /// Sets the events that epoll reports. An unchanged set costs nothing.
     pub(super) fn set_interest(&mut self, set: BorrowedFd<'_>, reads: bool, writes: bool) {
-        let mut interest = epoll::EventFlags::empty();
-        interest.set(epoll::EventFlags::IN, reads);
-        interest.set(epoll::EventFlags::OUT, writes);
+        let interest = self.carrier.interest(reads, writes);
         if interest == self.interest {
             return;
         }
-        match epoll::modify(set, &self.fd, epoll::EventData::new_u64(self.data), interest) {
+        match epoll::modify(set, self.carrier.fd(), epoll::EventData::new_u64(self.data), interest)
+        {
             Ok(()) => self.interest = interest,
             Err(error) => tracing::error!(%error, "cannot change what a socket waits for"),
         }
+    }
+
+    /// Whether there may be more to do although the last calls have found nothing, without an event to come.
+    pub(super) fn has_changed(&self) -> bool {
+        self.carrier.has_changed()
     }
 
     /// Takes a header of `N` bytes out of the buffer, if it is whole.
@@ -141,6 +149,9 @@ impl Stream {
             self.buf.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
+        if self.is_drained {
+            return ReceiveOutcome::WouldBlock;
+        }
         let left = self.turn.receive;
         if left == 0 {
             return ReceiveOutcome::TurnOver;
@@ -153,9 +164,10 @@ impl Stream {
         let parts = if bytes == 0 { &parts[1..] } else { &parts[..] };
         loop {
             // SAFETY: `dst` by the caller's promise; the rest of the buffer is ours alone.
-            return match unsafe { raw::receive(self.fd.as_fd(), parts) } {
+            return match unsafe { self.carrier.receive(parts) } {
                 Ok(0) => ReceiveOutcome::Closed,
                 Ok(got) => {
+                    self.is_drained = got < bytes + room_bytes && self.carrier.repeats_events();
                     let past = got.min(bytes);
                     self.end += got - past;
                     self.turn.receive -= got;
@@ -185,7 +197,7 @@ impl Stream {
         }
         loop {
             // SAFETY: the caller's promise.
-            return match unsafe { raw::send(self.fd.as_fd(), parts) } {
+            return match unsafe { self.carrier.send(parts) } {
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => Ok(SendOutcome::WouldBlock),
                     io::ErrorKind::Interrupted => continue,
