@@ -30,6 +30,25 @@ pub(crate) struct Loader {
     pub(crate) progress: Arc<LoadingProgress>,
 }
 
+/// How much of the machine a load may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// The server has no clients yet.
+    First,
+    /// Clients wait for answers meanwhile.
+    Background,
+}
+
+impl Pace {
+    /// Experts of peers that are read at a time, each on a thread of its own.
+    const fn num_reads(self) -> usize {
+        match self {
+            Self::First => 4,
+            Self::Background => 1,
+        }
+    }
+}
+
 /// Experts by where to take them from.
 #[derive(Debug, Default)]
 pub(crate) struct Split {
@@ -81,6 +100,7 @@ impl Loader {
         &self,
         store: &Arc<dyn Experts>,
         mut wanted: Vec<(u32, u32)>,
+        pace: Pace,
         stop: Arc<AtomicBool>,
     ) -> Vec<Missing> {
         wanted.retain(|&(layer, expert)| !store.has(layer, expert));
@@ -88,7 +108,7 @@ impl Loader {
         let Split { mut files, peers } = self.split(store.checkpoint(), wanted).await;
         let mut missing = Vec::new();
         if !peers.is_empty() {
-            let fetched = self.fetch(store, peers, &stop).await;
+            let fetched = self.fetch(store, peers, pace, &stop).await;
             if self.from == WeightsFrom::Auto && self.has_files {
                 files.extend(fetched.missing.into_iter().map(|(expert, _)| expert));
             } else {
@@ -105,6 +125,7 @@ impl Loader {
         &self,
         store: &Arc<dyn Experts>,
         wanted: Vec<(u32, u32)>,
+        pace: Pace,
         stop: &Arc<AtomicBool>,
     ) -> Fetched {
         let Some((fetch, _)) = &self.peers else { return Fetched::default() };
@@ -114,7 +135,7 @@ impl Loader {
         let begin = Instant::now();
         let num_wanted = wanted.len();
         let fetching = tokio::task::spawn_blocking(move || {
-            fetch.run(&peers, &wanted, &stop, &|layer, expert, weights| {
+            fetch.run(&peers, &wanted, pace.num_reads(), &stop, &|layer, expert, weights| {
                 let bytes = store.insert(layer, expert, weights).map_err(|e| e.to_string())?;
                 count(&metrics, &progress, bytes, true);
                 Ok(())

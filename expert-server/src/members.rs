@@ -18,7 +18,7 @@ use crate::config::ServerConfig;
 use crate::config::selection::check_assignment;
 use crate::error::{StartError, is_name_conflict};
 use crate::experts::Experts;
-use crate::loader::Loader;
+use crate::loader::{Loader, Pace};
 use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
@@ -412,7 +412,7 @@ impl Membership {
         let stopped = Arc::clone(&stop);
         let end = async move {
             let _progress = loader.progress.begin(new.len());
-            let missing = loader.load(&store, new, Arc::clone(&stopped)).await;
+            let missing = loader.load(&store, new, Pace::Background, Arc::clone(&stopped)).await;
             let is_stopped = stopped.load(Ordering::Relaxed);
             if let Some(((layer, expert), reason)) = missing.first()
                 && !is_stopped

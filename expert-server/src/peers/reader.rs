@@ -71,13 +71,14 @@ pub(crate) struct Fetched {
 pub(crate) type Take<'a> = dyn Fn(u32, u32, ExpertWeights) -> Result<(), String> + Sync + 'a;
 
 impl Fetch {
-    /// Reads experts of `peers` and hands each to `take`, on several threads. Ends early when `stop` becomes true. Then
+    /// Reads experts of `peers` and hands each to `take`, on `num_threads` threads. Ends early when `stop` becomes true. Then
     /// the experts that were not read are missing. Blocks until the end: every wait for a peer is bounded, and the read
     /// ends after `patience` without a new expert.
     pub(crate) fn run(
         &self,
         peers: &[Peer],
         wanted: &[(u32, u32)],
+        num_threads: usize,
         stop: &AtomicBool,
         take: &Take<'_>,
     ) -> Fetched {
@@ -104,7 +105,7 @@ impl Fetch {
         std::thread::scope(|scope| {
             scope.spawn(|| session.route_responses(&is_over));
             let helpers: Vec<_> =
-                (1..NUM_READS.min(wanted.len())).map(|_| scope.spawn(|| work.run())).collect();
+                (1..num_threads.min(wanted.len())).map(|_| scope.spawn(|| work.run())).collect();
             work.run();
             for helper in helpers {
                 if helper.join().is_err() {
@@ -222,8 +223,6 @@ impl Work<'_> {
     }
 }
 
-/// Experts that are read at a time.
-const NUM_READS: usize = 4;
 /// Pause of a thread without work.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Longest pause before another look at the list.

@@ -13,7 +13,7 @@ use crate::compute::LoadProgress;
 use crate::config::{ServerConfig, WeightsFrom};
 use crate::error::StartError;
 use crate::experts::Experts;
-use crate::loader::{Loader, Observer};
+use crate::loader::{Loader, Observer, Pace};
 use crate::members::Digests;
 use crate::metrics::ServerMetrics;
 use crate::peers::{Fetch, ModelIdentity, SourceConfig, WeightSource};
@@ -256,7 +256,7 @@ async fn load_from_peers(
     loop {
         let num_wanted = rest.len();
         let stop = Arc::new(AtomicBool::new(false));
-        let missing = loader.load(store, rest, stop).await;
+        let missing = loader.load(store, rest, Pace::First, stop).await;
         let Some(((layer, expert), reason)) = missing.first().cloned() else { return Ok(()) };
         if missing.len() < num_wanted {
             since = Instant::now();

@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint};
 use control_api::{ControlClient, DrainRequest, FleetGoals, MemberInfo};
 use control_plane::{BalanceSettings, Server, ServerConfig as ControlConfig};
+use message_engine::{Engine, EngineConfig};
 use p2p_core::AnyEndpoint;
 use p2p_core::bootstrap::{ConnectConfig, Connection, Liveness, PeerHello, connect};
 use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
 use rand::RngExt;
 use rand::rngs::StdRng;
+use serde_json::{Value, json};
 use switchyard_expert_server::{
     ExpertServer, Placement, RunningServer, ServerConfig, StartError, Ticket, WeightsFrom,
 };
@@ -234,6 +236,7 @@ async fn damaged_weights_of_a_peer_are_refused_and_come_from_another_one() {
 async fn with_damaged_peers_alone_the_disk_serves_or_the_start_fails_with_the_checksum() {
     let mut rng = seeded();
     let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let reference = Reference::of(&folders.full);
     let fleet = Fleet::of_replicas().await;
     let honest = fleet.server("honest", &folders.full, WeightsFrom::Disk).await;
     let raw = RawPeer::join(&fleet.url, "raw", &folders.full, Misdeed::FlipBit).await;
@@ -244,6 +247,26 @@ async fn with_damaged_peers_alone_the_disk_serves_or_the_start_fails_with_the_ch
     let error = ExpertServer::start(config, |_| {}).await.expect_err("no good weights").to_string();
     assert!(error.contains("checksum") && error.contains("raw"), "{error}");
     assert!(raw.num_granted() > 0);
+
+    // Files that are not in memory come after peers.
+    let cold = folders.bare.join("cold");
+    std::fs::create_dir(&cold).expect("a folder");
+    for entry in std::fs::read_dir(&folders.full).expect("files") {
+        let from = entry.expect("a file").path();
+        let to = cold.join(from.file_name().expect("a name"));
+        std::fs::copy(&from, &to).expect("copied");
+        let file = std::fs::File::open(&to).expect("a file");
+        file.sync_all().expect("on the disk");
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("not in memory");
+    }
+    let num_granted = raw.num_granted();
+    let auto = fleet.server("c", &cold, WeightsFrom::Auto).await;
+    assert!(raw.num_granted() > num_granted, "the peer was asked");
+    let damaged = metric(auto.metrics(), "switchyard_server_weights_damaged_total");
+    assert_eq!(damaged, (raw.num_granted() - num_granted) as f64);
+    assert_eq!(read_bytes(&auto, "disk"), auto.expert_bytes() as f64);
+    check_answers(&auto, &reference, &mut rng).await;
+    auto.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -411,4 +434,98 @@ async fn a_rebalance_loads_from_peers_in_the_background_and_a_drain_stops_it() {
     a.shutdown().await;
     check_answers(&b, &reference, &mut rng).await;
     b.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_source_refuses_by_name_and_outlives_hostile_readers() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let fleet = Fleet::of_replicas().await;
+    let a = fleet.server("a", &folders.full, WeightsFrom::Disk).await;
+    let addr = fleet.members().await[0].weights_addr.clone().expect("a source");
+    let addr: std::net::SocketAddr = addr.parse().expect("an address");
+    let checkpoint = Checkpoint::open(&folders.full).expect("it opens");
+    let config = checkpoint.config();
+    let layer = config.moe_layers()[0];
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let hello = json!({
+        "type": "hello",
+        "version": 1,
+        "fingerprint": checkpoint.fingerprint().expect("experts").to_string(),
+        "parameters": hex(&config.parameters_digest()),
+    });
+    tokio::task::block_in_place(|| {
+        let soon = || Instant::now() + PATIENCE;
+        let engine = Engine::start(EngineConfig::local()).expect("an engine");
+        let read = |id: u32, expert: u32| json!({ "type": "read", "id": id, "layer": layer, "expert": expert });
+        let refusal = |message: &Value, what: &str| {
+            let connection = engine.connect(addr, soon()).expect("connected");
+            raw::send(&connection, message);
+            let answer = raw::receive(&engine);
+            assert_eq!(answer["type"], "refused", "{answer}");
+            assert!(answer["reason"].as_str().expect("a reason").contains(what), "{answer}");
+        };
+        refusal(&read(1, 0), "before the hello");
+        for (field, value) in
+            [("version", json!(2)), ("fingerprint", json!("00")), ("parameters", json!("00"))]
+        {
+            let mut other = hello.clone();
+            other[field] = value;
+            refusal(&other, "the server has");
+        }
+        // Bytes that are no messages, of any length that the engine takes.
+        for len in [0, 1, 7, 4096] {
+            let connection = engine.connect(addr, soon()).expect("connected");
+            let bytes: Vec<u8> = (0..len).map(|_| rng.random()).collect();
+            connection.notify(&bytes, soon()).expect("sent");
+            eventually("the source disconnects", || connection.closed().is_some());
+        }
+
+        let connection = engine.connect(addr, soon()).expect("connected");
+        raw::send(&connection, &hello);
+        assert_eq!(raw::receive(&engine)["type"], "index");
+        for (id, message) in [(1, read(1, u32::MAX)), (2, read(2, config.num_experts))] {
+            raw::send(&connection, &message);
+            let answer = raw::receive(&engine);
+            assert_eq!((&answer["type"], &answer["id"]), (&json!("refused"), &json!(id)));
+            assert!(answer["reason"].as_str().expect("a reason").contains("not loaded"), "{answer}");
+        }
+        // A reader that gives nothing back gets a few grants, and no more until it does.
+        let mut num_granted = 0;
+        for id in 10..30 {
+            raw::send(&connection, &read(id, 0));
+            match raw::receive(&engine)["type"].as_str() {
+                Some("grant") => num_granted += 1,
+                Some("later") => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(num_granted, 8);
+        raw::send(&connection, &json!({ "type": "done", "id": 10 }));
+        raw::send(&connection, &read(40, 0));
+        assert_eq!(raw::receive(&engine)["type"], "grant");
+        connection.close();
+    });
+    eventually("the grants of a closed connection end", || {
+        metric(a.metrics(), "switchyard_server_weights_grants") == 0.0
+    });
+    let c = fleet.server("c", &folders.bare, WeightsFrom::Peers).await;
+    assert_eq!(c.holds(), a.holds());
+    for server in [a, c] {
+        server.shutdown().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_read_of_a_source_that_has_ended_fails_and_returns_nothing_as_good() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let fleet = Fleet::of_replicas().await;
+    let a = fleet.server("a", &folders.full, WeightsFrom::Disk).await;
+    let raw = RawPeer::join(&fleet.url, "raw", &folders.full, Misdeed::FlipBit).await;
+    let grant = tokio::task::block_in_place(|| raw.hold_grant());
+    a.shutdown().await;
+    tokio::task::block_in_place(|| {
+        eventually("reads of its memory fail", || raw.read_held(&grant).is_err());
+    });
 }

@@ -113,6 +113,29 @@ impl RawPeer {
         self.state.num_granted.load(Ordering::Relaxed)
     }
 
+    /// Asks the honest server for an expert, and does not give the grant back.
+    pub fn hold_grant(&self) -> Value {
+        let upstream = &self.state.upstream;
+        let layer = &upstream.index["experts"][0];
+        let (layer, expert) = (number(&layer["layer"]), number(&layer["experts"][0]));
+        let message = json!({ "type": "read", "id": 1, "layer": layer, "expert": expert });
+        send(&upstream.connection, &message);
+        let grant = receive(&upstream.engine);
+        assert_eq!(grant["type"], "grant", "{grant}");
+        grant
+    }
+
+    /// Reads the first part of a held grant.
+    pub fn read_held(&self, grant: &Value) -> Result<u64, String> {
+        let upstream = &self.state.upstream;
+        let text = grant["parts"][0].as_str().expect("a descriptor");
+        let remote = Descriptor::from_bytes(&unhex(text)).expect("a descriptor");
+        let region = upstream.engine.alloc(remote.bytes as usize, Access::Local).expect("memory");
+        let deadline = Instant::now() + PATIENCE;
+        let read = upstream.connection.read(&region.whole(), &remote, deadline);
+        read.map_err(|error| error.to_string())
+    }
+
     /// Copies all experts of the honest server, so that it may go.
     pub fn copy_all(&self) {
         let index = &self.state.upstream.index["experts"];
@@ -260,12 +283,12 @@ pub async fn dying_peer() {
     drop(peer);
 }
 
-fn send(connection: &Connection, message: &Value) {
+pub fn send(connection: &Connection, message: &Value) {
     let bytes = serde_json::to_vec(message).expect("JSON");
     connection.notify(&bytes, Instant::now() + PATIENCE).expect("sent");
 }
 
-fn receive(engine: &Engine) -> Value {
+pub fn receive(engine: &Engine) -> Value {
     let notification = engine.next_notification(Instant::now() + PATIENCE).expect("an answer");
     serde_json::from_slice(&notification.bytes).expect("JSON")
 }
