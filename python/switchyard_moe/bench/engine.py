@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(_checkpoint.SHAPES), help="write random weights to --model first")
     parser.add_argument("--layers", type=int, default=8, help="layers of --shape")
     parser.add_argument("--server-threads", type=int, default=1)
+    parser.add_argument(
+        "--batch-servers", action="store_true", help="servers do not preempt the engine when they wake (SCHED_BATCH)"
+    )
     parser.add_argument("--cores", help="such as 0,1; default: all that this process may use")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--local-experts", default="grouped_mm", help="transformers' own implementation")
@@ -126,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens": given.tokens,
         "servers": given.servers,
         "server_threads": given.server_threads,
+        "batch_servers": given.batch_servers,
+        "served_env": given.served_env,
         "cores": sorted(os.sched_getaffinity(0)),
         "tokens_per_s": medians,
         "served_over_local": medians["served"] / medians["local"],
@@ -224,6 +229,8 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
         devices=given.server_devices.split(","),
         timeout=300.0,
     ) as cluster:
+        if given.batch_servers:
+            _schedule_as_batch(cluster)
         env = {**os.environ, "SWITCHYARD_CONTROL_PLANE": cluster.url, "SWITCHYARD_TOKEN": cluster.token}
         children = {
             mode: _start(mode, arguments, {**env, **(served_env if mode == "served" else {})}) for mode in MODES
@@ -255,6 +262,12 @@ def _row(given: argparse.Namespace, mode: str, number: int, found: dict[str, Any
     speed = given.batch * given.tokens / seconds
     sizes = (given.batch, given.prompt_tokens, given.tokens)
     return Row(given.engine, mode, number, *sizes, seconds, speed, **found)
+
+
+def _schedule_as_batch(cluster: switchyard_moe.LocalCluster) -> None:
+    for name in cluster.names:
+        for thread in os.listdir(f"/proc/{cluster.pid(name)}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _start(mode: str, arguments: list[str], env: dict[str, str]) -> subprocess.Popen[str]:

@@ -13,7 +13,6 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from switchyard_moe import ConfigError
-from switchyard_moe import _engine as engine
 from switchyard_moe.vllm import NAME, _service
 
 

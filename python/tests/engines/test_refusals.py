@@ -40,7 +40,12 @@ def test_transformers_refuses(tmp_path: Path, tiny: Path) -> None:
                 {**job, "model": str(first), "settings": {**given, "wire_dtype": "f64"}},
                 {**job, "model": str(first), "grad": True},
                 {**job, "class": "Llama4TextModel", "config": {"num_hidden_layers": 1, "hidden_size": 64}},
-                {**job, "class": "Ernie4_5_VLMoeTextModel", "config": vision, "settings": {**given, "model": str(first)}},
+                {
+                    **job,
+                    "class": "Ernie4_5_VLMoeTextModel",
+                    "config": vision,
+                    "settings": {**given, "model": str(first)},
+                },
                 {**job, **omni},
                 {**job, **omni, "options": {"experts_implementation": {"": "switchyard", "talker_config": "eager"}}},
                 {**job, **omni, "options": {"experts_implementation": {"thinker_config": "switchyard"}}},
