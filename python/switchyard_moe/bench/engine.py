@@ -44,8 +44,8 @@ class Row:
     tokens: int
     seconds: float
     tokens_per_s: float
-    digest: str
-    """Of the generated ids."""
+    digests: str
+    """Of the ids of each sequence."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,11 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": given.device,
         "server_devices": given.server_devices,
     }
-    served = {row.digest for row in rows if row.mode != "local"}
-    result["served_tokens_are_the_same"] = len(served) == 1
-    result["tokens_equal_to_local"] = served == {row.digest for row in rows if row.mode == "local"}
+    last = {
+        mode: [row for row in rows if row.mode == mode][-1] for mode in (*MODES, *(["killed"] if given.kill else []))
+    }
+    for mode, row in last.items():
+        same = {other.digests == row.digests for other in rows if other.mode == mode}
+        result[f"{mode}_rounds_are_the_same"] = same == {True}
+    result["sequences_equal_to_local"] = _equal(last["served"], last["local"])
     if given.kill:
-        result["tokens_per_s_while_killed"] = next(row.tokens_per_s for row in rows if row.mode == "killed")
+        result["tokens_per_s_while_killed"] = last["killed"].tokens_per_s
+        result["sequences_equal_through_the_kill"] = _equal(last["served"], last["killed"])
     if given.csv:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -132,17 +137,17 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
             for number in range(given.rounds + 1):
                 # The order alternates, so that a slow drift of the host's speed cancels out.
                 for mode in MODES if number % 2 else reversed(MODES):
-                    seconds, digest = _turn(children[mode], mode)
+                    seconds, digests = _turn(children[mode], mode)
                     if number > 0:
-                        rows.append(_row(given, mode, number, seconds, digest))
+                        rows.append(_row(given, mode, number, seconds, digests))
             if given.kill:
                 # In the middle of the batch, as the rounds before let expect.
                 middle = statistics.median(row.seconds for row in rows if row.mode == "served") / 2
                 killer = threading.Timer(middle, cluster.kill, [cluster.names[0]])
                 killer.start()
-                seconds, digest = _turn(children["served"], "served")
+                seconds, digests = _turn(children["served"], "served")
                 killer.join()
-                rows.append(_row(given, "killed", given.rounds + 1, seconds, digest))
+                rows.append(_row(given, "killed", given.rounds + 1, seconds, digests))
         finally:
             for child in children.values():
                 child.kill()
@@ -150,9 +155,14 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
     return rows
 
 
-def _row(given: argparse.Namespace, mode: str, number: int, seconds: float, digest: str) -> Row:
+def _row(given: argparse.Namespace, mode: str, number: int, seconds: float, digests: str) -> Row:
     speed = given.batch * given.tokens / seconds
-    return Row(given.engine, mode, number, given.batch, given.prompt_tokens, given.tokens, seconds, speed, digest)
+    return Row(given.engine, mode, number, given.batch, given.prompt_tokens, given.tokens, seconds, speed, digests)
+
+
+def _equal(first: Row, second: Row) -> int:
+    """Returns how many sequences two rounds have in common."""
+    return sum(a == b for a, b in zip(first.digests.split(), second.digests.split(), strict=True))
 
 
 def _start(mode: str, arguments: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
@@ -167,7 +177,7 @@ def _turn(child: subprocess.Popen[str], mode: str) -> tuple[float, str]:
     # Engines print to standard output, too.
     for line in child.stdout:
         if line.startswith("SECONDS "):
-            return float(line.split()[1]), line.split()[2]
+            return float(line.split()[1]), " ".join(line.split()[2:])
     raise switchyard_moe.Error(f"the process with {mode} experts ended with exit code {child.wait()}")
 
 
@@ -182,8 +192,8 @@ def _child(given: argparse.Namespace, commands: TextIO, answers: TextIO) -> None
         started = time.perf_counter()
         ids = generate(prompts)
         seconds = time.perf_counter() - started
-        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-        print(f"\nSECONDS {seconds} {digest}", file=answers, flush=True)
+        digests = " ".join(hashlib.sha256(json.dumps(sequence).encode()).hexdigest()[:8] for sequence in ids)
+        print(f"\nSECONDS {seconds} {digests}", file=answers, flush=True)
 
 
 def _transformers(given: argparse.Namespace, served: bool) -> Callable[[list[list[int]]], list[list[int]]]:
