@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", default="1,64")
     parser.add_argument("--calls", type=int, default=2000, help="calls of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--csv", type=Path, help="file for every round: medians and 90th percentiles")
+    parser.add_argument("--csv", type=Path, help="file for every round")
     parser.add_argument("--child", nargs=3, metavar=("URL", "TOKENS", "SIDE"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
@@ -52,15 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for side in SIDES:
                     command = rust if side == "rust" else [*python, side]
                     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                    times = [float(field) for field in output.stdout.split()]
+                    calls = [[float(part) for part in call.split(":")] for call in output.stdout.split()]
+                    whole, dispatch, wait = ([call[part] for call in calls] for part in range(3))
+                    lower, median, _ = statistics.quantiles(whole, n=4)
                     rows.append(
                         {
                             "tokens": int(tokens),
                             "round": number,
                             "side": side,
-                            "median_us": round(statistics.median(times), 3),
-                            "p10_us": round(statistics.quantiles(times, n=10)[0], 3),
-                            "p90_us": round(statistics.quantiles(times, n=10)[8], 3),
+                            "median_us": round(median, 3),
+                            "lower_quartile_us": round(lower, 3),
+                            "dispatch_us": round(statistics.median(dispatch), 3),
+                            "wait_us": round(statistics.median(wait), 3),
                         }
                     )
     if given.csv:
@@ -68,20 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    result = {}
+    result: dict[str, dict[str, float]] = {}
     for tokens in sorted({row["tokens"] for row in rows}):
-        of = {
-            side: [row["median_us"] for row in rows if (row["tokens"], row["side"]) == (tokens, side)] for side in SIDES
-        }
-        medians = {side: statistics.median(values) for side, values in of.items()}
-        over = {f"{side}, over rust": round(medians[side] - medians["rust"], 3) for side in SIDES[1:]}
-        result[tokens] = {**medians, **over}
+        for side in SIDES:
+            of = [row for row in rows if (row["tokens"], row["side"]) == (tokens, side)]
+            numbers = {name: statistics.median(row[name] for row in of) for name in of[0] if name.endswith("_us")}
+            result[f"{tokens} tokens, {side}"] = numbers
+            rust = result[f"{tokens} tokens, rust"]
+            numbers["over_rust_us"] = round(numbers["median_us"] - rust["median_us"], 3)
+            numbers["lower_over_rust_us"] = round(numbers["lower_quartile_us"] - rust["lower_quartile_us"], 3)
     print(json.dumps(result))
     return 0
 
 
 def _python(device: str, calls: int, url: str, tokens_text: str, side: str) -> None:
-    """Prints the time of each call in microseconds, as the program in Rust does."""
+    """Prints the times of each call in microseconds, as the program in Rust does."""
     import torch
 
     tokens = int(tokens_text)
@@ -99,13 +103,14 @@ def _python(device: str, calls: int, url: str, tokens_text: str, side: str) -> N
         torch.cuda.synchronize()
         stream = torch.cuda.default_stream(device) if side == DEFAULT else torch.cuda.Stream(device)
         times = []
+        report = switchyard_moe.Report()
         with torch.cuda.stream(stream):
             for number in range(calls + calls // 10):
                 start = time.perf_counter_ns()
-                client.forward(layer, x, topk_idx, topk_weights, out=out)
+                client.forward(layer, x, topk_idx, topk_weights, out=out, report=report)
                 took = time.perf_counter_ns() - start
                 if number >= calls // 10:
-                    times.append(f"{took / 1e3:.3f}")
+                    times.append(f"{took / 1e3:.3f}:{report.dispatch_us:.3f}:{report.wait_us:.3f}")
         print(" ".join(times))
 
 
