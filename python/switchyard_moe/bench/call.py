@@ -66,22 +66,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                             "wait_us": round(statistics.median(wait), 3),
                         }
                     )
-    if given.csv:
-        with given.csv.open("w", newline="") as file:
+                    # After each, so that an interrupted run leaves its rows.
+                    _write(given.csv, rows)
+    result: dict[str, dict[str, float]] = {}
+    for num_tokens in sorted({row["tokens"] for row in rows}):
+        for side in SIDES:
+            of = [row for row in rows if (row["tokens"], row["side"]) == (num_tokens, side)]
+            numbers = {name: statistics.median(row[name] for row in of) for name in of[0] if name.endswith("_us")}
+            result[f"{num_tokens} tokens, {side}"] = numbers
+            base = result[f"{num_tokens} tokens, rust"]
+            numbers["over_rust_us"] = round(numbers["median_us"] - base["median_us"], 3)
+            numbers["lower_over_rust_us"] = round(numbers["lower_quartile_us"] - base["lower_quartile_us"], 3)
+    print(json.dumps(result))
+    return 0
+
+
+def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    if path:
+        with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    result: dict[str, dict[str, float]] = {}
-    for tokens in sorted({row["tokens"] for row in rows}):
-        for side in SIDES:
-            of = [row for row in rows if (row["tokens"], row["side"]) == (tokens, side)]
-            numbers = {name: statistics.median(row[name] for row in of) for name in of[0] if name.endswith("_us")}
-            result[f"{tokens} tokens, {side}"] = numbers
-            rust = result[f"{tokens} tokens, rust"]
-            numbers["over_rust_us"] = round(numbers["median_us"] - rust["median_us"], 3)
-            numbers["lower_over_rust_us"] = round(numbers["lower_quartile_us"] - rust["lower_quartile_us"], 3)
-    print(json.dumps(result))
-    return 0
 
 
 def _python(device: str, calls: int, url: str, tokens_text: str, side: str) -> None:
