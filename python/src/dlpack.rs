@@ -181,8 +181,8 @@ impl<'a, 'py> Array<'a, 'py> {
             Some(api) => {
                 let mut array = Self::by_api(name, object, library, api, is_kept, place)?;
                 if let Place::Gpu { ordinal, stream } = place {
-                    array.other_stream =
-                        current_stream(object, ordinal).filter(|&current| current != stream);
+                    array.other_stream = place::stream_of(api, object.py(), ordinal)
+                        .filter(|&current| current != stream);
                 }
                 Ok(array)
             }

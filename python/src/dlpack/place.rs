@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::abi;
+use super::abi::{self, ExchangeApi};
 use super::library::Library;
 
 /// The memory of a client's arrays, and the order in which a GPU client works.
@@ -75,13 +75,18 @@ impl fmt::Display for Place {
 /// The stream to which the library of `object` gives its work on GPU `ordinal` at present, on this thread. `None` if
 /// the library does not say.
 pub fn current_stream(object: &Bound<'_, PyAny>, ordinal: u32) -> Option<u64> {
-    let current = Library::of(&object.get_type()).api?.current_stream?;
+    stream_of(Library::of(&object.get_type()).api?, object.py(), ordinal)
+}
+
+/// As [`current_stream`], for the functions of a library.
+pub fn stream_of(api: &ExchangeApi, py: Python<'_>, ordinal: u32) -> Option<u64> {
+    let current = api.current_stream?;
     let mut stream = null_mut();
     // SAFETY: The library offers this function for any device. The interpreter is attached.
     let code = unsafe { current(abi::CUDA, i32::try_from(ordinal).ok()?, &raw mut stream) };
     if code != 0 {
         // A build of the library without CUDA. Its arrays are refused for their device.
-        drop(PyErr::take(object.py()));
+        drop(PyErr::take(py));
         return None;
     }
     Some(stream as u64)

@@ -49,8 +49,8 @@ class Row:
     tokens: int
     seconds: float
     tokens_per_s: float
-    digest: str
-    """Of the generated ids."""
+    digests: str
+    """Of the ids of each sequence."""
     calls: int
     """Calls of layers of experts."""
     experts_s: float
@@ -140,11 +140,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": given.device,
         "server_devices": given.server_devices,
     }
-    served = {row.digest for row in rows if row.mode != "local"}
-    result["served_tokens_are_the_same"] = len(served) == 1
-    result["tokens_equal_to_local"] = served == {row.digest for row in rows if row.mode == "local"}
+    last = {
+        mode: [row for row in rows if row.mode == mode][-1] for mode in (*MODES, *(["killed"] if given.kill else []))
+    }
+    for mode, row in last.items():
+        same = {other.digests == row.digests for other in rows if other.mode == mode}
+        result[f"{mode}_rounds_are_the_same"] = same == {True}
+    result["sequences_equal_to_local"] = _equal(last["served"], last["local"])
     if given.kill:
-        result["tokens_per_s_while_killed"] = next(row.tokens_per_s for row in rows if row.mode == "killed")
+        result["tokens_per_s_while_killed"] = last["killed"].tokens_per_s
+        result["sequences_equal_through_the_kill"] = _equal(last["served"], last["killed"])
     if given.csv:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -270,6 +275,11 @@ def _schedule_as_batch(cluster: switchyard_moe.LocalCluster) -> None:
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
+def _equal(first: Row, second: Row) -> int:
+    """Returns how many sequences two rounds have in common."""
+    return sum(a == b for a, b in zip(first.digests.split(), second.digests.split(), strict=True))
+
+
 def _start(mode: str, arguments: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "switchyard_moe.bench", "engine", *arguments, "--child", mode]
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -300,8 +310,8 @@ def _child(given: argparse.Namespace, commands: TextIO, answers: TextIO) -> None
         started = time.perf_counter()
         ids = generate(prompts)
         seconds = time.perf_counter() - started
-        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-        found = {"seconds": seconds, "digest": digest, **clock.found}
+        digests = " ".join(hashlib.sha256(json.dumps(sequence).encode()).hexdigest()[:8] for sequence in ids)
+        found = {"seconds": seconds, "digests": digests, **clock.found}
         print(f"\nFOUND {json.dumps(found)}", file=answers, flush=True)
 
 
