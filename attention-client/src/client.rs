@@ -18,21 +18,27 @@
 //!
 //! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
 //! every time. Its results are reproducible to the bit as long as the placement stays the same and the client is
-//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Three events change bits: a server
-//! comes, goes or is silent; calls overlap, because replicas are chosen by load; replicas have different kinds of
-//! processors or GPUs. Sums then have the same terms in other groups. They differ by the rounding of f32, and of the
-//! wire format of partial sums if that is not f32.
+//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Four events change bits: a server
+//! comes, goes or is silent; a server is slow, so that it gets less or a frame is hedged; calls overlap, because
+//! replicas are chosen by load; replicas have different kinds of processors or GPUs. Sums then have the same terms in
+//! other groups. They differ by the rounding of f32, and of the wire format of partial sums if that is not f32.
+//!
+//! Slow servers get less, and late frames are sent to other replicas too: `fleet::pace` and `client::hedge` say how.
+//! [`MoeClientBuilder::hedge_budget`] turns that off, and with it the second of these events.
 //!
 //! This module does not know how experts are computed, who decides about placements, or what a token means.
 
 mod builder;
 mod call;
 mod exchange;
+mod hedge;
 mod lane;
 mod plan;
 mod pool;
 #[cfg(feature = "failpoints")]
 mod sabotage;
+#[cfg(test)]
+mod stragglers;
 mod warm_up;
 
 use std::fmt;

@@ -26,6 +26,10 @@ pub struct LayerTiming {
     pub num_servers: u32,
     /// Links that failed with tokens of this call unanswered.
     pub failovers: u32,
+    /// Frames sent because the answer to another frame was late. Not resends: both answers were possible.
+    pub hedges: u32,
+    /// Of these, frames whose answer came first and counts.
+    pub hedges_won: u32,
     /// (token, expert) pairs resent.
     pub resent_pairs: u64,
     /// (token, expert) pairs left out for want of a live replica.

@@ -17,7 +17,8 @@ fn a_call_allocates_nothing_after_warm_up() {
     let mut rng = seeded("a_call_allocates_nothing_after_warm_up");
     // Many frames per call, and many servers.
     let fleet = Fleet::start(3, 2, SlotConfig { slot_bytes: 64 << 10, num_frames: 2 });
-    let client = fleet.builder().build().unwrap();
+    // A hedge may grow buffers.
+    let client = fleet.builder().hedge_budget(0.0).build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let requests: Vec<_> = [1, 7, 64, 300]
         .into_iter()
@@ -44,7 +45,8 @@ fn a_call_allocates_nothing_after_warm_up() {
 fn after_warm_up_not_even_the_first_calls_allocate() {
     let mut rng = seeded("after_warm_up_not_even_the_first_calls_allocate");
     let fleet = Fleet::start(3, 2, SlotConfig { slot_bytes: 64 << 10, num_frames: 2 });
-    let client = fleet.builder().build().unwrap();
+    // A hedge may grow buffers.
+    let client = fleet.builder().hedge_budget(0.0).build().unwrap();
     client.warm_up(300, 2, Duration::from_secs(20)).unwrap();
     assert_eq!(metric(&client, "switchyard_client_lanes", None), 2.0);
     let calls = metric(&client, "switchyard_client_requests_total", None);
@@ -73,7 +75,8 @@ fn after_warm_up_not_even_the_first_calls_allocate() {
 #[test]
 fn a_warm_up_beyond_the_lanes_is_refused() {
     let fleet = Fleet::start(1, 1, SlotConfig::default());
-    let client = fleet.builder().max_lanes(NonZeroUsize::new(2).unwrap()).build().unwrap();
+    let lanes = NonZeroUsize::new(2).unwrap();
+    let client = fleet.builder().hedge_budget(0.0).max_lanes(lanes).build().unwrap();
     for num_calls in [0, 3] {
         let error = client.warm_up(1, num_calls, Duration::from_secs(20)).unwrap_err();
         assert!(error.to_string().contains("1 to 2"), "{error}");

@@ -26,6 +26,7 @@ pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod rollout;
 pub mod scale;
 pub mod status;
 #[cfg(test)]
@@ -393,6 +394,10 @@ pub struct ClientArgs {
     /// failed, and its tokens are resent to another replica.
     #[arg(long, env = "SWITCHYARD_DEADLINE_MS", default_value_t = 100)]
     pub deadline_ms: u64,
+    /// Most hedges per frame of tokens, 0 to 1. A frame whose results are late is sent to another replica too, and
+    /// the first results count. Slow servers also get less. 0 turns both off.
+    #[arg(long, env = "SWITCHYARD_HEDGE_BUDGET", default_value_t = 0.05)]
+    pub hedge_budget: f64,
     #[command(flatten)]
     pub slot: SlotArgs,
     #[command(flatten)]
@@ -442,6 +447,7 @@ impl ClientArgs {
             .wire_dtype(self.wire_dtype)
             .response_dtype(response)
             .deadline(Duration::from_millis(self.deadline_ms))
+            .hedge_budget(self.hedge_budget)
             .slot(self.slot.config()?))
     }
 }

@@ -63,6 +63,8 @@ enum Command {
     Drain(cmd::drain::Args),
     /// Return a drained expert server to the placement.
     Resume(cmd::drain::Args),
+    /// Restart the servers of a fleet one after the other, without a failed call.
+    Rollout(cmd::rollout::Args),
     /// Show or change the goals of a fleet whose placement follows the load.
     Scale(cmd::scale::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
@@ -76,7 +78,7 @@ enum Command {
 }
 
 /// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. `status` returns 3 for a fleet that
-/// is not as planned. An expert server ends with 74 if a file of its checkpoint has become shorter, and with 78 if another
+/// is not as planned, and `rollout` if it ran out of time. An expert server ends with 74 if a file of its checkpoint has become shorter, and with 78 if another
 /// live server has its name.
 #[must_use]
 pub fn run() -> ExitCode {
@@ -155,6 +157,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Status(args) => cmd::status::run(global, args),
         Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
+        Command::Rollout(args) => cmd::rollout::run(global, args),
         Command::Scale(args) => cmd::scale::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),

@@ -150,6 +150,12 @@ impl RunningServer {
         self.data.status().num_links()
     }
 
+    /// Returns true while the server is out of the placement for a drain, by this process or by an operator.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.health.is_draining.load(Ordering::Relaxed)
+    }
+
     /// Checks whether clients should connect to this server, as `/readyz` does.
     ///
     /// # Errors

@@ -153,7 +153,7 @@ impl Client {
     #[new]
     #[pyo3(signature = (control_plane, *, token=None, model=None, device="cpu", wire_dtype=None,
         response_dtype=None, transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
-        slot_bytes=None, slot_frames=None))]
+        slot_bytes=None, slot_frames=None, hedge_budget=0.05))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -172,6 +172,7 @@ impl Client {
         name: Option<String>,
         slot_bytes: Option<i64>,
         slot_frames: Option<i64>,
+        hedge_budget: f64,
     ) -> PyResult<Self> {
         logs::start(py)?;
         let dtype = |setting: &str, name: Option<&str>| {
@@ -194,6 +195,7 @@ impl Client {
             name,
             slot_bytes: connect::size(py, "slot_bytes", slot_bytes)?,
             slot_frames: connect::size(py, "slot_frames", slot_frames)?,
+            hedge_budget,
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);

@@ -38,6 +38,7 @@ class Settings(TypedDict, total=False):
     name: str | None
     slot_bytes: int | None
     slot_frames: int | None
+    hedge_budget: float
 
 
 class Client(_native.Client):
@@ -73,6 +74,8 @@ class Client(_native.Client):
     :param name: name in the logs of servers. Default: ``client-PID``.
     :param slot_bytes: size of a slot. Clients and servers need the same. Default: the servers' default.
     :param slot_frames: frames per slot. Clients and servers need the same. Default: the servers' default.
+    :param hedge_budget: most frames, per frame, that are sent to another replica because an answer is late. 0 turns
+        that off.
 
     :raises ConfigError: a setting is malformed, or the GPU cannot be used: this build has no kernels, the host has no
         driver, or there is no such GPU.

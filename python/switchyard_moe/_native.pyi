@@ -42,6 +42,7 @@ class Client:
         name: str | None = None,
         slot_bytes: int | None = None,
         slot_frames: int | None = None,
+        hedge_budget: float = 0.05,
     ) -> Self: ...
     @property
     def hidden(self) -> int:
@@ -208,6 +209,10 @@ class Report:
     @property
     def failovers(self) -> int:
         """Connections that failed with tokens unanswered."""
+    @property
+    def hedges(self) -> int:
+        """Frames sent to another replica because an answer was late."""
+
     @property
     def resends(self) -> int:
         """(token, expert) pairs resent."""

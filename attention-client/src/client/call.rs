@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use protocol::{ErrorCode, ServerTimes};
 
+use super::hedge::{Hedge, HedgeRole};
 use super::plan::{Pair, Plan, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
@@ -38,6 +39,7 @@ pub(crate) struct Call {
     pub servers: Vec<ServerPart>,
     /// Index of the first frame that is not summed yet.
     pub next_sum: usize,
+    /// Pairs that were added to the sum.
     pub pairs_answered: u64,
     /// Start of the current wait for a replica. An answer to any frame ends it.
     pub orphans_since: Option<Instant>,
@@ -48,7 +50,13 @@ pub(crate) struct Call {
     pub rounds: u32,
     pub bad_frames: u32,
     pub fatal: Option<ClientError>,
-    pub watched_at: Option<Instant>,
+    pub hedges: Vec<Hedge>,
+    /// True if an event since the last look may have decided a hedge.
+    pub has_unsettled_hedge: bool,
+    /// No hedge is tried before: the last one was not possible.
+    pub no_hedge_before: Option<Instant>,
+    /// Frames that are late, while they are looked at.
+    pub late: Vec<u32>,
 }
 
 /// One frame of a call.
@@ -60,6 +68,7 @@ pub(crate) struct Frame {
     pub epoch: u64,
     pub sequence: u64,
     pub state: FrameState,
+    pub hedge: HedgeRole,
 }
 
 /// The part of a server in a call.
@@ -112,7 +121,9 @@ impl Call {
         self.rounds = 0;
         self.bad_frames = 0;
         self.fatal = None;
-        self.watched_at = None;
+        self.hedges.clear();
+        self.no_hedge_before = None;
+        self.has_unsettled_hedge = false;
     }
 
     /// Grows the buffers for calls of these sizes.
@@ -161,8 +172,9 @@ impl Call {
 
     /// Resends a frame that was published to a failed server.
     pub fn frame_failed(&mut self, frame: u32, server: &Server) {
-        self.count_resent(frame);
-        self.frame_to_retry(frame, server);
+        if self.frame_to_retry(frame, server) {
+            self.count_resent(frame);
+        }
     }
 
     fn count_resent(&mut self, frame: u32) {
@@ -176,25 +188,26 @@ impl Call {
         self.frame_to_retry(frame, server);
     }
 
-    fn frame_to_retry(&mut self, frame: u32, server: &Server) {
-        let frame = &mut self.frames[frame as usize];
+    /// Returns false if nothing must be resent: another frame asks for the same pairs.
+    fn frame_to_retry(&mut self, frame_no: u32, server: &Server) -> bool {
+        let frame = &mut self.frames[frame_no as usize];
         frame.state = FrameState::Done;
         release_load(server, frame.plan.num_entries);
-        let first = frame.plan.first_token as usize;
-        for token in &self.plan.tokens[first..first + frame.plan.num_tokens as usize] {
-            let begin = token.entry_begin as usize;
-            for entry in &self.plan.entries[begin..begin + token.entry_count as usize] {
-                self.retry.push(Pair {
-                    token: token.token,
-                    expert: entry.expert,
-                    weight: entry.weight,
-                });
-            }
+        if self.end_hedge_of(frame_no) {
+            return false;
         }
+        let mut retry = std::mem::take(&mut self.retry);
+        self.pairs_of(frame_no, &mut retry);
+        self.retry = retry;
         #[cfg(feature = "failpoints")]
         if sabotage::is_on(sabotage::LOSE_PAIR) && self.retry.pop().is_some() {
             self.pairs_answered += 1;
         }
+        true
+    }
+
+    pub fn num_entries(&self, frame: u32) -> u32 {
+        self.frames[frame as usize].plan.num_entries
     }
 
     /// Counts a link that failed with frames unanswered.
@@ -248,8 +261,8 @@ impl Call {
         let num_pairs = u64::from(self.frames[frame as usize].plan.num_entries);
         self.server_of(frame).answered_pairs += num_pairs;
         let frame = &mut self.frames[frame as usize];
-        self.pairs_answered += num_pairs;
         self.orphans_since = None;
+        self.has_unsettled_hedge |= frame.hedge.is_some();
         frame.state = FrameState::Answered(buffer);
         release_load(server, frame.plan.num_entries);
     }
@@ -257,10 +270,10 @@ impl Call {
     pub fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
         let bad_frame = code == ErrorCode::BadFrame;
         self.bad_frames += u32::from(bad_frame);
-        // The frame may have been damaged in transit, so one retry is worth it.
-        if code.is_retryable() || (bad_frame && self.bad_frames == 1) {
-            self.count_resent(frame);
-            self.frame_to_retry(frame, server);
+        // The frame may have been damaged in transit, so one retry is worth it. Nothing depends on the copy of a
+        // hedge.
+        if code.is_retryable() || (bad_frame && self.bad_frames == 1) || self.is_spare(frame) {
+            self.frame_failed(frame, server);
             self.refused(server.idx, Instant::now());
         } else {
             self.frame_to_retry(frame, server);
@@ -294,7 +307,7 @@ impl Call {
     }
 }
 
-fn release_load(server: &Server, num_entries: u32) {
+pub(super) fn release_load(server: &Server, num_entries: u32) {
     server.outstanding.fetch_sub(num_entries.into(), Ordering::Relaxed);
 }
 

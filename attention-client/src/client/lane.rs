@@ -39,6 +39,8 @@ pub(crate) struct Lane {
     pub buffers: Vec<Vec<f32>>,
     seen_events: u64,
     next_sequence: u64,
+    /// Last look at the peers' signs of life.
+    pub watched_at: Option<Instant>,
     /// Number of events at the end of a futile wait for a replica. Without a new event, another wait is futile too.
     pub futile_wait_at: Option<u64>,
 }
@@ -87,6 +89,7 @@ impl Lane {
             // Differs from any count, so that the first `sync` reads everything.
             seen_events: u64::MAX,
             next_sequence: 0,
+            watched_at: None,
             futile_wait_at: None,
         }
     }
@@ -242,6 +245,9 @@ impl Lane {
                 frame: frame_no,
                 published_at: Instant::now(),
             };
+            if !frame.hedge.is_copy() {
+                shared.pacing.earn();
+            }
             link.push_open(open);
             self.call.frame_sent(frame_no);
             shared.metrics.frames_out.inc();
@@ -334,6 +340,7 @@ impl Lane {
         if num_outstanding > 0 {
             shared.metrics.abandoned.inc();
         }
+        self.drop_hedges(shared);
         self.reclaim_buffers();
     }
 

@@ -154,6 +154,13 @@ pub struct Args {
     /// Longest time for a drain after SIGTERM, in milliseconds.
     #[arg(long, env = "SWITCHYARD_DRAIN_TIMEOUT_MS", default_value_t = 30_000)]
     drain_timeout_ms: u64,
+    /// End after a drain by `drain` or `rollout`, as after SIGTERM. Use it where a supervisor starts the server again.
+    #[arg(
+        long,
+        env = "SWITCHYARD_EXIT_WHEN_DRAINED",
+        value_parser = clap::builder::FalseyValueParser::new()
+    )]
+    exit_when_drained: bool,
     /// Count tokens in the metrics per layer and expert, not only per expert.
     #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
@@ -320,6 +327,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
         tokio::select! {
             () = shutdown => server.drain().await,
+            () = drained(&server), if args.exit_when_drained => server.drain().await,
             ended = server.wait() => {
                 ended?;
                 anyhow::bail!("the server ended without being asked to");
@@ -333,5 +341,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     })
 }
 
+/// Completes once the server is drained. A drain that is taken back at once may pass unnoticed.
+async fn drained(server: &expert_server::RunningServer) {
+    while !server.is_draining() {
+        tokio::time::sleep(DRAIN_POLL).await;
+    }
+}
+
+const DRAIN_POLL: Duration = Duration::from_millis(100);
 /// Timeout for the control plane to place a registered server.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(60);

@@ -37,6 +37,7 @@ pub struct Settings {
     pub name: Option<String>,
     pub slot_bytes: Option<usize>,
     pub slot_frames: Option<usize>,
+    pub hedge_budget: f64,
 }
 
 /// A failure before there is a client.
@@ -122,7 +123,8 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> 
         let builder = MoeClient::builder(model)
             .wire_dtype(wire_dtype)
             .response_dtype(response_dtype)
-            .max_lanes(settings.max_lanes);
+            .max_lanes(settings.max_lanes)
+            .hedge_budget(settings.hedge_budget);
         let built = configured!(builder, settings, transports).build();
         return built.map(Backend::Host).map_err(Failure::Build);
     };

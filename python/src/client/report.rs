@@ -111,6 +111,12 @@ impl Report {
         self.timing().failovers
     }
 
+    /// Frames sent to another replica because an answer was late.
+    #[getter]
+    fn hedges(&self) -> u32 {
+        self.timing().hedges
+    }
+
     /// (token, expert) pairs resent.
     #[getter]
     fn resends(&self) -> u64 {
