@@ -296,8 +296,12 @@ impl Client {
 
     /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
     #[pyo3(signature = (layer, expert))]
-    fn replicas(&self, py: Python<'_>, layer: u32, expert: u32) -> PyResult<Vec<String>> {
-        Ok(self.open(py)?.replicas(layer, expert))
+    fn replicas(&self, py: Python<'_>, layer: i64, expert: i64) -> PyResult<Vec<String>> {
+        let moe = self.open(py)?;
+        Ok(match (u32::try_from(layer), u32::try_from(expert)) {
+            (Ok(layer), Ok(expert)) => moe.replicas(layer, expert),
+            _ => Vec::new(),
+        })
     }
 
     /// Return the weighted sums of the experts' answers, ``[tokens, hidden]``, of the type of ``x``.
