@@ -364,8 +364,11 @@ impl Client {
 
     /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
     #[pyo3(signature = (layer, expert))]
-    fn replicas(&self, py: Python<'_>, layer: u32, expert: u32) -> PyResult<Vec<String>> {
+    fn replicas(&self, py: Python<'_>, layer: i64, expert: i64) -> PyResult<Vec<String>> {
         let backend = self.open(py)?;
+        let (Ok(layer), Ok(expert)) = (u32::try_from(layer), u32::try_from(expert)) else {
+            return Ok(Vec::new());
+        };
         Ok(py.detach(|| match &backend {
             Backend::Host(moe) => moe.replicas(layer, expert),
             Backend::Gpu(gpu) => gpu.replicas(layer, expert),

@@ -86,6 +86,12 @@ class LocalCluster:
             replicas = min(2, servers)
         if not 1 <= replicas <= servers:
             raise ConfigError(f"replicas is {replicas}, expected 1 to {servers}, the number of servers")
+        if lease_ttl < 0.1:
+            raise ConfigError(f"lease_ttl is {lease_ttl} s, expected at least 0.1 s")
+        if threads < 0:
+            raise ConfigError(f"threads is {threads}, expected 0 for one per CPU, or more")
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout} s, expected more than 0")
         self.model = os.fspath(model)
         self.names = [f"server-{idx}" for idx in range(servers)]
         self.token = secrets.token_hex(16)

@@ -191,6 +191,12 @@ def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
         switchyard_moe.LocalCluster(TINY, binary="/nowhere")
     with pytest.raises(switchyard_moe.ConfigError, match="replicas is 3"):
         switchyard_moe.LocalCluster(TINY, servers=2, replicas=3)
+    with pytest.raises(switchyard_moe.ConfigError, match="lease_ttl is -1"):
+        switchyard_moe.LocalCluster(TINY, lease_ttl=-1)
+    with pytest.raises(switchyard_moe.ConfigError, match="threads is -1"):
+        switchyard_moe.LocalCluster(TINY, threads=-1)
+    with pytest.raises(switchyard_moe.ConfigError, match="timeout is 0"):
+        switchyard_moe.LocalCluster(TINY, timeout=0)
     with pytest.raises(switchyard_moe.ConfigError, match="servers is 0"):
         switchyard_moe.LocalCluster(TINY, servers=0)
 

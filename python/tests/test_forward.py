@@ -89,7 +89,7 @@ def test_sizes_are_the_models(client: switchyard_moe.Client, experts: Experts) -
     assert client.architecture == "qwen3_moe"
     assert client.epoch > 0
     assert sorted(client.replicas(0, 0)) == ["server-0", "server-1"]
-    assert client.replicas(99, 0) == []
+    assert client.replicas(99, 0) == client.replicas(-1, 0) == client.replicas(0, -1) == []
 
 
 def test_a_client_without_a_checkpoint_takes_the_model_of_the_servers(

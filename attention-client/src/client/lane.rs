@@ -232,6 +232,8 @@ impl Lane {
                     detail: error.to_string(),
                 })?;
             fail_point!("client::between_payload_and_publish");
+            // Before the server can see the frame, so that the time until its answer holds all of the server's.
+            let published_at = Instant::now();
             // The request goes before returned frames: the server waits for it.
             let published = link.channel.publish(tx, used_bytes);
             if let Err(error) = published.and_then(|()| link.return_frames()) {
@@ -243,7 +245,7 @@ impl Lane {
                 layer: self.call.layer,
                 num_tokens: frame.plan.num_tokens,
                 frame: frame_no,
-                published_at: Instant::now(),
+                published_at,
             };
             if !frame.hedge.is_copy() {
                 shared.pacing.earn();
