@@ -12,14 +12,14 @@ impl Connection {
     /// Writes `local` into the peer's memory on the caller's thread, which saves the way to the engine's thread and
     /// back. Returns the bytes moved. They are visible there then. `wait` is a deadline, or a [`DirectWait`].
     ///
-    /// Returns `None`, without effect, if the transport needs the engine's thread, if another thread copies to the
-    /// same peer, for memory of another device, or for a transfer that the engine's thread makes faster.
-    /// [`start_write`](Self::start_write) serves these. `cma`, `shm` and `tcp` have this way.
+    /// Returns `None`, without effect, where this way does not exist. `cma`, `shm` and `tcp` have it. It is not for memory
+    /// of another device, for more than a MiB over `shm` and `tcp`, or while another thread uses it towards the same
+    /// peer. [`start_write`](Self::start_write) serves these.
     ///
     /// Blocks until it is done, at the latest at the deadline. Over `cma` it looks at the deadline after every MiB. A
     /// transfer over `shm` or `tcp` that misses its deadline, or is cancelled, closes the connection, because bytes of
     /// it may still arrive. No credits are asked for: nothing leaves the host over `cma` and `shm`, and over `tcp` one
-    /// such transfer of at most 256 KiB is under way at a time.
+    /// such transfer of at most a MiB is under way at a time.
     ///
     /// # Errors
     /// [`OpError`].

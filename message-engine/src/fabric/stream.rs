@@ -15,6 +15,7 @@
 
 mod buffered;
 mod carrier;
+mod dial;
 mod direct;
 mod issue;
 mod listen;
@@ -34,7 +35,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, epoll};
 
 use self::buffered::Stream;
-use self::direct::{Dial, DirectRequests};
+use self::dial::Dial;
+use self::direct::DirectRequests;
 use self::issue::{Issuer, Op};
 use self::listen::{HELLO_TIMEOUT, LISTENER_PAUSE, Listener};
 use self::serve::{Server, Step};

@@ -30,8 +30,8 @@ fn bytes_go_both_ways_on_the_callers_thread() {
     for (by, lens) in [
         // The last length is more than one step.
         (TestTransport::Cma, [1, 4096, 1 << 20, (2 << 20) + 77]),
-        (TestTransport::Shm, [1, 4096, 70_000, 256 << 10]),
-        (TestTransport::Tcp, [1, 4096, 70_000, 256 << 10]),
+        (TestTransport::Shm, [1, 4096, 70_000, 1 << 20]),
+        (TestTransport::Tcp, [1, 4096, 70_000, 1 << 20]),
     ] {
         both_ways(&mut rng, by, &lens);
     }
@@ -63,7 +63,7 @@ fn both_ways(rng: &mut StdRng, by: TestTransport, lens: &[usize]) {
 fn long_transfers_are_left_to_the_engines_thread() {
     for by in [TestTransport::Shm, TestTransport::Tcp] {
         let Pair { here, there, out, back } = pair(by);
-        let len = (256 << 10) + 1;
+        let len = (1 << 20) + 1;
         let (source, target) = (memory_of(&here, &vec![7; len]), poisoned(&there, len));
         let remote = back.advertise(&all(&target)).unwrap();
         assert!(out.write_directly(&all(&source), &remote, soon()).is_none(), "{by:?}");

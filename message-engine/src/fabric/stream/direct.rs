@@ -6,23 +6,18 @@
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
-
 use super::carrier::Carrier;
-use super::listen::watch;
-use super::rings::Rings;
-use super::unix::{self, Name};
+use super::dial::Dial;
 use super::wire::{HELLO_BYTES, RESPONSE_BYTES, Request, Response};
 use crate::fabric::memory::Refusal;
 use crate::fabric::post::op_name;
-use crate::fabric::{DirectCopy, DirectError, DirectWait, RemoteSegment, raw};
+use crate::fabric::{DirectCopy, DirectError, DirectWait, MAX_DIRECT_BYTES, RemoteSegment, raw};
 use p2p_core::endpoint::PostError;
 
 /// Requests of users' threads towards one peer.
@@ -34,61 +29,6 @@ pub(super) struct DirectRequests {
     /// The socket to be shut down at the end. Locked for moments only, unlike `state`.
     socket: Mutex<Option<Arc<OwnedFd>>>,
     is_closed: AtomicBool,
-}
-
-/// The peer's listener.
-#[derive(Debug)]
-pub(super) enum Dial {
-    Tcp { address: SocketAddr, timeout: Duration },
-    Shm(Name),
-}
-
-impl Dial {
-    /// Begins to connect. Returns whether an event will tell that the connection is made. Does not block.
-    pub(super) fn begin(&self) -> io::Result<(Carrier, bool)> {
-        match self {
-            Self::Tcp { address, timeout } => {
-                let fd = begin_connecting(*address, *timeout)?;
-                Ok((Carrier::Socket(Arc::new(fd)), true))
-            }
-            Self::Shm(name) => {
-                let rings = Rings::make(Arc::new(unix::connect(name)?))?;
-                Ok((Carrier::Rings(Box::new(rings)), false))
-            }
-        }
-    }
-
-    /// Connects. Blocks until the connection is made, at the latest at `until`.
-    fn connect(&self, until: Instant) -> io::Result<Carrier> {
-        let (carrier, is_connecting) = self.begin()?;
-        while is_connecting && !carrier.wait(true, until)? {
-            if Instant::now() >= until {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-        }
-        rustix::net::sockopt::socket_error(carrier.fd())??;
-        Ok(carrier)
-    }
-}
-
-impl fmt::Display for Dial {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp { address, .. } => address.fmt(f),
-            Self::Shm(_) => f.write_str("the peer's Unix socket"),
-        }
-    }
-}
-
-fn begin_connecting(address: SocketAddr, timeout: Duration) -> io::Result<OwnedFd> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    watch(&fd, timeout)?;
-    match rustix::net::connect(&fd, &address) {
-        Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Ok(fd),
-        Err(errno) => Err(errno.into()),
-    }
 }
 
 enum State {
@@ -287,8 +227,8 @@ impl Exchange<'_> {
 
     /// Makes one step that moves bytes. Blocks until the deadline.
     ///
-    /// It does not poll first: where two processes share few cores, a thread that polls takes the core from the one
-    /// that it waits for, and a wake-up on the same core costs less than one on another.
+    /// It does not poll first. Where two processes share few cores, a thread that polls takes the core from the thread
+    /// that it waits for.
     fn step(
         &mut self,
         for_room: bool,
@@ -344,9 +284,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Longest transfer of a user's thread. Longer ones gain less from the saved wake-ups than from credits, and more
-/// than this must not arrive unasked.
-const MAX_BYTES: u64 = 256 << 10;
+/// Longest transfer of a user's thread: as many bytes as a sender may push without a grant by default.
+const MAX_BYTES: u64 = MAX_DIRECT_BYTES;
 /// Time limit of the connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time between two looks at the caller's wish to give up.

@@ -8,11 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
-use rustix::net::sockopt;
 
 use super::buffered::Stream;
 use super::carrier::Carrier;
-use super::direct::Dial;
+use super::dial::{Dial, watch};
 use super::rings::Rings;
 use super::serve::Server;
 use super::unix::{self, Name};
@@ -219,20 +218,6 @@ impl StreamFabric {
             self.drop_server(idx);
         }
     }
-}
-
-/// Sets the options by which the system detects within `timeout` that the other host is gone.
-pub(super) fn watch(fd: &OwnedFd, timeout: Duration) -> io::Result<()> {
-    let timeout = timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));
-    let probe = Duration::from_secs((timeout.as_secs() / 4).max(1));
-    rustix::io::ioctl_fionbio(fd, true)?;
-    sockopt::set_tcp_nodelay(fd, true)?;
-    sockopt::set_socket_keepalive(fd, true)?;
-    sockopt::set_tcp_keepidle(fd, probe)?;
-    sockopt::set_tcp_keepintvl(fd, probe)?;
-    sockopt::set_tcp_keepcnt(fd, 3)?;
-    sockopt::set_tcp_user_timeout(fd, timeout.as_millis() as u32)?;
-    Ok(())
 }
 
 const BACKLOG: i32 = 4096;
