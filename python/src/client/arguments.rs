@@ -134,8 +134,8 @@ impl<'py> Target<'py> {
     ) -> PyResult<Self> {
         let RawRequest { x: x_matrix, topk_idx, topk_weights } = request.raw;
         let target = match out {
-            Some(out) => Self::of(x_matrix, request.place, out)?,
-            None => return Self::like(x_matrix, request.place, &request.x),
+            Some(out) => Self::of(x_matrix, request.place, out, false)?,
+            None => return Self::like(x_matrix, request.place, &request.x, false),
         };
         for (name, input) in
             [("x", x_matrix), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
@@ -148,10 +148,10 @@ impl<'py> Target<'py> {
         Ok(target)
     }
 
-    /// Checks `out` against the shape and type of `x`.
-    pub fn of(x: Matrix, place: Place, out: &Bound<'py, PyAny>) -> PyResult<Self> {
-        // A call on a GPU may end on another thread.
-        let array = Array::of("out", out, place != Place::Host, place)?;
+    /// Checks `out` against the shape and type of `x`. With `is_kept` its memory stays valid while the owner of
+    /// [`into_parts`](Self::into_parts) lives.
+    pub fn of(x: Matrix, place: Place, out: &Bound<'py, PyAny>, is_kept: bool) -> PyResult<Self> {
+        let array = Array::of("out", out, is_kept, place)?;
         let out_matrix = array.matrix_mut(&Expected {
             name: "out",
             rows: Some(x.rows),
@@ -170,9 +170,9 @@ impl<'py> Target<'py> {
     }
 
     /// Makes an array of the library, type and shape of `x`.
-    pub fn like(matrix: Matrix, place: Place, x: &Array<'_, 'py>) -> PyResult<Self> {
+    pub fn like(matrix: Matrix, place: Place, x: &Array<'_, 'py>, is_kept: bool) -> PyResult<Self> {
         match (x.empty_like()?, place) {
-            (Some(out), _) => Self::of(matrix, place, &out),
+            (Some(out), _) => Self::of(matrix, place, &out, is_kept),
             (None, Place::Host) => Self::to_convert(matrix, x),
             (None, Place::Gpu { .. }) => {
                 let class = x.object().get_type();
@@ -197,7 +197,10 @@ impl<'py> Target<'py> {
             return Err(error(py, Kind::Argument, text));
         };
         let out = py.import("numpy")?.call_method1("empty", ((matrix.rows, matrix.cols), dtype))?;
-        Ok(Self { namespace: Some(namespace.call0()?), ..Self::of(matrix, Place::Host, &out)? })
+        Ok(Self {
+            namespace: Some(namespace.call0()?),
+            ..Self::of(matrix, Place::Host, &out, false)?
+        })
     }
 
     pub fn raw(&self) -> RawTarget {

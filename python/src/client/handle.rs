@@ -276,9 +276,11 @@ fn target_of<'py>(
         return Err(error(py, Kind::Argument, text));
     }
     let x = this.matrix.x;
+    // A call on a GPU may end on another thread, and is abandoned with its arrays.
+    let is_kept = place != Place::Host;
     let target = match out {
-        Some(out) => Target::of(x, place, out)?,
-        None => Target::like(x, place, &Array::of("x", this.x.bind(py), false, place)?)?,
+        Some(out) => Target::of(x, place, out, is_kept)?,
+        None => Target::like(x, place, &Array::of("x", this.x.bind(py), false, place)?, is_kept)?,
     };
     // On the host a dispatch has read the other arrays.
     let RawRequest { topk_idx, topk_weights, .. } = this.matrix;

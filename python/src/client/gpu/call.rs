@@ -201,7 +201,8 @@ impl GpuCall {
         let gpu = &client.gpu;
         // SAFETY: The caller's promise.
         let queue = unsafe { client.stream(stream)? };
-        if queue.is_capturing()? {
+        // The default stream cannot be captured.
+        if stream != 0 && queue.is_capturing()? {
             // A replay of the caller's graph would not wait for the service.
             return Err(Failure::Capturing);
         }
