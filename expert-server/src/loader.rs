@@ -41,9 +41,11 @@ pub(crate) enum Pace {
 
 impl Pace {
     /// Experts of peers that are read at a time, each on a thread of its own.
-    const fn num_reads(self) -> usize {
+    fn num_reads(self) -> usize {
         match self {
-            Self::First => 4,
+            Self::First => {
+                std::thread::available_parallelism().map_or(2, usize::from).clamp(2, MAX_READS)
+            }
             Self::Background => 1,
         }
     }
@@ -303,5 +305,7 @@ impl Drop for StopOnDrop {
     }
 }
 
+/// Most experts of peers that are read at a time.
+const MAX_READS: usize = 8;
 /// Longest wait for the address of one peer.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);

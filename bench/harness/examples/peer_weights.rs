@@ -149,7 +149,7 @@ fn fleet(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> 
     let is_over = Arc::new(AtomicBool::new(false));
     let loading = {
         let (samples, is_over) = (Arc::clone(&samples), Arc::clone(&is_over));
-        let client = MoeClient::builder(ClientModel::of(checkpoint)?)
+        let client = MoeClient::builder(ClientModel::of(checkpoint))
             .control_plane(&setup.url, None)
             .build()?;
         client.wait_ready(Duration::from_secs(60))?;

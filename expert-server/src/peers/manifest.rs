@@ -172,20 +172,32 @@ pub(super) fn parts(weights: &ExpertWeights) -> Vec<&[u8]> {
 }
 
 /// BLAKE3 over the position of an expert, its layout and all its bytes.
-pub(super) fn digest<'a>(
-    layer: u32,
-    expert: u32,
-    manifest: &Manifest,
-    parts: impl IntoIterator<Item = &'a [u8]>,
-) -> [u8; 32] {
-    let mut hash = blake3::Hasher::new_derive_key("switchyard weights between servers 1");
-    hash.update(&layer.to_le_bytes()).update(&expert.to_le_bytes());
-    // The layout determines the length of each part, so no two experts have the same byte stream.
-    hash.update(&serde_json::to_vec(manifest).unwrap_or_default());
-    for part in parts {
-        hash.update(part);
+pub(super) fn digest(layer: u32, expert: u32, manifest: &Manifest, parts: &[&[u8]]) -> [u8; 32] {
+    let mut digest = Digest::new(layer, expert, manifest);
+    parts.iter().for_each(|part| digest.update(part));
+    digest.finish()
+}
+
+/// The digest of an expert whose bytes come piece by piece.
+pub(super) struct Digest(blake3::Hasher);
+
+impl Digest {
+    pub(super) fn new(layer: u32, expert: u32, manifest: &Manifest) -> Self {
+        let mut hash = blake3::Hasher::new_derive_key("switchyard weights between servers 1");
+        hash.update(&layer.to_le_bytes()).update(&expert.to_le_bytes());
+        // The layout determines the length of each part, so no two experts have the same byte stream.
+        hash.update(&serde_json::to_vec(manifest).unwrap_or_default());
+        Self(hash)
     }
-    *hash.finalize().as_bytes()
+
+    /// Adds the next bytes of the parts. Lengths of 64 KiB and more are fastest.
+    pub(super) fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    pub(super) fn finish(&self) -> [u8; 32] {
+        *self.0.finalize().as_bytes()
+    }
 }
 
 impl ScaleLayout {

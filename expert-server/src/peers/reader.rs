@@ -82,7 +82,7 @@ impl Fetch {
         stop: &AtomicBool,
         take: &Take<'_>,
     ) -> Fetched {
-        let session = match Session::open(self, peers, wanted) {
+        let session = match Session::open(self, peers, wanted, num_threads) {
             Ok(session) => session,
             Err(reason) => {
                 let missing = wanted.iter().map(|&expert| (expert, reason.clone())).collect();
@@ -104,9 +104,11 @@ impl Fetch {
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| session.route_responses(&is_over));
-            let helpers: Vec<_> =
-                (1..num_threads.min(wanted.len())).map(|_| scope.spawn(|| work.run())).collect();
-            work.run();
+            let work = &work;
+            let helpers: Vec<_> = (1..num_threads.min(wanted.len()))
+                .map(|thread| scope.spawn(move || work.run(thread)))
+                .collect();
+            work.run(0);
             for helper in helpers {
                 if helper.join().is_err() {
                     tracing::error!("a thread that reads weights of peers panicked");
@@ -157,7 +159,7 @@ impl Job {
 
 impl Work<'_> {
     /// Reads experts until none is left, the read is stopped or patience is over.
-    fn run(&self) {
+    fn run(&self, thread: usize) {
         loop {
             let mut state = self.lock();
             let is_late = state.last_success.elapsed() >= self.patience;
@@ -189,7 +191,7 @@ impl Work<'_> {
             };
             state.num_reading += 1;
             drop(state);
-            let outcome = self.read(peer, job.expert);
+            let outcome = self.read((peer, thread), job.expert);
             let mut state = self.lock();
             state.num_reading -= 1;
             match outcome {
@@ -213,7 +215,7 @@ impl Work<'_> {
         }
     }
 
-    fn read(&self, peer: usize, (layer, expert): (u32, u32)) -> Result<(), ReadError> {
+    fn read(&self, peer: (usize, usize), (layer, expert): (u32, u32)) -> Result<(), ReadError> {
         let weights = self.session.read(peer, layer, expert, self.stop)?;
         (self.take)(layer, expert, weights).map_err(ReadError::Damaged)
     }

@@ -242,7 +242,7 @@ impl WeightSource {
             }
             let manifest = manifest::Manifest::of(&weights);
             let digest = digest.unwrap_or_else(|| {
-                manifest::digest(layer, expert, &manifest, manifest::parts(&weights))
+                manifest::digest(layer, expert, &manifest, &manifest::parts(&weights))
             });
             job(Registered::new(engine, weights, manifest, digest).map(Arc::new))
         });

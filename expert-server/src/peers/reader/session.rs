@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use message_engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, WaitError, default_fabrics,
 };
+use p2p_core::TransportKind;
 
 use super::{Fetch, Peer};
 use crate::compute::{ExpertWeights, WeightMemory};
-use crate::peers::manifest::{self, ExpertShape, Manifest};
+use crate::peers::manifest::{Digest, ExpertShape, Manifest};
 use crate::peers::wire::{self, Request, Response, VERSION};
 
 /// Why a peer does not give an expert.
@@ -55,7 +56,8 @@ pub(super) struct Session {
 
 struct Source {
     name: String,
-    connection: Connection,
+    /// One for each thread, because the threads of one connection take turns.
+    connections: Vec<Connection>,
     holds: HashSet<(u32, u32)>,
     state: Mutex<SourceState>,
 }
@@ -86,6 +88,7 @@ impl Session {
         fetch: &Fetch,
         peers: &[Peer],
         wanted: &[(u32, u32)],
+        num_threads: usize,
     ) -> Result<Self, String> {
         if peers.is_empty() {
             return Err("no server of the fleet lets others read its weights".to_owned());
@@ -105,7 +108,7 @@ impl Session {
             if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
                 break;
             }
-            for (peer, outcome) in connect(&engine, fetch, group) {
+            for (peer, outcome) in connect(&engine, fetch, group, num_threads) {
                 match outcome {
                     Ok(source) => sources.push(source),
                     Err(reason) => {
@@ -170,8 +173,8 @@ impl Session {
                     break;
                 }
             };
-            let of = |source: &&Source| source.connection.id() == notification.connection;
-            let Some(source) = self.sources.iter().find(of) else { continue };
+            let has = |source: &&Source| source.connection(notification.connection).is_some();
+            let Some(source) = self.sources.iter().find(has) else { continue };
             match wire::decode::<Response>(&notification.bytes) {
                 Ok(response) => {
                     let id = match &response {
@@ -188,7 +191,7 @@ impl Session {
                 Err(reason) => {
                     tracing::warn!(peer = source.name, reason, "a server is not read any more");
                     source.lock().has_failed = true;
-                    source.connection.close();
+                    source.connections.iter().for_each(Connection::close);
                 }
             }
         }
@@ -196,18 +199,22 @@ impl Session {
         self.lock_waiting().clear();
     }
 
-    /// Reads an expert of a peer. Blocks until it is verified, at most for the time of the grant and
+    /// Reads an expert of a peer on the thread with the index `thread`. Blocks until it is verified, at most for the time of the grant and
     /// [`REPLY_TIMEOUT`].
     pub(super) fn read(
         &self,
-        peer: usize,
+        (peer, thread): (usize, usize),
         layer: u32,
         expert: u32,
         stop: &AtomicBool,
     ) -> Result<ExpertWeights, ReadError> {
         let source = &self.sources[peer];
         source.lock().num_reading += 1;
-        let outcome = self.read_from(source, layer, expert, stop);
+        let connection = source.connections.get(thread % source.connections.len().max(1));
+        let outcome = match connection {
+            Some(connection) => self.read_from(connection, layer, expert, stop),
+            None => Err(ReadError::Failed("it has no connection".to_owned())),
+        };
         let mut state = source.lock();
         state.num_reading -= 1;
         state.has_failed |= matches!(outcome, Err(ReadError::Failed(_)));
@@ -216,26 +223,31 @@ impl Session {
 
     fn read_from(
         &self,
-        source: &Source,
+        connection: &Connection,
         layer: u32,
         expert: u32,
         stop: &AtomicBool,
     ) -> Result<ExpertWeights, ReadError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let grant = self.ask(source, &Request::Read { id, layer, expert }, id)?;
-        let weights = self.read_granted(source, layer, expert, &grant, stop);
+        let grant = self.ask(connection, &Request::Read { id, layer, expert }, id)?;
+        let weights = self.read_granted(connection, layer, expert, &grant, stop);
         let deadline = Instant::now() + REPLY_TIMEOUT;
         // If it is lost, the source takes the grant back at the end of the connection.
-        let _ = source.connection.start_notify(&wire::encode(&Request::Done { id }), deadline);
+        let _ = connection.start_notify(&wire::encode(&Request::Done { id }), deadline);
         weights
     }
 
     /// Sends a request and waits for its grant.
-    fn ask(&self, source: &Source, request: &Request, id: u64) -> Result<Grant, ReadError> {
+    fn ask(
+        &self,
+        connection: &Connection,
+        request: &Request,
+        id: u64,
+    ) -> Result<Grant, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.lock_waiting().insert(id, sender);
         let begin = Instant::now();
-        let sent = source.connection.notify(&wire::encode(request), begin + REPLY_TIMEOUT);
+        let sent = connection.notify(&wire::encode(request), begin + REPLY_TIMEOUT);
         let response = match sent {
             Ok(_) => loop {
                 match receiver.recv_timeout(CLOSE_PERIOD) {
@@ -244,7 +256,7 @@ impl Session {
                         break Err("reading has ended".to_owned());
                     }
                     Err(mpsc::RecvTimeoutError::Timeout) => {
-                        if let Some(reason) = source.connection.closed() {
+                        if let Some(reason) = connection.closed() {
                             break Err(reason.to_string());
                         }
                         if begin.elapsed() >= REPLY_TIMEOUT {
@@ -272,7 +284,7 @@ impl Session {
 
     fn read_granted(
         &self,
-        source: &Source,
+        connection: &Connection,
         layer: u32,
         expert: u32,
         grant: &Grant,
@@ -293,10 +305,11 @@ impl Session {
         }
         let memory = WeightMemory::new(offset.max(ALIGN_BYTES));
         let memory = memory.map_err(|error| ReadError::Memory(error.to_string()))?;
-        let memory = self.fill(source, memory, &ranges, &descriptors, grant.deadline, stop)?;
-        let bytes = memory.as_slice();
-        let parts = ranges.iter().map(|range| &bytes[range.clone()]);
-        let found = wire::hex(&manifest::digest(layer, expert, &grant.manifest, parts));
+        let mut digest = Digest::new(layer, expert, &grant.manifest);
+        let parts: Vec<_> = ranges.iter().cloned().zip(descriptors).collect();
+        let memory =
+            self.fill(connection, memory, &parts, grant.deadline, &mut digest, stop)?;
+        let found = wire::hex(&digest.finish());
         if found != grant.digest {
             let expected = &grant.digest;
             let text = format!("checksum {found:.16}…, expected {expected:.16}…");
@@ -305,25 +318,25 @@ impl Session {
         grant.manifest.assemble(&Arc::new(memory), &ranges).map_err(ReadError::Damaged)
     }
 
-    /// Reads the parts of a grant into `memory` and returns it when no operation uses it any more.
+    /// Reads the parts of a grant into `memory` and adds them to `digest`. Returns the memory when no operation uses it
+    /// any more.
     fn fill(
         &self,
-        source: &Source,
+        connection: &Connection,
         mut memory: WeightMemory,
-        ranges: &[Range<usize>],
-        descriptors: &[Option<Descriptor>],
+        parts: &[(Range<usize>, Option<Descriptor>)],
         deadline: Instant,
+        digest: &mut Digest,
         stop: &AtomicBool,
     ) -> Result<WeightMemory, ReadError> {
         let bytes = memory.as_slice().len();
         let first = memory.as_mut_ptr();
-        // SAFETY: the memory is writable, and stays mapped until `dereg` below has succeeded, or for ever. No reference
-        // to it is made before.
+        // SAFETY: the memory is writable, and stays mapped until `dereg` below has succeeded, or for ever. Only
+        // `read_part` makes references to it before, and those to bytes that no transfer uses.
         let region = unsafe { self.engine.reg(first, bytes, Access::Local) };
         let region = region.map_err(|error| ReadError::Memory(error.to_string()))?;
-        let parts = ranges.iter().zip(descriptors);
-        let outcome = parts.into_iter().try_for_each(|(range, part)| match part {
-            Some(part) => read_part(source, &region, range, part, deadline, stop),
+        let outcome = parts.iter().try_for_each(|(range, part)| match part {
+            Some(part) => read_part(connection, &region, range, part, deadline, digest, stop),
             None => Ok(()),
         });
         if let Err(error) = self.engine.dereg(region) {
@@ -340,34 +353,48 @@ impl Session {
 }
 
 impl Source {
+    fn connection(&self, id: u64) -> Option<&Connection> {
+        self.connections.iter().find(|connection| connection.id() == id)
+    }
+
     fn lock(&self) -> MutexGuard<'_, SourceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Reads one part into its range of `region`. On the caller's thread if the transport allows it.
+/// Reads one part into its range of `region`, on the caller's thread if the transport allows it. Adds each chunk to the
+/// digest while it is in the processor's cache.
 fn read_part(
-    source: &Source,
+    connection: &Connection,
     region: &MemoryRegion,
     range: &Range<usize>,
     part: &Descriptor,
     deadline: Instant,
+    digest: &mut Digest,
     stop: &AtomicBool,
 ) -> Result<(), ReadError> {
     let failed = |error: &dyn std::error::Error| ReadError::Failed(error.to_string());
+    let is_direct = connection.transport().kind == TransportKind::Cma;
+    let chunk_bytes = if is_direct { DIRECT_CHUNK_BYTES } else { CHUNK_BYTES };
     let mut done = 0;
     while done < part.bytes {
         if stop.load(Ordering::Relaxed) {
             return Err(ReadError::Stopped);
         }
-        let len = (part.bytes - done).min(CHUNK_BYTES);
-        let span = region.span(range.start as u64 + done, len).map_err(|error| failed(&error))?;
+        let len = (part.bytes - done).min(chunk_bytes);
+        let first = range.start as u64 + done;
+        let span = region.span(first, len).map_err(|error| failed(&error))?;
         let remote = part.sub(done, len).map_err(|error| failed(&error))?;
-        let connection = &source.connection;
         let read = connection
             .read_directly(&span, &remote, deadline)
             .unwrap_or_else(|| connection.read(&span, &remote, deadline));
         read.map_err(|error| failed(&error))?;
+        // SAFETY: the bytes are within the region, as `span` has checked, and initialised: the memory was zeroed. Their
+        // transfer has ended, later transfers write other bytes, and peers have no right to the region.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(region.as_ptr().as_ptr().add(first as usize), len as usize)
+        };
+        digest.update(bytes);
         done += len;
     }
     Ok(())
@@ -378,6 +405,7 @@ fn connect<'a>(
     engine: &Engine,
     fetch: &Fetch,
     peers: &'a [Peer],
+    num_threads: usize,
 ) -> Vec<(&'a Peer, Result<Source, String>)> {
     let deadline = Instant::now() + HELLO_TIMEOUT;
     let hello = wire::encode(&Request::Hello {
@@ -386,21 +414,25 @@ fn connect<'a>(
         parameters: fetch.identity.parameters.clone(),
     });
     let reach = |peer: &Peer| {
-        let connection = engine.connect(peer.addr, deadline).map_err(|error| error.to_string())?;
-        connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
-        Ok::<_, String>(connection)
+        let connect = |_| {
+            let connection = engine.connect(peer.addr, deadline).map_err(|e| e.to_string())?;
+            connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
+            Ok::<_, String>(connection)
+        };
+        (0..num_threads).map(connect).collect::<Result<Vec<_>, _>>()
     };
     let reached: Vec<_> = std::thread::scope(|scope| {
         let reaching: Vec<_> = peers.iter().map(|peer| scope.spawn(|| reach(peer))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Connection, String>>| {
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Vec<Connection>, String>>| {
             thread.join().unwrap_or_else(|_| Err("connecting panicked".to_owned()))
         };
         reaching.into_iter().map(join).collect()
     });
     let mut answers: HashMap<u64, Result<HashSet<(u32, u32)>, String>> = HashMap::new();
-    let is_open = |connection: &Connection| connection.closed().is_none();
+    // All connections of a peer get the same answer.
     let num_awaited = |answers: &HashMap<u64, _>| {
-        let awaited = reached.iter().flatten().filter(|connection| is_open(connection));
+        let first = reached.iter().flatten().filter_map(|connections| connections.first());
+        let awaited = first.filter(|connection| connection.closed().is_none());
         awaited.filter(|connection| !answers.contains_key(&connection.id())).count()
     };
     while num_awaited(&answers) > 0 && Instant::now() < deadline {
@@ -409,15 +441,18 @@ fn connect<'a>(
             answers.insert(notification.connection, index(&notification.bytes));
         }
     }
-    let sources = peers.iter().zip(reached).map(|(peer, connection)| {
-        let source = connection.and_then(|connection| {
+    let sources = peers.iter().zip(reached).map(|(peer, connections)| {
+        let source = connections.and_then(|connections| {
+            let Some(connection) = connections.first() else {
+                return Err("it has no connection".to_owned());
+            };
             let no_answer = || match connection.closed() {
                 Some(reason) => Err(reason.to_string()),
                 None => Err(format!("no answer within {} s", HELLO_TIMEOUT.as_secs())),
             };
             let holds = answers.remove(&connection.id()).unwrap_or_else(no_answer)?;
             let (name, state) = (peer.name.clone(), Mutex::default());
-            Ok(Source { name, connection, holds, state })
+            Ok(Source { name, connections, holds, state })
         });
         (peer, source)
     });
@@ -453,7 +488,9 @@ const CLOSE_PERIOD: Duration = Duration::from_millis(50);
 const ROUTE_PERIOD: Duration = Duration::from_millis(20);
 /// Longest lease and pause that a peer can name.
 const MAX_LEASE_MS: u64 = 3_600_000;
-/// Largest part of a read between two looks at its end.
-const CHUNK_BYTES: u64 = 32 << 20;
+/// Bytes that are read at once, and then added to the digest.
+const CHUNK_BYTES: u64 = 16 << 20;
+/// The same for copies on the reader's thread, which cost no round trip: less than a processor's cache.
+const DIRECT_CHUNK_BYTES: u64 = 256 << 10;
 /// Alignment of parts: a cache line.
 const ALIGN_BYTES: usize = 64;
