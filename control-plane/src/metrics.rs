@@ -30,6 +30,10 @@ pub(crate) struct Metrics {
     pub(crate) store_write_seconds: Histogram,
     pub(crate) store_write_errors: IntCounter,
     pub(crate) store_writable: IntGauge,
+    pub(crate) leader: IntGauge,
+    pub(crate) terms: IntCounter,
+    pub(crate) forwarded: IntCounter,
+    pub(crate) election_errors: IntCounter,
 }
 
 impl Metrics {
@@ -119,7 +123,23 @@ impl Metrics {
             )?,
             store_writable: make.gauge(
                 "switchyard_control_store_writable",
-                "1 if the last write of a snapshot succeeded, 0 if it failed and members of new names are refused.",
+                "1 while the store can be written, 0 after a failed write or without a quorum of etcd: then members of new names are refused.",
+            )?,
+            leader: make.gauge(
+                "switchyard_control_leader",
+                "1 if this control plane leads, 0 if it follows another one.",
+            )?,
+            terms: make.counter(
+                "switchyard_control_terms_total",
+                "Times that this control plane became the leader.",
+            )?,
+            forwarded: make.counter(
+                "switchyard_control_forwarded_requests_total",
+                "Requests that this control plane passed on to the leader.",
+            )?,
+            election_errors: make.counter(
+                "switchyard_control_election_errors_total",
+                "Failed calls to etcd for elections and for the lease of the leader.",
             )?,
             store_write_seconds,
             request_seconds,
@@ -142,6 +162,13 @@ impl Metrics {
     pub(crate) fn set_coverage(&self, coverage: Coverage) {
         self.experts_without_replica.set(coverage.without_replica as i64);
         self.experts_under_replicated.set(coverage.under_replicated as i64);
+    }
+
+    /// Sets the gauges of the fleet to zero: another control plane counts it.
+    pub(crate) fn forget_fleet(&self) {
+        self.set_members(MemberCounts::default());
+        self.set_coverage(Coverage::default());
+        self.store_writable.set(1);
     }
 
     pub(crate) fn observe_request(&self, route: &str, method: &str, status: u16, took: Duration) {

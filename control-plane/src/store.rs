@@ -5,7 +5,6 @@
 
 mod document;
 mod epoch_file;
-#[allow(dead_code, unused_imports, reason = "no setting opens it yet")]
 pub(crate) mod etcd;
 mod file;
 mod memory;

@@ -189,6 +189,12 @@ def test_a_control_plane_that_is_not_there_is_named() -> None:
         switchyard_moe.Client("http://127.0.0.1:1", timeout=0.3)
 
 
+def test_one_of_several_control_planes_is_enough(cluster: switchyard_moe.LocalCluster) -> None:
+    gone = "http://127.0.0.1:1"
+    for urls in ([gone, cluster.url], f"{gone},{cluster.url}"):
+        switchyard_moe.Client(urls, token=cluster.token).close()
+
+
 def test_a_wrong_token_is_refused_at_once(cluster: switchyard_moe.LocalCluster) -> None:
     with pytest.raises(switchyard_moe.ControlPlaneError, match="token"):
         switchyard_moe.Client(cluster.url, token="wrong", timeout=30)

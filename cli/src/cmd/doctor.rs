@@ -60,7 +60,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if let Some(model) = &args.model {
         given.extend(check_model(model));
     }
-    if let Some(url) = &args.control.control_plane {
+    // Each by itself: a client would only see the first one that answers.
+    for url in &args.control.control_plane {
         given.push(check_control(url, args.control.token.clone()));
     }
     if !given.is_empty() {

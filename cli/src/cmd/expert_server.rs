@@ -216,10 +216,8 @@ fn parse_advertise(text: &str) -> Result<String, String> {
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     // Weights stay in mapped files.
     checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
-    let placement = match (&args.control.control_plane, args.experts) {
-        (Some(url), _) => {
-            Placement::ControlPlane { url: url.clone(), token: args.control.token.clone() }
-        }
+    let placement = match (args.control.url(), args.experts) {
+        (Some(url), _) => Placement::ControlPlane { url, token: args.control.token.clone() },
         (None, Some(selection)) => Placement::Static(selection),
         (None, None) => {
             anyhow::bail!("no experts to hold: give --control-plane URL, or --experts all")

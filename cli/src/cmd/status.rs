@@ -16,7 +16,7 @@ pub struct Args {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let url = args.control.required_url()?;
-    let client = ControlClient::new(url, args.control.token.clone())?;
+    let client = ControlClient::new(&url, args.control.token.clone())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -45,6 +45,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             status.version,
             status.epoch
         );
+        if let Some(leader) = &status.leader {
+            let followers = match &status.followers[..] {
+                [] => "no other control plane would take over".to_owned(),
+                urls => format!("followed by {}", urls.join(", ")),
+            };
+            outln!("control planes: {leader} leads, {followers}");
+        }
         match &status.model {
             Some(model) => outln!(
                 "model {} hidden {} · {} MoE layers · {} experts, top-{} · fingerprint {:.12}…",

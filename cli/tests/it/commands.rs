@@ -589,7 +589,7 @@ fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
 }
 
 /// Runs the binary, which must fail with exactly one line that starts with "error:".
-fn fails(args: &[&str], env: &[(&str, &str)]) -> String {
+pub fn fails(args: &[&str], env: &[(&str, &str)]) -> String {
     let output = run(args, env);
     let stderr = String::from_utf8(output.stderr).expect("UTF-8");
     assert_eq!(output.status.code(), Some(1), "{args:?}: {stderr}");

@@ -4,3 +4,4 @@ mod commands;
 mod observability;
 mod reference;
 mod service;
+mod shared;

@@ -523,6 +523,24 @@ pub struct ClusterStatus {
     pub plan_error: Option<String>,
     /// The store.
     pub store: StoreStatus,
+    /// URL of the control plane that leads, if several share the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// URLs of the control planes that would take over.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub followers: Vec<String>,
+}
+
+/// `GET /v1/leader`: the leading control plane.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LeaderInfo {
+    /// True if the control plane that answers leads.
+    pub leads: bool,
+    /// URL of the leader. `None` if none is known, and for a control plane with a store of its own.
+    #[serde(default)]
+    pub url: Option<String>,
+    /// Number of the term. A later leader has a greater one. 0 if none is known.
+    pub term: u64,
 }
 
 /// Condition of a fleet.
@@ -619,6 +637,8 @@ mod tests {
             num_watchers: 0,
             plan_error: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
+            leader: None,
+            followers: Vec::new(),
         };
         assert_eq!(good.health(), (Health::Healthy, Vec::new()));
         let check = |change: &dyn Fn(&mut ClusterStatus), health: Health, word: &str| {

@@ -32,6 +32,7 @@ fn document() -> utoipa::openapi::OpenApi {
         watch::placement_watch,
         digests::model_digests,
         digests::store_model_digests,
+        routes::leader,
         routes::status,
         routes::goals,
         routes::set_goals,

@@ -20,7 +20,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::runtime::Handle;
 
-pub(crate) use client::{EtcdClient, encoded};
+pub(crate) use client::{EtcdClient, bytes as kv_bytes, encoded, number as kv_number};
 pub use client::{EtcdCredentials, EtcdError};
 pub(crate) use kv::{KeyValue, end_of};
 
@@ -130,7 +130,8 @@ impl EtcdStore {
     /// Refuses a prefix without a snapshot under which another program keeps keys.
     async fn check_prefix(&self) -> Result<(), StoreError> {
         let range = self.client.list(&self.prefix, PREFIX_SAMPLE, false, BOUND).await?;
-        let ours = [RESERVED, CHUNKS, ELECTION].map(|name| self.key(name));
+        // Another control plane may have written the head in the meantime.
+        let ours = [HEAD, RESERVED, CHUNKS, ELECTION].map(|name| self.key(name));
         for found in range.kvs {
             let key = String::from_utf8_lossy(&found.key).into_owned();
             if !ours.iter().any(|ours| key.starts_with(ours)) {

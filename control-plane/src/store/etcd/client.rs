@@ -160,6 +160,33 @@ impl EtcdClient {
         })
     }
 
+    /// Calls `path` at one endpoint only, because the call waits for an event. `None` after `bound`. After a failure
+    /// the next call begins with the next endpoint.
+    pub(crate) async fn call_once<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &Value,
+        bound: Duration,
+    ) -> Result<Option<T>, EtcdError> {
+        let index = self.current.load(Ordering::Relaxed);
+        let until = Instant::now() + bound;
+        let endpoints = self.endpoints[index].to_string();
+        let next = (index + 1) % self.endpoints.len();
+        let err = match self.at(index, path, body, until).await {
+            Ok(answer) => return Ok(Some(answer)),
+            Err(Failure::Final(err)) => return Err(err),
+            Err(_) if Instant::now() >= until => return Ok(None),
+            Err(Failure::Token) => {
+                self.token.lock().unwrap_or_else(PoisonError::into_inner).take();
+                return Ok(None);
+            }
+            Err(Failure::NoQuorum(reason)) => EtcdError::NoQuorum { endpoints, reason },
+            Err(Failure::Silent(reason)) => EtcdError::Unreachable { endpoints, reason },
+        };
+        self.current.store(next, Ordering::Relaxed);
+        Err(err)
+    }
+
     /// Opens the stream of `path` at the endpoint that answered last.
     pub(crate) async fn stream(
         &self,
