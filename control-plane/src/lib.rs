@@ -7,6 +7,8 @@
 //!
 //! * [`Server`], [`ServerConfig`]: a control plane bound to an address.
 //! * [`planner`]: assigns experts to a joining member. Sans-I/O.
+//! * [`planner::rebalance`]: plans the experts of a whole fleet from the load. Sans-I/O.
+//! * [`advice`]: the number of servers that suits the load. Sans-I/O.
 //! * [`store`]: durable state; one trait, one conformance suite.
 //! * [`clock`]: monotonic time, virtual in tests.
 //!
@@ -14,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+pub mod advice;
 mod balance;
 pub mod clock;
 mod config;

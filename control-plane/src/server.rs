@@ -68,6 +68,7 @@ impl Server {
             expired_retention: config.expired_retention,
             max_members: config.limits.max_members,
             pinned_fingerprint: config.model_fingerprint.clone(),
+            target_share: config.target_share,
             balance: config.balance.map(|balance| BalanceSettings {
                 goals: PlanGoals { min_replicas: config.replicas, ..balance.goals },
                 expected_servers: config.num_servers,

@@ -15,8 +15,8 @@ use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
     ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
-    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
-    SuspectResponse,
+    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice,
+    SuspectRequest, SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
@@ -198,6 +198,11 @@ impl ControlClient {
     /// Overview of the cluster.
     pub async fn status(&self) -> Result<ClusterStatus, ControlError> {
         self.call(Method::GET, "v1/status", None::<&()>).await
+    }
+
+    /// The number of servers that suits the load.
+    pub async fn advice(&self) -> Result<ScalingAdvice, ControlError> {
+        self.call(Method::GET, "v1/advice", None::<&()>).await
     }
 
     /// Goals of a fleet whose placement follows the load.

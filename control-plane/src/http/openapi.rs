@@ -33,6 +33,7 @@ fn document() -> utoipa::openapi::OpenApi {
         digests::model_digests,
         digests::store_model_digests,
         routes::status,
+        routes::advice,
         routes::goals,
         routes::set_goals,
         routes::members,

@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use control_api::{
     ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId,
     MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest, SuspectResponse, code,
+    ScalingAdvice, SuspectRequest, SuspectResponse, code,
 };
 
 use super::App;
@@ -63,6 +63,14 @@ pub(super) async fn placement(State(app): State<App>) -> Response {
     (status = 401, description = "Wrong token", body = ApiError)))]
 pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
     Json(app.coordinator.status())
+}
+
+/// The number of servers that suits the load, for an autoscaler.
+#[utoipa::path(get, path = "/v1/advice", tag = "placement", responses(
+    (status = 200, description = "The advice", body = ScalingAdvice),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn advice(State(app): State<App>) -> Json<ScalingAdvice> {
+    Json(app.coordinator.advice())
 }
 
 /// Goals of a placement that follows the load.

@@ -488,7 +488,10 @@ async fn a_source_refuses_by_name_and_outlives_hostile_readers() {
             raw::send(&connection, &message);
             let answer = raw::receive(&engine);
             assert_eq!((&answer["type"], &answer["id"]), (&json!("refused"), &json!(id)));
-            assert!(answer["reason"].as_str().expect("a reason").contains("not loaded"), "{answer}");
+            assert!(
+                answer["reason"].as_str().expect("a reason").contains("not loaded"),
+                "{answer}"
+            );
         }
         // A reader that gives nothing back gets a few grants, and no more until it does.
         let mut num_granted = 0;
