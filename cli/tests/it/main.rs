@@ -3,5 +3,6 @@
 mod commands;
 mod follow;
 mod observability;
+mod plan;
 mod reference;
 mod service;
