@@ -1,7 +1,6 @@
 //! The listening side: admits clients, hands their channels to the data thread, and watches their connections.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use control_api::LeaseKeeper;
 use p2p_core::TransportKind;

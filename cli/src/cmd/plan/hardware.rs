@@ -175,8 +175,9 @@ fn solve(points: &[[f64; 3]], used: &[usize]) -> Option<[f64; 3]> {
         }
         for other in (0..n).filter(|&other| other != col) {
             let factor = matrix[other][col] / matrix[col][col];
-            for idx in col..=n {
-                matrix[other][idx] -= factor * matrix[col][idx];
+            let pivot = matrix[col].clone();
+            for (value, pivot) in matrix[other].iter_mut().zip(pivot) {
+                *value -= factor * pivot;
             }
         }
     }
