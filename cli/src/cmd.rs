@@ -26,6 +26,7 @@ pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod plan;
 pub mod rollout;
 pub mod scale;
 pub mod status;

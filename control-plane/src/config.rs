@@ -29,6 +29,8 @@ pub struct ServerConfig {
     /// Follows the load: experts move between servers as load and members change. `None` divides the model into
     /// `num_servers` fixed parts.
     pub balance: Option<BalanceSettings>,
+    /// Compute share of a server that the scaling advice aims at, 0.05 to 0.95.
+    pub target_share: f64,
     /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub model_fingerprint: Option<String>,
     /// Directory of the durable state. `None` keeps the state in memory only, unless it is in etcd.
@@ -51,6 +53,7 @@ impl ServerConfig {
             num_servers,
             replicas,
             balance: None,
+            target_share: 0.6,
             model_fingerprint: None,
             data_dir: None,
             etcd: None,
@@ -62,6 +65,9 @@ impl ServerConfig {
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
+        }
+        if !(MIN_TARGET_SHARE..=MAX_TARGET_SHARE).contains(&self.target_share) {
+            return Err(ConfigError::TargetShare { found: self.target_share.to_string() });
         }
         if let Some(token) = &self.token
             && (token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()))
@@ -223,6 +229,9 @@ pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
     LeaseTtl { found: Duration },
+    /// See [`ServerConfig::target_share`].
+    #[error("a target share of {found}: expected {MIN_TARGET_SHARE} to {MAX_TARGET_SHARE}")]
+    TargetShare { found: String },
     /// See [`ServerConfig::token`].
     #[error("the token is empty or has characters other than visible ASCII")]
     Token,
@@ -255,5 +264,7 @@ pub enum ConfigError {
 const MIN_ETCD_LEASE: Duration = Duration::from_secs(2);
 const MAX_ETCD_LEASE: Duration = Duration::from_secs(300);
 const MAX_PREFIX_BYTES: usize = 256;
+const MIN_TARGET_SHARE: f64 = 0.05;
+const MAX_TARGET_SHARE: f64 = 0.95;
 const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
 const MAX_LEASE_TTL: Duration = Duration::from_secs(3600);

@@ -6,8 +6,8 @@ use std::time::Duration;
 use axum::body::Bytes;
 use control_api::{
     ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
-    ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest, TensorDigest,
-    WantedDigests,
+    ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest,
+    TensorDigest, WantedDigests,
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, watch};
@@ -241,6 +241,10 @@ impl Coordinator {
         })
     }
 
+    pub(crate) fn advice(&self) -> ScalingAdvice {
+        self.with_fleet(|fleet, _| fleet.advice())
+    }
+
     /// The digests of the model's tensors as JSON, if a member has sent them.
     pub(crate) fn model_digests(&self) -> Option<Bytes> {
         lock(&self.model_digests).as_ref().map(|kept| kept.json.clone())
@@ -275,9 +279,17 @@ impl Coordinator {
     /// Expires members until the task is aborted.
     pub(crate) async fn run_clock(&self) {
         let period = (self.lease_ttl / 30).clamp(MIN_TICK, MAX_TICK);
+        let mut advise_at = Duration::ZERO;
         loop {
             tokio::time::sleep(period).await;
-            self.with_fleet(|fleet, now| fleet.tick(now, period));
+            let advice = self.with_fleet(|fleet, now| {
+                fleet.tick(now, period);
+                (now >= advise_at).then(|| fleet.advice())
+            });
+            if let Some(advice) = advice {
+                advise_at = self.clock.now() + ADVICE_PERIOD;
+                self.metrics.set_advice(&advice);
+            }
         }
     }
 
@@ -563,6 +575,8 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 const READ_ONLY: &str =
     "the store cannot be written: known members keep serving, members of new names are refused";
+/// The gauges of the advice change at this rate.
+const ADVICE_PERIOD: Duration = Duration::from_secs(1);
 const PROBE_PERIOD: Duration = Duration::from_secs(2);
 const PROBE_PAUSE: Duration = Duration::from_millis(20);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);

@@ -34,6 +34,8 @@ pub(crate) struct FleetSettings {
     pub(crate) pinned_fingerprint: Option<String>,
     /// Follows the load, if set.
     pub(crate) balance: Option<BalanceSettings>,
+    /// Compute share of a server that the scaling advice aims at.
+    pub(crate) target_share: f64,
 }
 
 /// A change, for the log and the metrics.
@@ -149,6 +151,7 @@ pub(crate) struct Fleet {
     saved_revision: u64,
     last_tick: Duration,
     loads: Loads,
+    decayed_at: Duration,
     /// Time of the last change of the members that is not planned yet.
     unplanned_since: Option<Duration>,
     last_plan: Duration,
@@ -208,6 +211,7 @@ impl Fleet {
             saved_revision: 0,
             last_tick: now,
             loads: Loads::default(),
+            decayed_at: now,
             unplanned_since: None,
             last_plan: now,
             first_join: None,
@@ -299,23 +303,34 @@ impl Fleet {
         if let (Some(model), Some(load)) = (&self.model, &request.load) {
             self.loads.add(model, load);
         }
+        let mut is_replan = false;
         let member = self.calling(member, request.incarnation, now)?;
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
         member.renewed_at = now;
         if let Some(load) = request.load {
+            member.work.add(&load);
+            if member.unreadable != load.unreadable {
+                member.unreadable = load.unreadable.clone();
+                is_replan = true;
+            }
             member.load = Some(load);
         }
         let version = member.record.assignment_version;
         let is_news = request.assignment_version != version;
-        Ok(LeaseResponse {
+        let response = LeaseResponse {
             lease_ttl_ms: lease_ttl.as_millis() as u64,
             epoch,
             state: member.state(),
             assignment_version: version,
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
             wanted_digests: WantedDigests::None,
-        })
+            keeps_serving: member.keeps_serving(),
+        };
+        if is_replan {
+            self.unplanned_since.get_or_insert(now);
+        }
+        Ok(response)
     }
 
     pub(crate) fn ready(
@@ -348,8 +363,12 @@ impl Fleet {
         incarnation: Option<u64>,
         now: Duration,
     ) -> Result<MemberInfo, Refusal> {
+        let drains_by = self.settings.balance.map(|balance| now + balance.drain_grace);
         let member = self.leased(member, incarnation, now)?;
-        let was = std::mem::replace(&mut member.record.phase, Phase::Draining);
+        let was = member.record.phase;
+        if was != Phase::Draining {
+            member.start_drain(drains_by);
+        }
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
@@ -368,9 +387,7 @@ impl Fleet {
         let member = self.leased(member, None, now)?;
         let was_draining = member.record.phase == Phase::Draining;
         if was_draining {
-            // A member that was drained before it had loaded its experts reports them later.
-            let is_ready = !member.record.holds.is_empty();
-            member.record.phase = if is_ready { Phase::Serving } else { Phase::Loading };
+            member.end_drain();
         }
         let (info, name) = (member.info(now), member.record.name.clone());
         if was_draining {
@@ -465,6 +482,7 @@ impl Fleet {
             self.remove(&name);
             self.events.push(FleetEvent::Removed { name });
         }
+        self.decay(now);
         self.balance(now);
     }
 

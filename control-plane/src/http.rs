@@ -107,6 +107,7 @@ fn all_routes() -> Vec<Route> {
         route(Method::PUT, DIGESTS_PATH, put(digests::store_model_digests)),
         route(Method::GET, "/v1/leader", get(routes::leader)),
         route(Method::GET, "/v1/status", get(routes::status)),
+        route(Method::GET, "/v1/advice", get(routes::advice)),
         route(Method::GET, "/v1/goals", get(routes::goals)),
         route(Method::PUT, "/v1/goals", put(routes::set_goals)),
         route(Method::GET, "/v1/members", get(routes::members)),

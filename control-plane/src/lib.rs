@@ -7,6 +7,8 @@
 //!
 //! * [`Server`], [`ServerConfig`]: a control plane bound to an address.
 //! * [`planner`]: assigns experts to a joining member. Sans-I/O.
+//! * [`planner::rebalance`]: plans the experts of a whole fleet from the load. Sans-I/O.
+//! * [`advice`]: the number of servers that suits the load. Sans-I/O.
 //! * [`store`]: durable state; one trait, one conformance suite.
 //! * [`EtcdConfig`]: several control planes on one etcd. One leads, the others follow and take over.
 //! * [`clock`]: monotonic time, virtual in tests.
@@ -15,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+pub mod advice;
 mod balance;
 mod board;
 pub mod clock;

@@ -209,6 +209,7 @@ fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSet
         expired_retention: config.expired_retention,
         max_members: config.limits.max_members,
         pinned_fingerprint: config.model_fingerprint.clone(),
+        target_share: config.target_share,
         balance: config.balance.map(|balance| BalanceSettings {
             goals: PlanGoals { min_replicas: config.replicas, ..balance.goals },
             expected_servers: config.num_servers,

@@ -208,13 +208,13 @@ struct Loading {
     stop: Arc<AtomicBool>,
     /// The assignment that it follows.
     assignment: Arc<Assignment>,
-    /// Returns true if no expert is missing.
-    end: Pin<Box<dyn Future<Output = bool> + Send>>,
+    /// Returns the experts that could not be loaded. A load that was stopped has none.
+    end: Pin<Box<dyn Future<Output = Vec<(u32, u32)>> + Send>>,
 }
 
 impl Loading {
     /// Waits for the end of a load; for ever without one. Cancel safe.
-    async fn end(loading: &mut Option<Self>) -> bool {
+    async fn end(loading: &mut Option<Self>) -> Vec<(u32, u32)> {
         match loading {
             Some(loading) => (&mut loading.end).await,
             None => std::future::pending().await,
@@ -252,9 +252,9 @@ impl Membership {
         let mut num_renewals = 0;
         let mut was_draining = false;
         let mut surplus = HashMap::new();
+        let mut unreadable = HashMap::new();
         let mut sending = None;
         let mut loading: Option<Loading> = None;
-        let mut load_at = Instant::now();
         loop {
             let now = state.borrow_and_update().clone();
             // A drain may come from this process or from an operator, who may take it back.
@@ -263,6 +263,7 @@ impl Membership {
                 Some(MemberState::Serving) => false,
                 _ => was_draining,
             };
+            self.health.keeps_serving.store(now.keeps_serving, Ordering::Relaxed);
             if is_draining != was_draining {
                 was_draining = is_draining;
                 self.health.is_draining.store(is_draining, Ordering::Relaxed);
@@ -283,14 +284,15 @@ impl Membership {
                 }
                 _ => {}
             }
+            unreadable.retain(|(layer, expert), since: &mut Instant| {
+                since.elapsed() < UNREADABLE_FOR && !self.store.has(*layer, *expert)
+            });
             let is_stale = |loading: &Loading| {
                 was_draining || now.assignment.as_ref() != Some(&loading.assignment)
             };
             match &loading {
                 Some(loading) if is_stale(loading) => loading.stop.store(true, Ordering::Relaxed),
-                None if !was_draining && Instant::now() >= load_at => {
-                    loading = self.start_load(&now)
-                }
+                None if !was_draining => loading = self.start_load(&now, &unreadable),
                 _ => {}
             }
             let kept = self.kept_experts(&now, &mut surplus);
@@ -301,7 +303,10 @@ impl Membership {
             // One report per heartbeat, because a second one would replace the first.
             if now.num_renewals != num_renewals {
                 num_renewals = now.num_renewals;
-                self.keeper.report_load(window.next_report(&self.load, &held));
+                let mut report = window.next_report(&self.load, &held);
+                report.memory_experts = Some(holds(&*self.store).num_experts() as u32);
+                report.unreadable = assignment_of(unreadable.keys().copied());
+                self.keeper.report_load(report);
                 if sending.is_none() && self.has(now.wanted_digests) {
                     sending = Some(Box::pin(self.send_again()));
                 }
@@ -320,14 +325,11 @@ impl Membership {
                     outcome?;
                     sending = None;
                 }
-                is_complete = Loading::end(&mut loading) => {
+                failed = Loading::end(&mut loading) => {
                     loading = None;
-                    if !is_complete {
-                        // A pause, because a fault of the files or of peers does not end at once.
-                        load_at = Instant::now() + RELOAD_PAUSE;
-                    }
+                    let now = Instant::now();
+                    unreadable.extend(failed.into_iter().map(|pair| (pair, now)));
                 }
-                () = tokio::time::sleep_until(load_at.into()), if load_at > Instant::now() => {}
             }
         }
     }
@@ -387,8 +389,13 @@ impl Membership {
         Ok(())
     }
 
-    /// Assigned experts that are not loaded.
-    fn newly_assigned(&self, state: &LeaseState) -> Option<Vec<(u32, u32)>> {
+    /// Assigned experts that are not loaded, without those that failed a moment ago: a fault of the files does not end
+    /// at once.
+    fn newly_assigned(
+        &self,
+        state: &LeaseState,
+        unreadable: &HashMap<(u32, u32), Instant>,
+    ) -> Option<Vec<(u32, u32)>> {
         let assignment = state.assignment.as_deref()?;
         let model = self.store.checkpoint().config();
         if assignment.is_empty() || check_assignment(assignment, model).is_err() {
@@ -397,14 +404,21 @@ impl Membership {
         let mut new = Vec::new();
         for LayerAssignment { layer, experts } in &assignment.layers {
             let missing = experts.iter().filter(|&&expert| !self.store.has(*layer, expert));
-            new.extend(missing.map(|&expert| (*layer, expert)));
+            let has_failed = |pair: &(u32, u32)| {
+                unreadable.get(pair).is_some_and(|since| since.elapsed() < RELOAD_PAUSE)
+            };
+            new.extend(missing.map(|&expert| (*layer, expert)).filter(|pair| !has_failed(pair)));
         }
         (!new.is_empty()).then_some(new)
     }
 
     /// Starts to load assigned experts that are not loaded. `None` if there are none.
-    fn start_load(&self, state: &LeaseState) -> Option<Loading> {
-        let new = self.newly_assigned(state)?;
+    fn start_load(
+        &self,
+        state: &LeaseState,
+        unreadable: &HashMap<(u32, u32), Instant>,
+    ) -> Option<Loading> {
+        let new = self.newly_assigned(state, unreadable)?;
         let assignment = Arc::clone(state.assignment.as_ref()?);
         tracing::info!(num_experts = new.len(), "loading newly assigned experts");
         let stop = Arc::new(AtomicBool::new(false));
@@ -414,16 +428,30 @@ impl Membership {
             let _progress = loader.progress.begin(new.len());
             let missing = loader.load(&store, new, Pace::Background, Arc::clone(&stopped)).await;
             let is_stopped = stopped.load(Ordering::Relaxed);
-            if let Some(((layer, expert), reason)) = missing.first()
-                && !is_stopped
-            {
+            if is_stopped {
+                return Vec::new();
+            }
+            if let Some(((layer, expert), reason)) = missing.first() {
                 let num_missing = missing.len();
                 tracing::error!(num_missing, layer, expert, reason, "cannot load assigned experts");
             }
-            missing.is_empty() || is_stopped
+            missing.into_iter().map(|(pair, _)| pair).collect()
         };
         Some(Loading { stop, assignment, end: Box::pin(end) })
     }
+}
+
+/// (layer, expert) pairs in any order as an assignment.
+fn assignment_of(pairs: impl Iterator<Item = (u32, u32)>) -> Assignment {
+    let mut layers: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (layer, expert) in pairs {
+        layers.entry(layer).or_default().push(expert);
+    }
+    let sorted = |(layer, mut experts): (u32, Vec<u32>)| {
+        experts.sort_unstable();
+        LayerAssignment { layer, experts }
+    };
+    Assignment { layers: layers.into_iter().map(sorted).collect() }
 }
 
 /// Time limit for sending or fetching the digests of all tensors, a few megabytes.
@@ -438,5 +466,7 @@ const MAX_DIFFERENCES: usize = 5;
 const REPORT_AFTER: Duration = Duration::from_secs(15);
 /// Clients with an older placement have moved by then, and the control plane knows that the expert will go.
 const UNLOAD_AFTER: Duration = Duration::from_secs(30);
-/// Pause after a failed load.
-const RELOAD_PAUSE: Duration = Duration::from_secs(5);
+/// Pause between two tries to load an expert.
+const RELOAD_PAUSE: Duration = Duration::from_secs(10);
+/// A failed expert is reported for so long after the last try. The control plane may then assign it again.
+const UNREADABLE_FOR: Duration = Duration::from_secs(600);

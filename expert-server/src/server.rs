@@ -195,7 +195,9 @@ impl RunningServer {
         loop {
             let data = self.data.status();
             let is_idle = data.idle_for().min(begin.elapsed()) >= self.config.drain_idle;
-            if data.num_links() == 0 || is_idle || self.end.borrow().is_some() {
+            let keeps_serving =
+                self.keeper.as_ref().is_some_and(|keeper| keeper.state().borrow().keeps_serving);
+            if (data.num_links() == 0 || is_idle) && !keeps_serving || self.end.borrow().is_some() {
                 break;
             }
             if Instant::now() >= deadline {

@@ -42,6 +42,9 @@ pub struct Args {
     /// With `--placement load`: time between two plans, in milliseconds. A change of the servers is planned at once.
     #[arg(long, env = "SWITCHYARD_PLAN_PERIOD_MS", default_value_t = 10_000)]
     plan_period_ms: u64,
+    /// Share of the time for which servers should compute, 0.05 to 0.95: the number of servers in `/v1/advice` aims at it.
+    #[arg(long, env = "SWITCHYARD_TARGET_SHARE", default_value_t = 0.6)]
+    target_share: f64,
     /// Time to live of a lease, in milliseconds, 100 to 3600000. A server that does not renew its lease for
     /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
@@ -140,7 +143,7 @@ enum PlacementKind {
     Load,
 }
 
-fn parse_spare(text: &str) -> Result<f64, String> {
+pub fn parse_spare(text: &str) -> Result<f64, String> {
     let spare = text.parse::<f64>().map_err(|error| error.to_string())?;
     match (0.0..=16.0).contains(&spare) {
         true => Ok(spare),
@@ -151,6 +154,7 @@ fn parse_spare(text: &str) -> Result<f64, String> {
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
     config.token = args.token;
+    config.target_share = args.target_share;
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
     if matches!(args.placement, PlacementKind::Load) {
         let mut balance = BalanceSettings::default();

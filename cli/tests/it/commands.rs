@@ -551,7 +551,7 @@ fn bench_on_gpus(more: &[&str]) -> serde_json::Value {
 }
 
 /// Runs the binary with a time limit.
-fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
+pub fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
     command.args(args).env_remove("SWITCHYARD_TOKEN").envs(env.iter().copied());
     let mut child = command

@@ -17,7 +17,7 @@ use crate::sse::SseParser;
 use crate::types::{
     ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId,
     MemberInfo, MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest, SuspectResponse,
+    ScalingAdvice, SuspectRequest, SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
@@ -212,6 +212,11 @@ impl ControlClient {
     /// The control plane that leads, as the one that answers knows it.
     pub async fn leader(&self) -> Result<LeaderInfo, ControlError> {
         self.call(Method::GET, "v1/leader", None::<&()>).await
+    }
+
+    /// The number of servers that suits the load.
+    pub async fn advice(&self) -> Result<ScalingAdvice, ControlError> {
+        self.call(Method::GET, "v1/advice", None::<&()>).await
     }
 
     /// Goals of a fleet whose placement follows the load.

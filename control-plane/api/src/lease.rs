@@ -78,6 +78,8 @@ pub struct LeaseState {
     pub num_registrations: u64,
     /// Number of successful renewals.
     pub num_renewals: u64,
+    /// True while the member drains and is in the placement all the same, until others have loaded its experts.
+    pub keeps_serving: bool,
     /// Digests that the control plane asked for with the last renewal.
     pub wanted_digests: WantedDigests,
 }
@@ -193,7 +195,7 @@ impl LeaseKeeper {
     }
 
     /// Asks the control plane to remove the member from the placement, and waits up to `bound` for the
-    /// confirmation. The lease continues until [`leave`](Self::leave). After a timeout the keeper keeps
+    /// confirmation. [`LeaseState::keeps_serving`] is true until other members have loaded its experts. The lease continues until [`leave`](Self::leave). After a timeout the keeper keeps
     /// trying to drain.
     ///
     /// # Errors
@@ -427,6 +429,7 @@ impl Worker {
                     clear_error(state);
                     state.num_renewals += 1;
                     state.wanted_digests = response.wanted_digests;
+                    state.keeps_serving = response.keeps_serving;
                 });
                 let must_report = self.reported.is_none() && self.intent.borrow().holds.is_some();
                 Next::Sleep(if must_report { self.interval() / 8 } else { self.interval() })
@@ -462,6 +465,7 @@ impl Worker {
                 self.is_drained = true;
                 self.state.send_modify(|state| {
                     state.member_state = Some(info.state);
+                    state.keeps_serving = info.keeps_serving;
                     clear_error(state);
                 });
                 Next::Sleep(self.until_renewal())

@@ -264,6 +264,10 @@ pub struct LeaseResponse {
     /// Digests of the model's tensors that the member shall send if it has them.
     #[serde(default)]
     pub wanted_digests: WantedDigests,
+    /// True while a draining member is in the placement, because other members still load its experts. It
+    /// shall serve until then.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keeps_serving: bool,
 }
 
 /// Work of a member in one window of time.
@@ -275,6 +279,22 @@ pub struct LoadReport {
     pub busy_ms: u64,
     /// Tokens received in the window.
     pub num_tokens: u64,
+    /// Frames of clients computed in the window.
+    #[serde(default)]
+    pub num_frames: u64,
+    /// Sum of the times that these frames waited for the compute threads, in milliseconds. Over `window_ms` it is
+    /// the mean length of the queue.
+    #[serde(default)]
+    pub queued_ms: u64,
+    /// Frames among them that were computed later than 100 ms after they came.
+    #[serde(default)]
+    pub num_late: u64,
+    /// Experts in memory, counted per layer, with old ones that are yet to be freed. Absent if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_experts: Option<u32>,
+    /// Experts that the member has failed to read. Plans place them on other members.
+    #[serde(default, skip_serializing_if = "Assignment::is_empty")]
+    pub unreadable: Assignment,
     /// Tokens per expert. Experts without tokens may be absent.
     #[serde(default)]
     pub experts: Vec<ExpertLoad>,
@@ -371,7 +391,8 @@ pub enum MemberState {
     Loading,
     /// Leased and in the placement.
     Serving,
-    /// Leased, removed from the placement, about to leave.
+    /// Leased and about to leave. It is out of the placement, or leaves it as soon as other members have loaded its
+    /// experts.
     Draining,
     /// The lease has expired. The member is kept for a while so that it may return.
     Expired,
@@ -420,6 +441,9 @@ pub struct MemberInfo {
     /// True while a report of a client is newer than the member's last renewal.
     #[serde(default)]
     pub suspected: bool,
+    /// True while the member drains and is in the placement all the same, until others have loaded its experts.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keeps_serving: bool,
     /// Time left of the lease in milliseconds, 0 if it has expired.
     pub lease_remaining_ms: u64,
     /// Number of (layer, expert) pairs reported as loaded.
@@ -487,6 +511,72 @@ pub struct FleetGoals {
     pub replicas: u32,
     /// Replicas of hot experts beyond the minimum, as a share of all replicas of a layer, 0 to 16.
     pub spare: f64,
+}
+
+/// Reason of a [`ScalingAdvice`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AdviceReason {
+    /// The number of servers suits the load.
+    Steady,
+    /// The servers compute for a larger share of the time than the target.
+    Compute,
+    /// The busiest server has hardly any time left.
+    BusiestServer,
+    /// Frames wait in queues.
+    Queue,
+    /// Frames are computed too late.
+    LateFrames,
+    /// The memory does not hold every expert and its replicas.
+    Memory,
+    /// Fewer servers can carry the load.
+    Surplus,
+    /// Members have not reported for long enough: the advice is the present number.
+    TooLittleData,
+}
+
+impl AdviceReason {
+    /// The name in JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Steady => "steady",
+            Self::Compute => "compute",
+            Self::BusiestServer => "busiest_server",
+            Self::Queue => "queue",
+            Self::LateFrames => "late_frames",
+            Self::Memory => "memory",
+            Self::Surplus => "surplus",
+            Self::TooLittleData => "too_little_data",
+        }
+    }
+}
+
+/// `GET /v1/advice`: the number of servers that suits the load. All means are over the last half minute, and older
+/// reports count less.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ScalingAdvice {
+    /// Servers that the fleet should have.
+    pub desired_servers: u32,
+    /// Servers that are serving or loading now.
+    pub current_servers: u32,
+    /// Fewest servers that hold every expert and its replicas.
+    pub min_servers: u32,
+    /// Why the number differs from the present one, or does not.
+    pub reason: AdviceReason,
+    /// The reason in figures, for people.
+    pub text: String,
+    /// Share of the evidence that is there, from 0 to 1: it rises with the time for which servers have reported.
+    pub confidence: f64,
+    /// Share of the time in which servers compute, averaged over all of them by speed.
+    pub compute_share: f64,
+    /// The same of the busiest server.
+    pub busiest_share: f64,
+    /// The share that the advice aims at.
+    pub target_share: f64,
+    /// Frames that wait in the queue of a server, averaged over time and servers.
+    pub queue_frames: f64,
+    /// Share of the frames that were computed later than 100 ms after they came.
+    pub late_share: f64,
 }
 
 /// `GET /v1/status`.

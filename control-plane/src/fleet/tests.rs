@@ -23,6 +23,7 @@ fn settings() -> FleetSettings {
         max_members: 16,
         pinned_fingerprint: None,
         balance: None,
+        target_share: 0.6,
     }
 }
 

@@ -34,6 +34,7 @@ fn document() -> utoipa::openapi::OpenApi {
         digests::store_model_digests,
         routes::leader,
         routes::status,
+        routes::advice,
         routes::goals,
         routes::set_goals,
         routes::members,

@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use control_api::{
     ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse,
     MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest,
-    RegisterResponse, SuspectRequest, SuspectResponse, code,
+    RegisterResponse, ScalingAdvice, SuspectRequest, SuspectResponse, code,
 };
 
 use super::App;
@@ -90,6 +90,14 @@ pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
     status.leader = group.own_url;
     status.followers = group.others;
     Ok(Json(status))
+}
+
+/// The number of servers that suits the load, for an autoscaler.
+#[utoipa::path(get, path = "/v1/advice", tag = "placement", responses(
+    (status = 200, description = "The advice", body = ScalingAdvice),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
+    Ok(Json(app.leader()?.advice()))
 }
 
 /// Goals of a placement that follows the load.

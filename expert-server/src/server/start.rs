@@ -64,6 +64,7 @@ pub(super) async fn start(
         rendering: Mutex::new(()),
         data: OnceLock::new(),
         is_draining: AtomicBool::new(false),
+        keeps_serving: AtomicBool::new(false),
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
     });

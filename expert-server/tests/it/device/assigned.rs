@@ -48,6 +48,7 @@ impl Book {
             metrics_addr: None,
             weights_addr: None,
             state: MemberState::Serving,
+            keeps_serving: false,
             suspected: false,
             lease_remaining_ms: LEASE_MS,
             experts_held: self.held.num_experts() as u64,
@@ -94,6 +95,7 @@ async fn renew(
         assignment_version: book.version,
         assignment: (request.assignment_version != book.version).then(|| book.assignment.clone()),
         wanted_digests: WantedDigests::None,
+        keeps_serving: false,
     })
 }
 
