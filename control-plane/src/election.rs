@@ -152,10 +152,12 @@ impl Election {
     /// Renews the lease of the leader. Returns when the leadership is lost.
     async fn keep(&self, session: &mut Session, term: u64) -> Loss {
         let period = self.lease_ttl / 3;
+        let mut pause = period;
         loop {
-            sleep(period).await;
+            sleep(pause).await;
             match self.renew(session, period).await {
                 Ok(()) => {
+                    pause = period;
                     self.note_outage(None);
                     // An error only means that the list stays as it is.
                     if let Ok(candidates) = self.candidates(period).await {
@@ -165,6 +167,7 @@ impl Election {
                 }
                 Err(EtcdError::LeaseNotFound) => return Loss::Lease,
                 Err(err) => {
+                    pause = RETRY;
                     self.settings.metrics.election_errors.inc();
                     if session.confirmed_until() > Instant::now() + period {
                         continue;

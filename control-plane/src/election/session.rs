@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::time::{Instant, sleep};
 
-use super::Election;
+use super::{Election, RETRY};
 use crate::store::etcd::{EtcdError, Fence, encoded, kv_bytes, kv_number};
 
 /// The lease of this process.
@@ -106,13 +106,14 @@ impl Election {
 
     async fn renew_until_lost(&self, session: &mut Session) -> EtcdError {
         let period = self.lease_ttl / 3;
+        let mut pause = period;
         loop {
-            sleep(period).await;
+            sleep(pause).await;
             match self.renew(session, period).await {
-                Ok(()) => {}
+                Ok(()) => pause = period,
                 Err(err @ EtcdError::LeaseNotFound) => return err,
                 Err(err) if session.confirmed_until() < Instant::now() => return err,
-                Err(_) => {}
+                Err(_) => pause = RETRY,
             }
         }
     }

@@ -293,6 +293,9 @@ async fn without_a_quorum_the_leader_is_read_only() {
     etcd.pause(paused);
     super::shared::keepers(&client, &["during-a-pause"]).await;
     etcd.resume(paused);
+    etcd.cut_off(etcd.leader());
+    super::shared::keepers(&client, &["during-a-cut"]).await;
+    etcd.join();
 
     let leader = leader_of(&planes, |_| true).await;
     for index in [0, 1] {

@@ -4,9 +4,12 @@
 //! The program is `SWITCHYARD_ETCD`, or `etcd` on the search path, or the one that `cargo xtask test` downloads. A test
 //! without it fails.
 
+mod relay;
+
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -16,12 +19,17 @@ use rustix::process::{Pid, Signal, kill_process};
 pub struct EtcdCluster {
     dir: tempfile::TempDir,
     members: Vec<Member>,
+    cuts: Arc<relay::Cuts>,
 }
 
 #[derive(Debug)]
 struct Member {
     client_port: u16,
     peer_port: u16,
+    /// Port at which the other members reach this one.
+    relay_port: u16,
+    /// The id of the member in hex, once it is known.
+    id: Arc<Mutex<String>>,
     child: Option<Child>,
 }
 
@@ -35,12 +43,14 @@ impl EtcdCluster {
         // Another process may take a free port first, so a start is tried again with other ports.
         for _ in 0..START_ATTEMPTS {
             let dir = tempfile::tempdir().expect("a temporary folder");
-            let members = (0..num_members).map(|_| Member::new()).collect();
-            let mut cluster = Self { dir, members };
+            let cuts = Arc::default();
+            let members = (0..num_members).map(|_| Member::new(&cuts)).collect();
+            let mut cluster = Self { dir, members, cuts };
             for index in 0..num_members {
                 cluster.spawn(index);
             }
             if cluster.answers(START_LIMIT) {
+                cluster.learn_ids();
                 return cluster;
             }
         }
@@ -108,6 +118,26 @@ impl EtcdCluster {
         self.signal(index, Signal::CONT);
     }
 
+    /// Cuts a member off from the other members. Its clients still reach it.
+    pub fn cut_off(&self, index: usize) {
+        let id = self.members[index].id.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.cuts.cut_off(&id);
+    }
+
+    /// Ends every [`cut_off`](Self::cut_off).
+    pub fn join(&self) {
+        self.cuts.join();
+    }
+
+    fn learn_ids(&self) {
+        for member in &self.members {
+            let status = post(member.client_port, "/v3/maintenance/status");
+            let id = field(&status, "member_id").and_then(|id| id.parse::<u64>().ok());
+            let id = id.expect("the id of a member of etcd");
+            *member.id.lock().unwrap_or_else(PoisonError::into_inner) = format!("{id:x}");
+        }
+    }
+
     /// Starts a killed member again, with its data.
     pub fn restart(&mut self, index: usize) {
         self.kill(index);
@@ -135,19 +165,19 @@ impl EtcdCluster {
     }
 
     fn spawn(&mut self, index: usize) {
-        let peers: Vec<String> = self.members.iter().map(Member::peer_url).collect();
+        let peers: Vec<String> = self.members.iter().map(Member::relay_url).collect();
         let peers: Vec<String> =
             peers.iter().enumerate().map(|(i, url)| format!("m{i}={url}")).collect();
         let data = self.dir.path().join(format!("m{index}"));
         let log = std::fs::File::create(self.dir.path().join(format!("m{index}.log")));
         let member = &mut self.members[index];
-        let (client, peer) = (member.url(), member.peer_url());
+        let (client, peer, relay) = (member.url(), member.peer_url(), member.relay_url());
         // Short times of etcd's own elections: the tests wait for them.
         let child = Command::new(program())
             .args(["--name", &format!("m{index}"), "--data-dir"])
             .arg(data)
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
-            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &relay])
             .args(["--initial-cluster", &peers.join(","), "--initial-cluster-state", "new"])
             .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
             .args(["--unsafe-no-fsync", "--logger", "zap", "--log-level", "error"])
@@ -188,8 +218,11 @@ impl Drop for EtcdCluster {
 }
 
 impl Member {
-    fn new() -> Self {
-        Self { client_port: free_port(), peer_port: free_port(), child: None }
+    fn new(cuts: &Arc<relay::Cuts>) -> Self {
+        let (client_port, peer_port) = (free_port(), free_port());
+        let id = Arc::<Mutex<String>>::default();
+        let relay_port = relay::start(peer_port, Arc::clone(&id), Arc::clone(cuts));
+        Self { client_port, peer_port, relay_port, id, child: None }
     }
 
     fn url(&self) -> String {
@@ -198,6 +231,10 @@ impl Member {
 
     fn peer_url(&self) -> String {
         format!("http://127.0.0.1:{}", self.peer_port)
+    }
+
+    fn relay_url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.relay_port)
     }
 }
 

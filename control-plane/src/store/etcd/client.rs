@@ -127,6 +127,34 @@ impl EtcdClient {
         bound: Duration,
     ) -> Result<T, EtcdError> {
         let deadline = Instant::now() + bound;
+        let mut last = self.round(path, body, bound, deadline).await?;
+        // Most losses of a quorum are elections of etcd, which take a second.
+        while matches!(last, Outcome::Failed(Failure::NoQuorum(_)))
+            && Instant::now() + ROUND_PAUSE < deadline
+        {
+            tokio::time::sleep(ROUND_PAUSE).await;
+            last = self.round(path, body, bound, deadline).await?;
+        }
+        let last = match last {
+            Outcome::Answer(answer) => return Ok(answer),
+            Outcome::Failed(failure) => failure,
+        };
+        let endpoints = self.endpoints();
+        Err(match last {
+            Failure::NoQuorum(reason) => EtcdError::NoQuorum { endpoints, reason },
+            Failure::Silent(reason) => EtcdError::Unreachable { endpoints, reason },
+            _ => EtcdError::Unreachable { endpoints, reason: "no answer".to_owned() },
+        })
+    }
+
+    /// Calls `path` at one endpoint after the other.
+    async fn round<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &Value,
+        bound: Duration,
+        deadline: Instant,
+    ) -> Result<Outcome<T>, EtcdError> {
         // A paused endpoint accepts connections and never answers: leave time for the others.
         let share = bound / self.endpoints.len() as u32;
         let first = self.current.load(Ordering::Relaxed);
@@ -144,7 +172,7 @@ impl EtcdClient {
             match outcome {
                 Ok(answer) => {
                     self.current.store(index, Ordering::Relaxed);
-                    return Ok(answer);
+                    return Ok(Outcome::Answer(answer));
                 }
                 Err(Failure::Final(err)) => return Err(err),
                 // An endpoint that answers says more than one that does not.
@@ -152,12 +180,7 @@ impl EtcdClient {
                 Err(failure) => drop(last.get_or_insert(failure)),
             }
         }
-        let endpoints = self.endpoints();
-        Err(match last {
-            Some(Failure::NoQuorum(reason)) => EtcdError::NoQuorum { endpoints, reason },
-            Some(Failure::Silent(reason)) => EtcdError::Unreachable { endpoints, reason },
-            _ => EtcdError::Unreachable { endpoints, reason: "no answer".to_owned() },
-        })
+        Ok(Outcome::Failed(last.unwrap_or(Failure::Silent("no endpoint".to_owned()))))
     }
 
     /// Calls `path` at one endpoint only, because the call waits for an event. `None` after `bound`. After a failure
@@ -274,6 +297,12 @@ impl EtcdClient {
     }
 }
 
+/// Outcome of one round of attempts.
+enum Outcome<T> {
+    Answer(T),
+    Failed(Failure),
+}
+
 /// Failure of one attempt at one endpoint.
 enum Failure {
     /// No connection or no answer.
@@ -383,5 +412,6 @@ pub(crate) fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8
 }
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const GRPC_DEADLINE: u32 = 4;
 const GRPC_UNAVAILABLE: u32 = 14;

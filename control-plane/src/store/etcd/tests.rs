@@ -79,6 +79,18 @@ fn etcd_store_of_three_members_conforms_without_one() {
     let paused = etcd.leader();
     etcd.pause(paused);
     conforms(|| Prefix::new(&endpoints, &runtime));
+    etcd.resume(paused);
+    let cut = etcd.leader();
+    etcd.cut_off(cut);
+    conforms(|| Prefix::new(&endpoints, &runtime));
+    // The member that is cut off takes no write, and says why.
+    let prefix = Prefix::new(&endpoints[cut..=cut], &runtime);
+    let err = prefix.open().save(&snapshot(1), Revision(0)).unwrap_err();
+    assert!(matches!(err, StoreError::Etcd(EtcdError::NoQuorum { .. })), "{err}");
+    etcd.join();
+    test_support::eventually("the member again", Duration::from_secs(60), || {
+        prefix.open().load().is_ok()
+    });
 }
 
 #[test]
