@@ -219,7 +219,7 @@ _COLOURS = ("#9aa5b1", "#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd")
 
 
 def _median(rows: Sequence[Row], mode: str, part: str) -> float:
-    return statistics.median(getattr(row, part) for row in rows if row.mode == mode)
+    return float(statistics.median(getattr(row, part) for row in rows if row.mode == mode))
 
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> list[Row]:
