@@ -5,6 +5,7 @@ mod call;
 mod connect;
 mod gpu;
 mod handle;
+mod on_gpu;
 mod report;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -405,7 +406,7 @@ impl Client {
             (Backend::Host(moe), _) => moe,
             (Backend::Gpu(gpu), place) => {
                 let work = (&request, place.stream());
-                return call::forward_on_gpu(py, gpu, layer, work, target, report, &self.shared);
+                return on_gpu::forward(py, gpu, layer, work, target, report, &self.shared);
             }
         };
         let (request_raw, target_raw) = (request.raw(), target.raw());

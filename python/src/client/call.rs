@@ -1,8 +1,6 @@
 //! Calls without the interpreter: conversions, dispatch and combine.
 
 use std::cell::RefCell;
-use std::sync::Arc;
-use std::time::Instant;
 
 use attention_client::device::GpuError;
 use attention_client::{ClientError, DeviceError, ModelShape, MoeClient};
@@ -10,8 +8,7 @@ use half::slice::HalfFloatSliceExt as _;
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
-use super::arguments::{RawRequest, RawTarget, Request, Target};
-use super::gpu::{GpuCall, GpuClient};
+use super::arguments::{RawRequest, RawTarget};
 use super::report::{CallReport, Report};
 use super::{Copies, Shared};
 use crate::dlpack::{ElementType, Matrix};
@@ -172,40 +169,6 @@ fn combine_reported(
     let mut servers = Vec::new();
     let timing = moe.combine_reported(handle, out, Some(&mut servers), cancelled)?;
     Ok(CallReport { timing, servers })
-}
-
-/// Dispatches and combines one layer on a GPU.
-pub fn forward_on_gpu<'py>(
-    py: Python<'py>,
-    gpu: Arc<GpuClient>,
-    layer: u32,
-    (request, stream): (&Request<'_, 'py>, u64),
-    target: Target<'py>,
-    report: Option<&Bound<'py, Report>>,
-    shared: &Shared,
-) -> PyResult<Bound<'py, PyAny>> {
-    let tensors = (request.raw(), target.raw());
-    let mut others: Vec<u64> = request.other_streams().collect();
-    others.extend(target.other_stream());
-    let (result, interrupt, gpu) = py.detach(move || {
-        let interrupt = Interrupt::new();
-        // SAFETY: The arrays live in `request` and `target` until after this call, which waits for the kernels. If it
-        // fails before they have ended, `keep` takes the arrays below.
-        let launched = unsafe {
-            GpuCall::launch(&gpu, &interrupt, layer, tensors, stream, &others, &shared.copies)
-        };
-        let since = Instant::now();
-        let result = launched.and_then(|call| call.finish(&interrupt, since)).map(CallReport::from);
-        let failed = result.is_err().then_some(gpu);
-        (result, interrupt, failed)
-    });
-    if let Some(gpu) = gpu {
-        let arrays = request.objects().chain([target.object()]);
-        let arrays = arrays.map(|object| object.clone().unbind()).collect();
-        py.detach(move || gpu.keep(arrays));
-    }
-    Finished { shared, report, result, interrupt }.conclude(py)?;
-    target.into_object(py)
 }
 
 /// The values of `matrix`: its own memory for f32, else a copy in `scratch`.

@@ -68,7 +68,7 @@ pub fn connect(py: Python<'_>, settings: Settings) -> PyResult<Backend> {
 }
 
 fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> {
-    // What the caller cannot change by waiting comes first.
+    // First, since no wait changes a failure of the GPU.
     let gpu = match settings.device {
         Some(device) => {
             let gpu = Gpu::open_named(device).map_err(|failure| Failure::Gpu(device, failure))?;
