@@ -1,6 +1,6 @@
 //! The server's membership of a fleet: lease, load reports, and experts that are assigned later.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
