@@ -15,7 +15,7 @@ set -eu
 cd "$(dirname "$0")"
 seconds=${1:-13}
 [ $# -gt 0 ] && shift
-targets=${*:-dispatch_frame response_frame hello handshake detail transport checkpoint}
+targets=${*:-dispatch_frame response_frame hello handshake detail transport checkpoint floats}
 out=$(cd .. && pwd)/target/fuzz
 
 if ! command -v "${CXX:-c++}" >/dev/null 2>&1; then

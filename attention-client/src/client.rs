@@ -18,21 +18,28 @@
 //!
 //! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
 //! every time. Its results are reproducible to the bit as long as the placement stays the same and the client is
-//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Three events change bits: a server
-//! comes, goes or is silent; calls overlap, because replicas are chosen by load; replicas have different kinds of
-//! processors or GPUs. Sums then have the same terms in other groups. They differ by the rounding of f32, and of the
-//! wire format of partial sums if that is not f32.
+//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Four events change bits: a server
+//! comes, goes or is silent; a server is slow, so that it gets less or a frame is hedged; calls overlap, because
+//! replicas are chosen by load; replicas have different kinds of processors or GPUs. Sums then have the same terms in
+//! other groups. They differ by the rounding of f32, and of the wire format of partial sums if that is not f32.
+//!
+//! Slow servers get less, and late frames are sent to other replicas too: `fleet::pace` and `client::hedge` say how.
+//! [`MoeClientBuilder::hedge_budget`] turns that off, and with it the second of these events.
 //!
 //! This module does not know how experts are computed, who decides about placements, or what a token means.
 
 mod builder;
 mod call;
 mod exchange;
+mod hedge;
 mod lane;
 mod plan;
 mod pool;
 #[cfg(feature = "failpoints")]
 mod sabotage;
+#[cfg(test)]
+mod stragglers;
+mod warm_up;
 
 use std::fmt;
 use std::sync::Arc;
@@ -51,7 +58,7 @@ use crate::fleet::control::Control;
 use crate::fleet::lane_port::{Gate, LaneEvents, LanePort};
 use crate::fleet::shared::Shared;
 use crate::model::ClientModel;
-use crate::timing::{LayerReport, LayerTiming, elapsed_ns};
+use crate::timing::{LayerReport, LayerTiming, ServerTiming, elapsed_ns};
 use lane::Lane;
 use plan::Pair;
 use pool::{Pool, PoolEntry};
@@ -199,12 +206,27 @@ impl MoeClient {
     /// As [`combine`](Self::combine), or [`ClientError::Cancelled`].
     pub fn combine_unless(
         &self,
-        mut handle: Handle<'_>,
+        handle: Handle<'_>,
         out: &mut [f32],
         cancelled: Cancel<'_>,
     ) -> Result<LayerTiming, ClientError> {
+        self.combine_reported(handle, out, None, cancelled)
+    }
+
+    /// As [`combine_unless`](Self::combine_unless). Replaces the content of `servers` by the part of each server that
+    /// the call contacted, in the order of their first frames.
+    ///
+    /// # Errors
+    /// As [`combine_unless`](Self::combine_unless); `servers` is then unchanged.
+    pub fn combine_reported(
+        &self,
+        mut handle: Handle<'_>,
+        out: &mut [f32],
+        servers: Option<&mut Vec<ServerTiming>>,
+        cancelled: Cancel<'_>,
+    ) -> Result<LayerTiming, ClientError> {
         let shared = &self.inner.shared;
-        let result = handle.finish(out, cancelled);
+        let result = handle.finish(out, servers, cancelled);
         match &result {
             Ok((timing, num_pairs, epoch)) => {
                 shared.metrics.observe(handle.num_tokens, *num_pairs, timing);
@@ -250,7 +272,8 @@ impl MoeClient {
 
     /// Waits until a lane is connected with a live replica of every expert, for `timeout` at most. Waits up to one
     /// second more for servers of the placement that were not tried yet, so that the first call chooses among all
-    /// replicas.
+    /// replicas. A server of this host that was killed before this call does not count as live. The client learns of
+    /// the death of another host's server as soon as the connection ends.
     ///
     /// # Errors
     /// [`ClientError::NoReplica`] names the first expert without a replica: at `timeout`, or at once when all its
@@ -285,6 +308,10 @@ impl MoeClient {
                 let reachable_at = *reachable_at.get_or_insert(waited);
                 let limit = timeout.min(reachable_at + MAX_SETTLE);
                 if has_tried_all || waited >= limit {
+                    // A server that was killed before this call must not count.
+                    if lane.fail_closed_now(shared, POLL) {
+                        continue;
+                    }
                     break Ok(());
                 }
                 if let Err(source) = lane.wait.block((limit - waited).min(POLL)) {
@@ -493,6 +520,7 @@ impl Handle<'_> {
     fn finish(
         &mut self,
         out: &mut [f32],
+        servers: Option<&mut Vec<ServerTiming>>,
         cancelled: Cancel<'_>,
     ) -> Result<(LayerTiming, u64, u64), ClientError> {
         let shared = Arc::clone(&self.client.inner.shared);
@@ -506,11 +534,18 @@ impl Handle<'_> {
         }
         let Some(lane) = &mut self.lane else {
             out.fill(0.0);
+            if let Some(servers) = servers {
+                servers.clear();
+            }
             return Ok((LayerTiming::default(), 0, self.client.epoch()));
         };
         let result = lane.finish_call(&shared, self.x, out, cancelled);
         shared.metrics.resent_pairs.inc_by(lane.call.timing.resent_pairs);
         result?;
+        if let Some(servers) = servers {
+            servers.clear();
+            servers.extend(lane.call.servers.iter().map(|part| part.timing.clone()));
+        }
         let finished = (lane.call.timing, lane.call.pairs.len() as u64, lane.routing.epoch);
         if let Some(lane) = self.lane.take() {
             self.client.inner.return_lane(lane);

@@ -70,6 +70,11 @@ pub enum ClientError {
     /// A weight that is NaN or infinite.
     #[error("topk_weights of token {token} holds {found}, expected a finite number")]
     Weight { token: usize, found: f32 },
+    /// A warm-up for no call, or for more calls at a time than the client may have lanes.
+    #[error(
+        "a warm-up for {num_calls} calls at a time, expected 1 to {max_lanes}, the most lanes of the client"
+    )]
+    WarmUp { num_calls: usize, max_lanes: usize },
     /// As many calls are outstanding as the client may have lanes.
     #[error(
         "all {max_lanes} lanes stayed in use for {waited:?}: combine outstanding handles, or raise \
@@ -117,6 +122,7 @@ impl ClientError {
             | Self::UnknownLayer { .. }
             | Self::ExpertIndex { .. }
             | Self::Weight { .. }
+            | Self::WarmUp { .. }
             | Self::Encode { .. }
             | Self::Accounting { .. }
             | Self::ShutDown => ErrorKind::LocalBug,

@@ -16,6 +16,7 @@ mod connector;
 pub(crate) mod control;
 pub(crate) mod lane_port;
 pub(crate) mod link;
+pub(crate) mod pace;
 pub(crate) mod placement;
 pub(crate) mod settings;
 pub(crate) mod shared;

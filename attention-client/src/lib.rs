@@ -86,7 +86,7 @@ pub use fleet::shared::LayerObserver;
 pub use model::{ClientModel, ModelError};
 #[cfg(feature = "checkpoint")]
 pub use router::{Router, RouterConfig, RouterWorkspace};
-pub use timing::{LayerReport, LayerTiming};
+pub use timing::{LayerReport, LayerTiming, ServerTiming};
 
 /// A named place where tests make the client wait or fail. Expands to nothing without the feature `failpoints`.
 #[cfg(feature = "failpoints")]

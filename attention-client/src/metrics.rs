@@ -60,6 +60,33 @@ impl FailReason {
     }
 }
 
+/// Outcome of a hedge: the label `result` of `switchyard_client_hedges_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HedgeResult {
+    /// Its answer came first, or the late frame failed: its answer counts.
+    Won,
+    /// The late answer came first.
+    Lost,
+    /// It failed or was refused; the late answer counts.
+    Failed,
+}
+
+impl HedgeResult {
+    /// Every result.
+    pub const ALL: [Self; 3] = [Self::Won, Self::Lost, Self::Failed];
+
+    /// The label's value.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Won => "won",
+            Self::Lost => "lost",
+            Self::Failed => "failed",
+        }
+    }
+}
+
 /// The metrics of one client. Cloning shares them.
 #[derive(Clone, Debug)]
 pub struct ClientMetrics {
@@ -78,6 +105,7 @@ pub struct ClientMetrics {
     phase_server_compute: Histogram,
     stall: Histogram,
     failovers: [IntCounter; FailReason::ALL.len()],
+    hedges: [IntCounter; HedgeResult::ALL.len()],
     pub(crate) resent_pairs: IntCounter,
     pub(crate) stale_responses: IntCounter,
     pub(crate) invalid_responses: IntCounter,
@@ -136,6 +164,12 @@ impl ClientMetrics {
             &["reason"],
             r
         )?;
+        let hedges = register_int_counter_vec_with_registry!(
+            "switchyard_client_hedges_total",
+            "Frames sent to another replica because an answer was late, by result: won (the answer counts), lost (the late answer came first), failed.",
+            &["result"],
+            r
+        )?;
         let error_frames = register_int_counter_vec_with_registry!(
             "switchyard_client_error_frames_total",
             "Error frames received, by code.",
@@ -183,6 +217,7 @@ impl ClientMetrics {
                 r
             )?,
             failovers: FailReason::ALL.map(|reason| failovers.with_label_values(&[reason.name()])),
+            hedges: HedgeResult::ALL.map(|result| hedges.with_label_values(&[result.name()])),
             resent_pairs: register_int_counter_with_registry!(
                 "switchyard_client_resent_pairs_total",
                 "(token, expert) pairs resent after a failure or a refusal.",
@@ -254,6 +289,12 @@ impl ClientMetrics {
     pub(crate) fn count_failover(&self, reason: FailReason) {
         if let Some(idx) = FailReason::ALL.iter().position(|&known| known == reason) {
             self.failovers[idx].inc();
+        }
+    }
+
+    pub(crate) fn count_hedges(&self, result: HedgeResult, num_frames: u32) {
+        if let Some(idx) = HedgeResult::ALL.iter().position(|&known| known == result) {
+            self.hedges[idx].inc_by(num_frames.into());
         }
     }
 

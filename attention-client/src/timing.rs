@@ -1,5 +1,6 @@
 //! Times and counts of one call.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Times and counts of one call. Times are nanoseconds of the caller's monotonic clock, or of a server's where the
@@ -25,6 +26,10 @@ pub struct LayerTiming {
     pub num_servers: u32,
     /// Links that failed with tokens of this call unanswered.
     pub failovers: u32,
+    /// Frames sent because the answer to another frame was late. Not resends: both answers were possible.
+    pub hedges: u32,
+    /// Of these, frames whose answer came first and counts.
+    pub hedges_won: u32,
     /// (token, expert) pairs resent.
     pub resent_pairs: u64,
     /// (token, expert) pairs left out for want of a live replica.
@@ -36,6 +41,42 @@ impl LayerTiming {
     #[must_use]
     pub const fn total_ns(&self) -> u64 {
         self.dispatch_ns + self.wait_ns + self.combine_ns
+    }
+}
+
+/// The part of one server in a call. Times are nanoseconds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerTiming {
+    /// Name of the server. A server that restarted during the call has two parts.
+    pub name: Arc<str>,
+    /// Frames published to it.
+    pub num_frames: u32,
+    /// (token, expert) pairs that it answered.
+    pub answered_pairs: u64,
+    /// (token, expert) pairs that were sent to it and then resent, because it failed or refused.
+    pub resent_pairs: u64,
+    /// Links to it that failed with tokens of this call unanswered.
+    pub failovers: u32,
+    /// Longest time from publishing a frame until its answer was read. Answers are read in `combine`.
+    pub wait_ns: u64,
+    /// Longest time that an answered frame waited in the server's queue, as the server reports it.
+    pub queue_ns: u64,
+    /// Longest time that the server computed an answered frame, as the server reports it.
+    pub compute_ns: u64,
+}
+
+impl ServerTiming {
+    pub(crate) const fn new(name: Arc<str>) -> Self {
+        Self {
+            name,
+            num_frames: 0,
+            answered_pairs: 0,
+            resent_pairs: 0,
+            failovers: 0,
+            wait_ns: 0,
+            queue_ns: 0,
+            compute_ns: 0,
+        }
     }
 }
 

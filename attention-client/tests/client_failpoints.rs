@@ -5,12 +5,13 @@ mod client_common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use client_common::fake::{Act, FakeFleet, Script, expected};
 use client_common::{Request, difference, metric, poisoned, seeded};
 use p2p_core::SlotConfig;
 use rand::RngExt;
+use switchyard_attention_client::ClientError;
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 20 << 10, num_frames: 2 };
 
@@ -65,4 +66,32 @@ fn a_death_at_any_failpoint_costs_no_pair() {
             assert_eq!(metric(&client, "switchyard_client_lost_requests_total", None), 0.0);
         }
     }
+}
+
+/// The tests of hedges can fail: the accounts notice a pair that counts twice.
+#[test]
+fn a_pair_that_counts_twice_is_noticed() {
+    let mut rng = seeded("a_pair_that_counts_twice_is_noticed");
+    let slow: Script = Arc::new(|seen| match seen.before % 20 {
+        19 => Act::Work(Duration::from_millis(20)),
+        _ => Act::Answer,
+    });
+    let fleet = FakeFleet::start(SLOT, vec![slow, Arc::new(|_| Act::Answer)]);
+    let client = fleet.builder().hedge_budget(1.0).build().unwrap();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    fail::cfg("client::sabotage_double_hedge", "return").unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let error = loop {
+        assert!(Instant::now() < until, "no error");
+        let mut request = Request::random(&mut rng, &fleet.model, 2, 4);
+        request.idx.iter_mut().zip(0..).for_each(|(expert, idx)| *expert = idx);
+        let mut out = poisoned(request.x.len());
+        let Request { layer, x, idx, weights, .. } = &request;
+        if let Err(error) = client.forward(*layer, x, idx, weights, &mut out) {
+            break error;
+        }
+    };
+    fail::remove("client::sabotage_double_hedge");
+    assert!(matches!(error, ClientError::Accounting { .. }), "{error}");
+    assert!(metric(&client, "switchyard_client_duplicated_requests_total", None) > 0.0);
 }

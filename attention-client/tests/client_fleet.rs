@@ -50,10 +50,62 @@ fn random_shapes_agree_with_local_experts() {
 }
 
 #[test]
+fn a_report_names_each_server_and_its_share() {
+    let mut rng = seeded("a_report_names_each_server_and_its_share");
+    let mut fleet = Fleet::start(3, 2, SMALL);
+    let client = fleet.builder().build().unwrap();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    let request = Request::random(&mut rng, &fleet.model, 100, 4);
+    let num_pairs = request.idx.iter().filter(|&&expert| expert >= 0).count() as u64;
+    let mut out = poisoned(request.x.len());
+    let mut servers = Vec::new();
+    let mut call = |servers: &mut Vec<_>| {
+        let Request { layer, x, idx, weights, .. } = &request;
+        let handle = client.dispatch(*layer, x, idx, weights).unwrap();
+        client.combine_reported(handle, &mut out, Some(servers), &|| false).unwrap()
+    };
+    let timing = call(&mut servers);
+    let mut names: Vec<_> = servers.iter().map(|server| server.name.to_string()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["server-0", "server-1", "server-2"]);
+    assert_eq!(servers.len() as u32, timing.num_servers);
+    assert_eq!(servers.iter().map(|server| server.num_frames).sum::<u32>(), timing.num_frames);
+    assert_eq!(servers.iter().map(|server| server.answered_pairs).sum::<u64>(), num_pairs);
+    for server in &servers {
+        assert!(server.wait_ns > 0 && server.wait_ns >= server.compute_ns, "{server:?}");
+        assert!(server.queue_ns <= timing.server_queue_ns, "{server:?}");
+        assert!(server.compute_ns <= timing.server_compute_ns, "{server:?}");
+        assert_eq!((server.failovers, server.resent_pairs), (0, 0));
+    }
+    // A server that is gone has no part, and nothing is left of the call before.
+    fleet.stop(1);
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    let timing = call(&mut servers);
+    assert!(servers.iter().all(|server| &*server.name != "server-1"), "{servers:?}");
+    assert_eq!(servers.len() as u32, timing.num_servers);
+    // A call without tokens for experts contacts none.
+    let handle = client.dispatch(request.layer, &[], &[], &[]).unwrap();
+    client.combine_reported(handle, &mut [], Some(&mut servers), &|| false).unwrap();
+    assert!(servers.is_empty());
+}
+
+#[test]
+fn a_client_is_not_ready_once_the_only_replica_has_ended() {
+    let mut fleet = Fleet::start(2, 1, SMALL);
+    let client = fleet.builder().build().unwrap();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    fleet.stop(1);
+    // At once: the client's own thread may not have seen the end yet.
+    let error = client.wait_ready(Duration::ZERO).unwrap_err();
+    assert!(matches!(error, ClientError::NoReplica { .. }), "{error}");
+}
+
+#[test]
 fn a_lone_caller_gets_the_same_bits_every_time() {
     let mut rng = seeded("a_lone_caller_gets_the_same_bits_every_time");
     let fleet = Fleet::start(4, 2, SMALL);
-    let client = fleet.builder().build().unwrap();
+    // On a busy machine a server may look slow.
+    let client = fleet.builder().hedge_budget(0.0).build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let request = Request::random(&mut rng, &fleet.model, 200, 4);
     let first = forward(&client, &request).unwrap();

@@ -228,6 +228,13 @@ impl ModelConfig {
         }
     }
 
+    /// BLAKE3 of the parameters that define the served experts: sizes, layers, arithmetic. Two programs that exchange
+    /// experts compare it.
+    #[must_use]
+    pub fn parameters_digest(&self) -> [u8; 32] {
+        *blake3::hash(self.canonical().as_bytes()).as_bytes()
+    }
+
     /// One line per parameter that defines the served experts, in a fixed order and spelling. Floats are written
     /// as their bits, so that the text does not depend on float formatting.
     pub(crate) fn canonical(&self) -> String {

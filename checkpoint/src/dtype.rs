@@ -70,7 +70,8 @@ impl DType {
     }
 
     /// The type with that name in safetensors headers.
-    pub(crate) fn from_name(name: &str) -> Option<DType> {
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<DType> {
         const KNOWN: [DType; 10] = [
             DType::F32,
             DType::F16,

@@ -77,6 +77,17 @@ impl Checkpoint {
         }
     }
 
+    /// Returns true if the codes of a routed expert are in the system's page cache, so that reading them does not wait
+    /// for the disk. Returns false if the expert cannot be read, or if the file system cannot tell. Looks at samples.
+    #[must_use]
+    pub fn is_expert_cached(&self, layer: u32, expert: u32) -> bool {
+        let Ok(tensors) = self.expert(layer, expert) else { return false };
+        tensors.matrices().all(|matrix| {
+            let file = self.stored(matrix.tensor.name);
+            file.is_some_and(|(file, _)| file.is_cached(matrix.stored_codes()))
+        })
+    }
+
     /// The shared expert, which processes every token; `None` if the model has none.
     ///
     /// # Errors

@@ -63,6 +63,27 @@ impl Checkpoint {
         Self::open_with(dir.as_ref(), Needs::Nothing)
     }
 
+    /// Opens the configuration of a directory, and no weights: for a program that gets the experts elsewhere. The
+    /// directory needs no weight files.
+    ///
+    /// # Errors
+    /// As for `open`, apart from weight files.
+    pub fn open_without_weights(dir: impl AsRef<Path>) -> Result<Checkpoint, OpenError> {
+        let dir = dir.as_ref();
+        folder::check(dir)?;
+        let path = dir.join(CONFIG_FILE);
+        let config = ModelConfig::from_json(&read_text(&path)?)
+            .map_err(|source| OpenError::Config { path, source })?;
+        Ok(Checkpoint {
+            dir: dir.to_owned(),
+            config,
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+            layout: None,
+            warnings: Vec::new(),
+        })
+    }
+
     fn open_with(dir: &Path, needs: Needs) -> Result<Checkpoint, OpenError> {
         folder::check(dir)?;
         let config_path = dir.join(CONFIG_FILE);

@@ -141,6 +141,20 @@ impl TensorFile {
     #[cfg(not(target_os = "linux"))]
     fn drop_cached(&self, _start: usize, _len: usize) {}
 
+    /// Returns true if bytes of this file are in the page cache, as samples show. Returns false if the file system
+    /// cannot tell. Reads nothing from the disk.
+    ///
+    /// # Panics
+    /// If the bytes are not of this file's mapping.
+    pub(crate) fn is_cached(&self, data: &[u8]) -> bool {
+        let start = data.as_ptr().addr() - self.map.as_ptr().addr();
+        let num_samples = data.len().div_ceil(PAGE_BYTES).min(CACHE_SAMPLES);
+        (0..num_samples).all(|idx| {
+            let place = start + data.len() * idx / num_samples;
+            self.read_cached(place, &mut [0]) == Some(1)
+        })
+    }
+
     /// Asks the system to read and map the file in huge pages. Any read of a byte that is not in memory then takes 2 MiB.
     /// Has no effect on file systems without huge pages.
     pub(crate) fn prefer_huge_pages(&self) {
@@ -230,4 +244,6 @@ const LENGTH_WORD_BYTES: usize = 8;
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Usual size of a page. On systems with larger ones, pages may stay.
 const PAGE_BYTES: usize = 4096;
+/// Places of a matrix at which [`TensorFile::is_cached`] looks.
+const CACHE_SAMPLES: usize = 8;
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";

@@ -184,12 +184,19 @@ impl<'a> Strided<'a> {
         Strided { data, size, rows, cols, offset: 0, row_stride: cols, col_stride: 1 }
     }
 
+    /// The bytes, if they are stored row-major without gaps.
+    pub fn contiguous(&self) -> Option<&'a [u8]> {
+        let Strided { data, size, rows, cols, .. } = *self;
+        let is_contiguous = self.col_stride == 1 && (self.row_stride == cols || rows == 1);
+        is_contiguous.then(|| &data[self.offset * size..][..rows * cols * size])
+    }
+
     /// Row-major bytes: borrowed if they are stored so.
     pub fn row_major(&self) -> Cow<'a, [u8]> {
-        let Strided { data, size, rows, cols, .. } = *self;
-        if self.col_stride == 1 && (self.row_stride == cols || rows == 1) {
-            return Cow::Borrowed(&data[self.offset * size..][..rows * cols * size]);
+        if let Some(bytes) = self.contiguous() {
+            return Cow::Borrowed(bytes);
         }
+        let Strided { data, size, rows, cols, .. } = *self;
         let mut out = Vec::with_capacity(rows * cols * size);
         for row in 0..rows {
             let first = self.offset + row * self.row_stride;
@@ -261,6 +268,15 @@ impl<'a> WeightView<'a> {
     #[must_use]
     pub fn codes(&self) -> Cow<'a, [u8]> {
         self.codes.row_major(self.rows, self.cols)
+    }
+
+    /// Bytes of the file that hold the codes, or the whole tensor if the codes are no run of bytes.
+    pub(crate) fn stored_codes(&self) -> &'a [u8] {
+        match &self.codes {
+            Codes::Strided(strided) => strided.contiguous().unwrap_or(self.tensor.data),
+            Codes::Packed { data, .. } => data,
+            Codes::Reordered(_) => self.tensor.data,
+        }
     }
 
     /// Returns true if the file has integer codes whose columns are reordered by activation (GPTQ's `desc_act`,

@@ -34,6 +34,8 @@ pub struct ClusterOptions {
     pub server_args: Vec<String>,
     /// More environment variables for each expert server.
     pub server_env: Vec<(String, String)>,
+    /// More arguments for the control plane.
+    pub control_args: Vec<String>,
     /// Folder of the control plane's durable state. `None` keeps the state in memory.
     pub data_dir: Option<PathBuf>,
     /// Timeout for the start of one process.
@@ -55,6 +57,7 @@ impl ClusterOptions {
             lease_ttl: Duration::from_secs(2),
             server_args: Vec::new(),
             server_env: Vec::new(),
+            control_args: Vec::new(),
             data_dir: None,
             start_timeout: Duration::from_secs(120),
         })
@@ -274,6 +277,7 @@ impl LocalCluster {
             .args(["--servers", &self.options.num_servers.to_string()])
             .args(["--replicas", &self.options.replicas.to_string()])
             .args(["--lease-ttl-ms", &self.options.lease_ttl.as_millis().to_string()]);
+        command.args(&self.options.control_args);
         if let Some(dir) = &self.options.data_dir {
             command.arg("--data-dir").arg(dir);
         }

@@ -26,6 +26,8 @@ pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod plan;
+pub mod rollout;
 pub mod scale;
 pub mod status;
 #[cfg(test)]
@@ -34,9 +36,10 @@ mod tests;
 /// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ControlArgs {
-    /// URL of the control plane, such as http://10.0.0.5:7070.
-    #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL")]
-    pub control_plane: Option<String>,
+    /// URL of the control plane, such as http://10.0.0.5:7070. Give each of several control planes of one fleet, with
+    /// commas between them or by repeating the option: requests go to the next one if one does not answer.
+    #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL", value_delimiter = ',')]
+    pub control_plane: Vec<String>,
     /// Bearer token of the cluster. Prefer the environment variable: other users of the host can see
     /// arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
@@ -44,10 +47,14 @@ pub struct ControlArgs {
 }
 
 impl ControlArgs {
-    /// The URL, or an error that explains how to set it.
-    pub fn required_url(&self) -> Result<&str> {
-        self.control_plane
-            .as_deref()
+    /// The URLs with commas between them, as clients take them.
+    pub fn url(&self) -> Option<String> {
+        (!self.control_plane.is_empty()).then(|| self.control_plane.join(","))
+    }
+
+    /// The URLs, or an error that explains how to set them.
+    pub fn required_url(&self) -> Result<String> {
+        self.url()
             .context("no control plane given: use --control-plane URL or SWITCHYARD_CONTROL_PLANE")
     }
 }
@@ -352,7 +359,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Arc<Checkpoint>> {
 
 /// As [`open_checkpoint`], for a client: with servers elsewhere, the folder needs no experts.
 pub fn open_client_checkpoint(dir: &Path, control: &ControlArgs) -> Result<Arc<Checkpoint>> {
-    match control.control_plane {
+    match control.url() {
         Some(_) => warn_about(Checkpoint::open_without_experts(dir), dir),
         None => open_checkpoint(dir),
     }
@@ -393,6 +400,10 @@ pub struct ClientArgs {
     /// failed, and its tokens are resent to another replica.
     #[arg(long, env = "SWITCHYARD_DEADLINE_MS", default_value_t = 100)]
     pub deadline_ms: u64,
+    /// Most hedges per frame of tokens, 0 to 1. A frame whose results are late is sent to another replica too, and
+    /// the first results count. Slow servers also get less. 0 turns both off.
+    #[arg(long, env = "SWITCHYARD_HEDGE_BUDGET", default_value_t = 0.05)]
+    pub hedge_budget: f64,
     #[command(flatten)]
     pub slot: SlotArgs,
     #[command(flatten)]
@@ -442,6 +453,7 @@ impl ClientArgs {
             .wire_dtype(self.wire_dtype)
             .response_dtype(response)
             .deadline(Duration::from_millis(self.deadline_ms))
+            .hedge_budget(self.hedge_budget)
             .slot(self.slot.config()?))
     }
 }
@@ -466,10 +478,10 @@ impl Service {
     ) -> Result<Self> {
         let model = ClientModel::of(checkpoint);
         let builder = client.builder(model.clone())?;
-        let (cluster, url, token) = match &control.control_plane {
+        let (cluster, url, token) = match control.url() {
             Some(url) => {
-                check_cluster(&model, checkpoint, url, control.token.clone())?;
-                (None, url.clone(), control.token.clone())
+                check_cluster(&model, checkpoint, &url, control.token.clone())?;
+                (None, url, control.token.clone())
             }
             None => {
                 let mut options = ClusterOptions::new(checkpoint.dir())?;

@@ -7,6 +7,7 @@
 mod ui;
 pub mod cluster;
 mod cmd;
+mod host;
 
 // The error type of this crate's signatures.
 pub use anyhow;
@@ -62,8 +63,12 @@ enum Command {
     Drain(cmd::drain::Args),
     /// Return a drained expert server to the placement.
     Resume(cmd::drain::Args),
+    /// Restart the servers of a fleet one after the other, without a failed call.
+    Rollout(cmd::rollout::Args),
     /// Show or change the goals of a fleet whose placement follows the load.
     Scale(cmd::scale::Args),
+    /// Plan a fleet: the servers and clients that a model needs for its traffic, and their cost over the day.
+    Plan(cmd::plan::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
     /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
@@ -75,7 +80,7 @@ enum Command {
 }
 
 /// Parses the command line and runs it. Exit codes: 0 done, 1 failed, 2 wrong usage. `status` returns 3 for a fleet that
-/// is not as planned. An expert server ends with 74 if a file of its checkpoint has become shorter, and with 78 if another
+/// is not as planned, and `rollout` if it ran out of time. An expert server ends with 74 if a file of its checkpoint has become shorter, and with 78 if another
 /// live server has its name.
 #[must_use]
 pub fn run() -> ExitCode {
@@ -97,12 +102,39 @@ pub fn run() -> ExitCode {
     match start(cli) {
         Ok(code) => code,
         Err(error) => {
-            ui::write_err(format_args!("error: {}\n", ui::one_line(&error)));
+            ui::write_err(format_args!(
+                "error: {}{}\n",
+                ui::one_line(&error),
+                port_holders(&error)
+            ));
             match cmd::expert_server::is_name_conflict(&error) {
                 true => ExitCode::from(cmd::expert_server::NAME_CONFLICT_EXIT_CODE),
                 false => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+/// Names the processes behind a port that is in use, if `error` is about one.
+fn port_holders(error: &anyhow::Error) -> String {
+    use control_plane::BindError;
+    use expert_server::StartError;
+    use p2p_core::bootstrap::BindError as DataBindError;
+    let addr = if let Some(BindError::AddrInUse { addr }) = error.downcast_ref() {
+        addr.clone()
+    } else {
+        match error.downcast_ref() {
+            Some(StartError::Bind(DataBindError::InUse { addr })) => addr.clone(),
+            Some(StartError::MetricsInUse { addr }) => addr.to_string(),
+            _ => return String::new(),
+        }
+    };
+    let port = addr.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let holders = port.map(host::listeners).unwrap_or_default();
+    match holders.is_empty() {
+        true => "; the process belongs to another user: ask for its name as root with `ss -ltnp`"
+            .to_owned(),
+        false => format!("; held by {}", holders.join(", ")),
     }
 }
 
@@ -127,7 +159,9 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Status(args) => cmd::status::run(global, args),
         Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
+        Command::Rollout(args) => cmd::rollout::run(global, args),
         Command::Scale(args) => cmd::scale::run(global, args),
+        Command::Plan(args) => cmd::plan::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),

@@ -68,7 +68,9 @@ pub(crate) fn check_registration(
         ));
     }
     let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
-    for (field, addr) in metrics_addr.chain([("data_addr", &request.data_addr)]) {
+    let weights_addr = request.weights_addr.iter().map(|addr| ("weights_addr", addr));
+    for (field, addr) in metrics_addr.chain(weights_addr).chain([("data_addr", &request.data_addr)])
+    {
         if !is_host_port(addr) {
             let found = clip(addr);
             return bad(format!(
@@ -118,24 +120,28 @@ pub(crate) fn check_registration(
 
 /// Checks that an assignment is sorted and within the model.
 pub(crate) fn check_assignment(found: &Assignment, model: &ModelDescriptor) -> Result<(), Refusal> {
+    check_experts("holds", found, model)
+}
+
+fn check_experts(field: &str, found: &Assignment, model: &ModelDescriptor) -> Result<(), Refusal> {
     let bad = |text: String| Err(Refusal::BadRequest(text));
     if !found.layers.is_sorted_by(|a, b| a.layer < b.layer) {
-        return bad("holds: layers must be strictly ascending".to_owned());
+        return bad(format!("{field}: layers must be strictly ascending"));
     }
     for entry in &found.layers {
         let layer = entry.layer;
         if model.moe_layers.binary_search(&layer).is_err() {
-            return bad(format!("holds: the model has no MoE layer {layer}"));
+            return bad(format!("{field}: the model has no MoE layer {layer}"));
         }
         if !entry.experts.is_sorted_by(|a, b| a < b) {
-            return bad(format!("holds: experts of layer {layer} must be strictly ascending"));
+            return bad(format!("{field}: experts of layer {layer} must be strictly ascending"));
         }
         if let Some(&last) = entry.experts.last()
             && last >= model.num_experts
         {
             let num_experts = model.num_experts;
             return bad(format!(
-                "holds: expert {last} of layer {layer}, the model has {num_experts} experts"
+                "{field}: expert {last} of layer {layer}, the model has {num_experts} experts"
             ));
         }
     }
@@ -161,6 +167,11 @@ pub(crate) fn check_load(
     model: Option<&ModelDescriptor>,
 ) -> Result<(), Refusal> {
     let bad = |text: String| Err(Refusal::BadRequest(text));
+    match model {
+        Some(model) => check_experts("load: unreadable", &load.unreadable, model)?,
+        None if load.unreadable.is_empty() => {}
+        None => return bad("load: unreadable experts of no model".to_owned()),
+    }
     let most = model.map_or(0, |model| model.num_experts as usize * model.moe_layers.len());
     if load.experts.len() > most {
         let found = load.experts.len();

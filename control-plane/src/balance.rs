@@ -1,5 +1,7 @@
 //! Follows the load: decayed loads, plans of the whole fleet, and the moves between two plans. Sans-I/O.
 
+pub(crate) mod work;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +29,8 @@ pub struct BalanceSettings {
     pub expected_servers: u32,
     /// See [`expected_servers`](Self::expected_servers).
     pub start_grace: Duration,
+    /// A draining server stays in the placement until others have loaded its experts, but for so long at most.
+    pub drain_grace: Duration,
 }
 
 impl Default for BalanceSettings {
@@ -38,6 +42,7 @@ impl Default for BalanceSettings {
             half_life: Duration::from_secs(30),
             expected_servers: 1,
             start_grace: Duration::from_secs(30),
+            drain_grace: Duration::from_secs(25),
         }
     }
 }
@@ -47,7 +52,6 @@ impl Default for BalanceSettings {
 pub(crate) struct Loads {
     /// `tokens[layer_idx][expert]`.
     tokens: Vec<Vec<f64>>,
-    decayed_at: Duration,
 }
 
 impl Loads {
@@ -64,14 +68,7 @@ impl Loads {
         }
     }
 
-    /// Lets the loads decay until `now`.
-    pub(crate) fn decay(&mut self, now: Duration, half_life: Duration) {
-        let since = now.saturating_sub(self.decayed_at);
-        if since < DECAY_STEP {
-            return;
-        }
-        self.decayed_at = now;
-        let factor = 0.5f64.powf(since.as_secs_f64() / half_life.as_secs_f64().max(1e-3));
+    pub(crate) fn decay(&mut self, factor: f64) {
         for tokens in self.tokens.iter_mut().flatten() {
             *tokens *= factor;
         }
@@ -93,13 +90,18 @@ pub(crate) fn plan(
     loads: &Loads,
     goals: &PlanGoals,
 ) -> Result<FleetPlan, NoRoom> {
+    let in_memory: Vec<Assignment> = members.iter().map(|m| m.experts_in_memory()).collect();
     let inputs: Vec<PlanMember<'_>> = members
         .iter()
-        .map(|member| PlanMember {
+        .zip(&in_memory)
+        .map(|(member, in_memory)| PlanMember {
             capacity_experts: member.record.capacity_experts,
-            speed: 1.0,
+            speed: member.work.speed(),
             zone: member.record.zone.as_deref(),
-            current: member.target.as_deref().unwrap_or(&member.record.assignment),
+            held: in_memory,
+            hidden: member.hidden_experts(),
+            unreadable: &member.unreadable,
+            ..PlanMember::new(member.target.as_deref().unwrap_or(&member.record.assignment))
         })
         .collect();
     plan_fleet(model, &inputs, loads.of_layers(), goals)
@@ -133,39 +135,55 @@ pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignmen
     assignment
 }
 
+/// Experts that a member of their target has yet to load, row-major by layer. `members` are all leased members that
+/// are not draining.
+pub(crate) struct Pending {
+    moe_layers: Vec<u32>,
+    num_experts: usize,
+    is_pending: Vec<bool>,
+}
+
+impl Pending {
+    pub(crate) fn of(model: &ModelDescriptor, members: &[&Member]) -> Self {
+        let num_experts = model.num_experts as usize;
+        let mut is_pending = vec![false; model.moe_layers.len() * num_experts];
+        for member in members {
+            let Some(target) = &member.target else { continue };
+            for entry in &target.layers {
+                let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
+                let placed = member.placed.experts(entry.layer);
+                for &expert in &entry.experts {
+                    if placed.binary_search(&expert).is_err() || !member.is_serving() {
+                        is_pending[layer_idx * num_experts + expert as usize] = true;
+                    }
+                }
+            }
+        }
+        Self { moe_layers: model.moe_layers.clone(), num_experts, is_pending }
+    }
+
+    pub(crate) fn contains(&self, layer: u32, expert: u32) -> bool {
+        let Ok(layer_idx) = self.moe_layers.binary_search(&layer) else { return false };
+        let idx = layer_idx * self.num_experts + expert as usize;
+        (expert as usize) < self.num_experts && self.is_pending[idx]
+    }
+}
+
 /// The assignment of every member on the way to its target: the target, and each placed expert that a member of
 /// the target has yet to load. `members` are all leased members that are not draining; members without a target
 /// keep their assignment. So an expert is never without the replicas that it had.
 pub(crate) fn next_assignments(
     model: &ModelDescriptor,
     members: &[&Member],
+    pending: &Pending,
 ) -> Vec<Option<Arc<Assignment>>> {
-    let num_experts = model.num_experts as usize;
-    let num_layers = model.moe_layers.len();
-    // True for experts with a target member that does not place them yet.
-    let mut is_pending = vec![false; num_layers * num_experts];
-    for member in members {
-        let Some(target) = &member.target else { continue };
-        for entry in &target.layers {
-            let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
-            let placed = member.placed.experts(entry.layer);
-            for &expert in &entry.experts {
-                if placed.binary_search(&expert).is_err() || !member.is_serving() {
-                    is_pending[layer_idx * num_experts + expert as usize] = true;
-                }
-            }
-        }
-    }
     let next = |member: &&Member| {
         let target = member.target.as_ref()?;
         let mut next = Assignment::default();
-        for (layer_idx, &layer) in model.moe_layers.iter().enumerate() {
+        for &layer in &model.moe_layers {
             let mut experts = target.experts(layer).to_vec();
-            for &expert in member.placed.experts(layer) {
-                if is_pending[layer_idx * num_experts + expert as usize] {
-                    experts.push(expert);
-                }
-            }
+            let placed = member.placed.experts(layer).iter().copied();
+            experts.extend(placed.filter(|&expert| pending.contains(layer, expert)));
             experts.sort_unstable();
             experts.dedup();
             if !experts.is_empty() {
@@ -176,6 +194,3 @@ pub(crate) fn next_assignments(
     };
     members.iter().map(next).collect()
 }
-
-/// Decay is computed in steps of this length.
-const DECAY_STEP: Duration = Duration::from_secs(1);

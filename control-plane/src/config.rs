@@ -1,10 +1,12 @@
 //! Settings of a control plane.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
+use crate::store::EtcdCredentials;
 
 /// All settings. [`ServerConfig::new`] returns the defaults.
 #[derive(Clone, Debug)]
@@ -27,10 +29,14 @@ pub struct ServerConfig {
     /// Follows the load: experts move between servers as load and members change. `None` divides the model into
     /// `num_servers` fixed parts.
     pub balance: Option<BalanceSettings>,
+    /// Compute share of a server that the scaling advice aims at, 0.05 to 0.95.
+    pub target_share: f64,
     /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub model_fingerprint: Option<String>,
-    /// Directory of the durable state. `None` keeps the state in memory only.
+    /// Directory of the durable state. `None` keeps the state in memory only, unless it is in etcd.
     pub data_dir: Option<PathBuf>,
+    /// etcd, if the state is there and several control planes share it.
+    pub etcd: Option<EtcdConfig>,
     /// Limits on members, connections and requests.
     pub limits: Limits,
 }
@@ -47,8 +53,10 @@ impl ServerConfig {
             num_servers,
             replicas,
             balance: None,
+            target_share: 0.6,
             model_fingerprint: None,
             data_dir: None,
+            etcd: None,
             limits: Limits::default(),
         }
     }
@@ -57,6 +65,9 @@ impl ServerConfig {
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
+        }
+        if !(MIN_TARGET_SHARE..=MAX_TARGET_SHARE).contains(&self.target_share) {
+            return Err(ConfigError::TargetShare { found: self.target_share.to_string() });
         }
         if let Some(token) = &self.token
             && (token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()))
@@ -69,7 +80,77 @@ impl ServerConfig {
                 return Err(ConfigError::Fingerprint { found: found.clone() });
             }
         }
+        if let Some(etcd) = &self.etcd {
+            if self.data_dir.is_some() {
+                return Err(ConfigError::TwoStores);
+            }
+            let is_whole = etcd.lease.subsec_nanos() == 0;
+            if !is_whole || !(MIN_ETCD_LEASE..=MAX_ETCD_LEASE).contains(&etcd.lease) {
+                return Err(ConfigError::EtcdLease { found: etcd.lease });
+            }
+            etcd.checked_prefix()?;
+        }
         Ok(BalancedPlanner::new(self.num_servers, self.replicas)?)
+    }
+}
+
+/// State in etcd, shared by several control planes: see [`ServerConfig::etcd`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EtcdConfig {
+    /// URLs of the members of etcd, as `http://HOST:PORT`.
+    pub endpoints: Vec<String>,
+    /// Prefix of all keys. Control planes with the same prefix are those of one fleet.
+    pub prefix: String,
+    /// User name and password, if etcd asks for them.
+    pub credentials: Option<EtcdCredentials>,
+    /// Time to live of the leader's lease in whole seconds, 2 to 300. Without a leader for this time another control
+    /// plane takes over.
+    pub lease: Duration,
+    /// URL at which the other control planes reach this one. `None` takes the address that it listens on.
+    pub advertise: Option<String>,
+}
+
+impl EtcdConfig {
+    /// Defaults for these endpoints.
+    pub fn new(endpoints: Vec<String>) -> Self {
+        Self {
+            endpoints,
+            prefix: "/switchyard/".to_owned(),
+            credentials: None,
+            lease: Duration::from_secs(3),
+            advertise: None,
+        }
+    }
+
+    /// The prefix with a slash at both ends.
+    pub(crate) fn checked_prefix(&self) -> Result<String, ConfigError> {
+        let inner = self.prefix.trim_matches('/');
+        let is_bad = |byte: u8| !byte.is_ascii_graphic();
+        if inner.is_empty() || inner.len() > MAX_PREFIX_BYTES || inner.bytes().any(is_bad) {
+            return Err(ConfigError::EtcdPrefix { found: self.prefix.clone() });
+        }
+        Ok(format!("/{inner}/"))
+    }
+
+    /// URL of a control plane that listens on `local_addr`.
+    pub(crate) fn own_url(&self, local_addr: SocketAddr) -> Result<String, ConfigError> {
+        let url = match &self.advertise {
+            Some(url) => url.clone(),
+            None if local_addr.ip().is_unspecified() => {
+                return Err(ConfigError::Advertise {
+                    reason: format!("{local_addr} is no address that others can reach"),
+                });
+            }
+            None => format!("http://{local_addr}"),
+        };
+        let checked = control_api::ControlClient::new(&url, None);
+        checked.map_err(|err| ConfigError::Advertise { reason: err.to_string() })?;
+        if url.contains(',') {
+            let reason = format!("{url:?} is more than one URL");
+            return Err(ConfigError::Advertise { reason });
+        }
+        Ok(url.trim_end_matches('/').to_owned())
     }
 }
 
@@ -79,8 +160,8 @@ impl ServerConfig {
 pub struct Limits {
     /// Most members, including expired ones.
     pub max_members: usize,
-    /// Most connections at a time; the process's limit on open files can lower it. At the limit, a new
-    /// connection replaces the oldest one that has not sent a request yet.
+    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit,
+    /// a new connection replaces the one that has been idle longest.
     pub max_connections: usize,
     /// Most placement watches at a time.
     pub max_watchers: usize,
@@ -108,6 +189,7 @@ impl Limits {
     pub(crate) fn http(&self) -> httpd::Limits {
         httpd::Limits {
             max_connections: self.max_connections,
+            file_share: FILE_SHARE,
             max_head_bytes: self.max_head_bytes,
             max_headers: self.max_headers,
             head_timeout: self.head_timeout,
@@ -136,6 +218,9 @@ impl Default for Limits {
     }
 }
 
+/// Per cent of the open files for connections. The store and the probes of members need few.
+const FILE_SHARE: u8 = 90;
+
 /// Invalid settings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -144,16 +229,42 @@ pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
     LeaseTtl { found: Duration },
+    /// See [`ServerConfig::target_share`].
+    #[error("a target share of {found}: expected {MIN_TARGET_SHARE} to {MAX_TARGET_SHARE}")]
+    TargetShare { found: String },
     /// See [`ServerConfig::token`].
     #[error("the token is empty or has characters other than visible ASCII")]
     Token,
     /// See [`ServerConfig::model_fingerprint`].
     #[error("model fingerprint {found:?}: expected 8 to 128 lowercase hex digits")]
     Fingerprint { found: String },
+    /// Both [`ServerConfig::data_dir`] and [`ServerConfig::etcd`] are set.
+    #[error("a data directory and etcd are given: the state has one place, so choose one")]
+    TwoStores,
+    /// See [`EtcdConfig::lease`].
+    #[error(
+        "an etcd lease of {found:?}: expected whole seconds from {MIN_ETCD_LEASE:?} to {MAX_ETCD_LEASE:?}"
+    )]
+    EtcdLease { found: Duration },
+    /// See [`EtcdConfig::prefix`].
+    #[error(
+        "etcd prefix {found:?}: expected 1 to {MAX_PREFIX_BYTES} visible ASCII characters, such as /switchyard"
+    )]
+    EtcdPrefix { found: String },
+    /// See [`EtcdConfig::advertise`].
+    #[error(
+        "no URL for other control planes ({reason}): advertise http://HOST:PORT at which they reach this one"
+    )]
+    Advertise { reason: String },
     /// See [`ServerConfig::num_servers`] and [`ServerConfig::replicas`].
     #[error(transparent)]
     Planner(#[from] PlannerConfigError),
 }
 
+const MIN_ETCD_LEASE: Duration = Duration::from_secs(2);
+const MAX_ETCD_LEASE: Duration = Duration::from_secs(300);
+const MAX_PREFIX_BYTES: usize = 256;
+const MIN_TARGET_SHARE: f64 = 0.05;
+const MAX_TARGET_SHARE: f64 = 0.95;
 const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
 const MAX_LEASE_TTL: Duration = Duration::from_secs(3600);

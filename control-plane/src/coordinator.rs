@@ -6,27 +6,19 @@ use std::time::Duration;
 use axum::body::Bytes;
 use control_api::{
     ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
-    PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+    ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest,
     TensorDigest, WantedDigests,
 };
 use futures_util::StreamExt;
-use tokio::sync::{Notify, broadcast, watch};
+use tokio::sync::{Notify, watch};
 use tracing::{debug, error, info, warn};
 
 use crate::admission::Refusal;
+use crate::board::Board;
 use crate::clock::Clock;
 use crate::fleet::{ExpiryCause, Fleet, FleetEvent, RegistrationKind};
 use crate::metrics::Metrics;
 use crate::store::{Revision, Store, StoreError};
-
-/// A placement table in its encoded forms.
-#[derive(Debug)]
-pub(crate) struct EncodedTable {
-    /// The table as JSON.
-    pub(crate) json: Bytes,
-    /// The table as a server-sent event.
-    pub(crate) event: Bytes,
-}
 
 /// Error of an operation.
 #[derive(Debug, thiserror::Error)]
@@ -47,13 +39,14 @@ pub(crate) struct Coordinator {
     started: Duration,
     lease_ttl: Duration,
     metrics: Metrics,
-    latest: Mutex<Arc<EncodedTable>>,
+    board: Arc<Board>,
     /// Digests of the model's tensors.
     model_digests: Mutex<Option<KeptDigests>>,
-    changes: broadcast::Sender<Arc<EncodedTable>>,
     writes: watch::Sender<WriteState>,
     /// Wakes the writer of the store.
     dirty: Notify,
+    /// Wakes the probes.
+    suspected: Notify,
     store_kind: &'static str,
 }
 
@@ -74,6 +67,10 @@ struct WriteState {
     failed: u64,
     /// Error of the last write; `None` after a success.
     error: Option<String>,
+    /// Reason why the next write would fail, found without a write.
+    outage: Option<String>,
+    /// True once this process leads no longer.
+    is_over: bool,
 }
 
 impl Coordinator {
@@ -87,6 +84,7 @@ impl Coordinator {
         clock: Arc<dyn Clock>,
         lease_ttl: Duration,
         metrics: Metrics,
+        board: Arc<Board>,
     ) -> Result<(Self, Revision), StoreError> {
         let mut state = WriteState::default();
         while fleet.needs_save() {
@@ -112,19 +110,18 @@ impl Coordinator {
         }
         metrics.store_writable.set(i64::from(state.error.is_none()));
         fleet.refresh();
-        let published = Arc::new(publish(fleet.table()));
-        let (changes, _) = broadcast::channel(CHANGES_KEPT);
+        board.publish(fleet.table());
         let coordinator = Self {
             fleet: Mutex::new(fleet),
             started: clock.now(),
             clock,
             lease_ttl,
             metrics,
-            latest: Mutex::new(published),
+            board,
             model_digests: Mutex::new(None),
-            changes,
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
+            suspected: Notify::new(),
             store_kind: store.kind(),
         };
         // Logs and counts the restored members.
@@ -202,7 +199,9 @@ impl Coordinator {
         member: &MemberId,
         request: SuspectRequest,
     ) -> Result<Duration, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?)
+        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
+        self.suspected.notify_one();
+        Ok(left)
     }
 
     pub(crate) fn leave(&self, member: &MemberId) -> Result<(), OperationError> {
@@ -236,8 +235,14 @@ impl Coordinator {
                 num_watchers,
                 plan_error: fleet.shortage(),
                 store,
+                leader: None,
+                followers: Vec::new(),
             }
         })
+    }
+
+    pub(crate) fn advice(&self) -> ScalingAdvice {
+        self.with_fleet(|fleet, _| fleet.advice())
     }
 
     /// The digests of the model's tensors as JSON, if a member has sent them.
@@ -271,42 +276,39 @@ impl Coordinator {
         }
     }
 
-    /// The table in force.
-    pub(crate) fn latest(&self) -> Arc<EncodedTable> {
-        Arc::clone(&lock(&self.latest))
-    }
-
-    /// The table in force and a receiver of every later one, without a gap in between.
-    pub(crate) fn subscribe(&self) -> (Arc<EncodedTable>, broadcast::Receiver<Arc<EncodedTable>>) {
-        let latest = lock(&self.latest);
-        (Arc::clone(&latest), self.changes.subscribe())
-    }
-
-    pub(crate) fn metrics(&self) -> &Metrics {
-        &self.metrics
-    }
-
     /// Expires members until the task is aborted.
     pub(crate) async fn run_clock(&self) {
         let period = (self.lease_ttl / 30).clamp(MIN_TICK, MAX_TICK);
+        let mut advise_at = Duration::ZERO;
         loop {
             tokio::time::sleep(period).await;
-            self.with_fleet(|fleet, now| fleet.tick(now, period));
+            let advice = self.with_fleet(|fleet, now| {
+                fleet.tick(now, period);
+                (now >= advise_at).then(|| fleet.advice())
+            });
+            if let Some(advice) = advice {
+                advise_at = self.clock.now() + ADVICE_PERIOD;
+                self.metrics.set_advice(&advice);
+            }
         }
     }
 
-    /// Connects to every serving member once, and again until that works, so that an address that nothing can reach
-    /// shows in the status. Ends when the task is aborted.
+    /// Connects to every serving member once, again until that works, and when a client suspects it. So an address that
+    /// nothing can reach shows in the status, and a death has a second observer. Ends when the task is aborted.
     pub(crate) async fn run_probes(&self) {
         loop {
-            tokio::time::sleep(PROBE_PERIOD).await;
+            // A suspicion is looked into at once, but many of them cause few attempts.
+            tokio::time::sleep(PROBE_PAUSE).await;
+            let _ = tokio::time::timeout(PROBE_PERIOD, self.suspected.notified()).await;
             let unprobed = lock(&self.fleet).unprobed();
             let probes = unprobed.into_iter().map(|(name, incarnation, addr)| async move {
                 (name, incarnation, connect(&addr).await)
             });
             let mut probes = futures_util::stream::iter(probes).buffer_unordered(MAX_PROBES);
             while let Some((name, incarnation, outcome)) = probes.next().await {
-                self.with_fleet(|fleet, _| fleet.record_probe(&name, incarnation, outcome));
+                self.with_fleet(|fleet, now| {
+                    fleet.record_probe(&name, incarnation, outcome, now);
+                });
             }
         }
     }
@@ -326,7 +328,7 @@ impl Coordinator {
             while lock(&self.fleet).needs_save() {
                 match self.write(&store, revision).await {
                     Ok(next) => revision = next,
-                    Err(err @ StoreError::Conflict { .. }) => {
+                    Err(err @ (StoreError::Conflict { .. } | StoreError::Deposed)) => {
                         error!(error = %err, "another control plane has taken over the store");
                         return Err(err);
                     }
@@ -381,7 +383,7 @@ impl Coordinator {
                 self.metrics.store_writable.set(1);
                 self.writes.send_modify(|state| {
                     state.durable = fleet_revision;
-                    state.error = None;
+                    (state.error, state.outage) = (None, None);
                 });
                 Ok(revision)
             }
@@ -418,17 +420,39 @@ impl Coordinator {
 
     /// Error of the last write of the store; `None` while it can be written.
     pub(crate) fn write_error(&self) -> Option<String> {
-        self.writes.borrow().error.clone()
+        let writes = self.writes.borrow();
+        writes.error.as_ref().or(writes.outage.as_ref()).cloned()
+    }
+
+    /// Notes that the store cannot be written although no write has failed, or that it can be written again.
+    pub(crate) fn note_outage(&self, reason: Option<&str>) {
+        let was_writable = self.write_error().is_none();
+        self.writes.send_modify(|state| state.outage = reason.map(str::to_owned));
+        let is_writable = self.write_error().is_none();
+        match (was_writable, reason) {
+            (true, Some(reason)) => error!(reason, "{READ_ONLY}"),
+            (false, None) if is_writable => info!("the store can be written again"),
+            _ => {}
+        }
+        self.metrics.store_writable.set(i64::from(is_writable));
+    }
+
+    /// Ends all waits for the store, because nothing writes it any more.
+    pub(crate) fn end(&self) {
+        self.writes.send_modify(|state| state.is_over = true);
     }
 
     /// Waits until a revision is in the store. The request's timeout bounds the wait.
     async fn wait_durable(&self, revision: u64) -> Result<(), OperationError> {
         let mut writes = self.writes.subscribe();
         let settled = writes.wait_for(|state| {
-            state.durable >= revision || (state.error.is_some() && state.failed >= revision)
+            state.is_over
+                || state.durable >= revision
+                || (state.error.is_some() && state.failed >= revision)
         });
         let state = settled.await.map_err(|_| OperationError::ShuttingDown)?.clone();
         match state.error {
+            _ if state.is_over && state.durable < revision => Err(OperationError::ShuttingDown),
             Some(reason) if state.durable < revision => Err(OperationError::ReadOnly { reason }),
             _ => Ok(()),
         }
@@ -439,12 +463,8 @@ impl Coordinator {
         let mut fleet = lock(&self.fleet);
         let result = action(&mut fleet, self.clock.now());
         if let Some(table) = fleet.refresh() {
-            let published = Arc::new(publish(&table));
-            // Lock order: fleet, then table. Subscribers take only the second.
-            let mut latest = lock(&self.latest);
-            *latest = Arc::clone(&published);
-            // An error means that there are no watchers.
-            let _ = self.changes.send(published);
+            // Lock order: fleet, then board.
+            self.board.publish(&table);
         }
         let events = fleet.take_events();
         if !events.is_empty() {
@@ -548,13 +568,6 @@ fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result<(), StoreE
     Ok(())
 }
 
-fn publish(table: &PlacementTable) -> EncodedTable {
-    // A table has strings, numbers and lists only, which always have a JSON form.
-    let json = serde_json::to_string(table).unwrap_or_default();
-    let event = format!("event: placement\nid: {}\ndata: {json}\n\n", table.epoch);
-    EncodedTable { json: Bytes::from(json), event: Bytes::from(event) }
-}
-
 /// Ignores poisoning: a panic in one task must not stop the others.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -562,9 +575,10 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 const READ_ONLY: &str =
     "the store cannot be written: known members keep serving, members of new names are refused";
-/// Number of tables that a slow watcher may lag behind before it skips to the newest.
-const CHANGES_KEPT: usize = 64;
+/// The gauges of the advice change at this rate.
+const ADVICE_PERIOD: Duration = Duration::from_secs(1);
 const PROBE_PERIOD: Duration = Duration::from_secs(2);
+const PROBE_PAUSE: Duration = Duration::from_millis(20);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Connection attempts at a time.
 const MAX_PROBES: usize = 32;

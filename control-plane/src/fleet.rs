@@ -16,7 +16,7 @@ use control_api::{
 use crate::admission::{Refusal, check_assignment, check_load, check_registration};
 use crate::balance::{self, BalanceSettings, Loads};
 use crate::epoch::EpochAllocator;
-use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
+use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor, Report};
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
@@ -34,6 +34,8 @@ pub(crate) struct FleetSettings {
     pub(crate) pinned_fingerprint: Option<String>,
     /// Follows the load, if set.
     pub(crate) balance: Option<BalanceSettings>,
+    /// Compute share of a server that the scaling advice aims at.
+    pub(crate) target_share: f64,
 }
 
 /// A change, for the log and the metrics.
@@ -149,6 +151,7 @@ pub(crate) struct Fleet {
     saved_revision: u64,
     last_tick: Duration,
     loads: Loads,
+    decayed_at: Duration,
     /// Time of the last change of the members that is not planned yet.
     unplanned_since: Option<Duration>,
     last_plan: Duration,
@@ -208,6 +211,7 @@ impl Fleet {
             saved_revision: 0,
             last_tick: now,
             loads: Loads::default(),
+            decayed_at: now,
             unplanned_since: None,
             last_plan: now,
             first_join: None,
@@ -299,22 +303,34 @@ impl Fleet {
         if let (Some(model), Some(load)) = (&self.model, &request.load) {
             self.loads.add(model, load);
         }
+        let mut is_replan = false;
         let member = self.calling(member, request.incarnation, now)?;
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        member.renewed_at = now;
         if let Some(load) = request.load {
+            member.work.add(&load);
+            if member.unreadable != load.unreadable {
+                member.unreadable = load.unreadable.clone();
+                is_replan = true;
+            }
             member.load = Some(load);
         }
         let version = member.record.assignment_version;
         let is_news = request.assignment_version != version;
-        Ok(LeaseResponse {
+        let response = LeaseResponse {
             lease_ttl_ms: lease_ttl.as_millis() as u64,
             epoch,
             state: member.state(),
             assignment_version: version,
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
             wanted_digests: WantedDigests::None,
-        })
+            keeps_serving: member.keeps_serving(),
+        };
+        if is_replan {
+            self.unplanned_since.get_or_insert(now);
+        }
+        Ok(response)
     }
 
     pub(crate) fn ready(
@@ -347,8 +363,12 @@ impl Fleet {
         incarnation: Option<u64>,
         now: Duration,
     ) -> Result<MemberInfo, Refusal> {
+        let drains_by = self.settings.balance.map(|balance| now + balance.drain_grace);
         let member = self.leased(member, incarnation, now)?;
-        let was = std::mem::replace(&mut member.record.phase, Phase::Draining);
+        let was = member.record.phase;
+        if was != Phase::Draining {
+            member.start_drain(drains_by);
+        }
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
@@ -367,9 +387,7 @@ impl Fleet {
         let member = self.leased(member, None, now)?;
         let was_draining = member.record.phase == Phase::Draining;
         if was_draining {
-            // A member that was drained before it had loaded its experts reports them later.
-            let is_ready = !member.record.holds.is_empty();
-            member.record.phase = if is_ready { Phase::Serving } else { Phase::Loading };
+            member.end_drain();
         }
         let (info, name) = (member.info(now), member.record.name.clone());
         if was_draining {
@@ -387,30 +405,45 @@ impl Fleet {
         Ok(())
     }
 
-    /// Brings forward the deadline of a member's next renewal and returns the time left. A live member
-    /// renews within a heartbeat interval and stays.
+    /// Notes that a client cannot reach a member, and returns the time that the member has left to renew. Once a
+    /// second observer agrees (another client, or this process), the member must renew within a heartbeat interval.
+    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault.
     pub(crate) fn suspect(
         &mut self,
         member: &MemberId,
         request: SuspectRequest,
         now: Duration,
     ) -> Result<Duration, Refusal> {
-        let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
         let name = self.name_of(member)?.to_owned();
         let Some(member) = self.members.get_mut(&name) else { return Ok(Duration::ZERO) };
         let is_other = request.incarnation.is_some_and(|found| found != member.record.incarnation);
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports neither move the deadline nor fill the log.
-        let is_first = member.renew_by.is_none();
-        let renew_by = *member.renew_by.get_or_insert(now + wait);
-        let left = member.deadline().unwrap_or(renew_by).saturating_sub(now);
+        // Further reports do not fill the log.
+        let is_first = member.num_observers() == 0;
+        let (reporter, reason) = (request.reporter, request.reason);
+        member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
         if is_first {
-            let (reporter, reason) = (request.reporter, request.reason);
-            self.events.push(FleetEvent::Suspected { name, reporter, reason });
+            // This process looks for itself.
+            member.probe = None;
+            self.events.push(FleetEvent::Suspected { name: name.clone(), reporter, reason });
         }
-        Ok(left)
+        self.confirm_suspicion(&name, now);
+        let deadline = self.members.get(&name).and_then(Member::deadline);
+        Ok(deadline.unwrap_or(now).saturating_sub(now))
+    }
+
+    /// Brings forward the deadline of a member that two observers cannot reach.
+    fn confirm_suspicion(&mut self, name: &str, now: Duration) {
+        let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
+        if let Some(member) = self.members.get_mut(name)
+            && member.is_leased()
+            && member.num_observers() >= 2
+        {
+            // Further reports do not move the deadline.
+            member.renew_by.get_or_insert(now + wait);
+        }
     }
 
     /// Expires members whose lease has ended, and removes members that expired long ago. The caller calls
@@ -449,6 +482,7 @@ impl Fleet {
             self.remove(&name);
             self.events.push(FleetEvent::Removed { name });
         }
+        self.decay(now);
         self.balance(now);
     }
 
@@ -552,6 +586,7 @@ impl Fleet {
         name: &str,
         incarnation: u64,
         outcome: Result<(), String>,
+        now: Duration,
     ) {
         let Some(member) = self.members.get_mut(name) else { return };
         if member.record.incarnation != incarnation {
@@ -563,6 +598,7 @@ impl Fleet {
             self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
         }
         member.probe = Some(outcome);
+        self.confirm_suspicion(name, now);
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<FleetEvent> {
@@ -578,6 +614,7 @@ impl Fleet {
         }
         member.lease = Lease::Until(now + lease_ttl);
         member.renew_by = None;
+        member.renewed_at = now;
         if member.record.data_addr != request.data_addr {
             member.probe = None;
         }
@@ -585,6 +622,7 @@ impl Fleet {
         member.record.capacity_experts = request.capacity_experts;
         member.record.zone.clone_from(&request.zone);
         member.record.metrics_addr.clone_from(&request.metrics_addr);
+        member.record.weights_addr.clone_from(&request.weights_addr);
         self.is_table_stale = true;
     }
 
@@ -613,6 +651,7 @@ impl Fleet {
             incarnation: request.incarnation,
             data_addr: request.data_addr.clone(),
             metrics_addr: request.metrics_addr.clone(),
+            weights_addr: request.weights_addr.clone(),
             phase: Phase::Loading,
             expired: false,
             assignment: Arc::new(assignment),

@@ -2,6 +2,7 @@
 
 mod digests;
 mod error;
+mod forward;
 mod openapi;
 mod routes;
 mod watch;
@@ -20,14 +21,21 @@ use control_api::code;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
+use crate::board::Board;
 use crate::config::Limits;
 use crate::coordinator::Coordinator;
+use crate::metrics::Metrics;
+use crate::role::{Role, Roles};
 use error::HttpError;
 
 /// State shared by all handlers.
 #[derive(Clone, Debug)]
 pub(crate) struct App {
-    pub(crate) coordinator: Arc<Coordinator>,
+    pub(crate) roles: Roles,
+    pub(crate) board: Arc<Board>,
+    pub(crate) metrics: Metrics,
+    /// Sends requests to the leader.
+    forwarder: reqwest::Client,
     pub(crate) limits: Limits,
     /// Digest of the token, if one is required.
     token: Option<[u8; 32]>,
@@ -40,7 +48,9 @@ pub(crate) struct App {
 
 impl App {
     pub(crate) fn new(
-        coordinator: Arc<Coordinator>,
+        roles: Roles,
+        board: Arc<Board>,
+        metrics: Metrics,
         limits: Limits,
         token: Option<&str>,
         shutdown: tokio::sync::watch::Receiver<bool>,
@@ -48,7 +58,27 @@ impl App {
         let watch_permits = Arc::new(Semaphore::new(limits.max_watchers));
         let token = token.map(|token| Sha256::digest(token).into());
         let digest_permits = Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS));
-        Self { coordinator, limits, token, watch_permits, digest_permits, shutdown }
+        let forwarder = forward::client();
+        Self {
+            roles,
+            board,
+            metrics,
+            forwarder,
+            limits,
+            token,
+            watch_permits,
+            digest_permits,
+            shutdown,
+        }
+    }
+
+    /// The fleet, if this process leads.
+    pub(crate) fn leader(&self) -> Result<Arc<Coordinator>, HttpError> {
+        match self.roles.current() {
+            Role::Leader { coordinator, .. } => Ok(coordinator),
+            // The role has changed since the request was taken for local.
+            Role::Follower(_) => Err(forward::no_leader("this control plane does not lead")),
+        }
     }
 }
 
@@ -75,7 +105,9 @@ fn all_routes() -> Vec<Route> {
         route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
         route(Method::GET, DIGESTS_PATH, get(digests::model_digests)),
         route(Method::PUT, DIGESTS_PATH, put(digests::store_model_digests)),
+        route(Method::GET, "/v1/leader", get(routes::leader)),
         route(Method::GET, "/v1/status", get(routes::status)),
+        route(Method::GET, "/v1/advice", get(routes::advice)),
         route(Method::GET, "/v1/goals", get(routes::goals)),
         route(Method::PUT, "/v1/goals", put(routes::set_goals)),
         route(Method::GET, "/v1/members", get(routes::members)),
@@ -104,6 +136,7 @@ pub(crate) fn router(app: App) -> Router {
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(app.limits.max_body_bytes))
+        .layer(middleware::from_fn_with_state(app.clone(), forward::forward))
         .layer(middleware::from_fn_with_state(app.clone(), guard))
         .layer(middleware::from_fn_with_state(app.clone(), measure))
         .with_state(app)
@@ -143,7 +176,7 @@ async fn measure(State(app): State<App>, request: Request, next: Next) -> Respon
     let response = next.run(request).await;
     let route = route.as_ref().map_or("unmatched", MatchedPath::as_str);
     let status = response.status().as_u16();
-    app.coordinator.metrics().observe_request(route, method.as_str(), status, started.elapsed());
+    app.metrics.observe_request(route, method.as_str(), status, started.elapsed());
     response
 }
 

@@ -7,29 +7,37 @@
 //!
 //! * [`Server`], [`ServerConfig`]: a control plane bound to an address.
 //! * [`planner`]: assigns experts to a joining member. Sans-I/O.
+//! * [`planner::rebalance`]: plans the experts of a whole fleet from the load. Sans-I/O.
+//! * [`advice`]: the number of servers that suits the load. Sans-I/O.
 //! * [`store`]: durable state; one trait, one conformance suite.
+//! * [`EtcdConfig`]: several control planes on one etcd. One leads, the others follow and take over.
 //! * [`clock`]: monotonic time, virtual in tests.
 //!
 //! The control plane is not on the data path: it never sees a model's tokens.
 #![forbid(unsafe_code)]
 
 mod admission;
+pub mod advice;
 mod balance;
+mod board;
 pub mod clock;
 mod config;
 mod coordinator;
+mod election;
 mod epoch;
 mod fleet;
 mod http;
 mod member;
 mod metrics;
 pub mod planner;
+mod role;
 mod server;
 pub mod store;
 mod table;
+mod term;
 
 pub use balance::BalanceSettings;
-pub use config::{ConfigError, Limits, ServerConfig};
+pub use config::{ConfigError, EtcdConfig, Limits, ServerConfig};
 pub use planner::{BalancedPlanner, PlannerConfigError};
 pub use server::{BindError, RunError, Server};
 

@@ -1,12 +1,16 @@
 //! One member: its state in memory, its stored record and its form in the API.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    Assignment, LayerAssignment, LoadReport, MemberId, MemberInfo, MemberState, ServerEntry,
+    Assignment, LayerAssignment, LinkReport, LoadReport, MemberId, MemberInfo, MemberState,
+    ServerEntry,
 };
 use serde::{Deserialize, Serialize};
+
+use crate::balance::work::Work;
 
 /// Stage of life of a leased member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +46,9 @@ pub struct MemberRecord {
     pub data_addr: String,
     /// `host:port` of the metrics listener.
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read its weights.
+    #[serde(default)]
+    pub weights_addr: Option<String>,
     /// Stage of life.
     pub phase: Phase,
     /// True if the lease had expired when the snapshot was taken.
@@ -71,13 +78,25 @@ pub(crate) enum Lease {
     ExpiredAt(Duration),
 }
 
+/// A client's report that it cannot reach a member.
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    pub(crate) reporter: String,
+    pub(crate) reason: String,
+    pub(crate) at: Duration,
+}
+
 /// A member in memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Member {
     pub(crate) record: MemberRecord,
     pub(crate) lease: Lease,
-    /// Time by which a suspected member must renew.
+    /// Time by which a suspected member must renew. Set once two observers agree.
     pub(crate) renew_by: Option<Duration>,
+    /// Newest report of each client, the newest first.
+    pub(crate) reports: VecDeque<Report>,
+    /// Time of the last renewal or registration.
+    pub(crate) renewed_at: Duration,
     pub(crate) load: Option<LoadReport>,
     /// Experts in the placement table: both held and assigned.
     pub(crate) placed: Arc<Assignment>,
@@ -88,6 +107,14 @@ pub(crate) struct Member {
     /// Experts that the member shall hold in the end, if the placement follows the load. Its assignment also has
     /// the experts that other members have yet to take over.
     pub(crate) target: Option<Arc<Assignment>>,
+    pub(crate) work: Work,
+    /// Experts that the process has failed to read.
+    pub(crate) unreadable: Assignment,
+    /// While the member drains: time until which it stays in the placement for experts that others have yet to
+    /// load. `None` if it is out of it.
+    pub(crate) drains_by: Option<Duration>,
+    /// True if a plan without the draining member was made.
+    pub(crate) is_drain_planned: bool,
     /// Outcome of the last attempt to connect to the member: `None` before the first one.
     pub(crate) probe: Option<Result<(), String>>,
     /// Until this time, a live process of the same name was heard after this one had replaced it. So two
@@ -102,11 +129,17 @@ impl Member {
             record,
             lease,
             renew_by: None,
+            reports: VecDeque::new(),
+            renewed_at: Duration::ZERO,
             load: None,
             placed,
             is_durable,
             is_name_durable: is_durable,
             target: None,
+            work: Work::default(),
+            unreadable: Assignment::default(),
+            drains_by: None,
+            is_drain_planned: false,
             probe: None,
             contested_until: None,
         }
@@ -125,11 +158,74 @@ impl Member {
         self.is_leased() && self.record.phase != Phase::Draining
     }
 
+    /// True if the placement table has the member.
+    pub(crate) fn is_in_placement(&self) -> bool {
+        self.is_serving() || self.keeps_serving()
+    }
+
+    /// True while the member drains and is in the placement all the same.
+    pub(crate) fn keeps_serving(&self) -> bool {
+        self.is_leased() && self.record.phase == Phase::Draining && self.drains_by.is_some()
+    }
+
+    /// Experts in its memory that it does not report as loaded, because it is about to free them.
+    pub(crate) fn hidden_experts(&self) -> u32 {
+        let in_memory = self.load.as_ref().and_then(|load| load.memory_experts).unwrap_or(0);
+        in_memory.saturating_sub(self.record.holds.num_experts() as u32)
+    }
+
+    /// Experts that are in its memory, or that it may have begun to load.
+    pub(crate) fn experts_in_memory(&self) -> Assignment {
+        union(&self.record.holds, &self.record.assignment)
+    }
+
+    /// Starts a drain. With `drains_by`, the member stays in the placement until then at most.
+    pub(crate) fn start_drain(&mut self, drains_by: Option<Duration>) {
+        // A member that was not serving has nothing to hand over.
+        self.drains_by = drains_by.filter(|_| self.is_serving());
+        self.is_drain_planned = false;
+        self.record.phase = Phase::Draining;
+    }
+
+    /// Returns a draining member to the placement, with all experts that are assigned to it.
+    pub(crate) fn end_drain(&mut self) {
+        // A member that was drained before it had loaded its experts reports them later.
+        let is_ready = !self.record.holds.is_empty();
+        self.record.phase = if is_ready { Phase::Serving } else { Phase::Loading };
+        self.drains_by = None;
+        self.place();
+    }
+
+    /// Leaves of the placed experts of a draining member those that are `needed`. Without any the member leaves the
+    /// placement. Returns true if that changed something.
+    pub(crate) fn hand_over(&mut self, needed: impl Fn(u32, u32) -> bool) -> bool {
+        let mut left = Assignment::clone(&self.placed);
+        for entry in &mut left.layers {
+            let layer = entry.layer;
+            entry.experts.retain(|&expert| needed(layer, expert));
+        }
+        left.layers.retain(|entry| !entry.experts.is_empty());
+        if left.is_empty() {
+            self.drains_by = None;
+        }
+        let has_changed = left != *self.placed || left.is_empty();
+        self.placed = Arc::new(left);
+        has_changed
+    }
+
     /// Gives the member other experts. It learns of them with its next renewal.
     pub(crate) fn reassign(&mut self, assignment: Arc<Assignment>) {
         self.record.assignment = assignment;
         self.record.assignment_version += 1;
-        let placed = intersect(&self.record.holds, &self.record.assignment);
+        self.place();
+    }
+
+    /// Places the experts that the member both holds and shall hold. A draining member gets no more than it has.
+    fn place(&mut self) {
+        let mut placed = intersect(&self.record.holds, &self.record.assignment);
+        if self.record.phase == Phase::Draining {
+            placed = intersect(&placed, &self.placed);
+        }
         if *self.placed != placed {
             self.placed = Arc::new(placed);
         }
@@ -157,14 +253,35 @@ impl Member {
         }
     }
 
+    /// Notes a client's report. It replaces an earlier one of the same client.
+    pub(crate) fn note_report(&mut self, report: Report) {
+        self.reports.retain(|known| known.reporter != report.reporter);
+        self.reports.push_front(report);
+        self.reports.truncate(MAX_REPORTS);
+    }
+
+    /// Observers that could not reach the member since its last renewal: clients, and this process if its own last
+    /// attempt to connect failed.
+    pub(crate) fn num_observers(&self) -> usize {
+        let clients = self.reports.iter().filter(|report| report.at >= self.renewed_at).count();
+        clients + usize::from(clients > 0 && matches!(self.probe, Some(Err(_))))
+    }
+
+    fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
+        let age = move |report: &Report| now.saturating_sub(report.at);
+        let recent = self.reports.iter().filter(move |report| age(report) <= REPORT_RETENTION);
+        recent.map(move |report| LinkReport {
+            reporter: report.reporter.clone(),
+            reason: report.reason.clone(),
+            age_ms: age(report).as_millis() as u64,
+        })
+    }
+
     pub(crate) fn set_holds(&mut self, holds: Assignment) {
         if *self.record.holds != holds {
             self.record.holds = Arc::new(holds);
         }
-        let placed = intersect(&self.record.holds, &self.record.assignment);
-        if *self.placed != placed {
-            self.placed = Arc::new(placed);
-        }
+        self.place();
     }
 
     pub(crate) fn entry(&self) -> ServerEntry {
@@ -184,16 +301,23 @@ impl Member {
             incarnation: self.record.incarnation,
             data_addr: self.record.data_addr.clone(),
             metrics_addr: self.record.metrics_addr.clone(),
+            weights_addr: self.record.weights_addr.clone(),
             state: self.state(),
-            suspected: self.renew_by.is_some(),
+            keeps_serving: self.keeps_serving(),
+            suspected: self.is_leased() && self.num_observers() > 0,
             lease_remaining_ms: remaining.as_millis() as u64,
             experts_held: self.record.holds.num_experts() as u64,
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            reports: self.recent_reports(now).collect(),
         }
     }
 }
+
+const MAX_REPORTS: usize = 8;
+/// Reports are shown for this long.
+const REPORT_RETENTION: Duration = Duration::from_secs(60);
 
 /// Experts in both assignments. Both must be sorted; every validated assignment is.
 pub(crate) fn intersect(a: &Assignment, b: &Assignment) -> Assignment {
@@ -204,4 +328,18 @@ pub(crate) fn intersect(a: &Assignment, b: &Assignment) -> Assignment {
         (!experts.is_empty()).then_some(LayerAssignment { layer: entry.layer, experts })
     });
     Assignment { layers: layers.collect() }
+}
+
+/// Experts in either assignment. Both must be sorted.
+pub(crate) fn union(a: &Assignment, b: &Assignment) -> Assignment {
+    let mut numbers: Vec<u32> = a.layers.iter().chain(&b.layers).map(|entry| entry.layer).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    let entry = |layer: u32| {
+        let mut experts = [a.experts(layer), b.experts(layer)].concat();
+        experts.sort_unstable();
+        experts.dedup();
+        LayerAssignment { layer, experts }
+    };
+    Assignment { layers: numbers.into_iter().map(entry).collect() }
 }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use control_api::{MemberCounts, MemberState};
+use control_api::{MemberCounts, MemberState, ScalingAdvice};
 use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry,
+    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry,
 };
 
 use crate::table::Coverage;
@@ -22,6 +22,12 @@ pub(crate) struct Metrics {
     pub(crate) suspects: IntCounter,
     pub(crate) name_conflicts: IntCounter,
     pub(crate) expert_moves: IntCounter,
+    advised_servers: IntGauge,
+    advice_confidence: Gauge,
+    compute_share: Gauge,
+    busiest_share: Gauge,
+    queue_frames: Gauge,
+    late_share: Gauge,
     experts_without_replica: IntGauge,
     experts_under_replicated: IntGauge,
     request_seconds: HistogramVec,
@@ -30,6 +36,10 @@ pub(crate) struct Metrics {
     pub(crate) store_write_seconds: Histogram,
     pub(crate) store_write_errors: IntCounter,
     pub(crate) store_writable: IntGauge,
+    pub(crate) leader: IntGauge,
+    pub(crate) terms: IntCounter,
+    pub(crate) forwarded: IntCounter,
+    pub(crate) election_errors: IntCounter,
 }
 
 impl Metrics {
@@ -103,6 +113,30 @@ impl Metrics {
                 "switchyard_control_name_conflicts_total",
                 "Names that two live processes used at the same time.",
             )?,
+            advised_servers: make.gauge(
+                "switchyard_control_advised_servers",
+                "Expert servers that the fleet should have for its load, as `GET /v1/advice` explains.",
+            )?,
+            advice_confidence: make.ratio(
+                "switchyard_control_advice_confidence",
+                "Share of the evidence for the advised number of servers that is there, 0 to 1.",
+            )?,
+            compute_share: make.ratio(
+                "switchyard_control_compute_share",
+                "Share of the time in which servers compute, averaged over the servers by speed.",
+            )?,
+            busiest_share: make.ratio(
+                "switchyard_control_busiest_share",
+                "Share of the time in which the busiest server computes.",
+            )?,
+            queue_frames: make.ratio(
+                "switchyard_control_queue_frames",
+                "Frames that wait in the queue of a server, averaged over time and servers.",
+            )?,
+            late_share: make.ratio(
+                "switchyard_control_late_share",
+                "Share of the frames that servers computed later than 100 ms after they came.",
+            )?,
             experts_without_replica: make.gauge(
                 "switchyard_control_experts_without_replica",
                 "Experts, counted per layer, that no serving member holds.",
@@ -119,7 +153,23 @@ impl Metrics {
             )?,
             store_writable: make.gauge(
                 "switchyard_control_store_writable",
-                "1 if the last write of a snapshot succeeded, 0 if it failed and members of new names are refused.",
+                "1 while the store can be written, 0 after a failed write or without a quorum of etcd: then members of new names are refused.",
+            )?,
+            leader: make.gauge(
+                "switchyard_control_leader",
+                "1 if this control plane leads, 0 if it follows another one.",
+            )?,
+            terms: make.counter(
+                "switchyard_control_terms_total",
+                "Times that this control plane became the leader.",
+            )?,
+            forwarded: make.counter(
+                "switchyard_control_forwarded_requests_total",
+                "Requests that this control plane passed on to the leader.",
+            )?,
+            election_errors: make.counter(
+                "switchyard_control_election_errors_total",
+                "Failed calls to etcd for elections and for the lease of the leader.",
             )?,
             store_write_seconds,
             request_seconds,
@@ -139,9 +189,25 @@ impl Metrics {
         }
     }
 
+    pub(crate) fn set_advice(&self, advice: &ScalingAdvice) {
+        self.advised_servers.set(advice.desired_servers.into());
+        self.advice_confidence.set(advice.confidence);
+        self.compute_share.set(advice.compute_share);
+        self.busiest_share.set(advice.busiest_share);
+        self.queue_frames.set(advice.queue_frames);
+        self.late_share.set(advice.late_share);
+    }
+
     pub(crate) fn set_coverage(&self, coverage: Coverage) {
         self.experts_without_replica.set(coverage.without_replica as i64);
         self.experts_under_replicated.set(coverage.under_replicated as i64);
+    }
+
+    /// Sets the gauges of the fleet to zero: another control plane counts it.
+    pub(crate) fn forget_fleet(&self) {
+        self.set_members(MemberCounts::default());
+        self.set_coverage(Coverage::default());
+        self.store_writable.set(1);
     }
 
     pub(crate) fn observe_request(&self, route: &str, method: &str, status: u16, took: Duration) {
@@ -163,6 +229,12 @@ struct Maker<'a> {
 impl Maker<'_> {
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
         let metric = IntGauge::new(name, help)?;
+        self.registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
+
+    fn ratio(&self, name: &str, help: &str) -> Result<Gauge, prometheus::Error> {
+        let metric = Gauge::new(name, help)?;
         self.registry.register(Box::new(metric.clone()))?;
         Ok(metric)
     }

@@ -39,6 +39,25 @@ pub trait Planner: fmt::Debug + Send + Sync + 'static {
     fn replicas(&self) -> u32;
 }
 
+impl<P: Planner> Planner for Arc<P> {
+    fn assign(
+        &self,
+        model: &ModelDescriptor,
+        joiner: &Joiner<'_>,
+        others: &[&Assignment],
+    ) -> Result<Assignment, PlanError> {
+        P::assign(self, model, joiner, others)
+    }
+
+    fn num_servers(&self) -> u32 {
+        P::num_servers(self)
+    }
+
+    fn replicas(&self) -> u32 {
+        P::replicas(self)
+    }
+}
+
 /// Reason why a joining member gets no assignment.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

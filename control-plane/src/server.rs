@@ -5,46 +5,66 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use control_api::ModelDescriptor;
 use prometheus::Registry;
 use tokio::net::{TcpListener, TcpSocket};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::balance::BalanceSettings;
+use crate::board::Board;
 use crate::clock::{Clock, MonotonicClock};
-use crate::config::{ConfigError, ServerConfig};
-use crate::coordinator::Coordinator;
-use crate::fleet::{Fleet, FleetSettings};
+use crate::config::{ConfigError, EtcdConfig, ServerConfig};
+use crate::election::Election;
+use crate::fleet::FleetSettings;
 use crate::http::{self, App};
 use crate::metrics::Metrics;
 use crate::planner::rebalance::PlanGoals;
-use crate::store::{FileStore, MemoryStore, Revision, Store, StoreError};
+use crate::role::{Following, Role, Roles};
+use crate::store::etcd::{EtcdClient, EtcdStore};
+use crate::store::{FileStore, MemoryStore, Store, StoreError};
+use crate::term::{Term, TermSettings};
 
-/// A control plane that is bound to its address and has restored its state. It serves requests once
+/// A control plane that is bound to its address and has found its state. It serves requests once
 /// [`run`](Self::run) is called; earlier connections wait in the backlog.
 #[derive(Debug)]
 pub struct Server {
     config: ServerConfig,
     listener: TcpListener,
     local_addr: SocketAddr,
-    coordinator: Arc<Coordinator>,
-    store: Box<dyn Store>,
-    revision: Revision,
+    roles: Roles,
+    board: Arc<Board>,
     metrics: Metrics,
+    mode: Mode,
+}
+
+/// Leadership of a control plane.
+#[derive(Debug)]
+enum Mode {
+    /// It has a store of its own, and leads from start to end.
+    Alone(Term),
+    /// It shares etcd with others.
+    Shared(Box<Election>),
 }
 
 impl Server {
-    /// Binds the address and opens the store that the settings name.
+    /// Binds the address and opens the store that the settings name. A control plane on etcd waits for its election
+    /// in [`run`](Self::run).
     ///
     /// # Errors
     /// [`BindError`] when a setting is invalid, the address cannot be bound, or the stored state cannot be
     /// read and written.
     pub async fn bind(config: ServerConfig) -> Result<Self, BindError> {
+        let clock = Arc::new(MonotonicClock::new());
+        if let Some(etcd) = config.etcd.clone() {
+            return Self::bind_shared(config, etcd, clock).await;
+        }
         let store: Box<dyn Store> = match &config.data_dir {
             Some(dir) => Box::new(FileStore::open(dir)?),
             None => Box::new(MemoryStore::new()),
         };
-        Self::bind_with(config, store, Arc::new(MonotonicClock::new())).await
+        Self::bind_with(config, store, clock).await
     }
 
     /// As [`bind`](Self::bind), with a given store and clock.
@@ -53,59 +73,57 @@ impl Server {
     /// As for [`bind`](Self::bind).
     pub async fn bind_with(
         config: ServerConfig,
-        mut store: Box<dyn Store>,
+        store: Box<dyn Store>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BindError> {
-        let planner = config.check()?;
-        let listener = listen(&config.listen).await?;
-        let local_addr = listener
-            .local_addr()
-            .map_err(|source| BindError::Listen { addr: config.listen.clone(), source })?;
-        let metrics = Metrics::new().map_err(BindError::Metrics)?;
-        let settings = FleetSettings {
-            lease_ttl: config.lease_ttl,
-            suspect_grace: config.suspect_grace,
-            expired_retention: config.expired_retention,
-            max_members: config.limits.max_members,
-            pinned_fingerprint: config.model_fingerprint.clone(),
-            balance: config.balance.map(|balance| BalanceSettings {
-                goals: PlanGoals { min_replicas: config.replicas, ..balance.goals },
-                expected_servers: config.num_servers,
-                ..balance
-            }),
-        };
-        let started = {
-            let (metrics, lease_ttl) = (metrics.clone(), config.lease_ttl);
-            let restore = move || {
-                let (snapshot, revision) = store.load()?;
-                let fleet = Fleet::new(settings, Box::new(planner), snapshot, clock.now());
-                let (coordinator, revision) =
-                    Coordinator::start(fleet, &mut *store, revision, clock, lease_ttl, metrics)?;
-                Ok::<_, StoreError>((coordinator, revision, store))
-            };
-            tokio::task::spawn_blocking(restore).await
-        };
-        let (coordinator, revision, store) =
-            started.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
-        let model = coordinator.status().model;
-        if let (Some(model), Some(wanted)) = (model, &config.model_fingerprint)
-            && model.fingerprint != *wanted
-        {
-            let (stored, wanted) = (model.fingerprint, wanted.clone());
-            return Err(BindError::Model { stored, wanted });
-        }
-        if config.token.is_none() && !local_addr.ip().is_loopback() {
-            warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
-        }
-        Ok(Self {
-            config,
-            listener,
-            local_addr,
-            coordinator: Arc::new(coordinator),
-            store,
-            revision,
-            metrics,
+        let (listener, local_addr) = bind_address(&config).await?;
+        let settings = term_settings(&config, clock)?;
+        let (metrics, board) = (settings.metrics.clone(), Arc::clone(&settings.board));
+        let begun = tokio::task::spawn_blocking(move || settings.begin(store)).await;
+        let begun = begun.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
+        let coordinator = Arc::clone(&begun.coordinator);
+        check_model(&config, coordinator.status().model)?;
+        metrics.leader.set(1);
+        metrics.terms.inc();
+        board.set_fresh(true);
+        let roles = Roles::new(Role::Leader { coordinator, term: 1 }, None);
+        let mode = Mode::Alone(begun);
+        Ok(Self { config, listener, local_addr, roles, board, metrics, mode })
+    }
+
+    async fn bind_shared(
+        config: ServerConfig,
+        etcd: EtcdConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, BindError> {
+        let (listener, local_addr) = bind_address(&config).await?;
+        let own_url = etcd.own_url(local_addr)?;
+        let prefix = etcd.checked_prefix()?;
+        let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone());
+        let client = Arc::new(client.map_err(StoreError::Etcd)?);
+        let settings = term_settings(&config, clock)?;
+        // Finds a wrong endpoint, wrong credentials and data of another program before the process counts as started.
+        let store = EtcdStore::new(Arc::clone(&client), &prefix, Handle::current(), None);
+        let found = tokio::task::spawn_blocking(move || {
+            let mut store = store;
+            store.load()
         })
+        .await;
+        let found = found.map_err(|err| BindError::Interrupted(io::Error::other(err)))??.0;
+        check_model(&config, found.and_then(|snapshot| snapshot.model))?;
+        let roles = Roles::new(Role::Follower(Following::default()), Some(own_url.clone()));
+        let (metrics, board) = (settings.metrics.clone(), Arc::clone(&settings.board));
+        let election = Election {
+            client,
+            prefix,
+            lease_ttl: etcd.lease,
+            own_url,
+            token: config.token.clone(),
+            settings,
+            roles: roles.clone(),
+        };
+        let mode = Mode::Shared(Box::new(election));
+        Ok(Self { config, listener, local_addr, roles, board, metrics, mode })
     }
 
     /// The bound address. For port 0 in the settings it has the chosen port.
@@ -122,43 +140,40 @@ impl Server {
     /// open requests and writes the state a last time.
     ///
     /// # Errors
-    /// [`RunError`] when another control plane has taken over the store, or a task panicked.
+    /// [`RunError`] when another control plane has taken over a store that is not shared, the state of a shared one
+    /// is damaged, or a task panicked.
     pub async fn run(
         self,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), RunError> {
-        let Self { config, listener, local_addr, coordinator, store, revision, metrics } = self;
+        let Self { config, listener, local_addr, roles, board, metrics, mode } = self;
         let (stop, stopping) = watch::channel(false);
         let (limits, token) = (config.limits.clone(), config.token.as_deref());
-        let app = App::new(Arc::clone(&coordinator), limits.clone(), token, stopping.clone());
+        let http_metrics = metrics.http.clone();
+        let app = App::new(roles, board, metrics, limits.clone(), token, stopping.clone());
         let router = http::router(app);
-        info!(%local_addr, epoch = coordinator.status().epoch, "control plane is serving");
+        info!(%local_addr, "control plane is serving");
 
-        let clock = tokio::spawn({
-            let coordinator = Arc::clone(&coordinator);
-            async move { coordinator.run_clock().await }
-        });
-        let probes = tokio::spawn({
-            let coordinator = Arc::clone(&coordinator);
-            async move { coordinator.run_probes().await }
-        });
+        let (stop_deciding, deciding_stops) = watch::channel(false);
         let (stop_writer, writer_stopping) = watch::channel(false);
-        let mut writer = tokio::spawn({
-            let coordinator = Arc::clone(&coordinator);
-            async move { coordinator.run_writer(store, revision, writer_stopping).await }
+        let mut deciding = tokio::spawn(async move {
+            match mode {
+                Mode::Alone(begun) => begun.run(deciding_stops, writer_stopping).await,
+                Mode::Shared(election) => election.run(deciding_stops, writer_stopping).await,
+            }
         });
         let mut serving =
-            tokio::spawn(httpd::serve(listener, router, limits.http(), metrics.http, stopping));
+            tokio::spawn(httpd::serve(listener, router, limits.http(), http_metrics, stopping));
 
         let panicked = |err| RunError::Panicked(io::Error::other(err));
-        let (mut served, mut written) = (None, None);
+        let (mut served, mut decided) = (None, None);
         tokio::select! {
             () = shutdown => info!("control plane is stopping"),
-            outcome = &mut writer => written = Some(outcome),
+            outcome = &mut deciding => decided = Some(outcome),
             outcome = &mut serving => served = Some(outcome),
         }
-        clock.abort();
-        probes.abort();
+        // From here on no member can renew, so none may expire.
+        stop_deciding.send_replace(true);
         stop.send_replace(true);
         // The shutdown timeout bounds this wait.
         let served = match served {
@@ -166,12 +181,54 @@ impl Server {
             None => serving.await,
         };
         stop_writer.send_replace(true);
-        let written = match written {
+        let decided = match decided {
             Some(outcome) => outcome,
-            None => writer.await,
+            None => deciding.await,
         };
         served.map_err(panicked)?;
-        written.map_err(panicked)?.map_err(RunError::Store)
+        decided.map_err(panicked)?.map_err(RunError::Store)
+    }
+}
+
+async fn bind_address(config: &ServerConfig) -> Result<(TcpListener, SocketAddr), BindError> {
+    config.check()?;
+    let listener = listen(&config.listen).await?;
+    let local_addr = listener.local_addr();
+    let local_addr =
+        local_addr.map_err(|source| BindError::Listen { addr: config.listen.clone(), source })?;
+    if config.token.is_none() && !local_addr.ip().is_loopback() {
+        warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
+    }
+    Ok((listener, local_addr))
+}
+
+fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSettings, BindError> {
+    let fleet = FleetSettings {
+        lease_ttl: config.lease_ttl,
+        suspect_grace: config.suspect_grace,
+        expired_retention: config.expired_retention,
+        max_members: config.limits.max_members,
+        pinned_fingerprint: config.model_fingerprint.clone(),
+        target_share: config.target_share,
+        balance: config.balance.map(|balance| BalanceSettings {
+            goals: PlanGoals { min_replicas: config.replicas, ..balance.goals },
+            expected_servers: config.num_servers,
+            ..balance
+        }),
+    };
+    let (planner, lease_ttl) = (Arc::new(config.check()?), config.lease_ttl);
+    let metrics = Metrics::new().map_err(BindError::Metrics)?;
+    let board = Arc::new(Board::new());
+    Ok(TermSettings { fleet, planner, lease_ttl, clock, metrics, board })
+}
+
+/// Compares the stored model with the one that the settings name.
+fn check_model(config: &ServerConfig, stored: Option<ModelDescriptor>) -> Result<(), BindError> {
+    match (stored, &config.model_fingerprint) {
+        (Some(stored), Some(wanted)) if stored.fingerprint != *wanted => {
+            Err(BindError::Model { stored: stored.fingerprint, wanted: wanted.clone() })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -210,7 +267,7 @@ pub enum BindError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// Another control plane has taken over the store.
+    /// The store cannot be used any more: see [`Server::run`].
     #[error(transparent)]
     Store(StoreError),
     /// A task panicked. A bug.

@@ -1,10 +1,11 @@
 //! Durable state of the control plane.
 //!
-//! A store holds one snapshot and replaces it atomically, guarded by a revision. A transaction on one
-//! key of etcd offers the same, so etcd fits behind the same trait. Leader election and watches are
-//! outside of the trait.
+//! A store holds one snapshot and replaces it atomically, guarded by a revision. Leader election and watches of
+//! etcd are outside of the trait.
 
+mod document;
 mod epoch_file;
+pub(crate) mod etcd;
 mod file;
 mod memory;
 
@@ -19,6 +20,7 @@ use control_api::{FleetGoals, MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::member::{MemberRecord, Phase, Predecessor};
+pub use etcd::{EtcdCredentials, EtcdError};
 pub use file::FileStore;
 pub use memory::MemoryStore;
 
@@ -118,6 +120,18 @@ pub enum StoreError {
         "the stored state has revision {found}, expected {expected}: another control plane is in charge"
     )]
     Conflict { expected: u64, found: u64 },
+    /// Another control plane was elected.
+    #[error("another control plane leads the fleet: this one no longer writes")]
+    Deposed,
+    /// Another program keeps data where the store should be.
+    #[error(
+        "etcd has data of another program under the prefix {prefix}, such as the key {key}: choose a prefix of its \
+         own"
+    )]
+    Foreign { prefix: String, key: String },
+    /// etcd cannot be used.
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
     /// No space or quota left.
     #[error("no space left to write {}: free some space, and writing resumes by itself", path.display())]
     Full { path: PathBuf, source: io::Error },

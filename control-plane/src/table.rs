@@ -2,7 +2,7 @@
 
 use control_api::{LayerPlacement, ModelDescriptor, PlacementTable};
 
-use crate::member::{Lease, Member, Phase};
+use crate::member::Member;
 
 /// Number of (layer, expert) pairs by number of replicas.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub(crate) fn build<'a>(
     let mut layers: Vec<LayerPlacement> = moe_layers.iter().map(empty).collect();
     let mut servers = Vec::new();
     for member in members {
-        if member.record.phase != Phase::Serving || !matches!(member.lease, Lease::Until(_)) {
+        if !member.is_in_placement() {
             continue;
         }
         let server_idx = servers.len() as u32;

@@ -18,7 +18,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("prompts")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="prompts at a time")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
 
     options = {}
@@ -33,6 +35,7 @@ def main() -> None:
     engine = sglang.Engine(
         model_path=arguments.model,
         dtype="float32",
+        tp_size=arguments.tensor_parallel_size,
         context_length=256,
         skip_tokenizer_init=True,
         disable_cuda_graph=True,
@@ -44,8 +47,10 @@ def main() -> None:
     with open(arguments.prompts) as file:
         prompts = json.load(file)
     sampling = {"temperature": 0, "max_new_tokens": arguments.tokens, "ignore_eos": True}
-    for number, output in enumerate(engine.generate(input_ids=prompts, sampling_params=sampling)):
-        print(json.dumps({"prompt": number, "ids": output["output_ids"][: arguments.tokens]}), flush=True)
+    for first in range(0, len(prompts), arguments.batch):
+        batch = prompts[first : first + arguments.batch]
+        for number, output in enumerate(engine.generate(input_ids=batch, sampling_params=sampling), first):
+            print(json.dumps({"prompt": number, "ids": output["output_ids"][: arguments.tokens]}), flush=True)
     engine.shutdown()
 
 

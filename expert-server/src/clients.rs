@@ -1,7 +1,6 @@
 //! The listening side: admits clients, hands their channels to the data thread, and watches their connections.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use control_api::LeaseKeeper;
 use p2p_core::TransportKind;
@@ -55,7 +54,7 @@ impl Admission {
     fn check(&self, hello: &PeerHello) -> Result<DispatchExpect, Reject> {
         let refused =
             |reject: HelloReject| Reject::new(RejectCode(reject.code()), reject.to_string());
-        if self.health.is_draining.load(Ordering::Relaxed) {
+        if self.health.refuses_clients() {
             return Err(refused(HelloReject::Draining { server: self.name.clone() }));
         }
         let client = ClientHello::decode(&hello.payload).map_err(|e| refused(e.into()))?;

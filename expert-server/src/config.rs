@@ -5,6 +5,7 @@ pub(crate) mod device;
 #[cfg(feature = "device")]
 pub(crate) mod observer;
 pub(crate) mod selection;
+pub(crate) mod weights;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -19,6 +20,7 @@ use self::device::DeviceOptions;
 #[cfg(feature = "device")]
 use self::observer::BatchObserver;
 pub use self::selection::{ExpertSelection, SelectionError};
+pub use self::weights::{DEFAULT_READ_LIMIT, WeightsConfig, WeightsFrom};
 
 /// Settings of one server. [`ServerConfig::new`] fills in the defaults.
 #[derive(Debug, Clone)]
@@ -69,6 +71,8 @@ pub struct ServerConfig {
     pub zone: Option<String>,
     /// Most (layer, expert) pairs that the control plane may assign; `None` for no limit.
     pub capacity_experts: Option<u32>,
+    /// Source of the weights, and what other servers may read of them.
+    pub weights: WeightsConfig,
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone. That makes one time series
     /// per held expert.
     pub metrics_by_layer: bool,
@@ -107,6 +111,7 @@ impl ServerConfig {
             register_timeout: Duration::from_secs(30),
             zone: None,
             capacity_experts: None,
+            weights: WeightsConfig::default(),
             metrics_by_layer: false,
             #[cfg(feature = "device")]
             batch_observer: None,

@@ -17,6 +17,7 @@ use protocol::GeometryError;
 
 use crate::compute::{LoadError, PoolError};
 use crate::config::SelectionError;
+use crate::peers::SourceError;
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +82,31 @@ pub enum StartError {
     /// The control plane has other digests of all bytes, or does not take this server's.
     #[error("cannot join the control plane at {url} with digests of all bytes: {reason}")]
     Digests { url: String, reason: String },
+    /// The fleet has no model yet, so there is no server to read weights of.
+    #[error(
+        "cannot read weights of other servers: no server with the model has joined {url} within {seconds} s; start one \
+         with the checkpoint's weight files first, or use --weights-from auto and a complete checkpoint here"
+    )]
+    NoModel { url: String, seconds: u64 },
+    /// Experts came neither from other servers nor from files.
+    #[error(
+        "{missing} of {num_experts} experts are missing after {seconds} s without progress, first expert {expert} of layer \
+         {layer} ({reason}); start a server that holds them, or give this one a complete checkpoint and --weights-from auto"
+    )]
+    Missing {
+        missing: usize,
+        num_experts: usize,
+        seconds: u64,
+        layer: u32,
+        expert: u32,
+        reason: String,
+    },
+    /// The server cannot read weights of others.
+    #[error("--weights-from peers is not possible: {reason}; use auto or disk")]
+    NoPeers { reason: &'static str },
+    /// Other servers cannot connect to read weights.
+    #[error(transparent)]
+    Source(#[from] SourceError),
     /// The experts cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),

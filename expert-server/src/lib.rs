@@ -11,6 +11,7 @@
 //! | [`cpu`] | the data thread on CPUs: links, batches, answers |
 //! | [`compute`] | arithmetic of experts on CPUs |
 //! | `device` | the data thread on a GPU: slots, weights and arithmetic in GPU memory |
+//! | `loader`, `peers` | experts from files and from the memory of other servers |
 //! | [`metrics`] | all metrics |
 //!
 //! `cpu` and `device` do not know each other, and the modules that both use know neither. Only the start of a
@@ -38,19 +39,25 @@ mod experts;
 mod gpu_support;
 mod http;
 mod inbox;
+mod loader;
 mod members;
 pub mod metrics;
+mod peers;
 mod plane;
 pub mod server;
 mod status;
 
 pub use expert_compute as compute;
 
-pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
+pub use config::{
+    DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket,
+    WeightsConfig, WeightsFrom,
+};
 pub use error::{DataError, ServerError, StartError};
 pub use gpu_support::{gpu_lacks, gpu_needs, gpu_reads};
 pub use inbox::LinkId;
 pub use metrics::{DropReason, ServerMetrics};
+pub use peers::SourceError;
 pub use plane::{ClosedLink, ThreadEnd};
 pub use server::{ExpertServer, RunningServer};
 

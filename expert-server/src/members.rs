@@ -1,8 +1,9 @@
 //! The server's membership of a fleet: lease, load reports, and experts that are assigned later.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
@@ -11,13 +12,13 @@ use control_api::{
     LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
     RegisterRequest, WantedDigests, code,
 };
-use tokio::sync::watch;
 
 use crate::compute::LoadError;
 use crate::config::ServerConfig;
 use crate::config::selection::check_assignment;
 use crate::error::{StartError, is_name_conflict};
 use crate::experts::Experts;
+use crate::loader::{Loader, Pace};
 use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
@@ -53,7 +54,7 @@ pub(crate) struct Digests {
 }
 
 /// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, it
-/// sends `digests` to the control plane, for servers with other weights. With digests of all bytes it waits for the
+/// sends `digests`, if it has them, to the control plane, for servers with other weights. With digests of all bytes it waits for the
 /// answer, otherwise a task sends them.
 ///
 /// # Errors
@@ -64,7 +65,7 @@ pub(crate) async fn join(
     url: &str,
     token: Option<String>,
     registration: RegisterRequest,
-    digests: Arc<Digests>,
+    digests: Option<Arc<Digests>>,
 ) -> Result<Joined, StartError> {
     let client = ControlClient::new(url, token)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
@@ -76,6 +77,7 @@ pub(crate) async fn join(
         Err(source) => {
             if let LeaseError::Ended { code: Some(code), .. } = &source
                 && code == code::MODEL_MISMATCH
+                && let Some(digests) = &digests
                 && let Some(tensors) = differences(&control, &digests.sampled, false).await
             {
                 return Err(StartError::Weights { url: url.to_owned(), source, tensors });
@@ -83,6 +85,7 @@ pub(crate) async fn join(
             return Err(failed(source));
         }
     };
+    let Some(digests) = digests else { return Ok(Joined { keeper, assignment, control }) };
     if digests.full.is_none() {
         // They only make a later server's error more precise.
         let sender = control.clone();
@@ -163,12 +166,6 @@ async fn differences(
     (!found.is_empty()).then(|| found.join(", "))
 }
 
-/// An assignment as a map (layer → expert ids), which a store takes.
-pub(crate) fn as_map(assignment: &Assignment) -> BTreeMap<u32, Vec<u32>> {
-    let layers = assignment.layers.iter().filter(|entry| !entry.experts.is_empty());
-    layers.map(|entry| (entry.layer, entry.experts.clone())).collect()
-}
-
 /// The loaded experts of a store as an assignment, which the control plane takes.
 pub(crate) fn holds(store: &dyn Experts) -> Assignment {
     let layers = store.loaded().into_iter();
@@ -190,6 +187,7 @@ pub(crate) fn load_one(
     let bytes = store.load_one(layer, expert)?;
     metrics.experts_loaded.inc();
     metrics.expert_bytes.add(bytes as i64);
+    metrics.count_weights_read(bytes, false);
     Ok(())
 }
 
@@ -201,7 +199,27 @@ pub(crate) struct Membership {
     pub(crate) health: Arc<Health>,
     /// The control plane, and the digests to send when it asks for them.
     pub(crate) control: ControlClient,
-    pub(crate) digests: Arc<Digests>,
+    pub(crate) digests: Option<Arc<Digests>>,
+    pub(crate) loader: Arc<Loader>,
+}
+
+/// A load of assigned experts in the background.
+struct Loading {
+    stop: Arc<AtomicBool>,
+    /// The assignment that it follows.
+    assignment: Arc<Assignment>,
+    /// Returns the experts that could not be loaded. A load that was stopped has none.
+    end: Pin<Box<dyn Future<Output = Vec<(u32, u32)>> + Send>>,
+}
+
+impl Loading {
+    /// Waits for the end of a load; for ever without one. Cancel safe.
+    async fn end(loading: &mut Option<Self>) -> Vec<(u32, u32)> {
+        match loading {
+            Some(loading) => (&mut loading.end).await,
+            None => std::future::pending().await,
+        }
+    }
 }
 
 /// Why a membership ended that the server wanted to keep.
@@ -224,7 +242,8 @@ impl Membership {
     /// Sends the digests of the tensors when the control plane asks for them, as it does after a restart. If other
     /// digests of all bytes are there by then, the membership ends: the fleet has other weights.
     ///
-    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned stay loaded for
+    /// Experts that are assigned later are loaded in the background, and reported as they come. A drain or another
+    /// assignment stops a load after the experts that it is reading. Experts that are no longer assigned stay loaded for
     /// [`UNLOAD_AFTER`], because clients with an older placement may still ask for them.
     pub(crate) async fn run(self) -> Result<(), MembershipEnd> {
         let mut state = self.keeper.state();
@@ -233,7 +252,9 @@ impl Membership {
         let mut num_renewals = 0;
         let mut was_draining = false;
         let mut surplus = HashMap::new();
+        let mut unreadable = HashMap::new();
         let mut sending = None;
+        let mut loading: Option<Loading> = None;
         loop {
             let now = state.borrow_and_update().clone();
             // A drain may come from this process or from an operator, who may take it back.
@@ -242,6 +263,7 @@ impl Membership {
                 Some(MemberState::Serving) => false,
                 _ => was_draining,
             };
+            self.health.keeps_serving.store(now.keeps_serving, Ordering::Relaxed);
             if is_draining != was_draining {
                 was_draining = is_draining;
                 self.health.is_draining.store(is_draining, Ordering::Relaxed);
@@ -262,10 +284,16 @@ impl Membership {
                 }
                 _ => {}
             }
-            if let Some(new) = self.newly_assigned(&now) {
-                self.load_more(new, &mut state).await;
-                held = holds(&*self.store);
-                self.keeper.set_ready(held.clone());
+            unreadable.retain(|(layer, expert), since: &mut Instant| {
+                since.elapsed() < UNREADABLE_FOR && !self.store.has(*layer, *expert)
+            });
+            let is_stale = |loading: &Loading| {
+                was_draining || now.assignment.as_ref() != Some(&loading.assignment)
+            };
+            match &loading {
+                Some(loading) if is_stale(loading) => loading.stop.store(true, Ordering::Relaxed),
+                None if !was_draining => loading = self.start_load(&now, &unreadable),
+                _ => {}
             }
             let kept = self.kept_experts(&now, &mut surplus);
             if kept != held {
@@ -275,7 +303,10 @@ impl Membership {
             // One report per heartbeat, because a second one would replace the first.
             if now.num_renewals != num_renewals {
                 num_renewals = now.num_renewals;
-                self.keeper.report_load(window.next_report(&self.load, &held));
+                let mut report = window.next_report(&self.load, &held);
+                report.memory_experts = Some(holds(&*self.store).num_experts() as u32);
+                report.unreadable = assignment_of(unreadable.keys().copied());
+                self.keeper.report_load(report);
                 if sending.is_none() && self.has(now.wanted_digests) {
                     sending = Some(Box::pin(self.send_again()));
                 }
@@ -293,6 +324,11 @@ impl Membership {
                 outcome = sent => {
                     outcome?;
                     sending = None;
+                }
+                failed = Loading::end(&mut loading) => {
+                    loading = None;
+                    let now = Instant::now();
+                    unreadable.extend(failed.into_iter().map(|pair| (pair, now)));
                 }
             }
         }
@@ -334,14 +370,15 @@ impl Membership {
     fn has(&self, wanted: WantedDigests) -> bool {
         match wanted {
             WantedDigests::None => false,
-            WantedDigests::Full => self.digests.full.is_some(),
-            WantedDigests::Any => true,
+            WantedDigests::Full => self.digests.as_ref().is_some_and(|d| d.full.is_some()),
+            WantedDigests::Any => self.digests.is_some(),
         }
     }
 
     /// Sends the digests, and waits after a failure. Returns an error if the fleet has other weights.
     async fn send_again(&self) -> Result<(), String> {
-        match send_digests(&self.control, &self.digests).await {
+        let Some(digests) = &self.digests else { return Ok(()) };
+        match send_digests(&self.control, digests).await {
             Ok(()) => {}
             Err(error @ DigestsError::Mismatch { .. }) => return Err(error.to_string()),
             Err(DigestsError::Control(error)) => {
@@ -352,8 +389,13 @@ impl Membership {
         Ok(())
     }
 
-    /// Assigned experts that are not loaded.
-    fn newly_assigned(&self, state: &LeaseState) -> Option<Vec<(u32, u32)>> {
+    /// Assigned experts that are not loaded, without those that failed a moment ago: a fault of the files does not end
+    /// at once.
+    fn newly_assigned(
+        &self,
+        state: &LeaseState,
+        unreadable: &HashMap<(u32, u32), Instant>,
+    ) -> Option<Vec<(u32, u32)>> {
         let assignment = state.assignment.as_deref()?;
         let model = self.store.checkpoint().config();
         if assignment.is_empty() || check_assignment(assignment, model).is_err() {
@@ -362,34 +404,54 @@ impl Membership {
         let mut new = Vec::new();
         for LayerAssignment { layer, experts } in &assignment.layers {
             let missing = experts.iter().filter(|&&expert| !self.store.has(*layer, expert));
-            new.extend(missing.map(|&expert| (*layer, expert)));
+            let has_failed = |pair: &(u32, u32)| {
+                unreadable.get(pair).is_some_and(|since| since.elapsed() < RELOAD_PAUSE)
+            };
+            new.extend(missing.map(|&expert| (*layer, expert)).filter(|pair| !has_failed(pair)));
         }
         (!new.is_empty()).then_some(new)
     }
 
-    async fn load_more(&self, new: Vec<(u32, u32)>, state: &mut watch::Receiver<LeaseState>) {
+    /// Starts to load assigned experts that are not loaded. `None` if there are none.
+    fn start_load(
+        &self,
+        state: &LeaseState,
+        unreadable: &HashMap<(u32, u32), Instant>,
+    ) -> Option<Loading> {
+        let new = self.newly_assigned(state, unreadable)?;
+        let assignment = Arc::clone(state.assignment.as_ref()?);
         tracing::info!(num_experts = new.len(), "loading newly assigned experts");
-        let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
-        let loading = tokio::task::spawn_blocking(move || {
-            let mut is_complete = true;
-            for (layer, expert) in new {
-                if let Err(error) = load_one(&*store, &metrics, layer, expert) {
-                    tracing::error!(layer, expert, %error, "cannot load an assigned expert");
-                    is_complete = false;
-                }
+        let stop = Arc::new(AtomicBool::new(false));
+        let (loader, store) = (Arc::clone(&self.loader), Arc::clone(&self.store));
+        let stopped = Arc::clone(&stop);
+        let end = async move {
+            let _progress = loader.progress.begin(new.len());
+            let missing = loader.load(&store, new, Pace::Background, Arc::clone(&stopped)).await;
+            let is_stopped = stopped.load(Ordering::Relaxed);
+            if is_stopped {
+                return Vec::new();
             }
-            is_complete
-        });
-        let is_complete = loading.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "loading experts panicked");
-            false
-        });
-        if !is_complete {
-            // A pause, because a fault of the files does not end at once.
-            let _ = tokio::time::timeout(RELOAD_PAUSE, state.changed()).await;
-            tokio::time::sleep(RELOAD_PAUSE).await;
-        }
+            if let Some(((layer, expert), reason)) = missing.first() {
+                let num_missing = missing.len();
+                tracing::error!(num_missing, layer, expert, reason, "cannot load assigned experts");
+            }
+            missing.into_iter().map(|(pair, _)| pair).collect()
+        };
+        Some(Loading { stop, assignment, end: Box::pin(end) })
     }
+}
+
+/// (layer, expert) pairs in any order as an assignment.
+fn assignment_of(pairs: impl Iterator<Item = (u32, u32)>) -> Assignment {
+    let mut layers: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (layer, expert) in pairs {
+        layers.entry(layer).or_default().push(expert);
+    }
+    let sorted = |(layer, mut experts): (u32, Vec<u32>)| {
+        experts.sort_unstable();
+        LayerAssignment { layer, experts }
+    };
+    Assignment { layers: layers.into_iter().map(sorted).collect() }
 }
 
 /// Time limit for sending or fetching the digests of all tensors, a few megabytes.
@@ -404,5 +466,7 @@ const MAX_DIFFERENCES: usize = 5;
 const REPORT_AFTER: Duration = Duration::from_secs(15);
 /// Clients with an older placement have moved by then, and the control plane knows that the expert will go.
 const UNLOAD_AFTER: Duration = Duration::from_secs(30);
-/// Pause after a failed load.
-const RELOAD_PAUSE: Duration = Duration::from_secs(5);
+/// Pause between two tries to load an expert.
+const RELOAD_PAUSE: Duration = Duration::from_secs(10);
+/// A failed expert is reported for so long after the last try. The control plane may then assign it again.
+const UNREADABLE_FOR: Duration = Duration::from_secs(600);

@@ -90,6 +90,10 @@ pub struct ServerMetrics {
     pub(crate) experts_loaded: IntGauge,
     pub(crate) expert_bytes: IntGauge,
     pub(crate) load_seconds: Gauge,
+    weights_read: [(IntCounter, IntCounter); 2],
+    pub(crate) weights_damaged: IntCounter,
+    pub(crate) weights_sent_bytes: IntCounter,
+    pub(crate) weights_grants: IntGauge,
     pub(crate) ready: IntGauge,
     pub(crate) lease_held: IntGauge,
 }
@@ -149,6 +153,18 @@ impl ServerMetrics {
             "switchyard_server_expert_tokens_total",
             "Tokens computed per expert. The label layer is `all` unless counting by layer is on.",
             &["layer", "expert"],
+            r
+        )?;
+        let weights_bytes = register_int_counter_vec_with_registry!(
+            "switchyard_server_weights_read_bytes_total",
+            "Bytes of experts put into service, by source: peer for the memory of another server, disk for the checkpoint's files.",
+            &["source"],
+            r
+        )?;
+        let weights_experts = register_int_counter_vec_with_registry!(
+            "switchyard_server_weights_read_experts_total",
+            "(layer, expert) pairs put into service, by source: peer or disk.",
+            &["source"],
             r
         )?;
         let http = httpd::Metrics::new("switchyard_server")?;
@@ -242,6 +258,26 @@ impl ServerMetrics {
                 "Time that loading the experts took.",
                 r
             )?,
+            weights_read: WEIGHTS_SOURCES.map(|source| {
+                let [bytes, experts] = [&weights_bytes, &weights_experts]
+                    .map(|counter| counter.with_label_values(&[source]));
+                (bytes, experts)
+            }),
+            weights_damaged: register_int_counter_with_registry!(
+                "switchyard_server_weights_damaged_total",
+                "Experts read from another server whose checksum or shape was wrong. They were taken from elsewhere.",
+                r
+            )?,
+            weights_sent_bytes: register_int_counter_with_registry!(
+                "switchyard_server_weights_sent_bytes_total",
+                "Bytes of experts that other servers were allowed to read of this server's memory.",
+                r
+            )?,
+            weights_grants: register_int_gauge_with_registry!(
+                "switchyard_server_weights_grants",
+                "Experts that other servers are reading of this server's memory.",
+                r
+            )?,
             ready: register_int_gauge_with_registry!(
                 "switchyard_server_ready",
                 "1 while /readyz answers 200.",
@@ -278,6 +314,17 @@ impl ServerMetrics {
         for (counter, count) in self.handshakes_failed.iter().zip(counts) {
             counter.inc_by(count.load(Ordering::Relaxed).saturating_sub(counter.get()));
         }
+    }
+
+    /// Counts an expert that was put into service.
+    pub(crate) fn count_weights_read(&self, bytes: u64, is_from_peer: bool) {
+        self.count_weights(1, bytes, is_from_peer);
+    }
+
+    pub(crate) fn count_weights(&self, num_experts: u64, bytes: u64, is_from_peer: bool) {
+        let (counted_bytes, counted_experts) = &self.weights_read[usize::from(!is_from_peer)];
+        counted_bytes.inc_by(bytes);
+        counted_experts.inc_by(num_experts);
     }
 
     pub(crate) fn count_bad_frame(&self, code: ErrorCode) {
@@ -342,6 +389,9 @@ const PHASE_BUCKETS: [f64; 20] = [
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
     0.2, 0.5, 1.0, 5.0,
 ];
+
+/// Labels of experts' sources.
+const WEIGHTS_SOURCES: [&str; 2] = ["peer", "disk"];
 
 /// Labels in the order of the counts in [`ListenerStats`].
 const HANDSHAKE_REASONS: [&str; 4] = ["refused", "timed_out", "evicted", "broken"];

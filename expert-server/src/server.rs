@@ -2,6 +2,7 @@
 
 mod start;
 mod supervision;
+mod weights;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -149,6 +150,12 @@ impl RunningServer {
         self.data.status().num_links()
     }
 
+    /// Returns true while the server is out of the placement for a drain, by this process or by an operator.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.health.is_draining.load(Ordering::Relaxed)
+    }
+
     /// Checks whether clients should connect to this server, as `/readyz` does.
     ///
     /// # Errors
@@ -188,7 +195,9 @@ impl RunningServer {
         loop {
             let data = self.data.status();
             let is_idle = data.idle_for().min(begin.elapsed()) >= self.config.drain_idle;
-            if data.num_links() == 0 || is_idle || self.end.borrow().is_some() {
+            let keeps_serving =
+                self.keeper.as_ref().is_some_and(|keeper| keeper.state().borrow().keeps_serving);
+            if (data.num_links() == 0 || is_idle) && !keeps_serving || self.end.borrow().is_some() {
                 break;
             }
             if Instant::now() >= deadline {

@@ -8,6 +8,7 @@ use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
 use p2p_core::TransportKind;
 use p2p_core::bootstrap::ListenerStats;
 
+use crate::loader::LoadingProgress;
 use crate::metrics::ServerMetrics;
 
 /// Signs of life of the data thread. Relaxed order is enough: each field is a count or a time, and none of them
@@ -94,6 +95,8 @@ pub(crate) struct Health {
     /// The data thread's signs of life, set once the experts are loaded.
     pub(crate) data: OnceLock<Arc<DataStatus>>,
     pub(crate) is_draining: AtomicBool,
+    /// True while the placement has the draining server, because others still load its experts.
+    pub(crate) keeps_serving: AtomicBool,
     /// True if the server has a control plane.
     pub(crate) needs_lease: bool,
     pub(crate) has_lease: AtomicBool,
@@ -111,6 +114,11 @@ impl Health {
             return Err(format!("the data thread has been silent for {} ms", silence.as_millis()));
         }
         Ok(())
+    }
+
+    /// Returns true if new clients are to go to other servers.
+    pub(crate) fn refuses_clients(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed) && !self.keeps_serving.load(Ordering::Relaxed)
     }
 
     /// Returns an error if clients should not connect to this server.
@@ -143,6 +151,9 @@ pub(crate) struct LoadCounters {
     num_experts: usize,
     busy_ns: AtomicU64,
     num_tokens: AtomicU64,
+    num_frames: AtomicU64,
+    queued_ns: AtomicU64,
+    num_late: AtomicU64,
     /// `[layer, expert]`, row-major.
     experts: Box<[AtomicU64]>,
     /// Open links, in the order of [`TransportKind::ALL`].
@@ -151,6 +162,8 @@ pub(crate) struct LoadCounters {
     /// tasks that watch connections write them.
     left_out: Mutex<Vec<(u64, TransportKind, String)>>,
     next_note: AtomicU64,
+    /// The load of experts under way.
+    loading: OnceLock<Arc<LoadingProgress>>,
     /// Name of the GPU, on a server that has one.
     device: Option<String>,
 }
@@ -158,15 +171,18 @@ pub(crate) struct LoadCounters {
 impl LoadCounters {
     pub(crate) fn new(num_layers: usize, num_experts: usize) -> Self {
         let experts = (0..num_layers * num_experts).map(|_| AtomicU64::new(0)).collect();
-        let (busy_ns, num_tokens) = (AtomicU64::new(0), AtomicU64::new(0));
         Self {
             num_experts,
-            busy_ns,
-            num_tokens,
+            busy_ns: AtomicU64::new(0),
+            num_tokens: AtomicU64::new(0),
+            num_frames: AtomicU64::new(0),
+            queued_ns: AtomicU64::new(0),
+            num_late: AtomicU64::new(0),
             experts,
             links: Default::default(),
             left_out: Mutex::default(),
             next_note: AtomicU64::new(0),
+            loading: OnceLock::new(),
             device: None,
         }
     }
@@ -175,6 +191,12 @@ impl LoadCounters {
     #[cfg(any(feature = "device", test))]
     pub(crate) fn with_device(self, device: String) -> Self {
         Self { device: Some(device), ..self }
+    }
+
+    /// Adds the progress of loads to reports.
+    pub(crate) fn set_loading(&self, progress: Arc<LoadingProgress>) {
+        // There is one loader only.
+        let _ = self.loading.set(progress);
     }
 
     /// Sets the transports of all open links.
@@ -228,6 +250,13 @@ impl LoadCounters {
         self.busy_ns.fetch_add(busy.as_nanos() as u64, Ordering::Relaxed);
     }
 
+    /// Counts a frame that waited for `queued` and was computed `total` after it came.
+    pub(crate) fn add_frame(&self, queued: Duration, total: Duration) {
+        self.num_frames.fetch_add(1, Ordering::Relaxed);
+        self.queued_ns.fetch_add(queued.as_nanos() as u64, Ordering::Relaxed);
+        self.num_late.fetch_add(u64::from(total > LATE_AFTER), Ordering::Relaxed);
+    }
+
     pub(crate) fn add_expert(&self, layer: u32, expert: u32, num_tokens: u64) {
         let idx = layer as usize * self.num_experts + expert as usize;
         if let Some(counter) = self.experts.get(idx) {
@@ -255,13 +284,24 @@ pub(crate) struct LoadWindow {
     begin: Instant,
     busy_ns: u64,
     num_tokens: u64,
+    num_frames: u64,
+    queued_ns: u64,
+    num_late: u64,
     experts: Vec<u64>,
 }
 
 impl LoadWindow {
     pub(crate) fn new(counters: &LoadCounters) -> Self {
         let experts = vec![0; counters.experts.len()];
-        Self { begin: Instant::now(), busy_ns: 0, num_tokens: 0, experts }
+        Self {
+            begin: Instant::now(),
+            busy_ns: 0,
+            num_tokens: 0,
+            num_frames: 0,
+            queued_ns: 0,
+            num_late: 0,
+            experts,
+        }
     }
 
     /// The work done since the last call, over the experts of `holds`.
@@ -273,11 +313,17 @@ impl LoadWindow {
         let now = Instant::now();
         let mut report = LoadReport {
             window_ms: (now - self.begin).as_millis() as u64,
-            busy_ms: advance(&mut self.busy_ns, &counters.busy_ns) / 1_000_000,
+            busy_ms: advance_ms(&mut self.busy_ns, &counters.busy_ns),
             num_tokens: advance(&mut self.num_tokens, &counters.num_tokens),
+            num_frames: advance(&mut self.num_frames, &counters.num_frames),
+            queued_ms: advance_ms(&mut self.queued_ns, &counters.queued_ns),
+            num_late: advance(&mut self.num_late, &counters.num_late),
+            memory_experts: None,
+            unreadable: Assignment::default(),
             experts: Vec::new(),
             links: counters.links(),
             device: counters.device.clone(),
+            loading: counters.loading.get().and_then(|progress| progress.report()),
         };
         self.begin = now;
         for entry in &holds.layers {
@@ -303,6 +349,15 @@ fn advance(last: &mut u64, counter: &AtomicU64) -> u64 {
     now - std::mem::replace(last, now)
 }
 
+/// The whole milliseconds since the last call. The rest counts in a later window, so that short windows lose nothing.
+fn advance_ms(last_ns: &mut u64, counter: &AtomicU64) -> u64 {
+    let ms = (counter.load(Ordering::Relaxed) - *last_ns) / 1_000_000;
+    *last_ns += ms * 1_000_000;
+    ms
+}
+
+/// Clients take a server without progress for so long for failed, by default.
+const LATE_AFTER: Duration = Duration::from_millis(100);
 /// A live data thread reports at least twice a second, and many times per millisecond of compute.
 const MAX_SILENCE: Duration = Duration::from_secs(5);
 /// Most reasons per transport in a report.
@@ -318,15 +373,20 @@ mod tests {
         let counters = LoadCounters::new(3, 4).with_device("cuda:1".to_owned());
         let holds = Assignment { layers: vec![LayerAssignment { layer: 2, experts: vec![1, 3] }] };
         let mut window = LoadWindow::new(&counters);
-        counters.add_batch(5, Duration::from_millis(7));
+        counters.add_batch(5, Duration::from_micros(7_600));
+        counters.add_frame(Duration::from_micros(900), Duration::from_millis(8));
+        counters.add_frame(Duration::from_micros(900), Duration::from_millis(101));
         counters.add_expert(2, 3, 5);
         counters.add_expert(9, 9, 5);
         let report = window.next_report(&counters, &holds);
         assert_eq!((report.num_tokens, report.busy_ms), (5, 7));
         assert_eq!(report.device.as_deref(), Some("cuda:1"));
         assert_eq!(report.experts, [ExpertLoad { layer: 2, expert: 3, num_tokens: 5 }]);
+        assert_eq!((report.num_frames, report.queued_ms, report.num_late), (2, 1, 1));
+        counters.add_batch(0, Duration::from_micros(400));
         let report = window.next_report(&counters, &holds);
-        assert_eq!((report.num_tokens, report.busy_ms, report.experts.len()), (0, 0, 0));
+        assert_eq!((report.num_tokens, report.busy_ms, report.experts.len()), (0, 1, 0));
+        assert_eq!((report.num_frames, report.queued_ms, report.num_late), (0, 0, 0));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use protocol::abi::{
 };
 use protocol::{CombineExpect, DispatchExpect, FrameId, WireDtype};
 
+pub mod codec;
 #[path = "../../protocol/tests/it/common/guarded.rs"]
 mod guarded;
 pub use guarded::GuardedMemory;

@@ -23,6 +23,7 @@ use protocol::{
     ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes,
     TokenRef, WireDtype, encode_combine, encode_dispatch, encode_error,
 };
+use switchyard_fuzz::codec::{NUM_DTYPES, compressed};
 use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, id};
 use verbs_transport::fuzzing as verbs;
 
@@ -52,11 +53,15 @@ fn write_seeds() -> io::Result<()> {
         "detail",
         "transport",
         "checkpoint",
+        "floats",
     ] {
         fs::create_dir_all(corpus.join(target))?;
     }
     for (name, seed) in checkpoints() {
         fs::write(corpus.join("checkpoint").join(name), seed)?;
+    }
+    for (name, seed) in arrays() {
+        fs::write(corpus.join("floats").join(name), seed)?;
     }
     let x: Vec<f32> = (0..HIDDEN * RESPONSE_TOKENS).map(|i| (i as f32).sin()).collect();
     for dtype in WireDtype::ALL {
@@ -299,4 +304,25 @@ fn folder(config: &str, tensors: &[(String, &'static str, &'static str, usize)])
     out.extend(header.as_bytes());
     out.resize(out.len() + start, 0);
     out
+}
+
+/// Arrays and their frames: of few exponents, so that the entropy coder takes them, and of as many as there are.
+fn arrays() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    for dtype in 0..NUM_DTYPES {
+        let like_weights = (0..1500u32).flat_map(|i| ((i as f32).sin() * 0.02).to_le_bytes());
+        let like_noise = (0..700u32).flat_map(|i| i.wrapping_mul(0x9e37_79b9).to_be_bytes());
+        let mut odd: Vec<u8> = (0..301u32).flat_map(|_| 0.25f32.to_le_bytes()).collect();
+        odd.truncate(odd.len() - 1);
+        for (name, array) in
+            [("weights", like_weights.collect()), ("noise", like_noise.collect()), ("odd", odd)]
+        {
+            let frame = compressed(dtype, &array);
+            for (form, mark, bytes) in [("array", 0, array), ("frame", 0x80, frame)] {
+                let kind = mark | dtype as u8;
+                seeds.push((format!("{name}-{dtype}-{form}"), [vec![kind], bytes].concat()));
+            }
+        }
+    }
+    seeds
 }

@@ -3,12 +3,14 @@
 //!
 //! A peer cannot delay the accept loop or another connection. The listener closes connections whose
 //! request head is not complete before a timeout, and connections whose peer does not read the response.
-//! At the limit of connections, it evicts the oldest connection that has not sent a request yet.
+//! At the limit of connections, it evicts the connection that has been idle longest: no request is open on
+//! it.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,7 +20,8 @@ pub use prometheus;
 pub use tokio::net::TcpListener;
 pub use tokio::sync::watch;
 
-use hyper::body::Incoming;
+use axum::body::{Body, HttpBody};
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -33,8 +36,10 @@ use tracing::{debug, warn};
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most connections at a time. The process's limit on open files can lower it. Default: 1024.
+    /// Most connections at a time. `file_share` can lower it. Default: 1024.
     pub max_connections: usize,
+    /// Share of the process's limit on open files that connections may hold, in per cent. Default: 25.
+    pub file_share: u8,
     /// Most bytes in a request's head. Default: 16 KiB.
     pub max_head_bytes: usize,
     /// Most headers in a request. Default: 64.
@@ -51,6 +56,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_connections: 1024,
+            file_share: 25,
             max_head_bytes: 16 << 10,
             max_headers: 64,
             head_timeout: Duration::from_secs(5),
@@ -80,7 +86,7 @@ impl Metrics {
         let culled = IntCounterVec::new(
             Opts::new(
                 format!("{prefix}_connections_culled_total"),
-                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), crowded (replaced by a new connection).",
+                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), crowded (idle longest, replaced by a new connection).",
             ),
             &["reason"],
         )?;
@@ -100,10 +106,10 @@ pub async fn serve(
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
 ) {
-    let permits = Arc::new(Semaphore::new(connection_limit(limits.max_connections)));
-    let pending = Arc::new(PendingConnections::default());
+    let permits = Arc::new(Semaphore::new(connection_limit(&limits)));
+    let idle = Arc::new(IdleConnections::default());
     let mut connections = JoinSet::new();
-    let mut serial = 0u64;
+    let mut warned: Option<Instant> = None;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -115,30 +121,32 @@ pub async fn serve(
             Err(err) if is_connection_error(&err) => continue,
             Err(err) => {
                 // Out of file descriptors or memory. Close a connection and retry.
-                warn!(error = %err, "cannot accept connections");
-                pending.evict_oldest(&metrics);
+                if warned.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
+                    warned = Some(Instant::now());
+                    warn!(error = %err, "cannot accept connections");
+                }
+                idle.evict_oldest(&metrics);
                 tokio::time::sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
-        let Some(permit) = acquire_permit(&permits, &pending, &metrics).await else {
+        let Some(permit) = acquire_permit(&permits, &idle, &metrics).await else {
             metrics.culled.with_label_values(&["refused"]).inc();
             continue;
         };
-        serial += 1;
+        let state = Arc::new(ConnectionState::new(&idle));
         let connection = Connection {
-            serial,
+            state: Arc::clone(&state),
             router: router.clone(),
             limits,
-            pending: Arc::clone(&pending),
             open: OpenConnection::new(metrics.connections.clone(), permit),
             shutdown: shutdown.clone(),
             metrics: metrics.clone(),
         };
-        // Inserted under the lock, so that the task's first request finds the entry and removes it.
-        let mut waiting = pending.lock();
+        // Under the lock, so that the task's first request finds the entry and removes it.
+        let mut table = idle.lock();
         let task = connections.spawn(connection.run(stream));
-        waiting.insert(serial, task);
+        table.insert(&state, task);
     }
     drop(listener);
     let finish = async { while connections.join_next().await.is_some() {} };
@@ -154,10 +162,9 @@ pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
 
 /// One connection and its state.
 struct Connection {
-    serial: u64,
+    state: Arc<ConnectionState>,
     router: Router,
     limits: Limits,
-    pending: Arc<PendingConnections>,
     open: OpenConnection,
     shutdown: watch::Receiver<bool>,
     metrics: Metrics,
@@ -172,10 +179,9 @@ impl Connection {
             &stream,
             self.limits.write_timeout.as_millis() as u32,
         );
-        let service = TrackFirstRequest {
+        let service = TrackRequests {
             inner: TowerToHyperService::new(self.router),
-            serial: self.serial,
-            pending: Arc::clone(&self.pending),
+            state: Arc::clone(&self.state),
         };
         let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout));
         let mut builder = hyper::server::conn::http1::Builder::new();
@@ -185,6 +191,8 @@ impl Connection {
             .max_headers(self.limits.max_headers)
             .max_buf_size(self.limits.max_head_bytes.max(MIN_HEAD_BYTES));
         let mut connection = std::pin::pin!(builder.serve_connection(io, service));
+        // Dropped before the connection, whose last response must not make it idle again.
+        let _end = EndOfConnection(self.state);
         let result = tokio::select! {
             result = connection.as_mut() => result,
             () = stopped(&mut self.shutdown) => {
@@ -192,7 +200,6 @@ impl Connection {
                 connection.await
             }
         };
-        self.pending.mark_active(self.serial);
         if let Err(err) = result {
             if err.is_timeout() {
                 self.metrics.culled.with_label_values(&["silent"]).inc();
@@ -202,64 +209,159 @@ impl Connection {
     }
 }
 
-/// Connections without a complete request so far, oldest first.
+/// Connections on which no request is open, idle longest first.
 #[derive(Debug, Default)]
-struct PendingConnections {
-    waiting: Mutex<BTreeMap<u64, AbortHandle>>,
+struct IdleConnections {
+    table: Mutex<IdleTable>,
 }
 
-impl PendingConnections {
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, AbortHandle>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+#[derive(Debug, Default)]
+struct IdleTable {
+    next_rank: u64,
+    by_rank: BTreeMap<u64, AbortHandle>,
+}
+
+impl IdleTable {
+    fn insert(&mut self, state: &ConnectionState, task: AbortHandle) {
+        self.next_rank += 1;
+        self.by_rank.insert(self.next_rank, task);
+        state.rank.store(self.next_rank, Ordering::Relaxed);
+    }
+}
+
+impl IdleConnections {
+    fn lock(&self) -> MutexGuard<'_, IdleTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn mark_active(&self, serial: u64) {
-        self.lock().remove(&serial);
-    }
-
-    /// Closes the oldest pending connection. Returns false if there is none.
+    /// Closes the connection that has been idle longest. Returns false if there is none.
     fn evict_oldest(&self, metrics: &Metrics) -> bool {
-        let Some((_, task)) = self.lock().pop_first() else { return false };
+        let Some((_, task)) = self.lock().by_rank.pop_first() else { return false };
         task.abort();
         metrics.culled.with_label_values(&["crowded"]).inc();
         true
     }
 }
 
-/// Gets a permit for one more connection. At the limit, evicts the oldest pending connection; returns
-/// `None` if there is none.
+/// A connection's place among the idle ones. HTTP/1 has at most one open request at a time.
+#[derive(Debug)]
+struct ConnectionState {
+    idle: Arc<IdleConnections>,
+    /// Key in the table while the connection is idle. Changes under the table's lock only, as the next does.
+    rank: AtomicU64,
+    has_ended: AtomicBool,
+}
+
+/// Takes its connection out of the table for good when dropped.
+struct EndOfConnection(Arc<ConnectionState>);
+
+impl Drop for EndOfConnection {
+    fn drop(&mut self) {
+        let mut table = self.0.idle.lock();
+        self.0.has_ended.store(true, Ordering::Relaxed);
+        table.by_rank.remove(&self.0.rank.load(Ordering::Relaxed));
+    }
+}
+
+impl ConnectionState {
+    fn new(idle: &Arc<IdleConnections>) -> Self {
+        Self { idle: Arc::clone(idle), rank: AtomicU64::new(0), has_ended: AtomicBool::new(false) }
+    }
+
+    /// Notes that a request is open. Returns the task if the connection was idle until then.
+    fn begin(&self) -> Option<AbortHandle> {
+        let mut table = self.idle.lock();
+        table.by_rank.remove(&self.rank.load(Ordering::Relaxed))
+    }
+
+    /// Notes that the response of the open request is complete.
+    fn end(&self, task: Option<AbortHandle>) {
+        let Some(task) = task else { return };
+        let mut table = self.idle.lock();
+        if !self.has_ended.load(Ordering::Relaxed) {
+            table.insert(self, task);
+        }
+    }
+}
+
+/// Gets a permit for one more connection. At the limit, evicts the connection that has been idle longest;
+/// returns `None` if there is none.
 async fn acquire_permit(
     permits: &Arc<Semaphore>,
-    pending: &PendingConnections,
+    idle: &IdleConnections,
     metrics: &Metrics,
 ) -> Option<OwnedSemaphorePermit> {
     if let Ok(permit) = Arc::clone(permits).try_acquire_owned() {
         return Some(permit);
     }
-    if !pending.evict_oldest(metrics) {
+    if !idle.evict_oldest(metrics) {
         return None;
     }
     let permit = Arc::clone(permits).acquire_owned();
     tokio::time::timeout(EVICTION_TIMEOUT, permit).await.ok()?.ok()
 }
 
-/// A service that marks its connection as active at the first request.
-struct TrackFirstRequest<S> {
+/// A service that keeps its connection out of the idle ones while a request is open: from its head to the end
+/// of the response's body.
+struct TrackRequests<S> {
     inner: S,
-    serial: u64,
-    pending: Arc<PendingConnections>,
+    state: Arc<ConnectionState>,
 }
 
-impl<S: Service<hyper::Request<Incoming>>> Service<hyper::Request<Incoming>>
-    for TrackFirstRequest<S>
+impl<S> Service<hyper::Request<Incoming>> for TrackRequests<S>
+where
+    S: Service<hyper::Request<Incoming>, Response = hyper::Response<Body>>,
+    S::Future: Send + 'static,
 {
     type Response = S::Response;
     type Error = S::Error;
-    type Future = S::Future;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
 
-    fn call(&self, request: hyper::Request<Incoming>) -> S::Future {
-        self.pending.mark_active(self.serial);
-        self.inner.call(request)
+    fn call(&self, request: hyper::Request<Incoming>) -> Self::Future {
+        let open = OpenRequest { task: self.state.begin(), state: Arc::clone(&self.state) };
+        let response = self.inner.call(request);
+        Box::pin(async move {
+            let response = response.await?;
+            Ok(response.map(|inner| Body::new(TrackedBody { inner, _open: open })))
+        })
+    }
+}
+
+/// A request until its response is complete.
+struct OpenRequest {
+    task: Option<AbortHandle>,
+    state: Arc<ConnectionState>,
+}
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.state.end(self.task.take());
+    }
+}
+
+/// The body of a response. hyper drops it when all of it is written.
+struct TrackedBody {
+    inner: Body,
+    _open: OpenRequest,
+}
+
+impl HttpBody for TrackedBody {
+    type Data = <Body as HttpBody>::Data;
+    type Error = <Body as HttpBody>::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        Pin::new(&mut self.inner).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
     }
 }
 
@@ -362,10 +464,11 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
 }
 
 /// Most connections under the process's limit on open files.
-fn connection_limit(wanted: usize) -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let free = limit.map_or(usize::MAX, |limit| limit as usize).saturating_sub(RESERVED_FILES);
-    wanted.min(free).max(1)
+fn connection_limit(limits: &Limits) -> usize {
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let free = files.unwrap_or(u64::MAX).saturating_sub(RESERVED_FILES);
+    let share = u128::from(free) * u128::from(limits.file_share.min(100)) / 100;
+    limits.max_connections.min(usize::try_from(share).unwrap_or(usize::MAX)).max(1)
 }
 
 /// Returns true for errors of the accepted connection only.
@@ -380,8 +483,10 @@ fn is_connection_error(err: &io::Error) -> bool {
 }
 
 const ACCEPT_RETRY: Duration = Duration::from_millis(20);
+/// Shortest time between two warnings of one kind.
+const WARNING_INTERVAL: Duration = Duration::from_secs(10);
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Descriptors kept for the store, the runtime and the standard streams.
-const RESERVED_FILES: usize = 64;
+const RESERVED_FILES: u64 = 64;
 /// Smallest buffer that hyper accepts.
 const MIN_HEAD_BYTES: usize = 8192;

@@ -72,7 +72,7 @@ pub use metadata::EndpointMetadata;
 pub use transfer::{Transfer, TransferId, TransferStatus};
 pub use wire::FrameError;
 
-pub use crate::fabric::{Access, DmaBuf};
+pub use crate::fabric::{Access, DirectWait, DmaBuf};
 
 use self::mailbox::Mailbox;
 use self::shared::{Command, ConnShared, Shared, lock};

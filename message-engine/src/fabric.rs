@@ -1,4 +1,5 @@
-//! The fabrics that need nothing installed: [`cma`] within a host, [`tcp`] between any two hosts.
+//! The fabrics that need nothing installed: [`cma`] and `shm` within a host, `tcp` between any two hosts. [`stream`]
+//! contains the last two.
 //!
 //! The contract is [`p2p_core::fabric`], which this module re-exports. The crates of the transports contain the fabrics
 //! over libfabric and verbs.
@@ -8,6 +9,6 @@ pub mod cma;
 pub mod fuzzing;
 mod memory;
 mod raw;
-pub mod tcp;
+pub mod stream;
 
 pub use p2p_core::fabric::*;

@@ -188,6 +188,12 @@ pub fn raise_descriptor_limit() -> u64 {
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     // If the system refuses, the old limit stays in force and is returned.
     let _ = setrlimit(Resource::Nofile, raised);
+    descriptor_limit()
+}
+
+/// This process's soft limit on open files.
+fn descriptor_limit() -> u64 {
+    use rustix::process::{Resource, getrlimit};
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 

@@ -11,6 +11,7 @@
 //! | crate | fabric | between | by |
 //! |---|---|---|---|
 //! | message-engine | `cma` | processes of one user on one host, and within a process | `process_vm_readv`, `process_vm_writev`, plain copies |
+//! | message-engine | `shm` | processes of one user on one host | rings in shared memory, served by the target's thread |
 //! | message-engine | `tcp` | any two hosts | sockets, served by the target's thread |
 //! | transports/libfabric | `LibfabricFabric` | any two hosts, by any provider that both have | libfabric's remote memory access |
 //! | transports/verbs | `VerbsFabric` | hosts with InfiniBand or RoCE v2 | RDMA by reliable-connected queue pairs |
@@ -20,7 +21,7 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub mod post;
 pub mod regions;
@@ -304,8 +305,10 @@ pub trait DirectCopy: Send + Sync + Debug {
     /// Copies `bytes` between `here` and the peer's memory, to the peer if `is_write`. Returns when
     /// they are there. The caller splits what is longer than [`MAX_DIRECT_BYTES`].
     ///
-    /// Returns `None`, without a copy, if another thread copies towards this peer: the caller gives
-    /// the operation to the fabric instead. Never waits for another thread.
+    /// Returns `None`, without a copy, if another thread copies towards this peer, or if there is no
+    /// way for copies of a caller's thread. The caller gives the operation to the fabric instead.
+    /// Never waits for another thread of this process. Where the peer has to answer, it waits until
+    /// `wait.deadline` and looks at `wait.is_cancelled` every 50 ms.
     ///
     /// # Safety
     /// `here..here+bytes` is registered memory of this process, and stays so until the return. If
@@ -316,7 +319,53 @@ pub trait DirectCopy: Send + Sync + Debug {
         remote: RemoteSegment,
         here: NonNull<u8>,
         bytes: u64,
-    ) -> Option<Result<(), PostError>>;
+        wait: &DirectWait<'_>,
+    ) -> Option<Result<(), DirectError>>;
+
+    /// Longest transfer that this way suits. The fabric is faster for longer ones.
+    fn max_bytes(&self) -> u64 {
+        u64::MAX
+    }
+}
+
+/// Bounds of the wait for a peer's answer.
+#[derive(Clone, Copy)]
+pub struct DirectWait<'a> {
+    /// Latest end.
+    pub deadline: Instant,
+    /// Tells whether the caller gives up before. `None` never does.
+    pub is_cancelled: Option<&'a dyn Fn() -> bool>,
+}
+
+impl From<Instant> for DirectWait<'_> {
+    fn from(deadline: Instant) -> Self {
+        Self { deadline, is_cancelled: None }
+    }
+}
+
+impl Debug for DirectWait<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DirectWait").field("deadline", &self.deadline).finish_non_exhaustive()
+    }
+}
+
+/// The end of a direct copy without success.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum DirectError {
+    /// Refused or failed. Other copies towards the peer can go on.
+    Post(PostError),
+    /// The way to the peer has failed. Bytes of a write may still arrive there: close the peer.
+    Lost(PostError),
+    /// The deadline has passed, or the caller has given up. Bytes of a write may still arrive there:
+    /// close the peer.
+    Expired,
+}
+
+impl From<PostError> for DirectError {
+    fn from(error: PostError) -> Self {
+        Self::Post(error)
+    }
 }
 
 /// Most bytes of one direct copy. They bound the time for which a peer's revocation is retried.

@@ -20,7 +20,7 @@
 //! | [`fabric`] | one-sided operations on registered memory, with completions, for the message engine |
 //! | [`device`] | memory of GPUs, exchanged by the handshake beside the slots |
 //! | [`counted`] | flags by messages that count the writes before them |
-//! | [`copy`], [`pulse`], [`outage`] | small helpers that transports share |
+//! | [`copy`], [`pulse`], [`outage`], [`log_limit`] | small helpers that transports share |
 //! | [`transports`] | the transports that a process offers |
 //! | [`bootstrap`] | handshake over TCP, exchange of slots, liveness |
 //! | [`host`] | identity of a host, to tell whether two processes can share memory |
@@ -41,6 +41,7 @@ pub mod fabric;
 pub mod flags;
 pub mod host;
 #[cfg(not(loom))]
+pub mod log_limit;
 pub mod network;
 #[cfg(not(loom))]
 pub mod outage;

@@ -6,8 +6,10 @@
 
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use crate::endpoint::Progress;
@@ -236,18 +238,62 @@ impl WaitSet {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        let mut events = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 16];
-        let waited = epoll::wait(&self.epoll, &mut events[..], Some(&timeout));
+        let waited = wait_precisely(self.epoll.as_fd(), &timeout).unwrap_or_else(|| {
+            let mut events = [epoll::Event {
+                flags: epoll::EventFlags::empty(),
+                data: epoll::EventData::new_u64(0),
+            }; MAX_EVENTS];
+            epoll::wait(&self.epoll, &mut events[..], Some(&timeout)).map(drop)
+        });
         self.drive();
         match waited {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Ok(()) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }
 }
+
+/// Waits with a timeout in nanoseconds; `epoll_wait` rounds to milliseconds. Returns `None` for timeouts of many
+/// milliseconds, and where the system has no such call (Linux before 5.11).
+fn wait_precisely(
+    epoll: BorrowedFd<'_>,
+    timeout: &Timespec,
+) -> Option<Result<(), rustix::io::Errno>> {
+    if timeout.tv_sec > 0 || timeout.tv_nsec > MAX_PRECISE_NS || IS_IMPRECISE.load(Relaxed) {
+        return None;
+    }
+    let timeout = libc::timespec { tv_sec: 0, tv_nsec: timeout.tv_nsec };
+    let mut events = [libc::epoll_event { events: 0, u64: 0 }; MAX_EVENTS];
+    // SAFETY: the kernel writes up to MAX_EVENTS entries to `events` and reads `timeout`, and both live until it
+    // returns. Without a signal mask it ignores the last argument.
+    let waited = unsafe {
+        libc::syscall(
+            libc::SYS_epoll_pwait2,
+            epoll.as_raw_fd(),
+            events.as_mut_ptr(),
+            MAX_EVENTS as libc::c_int,
+            &raw const timeout,
+            std::ptr::null::<libc::sigset_t>(),
+            0usize,
+        )
+    };
+    if waited >= 0 {
+        return Some(Ok(()));
+    }
+    let errno = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    // Filters of system calls refuse unknown ones with EPERM.
+    if errno == libc::ENOSYS || errno == libc::EPERM {
+        IS_IMPRECISE.store(true, Relaxed);
+        return None;
+    }
+    Some(Err(rustix::io::Errno::from_raw_os_error(errno)))
+}
+
+/// Set once the system has refused `epoll_pwait2`.
+static IS_IMPRECISE: AtomicBool = AtomicBool::new(false);
+/// Longer timeouts need no precision.
+const MAX_PRECISE_NS: i64 = 5_000_000;
+const MAX_EVENTS: usize = 16;
 
 fn is_same(a: &Arc<dyn Driver>, b: &Arc<dyn Driver>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(a), Arc::as_ptr(b))

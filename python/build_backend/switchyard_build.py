@@ -1,7 +1,8 @@
 """Builds the distribution ``switchyard-moe``: the Python package, its native module, and the binary ``switchyard``.
 
-As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. For tests,
-``python switchyard_build.py pack`` makes a wheel of a module and a binary that are built already.
+As a PEP 517 backend it builds the binary with cargo, and leaves the rest to maturin. ``python switchyard_build.py
+release`` builds sdist and wheel against an old C library, and checks the wheel's tag and size. For tests, ``pack``
+makes a wheel of a module and a binary that are built already.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import argparse
 import base64
 import hashlib
 import io
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,11 @@ WORKSPACE = PYTHON.parent
 NAME = "switchyard_moe"
 # Features of the binary beside its default ones. The module has `cuda` as well.
 FEATURES = "SWITCHYARD_WHEEL_FEATURES"
+# C library of a release, and the platform tag of wheels that need no newer one.
+GLIBC = "2.28"
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}"
+# Most bytes of a release's wheel.
+MAX_WHEEL_BYTES = 40 << 20
 # Folders of the workspace that neither the module nor the binary needs.
 NOT_IN_SDIST = ("bench/runs/", "data/", "deploy/", "docs/", "examples/", "fuzz/", "python/tests/", ".ci/")
 
@@ -81,21 +90,73 @@ def build_binary(workspace: Path, scripts: Path) -> None:
     """Build the binary in release and put it into ``scripts``, without debug information."""
     cargo = [os.environ.get("CARGO", "cargo"), "build", "--release", "--locked"]
     cargo += ["--manifest-path", str(workspace / "Cargo.toml"), "--package", "switchyard-cli", "--bin", "switchyard"]
-    features = os.environ.get(FEATURES)
-    if features:
-        cargo += ["--features", features]
-    subprocess.run(cargo, check=True)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
+    subprocess.run([*cargo, *features()], check=True)
     scripts.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(target / "release" / "switchyard", scripts / "switchyard")
-    subprocess.run(["strip", str(scripts / "switchyard")], check=True)
+    strip(target_folder(workspace) / "release" / "switchyard", scripts)
 
 
-def pack(module: Path, binary: Path, folder: Path) -> Path:
-    """Make a wheel for this host only of a module and a binary that are built already."""
+def features() -> list[str]:
+    named = os.environ.get(FEATURES)
+    return ["--features", named] if named else []
+
+
+def target_folder(workspace: Path) -> Path:
+    return Path(os.environ.get("CARGO_TARGET_DIR", workspace / "target"))
+
+
+def strip(built: Path, folder: Path) -> Path:
+    """Copy an ELF file into ``folder`` without symbols. Return the copy's path."""
+    copy = folder / built.name
+    shutil.copy2(built, copy)
+    subprocess.run(["strip", str(copy)], check=True)
+    return copy
+
+
+def release(folder: Path) -> Path:
+    """Build the sdist and a wheel that installs on every Linux with ``GLIBC`` or later. Return the wheel's path.
+
+    One run of cargo builds module and binary: maturin would compile everything a second time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    print(folder / build_sdist(str(folder)), flush=True)
+    target = f"{platform.machine()}-unknown-linux-gnu"
+    cargo = ["cargo-zigbuild", "zigbuild", "--release", "--locked", "--target", f"{target}.{GLIBC}"]
+    cargo += ["--manifest-path", str(WORKSPACE / "Cargo.toml")]
+    cargo += ["--package", "switchyard-cli", "--package", "switchyard-python", "--bin", "switchyard", "--lib"]
+    named = os.environ.get(FEATURES)
+    if named:
+        cargo += ["--features", ",".join(f"switchyard-cli/{name}" for name in named.split(","))]
+    subprocess.run(cargo, check=True)
+    built = target_folder(WORKSPACE) / target / "release"
+    with tempfile.TemporaryDirectory() as scratch:
+        module = strip(built / "libswitchyard_moe_native.so", Path(scratch))
+        binary = strip(built / "switchyard", Path(scratch))
+        tag = f"cp310-abi3-{PLATFORM}_{platform.machine()}"
+        wheel = pack(module, binary, folder, tag=tag, compression=zipfile.ZIP_DEFLATED)
+    audit(wheel)
+    return wheel
+
+
+def audit(wheel: Path) -> None:
+    """Check that the ELF files of a wheel need no more than its tag says, and its size."""
+    show = [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)]
+    shown = subprocess.run(show, check=True, stdout=subprocess.PIPE, text=True).stdout
+    granted = json.loads(shown)["overall_tag"]
+    expected = f"{PLATFORM}_{platform.machine()}"
+    found = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", granted)
+    fits = found is not None and (int(found[1]), int(found[2])) <= tuple(map(int, GLIBC.split(".")))
+    if not fits or not wheel.stem.endswith(expected):
+        raise RuntimeError(f"{wheel.name} needs {granted}, expected at most {expected}; auditwheel says: {shown}")
+    size = wheel.stat().st_size
+    if size > MAX_WHEEL_BYTES:
+        raise RuntimeError(f"{wheel.name} has {size} bytes, expected at most {MAX_WHEEL_BYTES}")
+    print(f"{wheel}: {size / (1 << 20):.1f} MiB; auditwheel grants {granted}")
+
+
+def pack(module: Path, binary: Path, folder: Path, *, tag: str, compression: int) -> Path:
+    """Make a wheel of a module and a binary that are built already."""
     version = workspace_version()
     info = f"{NAME}-{version}.dist-info"
-    tag = "cp310-abi3-linux_x86_64"
     files: dict[str, tuple[bytes, bool]] = {}
     for path in sorted((PYTHON / NAME).rglob("*")):
         if path.is_file() and path.suffix in (".py", ".pyi", ".typed"):
@@ -107,6 +168,7 @@ def pack(module: Path, binary: Path, folder: Path) -> Path:
         f"Wheel-Version: 1.0\nGenerator: switchyard_build\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
         False,
     )
+    files[f"{info}/licenses/LICENSE"] = ((WORKSPACE / "LICENSE").read_bytes(), False)
     files[f"{info}/entry_points.txt"] = (entry_points(), False)
     record = io.StringIO()
     for name, (data, _) in files.items():
@@ -116,12 +178,11 @@ def pack(module: Path, binary: Path, folder: Path) -> Path:
     files[f"{info}/RECORD"] = (record.getvalue().encode(), False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}-{version}-{tag}.whl"
-    # Stored, not compressed: packing and installing then take a fraction of the time.
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, (data, is_executable) in files.items():
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             entry.external_attr = (0o100755 if is_executable else 0o100644) << 16
-            archive.writestr(entry, data)
+            archive.writestr(entry, data, compression)
     return path
 
 
@@ -178,7 +239,7 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Packs what is built already, or an sdist.")
+    parser = argparse.ArgumentParser(description="Builds a release, or packs what is built already.")
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="make a wheel of a module and a binary")
     packing.add_argument("--module", type=Path, required=True)
@@ -186,9 +247,16 @@ def main() -> None:
     packing.add_argument("--out", type=Path, required=True)
     sdist = commands.add_parser("sdist", help="make an sdist")
     sdist.add_argument("--out", type=Path, required=True)
+    releasing = commands.add_parser("release", help="build an sdist and a manylinux wheel")
+    releasing.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.command == "pack":
-        print(pack(arguments.module, arguments.binary, arguments.out))
+    if arguments.command == "release":
+        release(arguments.out.absolute())
+    elif arguments.command == "pack":
+        # Stored, not compressed: packing and installing then take a fraction of the time.
+        tag = f"cp310-abi3-linux_{platform.machine()}"
+        found = pack(arguments.module, arguments.binary, arguments.out, tag=tag, compression=zipfile.ZIP_STORED)
+        print(found)
     else:
         arguments.out.mkdir(parents=True, exist_ok=True)
         print(arguments.out / build_sdist(str(arguments.out)))

@@ -11,7 +11,7 @@ mod report;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attention_client::prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
-use attention_client::{ClientError, ClientModel, LayerTiming, MoeClient};
+use attention_client::{ClientError, ClientModel, MoeClient};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -23,7 +23,7 @@ use arguments::{Request, Target};
 use call::{Failure, Finished, Scratch};
 use gpu::GpuClient;
 use handle::Handle;
-use report::Report;
+use report::{CallReport, Report, ServerReport};
 
 /// Adds the classes of this file to `module`.
 ///
@@ -32,7 +32,8 @@ use report::Report;
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Client>()?;
     module.add_class::<Handle>()?;
-    module.add_class::<Report>()
+    module.add_class::<Report>()?;
+    module.add_class::<ServerReport>()
 }
 
 /// The base of `switchyard_moe.Client`.
@@ -87,7 +88,7 @@ pub struct Shared {
     /// Process that the client belongs to.
     pid: u32,
     copies: Copies,
-    last: Mutex<Option<LayerTiming>>,
+    last: Mutex<Option<CallReport>>,
 }
 
 /// Counters of tensors that were copied, because the client cannot take their type as it is.
@@ -139,11 +140,11 @@ impl Shared {
     }
 
     /// Notes the end of a call.
-    fn note(&self, py: Python<'_>, report: Option<&Bound<'_, Report>>, timing: LayerTiming) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(timing);
+    fn note(&self, py: Python<'_>, report: Option<&Bound<'_, Report>>, call: CallReport) {
         if let Some(report) = report {
-            report.get().set(timing);
+            report.get().set(&call);
         }
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(call);
         logs::flush(py);
     }
 }
@@ -153,7 +154,7 @@ impl Client {
     #[new]
     #[pyo3(signature = (control_plane, *, token=None, model=None, device="cpu", wire_dtype=None,
         response_dtype=None, transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
-        slot_bytes=None, slot_frames=None))]
+        slot_bytes=None, slot_frames=None, hedge_budget=0.05))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -164,14 +165,15 @@ impl Client {
         wire_dtype: Option<&str>,
         response_dtype: Option<&str>,
         transports: &str,
-        max_lanes: usize,
+        max_lanes: i64,
         timeout: f64,
         deadline: f64,
         work_limit: f64,
         on_missing: &str,
         name: Option<String>,
-        slot_bytes: Option<usize>,
-        slot_frames: Option<usize>,
+        slot_bytes: Option<i64>,
+        slot_frames: Option<i64>,
+        hedge_budget: f64,
     ) -> PyResult<Self> {
         logs::start(py)?;
         let dtype = |setting: &str, name: Option<&str>| {
@@ -192,8 +194,9 @@ impl Client {
             work_limit: connect::seconds(py, "work_limit", work_limit)?,
             on_missing: connect::on_missing(py, on_missing)?,
             name,
-            slot_bytes,
-            slot_frames,
+            slot_bytes: connect::size(py, "slot_bytes", slot_bytes)?,
+            slot_frames: connect::size(py, "slot_frames", slot_frames)?,
+            hedge_budget,
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);
@@ -273,8 +276,8 @@ impl Client {
     /// Report of the call that ended last, on any thread. ``None`` before the first.
     #[getter]
     fn last_report(&self) -> Option<Report> {
-        let last = *self.shared.last.lock().unwrap_or_else(PoisonError::into_inner);
-        last.map(Report::of)
+        let last = self.shared.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.clone().map(Report::of)
     }
 
     /// Wait until the client is connected with a live replica of every expert, for ``timeout`` seconds at most.
@@ -296,19 +299,77 @@ impl Client {
         });
         logs::flush(py);
         interrupt.check()?;
-        result.map_err(|failure| match failure {
-            Failure::Client(failure @ ClientError::NoReplica { .. }) => {
-                let text = format!("the expert service is not ready: {failure}");
-                error(py, Kind::NotReady, text)
+        result.map_err(|failure| not_ready(py, &self.shared, &failure))
+    }
+
+    /// Prepare for ``calls`` calls at a time with up to ``tokens`` tokens each. The first real calls then find their
+    /// connections, and allocate no memory in the client as long as no server fails.
+    ///
+    /// Waits as wait_ready, connects ``calls`` lanes with all servers, and grows their buffers. Each lane then carries
+    /// calls with all experts of the first layer, as many as a slot has frames, with tokens of zeros. The metrics count
+    /// these calls. ``dtype`` is the type of later ``x``: ``f32``, ``bf16`` or ``f16``. Call it on the thread that makes
+    /// the calls, because the buffers for conversions belong to a thread.
+    ///
+    /// Raises ArgumentError, NotReady, ClosedError, ForkedError, or as forward.
+    #[pyo3(signature = (tokens, *, calls=1, dtype="f32", timeout=30.0))]
+    fn warm_up(
+        &self,
+        py: Python<'_>,
+        tokens: i64,
+        calls: i64,
+        dtype: &str,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let is_widened = match dtype {
+            "f32" => false,
+            "bf16" | "f16" => true,
+            other => {
+                let text = format!("dtype is {other:?}, expected \"f32\", \"bf16\" or \"f16\"");
+                return Err(error(py, Kind::Argument, text));
             }
-            other => call::raise(py, &self.shared, &other),
-        })
+        };
+        let shape = self.shared.model.shape;
+        let most = u32::MAX / shape.hidden.max(shape.top_k).max(1);
+        let num_tokens = u32::try_from(tokens).ok().filter(|&tokens| tokens <= most);
+        let Some(num_tokens) = num_tokens else {
+            let text = format!("tokens is {tokens}, expected 0 to {most}");
+            return Err(error(py, Kind::Argument, text));
+        };
+        let Ok(num_calls) = usize::try_from(calls) else {
+            let text = format!("calls is {calls}, expected at least 1");
+            return Err(error(py, Kind::Argument, text));
+        };
+        let timeout = connect::seconds(py, "timeout", timeout)?;
+        let backend = self.open(py)?;
+        let (result, interrupt) = py.detach(move || {
+            let interrupt = Interrupt::new();
+            let num_tokens = num_tokens as usize;
+            let cancelled = || interrupt.is_due();
+            let result: Result<(), Failure> = match backend {
+                Backend::Host(moe) => {
+                    let result = moe.warm_up_unless(num_tokens, num_calls, timeout, &cancelled);
+                    if result.is_ok() {
+                        Scratch::with(|scratch| scratch.reserve(num_tokens, &shape, is_widened));
+                    }
+                    result.map_err(Into::into)
+                }
+                // All slots and staging memory for calls of any size exist once it is ready.
+                Backend::Gpu(gpu) => gpu.wait_ready(timeout, &interrupt).map_err(Into::into),
+            };
+            (result, interrupt)
+        });
+        logs::flush(py);
+        interrupt.check()?;
+        result.map_err(|failure| not_ready(py, &self.shared, &failure))
     }
 
     /// Return the names of the servers that hold an expert. Empty if there is no such layer or expert.
     #[pyo3(signature = (layer, expert))]
-    fn replicas(&self, py: Python<'_>, layer: u32, expert: u32) -> PyResult<Vec<String>> {
+    fn replicas(&self, py: Python<'_>, layer: i64, expert: i64) -> PyResult<Vec<String>> {
         let backend = self.open(py)?;
+        let (Ok(layer), Ok(expert)) = (u32::try_from(layer), u32::try_from(expert)) else {
+            return Ok(Vec::new());
+        };
         Ok(py.detach(|| match &backend {
             Backend::Host(moe) => moe.replicas(layer, expert),
             Backend::Gpu(gpu) => gpu.replicas(layer, expert),
@@ -486,6 +547,16 @@ impl Drop for Client {
     fn drop(&mut self) {
         let backend = self.lock().take();
         release(backend, &self.shared);
+    }
+}
+
+/// The exception for a client that does not get ready.
+fn not_ready(py: Python<'_>, shared: &Shared, failure: &Failure) -> PyErr {
+    match failure {
+        Failure::Client(failure @ ClientError::NoReplica { .. }) => {
+            error(py, Kind::NotReady, format!("the expert service is not ready: {failure}"))
+        }
+        other => call::raise(py, shared, other),
     }
 }
 

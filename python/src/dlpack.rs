@@ -459,10 +459,15 @@ fn cannot_export(py: Python<'_>, name: &str, cause: PyErr) -> PyErr {
     let failure = error(
         py,
         Kind::Argument,
-        format!("{name} cannot be read through DLPack: {}", cause.value(py)),
+        format!("{name} cannot be read through DLPack: {}", first_line(cause.value(py))),
     );
     failure.set_cause(py, Some(cause));
     failure
+}
+
+/// The first line of an exception's text: torch adds its stack.
+fn first_line(exception: &Bound<'_, pyo3::exceptions::PyBaseException>) -> String {
+    exception.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 /// Takes the error of a failed allocation.

@@ -68,7 +68,8 @@ pub fn of_call(py: Python<'_>, failure: &ClientError) -> PyErr {
         ClientError::Length { .. }
         | ClientError::UnknownLayer { .. }
         | ClientError::ExpertIndex { .. }
-        | ClientError::Weight { .. } => Kind::Argument,
+        | ClientError::Weight { .. }
+        | ClientError::WarmUp { .. } => Kind::Argument,
         ClientError::LanesExhausted { .. } => Kind::Busy,
         ClientError::NoReplica { .. } => Kind::NoReplica,
         ClientError::Refused { .. } => Kind::Refused,

@@ -6,6 +6,7 @@
 mod codec;
 mod endpoint;
 mod error;
+mod floats;
 mod inner;
 mod memory;
 mod rans;

@@ -26,7 +26,7 @@ from switchyard_moe._errors import (
     PeerError,
     RefusedError,
 )
-from switchyard_moe._native import Handle, Report, __version__
+from switchyard_moe._native import Handle, Report, ServerReport, __version__
 from switchyard_moe.cluster import LocalCluster
 
 __all__ = [
@@ -49,5 +49,6 @@ __all__ = [
     "PeerError",
     "RefusedError",
     "Report",
+    "ServerReport",
     "__version__",
 ]

@@ -12,6 +12,7 @@ from switchyard_moe._arrays import Array
 from switchyard_moe._errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from typing_extensions import Self, Unpack
@@ -38,6 +39,7 @@ class Settings(TypedDict, total=False):
     name: str | None
     slot_bytes: int | None
     slot_frames: int | None
+    hedge_budget: float
 
 
 class Client(_native.Client):
@@ -54,7 +56,8 @@ class Client(_native.Client):
     work on the current stream of the library of ``x``. bfloat16 is read and written in place, as are indices of int32
     and weights of float32. Other types are converted in a copy on the GPU: tokens and answers travel as bfloat16.
 
-    :param control_plane: URL of the control plane, ``http://HOST:PORT``. Default: ``SWITCHYARD_CONTROL_PLANE``.
+    :param control_plane: URL of the control plane, ``http://HOST:PORT``. Several control planes of one fleet: a list of
+        URLs, or a text with commas between them. Default: ``SWITCHYARD_CONTROL_PLANE``.
     :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
     :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
         only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.
@@ -73,6 +76,8 @@ class Client(_native.Client):
     :param name: name in the logs of servers. Default: ``client-PID``.
     :param slot_bytes: size of a slot. Clients and servers need the same. Default: the servers' default.
     :param slot_frames: frames per slot. Clients and servers need the same. Default: the servers' default.
+    :param hedge_budget: most frames, per frame, that are sent to another replica because an answer is late. 0 turns
+        that off.
 
     :raises ConfigError: a setting is malformed, or the GPU cannot be used: this build has no kernels, the host has no
         driver, or there is no such GPU.
@@ -83,7 +88,7 @@ class Client(_native.Client):
 
     def __new__(
         cls,
-        control_plane: str | None = None,
+        control_plane: str | Sequence[str] | None = None,
         *,
         token: str | None = None,
         model: str | os.PathLike[str] | None = None,
@@ -93,6 +98,8 @@ class Client(_native.Client):
             control_plane = os.environ.get("SWITCHYARD_CONTROL_PLANE")
         if control_plane is None:
             raise ConfigError("no control plane given: pass control_plane, or set SWITCHYARD_CONTROL_PLANE to its URL")
+        if not isinstance(control_plane, str):
+            control_plane = ",".join(control_plane)
         if token is None:
             token = os.environ.get("SWITCHYARD_TOKEN")
         return super().__new__(cls, control_plane, token=token, model=model, **settings)

@@ -15,12 +15,15 @@ from typing import Any
 import switchyard_moe
 from switchyard_moe import (
     ArgumentError,
+    ClosedError,
     ConfigError,
     ControlPlaneUnavailableError,
     Error,
+    ForkedError,
     ModelMismatchError,
     NoReplicaError,
     NotReady,
+    RefusedError,
 )
 
 log = logging.getLogger("switchyard_moe.engines")
@@ -30,8 +33,18 @@ MESSAGE_INTERVAL = 3.0
 #: Set to 1, it turns the refusal of an engine version into a warning.
 ANY_ENGINE = "SWITCHYARD_ANY_ENGINE_VERSION"
 
+#: Failures of a call that every repetition would meet again.
+LASTING = (ArgumentError, ClosedError, ConfigError, ForkedError, ModelMismatchError, RefusedError)
 WIRE_DTYPES = ("f32", "bf16", "f16", "fp8")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
+
+# Names of modules that share the experts of a layer: those of transformers, and those of vLLM.
+_PARTS = (
+    re.compile(r"(?:^|\.)text_(?:moe|experts)(?:\.|$)"),
+    re.compile(r"(?:^|\.)vision_(?:moe|experts)(?:\.|$)"),
+)
+# The second model of `qwen3_omni_moe`, whose layers have the same numbers.
+_UNSERVED = "talker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +66,15 @@ class Settings:
     device: str = "cpu"
     """Memory that servers exchange rows with, ``cpu`` or ``cuda:N``: ``SWITCHYARD_ENGINE_DEVICE``. With ``cpu`` the
     servers are on processors, and tensors of an engine on a GPU are copied through host memory."""
-    timeout: float = 30.0
-    """Seconds that one call may take: ``SWITCHYARD_ENGINE_TIMEOUT``."""
+    timeout: float = 3.0
+    """Seconds that one attempt waits for the control plane or a replica: ``SWITCHYARD_ENGINE_TIMEOUT``.
+
+    An attempt that fails is logged, as often as every few seconds, and repeated.
+    """
     ready_timeout: float = 120.0
     """Seconds that the engine's start waits for a replica of every expert: ``SWITCHYARD_READY_TIMEOUT``."""
     outage_timeout: float = 60.0
-    """Seconds that a call waits while an expert has no replica at all: ``SWITCHYARD_OUTAGE_TIMEOUT``."""
+    """Seconds that a call repeats attempts that fail: ``SWITCHYARD_OUTAGE_TIMEOUT``."""
 
     @classmethod
     def load(cls, given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Settings:
@@ -101,6 +117,14 @@ class Settings:
         return cls(**values)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Experts of one module of an engine, as the servers number them."""
+
+    layer: int
+    first_expert: int = 0
+
+
 class Service:
     """Experts of one model for one engine. Threads may share it.
 
@@ -132,63 +156,82 @@ class Service:
                 self._pid = os.getpid()
             return self._client
 
-    def check_layer(self, layer: int, path: str, *, hidden: int | None, num_experts: int | None) -> None:
-        """Compares one MoE layer of the engine with the servers' model.
+    def place(self, path: str, *, hidden: int | None, num_experts: int | None) -> Place:
+        """Returns where the servers have the experts of the module ``path``.
 
-        ``path`` names the layer's module in errors. Raises ModelMismatchError with both values.
+        Raises ModelMismatchError with both values if they have no such layer, or one of another size, and ConfigError
+        if they never hold this module's experts.
         """
         client = self.client()
-        layers = list(client.layers)
+        refuse_unserved(self.engine, path)
+        layer, layers = layer_number(path), list(client.layers)
         if layer not in layers:
             raise ModelMismatchError(
                 f"{self.engine}: {path} is MoE layer {layer}, but the servers have the layers {_ranges(layers)}: "
                 f"serve the checkpoint that the engine loads"
             )
-        for what, found, served in (
-            ("hidden size", hidden, client.hidden),
-            ("number of experts", num_experts, client.num_experts),
-        ):
-            if found is not None and served is not None and int(found) != int(served):
-                raise ModelMismatchError(
-                    f"{self.engine}: {path} has a {what} of {found}, but the servers' experts have {served}: "
-                    f"serve the checkpoint that the engine loads"
-                )
+        if hidden is not None and int(hidden) != int(client.hidden):
+            raise ModelMismatchError(
+                f"{self.engine}: {path} has a hidden size of {hidden}, but the servers' experts have {client.hidden}: "
+                f"serve the checkpoint that the engine loads"
+            )
+        part, served = part_of_layer(path), int(client.num_experts)
+        if num_experts is None or (part is None and int(num_experts) == served):
+            return Place(layer, 0)
+        if part is None:
+            raise ModelMismatchError(
+                f"{self.engine}: {path} has a number of experts of {num_experts}, but the servers' experts have "
+                f"{served}: serve the checkpoint that the engine loads"
+            )
+        if int(num_experts) >= served:
+            raise ModelMismatchError(
+                f"{self.engine}: {path} has {num_experts} experts and is one of two modules of layer {layer}, but the "
+                f"servers have {served} experts in this layer, expected those of both: this model cannot be served"
+            )
+        return Place(layer, 0 if part == 0 else served - int(num_experts))
 
-    def experts(self, layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+    def experts(self, place: Place, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
         """Returns the weighted sum of the experts' outputs, ``[tokens, hidden]`` in the dtype of ``x``.
 
         ``x`` is ``[tokens, hidden]``, ``topk_idx`` and ``topk_weights`` are ``[tokens, k]`` torch tensors on one
         device. If that is a GPU and the client's is the CPU, they go through host memory.
-        Dead servers are replaced inside the call. While an expert has no replica at all, the call waits up to
-        ``outage_timeout`` and then raises NoReplicaError.
+        The indices count from the first expert of ``place``.
+        Dead servers are replaced inside the call. A failure that may pass is logged, and the call is repeated for up
+        to ``outage_timeout``; then the last failure is raised, mostly NoReplicaError.
         """
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
-        client = self.client()
+        client, layer = self.client(), place.layer
         device = x.device if x.is_cuda and self.settings.device == "cpu" else None
         if device is not None:
             x, topk_idx, topk_weights = x.cpu(), topk_idx.cpu(), topk_weights.cpu()
+        if place.first_expert:
+            topk_idx = topk_idx.where(topk_idx < 0, topk_idx + place.first_expert)
         x, topk_idx, topk_weights = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
         try:
             out = client.forward(layer, x, topk_idx, topk_weights)
-        except (NoReplicaError, NotReady) as error:
+        except LASTING:
+            raise
+        except Error as error:
             out = self._retry(error, lambda: client.forward(layer, x, topk_idx, topk_weights))
         return out if device is None else out.to(device)
 
-    def _retry(self, error: Exception, call: Callable[[], Any]) -> Any:
+    def _retry(self, error: Error, call: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.settings.outage_timeout
-        said = 0.0
+        said = -MESSAGE_INTERVAL
         while True:
             now = time.monotonic()
             if now >= deadline:
                 raise error
             if now - said >= MESSAGE_INTERVAL:
                 said = now
-                log.warning("%s: a call waits for a replica, %.0f s left: %s", self.engine, deadline - now, error)
+                log.warning("%s: a call is repeated for %.0f s more: %s", self.engine, deadline - now, error)
             time.sleep(0.05)
             try:
                 return call()
-            except (NoReplicaError, NotReady) as next_error:
+            except LASTING:
+                raise
+            except Error as next_error:
                 error = next_error
 
 
@@ -217,6 +260,46 @@ def layer_number(path: str) -> int:
     if found := _LAYER.findall(path):
         return int(found[-1])
     raise ConfigError(f"module {path!r} has no layer number, expected a path such as model.layers.3.mlp.experts")
+
+
+def part_of_layer(path: str) -> int | None:
+    """Returns 0 or 1 for the first and second of two modules that share the experts of a layer, else None.
+
+    Checkpoints of ``ernie4_5_vl_moe`` number the experts for text first, and then those for images.
+    """
+    for part, names in enumerate(_PARTS):
+        if names.search(path):
+            return part
+    return None
+
+
+def is_unserved(path: str, kind: str) -> bool:
+    """Returns whether a module is in a part of a model whose experts no server reads.
+
+    ``kind`` is the module's class: such a part may be loaded alone, without its name in the path.
+    """
+    return _UNSERVED in f"{path} {kind}".lower()
+
+
+def refuse_unserved(engine: str, path: str, kind: str = "") -> None:
+    """Raises ConfigError for a module as `is_unserved` finds it."""
+    if is_unserved(path, kind):
+        raise ConfigError(
+            f"{engine}: {path} is in the {_UNSERVED} of the model, and the servers hold the experts of its thinker "
+            f"only: keep the experts of the {_UNSERVED} in the engine, or load the thinker alone"
+        )
+
+
+def refuse_collisions(engine: str, model: str, places: Mapping[str, Place]) -> None:
+    """Raises ConfigError if two modules, by their paths, have the same experts of the servers."""
+    paths: dict[Place, str] = {}
+    for path, place in places.items():
+        if place in paths:
+            raise ConfigError(
+                f"{engine}: layer {place.layer} has two modules of experts, {paths[place]} and {path}, and the servers "
+                f"hold one set of experts in a layer: {model} cannot be served"
+            )
+        paths[place] = path
 
 
 def checkpoint_folder(name: str | None, revision: str | None = None) -> str | None:
@@ -262,8 +345,7 @@ def _connect(settings: Settings, engine: str) -> Any:
     said = time.monotonic()
     client = None
     while True:
-        left = deadline - time.monotonic()
-        step = max(0.1, min(MESSAGE_INTERVAL, left))
+        left = max(0.1, deadline - time.monotonic())
         try:
             if client is None:
                 client = switchyard_moe.Client(
@@ -272,9 +354,10 @@ def _connect(settings: Settings, engine: str) -> Any:
                     model=settings.model,
                     device=settings.device,
                     wire_dtype=settings.wire_dtype,
-                    timeout=settings.timeout,
+                    # The client repeats what fails for this long, and says nothing meanwhile.
+                    timeout=min(settings.timeout, left),
                 )
-            client.wait_ready(timeout=step)
+            client.wait_ready(timeout=min(MESSAGE_INTERVAL, left))
             return client
         except (NotReady, NoReplicaError, ControlPlaneUnavailableError) as error:
             reason: Error = error

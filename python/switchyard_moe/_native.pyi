@@ -10,6 +10,7 @@ __all__ = [
     "Handle",
     "P2pEndpoint",
     "Report",
+    "ServerReport",
     "__version__",
     "p2p_compress",
     "p2p_compress_bound",
@@ -41,6 +42,7 @@ class Client:
         name: str | None = None,
         slot_bytes: int | None = None,
         slot_frames: int | None = None,
+        hedge_budget: float = 0.05,
     ) -> Self: ...
     @property
     def hidden(self) -> int:
@@ -78,6 +80,25 @@ class Client:
         :param timeout: longest time to wait, in seconds.
         :raises NotReady: at the timeout, or at once if all replicas of an expert refuse this client. The text names
             an expert and what is known about its replicas.
+        """
+    def warm_up(self, tokens: int, *, calls: int = 1, dtype: str = "f32", timeout: float = 30.0) -> None:
+        """Prepare for ``calls`` calls at a time with up to ``tokens`` tokens each.
+
+        The first real calls then find their connections, and allocate no memory in the client as long as no server
+        fails. The method waits as :meth:`wait_ready`, connects ``calls`` lanes with all servers, and grows their
+        buffers. Each lane then carries calls with all experts of the first layer, as many as a slot has frames, with
+        tokens of zeros. The metrics count these calls.
+
+        Call it on the thread that makes the calls, because the buffers for conversions belong to a thread.
+
+        :param tokens: most tokens of a later call.
+        :param calls: most later calls that are outstanding at a time, at most ``max_lanes``.
+        :param dtype: element type of later ``x``: ``f32``, ``bf16`` or ``f16``.
+        :param timeout: longest time in seconds until every expert has a live replica.
+
+        :raises ArgumentError: an argument is out of range.
+        :raises NotReady: at the timeout, or at once if all replicas of an expert refuse this client.
+        :raises ClosedError: the client is closed.
         """
     def replicas(self, layer: int, expert: int) -> list[str]:
         """Return the names of the servers that hold an expert. Empty if there is no such layer or expert."""
@@ -183,17 +204,50 @@ class Report:
     def frames(self) -> int:
         """Frames published."""
     @property
-    def servers(self) -> int:
-        """Servers contacted."""
+    def servers(self) -> list[ServerReport]:
+        """Servers contacted, in the order of their first frames."""
     @property
     def failovers(self) -> int:
         """Connections that failed with tokens unanswered."""
+    @property
+    def hedges(self) -> int:
+        """Frames sent to another replica because an answer was late."""
+
     @property
     def resends(self) -> int:
         """(token, expert) pairs resent."""
     @property
     def missing(self) -> int:
         """(token, expert) pairs left out for want of a live replica."""
+
+@final
+class ServerReport:
+    """The part of one server in a call. Times are in microseconds."""
+
+    @property
+    def name(self) -> str:
+        """Name of the server. A server that restarted during the call has two parts."""
+    @property
+    def frames(self) -> int:
+        """Frames published to it."""
+    @property
+    def pairs(self) -> int:
+        """(token, expert) pairs that it answered."""
+    @property
+    def resends(self) -> int:
+        """(token, expert) pairs that were resent, because it failed or refused."""
+    @property
+    def failovers(self) -> int:
+        """Connections to it that failed with tokens unanswered."""
+    @property
+    def wait_us(self) -> float:
+        """Longest time from publishing a frame until its answer was read. :meth:`Client.combine` reads answers."""
+    @property
+    def queue_us(self) -> float:
+        """Longest time that an answered frame waited in the server's queue."""
+    @property
+    def compute_us(self) -> float:
+        """Longest time that the server computed an answered frame."""
 
 _P2pIdentity = tuple[str, int, int | None, str | None, int]
 """IP address, port, GPU, its PCI address, and the engine's number."""

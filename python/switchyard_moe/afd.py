@@ -18,7 +18,7 @@ from typing import Any
 
 from afd_plugin.connectors.base import AFDConnectorBase, ConnectorExtraInfo
 
-from switchyard_moe import ArgumentError, ClosedError, ConfigError, NoReplicaError, NotReady
+from switchyard_moe import ArgumentError, ClosedError, ConfigError, Error
 from switchyard_moe import _engine as engine
 
 __all__ = ["NAME", "SwitchyardAFDConnector", "SwitchyardExtraInfo", "register"]
@@ -116,7 +116,9 @@ class SwitchyardAFDConnector(AFDConnectorBase):
         arguments = (metadata.layer_idx, hidden_states.contiguous(), ids.contiguous(), weights.contiguous())
         try:
             handle = client.dispatch(*arguments)
-        except (NoReplicaError, NotReady):
+        except engine.LASTING:
+            raise
+        except Error:
             handle = None
         self._calls[stage] = (arguments, handle)
 
@@ -129,10 +131,12 @@ class SwitchyardAFDConnector(AFDConnectorBase):
         if handle is not None:
             try:
                 return service.client().combine(handle, out=ref_tensor)
-            except (NoReplicaError, NotReady):
-                pass
+            except engine.LASTING:
+                raise
+            except Error as error:
+                engine.log.warning("afd-plugin: a call is repeated: %s", error)
         # Waits for a replica.
-        ref_tensor.copy_(service.experts(*arguments))
+        ref_tensor.copy_(service.experts(engine.Place(arguments[0]), *arguments[1:]))
         return ref_tensor
 
     def recv_attn_output(self, ubatch_idx: int = 0, **_: Any) -> Any:

@@ -86,6 +86,12 @@ class LocalCluster:
             replicas = min(2, servers)
         if not 1 <= replicas <= servers:
             raise ConfigError(f"replicas is {replicas}, expected 1 to {servers}, the number of servers")
+        if lease_ttl < 0.1:
+            raise ConfigError(f"lease_ttl is {lease_ttl} s, expected at least 0.1 s")
+        if threads < 0:
+            raise ConfigError(f"threads is {threads}, expected 0 for one per CPU, or more")
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout} s, expected more than 0")
         self.model = os.fspath(model)
         self.names = [f"server-{idx}" for idx in range(servers)]
         self.token = secrets.token_hex(16)
@@ -123,18 +129,25 @@ class LocalCluster:
     ) -> Client:
         """Return a client that is connected with a live replica of every expert.
 
+        Only processes that run count: a server that was killed before this call does not.
+
         :param ready_timeout: longest time in seconds until it is. Default: the cluster's ``timeout``.
         :param model: as for :class:`Client`. Default: the cluster's model.
         :param settings: more arguments of :class:`Client`.
         """
         self._check_open()
         client = Client(self.url, token=self.token, model=self.model if model is None else model, **settings)
+        deadline = time.monotonic() + (self._timeout if ready_timeout is None else ready_timeout)
         try:
-            client.wait_ready(self._timeout if ready_timeout is None else ready_timeout)
+            while True:
+                before = self._processes.pids()
+                client.wait_ready(max(deadline - time.monotonic(), 0.0))
+                # A server may have ended since the client looked at it.
+                if self._processes.pids() == before:
+                    return client
         except BaseException:
             client.close()
             raise
-        return client
 
     @property
     def running(self) -> list[str]:
@@ -150,7 +163,11 @@ class LocalCluster:
         return self._processes.output(name)
 
     def kill(self, name: str) -> None:
-        """Kill a server with SIGKILL and wait for its end. Its calls go on at replicas."""
+        """Kill a server with SIGKILL and wait for its end. Its calls go on at replicas.
+
+        :meth:`Client.wait_ready` of a client of this host does not count the server from here on. The control plane
+        names it as a replica until its lease ends, ``lease_ttl`` at most.
+        """
         self._check_name(name)
         self._process(name).kill(self._timeout)
 
@@ -403,6 +420,10 @@ class _Processes:
     def is_running(self, name: str) -> bool:
         process = self._by_name.get(name)
         return process is not None and process.is_running()
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of what runs, by name."""
+        return {name: process.pid for name, process in self._by_name.items() if process.is_running()}
 
     def get(self, name: str) -> _Process:
         process = self._by_name.get(name)

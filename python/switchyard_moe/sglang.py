@@ -29,7 +29,7 @@ SUPPORTED = (("0.5.23", "0.5.24"),)
 _TARGET = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 _VARIABLE = "SGLANG_PLUGINS"
 _service: engine.Service | None = None
-_layers: dict[int, str] = {}
+_places: dict[str, engine.Place] = {}
 
 
 def register() -> None:
@@ -95,13 +95,13 @@ def _method(arguments: dict[str, Any]) -> Any:
         def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
             _check_parallel(layer)
             service = _connect()
-            path = layer.layer_name or f"layers.{layer.layer_id}"
-            if _layers.setdefault(layer.layer_id, path) != path:
-                raise ConfigError(
-                    f"layer {layer.layer_id} has two modules of experts, {_layers[layer.layer_id]} and {path}, and the "
-                    "service addresses experts by layer only: this model cannot be served"
-                )
-            service.check_layer(layer.layer_id, path, hidden=layer.hidden_size, num_experts=layer.num_experts)
+            path = layer.layer_name or f"layers.{layer.layer_id}.experts"
+            place = service.place(path, hidden=layer.hidden_size, num_experts=layer.num_experts)
+            if place.layer != layer.layer_id:
+                raise ConfigError(f"{path} has the layer id {layer.layer_id}, expected the number in its name")
+            _places[path] = place
+            engine.refuse_collisions("SGLang", "this model", _places)
+            self.place = place
 
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
             pass
@@ -117,11 +117,11 @@ def _method(arguments: dict[str, Any]) -> Any:
             rank, size, rows = layer.moe_tp_rank, layer.moe_tp_size, x.shape[0]
             service = _connect()
             if size == 1:
-                return StandardCombineInput(service.experts(layer.layer_id, x, topk.topk_ids, weights))
+                return StandardCombineInput(service.experts(self.place, x, topk.topk_ids, weights))
             # Every rank has all tokens, and SGLang adds up the outputs of all ranks.
             first, end = rows * rank // size, rows * (rank + 1) // size
             out = torch.zeros_like(x)
-            out[first:end] = service.experts(layer.layer_id, x[first:end], topk.topk_ids[first:end], weights[first:end])
+            out[first:end] = service.experts(self.place, x[first:end], topk.topk_ids[first:end], weights[first:end])
             return StandardCombineInput(out)
 
     return SwitchyardMethod()

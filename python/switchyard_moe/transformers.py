@@ -84,7 +84,7 @@ class _Binding:
 
     def __init__(self) -> None:
         self.path = ""
-        self.layer = -1
+        self.place: engine.Place | None = None
         self.service: engine.Service | None = None
 
     def connect(self, module: torch.nn.Module, folder: str | None) -> engine.Service:
@@ -94,8 +94,7 @@ class _Binding:
         with _lock:
             service = _services.setdefault(settings, engine.Service(settings, _NAME))
         service.connect()
-        service.check_layer(
-            self.layer,
+        self.place = service.place(
             self.path,
             hidden=_number(module, "hidden_dim", "hidden_size"),
             num_experts=_number(module, "num_experts"),
@@ -109,7 +108,7 @@ def _experts(
 ) -> torch.Tensor:
     """Implementation for `ExpertsInterface`: ``[tokens, hidden]``, ``[tokens, k]``, ``[tokens, k]``."""
     binding: _Binding | None = module.__dict__.get("_switchyard")
-    if binding is None or binding.layer < 0:
+    if binding is None or not binding.path:
         raise ConfigError(
             f"{type(module).__name__} was built without experts_implementation={IMPLEMENTATION!r}: "
             "pass it to from_pretrained, since a loaded model keeps its weights"
@@ -118,7 +117,8 @@ def _experts(
         engine.refuse_gpu(_NAME, str(hidden_states.device))
     service = binding.service or binding.connect(module, None)
     engine.refuse_gradients(_NAME, hidden_states)
-    out: torch.Tensor = service.experts(binding.layer, hidden_states.detach(), topk_idx, topk_weights.detach())
+    assert binding.place is not None
+    out: torch.Tensor = service.experts(binding.place, hidden_states.detach(), topk_idx, topk_weights.detach())
     return out
 
 
@@ -158,36 +158,38 @@ def _strip(parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
 
 
 def _adopt(parent: transformers.PreTrainedModel, name: str, module: torch.nn.Module) -> None:
-    layers: dict[int, str] = {}
     found: list[tuple[_Binding, torch.nn.Module]] = []
+    places: dict[str, engine.Place] = {}
     for path, child in module.named_modules(prefix=name):
         binding: _Binding | None = child.__dict__.get("_switchyard")
         if binding is None:
             _refuse_local(path, child)
             continue
-        layer = engine.layer_number(path)
-        if layer in layers:
-            raise ConfigError(
-                f"layer {layer} has two experts modules, {layers[layer]} and {path}, and the service addresses experts "
-                f"by layer only: {type(parent).__name__} cannot be served"
-            )
-        layers[layer] = path
-        binding.path, binding.layer = path, layer
+        engine.refuse_unserved(_NAME, path, type(child).__name__)
+        # Tells two modules of a layer apart. The real number of the first expert is known once there is a client.
+        places[path] = engine.Place(engine.layer_number(path), engine.part_of_layer(path) or 0)
+        binding.path = path
         found.append((binding, child))
     if not found:
         return
+    engine.refuse_collisions(_NAME, type(parent).__name__, places)
     ignored = parent._keys_to_ignore_on_load_unexpected
     parent._keys_to_ignore_on_load_unexpected = {*(ignored or ()), r"(^|\.)experts\."}
     config = parent.config
     folder = engine.checkpoint_folder(getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None))
-    if folder is not None:
+    if folder is not None or _given.get("model") or os.environ.get("SWITCHYARD_MODEL"):
         for binding, child in found:
             if binding.service is None:
                 binding.connect(child, folder)
 
 
 def _refuse_local(path: str, module: torch.nn.Module) -> None:
-    """Raises ConfigError if ``module`` holds routed experts that the library offers no hook for."""
+    """Raises ConfigError if ``module`` keeps routed experts that servers could hold, or has no hook for them."""
+    if _is_experts(module) and not engine.is_unserved(path, type(module).__name__):
+        raise ConfigError(
+            f"{path} ({type(module).__name__}) would keep its experts in this process: name {IMPLEMENTATION!r} in "
+            "experts_implementation for this part of the model, too"
+        )
     if path.rsplit(".", 1)[-1] == "experts" and not _is_experts(module) and any(True for _ in module.parameters()):
         raise ConfigError(
             f"{path} ({type(module).__name__}) computes its experts without transformers' ExpertsInterface, "

@@ -160,11 +160,14 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
         ({"transports": "pigeon"}, "pigeon"),
         ({"max_lanes": 0}, "max_lanes"),
         ({"max_lanes": 5000}, "max_lanes"),
+        ({"max_lanes": -1}, "max_lanes is -1"),
         ({"timeout": -1}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"deadline": 0}, "deadline"),
         ({"on_missing": "ignore"}, "ignore"),
         ({"slot_bytes": 5}, "slot"),
+        ({"slot_bytes": -5}, "slot_bytes is -5"),
+        ({"slot_frames": -1}, "slot_frames is -1"),
         ({"model": "/nowhere"}, "/nowhere"),
     ]
     for settings, word in wrong:
@@ -184,6 +187,12 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
 def test_a_control_plane_that_is_not_there_is_named() -> None:
     with pytest.raises(switchyard_moe.ControlPlaneUnavailableError, match=r"127\.0\.0\.1:1"):
         switchyard_moe.Client("http://127.0.0.1:1", timeout=0.3)
+
+
+def test_one_of_several_control_planes_is_enough(cluster: switchyard_moe.LocalCluster) -> None:
+    gone = "http://127.0.0.1:1"
+    for urls in ([gone, cluster.url], f"{gone},{cluster.url}"):
+        switchyard_moe.Client(urls, token=cluster.token).close()
 
 
 def test_a_wrong_token_is_refused_at_once(cluster: switchyard_moe.LocalCluster) -> None:

@@ -114,6 +114,36 @@ def test_an_expert_without_a_replica_ends_the_call(inputs: Inputs) -> None:
             cluster.client(ready_timeout=0.2)
 
 
+def test_readiness_knows_of_a_kill_at_once() -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2, replicas=1) as cluster, cluster.client() as client:
+        for name in cluster.names * 2:
+            cluster.kill(name)
+            # The client's own threads may not have run since, and the control plane still names the server.
+            with pytest.raises(switchyard_moe.NotReady, match=name):
+                client.wait_ready(0)
+            with pytest.raises(switchyard_moe.NotReady, match=name):
+                cluster.client(ready_timeout=0.1)
+            cluster.restart(name)
+            client.wait_ready(30)
+            cluster.client().close()
+
+
+def test_a_report_names_the_server_that_failed(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        cluster.freeze("server-0")
+        call = inputs.call(40, masked=0)
+        arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+        report = switchyard_moe.Report()
+        assert_close(client.forward(*arguments, report=report), experts.forward(*arguments))
+        parts = {server.name: server for server in report.servers}
+        assert sorted(parts) == cluster.names
+        assert parts["server-0"].failovers == report.failovers == 1
+        assert parts["server-0"].resends == report.resends > 0
+        assert (parts["server-0"].pairs, parts["server-1"].pairs) == (0, call.topk_idx.size)
+        assert parts["server-1"].failovers == 0
+        cluster.thaw("server-0")
+
+
 def test_a_drained_server_ends_well(experts: Experts, inputs: Inputs) -> None:
     with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
         cluster.drain("server-0")
@@ -161,6 +191,12 @@ def test_a_failed_start_quotes_the_reason(tmp_path: Path) -> None:
         switchyard_moe.LocalCluster(TINY, binary="/nowhere")
     with pytest.raises(switchyard_moe.ConfigError, match="replicas is 3"):
         switchyard_moe.LocalCluster(TINY, servers=2, replicas=3)
+    with pytest.raises(switchyard_moe.ConfigError, match="lease_ttl is -1"):
+        switchyard_moe.LocalCluster(TINY, lease_ttl=-1)
+    with pytest.raises(switchyard_moe.ConfigError, match="threads is -1"):
+        switchyard_moe.LocalCluster(TINY, threads=-1)
+    with pytest.raises(switchyard_moe.ConfigError, match="timeout is 0"):
+        switchyard_moe.LocalCluster(TINY, timeout=0)
     with pytest.raises(switchyard_moe.ConfigError, match="servers is 0"):
         switchyard_moe.LocalCluster(TINY, servers=0)
 

@@ -91,26 +91,104 @@ def test_a_layer_that_the_servers_do_not_have(cluster: switchyard_moe.LocalClust
     service = engine.Service(engine.Settings(cluster.url, cluster.token), "test")
     client = service.connect()
     try:
-        service.check_layer(0, "layers.0.experts", hidden=client.hidden, num_experts=client.num_experts)
+        found = service.place("layers.0.experts", hidden=client.hidden, num_experts=client.num_experts)
+        assert found == engine.Place(0, 0)
         for layer, hidden, experts, text in (
-            (99, None, None, "layers.0.experts is MoE layer 99, but the servers have"),
+            (99, None, None, "layers.99.experts is MoE layer 99, but the servers have"),
             (0, client.hidden + 1, None, "has a hidden size of"),
             (0, None, client.num_experts + 1, "has a number of experts of"),
         ):
             with pytest.raises(switchyard_moe.ModelMismatchError, match=text):
-                service.check_layer(layer, "layers.0.experts", hidden=hidden, num_experts=experts)
+                service.place(f"layers.{layer}.experts", hidden=hidden, num_experts=experts)
     finally:
         client.close()
 
 
+def test_two_modules_share_the_experts_of_a_layer(cluster: switchyard_moe.LocalCluster) -> None:
+    service = engine.Service(engine.Settings(cluster.url, cluster.token), "test")
+    client = service.connect()
+    try:
+        few = client.num_experts // 4
+        for text, vision in (
+            ("layers.1.mlp.text_moe.experts", "layers.1.mlp.vision_moe.experts"),
+            ("layers.1.mlp.text_experts", "layers.1.mlp.vision_experts.routed_experts"),
+        ):
+            places = {
+                path: service.place(path, hidden=client.hidden, num_experts=count)
+                for path, count in ((text, client.num_experts - few), (vision, few))
+            }
+            assert list(places.values()) == [engine.Place(1, 0), engine.Place(1, client.num_experts - few)]
+            engine.refuse_collisions("test", "model", places)
+            with pytest.raises(switchyard_moe.ModelMismatchError, match=r"expected those of both: .* cannot be served"):
+                service.place(vision, hidden=client.hidden, num_experts=client.num_experts)
+    finally:
+        client.close()
+
+
+def test_modules_that_the_servers_cannot_tell_apart() -> None:
+    places = {"encoder.layers.2.experts": engine.Place(2), "decoder.layers.2.experts": engine.Place(2)}
+    with pytest.raises(
+        switchyard_moe.ConfigError, match=r"layer 2 has two modules of experts, encoder\.layers.* and decoder\.layers"
+    ):
+        engine.refuse_collisions("test", "model", places)
+    for path, kind in (("talker.model.layers.0.experts", "Experts"), ("layers.0.experts", "OmniTalkerExperts")):
+        with pytest.raises(switchyard_moe.ConfigError, match="experts of its thinker only"):
+            engine.refuse_unserved("test", path, kind)
+    engine.refuse_unserved("test", "thinker.model.layers.0.experts", "OmniThinkerExperts")
+
+
+def test_a_wait_says_why_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    # With the usual time for one attempt.
+    settings = engine.Settings("http://127.0.0.1:9", ready_timeout=engine.MESSAGE_INTERVAL + 1.0)
+    with pytest.raises(switchyard_moe.NotReady):
+        engine.Service(settings, "test").connect()
+    said = [record.getMessage() for record in caplog.records if "waits for the expert service" in record.getMessage()]
+    assert said and "127.0.0.1:9" in said[0]
+
+
+class Rows:
+    shape = (1, 4)
+    is_cuda = False
+
+    def contiguous(self) -> Rows:
+        return self
+
+
+@pytest.mark.parametrize("kind", [switchyard_moe.BusyError, switchyard_moe.PeerError, switchyard_moe.Error])
+def test_a_call_is_repeated(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        calls = 0
+
+        def forward(self, layer: int, *_: Any) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                raise kind("it may pass")
+            return layer
+
+    client = Client()
+    service = engine.Service(engine.Settings(URL), "test")
+    monkeypatch.setattr(service, "client", lambda: client)
+    assert service.experts(engine.Place(3), Rows(), Rows(), Rows()) == 3
+
+
+@pytest.mark.parametrize("kind", engine.LASTING)
+def test_a_call_that_would_fail_again_is_not_repeated(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        calls = 0
+
+        def forward(self, *_: Any) -> None:
+            self.calls += 1
+            raise kind("it will not pass")
+
+    client = Client()
+    service = engine.Service(engine.Settings(URL), "test")
+    monkeypatch.setattr(service, "client", lambda: client)
+    with pytest.raises(kind):
+        service.experts(engine.Place(0), Rows(), Rows(), Rows())
+    assert client.calls == 1
+
+
 def test_a_call_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rows:
-        shape = (1, 4)
-        is_cuda = False
-
-        def contiguous(self) -> Rows:
-            return self
-
     class Client:
         calls = 0
 
@@ -123,9 +201,9 @@ def test_a_call_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client()
     service = engine.Service(engine.Settings(URL, outage_timeout=30.0), "test")
     monkeypatch.setattr(service, "client", lambda: client)
-    assert service.experts(0, Rows(), Rows(), Rows()) == "rows"
+    assert service.experts(engine.Place(0), Rows(), Rows(), Rows()) == "rows"
     client.calls = -(10**9)
     brief = engine.Service(engine.Settings(URL, outage_timeout=0.2), "test")
     monkeypatch.setattr(brief, "client", lambda: client)
     with pytest.raises(switchyard_moe.NoReplicaError):
-        brief.experts(0, Rows(), Rows(), Rows())
+        brief.experts(engine.Place(0), Rows(), Rows(), Rows())

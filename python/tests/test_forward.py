@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from reference import Experts
@@ -87,7 +89,7 @@ def test_sizes_are_the_models(client: switchyard_moe.Client, experts: Experts) -
     assert client.architecture == "qwen3_moe"
     assert client.epoch > 0
     assert sorted(client.replicas(0, 0)) == ["server-0", "server-1"]
-    assert client.replicas(99, 0) == []
+    assert client.replicas(99, 0) == client.replicas(-1, 0) == client.replicas(0, -1) == []
 
 
 def test_a_client_without_a_checkpoint_takes_the_model_of_the_servers(
@@ -107,15 +109,80 @@ def test_reports_tell_times_and_counts(client: switchyard_moe.Client, inputs: In
     client.forward(call.layer, call.x, call.topk_idx, call.topk_weights, report=report)
     assert report.total_us > 0
     assert report.total_us == pytest.approx(report.dispatch_us + report.wait_us + report.combine_us)
-    assert report.servers in (1, 2)
+    names = [server.name for server in report.servers]
+    assert set(names) <= {"server-0", "server-1"}
+    assert len(set(names)) == len(names) >= 1
+    assert sum(server.frames for server in report.servers) == report.frames
+    assert sum(server.pairs for server in report.servers) == call.topk_idx.size
+    for server in report.servers:
+        assert (server.failovers, server.resends) == (0, 0)
+        assert server.queue_us <= report.server_queue_us
+        assert 0 < server.compute_us <= report.server_compute_us
+        assert server.wait_us >= server.compute_us
+        assert server.name in repr(report)
+        assert server.name in repr(server)
     assert (report.resends, report.failovers, report.missing, report.stall_us) == (0, 0, 0, 0)
     last = client.last_report
     assert last is not None
     assert repr(last) == repr(report)
 
 
+def metric(client: switchyard_moe.Client, name: str) -> float:
+    lines = [line for line in client.metrics_text().splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_a_warm_up_connects_all_lanes_with_all_servers(
+    client: switchyard_moe.Client, experts: Experts, inputs: Inputs, dtype: str
+) -> None:
+    client.warm_up(64, calls=3, dtype=dtype)
+    assert metric(client, "switchyard_client_lanes ") == 3
+    assert metric(client, "switchyard_client_links") == 3 * 2
+    assert metric(client, "switchyard_client_lanes_busy") == 0
+    report = client.last_report
+    assert report is None, "calls of the warm-up are not the caller's"
+    before = metric(client, "switchyard_client_requests_total")
+    assert before >= 3
+    calls = [inputs.call(64) for _ in range(3)]
+    kind = np.float32 if dtype == "f32" else np.float16
+    handles = [client.dispatch(c.layer, c.x.astype(kind), c.topk_idx, c.topk_weights) for c in calls]
+    for call, handle in zip(calls, handles, strict=True):
+        expected = experts.forward(call.layer, call.x.astype(kind).astype(np.float32), call.topk_idx, call.topk_weights)
+        assert_close(client.combine(handle).astype(np.float32), expected, 2e-5 if dtype == "f32" else 1e-3)
+    # No call of these needed a lane or a link that was not there.
+    assert metric(client, "switchyard_client_lanes ") == 3
+    assert metric(client, "switchyard_client_links") == 3 * 2
+    assert metric(client, "switchyard_client_requests_total") == before + 3
+
+
+def test_a_warm_up_of_wrong_size_is_refused(client: switchyard_moe.Client) -> None:
+    wrong: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
+        ((-1,), {}, "tokens is -1"),
+        ((1 << 40,), {}, "tokens is 1099511627776"),
+        ((1,), {"calls": 0}, "0 calls at a time, expected 1 to 16"),
+        ((1,), {"calls": 17}, "17 calls at a time, expected 1 to 16"),
+        ((1,), {"calls": -1}, "calls is -1"),
+        ((1,), {"dtype": "fp8"}, "fp8"),
+    ]
+    for arguments, settings, text in wrong:
+        with pytest.raises(switchyard_moe.ArgumentError, match=text):
+            client.warm_up(*arguments, **settings)
+    with pytest.raises(switchyard_moe.ConfigError, match="timeout"):
+        client.warm_up(1, timeout=-1)
+    client.close()
+    with pytest.raises(switchyard_moe.ClosedError):
+        client.warm_up(1)
+
+
 def test_every_member_has_a_docstring() -> None:
-    for kind in (switchyard_moe.Client, switchyard_moe.Handle, switchyard_moe.Report, switchyard_moe.LocalCluster):
+    for kind in (
+        switchyard_moe.Client,
+        switchyard_moe.Handle,
+        switchyard_moe.Report,
+        switchyard_moe.ServerReport,
+        switchyard_moe.LocalCluster,
+    ):
         assert kind.__doc__
         for name in dir(kind):
             if not name.startswith("_"):

@@ -4,6 +4,7 @@ mod artifacts;
 mod cuda;
 mod fault;
 mod features;
+mod names;
 mod output;
 mod parallel;
 mod process;
@@ -82,6 +83,11 @@ enum Command {
         #[arg(long)]
         dev: bool,
     },
+    /// Asks PyPI and crates.io whether the names of the distribution and of the crates are free.
+    Names {
+        /// Names to ask for. Default: the distribution, and each crate that is not for development only.
+        names: Vec<String>,
+    },
     /// Installs the CUDA compiler from pinned packages and prints where it is.
     CudaToolkit,
     /// Builds the GPU tests and benchmarks into `target/gpu-bundle`, to be run on a host with a driver.
@@ -123,6 +129,7 @@ fn main() -> ExitCode {
         Command::Prose { .. } => single(|| prose::run(prose::Mode::Set)),
         Command::Fmt => single(steps::fmt::apply),
         Command::Wheel { dev } => single(|| python::wheel(dev)),
+        Command::Names { names } => single(|| names::check(&names)),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
         Command::Test { all, only, skip, fail_fast } => {

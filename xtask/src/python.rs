@@ -9,8 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::process::{Outcome, cargo, run, target_dir};
 use crate::{features, tools};
 
-/// Builds the wheel and the sdist for release into `target/wheels`, or with `dev` a wheel of what the steps of `test`
-/// build.
+/// Builds the sdist and a manylinux wheel into `target/wheels`, or with `dev` a wheel of what the steps of `test` build.
 pub fn wheel(dev: bool) -> Result<Outcome> {
     if dev {
         let built = match pack()? {
@@ -20,24 +19,18 @@ pub fn wheel(dev: bool) -> Result<Outcome> {
         println!("{}", built.display());
         return Ok(Outcome::Passed);
     }
-    let tools = match environment("maturin", Path::new("python/build_backend/requirements.txt"))? {
+    let tools = match environment("wheel", Path::new("python/build_backend/requirements.txt"))? {
         Ok(tools) => tools,
         Err(reason) => return Ok(Outcome::Failed(reason)),
     };
     let folder = absolute(&wheels())?;
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make {}", folder.display()))?;
     let search = std::env::var_os("PATH").unwrap_or_default();
     let search = std::env::join_paths(
         std::iter::once(tools.join("bin")).chain(std::env::split_paths(&search)),
     )?;
-    let build = "import sys, switchyard_build as build; print(build.build_sdist(sys.argv[1])); \
-                 print(build.build_wheel(sys.argv[1]))";
     run(Command::new(tools.join("bin/python"))
-        .args(["-c", build])
+        .args(["python/build_backend/switchyard_build.py", "release", "--out"])
         .arg(&folder)
-        .current_dir("python")
-        .env("PYTHONPATH", "build_backend")
         .env("PATH", search))
 }
 
@@ -158,7 +151,7 @@ fn install(tools: &Path, wheel: &Path) -> Result<PathBuf> {
 
 /// Folder of a virtual environment in the user's cache with the packages that a file pins by hash, made on first use.
 /// The inner error is the reason why there is none.
-fn environment(name: &str, requirements: &Path) -> Result<Result<PathBuf, String>> {
+pub(crate) fn environment(name: &str, requirements: &Path) -> Result<Result<PathBuf, String>> {
     let pins = std::fs::read_to_string(requirements)
         .with_context(|| format!("cannot read {}", requirements.display()))?;
     let mut hasher = DefaultHasher::new();

@@ -59,7 +59,7 @@ impl Step {
 }
 
 /// All steps, in their order: cheap ones first.
-pub const ALL: [Step; 18] = [
+pub const ALL: [Step; 20] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
     Step::new(
@@ -70,6 +70,7 @@ pub const ALL: [Step; 18] = [
     Step::new("prose", "plain English in comments and Markdown: counts and ceilings", prose::check),
     Step::new("clippy", "lints, warnings as errors", clippy),
     Step::new("deny", "licences, sources and bans of dependencies", deny),
+    Step::new("etcd", "the etcd that tests of the control plane start", tools::install_etcd),
     Step::by_form(
         "unit",
         "unit, conformance, end-to-end and fault tests",
@@ -113,6 +114,11 @@ pub const ALL: [Step; 18] = [
         rxe::check,
     ),
     Step::new("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
+    Step::new(
+        "helm",
+        "the Helm chart: lint, rendered objects against the schemas of Kubernetes",
+        helm,
+    ),
     Step::new("demo", "the demo, verified against the reference", demo),
     Step::new(
         "python",
@@ -257,6 +263,16 @@ fn deploy() -> Result<Outcome> {
         }
     }
     verify_units()
+}
+
+/// Helm itself comes as a library of a Python package: its binary is in no registry of Rust, Python or Debian.
+fn helm() -> Result<Outcome> {
+    let folder = Path::new("deploy/helm");
+    let environment = match python::environment("helm", &folder.join("requirements.txt"))? {
+        Ok(environment) => environment,
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
+    };
+    run(Command::new(environment.join("bin/python")).arg(folder.join("check.py")))
 }
 
 /// Checks the units with systemd. It also looks for the binary, which is not installed here.

@@ -57,6 +57,50 @@ pub fn install_packages() -> Result<Outcome> {
     run(apt().args(["install", "-y", "-qq", "--no-install-recommends"]).args(&missing))
 }
 
+/// Downloads etcd into the user's cache unless it is on the search path. Needs no root, and starts no service as the
+/// package's own installation would.
+pub fn install_etcd() -> Result<Outcome> {
+    let folder = cache_dir().join("tools").join("etcd");
+    if std::env::var_os("SWITCHYARD_ETCD").is_some()
+        || (on_path("etcd") && on_path("etcdctl"))
+        || folder.join("usr/bin/etcdctl").exists()
+    {
+        return Ok(Outcome::Passed);
+    }
+    if !on_path("apt-get") || !on_path("dpkg-deb") {
+        let reason = "etcd is missing: install etcd 3.4 or later, with etcdctl, or set SWITCHYARD_ETCD to its program";
+        return Ok(Outcome::Failed(reason.to_owned()));
+    }
+    println!("downloading etcd into {} (once, 13 MB)", folder.display());
+    let download = folder.join("download");
+    std::fs::create_dir_all(&download)
+        .with_context(|| format!("cannot make {}", download.display()))?;
+    let fetch = || {
+        let mut command = apt();
+        command.args(["download", "-qq", "etcd-server", "etcd-client"]).current_dir(&download);
+        command.status().context("cannot start apt-get")
+    };
+    // A machine without a package list needs one first, which only root can fetch.
+    if !fetch()?.success() {
+        apt().args(["update", "-qq"]).status().context("cannot start apt-get")?;
+        let status = fetch()?;
+        if !status.success() {
+            let reason = format!("apt-get download of etcd-server and etcd-client: {status}");
+            return Ok(Outcome::Failed(reason));
+        }
+    }
+    for entry in std::fs::read_dir(&download).context("cannot list the download")? {
+        let package = entry.context("cannot list the download")?.path();
+        let unpack = run(Command::new("dpkg-deb").arg("-x").arg(&package).arg(&folder))?;
+        if !matches!(unpack, Outcome::Passed) {
+            return Ok(unpack);
+        }
+    }
+    std::fs::remove_dir_all(&download)
+        .with_context(|| format!("cannot remove {}", download.display()))?;
+    Ok(Outcome::Passed)
+}
+
 /// Path of a cargo tool, installed into the user's cache on first use. The inner error is the
 /// reason why there is none.
 pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> {

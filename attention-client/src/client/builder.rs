@@ -56,6 +56,16 @@ impl MoeClientBuilder {
         self
     }
 
+    /// Most hedges per frame, 0 to 1. Default 0.05.
+    ///
+    /// A frame whose answer is late is sent to other replicas of its experts too, and the answer that is complete
+    /// first counts. A frame is late after twice the 95th percentile of frames of its size.
+    /// Slow servers also get less. 0 turns both off: the choice of replicas then depends on no time.
+    pub fn hedge_budget(mut self, budget: f64) -> Self {
+        self.fleet.settings.hedge_budget = budget;
+        self
+    }
+
     /// Starts the client and returns at once. Connections are made in the background: see
     /// [`MoeClient::wait_ready`].
     ///

@@ -1,16 +1,18 @@
 //! The state of one call: its pairs and frames, and what failed and must be resent.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use protocol::ErrorCode;
+use protocol::{ErrorCode, ServerTimes};
 
+use super::hedge::{Hedge, HedgeRole};
 use super::plan::{Pair, Plan, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
 use crate::error::ClientError;
-use crate::fleet::link::Server;
-use crate::timing::LayerTiming;
+use crate::fleet::link::{OpenFrame, Server};
+use crate::timing::{LayerTiming, ServerTiming, elapsed_ns};
 
 /// State of a lane's current call. Buffers are kept from call to call.
 #[derive(Debug, Default)]
@@ -33,9 +35,11 @@ pub(crate) struct Call {
     /// By [`Server::idx`].
     pub backoff: Vec<Backoff>,
     pub batch: Vec<Pair>,
-    pub contacted: Vec<u64>,
+    /// Servers that frames were planned for, in that order.
+    pub servers: Vec<ServerPart>,
     /// Index of the first frame that is not summed yet.
     pub next_sum: usize,
+    /// Pairs that were added to the sum.
     pub pairs_answered: u64,
     /// Start of the current wait for a replica. An answer to any frame ends it.
     pub orphans_since: Option<Instant>,
@@ -46,16 +50,33 @@ pub(crate) struct Call {
     pub rounds: u32,
     pub bad_frames: u32,
     pub fatal: Option<ClientError>,
-    pub watched_at: Option<Instant>,
+    pub hedges: Vec<Hedge>,
+    /// True if an event since the last look may have decided a hedge.
+    pub has_unsettled_hedge: bool,
+    /// No hedge is tried before: the last one was not possible.
+    pub no_hedge_before: Option<Instant>,
+    /// Frames that are late, while they are looked at.
+    pub late: Vec<u32>,
 }
 
 /// One frame of a call.
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub plan: PlannedFrame,
+    /// Index in [`Call::servers`].
+    pub server: u32,
     pub epoch: u64,
     pub sequence: u64,
     pub state: FrameState,
+    pub hedge: HedgeRole,
+}
+
+/// The part of a server in a call.
+#[derive(Debug)]
+pub(crate) struct ServerPart {
+    /// [`Server::uid`].
+    pub uid: u64,
+    pub timing: ServerTiming,
 }
 
 #[derive(Debug)]
@@ -91,7 +112,7 @@ impl Call {
         self.retry.clear();
         self.missing.clear();
         self.backoff.clear();
-        self.contacted.clear();
+        self.servers.clear();
         self.next_sum = 0;
         self.pairs_answered = 0;
         self.orphans_since = None;
@@ -100,13 +121,66 @@ impl Call {
         self.rounds = 0;
         self.bad_frames = 0;
         self.fatal = None;
-        self.watched_at = None;
+        self.hedges.clear();
+        self.no_hedge_before = None;
+        self.has_unsettled_hedge = false;
+    }
+
+    /// Grows the buffers for calls of these sizes.
+    pub fn reserve(&mut self, num_pairs: usize, num_frames: usize, num_servers: usize) {
+        for pairs in [&mut self.pairs, &mut self.batch] {
+            pairs.reserve(num_pairs.saturating_sub(pairs.len()));
+        }
+        self.frames.reserve(num_frames.saturating_sub(self.frames.len()));
+        self.servers.reserve(num_servers.saturating_sub(self.servers.len()));
+    }
+
+    /// Index in [`servers`](Self::servers) of `server`, which is added if need be.
+    pub fn part_of(&mut self, server: &Server) -> u32 {
+        let found = self.servers.iter().position(|part| part.uid == server.uid);
+        let index = found.unwrap_or_else(|| {
+            let timing = ServerTiming::new(Arc::clone(&server.shared_name));
+            self.servers.push(ServerPart { uid: server.uid, timing });
+            self.timing.num_servers += 1;
+            self.servers.len() - 1
+        });
+        index as u32
+    }
+
+    /// The timing of the server that a frame was planned for.
+    pub fn server_of(&mut self, frame: u32) -> &mut ServerTiming {
+        &mut self.servers[self.frames[frame as usize].server as usize].timing
+    }
+
+    /// Counts a published frame.
+    pub fn frame_sent(&mut self, frame: u32) {
+        self.frames[frame as usize].state = FrameState::Sent;
+        self.timing.num_frames += 1;
+        self.server_of(frame).num_frames += 1;
+    }
+
+    /// Counts the times of an answered frame.
+    pub fn note_times(&mut self, open: &OpenFrame, times: ServerTimes) {
+        let (queue_ns, compute_ns) = (u64::from(times.queue_ns), u64::from(times.compute_ns));
+        self.timing.server_queue_ns = self.timing.server_queue_ns.max(queue_ns);
+        self.timing.server_compute_ns = self.timing.server_compute_ns.max(compute_ns);
+        let server = self.server_of(open.frame);
+        server.queue_ns = server.queue_ns.max(queue_ns);
+        server.compute_ns = server.compute_ns.max(compute_ns);
+        server.wait_ns = server.wait_ns.max(elapsed_ns(open.published_at));
     }
 
     /// Resends a frame that was published to a failed server.
     pub fn frame_failed(&mut self, frame: u32, server: &Server) {
-        self.timing.resent_pairs += u64::from(self.frames[frame as usize].plan.num_entries);
-        self.frame_to_retry(frame, server);
+        if self.frame_to_retry(frame, server) {
+            self.count_resent(frame);
+        }
+    }
+
+    fn count_resent(&mut self, frame: u32) {
+        let num_pairs = u64::from(self.frames[frame as usize].plan.num_entries);
+        self.timing.resent_pairs += num_pairs;
+        self.server_of(frame).resent_pairs += num_pairs;
     }
 
     /// Resends a frame that was not published, or takes back one of an abandoned call.
@@ -114,31 +188,35 @@ impl Call {
         self.frame_to_retry(frame, server);
     }
 
-    fn frame_to_retry(&mut self, frame: u32, server: &Server) {
-        let frame = &mut self.frames[frame as usize];
+    /// Returns false if nothing must be resent: another frame asks for the same pairs.
+    fn frame_to_retry(&mut self, frame_no: u32, server: &Server) -> bool {
+        let frame = &mut self.frames[frame_no as usize];
         frame.state = FrameState::Done;
         release_load(server, frame.plan.num_entries);
-        let first = frame.plan.first_token as usize;
-        for token in &self.plan.tokens[first..first + frame.plan.num_tokens as usize] {
-            let begin = token.entry_begin as usize;
-            for entry in &self.plan.entries[begin..begin + token.entry_count as usize] {
-                self.retry.push(Pair {
-                    token: token.token,
-                    expert: entry.expert,
-                    weight: entry.weight,
-                });
-            }
+        if self.end_hedge_of(frame_no) {
+            return false;
         }
+        let mut retry = std::mem::take(&mut self.retry);
+        self.pairs_of(frame_no, &mut retry);
+        self.retry = retry;
         #[cfg(feature = "failpoints")]
         if sabotage::is_on(sabotage::LOSE_PAIR) && self.retry.pop().is_some() {
             self.pairs_answered += 1;
         }
+        true
+    }
+
+    pub fn num_entries(&self, frame: u32) -> u32 {
+        self.frames[frame as usize].plan.num_entries
     }
 
     /// Counts a link that failed with frames unanswered.
-    pub fn link_failed(&mut self, server_idx: usize, last_life: Instant) {
+    pub fn link_failed(&mut self, server: &Server, last_life: Instant) {
         self.timing.failovers += 1;
-        let backoff = self.backoff_of(server_idx);
+        if let Some(part) = self.servers.iter_mut().find(|part| part.uid == server.uid) {
+            part.timing.failovers += 1;
+        }
+        let backoff = self.backoff_of(server.idx);
         backoff.failures += 1;
         if let Some(excess) = backoff.failures.checked_sub(FREE_FAILURES) {
             backoff.not_before = Some(Instant::now() + FAILURE_PAUSE * (1 << excess.min(4)));
@@ -180,9 +258,11 @@ impl Call {
 
 impl Call {
     pub fn answered(&mut self, frame: u32, buffer: Vec<f32>, server: &Server) {
+        let num_pairs = u64::from(self.frames[frame as usize].plan.num_entries);
+        self.server_of(frame).answered_pairs += num_pairs;
         let frame = &mut self.frames[frame as usize];
-        self.pairs_answered += u64::from(frame.plan.num_entries);
         self.orphans_since = None;
+        self.has_unsettled_hedge |= frame.hedge.is_some();
         frame.state = FrameState::Answered(buffer);
         release_load(server, frame.plan.num_entries);
     }
@@ -190,10 +270,10 @@ impl Call {
     pub fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
         let bad_frame = code == ErrorCode::BadFrame;
         self.bad_frames += u32::from(bad_frame);
-        // The frame may have been damaged in transit, so one retry is worth it.
-        if code.is_retryable() || (bad_frame && self.bad_frames == 1) {
-            self.timing.resent_pairs += u64::from(self.frames[frame as usize].plan.num_entries);
-            self.frame_to_retry(frame, server);
+        // The frame may have been damaged in transit, so one retry is worth it. Nothing depends on the copy of a
+        // hedge.
+        if code.is_retryable() || (bad_frame && self.bad_frames == 1) || self.is_spare(frame) {
+            self.frame_failed(frame, server);
             self.refused(server.idx, Instant::now());
         } else {
             self.frame_to_retry(frame, server);
@@ -227,7 +307,7 @@ impl Call {
     }
 }
 
-fn release_load(server: &Server, num_entries: u32) {
+pub(super) fn release_load(server: &Server, num_entries: u32) {
     server.outstanding.fetch_sub(num_entries.into(), Ordering::Relaxed);
 }
 

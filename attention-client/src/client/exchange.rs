@@ -9,8 +9,9 @@ use protocol::{CombineExpect, Response, decode_response};
 
 use super::Cancel;
 use super::call::{Call, Frame, FrameState};
+use super::hedge::HedgeRole;
 use super::lane::{Lane, LinkFault};
-use super::plan::Penalty;
+use super::plan::{Penalty, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
 use crate::error::ClientError;
@@ -46,7 +47,7 @@ impl Lane {
             let helps = self.sync(shared);
             let answers_start = Instant::now();
             if self.take_answers(shared) {
-                self.sum_answers(shared.geometry.hidden(), out);
+                self.sum_answers(shared, out);
                 combine_ns += elapsed_ns(answers_start);
             }
             if let Some(error) = self.call.fatal.take() {
@@ -55,9 +56,10 @@ impl Lane {
             let now = Instant::now();
             self.fail_closed(shared);
             self.check_life(shared, now);
+            self.hedge_late_frames(shared, now);
             self.replan(shared, x, helps, now)?;
             self.pump(shared, x)?;
-            self.sum_answers(shared.geometry.hidden(), out);
+            self.sum_answers(shared, out);
             if self.call.is_complete() {
                 break;
             }
@@ -95,6 +97,7 @@ impl Lane {
         for _ in 0..MAX_ANSWERS_AT_ONCE {
             let Some(rx) = link.channel.try_next()? else { break };
             let view = link.channel.view(&rx);
+            let now = Instant::now();
             let mut answered = None;
             for (position, open) in link.open.iter().enumerate() {
                 let expect = CombineExpect {
@@ -114,12 +117,7 @@ impl Lane {
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
                     Ok(Response::Rows(mut rows)) => {
                         if open.frame != ABANDONED {
-                            let times = rows.server_times();
-                            let timing = &mut self.call.timing;
-                            timing.server_queue_ns =
-                                timing.server_queue_ns.max(times.queue_ns.into());
-                            timing.server_compute_ns =
-                                timing.server_compute_ns.max(times.compute_ns.into());
+                            self.call.note_times(open, rows.server_times());
                             let mut buffer = self.buffers.pop().unwrap_or_default();
                             buffer.resize(rows.num_rows() * rows.hidden(), 0.0);
                             if let Err(error) = rows.read_rows_f32(0..rows.num_rows(), &mut buffer)
@@ -127,6 +125,9 @@ impl Lane {
                                 self.buffers.push(buffer);
                                 return Err(LinkFault::new(FailReason::Invalid, error));
                             }
+                            let num_entries = self.call.num_entries(open.frame);
+                            let latency = now.duration_since(link.last_step);
+                            link.server.pace.observe(shared.pacing.observe(num_entries, latency));
                             self.call.answered(open.frame, buffer, &link.server);
                             any = true;
                         }
@@ -149,7 +150,7 @@ impl Lane {
             fail_point!("client::after_response_before_credit");
             shared.metrics.frames_in.inc();
             match answered {
-                Some(position) => link.remove_open(position, Instant::now()),
+                Some(position) => link.remove_open(position, now),
                 None => {
                     shared.metrics.stale_responses.inc();
                     tracing::debug!(
@@ -165,13 +166,16 @@ impl Lane {
     }
 
     /// Adds answered frames to `out` in order, up to the first that is not answered.
-    fn sum_answers(&mut self, hidden: usize, out: &mut [f32]) {
+    fn sum_answers(&mut self, shared: &Shared, out: &mut [f32]) {
+        self.settle_hedges(shared);
+        let hidden = shared.geometry.hidden();
         #[cfg(feature = "failpoints")]
         let first_sequence = self.call.frames.first().map(|frame| frame.sequence);
         while let Some(frame) = self.call.frames.get_mut(self.call.next_sum) {
             match std::mem::replace(&mut frame.state, FrameState::Done) {
                 FrameState::Done => {}
                 FrameState::Answered(buffer) => {
+                    self.call.pairs_answered += u64::from(frame.plan.num_entries);
                     let first = frame.plan.first_token as usize;
                     let tokens =
                         &self.call.plan.tokens[first..first + frame.plan.num_tokens as usize];
@@ -201,8 +205,8 @@ impl Lane {
     fn check_life(&mut self, shared: &Shared, now: Instant) {
         let deadline = shared.settings.deadline;
         // After a gap between two looks, an unchanged counter proves nothing: the caller may have been away.
-        let was_away = self.call.watched_at.is_none_or(|at| now - at > deadline / 2);
-        self.call.watched_at = Some(now);
+        let was_away = self.watched_at.is_none_or(|at| now - at > deadline / 2);
+        self.watched_at = Some(now);
         for idx in 0..self.links.len() {
             let Some(link) = self.links[idx].as_deref_mut() else { continue };
             if !link.is_active() {
@@ -289,11 +293,14 @@ impl Lane {
     fn plan_batch(&mut self, shared: &Shared, batch: Batch) -> Result<(), ClientError> {
         let now = Instant::now();
         self.call.planned_at = Some(now);
-        let sequence = self.next_sequence();
+        let mut probe_at_ns = None;
         let mut pairs = std::mem::take(&mut self.call.batch);
         pairs.clear();
         match batch {
-            Batch::First => pairs.extend_from_slice(&self.call.pairs),
+            Batch::First => {
+                probe_at_ns = Some(shared.pacing.elapsed_ns(now));
+                pairs.extend_from_slice(&self.call.pairs);
+            }
             Batch::Retry => {
                 self.call.rounds += u32::from(!self.call.retry.is_empty());
                 pairs.append(&mut self.call.retry);
@@ -317,35 +324,42 @@ impl Lane {
             self.call.layer_idx,
             &pairs,
             shared.geometry.max_tokens(),
+            probe_at_ns,
             |rank| self.penalty(rank, now),
         );
         self.call.batch = pairs;
-        for planned in &plan.frames {
-            let server = &self.routing.servers[planned.rank as usize];
-            server.outstanding.fetch_add(planned.num_entries.into(), Ordering::Relaxed);
-            if !self.call.contacted.contains(&server.uid) {
-                self.call.contacted.push(server.uid);
-                self.call.timing.num_servers += 1;
-            }
+        self.enqueue_frames(&plan.frames, HedgeRole::None, now);
+        self.call.orphans.extend_from_slice(&plan.orphans);
+        self.call.plan = plan;
+        self.reserve_for_call(shared);
+        Ok(())
+    }
+
+    /// Makes row buffers for all frames of the call.
+    pub fn reserve_for_call(&mut self, shared: &Shared) {
+        let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
+        let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
+        self.reserve_buffers(num_frames, largest * shared.geometry.hidden());
+    }
+
+    /// Adds planned frames to the call and queues them at their links.
+    pub fn enqueue_frames(&mut self, planned: &[PlannedFrame], hedge: HedgeRole, now: Instant) {
+        let sequence = self.next_sequence();
+        for &plan in planned {
+            let server = &self.routing.servers[plan.rank as usize];
+            server.outstanding.fetch_add(plan.num_entries.into(), Ordering::Relaxed);
+            let part = self.call.part_of(server);
             let frame = self.call.frames.len() as u32;
-            self.call.frames.push(Frame {
-                plan: *planned,
-                epoch: self.routing.epoch,
-                sequence,
-                state: FrameState::Queued,
-            });
+            let (epoch, state) = (self.routing.epoch, FrameState::Queued);
+            self.call.frames.push(Frame { plan, server: part, epoch, sequence, state, hedge });
             if let Some(link) = self.links[server.idx].as_deref_mut() {
                 link.enqueue(frame, now);
             }
         }
-        self.call.orphans.extend_from_slice(&plan.orphans);
-        self.call.plan = plan;
-        self.reserve_buffers(shared.geometry.hidden());
-        Ok(())
     }
 
     /// Penalty of a server that the call may use; `None` if it may not.
-    fn penalty(&self, rank: u32, now: Instant) -> Option<Penalty> {
+    pub fn penalty(&self, rank: u32, now: Instant) -> Option<Penalty> {
         let server = &self.routing.servers[rank as usize];
         self.live_link(server)?;
         let backoff = self.call.backoff.get(server.idx).copied().unwrap_or_default();
@@ -355,22 +369,21 @@ impl Lane {
         Some(Penalty {
             failures: backoff.failures + backoff.refusals,
             is_silent: server.is_silent.load(Ordering::Relaxed),
+            is_overdue: server.pace.is_overdue(),
         })
     }
 
-    /// Makes row buffers for all frames of the call in advance, up to `MAX_RESERVED_VALUES`. The number of buffers
-    /// in use depends on the order of the answers; allocation then does not.
-    fn reserve_buffers(&mut self, hidden: usize) {
-        let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
-        let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
-        if num_frames.saturating_mul(largest * hidden) > MAX_RESERVED_VALUES {
+    /// Makes row buffers of `num_values` for as many frames in advance, up to `MAX_RESERVED_VALUES` in all. The number
+    /// of buffers in use depends on the order of the answers; allocation then does not.
+    pub fn reserve_buffers(&mut self, num_frames: usize, num_values: usize) {
+        if num_frames.saturating_mul(num_values) > MAX_RESERVED_VALUES {
             return;
         }
         if self.buffers.len() < num_frames {
             self.buffers.resize_with(num_frames, Vec::new);
         }
         for buffer in &mut self.buffers {
-            buffer.reserve((largest * hidden).saturating_sub(buffer.len()));
+            buffer.reserve(num_values.saturating_sub(buffer.len()));
         }
     }
 
@@ -379,6 +392,9 @@ impl Lane {
     fn wait_for_events(&mut self, shared: &Shared, now: Instant) -> Result<bool, ClientError> {
         let mut until = now + shared.settings.tick();
         if let Some(at) = self.call.next_retry(now) {
+            until = until.min(at);
+        }
+        if let Some(at) = self.next_late(shared) {
             until = until.min(at);
         }
         let (links, events) = (&self.links, &self.events);
@@ -438,5 +454,5 @@ enum Batch {
 /// Retry budget of a call. No known fault comes near it.
 const MAX_ROUNDS: u32 = 1000;
 const MAX_ANSWERS_AT_ONCE: usize = 64;
-/// 64 MiB of f32.
-const MAX_RESERVED_VALUES: usize = 16 << 20;
+/// Most values of a lane's row buffers that are made in advance: 64 MiB of f32.
+pub(crate) const MAX_RESERVED_VALUES: usize = 16 << 20;

@@ -6,7 +6,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use p2p_core::{ChannelError, WaitSet};
 use protocol::{DispatchMeta, FrameId, ResponseScratch, encode_dispatch};
@@ -39,6 +39,8 @@ pub(crate) struct Lane {
     pub buffers: Vec<Vec<f32>>,
     seen_events: u64,
     next_sequence: u64,
+    /// Last look at the peers' signs of life.
+    pub watched_at: Option<Instant>,
     /// Number of events at the end of a futile wait for a replica. Without a new event, another wait is futile too.
     pub futile_wait_at: Option<u64>,
 }
@@ -87,6 +89,7 @@ impl Lane {
             // Differs from any count, so that the first `sync` reads everything.
             seen_events: u64::MAX,
             next_sequence: 0,
+            watched_at: None,
             futile_wait_at: None,
         }
     }
@@ -142,6 +145,15 @@ impl Lane {
         }
     }
 
+    /// Retires links whose connection this host's kernel knows to be closed. Waits for that for `limit` at most per
+    /// link. Returns true if there was one.
+    pub fn fail_closed_now(&mut self, shared: &Shared, limit: Duration) -> bool {
+        let links = self.links.iter().flatten();
+        let any = links.fold(false, |any, link| link.look_closed(limit) || any);
+        self.fail_closed(shared);
+        any
+    }
+
     fn install(&mut self, link: Box<Link>, shared: &Shared) {
         let idx = link.server.idx;
         if idx >= self.links.len() {
@@ -195,7 +207,7 @@ impl Lane {
                 Ok(None) => break,
                 Err(error) => return Ok(Err(error.into())),
             };
-            let frame = &mut self.call.frames[frame_no as usize];
+            let frame = &self.call.frames[frame_no as usize];
             let meta = DispatchMeta {
                 id: FrameId {
                     epoch: frame.epoch,
@@ -220,6 +232,8 @@ impl Lane {
                     detail: error.to_string(),
                 })?;
             fail_point!("client::between_payload_and_publish");
+            // Before the server can see the frame, so that the time until its answer holds all of the server's.
+            let published_at = Instant::now();
             // The request goes before returned frames: the server waits for it.
             let published = link.channel.publish(tx, used_bytes);
             if let Err(error) = published.and_then(|()| link.return_frames()) {
@@ -231,10 +245,13 @@ impl Lane {
                 layer: self.call.layer,
                 num_tokens: frame.plan.num_tokens,
                 frame: frame_no,
+                published_at,
             };
-            link.push_open(open, Instant::now());
-            frame.state = FrameState::Sent;
-            self.call.timing.num_frames += 1;
+            if !frame.hedge.is_copy() {
+                shared.pacing.earn();
+            }
+            link.push_open(open);
+            self.call.frame_sent(frame_no);
             shared.metrics.frames_out.inc();
             shared.metrics.bytes_out.inc_by(used_bytes as u64);
         }
@@ -262,7 +279,7 @@ impl Lane {
             self.call.frame_unsent(frame, &link.server);
         }
         if num_sent > 0 {
-            self.call.link_failed(link.server.idx, link.last_life);
+            self.call.link_failed(&link.server, link.last_life);
             shared.metrics.count_failover(fault.reason);
             tracing::warn!(
                 server = link.server.name(),
@@ -297,7 +314,7 @@ impl Lane {
         for frame in link.queue.drain(..) {
             self.call.frame_unsent(frame, &link.server);
         }
-        self.call.link_failed(link.server.idx, link.last_life);
+        self.call.link_failed(&link.server, link.last_life);
         link.server.is_silent.store(true, Ordering::Relaxed);
         // Keeps the link from failing again for its silence.
         link.last_life = Instant::now() + std::time::Duration::from_secs(3600);
@@ -325,6 +342,7 @@ impl Lane {
         if num_outstanding > 0 {
             shared.metrics.abandoned.inc();
         }
+        self.drop_hedges(shared);
         self.reclaim_buffers();
     }
 

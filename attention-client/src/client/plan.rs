@@ -5,6 +5,7 @@
 
 use protocol::{Entry, TokenRef};
 
+use crate::fleet::pace::USUAL_PACE;
 use crate::fleet::placement::Routing;
 
 /// One expert of one token.
@@ -37,6 +38,12 @@ pub(crate) struct Penalty {
     pub failures: u32,
     /// Another call's link to the server went silent, and nothing came from it since.
     pub is_silent: bool,
+    /// A frame of this client is late there, and no answer has come over its connection since.
+    pub is_overdue: bool,
+}
+
+impl Penalty {
+    pub const NONE: Self = Self { failures: 0, is_silent: false, is_overdue: false };
 }
 
 /// The tokens and entries of all frames of one call, initial and re-sent.
@@ -52,6 +59,8 @@ pub(crate) struct Plan {
     expert_rank: Vec<u32>,
     used_experts: Vec<u32>,
     loads: Vec<u64>,
+    /// Factors on the loads, by rank.
+    slowness: Vec<u64>,
     cursors: Vec<Cursor>,
 }
 
@@ -77,24 +86,46 @@ impl Plan {
         self.expert_rank.resize(num_experts, NONE);
     }
 
+    /// Grows the buffers for plans of these sizes.
+    pub fn reserve(
+        &mut self,
+        num_rows: usize,
+        num_pairs: usize,
+        num_frames: usize,
+        num_servers: usize,
+    ) {
+        self.tokens.reserve(num_rows.saturating_sub(self.tokens.len()));
+        self.entries.reserve(num_pairs.saturating_sub(self.entries.len()));
+        self.frames.reserve(num_frames.saturating_sub(self.frames.len()));
+        self.used_experts.reserve(num_pairs.min(self.expert_pairs.len()));
+        self.loads.reserve(num_servers.saturating_sub(self.loads.len()));
+        self.slowness.reserve(num_servers.saturating_sub(self.slowness.len()));
+        self.cursors.reserve(num_servers.saturating_sub(self.cursors.len()));
+    }
+
     /// Distributes `pairs`, ascending by token, over the servers of `routing`. Each expert goes to one replica for
-    /// which `usable` returns a penalty: the one with the least penalty, and among these with the least load. Frames
-    /// have at most `max_tokens` tokens. Appends to `tokens` and `entries`.
+    /// which `usable` returns a penalty: the one with the least penalty, and among these with the least load. The load
+    /// of a straggler counts more. With `probe_at_ns`, the time of this plan, a straggler that got nothing for a while
+    /// gets one expert. Frames have at most `max_tokens` tokens. Appends to `tokens` and `entries`.
     ///
-    /// The choice depends only on the arguments and the servers' loads. So a caller that is alone gets the same
-    /// grouping, and thereby the same rounding, every time.
+    /// The choice depends only on the arguments and on the servers' loads and pace. So a caller that is alone gets the
+    /// same grouping, and thereby the same rounding, every time while no server is slow.
     pub fn assign(
         &mut self,
         routing: &Routing,
         layer_idx: usize,
         pairs: &[Pair],
         max_tokens: usize,
+        probe_at_ns: Option<u64>,
         usable: impl Fn(u32) -> Option<Penalty>,
     ) {
         self.frames.clear();
         self.orphans.clear();
-        routing.loads(&mut self.loads);
-        self.choose_replicas(routing, layer_idx, pairs, usable);
+        routing.loads(&mut self.loads, &mut self.slowness);
+        self.choose_replicas(routing, layer_idx, pairs, &usable);
+        if let Some(now_ns) = probe_at_ns {
+            self.probe_stragglers(routing, layer_idx, now_ns, &usable);
+        }
         self.group(routing.servers.len(), pairs);
         for rank in 0..self.cursors.len() {
             self.split(rank as u32, max_tokens as u32);
@@ -110,7 +141,7 @@ impl Plan {
         routing: &Routing,
         layer_idx: usize,
         pairs: &[Pair],
-        usable: impl Fn(u32) -> Option<Penalty>,
+        usable: &impl Fn(u32) -> Option<Penalty>,
     ) {
         for pair in pairs {
             let count = &mut self.expert_pairs[pair.expert as usize];
@@ -129,7 +160,9 @@ impl Plan {
             for i in 0..replicas.len() {
                 let rank = replicas[(i + expert as usize) % replicas.len()];
                 let Some(penalty) = usable(rank) else { continue };
-                let load = self.loads[rank as usize];
+                let count = u64::from(counts[expert as usize]);
+                let load = self.loads[rank as usize].saturating_add(count);
+                let load = load.saturating_mul(self.slowness[rank as usize]);
                 if best.is_none_or(|(r, l, _)| (penalty, load) < (r, l)) {
                     best = Some((penalty, load, rank));
                 }
@@ -141,6 +174,30 @@ impl Plan {
                 }
                 None => NONE,
             };
+        }
+    }
+
+    /// Gives each straggler whose probe is due the least of the experts that it holds, unless it has one already.
+    fn probe_stragglers(
+        &mut self,
+        routing: &Routing,
+        layer_idx: usize,
+        now_ns: u64,
+        usable: &impl Fn(u32) -> Option<Penalty>,
+    ) {
+        for (rank, server) in (0..).zip(&routing.servers) {
+            if self.slowness[rank as usize] == USUAL_PACE
+                || self.used_experts.iter().any(|&e| self.expert_rank[e as usize] == rank)
+                || !server.pace.is_probe_due(now_ns)
+                || usable(rank) != Some(Penalty::NONE)
+            {
+                continue;
+            }
+            let holds = |&&expert: &&u32| routing.replicas(layer_idx, expert).contains(&rank);
+            if let Some(&expert) = self.used_experts.iter().rev().find(holds) {
+                self.expert_rank[expert as usize] = rank;
+                server.pace.note_probe(now_ns);
+            }
         }
     }
 
@@ -269,7 +326,7 @@ mod tests {
     }
 
     fn ready(_rank: u32) -> Option<Penalty> {
-        Some(Penalty { failures: 0, is_silent: false })
+        Some(Penalty::NONE)
     }
 
     type Key = (u32, u32, u32);
@@ -302,7 +359,7 @@ mod tests {
             }
             let max_tokens = rng.random_range(1..10);
             plan.reset(num_experts);
-            plan.assign(&routing, 0, &pairs, max_tokens, |r| {
+            plan.assign(&routing, 0, &pairs, max_tokens, None, |r| {
                 (r != down).then(|| ready(r)).flatten()
             });
             let key = |pair: &Pair| (pair.token, pair.expert, pair.weight.to_bits());
@@ -343,14 +400,14 @@ mod tests {
             (0..8).map(|expert| Pair { token: 0, expert, weight: 1.0 }).collect();
         let mut plan = Plan::default();
         plan.reset(8);
-        plan.assign(&routing, 0, &pairs, 100, ready);
+        plan.assign(&routing, 0, &pairs, 100, None, ready);
         assert!(plan.frames.iter().all(|frame| frame.num_entries == 2), "{:?}", plan.frames);
         assert_eq!(plan.frames.len(), 4);
         // A busy server gets less, a penalised one nothing.
         routing.servers[1].outstanding.store(100, Ordering::Relaxed);
         plan.reset(8);
-        let penalised = |rank| Some(Penalty { failures: 0, is_silent: rank == 3 });
-        plan.assign(&routing, 0, &pairs, 100, penalised);
+        let penalised = |rank| Some(Penalty { is_silent: rank == 3, ..Penalty::NONE });
+        plan.assign(&routing, 0, &pairs, 100, None, penalised);
         let loads: Vec<_> = plan.frames.iter().map(|f| (f.rank, f.num_entries)).collect();
         assert_eq!(loads, [(0, 4), (2, 4)]);
     }
@@ -362,7 +419,7 @@ mod tests {
             (0..101).map(|token| Pair { token, expert: 0, weight: 1.0 }).collect();
         let mut plan = Plan::default();
         plan.reset(1);
-        plan.assign(&routing, 0, &pairs, 50, ready);
+        plan.assign(&routing, 0, &pairs, 50, None, ready);
         let sizes: Vec<_> = plan.frames.iter().map(|frame| frame.num_tokens).collect();
         assert_eq!(sizes, [34, 34, 33]);
     }

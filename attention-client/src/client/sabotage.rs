@@ -11,6 +11,8 @@ pub(super) const DOUBLE_COUNT: &str = "client::sabotage_double_count";
 pub(super) const LOSE_PAIR: &str = "client::sabotage_lose_pair";
 /// Accepts any answer in place of the expected one.
 pub(super) const SKIP_STALE_CHECK: &str = "client::sabotage_skip_stale_check";
+/// Counts both the late answer and that of the other replica. The accounts notice.
+pub(super) const DOUBLE_HEDGE: &str = "client::sabotage_double_hedge";
 /// Goes on reading the slot of a silent server after its frames went to replicas.
 pub(super) const READ_RETIRED: &str = "client::sabotage_read_retired";
 

@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::Fleet;
 use super::control::{Control, TableSource};
+use super::pace::Pacing;
 use super::placement::Routing;
 use super::settings::{OnMissingExpert, Settings};
 use super::shared::{LayerObserver, Shared};
@@ -61,6 +62,7 @@ impl FleetBuilder {
                 on_missing: OnMissingExpert::Fail,
                 spin: SpinPolicy::default(),
                 payload_checksum: false,
+                hedge_budget: DEFAULT_HEDGE_BUDGET,
             },
             dtype: WireDtype::F32,
             response_dtype: WireDtype::F32,
@@ -102,6 +104,7 @@ impl FleetBuilder {
             });
         }
         self.check_times()?;
+        self.check_hedge_budget()?;
         // With device slots the host slots carry no frames, so they need not hold one.
         let host_frames = match &self.settings.device {
             Some(_) => SlotConfig::default(),
@@ -140,6 +143,7 @@ impl FleetBuilder {
         let shared = Arc::new(Shared {
             layer_idx,
             geometry,
+            pacing: Pacing::new(self.settings.hedge_budget),
             settings: self.settings,
             routing: ArcSwap::from_pointee(Routing::empty(&descriptor)),
             metrics: ClientMetrics::new(&self.registry)?,
@@ -159,6 +163,18 @@ impl FleetBuilder {
             ModelShape::UNKNOWN_LAYERS => self.model.moe_layers.last().map_or(0, |last| last + 1),
             known => known,
         }
+    }
+
+    fn check_hedge_budget(&self) -> Result<(), BuildError> {
+        let budget = self.settings.hedge_budget;
+        if (0.0..=1.0).contains(&budget) {
+            return Ok(());
+        }
+        Err(BuildError::Setting {
+            setting: "hedge_budget",
+            found: budget.to_string(),
+            expected: "0 to 1 hedges per frame",
+        })
     }
 
     fn check_times(&self) -> Result<(), BuildError> {
@@ -322,6 +338,8 @@ const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 const DEFAULT_WORK_LIMIT: Duration = Duration::from_secs(60);
 const DEFAULT_REPLICA_WAIT: Duration = Duration::from_secs(1);
 const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Default of [`hedge_budget`](crate::MoeClientBuilder::hedge_budget).
+pub(crate) const DEFAULT_HEDGE_BUDGET: f64 = 0.05;
 const DEFAULT_MAX_LANES: NonZeroUsize = NonZeroUsize::new(16).unwrap();
 const MAX_LANES: usize = 1024;
 const MAX_TIME: Duration = Duration::from_secs(3600);

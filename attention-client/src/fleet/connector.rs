@@ -53,6 +53,19 @@ struct ServerConnection {
     incarnation: u64,
 }
 
+/// Why there is no connection.
+struct ConnectFailure {
+    text: String,
+    /// True if no server answered. False if one answered that this client cannot use, or that refuses it.
+    is_unreachable: bool,
+}
+
+impl From<String> for ConnectFailure {
+    fn from(text: String) -> Self {
+        Self { text, is_unreachable: false }
+    }
+}
+
 /// The next step of a connector after a link.
 enum NextStep {
     /// Connect again, after a pause.
@@ -83,10 +96,13 @@ impl Connector {
                     self.judge_suspect_transport(connected.incarnation);
                     self.run_link(generation, connected).await
                 }
-                Err(error) => {
+                Err(ConnectFailure { text, is_unreachable }) => {
                     self.shared.metrics.connects_failed.inc();
-                    tracing::debug!(server = self.server.name(), error, "cannot connect");
-                    self.server.note_error(error);
+                    tracing::debug!(server = self.server.name(), error = text, "cannot connect");
+                    if is_unreachable {
+                        self.suspect(&text);
+                    }
+                    self.server.note_error(text);
                     self.arrive();
                     NextStep::Reconnect
                 }
@@ -129,7 +145,7 @@ impl Connector {
         let _ = places.wait_for(|now| *now != places_freed).await;
     }
 
-    async fn connect(&self, generation: u32) -> Result<ServerConnection, String> {
+    async fn connect(&self, generation: u32) -> Result<ServerConnection, ConnectFailure> {
         let settings = &self.shared.settings;
         let hello = ClientHello {
             model: self.shared.model.shape,
@@ -155,7 +171,8 @@ impl Connector {
                 let is_permanent = matches!(error, ConnectError::Device(_))
                     || error.reject().is_some_and(|reject| is_permanent(reject.code));
                 self.server.has_refused.store(is_permanent, Ordering::Relaxed);
-                error.to_string()
+                let is_refusal = is_permanent || error.reject().is_some();
+                ConnectFailure { text: error.to_string(), is_unreachable: !is_refusal }
             })?;
         let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
         // An unusable connection is freed in the background, like any other.
@@ -167,7 +184,8 @@ impl Connector {
             return Err(format!(
                 "it answered for generation {}, expected {generation}",
                 reply.generation
-            ));
+            )
+            .into());
         }
         let interval = Duration::from_micros(reply.progress_interval_us.into());
         if settings.deadline < interval * 2 {

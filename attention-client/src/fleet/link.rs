@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use control_api::ServerEntry;
@@ -14,6 +14,7 @@ use p2p_core::bootstrap::{BackgroundDrop, CloseReason, Fallback, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError};
 use tokio::sync::{Notify, oneshot};
 
+use super::pace::Pace;
 use crate::metrics::FailReason;
 
 /// A server, shared by all lanes of a client. One for each member and incarnation.
@@ -24,10 +25,13 @@ pub(crate) struct Server {
     /// Never reused.
     pub uid: u64,
     pub entry: ServerEntry,
+    /// Name of the entry, for reports that share it.
+    pub shared_name: Arc<str>,
     /// (token, expert) pairs sent by this client and not yet answered.
     pub outstanding: AtomicU64,
     /// A link to it went silent, and no link has heard from it since. Such a server is the last choice.
     pub is_silent: AtomicBool,
+    pub pace: Pace,
     /// It refused this client for a reason that only a changed setting removes.
     pub has_refused: AtomicBool,
     /// Transports that do not work with it, as lanes found out.
@@ -170,6 +174,7 @@ pub(crate) struct OpenFrame {
     pub num_tokens: u32,
     /// Frame of the lane's current call, or [`ABANDONED`].
     pub frame: u32,
+    pub published_at: Instant,
 }
 
 /// Marks a frame of an abandoned call. Its answer is dropped.
@@ -202,6 +207,8 @@ pub(crate) struct Link {
     pub last_life: Instant,
     /// Time at which the last frame was published or answered, or the first one began to wait.
     pub last_step: Instant,
+    /// A frame is late and was sent to another replica too, and no answer has come since.
+    is_overdue: bool,
     /// Answers that were read and whose frames have not been returned to the server yet.
     num_unreturned: u32,
     retire: oneshot::Sender<LinkReturn>,
@@ -230,6 +237,7 @@ impl Link {
             queue: VecDeque::with_capacity(4 * num_frames),
             last_life: now,
             last_step: now,
+            is_overdue: false,
             num_unreturned: 0,
             retire,
         }
@@ -249,6 +257,13 @@ impl Link {
             Some(_) => self.state.set_down(LinkEnd::Closed),
         }
         true
+    }
+
+    /// As [`note_closed`](Self::note_closed), but sees an end that the kernel knows of already. Waits for that for
+    /// `limit` at most.
+    pub fn look_closed(&self, limit: Duration) -> bool {
+        let _ = self.liveness.look(limit);
+        self.note_closed()
     }
 
     /// Returns true when an answer is there, credit for a waiting frame, or a fault.
@@ -283,19 +298,33 @@ impl Link {
     }
 
     /// Moves the first queued frame to the open ones: it was published.
-    pub fn push_open(&mut self, frame: OpenFrame, now: Instant) {
+    pub fn push_open(&mut self, frame: OpenFrame) {
         self.queue.pop_front();
         self.open.push(frame);
-        self.last_step = now;
+        self.last_step = frame.published_at;
         self.state.in_flight.store(self.open.len() as u32, Ordering::Relaxed);
     }
 
     /// Removes an open frame: it was answered.
     pub fn remove_open(&mut self, position: usize, now: Instant) {
         self.open.remove(position);
+        self.end_overdue();
         self.state.note_carried();
         self.last_step = now;
         self.state.in_flight.store(self.open.len() as u32, Ordering::Relaxed);
+    }
+
+    /// Notes that a frame is late and was sent to another replica too.
+    pub fn note_overdue(&mut self) {
+        if !std::mem::replace(&mut self.is_overdue, true) {
+            self.server.pace.link_overdue();
+        }
+    }
+
+    fn end_overdue(&mut self) {
+        if std::mem::take(&mut self.is_overdue) {
+            self.server.pace.link_answered();
+        }
     }
 
     /// Returns the frame of an answer that was read to the server. The last one of a call waits for the next
@@ -333,7 +362,8 @@ impl Link {
         self.hand_back(FailReason::Left, Some(freed));
     }
 
-    fn hand_back(self: Box<Self>, reason: FailReason, places_freed: Option<u64>) {
+    fn hand_back(mut self: Box<Self>, reason: FailReason, places_freed: Option<u64>) {
+        self.end_overdue();
         let Self { channel, retire, .. } = *self;
         // Fails when the connector is gone. Then the connection is gone too, and a background thread frees the slots.
         let _ = retire.send(LinkReturn { channel, reason, places_freed });

@@ -10,6 +10,7 @@ use crossbeam_queue::ArrayQueue;
 use p2p_core::bootstrap::Fallback;
 
 use super::link::Server;
+use super::pace::Pace;
 
 /// Identity of a server in the registry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -82,8 +83,10 @@ impl Registry {
             idx,
             uid: self.next_uid,
             entry: entry.clone(),
+            shared_name: entry.name.as_str().into(),
             outstanding: AtomicU64::new(0),
             is_silent: AtomicBool::new(false),
+            pace: Pace::default(),
             has_refused: AtomicBool::new(false),
             fallback: Fallback::default(),
             last_error: ArcSwapOption::empty(),
@@ -176,8 +179,10 @@ impl Routing {
         replicas.iter().map(describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Writes the load of every server to `loads`, for balancing.
-    pub fn loads(&self, loads: &mut Vec<u64>) {
+    /// Writes the load of every server to `loads`, and the factor on it to `slowness`, for balancing.
+    pub fn loads(&self, loads: &mut Vec<u64>, slowness: &mut Vec<u64>) {
+        slowness.clear();
+        slowness.extend(self.servers.iter().map(|s| s.pace.slowness()));
         loads.clear();
         loads.extend(self.servers.iter().map(|s| s.outstanding.load(Ordering::Relaxed)));
     }

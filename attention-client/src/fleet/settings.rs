@@ -42,6 +42,8 @@ pub(crate) struct Settings {
     pub on_missing: OnMissingExpert,
     pub spin: SpinPolicy,
     pub payload_checksum: bool,
+    /// Hedges per published frame; 0 turns them off.
+    pub hedge_budget: f64,
 }
 
 impl Settings {

@@ -8,6 +8,7 @@ use protocol::FrameGeometry;
 use tokio::sync::{mpsc, watch};
 
 use super::command::Command;
+use super::pace::Pacing;
 use super::placement::Routing;
 use super::settings::Settings;
 use crate::error::ClientError;
@@ -27,6 +28,7 @@ pub(crate) struct Shared {
     pub settings: Settings,
     pub routing: ArcSwap<Routing>,
     pub metrics: ClientMetrics,
+    pub pacing: Pacing,
     pub observer: Option<LayerObserver>,
     pub commands: mpsc::UnboundedSender<Command>,
     /// How many places for servers have become free so far, in a client that has a limit on servers.

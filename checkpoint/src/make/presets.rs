@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::TensorPlan;
 use super::fill::Fill;
 use crate::FP8_BLOCK;
+use crate::config::{ConfigError, ModelConfig};
 use crate::dtype::DType;
 
 /// A model with a known layout.
@@ -59,6 +60,14 @@ impl Preset {
     /// Decoder layers of the whole model.
     pub fn max_layers(self) -> u32 {
         self.dims().num_layers
+    }
+
+    /// The configuration of the whole model.
+    ///
+    /// # Errors
+    /// None for the presets of this version; a test checks that.
+    pub fn config(self) -> Result<ModelConfig, ConfigError> {
+        ModelConfig::from_json(&self.config_json(self.max_layers()).to_string())
     }
 
     /// The `config.json` of a model with that many layers.

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
-use control_plane::{BalanceSettings, Server, ServerConfig};
+use anyhow::{Context, Result, bail};
+use control_plane::store::EtcdCredentials;
+use control_plane::{BalanceSettings, EtcdConfig, Server, ServerConfig};
 
 use crate::{Global, ui};
 
@@ -41,16 +42,96 @@ pub struct Args {
     /// With `--placement load`: time between two plans, in milliseconds. A change of the servers is planned at once.
     #[arg(long, env = "SWITCHYARD_PLAN_PERIOD_MS", default_value_t = 10_000)]
     plan_period_ms: u64,
+    /// Share of the time for which servers should compute, 0.05 to 0.95: the number of servers in `/v1/advice` aims at it.
+    #[arg(long, env = "SWITCHYARD_TARGET_SHARE", default_value_t = 0.6)]
+    target_share: f64,
     /// Time to live of a lease, in milliseconds, 100 to 3600000. A server that does not renew its lease for
     /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
     lease_ttl_ms: u64,
-    /// Folder of the durable state. Without it, the state is lost when the process ends.
+    /// Store of the state. `embedded` belongs to this process: see --data-dir. `etcd` is shared by several control
+    /// planes: one leads, the others take over.
+    #[arg(long, env = "SWITCHYARD_STORE", default_value = "embedded")]
+    store: StoreKind,
+    /// With `--store embedded`: folder of the durable state. Without it, the state is lost when the process ends.
     #[arg(long, env = "SWITCHYARD_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
+    #[command(flatten)]
+    etcd: EtcdArgs,
     /// Fingerprint of the only model to accept. Default: the model of the first server that registers.
     #[arg(long, env = "SWITCHYARD_MODEL_FINGERPRINT", value_name = "HEX")]
     model_fingerprint: Option<String>,
+}
+
+/// Options of `--store etcd`.
+#[derive(Debug, clap::Args)]
+struct EtcdArgs {
+    /// With `--store etcd`: URLs of etcd's members, with commas between them or by repeating the option.
+    #[arg(long, env = "SWITCHYARD_ETCD_ENDPOINTS", value_name = "URL", value_delimiter = ',')]
+    etcd_endpoints: Vec<String>,
+    /// With `--store etcd`: prefix of all keys. Each fleet needs one of its own.
+    #[arg(long, env = "SWITCHYARD_ETCD_PREFIX", default_value = "/switchyard")]
+    etcd_prefix: String,
+    /// With `--store etcd`: user name, if etcd asks for one.
+    #[arg(long, env = "SWITCHYARD_ETCD_USER", value_name = "NAME")]
+    etcd_user: Option<String>,
+    /// With `--store etcd`: password of --etcd-user. Prefer the environment variable or --etcd-password-file: other
+    /// users of the host can see arguments.
+    #[arg(long, env = "SWITCHYARD_ETCD_PASSWORD", hide_env_values = true, value_name = "TEXT")]
+    etcd_password: Option<String>,
+    /// With `--store etcd`: file with the password of --etcd-user. A line break at its end is no part of it.
+    #[arg(long, env = "SWITCHYARD_ETCD_PASSWORD_FILE", value_name = "FILE")]
+    etcd_password_file: Option<PathBuf>,
+    /// With `--store etcd`: time to live of the leader's lease in seconds, 2 to 300. Another control plane takes over
+    /// this long after a leader was heard for the last time.
+    #[arg(long, env = "SWITCHYARD_ETCD_LEASE_S", default_value_t = 3)]
+    etcd_lease_s: u64,
+    /// With `--store etcd`: URL at which the other control planes reach this one. Default: http:// and the address
+    /// of --listen.
+    #[arg(long, env = "SWITCHYARD_CONTROL_ADVERTISE", value_name = "URL")]
+    advertise: Option<String>,
+}
+
+impl EtcdArgs {
+    fn config(self, store: StoreKind) -> Result<Option<EtcdConfig>> {
+        match store {
+            StoreKind::Embedded if self.etcd_endpoints.is_empty() => return Ok(None),
+            StoreKind::Embedded => bail!("--etcd-endpoints needs --store etcd"),
+            StoreKind::Etcd if self.etcd_endpoints.is_empty() => {
+                bail!("--store etcd needs --etcd-endpoints, such as http://10.0.0.5:2379")
+            }
+            StoreKind::Etcd => {}
+        }
+        let password = match (self.etcd_password, &self.etcd_password_file) {
+            (Some(_), Some(_)) => bail!("give --etcd-password or --etcd-password-file, not both"),
+            (password, None) => password,
+            (None, Some(file)) => {
+                let text = std::fs::read_to_string(file);
+                let text = text.with_context(|| format!("cannot read {}", file.display()))?;
+                Some(text.trim_end_matches(['\r', '\n']).to_owned())
+            }
+        };
+        let mut config = EtcdConfig::new(self.etcd_endpoints);
+        config.credentials = match (self.etcd_user, password) {
+            (Some(user), Some(password)) => Some(EtcdCredentials { user, password }),
+            (None, None) => None,
+            (Some(_), None) => bail!("--etcd-user needs --etcd-password or --etcd-password-file"),
+            (None, Some(_)) => bail!("an etcd password is given without --etcd-user"),
+        };
+        config.prefix = self.etcd_prefix;
+        config.lease = Duration::from_secs(self.etcd_lease_s);
+        config.advertise = self.advertise;
+        Ok(Some(config))
+    }
+}
+
+/// Store of the state.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum StoreKind {
+    /// This process alone.
+    Embedded,
+    /// Shared by several control planes.
+    Etcd,
 }
 
 /// Placement of the experts.
@@ -62,7 +143,7 @@ enum PlacementKind {
     Load,
 }
 
-fn parse_spare(text: &str) -> Result<f64, String> {
+pub fn parse_spare(text: &str) -> Result<f64, String> {
     let spare = text.parse::<f64>().map_err(|error| error.to_string())?;
     match (0.0..=16.0).contains(&spare) {
         true => Ok(spare),
@@ -73,6 +154,7 @@ fn parse_spare(text: &str) -> Result<f64, String> {
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
     config.token = args.token;
+    config.target_share = args.target_share;
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
     if matches!(args.placement, PlacementKind::Load) {
         let mut balance = BalanceSettings::default();
@@ -81,6 +163,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         config.balance = Some(balance);
     }
     config.data_dir = args.data_dir;
+    config.etcd = args.etcd.config(args.store)?;
     config.model_fingerprint = args.model_fingerprint;
     let without_token = config.token.is_none();
     let runtime = tokio::runtime::Builder::new_multi_thread()

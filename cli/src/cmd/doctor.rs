@@ -9,7 +9,7 @@ use anyhow::Result;
 use checkpoint::{Checkpoint, ConfigError, OpenError};
 use serde::Serialize;
 
-use crate::{Global, ui};
+use crate::{Global, host, ui};
 
 /// Options of `doctor`.
 #[derive(Debug, clap::Args)]
@@ -51,7 +51,7 @@ struct Group {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut groups = vec![
-        Group { name: "host".into(), checks: host() },
+        Group { name: "host".into(), checks: host_checks() },
         Group { name: "transports".into(), checks: transports() },
         Group { name: "gpu".into(), checks: gpu() },
     ];
@@ -60,7 +60,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if let Some(model) = &args.model {
         given.extend(check_model(model));
     }
-    if let Some(url) = &args.control.control_plane {
+    // Each by itself: a client would only see the first one that answers.
+    for url in &args.control.control_plane {
         given.push(check_control(url, args.control.token.clone()));
     }
     if !given.is_empty() {
@@ -134,7 +135,7 @@ fn problem(
     Check { name, verdict, found: found.into(), remedy: Some(remedy.into()) }
 }
 
-fn host() -> Vec<Check> {
+fn host_checks() -> Vec<Check> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut checks = vec![ok("kernel", read("/proc/sys/kernel/osrelease"))];
     checks.push(if cores > 1 {
@@ -148,6 +149,8 @@ fn host() -> Vec<Check> {
         )
     });
     checks.push(memory());
+    checks.push(shared_memory());
+    checks.push(locked_memory());
     checks.push(huge_pages());
     checks.push(descriptors());
     checks.push(match read("/sys/devices/system/clocksource/clocksource0/current_clocksource") {
@@ -167,26 +170,65 @@ fn host() -> Vec<Check> {
     checks
 }
 
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
 fn memory() -> Check {
-    let text = read("/proc/meminfo");
-    let field = |name: &str| {
-        text.lines()
-            .find_map(|line| {
-                line.strip_prefix(name)?.trim_start_matches(':').trim().split(' ').next()
-            })
-            .and_then(|kib| kib.parse::<u64>().ok())
-            .unwrap_or(0)
+    let Some(memory) = host::memory(Path::new("/")) else {
+        return problem("memory", Verdict::Warn, "unknown", "mount /proc");
     };
-    let (total, available) = (field("MemTotal") >> 20, field("MemAvailable") >> 10);
-    if available < 512 {
-        problem(
-            "memory",
-            Verdict::Warn,
-            format!("{available} MiB available of {total} GiB"),
-            "the demo needs 512 MiB, and every connection needs two slots",
-        )
+    let mut found = format!("{} MiB available of {}", memory.available >> 20, gib(memory.total));
+    if let Some(limit) = &memory.limit {
+        let _ = write!(found, ", the limit of {}", limit.display());
+    }
+    if memory.available < 512 << 20 {
+        let remedy = "the demo needs 512 MiB, and every connection needs two slots";
+        problem("memory", Verdict::Warn, found, remedy)
     } else {
-        ok("memory", format!("{available} MiB available of {total} GiB"))
+        ok("memory", found)
+    }
+}
+
+/// Size of `/dev/shm`, which caches of libraries and other processes of the host share. Slots do not need it.
+fn shared_memory() -> Check {
+    match rustix::fs::statvfs("/dev/shm") {
+        Ok(stat) => {
+            let free = stat.f_bavail * stat.f_frsize;
+            let found = format!("{} MiB free in /dev/shm", free >> 20);
+            // What NCCL of an inference engine on this host asks for.
+            if free < 64 << 20 {
+                problem(
+                    "shared memory",
+                    Verdict::Warn,
+                    found,
+                    "engines beside the servers need more: start the container with --shm-size=1g",
+                )
+            } else {
+                ok("shared memory", found)
+            }
+        }
+        Err(error) => problem(
+            "shared memory",
+            Verdict::Absent,
+            format!("no /dev/shm: {error}"),
+            "engines beside the servers need it: mount a tmpfs there",
+        ),
+    }
+}
+
+/// Limit on locked memory. RDMA and page-locked memory for GPUs count.
+fn locked_memory() -> Check {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    match limit {
+        None => ok("locked memory", "no limit"),
+        Some(bytes) if bytes >= 1 << 30 => ok("locked memory", format!("at most {}", gib(bytes))),
+        Some(bytes) => problem(
+            "locked memory",
+            Verdict::Absent,
+            format!("at most {} KiB", bytes >> 10),
+            "RDMA needs more: ulimit -l unlimited, LimitMEMLOCK=infinity or --ulimit memlock=-1",
+        ),
     }
 }
 

@@ -11,13 +11,14 @@ use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
 use expert_server::{
-    ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError, StartError, Ticket,
+    DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError,
+    StartError, Ticket, WeightsConfig, WeightsFrom,
 };
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
 use super::inspect::Verify;
-use crate::{Global, ui};
+use crate::{Global, host, ui};
 
 /// Options of `expert-server`.
 #[derive(Debug, clap::Args)]
@@ -125,9 +126,41 @@ pub struct Args {
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
+    /// Where the experts come from. auto: the model's files if the system has them in memory, otherwise the memory of
+    /// servers that hold them, otherwise the disk. peers: servers that hold them; the folder needs only config.json.
+    /// disk: the model's files. Servers on GPUs use the files.
+    #[arg(
+        long,
+        env = "SWITCHYARD_WEIGHTS_FROM",
+        default_value_t = WeightsFrom::Auto,
+        value_name = "auto|peers|disk"
+    )]
+    weights_from: WeightsFrom,
+    /// Address on which other servers connect to read the weights of this one. Default: a free port of the host of
+    /// --listen.
+    #[arg(long, env = "SWITCHYARD_WEIGHTS_LISTEN", value_name = "HOST:PORT")]
+    weights_listen: Option<SocketAddr>,
+    /// Bytes per second that all other servers together may read of this server's weights. 0 lets them read nothing.
+    #[arg(
+        long,
+        env = "SWITCHYARD_PEER_READ_LIMIT",
+        default_value_t = DEFAULT_READ_LIMIT,
+        value_name = "BYTES"
+    )]
+    peer_read_limit: u64,
+    /// Longest wait in milliseconds for the next expert of another server, for a server that needs them.
+    #[arg(long, env = "SWITCHYARD_PEER_TIMEOUT_MS", default_value_t = 30_000)]
+    peer_timeout_ms: u64,
     /// Longest time for a drain after SIGTERM, in milliseconds.
     #[arg(long, env = "SWITCHYARD_DRAIN_TIMEOUT_MS", default_value_t = 30_000)]
     drain_timeout_ms: u64,
+    /// End after a drain by `drain` or `rollout`, as after SIGTERM. Use it where a supervisor starts the server again.
+    #[arg(
+        long,
+        env = "SWITCHYARD_EXIT_WHEN_DRAINED",
+        value_parser = clap::builder::FalseyValueParser::new()
+    )]
+    exit_when_drained: bool,
     /// Count tokens in the metrics per layer and expert, not only per expert.
     #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
@@ -183,10 +216,8 @@ fn parse_advertise(text: &str) -> Result<String, String> {
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     // Weights stay in mapped files.
     checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
-    let placement = match (&args.control.control_plane, args.experts) {
-        (Some(url), _) => {
-            Placement::ControlPlane { url: url.clone(), token: args.control.token.clone() }
-        }
+    let placement = match (args.control.url(), args.experts) {
+        (Some(url), _) => Placement::ControlPlane { url, token: args.control.token.clone() },
         (None, Some(selection)) => Placement::Static(selection),
         (None, None) => {
             anyhow::bail!("no experts to hold: give --control-plane URL, or --experts all")
@@ -222,6 +253,12 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;
+    config.weights = WeightsConfig {
+        from: args.weights_from,
+        listen: args.weights_listen,
+        read_limit: args.peer_read_limit,
+        peer_timeout: Duration::from_millis(args.peer_timeout_ms),
+    };
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -234,10 +271,24 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         let shutdown = super::shutdown_signal()?;
         let bar = ui::bytes_bar(json, 0, "loading experts");
         let loading = bar.clone();
+        let memory = host::memory(std::path::Path::new("/"));
+        let mut has_warned = false;
         let server = ExpertServer::start(config, move |progress| {
             // Experts of one layer shape: the bytes of the rest follow from the bytes so far.
             let done = progress.num_loaded.max(1) as u64;
-            loading.set_length(progress.loaded_bytes / done * progress.num_experts as u64);
+            let expected = progress.loaded_bytes / done * progress.num_experts as u64;
+            if let Some(memory) = memory.as_ref().filter(|memory| memory.total < expected)
+                && !std::mem::replace(&mut has_warned, true)
+            {
+                tracing::warn!(
+                    expected_bytes = expected,
+                    memory_bytes = memory.total,
+                    limit = ?memory.limit,
+                    "the experts are larger than the memory that this process may use: every batch will read files again; \
+                     raise the limit, or let more servers share the experts"
+                );
+            }
+            loading.set_length(expected);
             loading.set_position(progress.loaded_bytes);
         })
         .await?;
@@ -274,6 +325,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
         tokio::select! {
             () = shutdown => server.drain().await,
+            () = drained(&server), if args.exit_when_drained => server.drain().await,
             ended = server.wait() => {
                 ended?;
                 anyhow::bail!("the server ended without being asked to");
@@ -287,5 +339,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     })
 }
 
+/// Completes once the server is drained. A drain that is taken back at once may pass unnoticed.
+async fn drained(server: &expert_server::RunningServer) {
+    while !server.is_draining() {
+        tokio::time::sleep(DRAIN_POLL).await;
+    }
+}
+
+const DRAIN_POLL: Duration = Duration::from_millis(100);
 /// Timeout for the control plane to place a registered server.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(60);

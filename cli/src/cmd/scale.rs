@@ -21,7 +21,7 @@ pub struct Args {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let client = ControlClient::new(args.control.required_url()?, args.control.token.clone())?;
+    let client = ControlClient::new(&args.control.required_url()?, args.control.token.clone())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, Health, MemberInfo, MemberState};
+use control_api::{ControlClient, Health, LoadingReport, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
@@ -16,7 +16,7 @@ pub struct Args {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let url = args.control.required_url()?;
-    let client = ControlClient::new(url, args.control.token.clone())?;
+    let client = ControlClient::new(&url, args.control.token.clone())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -45,6 +45,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             status.version,
             status.epoch
         );
+        if let Some(leader) = &status.leader {
+            let followers = match &status.followers[..] {
+                [] => "no other control plane would take over".to_owned(),
+                urls => format!("followed by {}", urls.join(", ")),
+            };
+            outln!("control planes: {leader} leads, {followers}");
+        }
         match &status.model {
             Some(model) => outln!(
                 "model {} hidden {} · {} MoE layers · {} experts, top-{} · fingerprint {:.12}…",
@@ -96,7 +103,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 clients(member)
             );
         }
-        for line in members.iter().flat_map(left_out) {
+        let lines = members.iter().filter_map(loading);
+        let lines = lines.chain(members.iter().flat_map(reports));
+        for line in lines.chain(members.iter().flat_map(left_out)) {
             outln!("{line}");
         }
     }
@@ -117,6 +126,17 @@ fn unreachable(member: &MemberInfo) -> Option<String> {
     Some(format!("the control plane cannot connect to {name} at {addr}: {reason}"))
 }
 
+/// Progress of a member that loads experts.
+fn loading(member: &MemberInfo) -> Option<String> {
+    let LoadingReport { num_experts, num_loaded, num_from_peers, bytes } =
+        member.load.as_ref()?.loading?;
+    Some(format!(
+        "{} is loading: {num_loaded} of {num_experts} experts, {num_from_peers} of them from other servers, {:.2} GB",
+        member.name,
+        bytes as f64 / 1e9
+    ))
+}
+
 /// Device of a member, from its last load report.
 fn device(member: &MemberInfo) -> &str {
     match &member.load {
@@ -135,6 +155,14 @@ fn left_out(member: &MemberInfo) -> impl Iterator<Item = String> {
     })
 }
 
+/// Clients that could not reach a member lately, a line each.
+fn reports(member: &MemberInfo) -> impl Iterator<Item = String> {
+    member.reports.iter().map(|report| {
+        let (name, reporter, reason) = (&member.name, &report.reporter, &report.reason);
+        format!("{name}: {reporter} could not reach it {} s ago: {reason}", report.age_ms / 1000)
+    })
+}
+
 /// Client links of a member by transport, such as `2 shm, 1 libfabric`, from its last load report.
 fn clients(member: &MemberInfo) -> String {
     let links = member.load.iter().flat_map(|load| &load.links);
@@ -148,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn excluded_transports_are_shown_with_the_reason() {
+    fn excluded_transports_and_reports_of_clients_are_shown_with_the_reason() {
         let member: MemberInfo = serde_json::from_value(serde_json::json!({
             "member_id": "m-1",
             "name": "server-1",
@@ -167,9 +195,12 @@ mod tests {
                     { "transport": "libfabric", "num_links": 1, "left_out": ["verbs:roce2: no way"] },
                 ],
             },
+            "reports": [{ "reporter": "client-7", "reason": "refused", "age_ms": 2500 }],
         }))
         .unwrap();
         assert_eq!(clients(&member), "2 shm, 1 libfabric");
+        let lines: Vec<String> = reports(&member).collect();
+        assert_eq!(lines, ["server-1: client-7 could not reach it 2 s ago: refused"]);
         let lines: Vec<String> = left_out(&member).collect();
         assert_eq!(lines, ["server-1: libfabric because clients left out verbs:roce2: no way"]);
     }

@@ -551,7 +551,7 @@ fn bench_on_gpus(more: &[&str]) -> serde_json::Value {
 }
 
 /// Runs the binary with a time limit.
-fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
+pub fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
     command.args(args).env_remove("SWITCHYARD_TOKEN").envs(env.iter().copied());
     let mut child = command
@@ -589,7 +589,7 @@ fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
 }
 
 /// Runs the binary, which must fail with exactly one line that starts with "error:".
-fn fails(args: &[&str], env: &[(&str, &str)]) -> String {
+pub fn fails(args: &[&str], env: &[(&str, &str)]) -> String {
     let output = run(args, env);
     let stderr = String::from_utf8(output.stderr).expect("UTF-8");
     assert_eq!(output.status.code(), Some(1), "{args:?}: {stderr}");

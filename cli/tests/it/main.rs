@@ -1,6 +1,9 @@
 //! The `switchyard` binary as a user runs it.
 
 mod commands;
+mod follow;
 mod observability;
+mod plan;
 mod reference;
 mod service;
+mod shared;

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::future::Future;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Method, StatusCode, Url};
@@ -14,16 +15,16 @@ use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::types::{
-    ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
-    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
-    SuspectResponse,
+    ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId,
+    MemberInfo, MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
+    ScalingAdvice, SuspectRequest, SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ClientOptions {
-    /// Timeout of a request, including connecting. Default: 3 s.
+    /// Timeout of a request, including connecting and attempts at other control planes. Default: 3 s.
     pub timeout: Duration,
     /// Timeout of a silent watch stream. Default: 5 s. The server sends a keep-alive about once a second.
     pub watch_idle_timeout: Duration,
@@ -41,25 +42,29 @@ impl Default for ClientOptions {
     }
 }
 
-/// Client of one control plane. Cheap to clone; clones share connections.
+/// Client of the control planes of one fleet. Cheap to clone; clones share connections.
 ///
-/// Its methods need a tokio runtime with time and I/O enabled.
+/// With several URLs a request goes to the control plane that answered last. If that one cannot be reached, does not
+/// answer, or knows no leader, the request goes to the next one, each at most once. Every request may therefore be
+/// carried out twice, which changes nothing. Its methods need a tokio runtime with time and I/O enabled.
 #[derive(Clone)]
 pub struct ControlClient {
     http: reqwest::Client,
-    base: Url,
+    bases: Arc<[Url]>,
+    /// Index of the control plane that answered last.
+    current: Arc<AtomicUsize>,
     token: Option<HeaderValue>,
     options: ClientOptions,
 }
 
 impl ControlClient {
-    /// A client of the control plane at `base_url` (`http://HOST:PORT`), with default limits. Sends
-    /// nothing yet.
+    /// A client of the control planes at `base_urls`, one URL (`http://HOST:PORT`) or several with commas between
+    /// them, with default limits. Sends nothing yet.
     ///
     /// # Errors
-    /// [`ConfigError`] when the URL or the token is malformed, or the HTTP client cannot be set up.
-    pub fn new(base_url: &str, token: Option<String>) -> Result<Self, ConfigError> {
-        Self::with_options(base_url, token, ClientOptions::default())
+    /// [`ConfigError`] when a URL or the token is malformed, or the HTTP client cannot be set up.
+    pub fn new(base_urls: &str, token: Option<String>) -> Result<Self, ConfigError> {
+        Self::with_options(base_urls, token, ClientOptions::default())
     }
 
     /// As [`new`](Self::new), with given limits.
@@ -67,11 +72,12 @@ impl ControlClient {
     /// # Errors
     /// As for [`new`](Self::new).
     pub fn with_options(
-        base_url: &str,
+        base_urls: &str,
         token: Option<String>,
         options: ClientOptions,
     ) -> Result<Self, ConfigError> {
-        let base = parse_base_url(base_url)?;
+        let bases: Arc<[Url]> =
+            base_urls.split(',').map(|url| parse_base_url(url.trim())).collect::<Result<_, _>>()?;
         let token = match token {
             None => None,
             Some(token) => {
@@ -85,10 +91,11 @@ impl ControlClient {
                 Some(value)
             }
         };
-        Ok(Self { http: build_http(&options)?, base, token, options })
+        let current = Arc::new(AtomicUsize::new(0));
+        Ok(Self { http: build_http(&options)?, bases, current, token, options })
     }
 
-    /// A client of the same control plane that shares no connections with this one. Use it on another
+    /// A client of the same control planes that shares no connections with this one. Use it on another
     /// runtime.
     ///
     /// # Errors
@@ -104,9 +111,9 @@ impl ControlClient {
         client
     }
 
-    /// The URL of the control plane.
+    /// The URL of the control plane that answered last.
     pub fn base_url(&self) -> &str {
-        self.base.as_str().trim_end_matches('/')
+        text_of(&self.bases[self.current.load(Ordering::Relaxed)])
     }
 
     /// The limits.
@@ -165,13 +172,15 @@ impl ControlClient {
 
     /// Removes a member for good.
     pub async fn leave(&self, member: &MemberId) -> Result<(), ControlError> {
-        self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await.map(drop)
+        self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await
     }
 
     /// The validated placement table in force.
     pub async fn placement(&self) -> Result<PlacementTable, ControlError> {
-        let table: PlacementTable = self.call(Method::GET, "v1/placement", None::<&()>).await?;
-        self.checked(table, "v1/placement")
+        let path = "v1/placement";
+        let (base, bytes) = self.exchange(Method::GET, path, None::<&()>).await?;
+        let table = serde_json::from_slice(&bytes);
+        checked(&base, path, table.map_err(|err| bad_response(&base, path, err.to_string()))?)
     }
 
     /// Every member, sorted by name.
@@ -192,12 +201,22 @@ impl ControlClient {
     /// [`ControlError`]. Its code is [`code::MODEL_MISMATCH`](crate::code::MODEL_MISMATCH) if the fleet has another
     /// fingerprint, or other digests of all bytes.
     pub async fn send_model_digests(&self, digests: &ModelDigests) -> Result<(), ControlError> {
-        self.send(Method::PUT, "v1/model/digests", Some(digests)).await.map(drop)
+        self.send(Method::PUT, "v1/model/digests", Some(digests)).await
     }
 
     /// Overview of the cluster.
     pub async fn status(&self) -> Result<ClusterStatus, ControlError> {
         self.call(Method::GET, "v1/status", None::<&()>).await
+    }
+
+    /// The control plane that leads, as the one that answers knows it.
+    pub async fn leader(&self) -> Result<LeaderInfo, ControlError> {
+        self.call(Method::GET, "v1/leader", None::<&()>).await
+    }
+
+    /// The number of servers that suits the load.
+    pub async fn advice(&self) -> Result<ScalingAdvice, ControlError> {
+        self.call(Method::GET, "v1/advice", None::<&()>).await
     }
 
     /// Goals of a fleet whose placement follows the load.
@@ -213,21 +232,41 @@ impl ControlClient {
     /// Opens the stream of placement tables. [`crate::PlacementWatch`] uses it and reconnects.
     pub async fn watch_placement(&self) -> Result<WatchStream, ControlError> {
         let path = "v1/placement/watch";
-        let request = self.request(Method::GET, path).header(ACCEPT, "text/event-stream");
-        let response = self.bounded(path, request.send()).await?;
-        let response = response.map_err(|err| self.unreachable(path, &err))?;
+        let mut attempts = Attempts::new(self);
+        while let Some((base, bound)) = attempts.next() {
+            let outcome = bounded(base, path, bound, self.open_watch(base, path)).await;
+            if let Some(outcome) = attempts.settle(outcome) {
+                return outcome;
+            }
+        }
+        Err(attempts.into_error(path))
+    }
+
+    async fn open_watch(&self, base: &Url, path: &str) -> Result<WatchStream, ControlError> {
+        let request = self.request(base, Method::GET, path).header(ACCEPT, "text/event-stream");
+        let response = request.send().await.map_err(|err| unreachable(base, path, &err))?;
         if response.status() != StatusCode::OK {
             let status = response.status();
-            let body = self.bounded(path, self.read_body(path, response)).await??;
-            return Err(self.refusal(path, status, &body));
+            let body = self.read_body(base, path, response).await?;
+            return Err(refusal(base, path, status, &body));
         }
         Ok(WatchStream {
             parser: SseParser::new(self.options.max_response_bytes),
             client: self.clone(),
+            base: base.clone(),
             response,
             events: Vec::new(),
             tables: VecDeque::new(),
         })
+    }
+
+    /// Makes the next request go to another control plane, after the current one has failed in a way that only the
+    /// caller sees.
+    fn turn_away_from(&self, base: &Url) {
+        let current = self.current.load(Ordering::Relaxed);
+        if self.bases[current] == *base {
+            self.current.store((current + 1) % self.bases.len(), Ordering::Relaxed);
+        }
     }
 
     async fn call<Body: Serialize, Answer: DeserializeOwned>(
@@ -236,101 +275,79 @@ impl ControlClient {
         path: &str,
         body: Option<&Body>,
     ) -> Result<Answer, ControlError> {
-        let bytes = self.send(method, path, body).await?;
-        serde_json::from_slice(&bytes).map_err(|err| self.bad_response(path, err.to_string()))
+        let (base, bytes) = self.exchange(method, path, body).await?;
+        serde_json::from_slice(&bytes).map_err(|err| bad_response(&base, path, err.to_string()))
     }
 
-    /// The body of a successful response.
     async fn send<Body: Serialize>(
         &self,
         method: Method,
         path: &str,
         body: Option<&Body>,
+    ) -> Result<(), ControlError> {
+        self.exchange(method, path, body).await.map(drop)
+    }
+
+    /// The body of a successful response, and the control plane that sent it.
+    async fn exchange<Body: Serialize>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Body>,
+    ) -> Result<(Url, Vec<u8>), ControlError> {
+        let mut attempts = Attempts::new(self);
+        while let Some((base, bound)) = attempts.next() {
+            let exchange = self.exchange_with(base, method.clone(), path, body);
+            let outcome = bounded(base, path, bound, exchange).await;
+            if let Some(outcome) = attempts.settle(outcome) {
+                return outcome.map(|body| (base.clone(), body));
+            }
+        }
+        Err(attempts.into_error(path))
+    }
+
+    async fn exchange_with<Body: Serialize>(
+        &self,
+        base: &Url,
+        method: Method,
+        path: &str,
+        body: Option<&Body>,
     ) -> Result<Vec<u8>, ControlError> {
-        let mut request = self.request(method, path);
+        let mut request = self.request(base, method, path);
         if let Some(body) = body {
             request = request.json(body);
         }
-        let exchange = async {
-            let response = request.send().await.map_err(|err| self.unreachable(path, &err))?;
-            let status = response.status();
-            Ok((status, self.read_body(path, response).await?))
-        };
-        let (status, body) = self.bounded(path, exchange).await??;
-        if status.is_success() { Ok(body) } else { Err(self.refusal(path, status, &body)) }
+        let response = request.send().await.map_err(|err| unreachable(base, path, &err))?;
+        let status = response.status();
+        let body = self.read_body(base, path, response).await?;
+        if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
     }
 
-    fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
+    fn request(&self, base: &Url, method: Method, path: &str) -> reqwest::RequestBuilder {
         let mut headers = HeaderMap::new();
         if let Some(token) = &self.token {
             headers.insert(AUTHORIZATION, token.clone());
         }
-        self.http.request(method, self.url(path)).headers(headers)
+        self.http.request(method, url(base, path)).headers(headers)
     }
 
     async fn read_body(
         &self,
+        base: &Url,
         path: &str,
         mut response: reqwest::Response,
     ) -> Result<Vec<u8>, ControlError> {
         let mut body = Vec::new();
         while let Some(chunk) =
-            response.chunk().await.map_err(|err| self.unreachable(path, &err))?
+            response.chunk().await.map_err(|err| unreachable(base, path, &err))?
         {
             if body.len() + chunk.len() > self.options.max_response_bytes {
                 let limit = self.options.max_response_bytes;
-                return Err(self.bad_response(path, format!("more than {limit} bytes")));
+                return Err(bad_response(base, path, format!("more than {limit} bytes")));
             }
             body.extend_from_slice(&chunk);
         }
         Ok(body)
-    }
-
-    async fn bounded<F: Future>(&self, path: &str, future: F) -> Result<F::Output, ControlError> {
-        let timeout = self.options.timeout;
-        tokio::time::timeout(timeout, future).await.map_err(|_| ControlError::Timeout {
-            url: self.url(path),
-            timeout_ms: timeout.as_millis() as u64,
-        })
-    }
-
-    fn refusal(&self, path: &str, status: StatusCode, body: &[u8]) -> ControlError {
-        let error: ApiError = match serde_json::from_slice(body) {
-            Ok(error) => error,
-            Err(_) => {
-                let text: String = String::from_utf8_lossy(body).chars().take(200).collect();
-                return self.bad_response(path, format!("status {status}, body {text:?}"));
-            }
-        };
-        match status {
-            StatusCode::UNAUTHORIZED => {
-                ControlError::Unauthorized { url: self.url(path), message: error.message }
-            }
-            _ => ControlError::Rejected {
-                status: status.as_u16(),
-                code: error.code,
-                message: error.message,
-            },
-        }
-    }
-
-    fn checked(&self, table: PlacementTable, path: &str) -> Result<PlacementTable, ControlError> {
-        match table.validate() {
-            Ok(()) => Ok(table),
-            Err(source) => Err(ControlError::BadPlacement { url: self.url(path), source }),
-        }
-    }
-
-    fn url(&self, path: &str) -> String {
-        format!("{}/{path}", self.base_url())
-    }
-
-    fn bad_response(&self, path: &str, reason: String) -> ControlError {
-        ControlError::BadResponse { url: self.url(path), reason }
-    }
-
-    fn unreachable(&self, path: &str, err: &reqwest::Error) -> ControlError {
-        ControlError::Unreachable { url: self.url(path), reason: causes(err) }
     }
 }
 
@@ -343,10 +360,71 @@ impl fmt::Debug for ControlClient {
     }
 }
 
+/// Attempts of one request at one control plane after the other. The client's timeout bounds all of them together;
+/// each leaves time for those behind it.
+struct Attempts<'a> {
+    client: &'a ControlClient,
+    deadline: Instant,
+    first: usize,
+    num_begun: usize,
+    /// The first error is about the control plane that answered last.
+    error: Option<ControlError>,
+}
+
+impl<'a> Attempts<'a> {
+    fn new(client: &'a ControlClient) -> Self {
+        let deadline = Instant::now() + client.options.timeout;
+        let first = client.current.load(Ordering::Relaxed);
+        Self { client, deadline, first, num_begun: 0, error: None }
+    }
+
+    /// The next control plane and the timeout of its attempt.
+    fn next(&mut self) -> Option<(&'a Url, Duration)> {
+        let num_left = self.client.bases.len() - self.num_begun;
+        if num_left == 0 {
+            return None;
+        }
+        let left = match self.num_begun {
+            0 => self.client.options.timeout,
+            _ => self.deadline.saturating_duration_since(Instant::now()),
+        };
+        let base = &self.client.bases[(self.first + self.num_begun) % self.client.bases.len()];
+        self.num_begun += 1;
+        Some((base, left / num_left as u32))
+    }
+
+    /// Returns the outcome of an attempt unless another control plane should be asked.
+    fn settle<T>(&mut self, outcome: Result<T, ControlError>) -> Option<Result<T, ControlError>> {
+        match outcome {
+            Err(err) if err.concerns_one_control_plane() => {
+                self.error.get_or_insert(err);
+                None
+            }
+            outcome => {
+                self.remember(self.first + self.num_begun - 1);
+                Some(outcome)
+            }
+        }
+    }
+
+    /// The error of all attempts.
+    fn into_error(self, path: &str) -> ControlError {
+        // So that a request with a longer timeout does not wait for the same control plane again.
+        self.remember(self.first + 1);
+        let base = &self.client.bases[self.first];
+        self.error.unwrap_or_else(|| timed_out(base, path, self.client.options.timeout))
+    }
+
+    fn remember(&self, index: usize) {
+        self.client.current.store(index % self.client.bases.len(), Ordering::Relaxed);
+    }
+}
+
 /// An open stream of placement tables.
 #[derive(Debug)]
 pub struct WatchStream {
     client: ControlClient,
+    base: Url,
     response: reqwest::Response,
     parser: SseParser,
     events: Vec<crate::sse::SseEvent>,
@@ -354,42 +432,106 @@ pub struct WatchStream {
 }
 
 impl WatchStream {
-    /// The next validated table. After an error, drop the stream and open a new one.
+    /// The next validated table. After an error, drop the stream and open a new one, which goes to another control
+    /// plane if there are several.
     ///
     /// # Errors
     /// [`ControlError`] when the stream breaks, is silent for
     /// [`watch_idle_timeout`](ClientOptions::watch_idle_timeout), or sends an invalid table.
     pub async fn next(&mut self) -> Result<PlacementTable, ControlError> {
+        let table = self.read().await;
+        if table.is_err() {
+            self.client.turn_away_from(&self.base);
+        }
+        table
+    }
+
+    async fn read(&mut self) -> Result<PlacementTable, ControlError> {
         let path = "v1/placement/watch";
+        let base = &self.base;
         loop {
             if let Some(table) = self.tables.pop_front() {
                 return Ok(table);
             }
             let idle = self.client.options.watch_idle_timeout;
             let chunk = tokio::time::timeout(idle, self.response.chunk()).await;
-            let chunk = chunk.map_err(|_| ControlError::Timeout {
-                url: self.client.url(path),
-                timeout_ms: idle.as_millis() as u64,
-            })?;
-            let chunk = chunk.map_err(|err| self.client.unreachable(path, &err))?;
+            let chunk = chunk.map_err(|_| timed_out(base, path, idle))?;
+            let chunk = chunk.map_err(|err| unreachable(base, path, &err))?;
             let Some(chunk) = chunk else {
                 return Err(ControlError::Unreachable {
-                    url: self.client.url(path),
+                    url: url(base, path),
                     reason: "the stream was closed".to_owned(),
                 });
             };
             let pushed = self.parser.push(&chunk, &mut self.events);
-            pushed.map_err(|err| self.client.bad_response(path, err.to_string()))?;
+            pushed.map_err(|err| bad_response(base, path, err.to_string()))?;
             for event in self.events.drain(..) {
                 if event.kind != PLACEMENT_EVENT {
                     continue;
                 }
                 let table = serde_json::from_slice(&event.data);
-                let table = table.map_err(|err| self.client.bad_response(path, err.to_string()))?;
-                self.tables.push_back(self.client.checked(table, path)?);
+                let table = table.map_err(|err| bad_response(base, path, err.to_string()))?;
+                self.tables.push_back(checked(base, path, table)?);
             }
         }
     }
+}
+
+async fn bounded<T>(
+    base: &Url,
+    path: &str,
+    bound: Duration,
+    exchange: impl Future<Output = Result<T, ControlError>>,
+) -> Result<T, ControlError> {
+    let outcome = tokio::time::timeout(bound, exchange).await;
+    outcome.unwrap_or_else(|_| Err(timed_out(base, path, bound)))
+}
+
+fn refusal(base: &Url, path: &str, status: StatusCode, body: &[u8]) -> ControlError {
+    let error: ApiError = match serde_json::from_slice(body) {
+        Ok(error) => error,
+        Err(_) => {
+            let text: String = String::from_utf8_lossy(body).chars().take(200).collect();
+            return bad_response(base, path, format!("status {status}, body {text:?}"));
+        }
+    };
+    match status {
+        StatusCode::UNAUTHORIZED => {
+            ControlError::Unauthorized { url: url(base, path), message: error.message }
+        }
+        _ => ControlError::Rejected {
+            status: status.as_u16(),
+            code: error.code,
+            message: error.message,
+        },
+    }
+}
+
+fn checked(base: &Url, path: &str, table: PlacementTable) -> Result<PlacementTable, ControlError> {
+    match table.validate() {
+        Ok(()) => Ok(table),
+        Err(source) => Err(ControlError::BadPlacement { url: url(base, path), source }),
+    }
+}
+
+fn text_of(base: &Url) -> &str {
+    base.as_str().trim_end_matches('/')
+}
+
+fn url(base: &Url, path: &str) -> String {
+    format!("{}/{path}", text_of(base))
+}
+
+fn bad_response(base: &Url, path: &str, reason: String) -> ControlError {
+    ControlError::BadResponse { url: url(base, path), reason }
+}
+
+fn timed_out(base: &Url, path: &str, timeout: Duration) -> ControlError {
+    ControlError::Timeout { url: url(base, path), timeout_ms: timeout.as_millis() as u64 }
+}
+
+fn unreachable(base: &Url, path: &str, err: &reqwest::Error) -> ControlError {
+    ControlError::Unreachable { url: url(base, path), reason: causes(err) }
 }
 
 fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {

@@ -48,6 +48,8 @@ pub mod code {
     pub const TOO_MANY_WATCHERS: &str = "too_many_watchers";
     /// 503: the store cannot be written.
     pub const STORE_READ_ONLY: &str = "store_read_only";
+    /// 503: no control plane leads at the moment, or the leader cannot be reached. Try again, at another one.
+    pub const NO_LEADER: &str = "no_leader";
     /// 503: the control plane is shutting down.
     pub const SHUTTING_DOWN: &str = "shutting_down";
     /// 500: a bug of the control plane.
@@ -104,6 +106,21 @@ impl ControlError {
             Self::Rejected { code, .. } => Some(code),
             Self::Unauthorized { .. } => Some(code::UNAUTHORIZED),
             _ => None,
+        }
+    }
+
+    /// Returns true if another control plane of the same fleet may answer the same request.
+    pub(crate) fn concerns_one_control_plane(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::Timeout { .. } | Self::BadResponse { .. } => true,
+            Self::Rejected { code, .. } => matches!(
+                code.as_str(),
+                code::NO_LEADER
+                    | code::SHUTTING_DOWN
+                    | code::TOO_MANY_WATCHERS
+                    | code::REQUEST_TIMEOUT
+            ),
+            _ => false,
         }
     }
 

@@ -78,6 +78,8 @@ pub struct LeaseState {
     pub num_registrations: u64,
     /// Number of successful renewals.
     pub num_renewals: u64,
+    /// True while the member drains and is in the placement all the same, until others have loaded its experts.
+    pub keeps_serving: bool,
     /// Digests that the control plane asked for with the last renewal.
     pub wanted_digests: WantedDigests,
 }
@@ -142,6 +144,7 @@ impl LeaseKeeper {
             reported: None,
             renewed_at: None,
             name_refused_at: None,
+            name_wait: None,
             assignment_version: 0,
             is_drained: false,
         };
@@ -192,7 +195,7 @@ impl LeaseKeeper {
     }
 
     /// Asks the control plane to remove the member from the placement, and waits up to `bound` for the
-    /// confirmation. The lease continues until [`leave`](Self::leave). After a timeout the keeper keeps
+    /// confirmation. [`LeaseState::keeps_serving`] is true until other members have loaded its experts. The lease continues until [`leave`](Self::leave). After a timeout the keeper keeps
     /// trying to drain.
     ///
     /// # Errors
@@ -275,6 +278,8 @@ struct Worker {
     renewed_at: Option<Instant>,
     /// Time of the first registration that was refused because the name is in use.
     name_refused_at: Option<Instant>,
+    /// How long the keeper retries a name that is in use.
+    name_wait: Option<Duration>,
     /// Version of the assignment in the published state.
     assignment_version: u64,
     is_drained: bool,
@@ -339,10 +344,9 @@ impl Worker {
                 let is_first = self.state.borrow().num_registrations == 0;
                 let is_final = match err.code() {
                     Some(code::SUPERSEDED) => true,
-                    // The holder may have died just before. Its lease then ends soon.
                     Some(code::NAME_IN_USE) => {
                         let refused_at = *self.name_refused_at.get_or_insert(sent_at);
-                        refused_at.elapsed() >= NAME_WAIT
+                        refused_at.elapsed() >= self.name_wait().await
                     }
                     _ => is_first && !err.is_transient(),
                 };
@@ -379,6 +383,22 @@ impl Worker {
         Next::Sleep(if has_change { Duration::ZERO } else { self.interval() })
     }
 
+    /// A holder that has died loses the name when its lease ends. So a name that stays in use for longer belongs to a
+    /// live process. A member that is not registered yet asks for the time to live.
+    async fn name_wait(&mut self) -> Duration {
+        if let Some(wait) = self.name_wait {
+            return wait;
+        }
+        match self.interruptible(self.client.status()).await {
+            Some(Ok(status)) => {
+                let wait = clamp_ttl(status.lease_ttl_ms) * NAME_WAIT_LEASES;
+                *self.name_wait.insert(wait)
+            }
+            // The next refusal asks again.
+            _ => self.ttl() * NAME_WAIT_LEASES,
+        }
+    }
+
     async fn renew(&mut self, member: &MemberId) -> Next {
         let load = self.load.lock().unwrap_or_else(PoisonError::into_inner).take();
         let request = LeaseRequest {
@@ -409,6 +429,7 @@ impl Worker {
                     clear_error(state);
                     state.num_renewals += 1;
                     state.wanted_digests = response.wanted_digests;
+                    state.keeps_serving = response.keeps_serving;
                 });
                 let must_report = self.reported.is_none() && self.intent.borrow().holds.is_some();
                 Next::Sleep(if must_report { self.interval() / 8 } else { self.interval() })
@@ -444,6 +465,7 @@ impl Worker {
                 self.is_drained = true;
                 self.state.send_modify(|state| {
                     state.member_state = Some(info.state);
+                    state.keeps_serving = info.keeps_serving;
                     clear_error(state);
                 });
                 Next::Sleep(self.until_renewal())
@@ -580,7 +602,7 @@ fn clamp_ttl(ttl_ms: u64) -> Duration {
     Duration::from_millis(ttl_ms.clamp(30, 3_600_000))
 }
 
-/// A name that stays in use for so long belongs to a live process.
-const NAME_WAIT: Duration = Duration::from_secs(10);
+/// A name that stays in use for so many leases belongs to a live process.
+const NAME_WAIT_LEASES: u32 = 2;
 /// Time to live before the control plane has sent one.
 const FALLBACK_TTL: Duration = Duration::from_secs(3);

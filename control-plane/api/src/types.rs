@@ -176,6 +176,9 @@ pub struct RegisterRequest {
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read weights of the member. Absent if they cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_addr: Option<String>,
     /// Random number of the process. The same name with another incarnation means a restarted process,
     /// which takes over the name.
     pub incarnation: u64,
@@ -205,6 +208,7 @@ impl RegisterRequest {
             name: name.into(),
             data_addr: data_addr.into(),
             metrics_addr: None,
+            weights_addr: None,
             incarnation: rand::random(),
             model,
             capacity_experts: None,
@@ -260,6 +264,10 @@ pub struct LeaseResponse {
     /// Digests of the model's tensors that the member shall send if it has them.
     #[serde(default)]
     pub wanted_digests: WantedDigests,
+    /// True while a draining member is in the placement, because other members still load its experts. It
+    /// shall serve until then.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keeps_serving: bool,
 }
 
 /// Work of a member in one window of time.
@@ -271,6 +279,22 @@ pub struct LoadReport {
     pub busy_ms: u64,
     /// Tokens received in the window.
     pub num_tokens: u64,
+    /// Frames of clients computed in the window.
+    #[serde(default)]
+    pub num_frames: u64,
+    /// Sum of the times that these frames waited for the compute threads, in milliseconds. Over `window_ms` it is
+    /// the mean length of the queue.
+    #[serde(default)]
+    pub queued_ms: u64,
+    /// Frames among them that were computed later than 100 ms after they came.
+    #[serde(default)]
+    pub num_late: u64,
+    /// Experts in memory, counted per layer, with old ones that are yet to be freed. Absent if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_experts: Option<u32>,
+    /// Experts that the member has failed to read. Plans place them on other members.
+    #[serde(default, skip_serializing_if = "Assignment::is_empty")]
+    pub unreadable: Assignment,
     /// Tokens per expert. Experts without tokens may be absent.
     #[serde(default)]
     pub experts: Vec<ExpertLoad>,
@@ -280,6 +304,22 @@ pub struct LoadReport {
     /// GPU that serves the experts, such as `cuda:0`. Absent for a server on CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
+    /// Load of experts under way. Absent if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loading: Option<LoadingReport>,
+}
+
+/// Progress of a load of experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LoadingReport {
+    /// Experts to load, counted per layer.
+    pub num_experts: u64,
+    /// Experts loaded so far.
+    pub num_loaded: u64,
+    /// Experts among them that were read from other servers' memory.
+    pub num_from_peers: u64,
+    /// Bytes loaded so far.
+    pub bytes: u64,
 }
 
 /// Open client links of one transport.
@@ -323,12 +363,12 @@ pub struct DrainRequest {
     pub incarnation: Option<u64>,
 }
 
-/// `POST /v1/members/{id}/suspect`: reports that the member seems to have failed.
+/// `POST /v1/members/{id}/suspect`: reports that the reporter cannot reach the member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectRequest {
-    /// Name of the reporting client, for the log: at most 128 characters.
+    /// Name of the reporting client: at most 128 characters. Two names count as two observers.
     pub reporter: String,
-    /// Observed failure, for the log: at most 512 characters.
+    /// Observed failure: at most 512 characters.
     pub reason: String,
     /// If present, the report applies to this incarnation only.
     #[serde(default)]
@@ -338,7 +378,8 @@ pub struct SuspectRequest {
 /// Response to [`SuspectRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SuspectResponse {
-    /// Time left for the member to renew before it expires, in milliseconds. 0 if it has no lease.
+    /// Time left for the member to renew before it expires, in milliseconds. 0 if it has no lease. It is the rest of
+    /// the lease, or less once a second observer has confirmed the failure.
     pub must_renew_within_ms: u64,
 }
 
@@ -350,7 +391,8 @@ pub enum MemberState {
     Loading,
     /// Leased and in the placement.
     Serving,
-    /// Leased, removed from the placement, about to leave.
+    /// Leased and about to leave. It is out of the placement, or leaves it as soon as other members have loaded its
+    /// experts.
     Draining,
     /// The lease has expired. The member is kept for a while so that it may return.
     Expired,
@@ -391,11 +433,17 @@ pub struct MemberInfo {
     /// `host:port` of the metrics listener.
     #[serde(default)]
     pub metrics_addr: Option<String>,
+    /// `host:port` on which other servers read weights of the member. Absent if they cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_addr: Option<String>,
     /// State.
     pub state: MemberState,
-    /// True while the member is suspected and has not renewed yet.
+    /// True while a report of a client is newer than the member's last renewal.
     #[serde(default)]
     pub suspected: bool,
+    /// True while the member drains and is in the placement all the same, until others have loaded its experts.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keeps_serving: bool,
     /// Time left of the lease in milliseconds, 0 if it has expired.
     pub lease_remaining_ms: u64,
     /// Number of (layer, expert) pairs reported as loaded.
@@ -408,6 +456,20 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// Clients that reported in the last minute that they cannot reach the member, the newest first, 8 at most.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reports: Vec<LinkReport>,
+}
+
+/// A client's report about a member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LinkReport {
+    /// Name of the client.
+    pub reporter: String,
+    /// The failure that it observed.
+    pub reason: String,
+    /// Age of the report in milliseconds.
+    pub age_ms: u64,
 }
 
 /// `GET /v1/members`.
@@ -451,6 +513,72 @@ pub struct FleetGoals {
     pub spare: f64,
 }
 
+/// Reason of a [`ScalingAdvice`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AdviceReason {
+    /// The number of servers suits the load.
+    Steady,
+    /// The servers compute for a larger share of the time than the target.
+    Compute,
+    /// The busiest server has hardly any time left.
+    BusiestServer,
+    /// Frames wait in queues.
+    Queue,
+    /// Frames are computed too late.
+    LateFrames,
+    /// The memory does not hold every expert and its replicas.
+    Memory,
+    /// Fewer servers can carry the load.
+    Surplus,
+    /// Members have not reported for long enough: the advice is the present number.
+    TooLittleData,
+}
+
+impl AdviceReason {
+    /// The name in JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Steady => "steady",
+            Self::Compute => "compute",
+            Self::BusiestServer => "busiest_server",
+            Self::Queue => "queue",
+            Self::LateFrames => "late_frames",
+            Self::Memory => "memory",
+            Self::Surplus => "surplus",
+            Self::TooLittleData => "too_little_data",
+        }
+    }
+}
+
+/// `GET /v1/advice`: the number of servers that suits the load. All means are over the last half minute, and older
+/// reports count less.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ScalingAdvice {
+    /// Servers that the fleet should have.
+    pub desired_servers: u32,
+    /// Servers that are serving or loading now.
+    pub current_servers: u32,
+    /// Fewest servers that hold every expert and its replicas.
+    pub min_servers: u32,
+    /// Why the number differs from the present one, or does not.
+    pub reason: AdviceReason,
+    /// The reason in figures, for people.
+    pub text: String,
+    /// Share of the evidence that is there, from 0 to 1: it rises with the time for which servers have reported.
+    pub confidence: f64,
+    /// Share of the time in which servers compute, averaged over all of them by speed.
+    pub compute_share: f64,
+    /// The same of the busiest server.
+    pub busiest_share: f64,
+    /// The share that the advice aims at.
+    pub target_share: f64,
+    /// Frames that wait in the queue of a server, averaged over time and servers.
+    pub queue_frames: f64,
+    /// Share of the frames that were computed later than 100 ms after they came.
+    pub late_share: f64,
+}
+
 /// `GET /v1/status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ClusterStatus {
@@ -485,6 +613,24 @@ pub struct ClusterStatus {
     pub plan_error: Option<String>,
     /// The store.
     pub store: StoreStatus,
+    /// URL of the control plane that leads, if several share the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// URLs of the control planes that would take over.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub followers: Vec<String>,
+}
+
+/// `GET /v1/leader`: the leading control plane.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LeaderInfo {
+    /// True if the control plane that answers leads.
+    pub leads: bool,
+    /// URL of the leader. `None` if none is known, and for a control plane with a store of its own.
+    #[serde(default)]
+    pub url: Option<String>,
+    /// Number of the term. A later leader has a greater one. 0 if none is known.
+    pub term: u64,
 }
 
 /// Condition of a fleet.
@@ -581,6 +727,8 @@ mod tests {
             num_watchers: 0,
             plan_error: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
+            leader: None,
+            followers: Vec::new(),
         };
         assert_eq!(good.health(), (Health::Healthy, Vec::new()));
         let check = |change: &dyn Fn(&mut ClusterStatus), health: Health, word: &str| {

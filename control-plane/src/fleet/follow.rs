@@ -7,7 +7,7 @@ use control_api::FleetGoals;
 
 use super::{Fleet, FleetEvent};
 use crate::admission::{Refusal, check_goals};
-use crate::balance;
+use crate::balance::{self, Pending, work};
 use crate::member::Member;
 use crate::planner::rebalance::FleetPlan;
 
@@ -42,7 +42,7 @@ impl Fleet {
     pub(super) fn balance(&mut self, now: Duration) {
         let Some(settings) = self.settings.balance else { return };
         let Some(model) = self.model.clone() else { return };
-        self.loads.decay(now, settings.half_life);
+        self.end_long_drains(now);
         let is_settled = self.unplanned_since.is_some_and(|since| now >= since + settings.settle);
         let is_due = self.unplanned_since.is_none() && now >= self.last_plan + settings.period;
         let num_live = self.members.values().filter(|member| member.is_planned()).count();
@@ -58,24 +58,61 @@ impl Fleet {
             self.members.values().filter(|member| member.is_planned()).collect();
         match balance::plan(&model, &members, &self.loads, &settings.goals) {
             Ok(plan) => self.set_targets(plan),
-            Err(shortage) => {
-                let shortage = shortage.to_string();
-                if self.shortage.as_ref() != Some(&shortage) {
-                    self.events.push(FleetEvent::Short { shortage: shortage.clone() });
-                    self.shortage = Some(shortage);
-                }
+            Err(shortage) => self.set_shortage(Some(shortage.to_string())),
+        }
+    }
+
+    fn set_shortage(&mut self, shortage: Option<String>) {
+        if let Some(shortage) = &shortage
+            && self.shortage.as_ref() != Some(shortage)
+        {
+            self.events.push(FleetEvent::Short { shortage: shortage.clone() });
+        }
+        self.shortage = shortage;
+    }
+
+    /// Lets reported loads and work decay, and compares the speeds of the members.
+    pub(super) fn decay(&mut self, now: Duration) {
+        let since = now.saturating_sub(self.decayed_at);
+        if since < DECAY_STEP {
+            return;
+        }
+        self.decayed_at = now;
+        let factor = work::decay_factor(since, self.half_life());
+        self.loads.decay(factor);
+        self.members.values_mut().for_each(|member| member.work.decay(factor));
+        let leased = self.members.values_mut().filter(|member| member.is_leased());
+        work::compare(leased.map(|member| &mut member.work));
+    }
+
+    pub(super) fn half_life(&self) -> Duration {
+        self.settings.balance.unwrap_or_default().half_life
+    }
+
+    /// Takes members out of the placement whose experts no others have loaded in time.
+    fn end_long_drains(&mut self, now: Duration) {
+        let mut has_changed = false;
+        for member in self.members.values_mut() {
+            if member.drains_by.is_some_and(|by| now >= by) {
+                has_changed |= member.hand_over(|_, _| false);
             }
+        }
+        if has_changed {
+            self.mark_changed();
         }
     }
 
     fn set_targets(&mut self, plan: FleetPlan) {
-        self.shortage = None;
-        let FleetPlan { assignments, num_loads, imbalance } = plan;
+        self.set_shortage(plan.shortage());
+        let FleetPlan { assignments, num_loads, imbalance, .. } = plan;
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         for (member, target) in planned.zip(assignments) {
             if member.target.as_deref() != Some(&target) {
                 member.target = Some(Arc::new(target));
             }
+        }
+        for member in self.members.values_mut().filter(|member| member.keeps_serving()) {
+            member.is_drain_planned = true;
         }
         if num_loads > 0 {
             let (before, after) = imbalance;
@@ -92,7 +129,8 @@ impl Fleet {
         }
         let planned: Vec<&Member> =
             self.members.values().filter(|member| member.is_planned()).collect();
-        let next = balance::next_assignments(model, &planned);
+        let pending = Pending::of(model, &planned);
+        let next = balance::next_assignments(model, &planned, &pending);
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         let mut has_changed = false;
         for (member, next) in planned.zip(next) {
@@ -101,8 +139,16 @@ impl Fleet {
                 has_changed = true;
             }
         }
+        for member in self.members.values_mut() {
+            if member.keeps_serving() && member.is_drain_planned {
+                has_changed |= member.hand_over(|layer, expert| pending.contains(layer, expert));
+            }
+        }
         if has_changed {
             self.mark_changed();
         }
     }
 }
+
+/// Decay is computed in steps of this length.
+const DECAY_STEP: Duration = Duration::from_secs(1);

@@ -23,6 +23,7 @@ fn settings() -> FleetSettings {
         max_members: 16,
         pinned_fingerprint: None,
         balance: None,
+        target_share: 0.6,
     }
 }
 
@@ -104,9 +105,15 @@ impl World {
         self.fleet.renew(member, request, self.now)
     }
 
+    /// Two clients report that they cannot reach a member.
     fn suspect(&mut self, member: &MemberId, incarnation: Option<u64>) -> Duration {
+        self.report(member, incarnation, "client-1");
+        self.report(member, incarnation, "client-2")
+    }
+
+    fn report(&mut self, member: &MemberId, incarnation: Option<u64>, reporter: &str) -> Duration {
         let request = SuspectRequest {
-            reporter: "test".to_owned(),
+            reporter: reporter.to_owned(),
             reason: "silence".to_owned(),
             incarnation,
         };
@@ -223,6 +230,36 @@ fn a_suspected_member_must_renew_within_a_heartbeat() {
     // A report about an earlier process does not affect its successor.
     assert_eq!(world.suspect(&live.member_id, Some(77)), Duration::ZERO);
     assert_eq!(world.suspect(&dead.member_id, None), Duration::ZERO);
+}
+
+#[test]
+fn one_observer_alone_expires_no_member() {
+    let mut world = World::new();
+    let member = world.serve("a", 1);
+    world.advance(Duration::from_millis(500));
+    // The rest of the lease.
+    assert_eq!(world.report(&member.member_id, None, "client-1"), TTL - Duration::from_millis(500));
+    assert_eq!(world.report(&member.member_id, None, "client-1"), TTL - Duration::from_millis(500));
+    let info = &world.fleet.infos(world.now)[0];
+    assert!(info.suspected);
+    assert_eq!((info.reports.len(), info.reports[0].reporter.as_str()), (1, "client-1"));
+    // This process connects: no second observer.
+    world.fleet.record_probe("a", 1, Ok(()), world.now);
+    world.advance(TTL - Duration::from_millis(600));
+    assert_eq!(world.state("a"), Some(MemberState::Serving));
+    world.renew(&member.member_id, 1).unwrap();
+    // The client still shows as one that cannot reach the member, which is not suspected any more.
+    world.advance(Duration::from_millis(1));
+    let info = &world.fleet.infos(world.now)[0];
+    assert!(!info.suspected);
+    assert!(info.reports[0].age_ms > 1000);
+    // A report from before the last renewal is no observer.
+    let left = world.report(&member.member_id, None, "client-2");
+    assert_eq!(left, TTL - Duration::from_millis(1));
+    // This process cannot connect either: the second observer.
+    world.fleet.record_probe("a", 1, Err("refused".to_owned()), world.now);
+    world.advance(Duration::from_millis(1300));
+    assert_eq!(world.state("a"), Some(MemberState::Expired));
 }
 
 #[test]

@@ -3,9 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use control_api::{MemberCounts, MemberInfo, MemberState, ModelDescriptor, PlacementTable};
+use control_api::{
+    MemberCounts, MemberInfo, MemberState, ModelDescriptor, PlacementTable, ScalingAdvice,
+};
 
 use super::Fleet;
+use crate::advice::{FleetWork, ServerWork, advise};
 use crate::member::Member;
 use crate::planner::Planner;
 use crate::table::Coverage;
@@ -48,6 +51,23 @@ impl Fleet {
             (record.name.clone(), record.incarnation, record.data_addr.clone())
         };
         unprobed.map(key).collect()
+    }
+
+    /// Scaling advice from the reports of the members.
+    pub(crate) fn advice(&self) -> ScalingAdvice {
+        let leased: Vec<&Member> =
+            self.members.values().filter(|member| member.is_leased()).collect();
+        let fleet = FleetWork {
+            servers: leased.iter().map(|member| ServerWork::of(member)).collect(),
+            half_life: self.half_life(),
+            num_experts: self
+                .model
+                .as_ref()
+                .map_or(0, |model| model.moe_layers.len() as u64 * u64::from(model.num_experts)),
+            replicas: self.replicas(),
+            is_short: self.shortage.is_some(),
+        };
+        advise(&fleet, self.settings.target_share)
     }
 
     pub(crate) fn counts(&self) -> MemberCounts {

@@ -15,14 +15,11 @@ use super::error::HttpError;
     (status = 200, description = "The digests", body = ModelDigests),
     (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`not_found`: no member has sent them", body = ApiError)))]
-pub(super) async fn model_digests(State(app): State<App>) -> Response {
-    match app.coordinator.model_digests() {
-        Some(json) => ([(CONTENT_TYPE, "application/json")], json).into_response(),
-        None => {
-            HttpError::new(code::NOT_FOUND, "no member has sent digests of the model's tensors")
-                .into_response()
-        }
-    }
+pub(super) async fn model_digests(State(app): State<App>) -> Result<Response, HttpError> {
+    let missing = "no member has sent digests of the model's tensors";
+    let json = app.leader()?.model_digests();
+    let json = json.ok_or_else(|| HttpError::new(code::NOT_FOUND, missing))?;
+    Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
 }
 
 /// Stores the digests of the model's tensors. The first ones that fit the fleet's model stay, until a member sends
@@ -59,6 +56,6 @@ pub(super) async fn store_model_digests(
             return Err(bad("names of tensors must be strictly ascending".to_owned()));
         }
     }
-    app.coordinator.store_model_digests(digests, body)?;
+    app.leader()?.store_model_digests(digests, body)?;
     Ok(StatusCode::NO_CONTENT)
 }

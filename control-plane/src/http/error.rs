@@ -46,6 +46,7 @@ impl HttpError {
             code::TOO_MANY_MEMBERS
             | code::TOO_MANY_WATCHERS
             | code::STORE_READ_ONLY
+            | code::NO_LEADER
             | code::SHUTTING_DOWN => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }

@@ -6,13 +6,15 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use control_api::{
-    ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaseRequest, LeaseResponse, MemberId,
-    MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
-    SuspectRequest, SuspectResponse, code,
+    ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse,
+    MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest,
+    RegisterResponse, ScalingAdvice, SuspectRequest, SuspectResponse, code,
 };
 
 use super::App;
 use super::error::{Body, HttpError};
+use super::forward::no_leader;
+use crate::role::{Following, Role};
 
 type Answer<T> = Result<Json<T>, HttpError>;
 
@@ -23,26 +25,32 @@ pub(super) async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Returns 200 while the control plane accepts requests, 503 once a shutdown has begun. The text says so if the
-/// store cannot be written.
+/// Returns 200 while the control plane accepts requests: it leads, or it knows the leader. Returns 503 without a
+/// leader, and once a shutdown has begun. The text says so if the store cannot be written.
 #[utoipa::path(get, path = "/readyz", tag = "probes", security(()), responses(
     (status = 200, description = "Ready", body = String),
-    (status = 503, description = "Shutting down", body = ApiError)))]
+    (status = 503, description = "`shutting_down`, `no_leader`", body = ApiError)))]
 pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    Ok(match app.coordinator.write_error() {
-        Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
-        None => "ok\n".to_owned(),
-    })
+    match app.roles.current() {
+        Role::Leader { coordinator, .. } => Ok(match coordinator.write_error() {
+            Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
+            None => "ok\n".to_owned(),
+        }),
+        Role::Follower(Following { leader_url: Some(url), .. }) => Ok(format!("ok, {url} leads\n")),
+        Role::Follower(Following { problem, .. }) => {
+            Err(no_leader(problem.as_deref().unwrap_or("an election is under way")))
+        }
+    }
 }
 
 /// Metrics in Prometheus' text format.
 #[utoipa::path(get, path = "/metrics", tag = "probes", security(()),
     responses((status = 200, description = "Metrics", body = String)))]
 pub(super) async fn metrics(State(app): State<App>) -> Response {
-    match app.coordinator.metrics().render() {
+    match app.metrics.render() {
         Ok(text) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(err) => HttpError::new(code::INTERNAL, err.to_string()).into_response(),
     }
@@ -51,18 +59,45 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
 /// The placement table in force.
 #[utoipa::path(get, path = "/v1/placement", tag = "placement", responses(
     (status = 200, description = "The table", body = PlacementTable),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 503, description = "`no_leader`: no table is known yet", body = ApiError)))]
+pub(super) async fn placement(State(app): State<App>) -> Result<Response, HttpError> {
+    let latest = app.board.latest().ok_or_else(|| no_leader("no placement is known"))?;
+    Ok(([(CONTENT_TYPE, "application/json")], latest.json.clone()).into_response())
+}
+
+/// The control plane that leads, as the one that answers knows it.
+#[utoipa::path(get, path = "/v1/leader", tag = "placement", responses(
+    (status = 200, description = "The leader", body = LeaderInfo),
     (status = 401, description = "Wrong token", body = ApiError)))]
-pub(super) async fn placement(State(app): State<App>) -> Response {
-    let json = app.coordinator.latest().json.clone();
-    ([(CONTENT_TYPE, "application/json")], json).into_response()
+pub(super) async fn leader(State(app): State<App>) -> Json<LeaderInfo> {
+    let own_url = app.roles.group().own_url;
+    Json(match app.roles.current() {
+        Role::Leader { term, .. } => LeaderInfo { leads: true, url: own_url, term },
+        Role::Follower(Following { leader_url, term, .. }) => {
+            LeaderInfo { leads: false, url: leader_url, term }
+        }
+    })
 }
 
 /// Overview of the cluster.
 #[utoipa::path(get, path = "/v1/status", tag = "placement", responses(
     (status = 200, description = "The overview", body = ClusterStatus),
     (status = 401, description = "Wrong token", body = ApiError)))]
-pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
-    Json(app.coordinator.status())
+pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
+    let mut status = app.leader()?.status();
+    let group = app.roles.group();
+    status.leader = group.own_url;
+    status.followers = group.others;
+    Ok(Json(status))
+}
+
+/// The number of servers that suits the load, for an autoscaler.
+#[utoipa::path(get, path = "/v1/advice", tag = "placement", responses(
+    (status = 200, description = "The advice", body = ScalingAdvice),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
+    Ok(Json(app.leader()?.advice()))
 }
 
 /// Goals of a placement that follows the load.
@@ -71,7 +106,7 @@ pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
     (status = 401, description = "Wrong token", body = ApiError),
     (status = 409, description = "`fixed_placement`", body = ApiError)))]
 pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
-    Ok(Json(app.coordinator.goals()?))
+    Ok(Json(app.leader()?.goals()?))
 }
 
 /// Changes the goals. The next plan meets them.
@@ -85,15 +120,15 @@ pub(super) async fn set_goals(
     State(app): State<App>,
     Body(goals): Body<FleetGoals>,
 ) -> Answer<FleetGoals> {
-    Ok(Json(app.coordinator.set_goals(goals)?))
+    Ok(Json(app.leader()?.set_goals(goals)?))
 }
 
 /// All members by name.
 #[utoipa::path(get, path = "/v1/members", tag = "members", responses(
     (status = 200, description = "The members", body = MemberList),
     (status = 401, description = "Wrong token", body = ApiError)))]
-pub(super) async fn members(State(app): State<App>) -> Json<MemberList> {
-    Json(MemberList { members: app.coordinator.members() })
+pub(super) async fn members(State(app): State<App>) -> Answer<MemberList> {
+    Ok(Json(MemberList { members: app.leader()?.members() }))
 }
 
 /// Registers a member. The same name and incarnation return the same member; another incarnation takes
@@ -112,7 +147,7 @@ pub(super) async fn register(
     State(app): State<App>,
     Body(request): Body<RegisterRequest>,
 ) -> Answer<RegisterResponse> {
-    Ok(Json(app.coordinator.register(request).await?))
+    Ok(Json(app.leader()?.register(request).await?))
 }
 
 /// Removes a member for good.
@@ -126,7 +161,7 @@ pub(super) async fn leave(
     State(app): State<App>,
     Path(id): Path<String>,
 ) -> Result<StatusCode, HttpError> {
-    app.coordinator.leave(&member_id(&id)?)?;
+    app.leader()?.leave(&member_id(&id)?)?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -145,7 +180,7 @@ pub(super) async fn renew(
     Path(id): Path<String>,
     Body(request): Body<LeaseRequest>,
 ) -> Answer<LeaseResponse> {
-    Ok(Json(app.coordinator.renew(&member_id(&id)?, request)?))
+    Ok(Json(app.leader()?.renew(&member_id(&id)?, request)?))
 }
 
 /// Reports the loaded experts and adds the member to the placement.
@@ -162,7 +197,7 @@ pub(super) async fn ready(
     Path(id): Path<String>,
     Body(request): Body<ReadyRequest>,
 ) -> Answer<MemberInfo> {
-    Ok(Json(app.coordinator.ready(&member_id(&id)?, request)?))
+    Ok(Json(app.leader()?.ready(&member_id(&id)?, request)?))
 }
 
 /// Removes a member from the placement. Its lease continues.
@@ -179,7 +214,7 @@ pub(super) async fn drain(
     Path(id): Path<String>,
     Body(request): Body<DrainRequest>,
 ) -> Answer<MemberInfo> {
-    Ok(Json(app.coordinator.drain(&member_id(&id)?, request.incarnation)?))
+    Ok(Json(app.leader()?.drain(&member_id(&id)?, request.incarnation)?))
 }
 
 /// Takes a drain back: the member returns to the placement.
@@ -190,7 +225,7 @@ pub(super) async fn drain(
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
 pub(super) async fn resume(State(app): State<App>, Path(id): Path<String>) -> Answer<MemberInfo> {
-    Ok(Json(app.coordinator.resume(&member_id(&id)?)?))
+    Ok(Json(app.leader()?.resume(&member_id(&id)?)?))
 }
 
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
@@ -212,7 +247,7 @@ pub(super) async fn suspect(
         let text = "reporter may have at most 128 characters, reason at most 512";
         return Err(HttpError::new(code::BAD_REQUEST, text));
     }
-    let left = app.coordinator.suspect(&member_id(&id)?, request)?;
+    let left = app.leader()?.suspect(&member_id(&id)?, request)?;
     Ok(Json(SuspectResponse { must_renew_within_ms: left.as_millis() as u64 }))
 }
 

@@ -15,7 +15,8 @@ use tokio::sync::broadcast::{self, error::RecvError};
 
 use super::App;
 use super::error::HttpError;
-use crate::coordinator::EncodedTable;
+use super::forward::no_leader;
+use crate::board::EncodedTable;
 use httpd::stopped;
 
 /// Stream of placement tables. The table in force comes at once, then every new one. Each is an event
@@ -25,21 +26,26 @@ use httpd::stopped;
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
     (status = 401, description = "Wrong token", body = ApiError),
-    (status = 503, description = "`too_many_watchers`, `shutting_down`", body = ApiError)))]
+    (status = 503, description = "`too_many_watchers`, `shutting_down`, `no_leader`", body = ApiError)))]
 pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
+    }
+    let freshness = app.board.freshness();
+    if !*freshness.borrow() {
+        return Err(no_leader("the placement is not confirmed"));
     }
     let permit = Arc::clone(&app.watch_permits).try_acquire_owned().map_err(|_| {
         let limit = app.limits.max_watchers;
         let text = format!("{limit} placement watches are open, which is the limit");
         HttpError::new(code::TOO_MANY_WATCHERS, text)
     })?;
-    let (latest, changes) = app.coordinator.subscribe();
+    let (latest, changes) = app.board.subscribe();
     let watcher = Watcher {
-        pending: VecDeque::from([latest.event.clone()]),
+        pending: latest.iter().map(|latest| latest.event.clone()).collect(),
         changes,
-        _open: OpenWatch::new(app.coordinator.metrics().watchers.clone(), permit),
+        freshness,
+        _open: OpenWatch::new(app.metrics.watchers.clone(), permit),
         app,
     };
     let stream = futures_util::stream::unfold(watcher, |mut watcher| async {
@@ -54,11 +60,13 @@ struct Watcher {
     app: App,
     pending: VecDeque<Bytes>,
     changes: broadcast::Receiver<Arc<EncodedTable>>,
+    /// Turns false when no leader confirms the table.
+    freshness: tokio::sync::watch::Receiver<bool>,
     _open: OpenWatch,
 }
 
 impl Watcher {
-    /// The next piece of the stream; `None` at shutdown.
+    /// The next piece of the stream; `None` at shutdown, and when no leader confirms the table.
     async fn next(&mut self) -> Option<Bytes> {
         if let Some(bytes) = self.pending.pop_front() {
             return Some(bytes);
@@ -66,13 +74,14 @@ impl Watcher {
         let keep_alive = self.app.limits.watch_keep_alive;
         tokio::select! {
             () = stopped(&mut self.app.shutdown) => None,
+            _ = self.freshness.wait_for(|&is_fresh| !is_fresh) => None,
             change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
                 Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
                 Ok(Ok(published)) => Some(published.event.clone()),
                 Ok(Err(RecvError::Lagged(_))) => {
-                    let (latest, changes) = self.app.coordinator.subscribe();
+                    let (latest, changes) = self.app.board.subscribe();
                     self.changes = changes;
-                    Some(latest.event.clone())
+                    latest.map(|latest| latest.event.clone())
                 }
                 Ok(Err(RecvError::Closed)) => None,
             },

@@ -8,12 +8,12 @@ use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescri
 use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
 
 /// A store that can be opened again, as after a restart.
-trait Subject {
+pub(super) trait Subject {
     type Store: Store + Debug;
     fn open(&self) -> Self::Store;
 }
 
-fn snapshot(seed: u64) -> Snapshot {
+pub(super) fn snapshot(seed: u64) -> Snapshot {
     let experts = LayerAssignment { layer: 3, experts: vec![0, seed as u32 + 1] };
     let assignment = Arc::new(Assignment { layers: vec![experts] });
     Snapshot {
@@ -33,6 +33,7 @@ fn snapshot(seed: u64) -> Snapshot {
             incarnation: u64::MAX - seed,
             data_addr: "[::1]:7000".to_owned(),
             metrics_addr: None,
+            weights_addr: (seed > 3).then(|| "host:7".to_owned()),
             phase: Phase::Draining,
             expired: seed.is_multiple_of(2),
             assignment: Arc::clone(&assignment),
@@ -97,8 +98,31 @@ fn reserved_epochs_bound_the_snapshot_from_below(subject: &impl Subject) {
     }
 }
 
+/// Larger than one request to etcd may be.
+fn a_large_snapshot_is_kept_whole(subject: &impl Subject) {
+    let mut store = subject.open();
+    let mut saved = snapshot(3);
+    let member = saved.members[0].clone();
+    saved.members = (0..4000)
+        .map(|i| MemberRecord {
+            member_id: MemberId::random(),
+            name: format!("member-{i}-{}", "n".repeat(900)),
+            ..member.clone()
+        })
+        .collect();
+    let mut revision = Revision(0);
+    for num_members in [4000, 2000, 1, 3000] {
+        saved.members.truncate(num_members);
+        revision = store.save(&saved, revision).unwrap();
+        drop(store);
+        store = subject.open();
+        assert_eq!(store.load().unwrap(), (Some(saved.clone()), revision));
+    }
+}
+
 /// Runs the whole suite, each case on its own subject.
-fn conforms<S: Subject>(make: impl Fn() -> S) {
+pub(super) fn conforms<S: Subject>(make: impl Fn() -> S) {
+    a_large_snapshot_is_kept_whole(&make());
     a_fresh_store_is_empty(&make());
     what_is_saved_is_found_after_a_restart(&make());
     a_writer_with_an_old_revision_is_refused(&make());

@@ -1,16 +1,15 @@
 //! The embedded store: one file, replaced atomically and checked when it is read.
 //!
-//! Layout of `state.snapshot`: one ASCII line `switchyard-state FORMAT REVISION LENGTH CRC32C`
-//! (the checksum in hex, over the body), then `LENGTH` bytes of JSON. A write goes to
-//! `state.snapshot.tmp`, which is synced and renamed over the old file. Then the directory is synced.
-//! A lock on the file `lock` refuses a second control plane. The file `reserved-epoch` holds epochs that were
-//! reserved while there was no space for a snapshot.
+//! The file `state.snapshot` holds the snapshot as [`document`] encodes it. A write goes to `state.snapshot.tmp`,
+//! which is synced and renamed over the old file. Then the directory is synced. A lock on the file `lock` refuses a
+//! second control plane. The file `reserved-epoch` holds epochs that were reserved while there was no space for a
+//! snapshot.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Revision, Snapshot, Store, StoreError, epoch_file};
+use super::{Revision, Snapshot, Store, StoreError, document, epoch_file};
 
 /// A snapshot in a directory of its own.
 #[derive(Debug)]
@@ -63,7 +62,7 @@ impl FileStore {
             Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(err) => return Err(classify("open", &path, err)),
         }
-        decode(&path, &bytes).map(Some)
+        document::decode(&path, &bytes).map(Some)
     }
 
     fn replace(&self, bytes: &[u8]) -> Result<(), StoreError> {
@@ -110,9 +109,7 @@ impl Store for FileStore {
             return Err(StoreError::Conflict { expected: expected.0, found: found.0 });
         }
         let (path, next) = (self.path(), Revision(expected.0 + 1));
-        let body = serde_json::to_vec(snapshot);
-        let body = body.map_err(|err| StoreError::Corrupt { path, reason: err.to_string() })?;
-        self.replace(&encode(next, &body))?;
+        self.replace(&document::encode(&path, snapshot, next)?)?;
         self.revision = Some(next);
         if !self.has_epoch_file {
             let path = self.epoch_path();
@@ -139,50 +136,6 @@ fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
     file.sync_all().map_err(|err| classify("sync", path, err))
 }
 
-fn encode(revision: Revision, body: &[u8]) -> Vec<u8> {
-    let checksum = crc32c::crc32c(body);
-    let (length, revision) = (body.len(), revision.0);
-    let mut bytes = format!("{MAGIC} {FORMAT} {revision} {length} {checksum:08x}\n").into_bytes();
-    bytes.extend_from_slice(body);
-    bytes
-}
-
-fn decode(path: &Path, bytes: &[u8]) -> Result<(Snapshot, Revision), StoreError> {
-    let corrupt =
-        |reason: &str| StoreError::Corrupt { path: path.to_owned(), reason: reason.to_owned() };
-    let head_end = bytes.iter().take(MAX_HEAD_BYTES).position(|&byte| byte == b'\n');
-    let head_end = head_end.ok_or_else(|| corrupt("no header line"))?;
-    let (head, body) = (&bytes[..head_end], &bytes[head_end + 1..]);
-    let head = std::str::from_utf8(head).map_err(|_| corrupt("the header is not ASCII"))?;
-    let mut words = head.split(' ');
-    if words.next() != Some(MAGIC) {
-        return Err(corrupt("the header names another kind of file"));
-    }
-    let format = words.next().and_then(|word| word.parse::<u32>().ok());
-    let format = format.ok_or_else(|| corrupt("no format number"))?;
-    if format != FORMAT {
-        return Err(StoreError::Format { path: path.to_owned(), found: format, supported: FORMAT });
-    }
-    let revision = words.next().and_then(|word| word.parse::<u64>().ok());
-    let length = words.next().and_then(|word| word.parse::<usize>().ok());
-    let checksum = words.next().and_then(|word| u32::from_str_radix(word, 16).ok());
-    let (Some(revision), Some(length), Some(checksum), None) =
-        (revision, length, checksum, words.next())
-    else {
-        return Err(corrupt("the header is malformed"));
-    };
-    if body.len() != length {
-        return Err(corrupt(&format!("{} bytes of {length}", body.len())));
-    }
-    if crc32c::crc32c(body) != checksum {
-        return Err(corrupt("the checksum does not match"));
-    }
-    let snapshot: Snapshot =
-        serde_json::from_slice(body).map_err(|err| corrupt(&err.to_string()))?;
-    snapshot.check().map_err(|reason| corrupt(&reason))?;
-    Ok((snapshot, Revision(revision)))
-}
-
 fn classify(operation: &'static str, path: &Path, source: io::Error) -> StoreError {
     let path = path.to_owned();
     match source.kind() {
@@ -192,7 +145,3 @@ fn classify(operation: &'static str, path: &Path, source: io::Error) -> StoreErr
         _ => StoreError::Io { operation, path, source },
     }
 }
-
-const MAGIC: &str = "switchyard-state";
-const FORMAT: u32 = 1;
-const MAX_HEAD_BYTES: usize = 128;

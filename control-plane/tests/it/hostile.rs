@@ -116,6 +116,40 @@ async fn silent_peers_give_way_when_all_places_are_taken() {
     plane.stop().await;
 }
 
+/// Connections that have sent one request and then nothing give way, too. A watch does not: its response goes on.
+#[tokio::test]
+async fn idle_peers_give_way_and_watches_stay() {
+    let mut config = config();
+    config.limits.max_connections = 8;
+    config.limits.head_timeout = Duration::from_secs(60);
+    let plane = Plane::start(config).await;
+    let ask = |path: &str| {
+        format!("GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n")
+    };
+    let mut watch = TcpStream::connect(plane.addr).await.unwrap();
+    watch.write_all(ask("/v1/placement/watch").as_bytes()).await.unwrap();
+    let mut head = [0; 15];
+    watch.read_exact(&mut head).await.unwrap();
+    assert_eq!(&head, b"HTTP/1.1 200 OK");
+    let mut idle = Vec::new();
+    for _ in 0..30 {
+        let mut stream = TcpStream::connect(plane.addr).await.unwrap();
+        stream.write_all(ask("/v1/status").as_bytes()).await.unwrap();
+        stream.read_exact(&mut head).await.expect("a newcomer is served");
+        idle.push(stream);
+    }
+    // Keep-alive comments come once a second.
+    let mut byte = [0; 1];
+    let deadline = tokio::time::Instant::now() + Duration::from_millis(2500);
+    let mut num_bytes = 0;
+    while let Ok(read) = tokio::time::timeout_at(deadline, watch.read(&mut byte)).await {
+        assert_eq!(read.expect("the watch broke"), 1, "the watch was closed");
+        num_bytes += 1;
+    }
+    assert!(num_bytes > 0, "the watch is silent");
+    plane.stop().await;
+}
+
 /// A connection whose peer does not read the response is closed.
 #[tokio::test]
 async fn a_peer_that_reads_nothing_is_closed() {

@@ -200,6 +200,31 @@ async fn a_superseded_keeper_gives_up() {
     plane.stop().await;
 }
 
+/// A keeper waits for the name of a process that may have died, as long as that one's lease may last.
+#[tokio::test]
+async fn a_name_in_use_is_given_up_after_two_leases_and_free_after_one() {
+    let config = config();
+    let lease_ttl = config.lease_ttl;
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let first = keeper(&client, "a", 1);
+    first.registered(BOUND).await.unwrap();
+    let second = keeper(&client, "a", 2);
+    // The first one is heard after it was replaced: two live processes use the name.
+    until(&first, |state| state.status == LeaseStatus::Failed).await;
+    let since = std::time::Instant::now();
+    let third = keeper(&client, "a", 3);
+    let state = until(&third, |state| state.status == LeaseStatus::Failed).await;
+    assert_eq!(state.last_error_code.as_deref(), Some(code::NAME_IN_USE));
+    assert!(since.elapsed() >= lease_ttl * 2);
+    assert_eq!(client.members().await.unwrap()[0].incarnation, 2);
+    // The holder dies.
+    drop(second);
+    let fourth = keeper(&client, "a", 4);
+    fourth.registered(BOUND).await.unwrap();
+    plane.stop().await;
+}
+
 /// A suspected live member renews in time and stays.
 #[tokio::test]
 async fn a_suspected_keeper_stays() {

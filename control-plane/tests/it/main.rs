@@ -5,6 +5,7 @@ mod durability;
 mod hostile;
 mod kill;
 mod lease;
+mod shared;
 mod watch;
 
 use std::net::SocketAddr;
@@ -16,7 +17,10 @@ use switchyard_control_plane::{RunError, Server, ServerConfig};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-test_support::child_processes! { "control-plane" => kill::serve }
+test_support::child_processes! {
+    "control-plane" => kill::serve,
+    "shared-control-plane" => shared::serve,
+}
 
 /// Longest wait for an expected event.
 const BOUND: Duration = Duration::from_secs(20);

@@ -41,6 +41,7 @@
 mod batch;
 mod kernels;
 mod machine;
+mod memory;
 mod plan;
 mod pool;
 mod store;
@@ -55,6 +56,7 @@ pub use checkpoint::{
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
 pub use kernels::{Isa, gemm};
 pub use machine::{BandwidthProbe, gemm_rate, read_bandwidth};
+pub use memory::WeightMemory;
 pub use pool::{ComputePool, Products};
 pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
 pub use team::{Pinning, PoolError, pin_current_thread};

@@ -9,8 +9,8 @@ use std::sync::{Arc, mpsc};
 
 use arc_swap::ArcSwap;
 use checkpoint::{Checkpoint, TensorError, WeightView};
-use memmap2::MmapMut;
 
+use super::memory::{HUGE_PAGE_BYTES, WeightMemory};
 use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales};
 
 /// The memory of weights. Formats that the checkpoint does not store row by row, such as GPTQ's, are always copied.
@@ -128,7 +128,21 @@ impl ExpertStore {
     /// # Errors
     /// [`LoadError`] that names the layer and expert. The store is then unchanged.
     pub fn add(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
-        let weights = Arc::new(load_expert(&self.checkpoint, self.residency, layer, expert)?);
+        self.insert(layer, expert, load_expert(&self.checkpoint, self.residency, layer, expert)?)
+    }
+
+    /// Puts an expert with weights from elsewhere into service and returns the bytes of its weights. Replaces a loaded
+    /// one.
+    ///
+    /// # Errors
+    /// [`LoadError::Weight`] if the weights do not have the shape of the layer. The store is then unchanged.
+    pub fn insert(
+        &self,
+        layer: u32,
+        expert: u32,
+        weights: ExpertWeights,
+    ) -> Result<u64, LoadError> {
+        let weights = Arc::new(weights);
         let size_bytes = weights.size_bytes() as u64;
         let mut result = Ok(());
         if let Some(experts_of_layer) = self.layers.get(layer as usize) {
@@ -140,6 +154,12 @@ impl ExpertStore {
         }
         result.map_err(|source| LoadError::Weight { layer, expert, source })?;
         Ok(size_bytes)
+    }
+
+    /// The weights of an expert, if it is loaded. They stay in memory as long as the caller holds them.
+    #[must_use]
+    pub fn weights(&self, layer: u32, expert: u32) -> Option<Arc<ExpertWeights>> {
+        self.layers.get(layer as usize)?.load().get(expert).cloned()
     }
 
     /// Takes an expert out of service. Returns false if it was not loaded. Its memory is freed after the last
@@ -345,28 +365,22 @@ fn copy<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> io::Result<V
     if bytes < HUGE_PAGE_BYTES {
         return Ok(parts.map(|part| part.to_vec().into()).collect());
     }
-    let mut memory = MmapMut::map_anon(bytes + HUGE_PAGE_BYTES)?;
-    // Best effort: without huge pages the copy is no worse than the mapping.
-    #[cfg(target_os = "linux")]
-    let _ = memory.advise(memmap2::Advice::HugePage);
-    // Data starts at the first boundary of a huge page. The memory before it is never touched.
-    let mut offset = memory.as_ptr().align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
+    let mut memory = WeightMemory::new(bytes)?;
+    let mut offset = 0;
     let mut ranges = Vec::new();
     for part in parts {
         let range = offset..offset + part.len();
-        memory[range.clone()].copy_from_slice(part);
+        memory.as_mut_slice()[range.clone()].copy_from_slice(part);
         offset += part.len().next_multiple_of(ALIGN_BYTES);
         ranges.push(range);
     }
-    let memory = Arc::new(memory.make_read_only()?);
-    let part = |range| WeightBytes::new(Arc::clone(&memory), |memory| &memory[range]);
+    let memory = Arc::new(memory);
+    let part = |range| WeightBytes::new(Arc::clone(&memory), |memory| &memory.as_slice()[range]);
     Ok(ranges.into_iter().map(part).collect())
 }
 
 /// Stride at which a load touches mapped files: the smallest page of all targets.
 const PAGE_BYTES: usize = 4096;
-/// Usual size of huge pages. Copies start at their boundaries, so that they consist of whole pages.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Alignment of matrices in a copy: a cache line.
 const ALIGN_BYTES: usize = 64;
 

@@ -10,7 +10,7 @@ use protocol::{ModelShape, WireDtype};
 use super::{CpuConfig, CpuPlane};
 use crate::backend::{Backend, LoadedBackend};
 use crate::clients::{FrameLimits, geometry};
-use crate::compute::{ExpertStore, LoadError, LoadProgress, Residency};
+use crate::compute::{ExpertStore, ExpertWeights, LoadError, LoadProgress, Residency};
 use crate::config::ServerConfig;
 use crate::error::{DataError, StartError};
 use crate::experts::Experts;
@@ -112,6 +112,14 @@ impl Experts for ExpertStore {
 
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
         self.add(layer, expert)
+    }
+
+    fn insert(&self, layer: u32, expert: u32, weights: ExpertWeights) -> Result<u64, LoadError> {
+        Self::insert(self, layer, expert, weights)
+    }
+
+    fn weights(&self, layer: u32, expert: u32) -> Option<Arc<ExpertWeights>> {
+        Self::weights(self, layer, expert)
     }
 
     fn unload(&self, layer: u32, expert: u32) -> bool {

@@ -279,6 +279,7 @@ impl<E: Transport> DataThread<E> {
         for item in &self.items {
             if let ItemBody::Rows { taken_at, .. } = item.body {
                 metrics.queue_seconds.observe((begin - taken_at).as_secs_f64());
+                self.load.add_frame(begin - taken_at, computed - taken_at);
                 // Frames of one link are adjacent.
                 num_clients += u32::from(item.link_idx != last_link);
                 last_link = item.link_idx;

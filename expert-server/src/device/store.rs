@@ -24,7 +24,7 @@ use self::tables::LayerTable;
 use self::weights::{LayerMemory, WeightShape, fill_randomly, put, refused};
 use super::plan::DevicePlan;
 use super::upload::Uploader;
-use crate::compute::{LoadError, LoadProgress};
+use crate::compute::{ExpertWeights, LoadError, LoadProgress};
 use crate::experts::Experts;
 
 /// The loaded experts of all layers.
@@ -289,6 +289,15 @@ impl Experts for DeviceStore {
 
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
         self.add(layer, expert)
+    }
+
+    fn insert(&self, _: u32, _: u32, _: ExpertWeights) -> Result<u64, LoadError> {
+        let what = "a server on a GPU reads its experts from files, not from other servers";
+        Err(LoadError::Device(what.into()))
+    }
+
+    fn weights(&self, _: u32, _: u32) -> Option<Arc<ExpertWeights>> {
+        None
     }
 }
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
-use control_api::RegisterRequest;
+use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
 use control_api::placement::is_unspecified;
+use control_api::{ControlClient, RegisterRequest};
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -15,7 +15,8 @@ use tokio::sync::watch;
 
 use super::RunningServer;
 use super::supervision::Supervision;
-use crate::backend::Backend;
+use super::weights;
+use crate::backend::{Backend, LoadedBackend};
 use crate::clients::{Admission, serve_clients};
 use crate::compute::LoadProgress;
 use crate::config::selection::check_assignment;
@@ -25,19 +26,22 @@ use crate::cpu::CpuBackend;
 use crate::device::DeviceBackend;
 use crate::error::StartError;
 use crate::http;
-use crate::members::{self, Digests, Membership};
+use crate::loader::Loader;
+use crate::members::{self, Membership};
 use crate::metrics::ServerMetrics;
+use crate::peers::WeightSource;
 use crate::status::Health;
 
 pub(super) async fn start(
     config: ServerConfig,
     registry: prometheus::Registry,
-    mut progress: impl FnMut(LoadProgress) + Send + 'static,
+    progress: impl FnMut(LoadProgress) + Send + 'static,
 ) -> Result<RunningServer, StartError> {
-    let (checkpoint, digests) = open_checkpoint(&config).await?;
-    let fingerprint = digests.sampled.fingerprint();
-    let full_digest = digests.full.as_ref().map(TensorDigests::fingerprint);
-    let digests = Arc::new(digests);
+    let control = control_client(&config)?;
+    let model = weights::open_model(&config, control.as_ref()).await?;
+    let (checkpoint, fingerprint) = (Arc::clone(&model.checkpoint), model.fingerprint);
+    let full = model.digests.as_ref().and_then(|digests| digests.full.as_ref());
+    let full_digest = full.map(TensorDigests::fingerprint);
     let shape = shape_of(&checkpoint, fingerprint);
     let mut backend = open_backend(&config, &checkpoint, &shape).await?;
     let (device, frames) = (backend.device_name(), backend.frame_limits());
@@ -60,6 +64,7 @@ pub(super) async fn start(
         rendering: Mutex::new(()),
         data: OnceLock::new(),
         is_draining: AtomicBool::new(false),
+        keeps_serving: AtomicBool::new(false),
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
     });
@@ -75,18 +80,38 @@ pub(super) async fn start(
         ));
     }
 
+    let advertised = advertised_addr(&config, data_addr).await?;
+    let source = match &control {
+        Some(_) => weights::open_source(&config, &model, &advertised, &metrics).await?,
+        None => None,
+    };
+    let (source, weights_addr) = source.unzip();
+    let source_store = source.map(|source: WeightSource| {
+        let store = source.store();
+        tokio::spawn(source.run(stopped.clone()));
+        store
+    });
     let mut registration = RegisterRequest::new(
         config.name.clone(),
-        advertised_addr(&config, data_addr).await?,
+        advertised,
         members::describe(&checkpoint, fingerprint),
     );
+    registration.weights_addr = weights_addr;
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
     registration.zone.clone_from(&config.zone);
     let incarnation = registration.incarnation;
+    let loader = Loader {
+        name: config.name.clone(),
+        from: config.weights.from,
+        has_files: model.digests.is_some(),
+        peers: weights::peers_of(&config, &model, control.as_ref()),
+        metrics: metrics.clone(),
+        progress: Arc::default(),
+    };
     let (control, assignment) = match &config.placement {
         Placement::ControlPlane { url, token } => {
-            let digests = Arc::clone(&digests);
+            let digests = model.digests.clone();
             let joined = members::join(&config, url, token.clone(), registration, digests).await?;
             (Some((Arc::new(joined.keeper), joined.control)), joined.assignment)
         }
@@ -98,10 +123,24 @@ pub(super) async fn start(
     }
 
     let load_began = Instant::now();
-    let experts = members::as_map(&assignment);
-    let loading =
-        tokio::task::spawn_blocking(move || backend.load(checkpoint, &experts, &mut progress));
-    let backend = loading.await.map_err(|_| StartError::LoadPanicked)??;
+    let wanted = assignment.layers.iter();
+    let wanted = wanted.flat_map(|entry| entry.experts.iter().map(|&id| (entry.layer, id)));
+    let publish = |backend: &dyn LoadedBackend| {
+        if let Some(store) = &source_store {
+            // This is the only place that sets it.
+            let _ = store.set(backend.experts());
+        }
+    };
+    let backend = weights::load_first(
+        backend,
+        &model,
+        &loader,
+        wanted.collect(),
+        keeper.as_deref(),
+        progress,
+        publish,
+    )
+    .await?;
     let store = backend.experts();
     let held = members::holds(&*store);
     metrics.load_seconds.set(load_began.elapsed().as_secs_f64());
@@ -109,6 +148,7 @@ pub(super) async fn start(
     metrics.expert_bytes.set(store.loaded_bytes() as i64);
 
     let (data, data_end) = backend.start(&config, &metrics)?;
+    data.load().set_loading(Arc::clone(&loader.progress));
     // Cannot be set yet: this is the only place that sets it.
     let _ = health.data.set(Arc::clone(data.status()));
     health.has_lease.store(keeper.is_some(), Ordering::Relaxed);
@@ -131,8 +171,9 @@ pub(super) async fn start(
         store: Arc::clone(&store),
         load: Arc::clone(data.load()),
         health: Arc::clone(&health),
+        loader: Arc::new(loader),
         control,
-        digests,
+        digests: model.digests,
     });
     let (ended, end) = watch::channel(None);
     let (stop_all, data_plane) = (stop.clone(), Arc::clone(&data));
@@ -161,27 +202,12 @@ pub(super) async fn start(
     })
 }
 
-/// Opens the checkpoint, logs its warnings, and reads the digests of its tensors.
-async fn open_checkpoint(config: &ServerConfig) -> Result<(Arc<Checkpoint>, Digests), StartError> {
-    let (dir, verify) = (config.model_dir.clone(), config.verify);
-    let threads = match config.num_threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        num => num,
-    };
-    let opening = tokio::task::spawn_blocking(move || {
-        let checkpoint = Checkpoint::open(dir)?;
-        for warning in checkpoint.warnings() {
-            tracing::warn!("{warning}");
-        }
-        let digests = |coverage| {
-            let digests = checkpoint.digests(coverage, threads, &mut |_, _| {});
-            digests.map_err(StartError::Fingerprint)
-        };
-        let sampled = digests(Coverage::Sampled)?;
-        let full = (verify == Coverage::Full).then(|| digests(Coverage::Full)).transpose()?;
-        Ok::<_, StartError>((Arc::new(checkpoint), Digests { sampled, full }))
-    });
-    opening.await.map_err(|_| StartError::LoadPanicked)?
+/// The client of the control plane, if the server has one.
+fn control_client(config: &ServerConfig) -> Result<Option<ControlClient>, StartError> {
+    match &config.placement {
+        Placement::ControlPlane { url, token } => Ok(Some(ControlClient::new(url, token.clone())?)),
+        Placement::Static(_) => Ok(None),
+    }
 }
 
 /// Opens the GPU of the configuration, or takes CPUs without one.

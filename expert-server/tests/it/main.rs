@@ -5,6 +5,7 @@ mod allocation;
 mod common;
 mod device;
 mod failpoints;
+mod peers;
 mod serve;
 #[allow(dead_code, reason = "other tests use more of it")]
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
@@ -12,7 +13,10 @@ mod stand_in;
 
 use test_support::allocations::CountingAllocator;
 
-test_support::child_processes! { "client" => device::leaving::client }
+test_support::child_processes! {
+    "client" => device::leaving::client,
+    "dying-peer" => peers::dying_peer,
+}
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;

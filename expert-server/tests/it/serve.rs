@@ -1,6 +1,6 @@
 //! Servers on CPUs.
 
-mod fleet;
+pub mod fleet;
 mod hostile;
 mod lifecycle;
 mod merge;

@@ -1,6 +1,7 @@
 //! Settings of an engine.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZero;
 use std::time::Duration;
 
 use super::error::StartError;
@@ -10,7 +11,7 @@ use super::metadata::MAX_BDF_BYTES;
 use super::wire::MAX_BODY_BYTES;
 use crate::credit::CreditConfig;
 use crate::fabric::cma::CmaFabric;
-use crate::fabric::tcp::{TcpConfig, TcpFabric};
+use crate::fabric::stream::{StreamFabric, TcpConfig};
 use crate::fabric::{Fabric, FabricOpener};
 use p2p_core::network::NetworkError;
 
@@ -37,7 +38,9 @@ pub struct EngineConfig {
     /// Time after which the thread counts as stuck if a call into a transport's library does not return; 2 s or more.
     /// Registering memory may take as long. With some transports it takes a second for every few GB.
     pub stuck_timeout: Duration,
-    /// Time for which an idle thread polls before it sleeps.
+    /// Time for which an idle thread, and a user's thread that waits for a transfer, polls before it sleeps. The default
+    /// is 20 µs, and 0 with fewer than four processors: there a thread that polls takes the processor from the thread
+    /// that it waits for.
     pub spin: Duration,
     /// Most connections, handshakes included; at most 65535. `credit.max_senders` limits them too.
     pub max_connections: usize,
@@ -77,7 +80,7 @@ impl Default for EngineConfig {
             handshake_timeout: Duration::from_secs(5),
             liveness_timeout: Duration::from_secs(8),
             stuck_timeout: Duration::from_secs(60),
-            spin: Duration::from_micros(20),
+            spin: default_spin(),
             max_connections: 4096,
             max_handshakes: 1024,
             max_untaken_bytes: 256 << 20,
@@ -162,7 +165,12 @@ impl EngineConfig {
     }
 }
 
-/// Opens one fabric: `tcp`, `cma`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.
+fn default_spin() -> Duration {
+    let num_processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+    if num_processors < 4 { Duration::ZERO } else { Duration::from_micros(20) }
+}
+
+/// Opens one fabric: `tcp`, `cma`, `shm`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.
 /// `local` is the address of this side's interface, for fabrics that choose one.
 ///
 /// # Errors
@@ -180,16 +188,17 @@ pub fn open_fabric(
     match (name, argument) {
         ("tcp", None) => {
             let config = TcpConfig { bind: SocketAddr::new(bind, 0), ..TcpConfig::default() };
-            return Ok(Box::new(TcpFabric::new(config)?));
+            return Ok(Box::new(StreamFabric::new(config)?));
         }
         ("cma", None) => return Ok(Box::new(CmaFabric::new()?)),
+        ("shm", None) => return Ok(Box::new(StreamFabric::shm()?)),
         _ => {}
     }
     if let Some(opener) = others.iter().find(|opener| opener.name == name) {
         return (opener.open)(argument, local);
     }
     let others = others.iter().map(|opener| format!("{}[:{}]", opener.name, opener.argument));
-    let here: Vec<_> = ["tcp", "cma"].map(str::to_owned).into_iter().chain(others).collect();
+    let here: Vec<_> = ["tcp", "cma", "shm"].map(str::to_owned).into_iter().chain(others).collect();
     let detail = format!("no such transport in this build, which has {}", here.join(", "));
     Err(NetworkError { network: text.to_owned(), op: "open", code: None, detail })
 }
@@ -203,5 +212,9 @@ pub fn default_fabrics(
     advertise: Option<IpAddr>,
 ) -> Result<Vec<Box<dyn Fabric>>, NetworkError> {
     let tcp = TcpConfig { bind: SocketAddr::new(bind, 0), advertise, ..TcpConfig::default() };
-    Ok(vec![Box::new(CmaFabric::new()?), Box::new(TcpFabric::new(tcp)?)])
+    Ok(vec![
+        Box::new(CmaFabric::new()?),
+        Box::new(StreamFabric::shm()?),
+        Box::new(StreamFabric::new(tcp)?),
+    ])
 }

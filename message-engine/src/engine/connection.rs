@@ -50,7 +50,7 @@ impl Connection {
 
     /// Closes it. Pending transfers fail. Returns before the engine's thread has closed it.
     pub fn close(&self) {
-        self.shared.shared.defer_close(self.shared.key);
+        self.shared.shared.defer_close(self.shared.key, CloseReason::Local);
     }
 
     /// Describes a range of this side's memory, for the peer to read or write. The caller sends the descriptor, for

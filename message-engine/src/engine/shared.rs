@@ -150,7 +150,7 @@ impl ConnShared {
 impl Drop for ConnShared {
     fn drop(&mut self) {
         if self.closed.get().is_none() {
-            self.shared.defer_close(self.key);
+            self.shared.defer_close(self.key, CloseReason::Local);
         }
     }
 }
@@ -184,7 +184,10 @@ pub(super) struct Shared {
 pub(super) struct DeferredCommands {
     /// Registrations: index, and whether the handle covered all of it.
     pub(super) released: Vec<(u32, bool)>,
-    pub(super) closed: Vec<ConnKey>,
+    /// Connections to be closed.
+    pub(super) closed: Vec<(ConnKey, CloseReason)>,
+    /// Connections whose way for direct copies has failed.
+    pub(super) lost: Vec<ConnKey>,
     /// Connections whose notifications users have taken.
     pub(super) taken: Vec<ConnKey>,
 }
@@ -195,7 +198,7 @@ impl Shared {
         Self {
             metadata,
             start: Instant::now(),
-            transfers: Arc::new(Transfers::new(config.max_transfers, pulse)),
+            transfers: Arc::new(Transfers::new(config.max_transfers, pulse, config.spin)),
             command_timeout: config.stuck_timeout,
             queue: ArrayQueue::new(config.queue_len),
             wake,
@@ -320,8 +323,14 @@ impl Shared {
         self.kick();
     }
 
-    pub(super) fn defer_close(&self, conn: ConnKey) {
-        lock(&self.deferred).closed.push(conn);
+    pub(super) fn defer_close(&self, conn: ConnKey, reason: CloseReason) {
+        lock(&self.deferred).closed.push((conn, reason));
+        self.has_deferred.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    pub(super) fn defer_lost(&self, conn: ConnKey) {
+        lock(&self.deferred).lost.push(conn);
         self.has_deferred.store(true, Ordering::SeqCst);
         self.kick();
     }

@@ -125,6 +125,8 @@ pub(super) struct Transfers {
     free: ArrayQueue<u32>,
     /// Pulse of the thread that ends them.
     pub(super) pulse: Pulse,
+    /// Time for which a waiter polls.
+    spin: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -141,12 +143,12 @@ struct Entry {
 }
 
 impl Transfers {
-    pub(super) fn new(most: u32, pulse: Pulse) -> Self {
+    pub(super) fn new(most: u32, pulse: Pulse, spin: Duration) -> Self {
         let free = ArrayQueue::new(most as usize);
         for idx in 0..most {
             let _ = free.push(idx);
         }
-        Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse }
+        Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse, spin }
     }
 
     /// Begins a transfer of `num_parts` parts, at least one. Returns `None` if no entry is free.
@@ -221,7 +223,7 @@ impl Transfers {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= SPIN {
+            if start.elapsed() >= self.spin {
                 break;
             }
         }
@@ -312,14 +314,13 @@ const DETACHED: u32 = 4;
 const WAITS: u32 = 8;
 /// There is a waker.
 const WAKES: u32 = 16;
-const SPIN: Duration = Duration::from_micros(20);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn transfers(most: u32) -> Transfers {
-        Transfers::new(most, Pulse::new(Duration::from_secs(60)))
+        Transfers::new(most, Pulse::new(Duration::from_secs(60)), Duration::from_micros(20))
     }
 
     fn error() -> TransferError {

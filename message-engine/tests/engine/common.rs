@@ -11,7 +11,7 @@ use switchyard_message_engine::engine::{
     Access, Connection, Engine, EngineConfig, MemoryRegion, open_fabric,
 };
 use switchyard_message_engine::fabric::cma::CmaFabric;
-use switchyard_message_engine::fabric::tcp::{TcpConfig, TcpFabric};
+use switchyard_message_engine::fabric::stream::{StreamFabric, TcpConfig};
 
 use test_support::skip;
 
@@ -25,6 +25,7 @@ pub fn soon() -> Instant {
 pub enum TestTransport {
     Tcp,
     Cma,
+    Shm,
     /// libfabric between hosts, by `tcp;ofi_rxm`.
     LibfabricTcp,
     /// libfabric within a host.
@@ -46,7 +47,7 @@ impl TestTransport {
         if std::env::var(TRANSPORT).is_ok() {
             return vec![Self::Named];
         }
-        let mut all = vec![Self::Tcp, Self::Cma];
+        let mut all = vec![Self::Tcp, Self::Cma, Self::Shm];
         for by in [Self::LibfabricTcp, Self::LibfabricShm] {
             match open(by.name()) {
                 Ok(_) => all.push(by),
@@ -65,6 +66,7 @@ impl TestTransport {
         match self {
             Self::Tcp => "tcp",
             Self::Cma => "cma",
+            Self::Shm => "shm",
             Self::LibfabricTcp => "libfabric:tcp;ofi_rxm",
             Self::LibfabricShm => "libfabric:shm",
             Self::Named => "",
@@ -73,7 +75,8 @@ impl TestTransport {
 
     /// The transport whose `Debug` form is `name`.
     pub fn of_name(name: &str) -> Self {
-        let all = [Self::Tcp, Self::Cma, Self::LibfabricTcp, Self::LibfabricShm, Self::Named];
+        let all =
+            [Self::Tcp, Self::Cma, Self::Shm, Self::LibfabricTcp, Self::LibfabricShm, Self::Named];
         all.into_iter().find(|by| format!("{by:?}") == name).expect("a transport")
     }
 
@@ -102,13 +105,14 @@ impl TestTransport {
     pub fn fabric(self) -> Box<dyn Fabric> {
         match self {
             Self::Tcp => Box::new(
-                TcpFabric::new(TcpConfig {
+                StreamFabric::new(TcpConfig {
                     bind: "127.0.0.1:0".parse().unwrap(),
                     ..TcpConfig::default()
                 })
                 .unwrap(),
             ),
             Self::Cma => Box::new(CmaFabric::new().unwrap()),
+            Self::Shm => Box::new(StreamFabric::shm().unwrap()),
             Self::LibfabricTcp | Self::LibfabricShm => open(self.name()).unwrap(),
             Self::Named => {
                 let name = std::env::var(TRANSPORT).unwrap();

@@ -68,7 +68,8 @@ pub struct ListenerConfig {
     pub device: Option<Arc<dyn DeviceMemory>>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
-    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one.
+    /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one. A quarter of
+    /// the process's limit on open files is a second bound, so that connected peers keep theirs.
     pub max_handshakes: usize,
     /// Most peers connected at the same time.
     pub max_peers: usize,

@@ -25,7 +25,8 @@ use super::policy::{check_device, check_slot, check_ticket, choose_transports, r
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
     BindError, Connection, ListenerConfig, MAX_PAYLOAD_BYTES, MemoryEndpoint, PeerHello, ReadError,
-    Reject, RejectCode, blocking, join_device, open_device, read_message, write_message,
+    Reject, RejectCode, blocking, descriptor_limit, join_device, open_device, read_message,
+    write_message,
 };
 use crate::backend::shm::pass::{self, Nonce, SlotDescriptors};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
@@ -33,6 +34,7 @@ use crate::channel::Channel;
 use crate::device::{DeviceMemory, DeviceSlots};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
+use crate::log_limit::LogLimit;
 use crate::network::{
     HandshakeSide, JoinedSide, MAX_DETAIL_BYTES, Offer, Route, SideDescription, network_of,
 };
@@ -141,8 +143,10 @@ impl Listener {
     {
         let Self { tcp, rendezvous, shared, .. } = self;
         let handlers = Arc::new((accept, on_peer));
-        let admission = Admission::new(shared.config.max_handshakes);
-        let rendezvous_admission = Admission::new(shared.config.max_handshakes);
+        let max_handshakes = handshake_limit(shared.config.max_handshakes, descriptor_limit());
+        let admission = Admission::new(max_handshakes);
+        // A rendezvous belongs to a handshake with a valid hello.
+        let rendezvous_admission = Admission::new(max_handshakes.div_ceil(2));
         let mut tasks = JoinSet::new();
         tokio::pin!(shutdown);
         loop {
@@ -183,6 +187,12 @@ impl Listener {
     }
 }
 
+/// Most handshakes of a process that may open `descriptors` files.
+fn handshake_limit(configured: usize, descriptors: u64) -> usize {
+    let share = usize::try_from(descriptors / DESCRIPTOR_SHARE).unwrap_or(usize::MAX);
+    configured.min(share).max(1)
+}
+
 async fn listen(addr: impl ToSocketAddrs) -> io::Result<TcpListener> {
     let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
     for addr in lookup_host(addr).await? {
@@ -217,7 +227,9 @@ async fn accept_unix(listener: Option<&UnixListener>) -> io::Result<UnixStream> 
 
 /// Accepting fails when descriptors run out. An immediate retry would only burn time.
 async fn pause_after(error: &io::Error) {
-    tracing::warn!(%error, "cannot accept a connection");
+    if let Some(num_suppressed) = ACCEPT_LOG.allow() {
+        tracing::warn!(%error, num_suppressed, "cannot accept a connection");
+    }
     sleep(Duration::from_millis(20)).await;
 }
 
@@ -237,7 +249,11 @@ async fn receive_descriptors(shared: &Shared, stream: UnixStream, entry: &Handsh
                 None => tracing::debug!("descriptors arrived for a handshake that has ended"),
             }
         }
-        Ok(Err(error)) => tracing::warn!(%error, "shared memory rendezvous failed"),
+        Ok(Err(error)) => {
+            if let Some(num_suppressed) = RENDEZVOUS_LOG.allow() {
+                tracing::warn!(%error, num_suppressed, "shared memory rendezvous failed");
+            }
+        }
         Err(_) => tracing::debug!("a rendezvous took too long"),
     }
 }
@@ -287,7 +303,9 @@ where
                     return Some(connection);
                 }
                 Err(error) => {
-                    tracing::warn!(%addr, %error, "cannot set up the liveness connection");
+                    if let Some(num_suppressed) = LIVENESS_LOG.allow() {
+                        tracing::warn!(%addr, %error, num_suppressed, "cannot set up the liveness connection");
+                    }
                     shared.stats.broken.fetch_add(1, Ordering::Relaxed);
                     return None;
                 }
@@ -304,7 +322,9 @@ where
             (&stats.broken, None)
         }
         HandshakeEnd::Rejected(reject) => {
-            tracing::warn!(%addr, %reject, "a peer was rejected");
+            if let Some(num_suppressed) = REJECT_LOG.allow() {
+                tracing::warn!(%addr, %reject, num_suppressed, "a peer was rejected");
+            }
             (&stats.rejected, Some(reject))
         }
         HandshakeEnd::TimedOut => {
@@ -522,7 +542,9 @@ async fn open_first(
             Ok(Err(error)) => error.to_string(),
             Err(error) => error,
         };
-        tracing::warn!(%offer, error, "a network cannot be used for a peer; the next best is tried");
+        if let Some(num_suppressed) = NETWORK_LOG.allow() {
+            tracing::warn!(%offer, error, num_suppressed, "a network cannot be used for a peer; the next best is tried");
+        }
         errors.push(error);
     }
     Err(Reject::new(RejectCode::TRANSPORT, errors.join("; ")))
@@ -619,5 +641,27 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+// Peers can cause these lines as often as they like; [`ListenerStats`] counts every case.
+static ACCEPT_LOG: LogLimit = LogLimit::new();
+static RENDEZVOUS_LOG: LogLimit = LogLimit::new();
+static LIVENESS_LOG: LogLimit = LogLimit::new();
+static REJECT_LOG: LogLimit = LogLimit::new();
+static NETWORK_LOG: LogLimit = LogLimit::new();
+
+/// Handshakes may hold one of this many descriptors.
+const DESCRIPTOR_SHARE: u64 = 4;
 const ACCEPT_BACKLOG: u32 = 4096;
 const FAREWELL: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handshakes_leave_three_quarters_of_the_descriptors() {
+        assert_eq!(handshake_limit(1024, 1024), 256);
+        assert_eq!(handshake_limit(1024, 1 << 20), 1024);
+        assert_eq!(handshake_limit(1024, u64::MAX), 1024);
+        assert_eq!(handshake_limit(1024, 3), 1, "one handshake at a time goes on");
+    }
+}

@@ -62,6 +62,14 @@ impl Liveness {
         self.socket.get_ref().reason()
     }
 
+    /// As [`closed_now`](Self::closed_now), but an end that this host's kernel knows of before the
+    /// call is not missed. Blocks until a thread has looked at the connection: microseconds if a
+    /// processor is free, `limit` at most.
+    #[must_use]
+    pub fn look(&self, limit: Duration) -> Option<CloseReason> {
+        self.socket.get_ref().look(limit)
+    }
+
     /// Sends a goodbye and closes the connection. Both are done before this returns, unless no
     /// processor is free for that within a second. The peer sees [`CloseReason::Left`].
     pub fn close(&self) {

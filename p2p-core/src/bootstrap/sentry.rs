@@ -26,7 +26,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -70,6 +70,18 @@ impl SentrySocket {
     /// Returns why the connection ended, or `None` while it stands.
     pub(super) fn reason(&self) -> Option<CloseReason> {
         self.peer.reason()
+    }
+
+    /// Has the sentry look at the connection, and waits for that for at most `limit`. Returns why
+    /// the connection ended, or `None` while it stands.
+    pub(super) fn look(&self, limit: Duration) -> Option<CloseReason> {
+        if self.reason().is_none() {
+            let (looked, has_looked) = mpsc::channel();
+            self.sentry.command(Command::Look(self.id, looked));
+            // A late sentry changes nothing but the age of the reason.
+            let _ = has_looked.recv_timeout(limit);
+        }
+        self.reason()
     }
 
     /// Sends a goodbye and closes the connection. Both are done before this returns if the sentry
@@ -206,10 +218,12 @@ struct Inbox {
     commands: Vec<Command>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum Command {
     Close(u64),
     Drop(u64),
+    /// Looks whether a connection has ended, and then tells the sender of the command.
+    Look(u64, mpsc::Sender<()>),
 }
 
 impl Sentry {
@@ -534,6 +548,11 @@ impl SentryThread {
             match command {
                 Command::Close(id) => self.close(id),
                 Command::Drop(id) => drop(self.peers.remove(&id)),
+                Command::Look(id, looked) => {
+                    self.look(id);
+                    // Fails when the other thread has given up.
+                    let _ = looked.send(());
+                }
             }
         }
     }

@@ -3,13 +3,13 @@
 use std::cell::RefCell;
 
 use attention_client::device::GpuError;
-use attention_client::{ClientError, DeviceError, LayerTiming, MoeClient};
+use attention_client::{ClientError, DeviceError, ModelShape, MoeClient};
 use half::slice::HalfFloatSliceExt as _;
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
 use super::arguments::{RawRequest, RawTarget};
-use super::report::Report;
+use super::report::{CallReport, Report};
 use super::{Copies, Shared};
 use crate::dlpack::{ElementType, Matrix};
 use crate::errors::{self, Kind, error};
@@ -35,6 +35,28 @@ impl Scratch {
         let result = f(&mut scratch);
         SCRATCH.set(scratch);
         result
+    }
+}
+
+impl Scratch {
+    /// Grows the buffers for calls of `num_tokens` tokens, and touches their memory. The buffers of `x` and `out` only
+    /// with `is_widened`.
+    pub fn reserve(&mut self, num_tokens: usize, shape: &ModelShape, is_widened: bool) {
+        let num_pairs = num_tokens * shape.top_k as usize;
+        if is_widened {
+            let num_values = num_tokens * shape.hidden as usize;
+            for values in [&mut self.x, &mut self.out] {
+                grow(values, num_values, 0.0);
+            }
+        }
+        grow(&mut self.topk_idx, num_pairs, 0);
+        grow(&mut self.topk_weights, num_pairs, 0.0);
+    }
+}
+
+fn grow<T: Clone>(values: &mut Vec<T>, len: usize, value: T) {
+    if values.len() < len {
+        values.resize(len, value);
     }
 }
 
@@ -85,7 +107,7 @@ pub unsafe fn forward(
     copies: &Copies,
     scratch: &mut Scratch,
     interrupt: &Interrupt,
-) -> Result<LayerTiming, Failure> {
+) -> Result<CallReport, Failure> {
     let Scratch { x, topk_idx, topk_weights, out } = scratch;
     let cancelled = || interrupt.is_due();
     // SAFETY: The caller keeps the matrices valid and unwritten.
@@ -112,16 +134,16 @@ pub unsafe fn finish(
     copies: &Copies,
     scratch: &mut Vec<f32>,
     cancelled: &dyn Fn() -> bool,
-) -> Result<LayerTiming, Failure> {
+) -> Result<CallReport, Failure> {
     if out.element == ElementType::F32 {
         // SAFETY: The caller gives this memory to the call alone. `Array::matrix` checked type and alignment.
         let out =
             unsafe { std::slice::from_raw_parts_mut(out.data.as_ptr().cast::<f32>(), out.len()) };
-        return Ok(moe.combine_unless(handle, out, cancelled)?);
+        return combine_reported(moe, handle, out, cancelled);
     }
     copies.out.inc();
     scratch.resize(out.len(), 0.0);
-    let timing = moe.combine_unless(handle, scratch, cancelled)?;
+    let report = combine_reported(moe, handle, scratch, cancelled)?;
     // SAFETY: As above.
     unsafe {
         match out.element {
@@ -135,7 +157,18 @@ pub unsafe fn finish(
             }
         }
     }
-    Ok(timing)
+    Ok(report)
+}
+
+fn combine_reported(
+    moe: &MoeClient,
+    handle: attention_client::Handle<'_>,
+    out: &mut [f32],
+    cancelled: &dyn Fn() -> bool,
+) -> Result<CallReport, Failure> {
+    let mut servers = Vec::new();
+    let timing = moe.combine_reported(handle, out, Some(&mut servers), cancelled)?;
+    Ok(CallReport { timing, servers })
 }
 
 /// The values of `matrix`: its own memory for f32, else a copy in `scratch`.
@@ -197,7 +230,7 @@ pub unsafe fn indices<'s>(
 pub struct Finished<'a, 'py> {
     pub shared: &'a Shared,
     pub report: Option<&'a Bound<'py, Report>>,
-    pub result: Result<LayerTiming, Failure>,
+    pub result: Result<CallReport, Failure>,
     pub interrupt: Interrupt,
 }
 
@@ -205,8 +238,8 @@ impl Finished<'_, '_> {
     /// Fills in the report, or raises the call's failure or that of a signal's handler.
     pub fn conclude(self, py: Python<'_>) -> PyResult<()> {
         match self.result {
-            Ok(timing) => {
-                self.shared.note(py, self.report, timing);
+            Ok(call) => {
+                self.shared.note(py, self.report, call);
                 Ok(())
             }
             Err(failure) => {

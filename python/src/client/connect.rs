@@ -37,6 +37,7 @@ pub struct Settings {
     pub name: Option<String>,
     pub slot_bytes: Option<usize>,
     pub slot_frames: Option<usize>,
+    pub hedge_budget: f64,
 }
 
 /// A failure before there is a client.
@@ -122,7 +123,8 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> 
         let builder = MoeClient::builder(model)
             .wire_dtype(wire_dtype)
             .response_dtype(response_dtype)
-            .max_lanes(settings.max_lanes);
+            .max_lanes(settings.max_lanes)
+            .hedge_budget(settings.hedge_budget);
         let built = configured!(builder, settings, transports).build();
         return built.map(Backend::Host).map_err(Failure::Build);
     };
@@ -231,9 +233,17 @@ pub fn transports(py: Python<'_>, list: &str) -> PyResult<TransportSpec> {
     list.parse().map_err(|failure| error(py, Kind::Config, format!("transports: {failure}")))
 }
 
-pub fn lanes(py: Python<'_>, max_lanes: usize) -> PyResult<NonZeroUsize> {
-    NonZeroUsize::new(max_lanes)
-        .ok_or_else(|| error(py, Kind::Config, "max_lanes is 0, expected 1 to 1024"))
+pub fn lanes(py: Python<'_>, max_lanes: i64) -> PyResult<NonZeroUsize> {
+    usize::try_from(max_lanes).ok().and_then(NonZeroUsize::new).ok_or_else(|| {
+        error(py, Kind::Config, format!("max_lanes is {max_lanes}, expected 1 to 1024"))
+    })
+}
+
+pub fn size(py: Python<'_>, setting: &str, size: Option<i64>) -> PyResult<Option<usize>> {
+    size.map(usize::try_from).transpose().map_err(|_| {
+        let found = size.unwrap_or_default();
+        error(py, Kind::Config, format!("{setting} is {found}, expected a positive number"))
+    })
 }
 
 pub fn seconds(py: Python<'_>, setting: &str, seconds: f64) -> PyResult<Duration> {

@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use super::arguments::{RawRequest, Request, Target};
 use super::call::{Finished, Scratch, finish, floats, indices, raise};
 use super::gpu::{GpuCall, GpuClient};
-use super::report::Report;
+use super::report::{CallReport, Report};
 use super::{Shared, release};
 use crate::dlpack::{Array, Owner, Place};
 use crate::errors::{Kind, error};
@@ -254,7 +254,7 @@ pub fn end_combine<'py>(
     let Some(Pending::Gpu(call)) = this.lock().take() else { return Err(combined_before(py)) };
     let (result, interrupt) = py.detach(|| {
         let interrupt = Interrupt::new();
-        (call.finish(&interrupt, Instant::now()), interrupt)
+        (call.finish(&interrupt, Instant::now()).map(CallReport::from), interrupt)
     });
     Finished { shared, report, result, interrupt }.conclude(py)?;
     match this.result.get(py) {

@@ -9,7 +9,7 @@ use super::Shared;
 use super::arguments::{Request, Target};
 use super::call::Finished;
 use super::gpu::{GpuCall, GpuClient};
-use super::report::Report;
+use super::report::{CallReport, Report};
 use crate::interrupt::Interrupt;
 
 /// Dispatches and combines one layer on a GPU.
@@ -33,7 +33,7 @@ pub fn forward<'py>(
             GpuCall::launch(&gpu, &interrupt, layer, tensors, stream, &others, &shared.copies)
         };
         let since = Instant::now();
-        let result = launched.and_then(|call| call.finish(&interrupt, since));
+        let result = launched.and_then(|call| call.finish(&interrupt, since)).map(CallReport::from);
         let failed = result.is_err().then_some(gpu);
         (result, interrupt, failed)
     });

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use message_engine::{Connection, Descriptor, Engine, OpError, Span, SubmitError, Transfer};
+use message_engine::{
+    Connection, Descriptor, DirectWait, Engine, OpError, Span, SubmitError, Transfer,
+};
 use pyo3::prelude::*;
 
 use super::error::Failure;
@@ -157,10 +159,19 @@ impl Inner {
         }
         let connection = self.connection(conn_id)?;
         let remote = descriptor(span, meta.unwrap_or_default())?;
-        let outcome = py.detach(|| match op {
-            Op::Write => connection.write_directly(span, &remote, until),
-            _ => connection.read_directly(span, &remote, until),
+        let is_cancelled =
+            || Python::attach(|py| self.check(py).map_err(|e| e.restore(py)).is_err());
+        let outcome = py.detach(|| {
+            let wait = DirectWait { deadline: until, is_cancelled: Some(&is_cancelled) };
+            match op {
+                Op::Write => connection.write_directly(span, &remote, wait),
+                _ => connection.read_directly(span, &remote, wait),
+            }
         });
+        // The exception of the signal that has ended the wait, if one has.
+        if let Some(error) = PyErr::take(py) {
+            return Err(error);
+        }
         match outcome.transpose() {
             Ok(moved) => Ok(moved),
             Err(OpError::Submit(error)) => Err(Failure::submit(&error).into()),

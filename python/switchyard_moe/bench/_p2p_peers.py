@@ -325,7 +325,7 @@ class Ucx:
 
 #: Libraries by name, and the transports that each one is measured with unless the user names others.
 NAMES = {
-    "switchyard": ["cma", "tcp"],
+    "switchyard": ["cma", "shm", "tcp"],
     "nixl": ["auto", "tcp"],
     "mooncake": ["tcp"],
     "gloo": ["tcp"],

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         help="library to measure beside this one: nixl, mooncake, gloo, nccl or ucx. May be repeated",
     )
     parser.add_argument(
-        "--transport", action="append", choices=["cma", "tcp", "auto"], help="own transport. May be repeated"
+        "--transport", action="append", choices=["cma", "shm", "tcp", "auto"], help="own transport. May be repeated"
     )
     parser.add_argument(
         "--sizes", type=_sizes, default=_sizes("4K,64K,1M,64M"), help="bytes of a transfer, with K, M or G"

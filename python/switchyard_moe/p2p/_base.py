@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from switchyard_moe._native import P2pEndpoint
 from switchyard_moe.p2p import _local
 from switchyard_moe.p2p._errors import ArgumentError, ConnectError, Error, TransferTimeoutError
 from switchyard_moe.p2p._memory import place_of
+
+_T = TypeVar("_T")
 
 #: How much longer than a transfer's timeout a wait takes before the engine counts as stuck, in seconds.
 _GRACE = 15.0
@@ -26,7 +28,7 @@ class ConnectionInfo(NamedTuple):
     #: The PCI address of that GPU, or a name of the peer's engine.
     device: str
     engine_id: int
-    #: `cma` or `tcp`.
+    #: `cma`, `shm` or `tcp`.
     transport: str
     #: Why the connection has ended; `None` while it is open.
     closed: str | None
@@ -107,20 +109,18 @@ class EndpointBase:
                 ip, port = _resolve(remote_ip_addr), remote_port
             if not 0 < port < 65536:
                 raise ArgumentError(f"remote_port is {port}, expected the second part of the peer's parse_metadata()")
-            return True, self._native.connect(ip, port, self._limit(timeout))
         except (Error, TypeError, OverflowError) as error:
             self._fail(error)
             return False, 0
+        return self._attempt(0, self._native.connect, ip, port, self._limit(timeout))
 
     def accept(self, *, timeout: float | None = None) -> tuple[bool, str, int, int]:
         """Takes the next connection that a peer has made. Returns `(True, ip, gpu_idx, conn_id)`.
 
         Waits for one until the timeout. `gpu_idx` is -1 if the peer publishes no GPU.
         """
-        try:
-            conn_id = self._native.accept(self._limit(timeout))
-        except Error as error:
-            self._fail(error)
+        ok, conn_id = self._attempt(0, self._native.accept, self._limit(timeout))
+        if not ok:
             return False, "", -1, 0
         info = self.connection(conn_id)
         return True, info.ip, info.gpu_idx, conn_id
@@ -132,11 +132,8 @@ class EndpointBase:
 
     def add_remote_endpoint(self, metadata_bytes: bytes, *, timeout: float | None = None) -> tuple[bool, int]:
         """Returns `(True, conn_id)` of the connection to an endpoint, and connects only if there is none yet."""
-        try:
-            return True, self._native.add_remote_endpoint(bytes(metadata_bytes), self._limit(timeout))
-        except (Error, TypeError) as error:
-            self._fail(error)
-            return False, 0
+        limit = self._limit(timeout)
+        return self._attempt(0, lambda: self._native.add_remote_endpoint(bytes(metadata_bytes), limit))
 
     def remove_remote_endpoint(self, conn_id: int) -> bool:
         """Closes a connection. Its pending transfers fail."""
@@ -173,14 +170,10 @@ class EndpointBase:
             ptr, size, holder = place.ptr, place.size, place.holder
         elif size is None:
             raise ArgumentError("an address needs a size")
-        try:
-            mr_id = self._native.register(ptr, size, access or "rw")
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, 0
-        if holder is not None:
+        ok, mr_id = self._attempt(0, self._native.register, ptr, size, access or "rw")
+        if ok and holder is not None:
             self._held[mr_id] = holder
-        return True, mr_id
+        return ok, mr_id
 
     def regv(self, ptrs: Sequence[int | object], sizes: Sequence[int] | None = None) -> tuple[bool, list[int]]:
         """Registers several ranges, all or none. Returns `(True, mr_ids)`."""
@@ -207,13 +200,10 @@ class EndpointBase:
         Peers in the middle of a copy get a second to end it. It fails while transfers use the memory, or while ranges
         within it are registered, too. The memory stays registered then, and must stay mapped.
         """
-        try:
-            self._native.deregister(mr_id)
-        except Error as error:
-            self._fail(error)
-            return False
-        self._held.pop(mr_id, None)
-        return True
+        ok, _ = self._attempt(False, self._native.deregister, mr_id)
+        if ok:
+            self._held.pop(mr_id, None)
+        return ok
 
     # Outcomes.
 
@@ -294,11 +284,7 @@ class EndpointBase:
         if type(ptr) is not int or size is None:
             ptr, size = range_of(ptr, size)
         limit = self._timeout if timeout is None else timeout
-        try:
-            return True, self._native.start(op, conn_id, mr_id, ptr, size, meta, limit)
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, 0
+        return self._attempt(0, self._native.start, op, conn_id, mr_id, ptr, size, meta, limit)
 
     def _startv(
         self,
@@ -312,25 +298,21 @@ class EndpointBase:
         timeout: float | None,
     ) -> tuple[bool, int]:
         ranges = ranges_of(mr_id_v, ptr_v, size_v, num_iovs)
-        try:
-            return True, self._native.startv(op, conn_id, ranges, list(metas or ()), self._limit(timeout))
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, 0
+        return self._attempt(0, self._native.startv, op, conn_id, ranges, list(metas or ()), self._limit(timeout))
 
     def _start_ipc(
         self, op: str, conn_id: int, ranges: list[tuple[int, int]], infos: Sequence[bytes], timeout: float | None
     ) -> tuple[bool, int]:
         limit = self._limit(timeout)
-        try:
+
+        def start() -> int:
             known = [self._native.find_region(ptr, size, "rw") for ptr, size in ranges]
             if all(mr_id is not None for mr_id in known):
                 triples = [(mr_id or 0, ptr, size) for mr_id, (ptr, size) in zip(known, ranges, strict=True)]
-                return True, self._native.startv(op, conn_id, triples, list(infos), limit)
-            return True, self._native.start_unregistered(op, conn_id, ranges, list(infos), limit)
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, 0
+                return self._native.startv(op, conn_id, triples, list(infos), limit)
+            return self._native.start_unregistered(op, conn_id, ranges, list(infos), limit)
+
+        return self._attempt(0, start)
 
     def _await(self, started: tuple[bool, int], timeout: float | None) -> bool:
         ok, transfer_id = started
@@ -348,6 +330,14 @@ class EndpointBase:
         for mr_id in mr_ids:
             self._native.deregister(mr_id)
             self._held.pop(mr_id, None)
+
+    def _attempt(self, failed: _T, call: Callable[..., _T], *args: object) -> tuple[bool, _T]:
+        """Returns `(True, result)` of a call. A failure raises, or is kept and returns `(False, failed)`."""
+        try:
+            return True, call(*args)
+        except (Error, TypeError, OverflowError) as error:
+            self._fail(error)
+            return False, failed
 
     def _fail(self, error: Exception) -> None:
         """Raises the error, or keeps it if this endpoint returns failures."""
@@ -392,6 +382,16 @@ def pairs_of(ptr_v: Sequence[int], size_v: Sequence[int]) -> list[tuple[int, int
     if len(ptr_v) != len(size_v):
         raise ArgumentError(f"{len(ptr_v)} addresses with {len(size_v)} sizes")
     return list(zip(ptr_v, size_v, strict=True))
+
+
+def all_of(described: Iterable[tuple[bool, bytes]]) -> tuple[bool, list[bytes]]:
+    """Returns `(True, descriptions)`, or `(False, [])` at the first that failed."""
+    found: list[bytes] = []
+    for ok, one in described:
+        if not ok:
+            return False, []
+        found.append(one)
+    return True, found
 
 
 def _resolve(host: str) -> str:

@@ -7,7 +7,6 @@ import warnings
 from types import TracebackType
 from typing import NamedTuple
 
-from switchyard_moe.p2p._errors import Error
 from switchyard_moe.p2p._ipc import LocalTransfers
 from switchyard_moe.p2p._transfers import Transfers
 
@@ -48,7 +47,9 @@ class Endpoint(Transfers, LocalTransfers):
         bind: Address to listen on. `127.0.0.1` keeps other hosts out.
         port: Port to listen on. 0 selects a free one.
         advertise: Address in the metadata, if it is not that of `bind` or of the default route.
-        transports: `cma` (processes of one user on one host) and `tcp`, the best first. `None` means both.
+        transports: `cma` (copies between processes of one user on one host), `shm` (shared memory between them, where
+            copies are forbidden) and `tcp`, the best first. `None` means all, and a connection takes the first that
+            works.
         pci_bdf: PCI address of the GPU, such as `0000:3b:00.0`, for the metadata.
         ticket: Secret that peers must have, too.
         timeout: Seconds after which a call fails that is given no other timeout.
@@ -68,12 +69,7 @@ class Endpoint(Transfers, LocalTransfers):
         """
         label = name.encode() if isinstance(name, str) else bytes(name)
         content = b"".join((_NAMED, struct.pack("<I", len(label)), label, msg))
-        limit = self._limit(timeout)
-        try:
-            started = True, self._native.start_notify(conn_id, content, limit)
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False
+        started = self._attempt(0, self._native.start_notify, conn_id, content, self._limit(timeout))
         return self._await(started, timeout)
 
     def get_notifs(self) -> list[Notification]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from switchyard_moe.p2p import _local
-from switchyard_moe.p2p._base import EndpointBase, pairs_of, range_of, writable_range
+from switchyard_moe.p2p._base import EndpointBase, all_of, pairs_of, range_of, writable_range
 from switchyard_moe.p2p._errors import ConnectError, Error
 from switchyard_moe.p2p._memory import place_of
 
@@ -57,25 +57,18 @@ class LocalTransfers(EndpointBase):
         place = None if isinstance(ptr, int) else place_of(ptr)
         access = "ro" if place is not None and place.is_read_only else "rw"
         ptr, size = range_of(ptr, size)
-        try:
-            mr_id = self._ipc.get((ptr, size))
-            if mr_id is None:
-                mr_id = self._ipc[ptr, size] = self._native.register(ptr, size, access)
-                self._held[mr_id] = None if place is None else place.holder
-            return True, self._native.advertise(conn_id, mr_id, ptr, size)
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, b""
+        mr_id = self._ipc.get((ptr, size))
+        if mr_id is None:
+            ok, added = self._attempt(0, self._native.register, ptr, size, access)
+            if not ok:
+                return False, b""
+            mr_id = self._ipc[ptr, size] = added
+            self._held[mr_id] = None if place is None else place.holder
+        return self._attempt(b"", self._native.advertise, conn_id, mr_id, ptr, size)
 
     def advertisev_ipc(self, conn_id: int, ptr_v: Sequence[int], size_v: Sequence[int]) -> tuple[bool, list[bytes]]:
         """As `advertise_ipc`, for several ranges."""
-        infos: list[bytes] = []
-        for ptr, size in pairs_of(ptr_v, size_v):
-            ok, info = self.advertise_ipc(conn_id, ptr, size)
-            if not ok:
-                return False, []
-            infos.append(info)
-        return True, infos
+        return all_of(self.advertise_ipc(conn_id, *place) for place in pairs_of(ptr_v, size_v))
 
     def dereg_ipc(self, ptr: int | object, size: int | None = None) -> bool:
         """Takes back what `advertise_ipc` has opened, as `dereg` does. Not in UCCL.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from switchyard_moe.p2p._base import EndpointBase, range_of, ranges_of
-from switchyard_moe.p2p._errors import Error
+from switchyard_moe.p2p._base import EndpointBase, all_of, range_of, ranges_of
 
 
 class Transfers(EndpointBase):
@@ -103,11 +102,7 @@ class Transfers(EndpointBase):
         The description opens the range until its memory is deregistered, to every peer that is connected and shows it.
         """
         ptr, size = range_of(ptr, size)
-        try:
-            return True, self._native.advertise(conn_id, mr_id, ptr, size)
-        except (Error, TypeError, OverflowError) as error:
-            self._fail(error)
-            return False, b""
+        return self._attempt(b"", self._native.advertise, conn_id, mr_id, ptr, size)
 
     def advertisev(
         self,
@@ -118,13 +113,7 @@ class Transfers(EndpointBase):
         num_iovs: int | None = None,
     ) -> tuple[bool, list[bytes]]:
         """Describes several ranges. Returns `(True, metas)`."""
-        metas: list[bytes] = []
-        for mr_id, ptr, size in ranges_of(mr_id_v, ptr_v, size_v, num_iovs):
-            ok, meta = self.advertise(conn_id, mr_id, ptr, size)
-            if not ok:
-                return False, []
-            metas.append(meta)
-        return True, metas
+        return all_of(self.advertise(conn_id, *place) for place in ranges_of(mr_id_v, ptr_v, size_v, num_iovs))
 
     def write(
         self,

@@ -52,7 +52,7 @@ class SwitchyardLoader(DefaultModelLoader):
 
 def _check_model(model: Any) -> None:
     """Raises ConfigError if a layer keeps its experts, or if two layers are one to the service."""
-    layers: dict[int, str] = {}
+    places: dict[str, engine.Place] = {}
     for name, module in model.named_modules():
         if not isinstance(module, RoutedExperts):
             continue
@@ -62,11 +62,7 @@ def _check_model(model: Any) -> None:
                 f"{name} ({type(module).__name__}) computes its experts in this process by {type(method).__name__}: "
                 "this model cannot be served"
             )
-        if method.layer in layers:
-            raise ConfigError(
-                f"layer {method.layer} has two modules of experts, {layers[method.layer]} and {name}, and the service "
-                "addresses experts by layer only: this model cannot be served"
-            )
-        layers[method.layer] = name
-    if not layers:
+        places[name] = method.place
+    engine.refuse_collisions("vLLM", type(model).__name__, places)
+    if not places:
         raise ConfigError(f"{type(model).__name__} has no layer of routed experts: --load-format {NAME} serves nothing")

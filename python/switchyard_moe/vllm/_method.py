@@ -13,7 +13,6 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from switchyard_moe import ConfigError
-from switchyard_moe import _engine as engine
 from switchyard_moe.vllm import NAME, _service
 
 
@@ -27,11 +26,10 @@ class SwitchyardMethod(FusedMoEMethodBase):
         super().__init__(moe)
         _check_parallel(moe.moe_parallel_config)
         self.layer_name = layer_name
-        self.layer = engine.layer_number(layer_name)
         self.handle = _service.handle(get_current_vllm_config())
         # `hidden_dim` is the width of the experts' input: the latent width where the model has one.
-        _service.service(self.handle).check_layer(
-            self.layer, layer_name, hidden=moe.hidden_dim, num_experts=moe.num_logical_experts
+        self.place = _service.service(self.handle).place(
+            layer_name, hidden=moe.hidden_dim, num_experts=moe.num_logical_experts
         )
 
     @property
@@ -73,7 +71,14 @@ class SwitchyardMethod(FusedMoEMethodBase):
                 )
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         out: torch.Tensor = torch.ops.switchyard.experts(
-            x, topk_weights, topk_ids, self.handle, self.layer, self.moe.tp_rank, self.moe.tp_size
+            x,
+            topk_weights,
+            topk_ids,
+            self.handle,
+            self.place.layer,
+            self.place.first_expert,
+            self.moe.tp_rank,
+            self.moe.tp_size,
         )
         return out
 
@@ -84,6 +89,8 @@ class SwitchyardConfig(QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         _service.check_version()
+        # The first process of an engine makes this object before it starts the others.
+        _service.limit_spinning()
 
     def get_name(self) -> Any:
         return NAME

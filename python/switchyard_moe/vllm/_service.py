@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from switchyard_moe import ConfigError
 from switchyard_moe import _engine as engine
 from switchyard_moe.vllm import NAME, SUPPORTED
+
+#: Polls of an OpenMP thread before it sleeps: about 0.1 ms, which covers the gaps between two operators.
+SPINS = 5000
 
 _services: list[engine.Service] = []
 
@@ -19,6 +23,16 @@ def check_version() -> None:
     import vllm
 
     engine.check_version("vLLM", vllm.__version__, SUPPORTED)
+
+
+def limit_spinning() -> None:
+    """Lets the OpenMP threads of processes that this one starts sleep soon after they run out of work.
+
+    By default they spin for milliseconds, and so take cores from expert servers of the same host during a call. A
+    choice of the user is kept. Processes that run already keep theirs, because OpenMP reads it when it is loaded.
+    """
+    if not any(name in os.environ for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def is_on(vllm_config: Any) -> bool:
@@ -56,28 +70,42 @@ def service(number: int) -> engine.Service:
 # vLLM's compiler traces into the layer on a CPU, so the call is one opaque operator. Its fake form gives the shape.
 @torch.library.custom_op("switchyard::experts", mutates_args=())
 def experts(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, service: int, layer: int, rank: int, size: int
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    service: int,
+    layer: int,
+    first_expert: int,
+    rank: int,
+    size: int,
 ) -> torch.Tensor:
     """Routed experts of a layer for ``x`` ``[tokens, hidden]``; ``topk_*`` are ``[tokens, k]``.
 
     With tensor parallelism every rank has all tokens, and vLLM adds up the outputs of all ranks. Rank ``rank`` of
     ``size`` therefore asks for its share of the rows only and leaves zeros in the others.
     """
-    target = _services[service]
+    target, place = _services[service], engine.Place(layer, first_expert)
     if size == 1:
-        out: torch.Tensor = target.experts(layer, x, topk_ids, topk_weights)
+        out: torch.Tensor = target.experts(place, x, topk_ids, topk_weights)
         # An operator must not return one of its inputs.
         return out if out is not x else out.clone()
     rows = x.shape[0]
     first, end = rows * rank // size, rows * (rank + 1) // size
     share = torch.zeros_like(x)
     if end > first:
-        share[first:end] = target.experts(layer, x[first:end], topk_ids[first:end], topk_weights[first:end])
+        share[first:end] = target.experts(place, x[first:end], topk_ids[first:end], topk_weights[first:end])
     return share
 
 
 @experts.register_fake
 def _fake(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, service: int, layer: int, rank: int, size: int
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    service: int,
+    layer: int,
+    first_expert: int,
+    rank: int,
+    size: int,
 ) -> torch.Tensor:
     return torch.empty_like(x)

@@ -100,6 +100,18 @@ def config(family: str) -> Any:
                 layer_types=["full_attention"] * 3,
                 sliding_window=128,
             )
+        case "ernie4_5_moe":
+            return transformers.Ernie4_5_MoeConfig(
+                **COMMON,
+                num_key_value_heads=2,
+                intermediate_size=256,
+                moe_intermediate_size=64,
+                moe_num_experts=16,
+                moe_k=2,
+                moe_num_shared_experts=1,
+                moe_layer_start_index=0,
+                moe_layer_interval=1,
+            )
         case "qwen3_moe" | "fp8":
             # Widths that blocks of 128 divide.
             return transformers.Qwen3MoeConfig(

@@ -9,6 +9,7 @@ with `ids` or with the type and text of an `error`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -26,7 +27,10 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
     options = dict(job.get("options", {}))
     if job["served"]:
         switchyard_moe.transformers.configure(**job["settings"])
-        options["experts_implementation"] = switchyard_moe.transformers.IMPLEMENTATION
+        options.setdefault("experts_implementation", switchyard_moe.transformers.IMPLEMENTATION)
+    if job.get("two_modules"):
+        compare_two_modules(job["model"])
+        return []
     if "class" in job:
         # Without weights: what the plugin refuses, it refuses while the model is built.
         model_class = getattr(transformers, job["class"])
@@ -50,6 +54,53 @@ def transformers_job(job: dict[str, Any]) -> list[list[int]]:
             for prompt in job["prompts"]
         ]
     return [out[0, len(prompt) :].tolist() for out, prompt in zip(outputs, job["prompts"], strict=True)]
+
+
+def compare_two_modules(folder: str) -> None:
+    """Gives a model with experts for text and for images those of a checkpoint, and compares local and served outputs.
+
+    The checkpoint has the experts of both in one layer, text first, as those of this family do.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Ernie4_5_VLMoeTextConfig, Ernie4_5_VLMoeTextModel
+
+    with open(f"{folder}/config.json") as file:
+        given = json.load(file)
+    layers, half = given["num_hidden_layers"], given["moe_num_experts"] // 2
+    kept = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_k")
+    config = Ernie4_5_VLMoeTextConfig(
+        **{key: given[key] for key in kept},
+        num_hidden_layers=layers,
+        moe_num_experts=half,
+        moe_intermediate_size=[given["moe_intermediate_size"]] * 2,
+        moe_num_shared_experts=1,
+        mlp_layer_types=["sparse"] * layers,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
+    )
+    local = Ernie4_5_VLMoeTextModel._from_config(copy.deepcopy(config), experts_implementation="eager").eval()
+    tensors = load_file(f"{folder}/model.safetensors")
+    with torch.no_grad():
+        for layer in range(layers):
+            for part, module in enumerate((local.layers[layer].mlp.text_moe, local.layers[layer].mlp.vision_moe)):
+                module.gate.weight.normal_()
+                for expert in range(half):
+                    name = f"model.layers.{layer}.mlp.experts.{part * half + expert}"
+                    gate, up, down = (tensors[f"{name}.{which}_proj.weight"] for which in ("gate", "up", "down"))
+                    module.experts.gate_up_proj[expert] = torch.cat([gate, up])
+                    module.experts.down_proj[expert] = down
+        served = Ernie4_5_VLMoeTextModel._from_config(config, experts_implementation="switchyard").eval()
+        assert not [name for name, _ in served.named_parameters() if ".experts." in name]
+        missing, unexpected = served.load_state_dict(local.state_dict(), strict=False)
+        assert not missing and all(".experts." in name for name in unexpected), (missing, unexpected)
+        prompt = torch.randint(0, given["vocab_size"], (2, 12))
+        # Text, images, and both.
+        for kinds in (torch.zeros(2, 12), torch.ones(2, 12), torch.tensor([[0, 1] * 6, [1] * 5 + [0] * 7])):
+            options = {"input_ids": prompt, "moe_mm_token_type_ids": kinds.int(), "use_cache": False}
+            expected = local(**options).last_hidden_state
+            found = served(**options).last_hidden_state
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(found, served(input_ids=prompt.flip(1)).last_hidden_state)
 
 
 def replace_by_fp8_experts(model: Any) -> None:

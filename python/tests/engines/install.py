@@ -1,6 +1,6 @@
-"""Installs the engines that the tests run: vLLM, transformers and, on request, SGLang.
+"""Installs the engines that the tests run: vLLM, transformers and, on request, SGLang and the next vLLM.
 
-Usage: python3.11 install.py [--sglang] [--folder FOLDER]
+Usage: python3.11 install.py [--sglang] [--vllm-next] [--folder FOLDER]
 
 Everything comes from PyPI and is pinned by hash. The environment needs 2.8 GiB and lies in the user's cache, in a
 folder that is named after the pins. The script prints that folder and does nothing more if it is complete. Exit
@@ -16,13 +16,15 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 from cuda_stubs import write_stubs
 
 HERE = Path(__file__).parent
-MAIN, SGLANG = "requirements.txt", "requirements-sglang.txt"
+MAIN, SGLANG, VLLM_NEXT = "requirements.txt", "requirements-sglang.txt", "requirements-vllm-next.txt"
 # Bytes on disk, with the downloaded wheels that pip unpacks meanwhile.
 NEEDED_BYTES = 5 << 30
 CANNOT = 3
@@ -31,10 +33,11 @@ CANNOT = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sglang", action="store_true", help="install SGLang too")
+    parser.add_argument("--vllm-next", action="store_true", help="install the next vLLM's Python files too")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="default: %(default)s")
     arguments = parser.parse_args()
     try:
-        install(arguments.folder, arguments.sglang)
+        install(arguments.folder, arguments.sglang, arguments.vllm_next)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"the engines cannot be installed: {error}", file=sys.stderr)
         return CANNOT
@@ -49,8 +52,8 @@ def default_folder() -> Path:
     return Path(cache) / "switchyard" / f"engines-{hashlib.sha256(pins).hexdigest()[:12]}"
 
 
-def install(folder: Path, sglang: bool) -> None:
-    """Makes `folder` complete: `venv/`, and `sglang/`, a folder for PYTHONPATH, if asked for."""
+def install(folder: Path, sglang: bool, vllm_next: bool) -> None:
+    """Makes `folder` complete: `venv/`, and if asked for, `sglang/` and `vllm-next/`, folders for PYTHONPATH."""
     if not (folder / "venv.complete").exists():
         check_host(folder)
         shutil.rmtree(folder / "venv", ignore_errors=True)
@@ -63,13 +66,32 @@ def install(folder: Path, sglang: bool) -> None:
         shutil.rmtree(folder / "sglang", ignore_errors=True)
         pip(folder, SGLANG, "--target", str(folder / "sglang"))
         (folder / "sglang.complete").touch()
+    pins = (HERE / VLLM_NEXT).read_text()
+    mark = folder / "vllm-next.complete"
+    if vllm_next and not (mark.exists() and mark.read_text() == pins):
+        add_vllm_next(folder)
+        mark.write_text(pins)
 
 
-def pip(folder: Path, requirements: str, *arguments: str) -> None:
+def add_vllm_next(folder: Path) -> None:
+    """Writes the next vLLM's Python files into `vllm-next/`, with the compiled code of the environment's vLLM."""
+    target = folder / "vllm-next"
+    shutil.rmtree(target, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        pip(folder, VLLM_NEXT, "--dest", temporary, command="download")
+        with zipfile.ZipFile(next(Path(temporary).glob("vllm-*.whl"))) as wheel:
+            kept = [name for name in wheel.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
+            wheel.extractall(target, kept)
+    compiled = next((folder / "venv/lib").glob("python3*")) / "site-packages/vllm"
+    for library in compiled.glob("*.so"):
+        (target / "vllm" / library.name).symlink_to(library)
+
+
+def pip(folder: Path, requirements: str, *arguments: str, command: str = "install") -> None:
     # Without --no-deps, packages that need torch bring the nvidia-* wheels and triton, another 3.4 GiB.
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir", "--quiet"]
-    command = [folder / "venv/bin/python", "-m", "pip", "install", "--disable-pip-version-check", *options, *arguments]
-    subprocess.run([*command, "-r", HERE / requirements], check=True, stdout=sys.stderr)
+    program = [folder / "venv/bin/python", "-m", "pip", command, "--disable-pip-version-check", *options, *arguments]
+    subprocess.run([*program, "-r", HERE / requirements], check=True, stdout=sys.stderr)
 
 
 def check_host(folder: Path) -> None:

@@ -78,3 +78,13 @@ def test_fp8_experts_of_transformers_are_served(tmp_path: Path) -> None:
         job = {"model": str(tmp_path / "fp8"), "served": True, "settings": settings(cluster, tmp_path)}
         rows = drive("transformers", [{**job, "fp8_experts": True}], tmp_path)
     assert rows == [{"job": 0, "ids": []}]
+
+
+def test_two_modules_of_experts_in_a_layer(tmp_path: Path) -> None:
+    make(tmp_path, "ernie4_5_moe")
+    model = tmp_path / "ernie4_5_moe"
+    with switchyard_moe.LocalCluster(model, servers=1) as cluster:
+        given = {**settings(cluster, tmp_path), "model": str(model)}
+        job = {"model": str(model), "served": True, "settings": given}
+        rows = drive("transformers", [{**job, "two_modules": True}], tmp_path)
+    assert rows == [{"job": 0, "ids": []}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,28 @@ def settings(cluster: switchyard_moe.LocalCluster) -> dict[str, str]:
     return harness.environment(SWITCHYARD_CONTROL_PLANE=cluster.url, SWITCHYARD_TOKEN=cluster.token)
 
 
+def disturb(cluster: switchyard_moe.LocalCluster, row: dict[str, Any]) -> None:
+    """Kills and restarts servers and the control plane after some of the prompts, while the next one is computed."""
+    match row.get("prompt"):
+        case 0:
+            cluster.kill("server-0")
+        case 1:
+            cluster.restart("server-0")
+        case 3:
+            cluster.stop_control_plane()
+        case 4:
+            cluster.kill("server-1")
+
+
 def test_transformers_goes_on_through_deaths(
     tiny_cluster: switchyard_moe.LocalCluster, tiny: Path, prompts: Path
 ) -> None:
-    def disturb(row: dict[str, Any]) -> None:
-        # The next prompt is computed meanwhile, so a death is in mid-sentence.
-        match row.get("prompt"):
-            case 0:
-                tiny_cluster.kill("server-0")
-            case 1:
-                tiny_cluster.restart("server-0")
-            case 3:
-                tiny_cluster.stop_control_plane()
-            case 4:
-                tiny_cluster.kill("server-1")
-
     code, rows, errors = harness.run(
-        harness.EXAMPLES / "transformers_generate.py", tiny, prompts, env=settings(tiny_cluster), on_row=disturb
+        harness.EXAMPLES / "transformers_generate.py",
+        tiny,
+        prompts,
+        env=settings(tiny_cluster),
+        on_row=lambda row: disturb(tiny_cluster, row),
     )
     assert harness.ids(code, rows, errors) == EXPECTED
     # 17.1 MiB with experts.
@@ -117,18 +123,60 @@ def test_vllm_soak(tiny_cluster: switchyard_moe.LocalCluster, tiny: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.sglang
-def test_sglang(tiny: Path, prompts: Path, tmp_path: Path) -> None:
-    # SGLang ignores tied embeddings of this family.
-    model = harness.untie(tiny, tmp_path / "untied")
-    path = [str(harness.HERE / "no_sgl_kernel"), os.environ["SWITCHYARD_TEST_SGLANG"], os.environ.get("PYTHONPATH", "")]
-    with switchyard_moe.LocalCluster(model) as cluster:
-        env = {
-            **settings(cluster),
-            "PYTHONPATH": os.pathsep.join(path),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_PLUGINS": "switchyard",
-        }
-        script = harness.EXAMPLES / "sglang_generate.py"
-        result = harness.run(script, model, prompts, "--device", "cpu", env=env, timeout=1200.0)
+def test_next_vllm(tiny_cluster: switchyard_moe.LocalCluster, tiny: Path, prompts: Path) -> None:
+    # Its Python files over the compiled code of the version before.
+    path = [os.environ["SWITCHYARD_TEST_VLLM_NEXT"], os.environ.get("PYTHONPATH", "")]
+    env = {
+        **settings(tiny_cluster),
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    script = harness.EXAMPLES / "vllm_generate.py"
+    result = harness.run(script, tiny, prompts, "--enforce-eager", env=env)
     assert harness.ids(*result) == EXPECTED
+
+
+def run_sglang(
+    model: Path,
+    prompts: Path,
+    cluster: switchyard_moe.LocalCluster,
+    *arguments: str,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[list[int]]:
+    cores = sorted(os.sched_getaffinity(0))
+    path = [str(harness.HERE / "no_sgl_kernel"), os.environ["SWITCHYARD_TEST_SGLANG"], os.environ.get("PYTHONPATH", "")]
+    env = {
+        **settings(cluster),
+        "PYTHONPATH": os.pathsep.join(path),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # SGLang takes a NUMA node for each rank otherwise, and ends if there are fewer.
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "SGLANG_PLUGINS": "switchyard",
+    }
+    script = harness.EXAMPLES / "sglang_generate.py"
+    result = harness.run(script, model, prompts, "--device", "cpu", *arguments, env=env, on_row=on_row, timeout=1200.0)
+    return harness.ids(*result)
+
+
+@pytest.fixture
+def untied(tiny: Path, tmp_path: Path) -> Path:
+    """The small model for SGLang, which ignores tied embeddings of this family."""
+    return harness.untie(tiny, tmp_path / "untied")
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_sglang_goes_on_through_deaths(untied: Path, prompts: Path) -> None:
+    with switchyard_moe.LocalCluster(untied) as cluster:
+        # One prompt after another: the next one is computed while a server dies.
+        found = run_sglang(untied, prompts, cluster, "--batch", "1", on_row=lambda row: disturb(cluster, row))
+        assert cluster.running == ["server-0"]
+    assert found == EXPECTED
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_sglang_tensor_parallel(untied: Path, prompts: Path) -> None:
+    with switchyard_moe.LocalCluster(untied) as cluster:
+        assert run_sglang(untied, prompts, cluster, "--tensor-parallel-size", "2") == EXPECTED

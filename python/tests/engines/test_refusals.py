@@ -21,7 +21,13 @@ def test_transformers_refuses(tmp_path: Path, tiny: Path) -> None:
         given = settings(cluster, tmp_path)
         job = {"served": True, "settings": given, "prompts": PROMPTS[:1], "tokens": 2}
         absent = {**given, "control_plane": "http://127.0.0.1:9", "ready_timeout": 1}
-        vision = {"num_hidden_layers": 2, "moe_num_experts": 4, "hidden_size": 64}
+        text = {"num_hidden_layers": 1, "hidden_size": 64, "num_experts": 4, "vocab_size": 1000}
+        talker = {"text_config": {**text, "shared_expert_intermediate_size": 64}, "spatial_merge_size": 2}
+        omni = {
+            "class": "Qwen3OmniMoeForConditionalGeneration",
+            "config": {"thinker_config": {"text_config": text}, "talker_config": talker, "enable_audio_output": True},
+        }
+        vision = {"num_hidden_layers": 2, "moe_num_experts": 8, "hidden_size": 256, "num_attention_heads": 4}
         rows = drive(
             "transformers",
             [
@@ -34,7 +40,15 @@ def test_transformers_refuses(tmp_path: Path, tiny: Path) -> None:
                 {**job, "model": str(first), "settings": {**given, "wire_dtype": "f64"}},
                 {**job, "model": str(first), "grad": True},
                 {**job, "class": "Llama4TextModel", "config": {"num_hidden_layers": 1, "hidden_size": 64}},
-                {**job, "class": "Ernie4_5_VLMoeTextModel", "config": vision},
+                {
+                    **job,
+                    "class": "Ernie4_5_VLMoeTextModel",
+                    "config": vision,
+                    "settings": {**given, "model": str(first)},
+                },
+                {**job, **omni},
+                {**job, **omni, "options": {"experts_implementation": {"": "switchyard", "talker_config": "eager"}}},
+                {**job, **omni, "options": {"experts_implementation": {"thinker_config": "switchyard"}}},
             ],
             tmp_path,
         )
@@ -46,10 +60,14 @@ def test_transformers_refuses(tmp_path: Path, tiny: Path) -> None:
         ("ConfigError", "wire_dtype is 'f64', expected"),
         ("ArgumentError", "torch.no_grad"),
         ("ConfigError", "Llama4TextExperts"),
-        ("ConfigError", "two experts modules"),
+        ("ModelMismatchError", "expected those of both: this model cannot be served"),
+        ("ConfigError", "experts of its thinker only"),
+        ("ConfigError", "for this part of the model, too"),
     ]
-    for row, (error, text) in zip(rows[1:], expected, strict=True):
+    for row, (error, text) in zip(rows[1:-1], expected, strict=True):
         assert row.get("error") == error and text in row["text"], row
+    # The talker's experts may stay in the engine.
+    assert "ids" in rows[-1], rows[-1]
 
 
 def test_vllm_refuses(tmp_path: Path, tiny: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_short_run_writes_all_reports(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(report.read_text())["rows"]
     found = {(row["transport"], row["op"], row["bytes"], row["memory"]) for row in rows}
-    assert len(found) == len(rows) == 2 * 2 * 2 * 2
+    assert len(found) == len(rows) == 3 * 2 * 2 * 2
     assert all(row["median_us"] > 0 and row["num"] >= 5 for row in rows)
     with table.open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)

@@ -42,7 +42,7 @@ def silent(pipe: Pipe, transports: list[str], size: int) -> None:
     time.sleep(10 * LIMIT)
 
 
-@pytest.mark.parametrize("transports", [["cma"], ["tcp"]])
+@pytest.mark.parametrize("transports", [["cma"], ["shm"], ["tcp"]])
 @pytest.mark.parametrize("op", ["send", "recv", "write", "read"])
 def test_a_killed_peer_fails_transfers_under_way(children: Start, transports: list[str], op: str) -> None:
     size = 256 << 20

@@ -16,7 +16,7 @@ from switchyard_moe.p2p import ArgumentError, Endpoint, TransferTimeoutError, Tr
 from switchyard_moe.p2p._memory import place_of
 
 Start = Callable[..., Child]
-TRANSPORTS = [["cma"], ["tcp"]]
+TRANSPORTS = [["cma"], ["shm"], ["tcp"]]
 SIZES = [1, 2, 4095, 4096, 8192, 8193, 100_003, 1 << 20, (5 << 20) + 7]
 POISON = 0xA5
 

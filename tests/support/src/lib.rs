@@ -9,6 +9,7 @@ pub mod child;
 pub mod descriptors;
 #[cfg(feature = "endpoint")]
 pub mod endpoint;
+pub mod etcd;
 pub mod eventually;
 pub mod long;
 pub mod model;

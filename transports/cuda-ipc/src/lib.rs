@@ -31,6 +31,7 @@ use std::time::Duration;
 
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use p2p_core::log_limit::LogLimit;
 use thiserror::Error;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
@@ -125,14 +126,18 @@ impl Invitation {
                     accepted.map_err(|source| DeviceError::System { call: "accept", source })?;
                 // Another process cannot block the peer: without the nonce it gets no descriptor.
                 if let Err(error) = pass::check_user(&stream) {
-                    tracing::warn!(%error, "refused a stranger's connection");
+                    if let Some(num_suppressed) = STRANGER_LOG.allow() {
+                        tracing::warn!(%error, num_suppressed, "refused a stranger's connection");
+                    }
                     continue;
                 }
                 let received = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
                 let descriptors = match received.unwrap_or(Err(DeviceError::Timeout { limit })) {
                     Ok(descriptors) => descriptors,
                     Err(error) => {
-                        tracing::warn!(%error, "refused a connection that is not the peer's");
+                        if let Some(num_suppressed) = STRANGER_LOG.allow() {
+                            tracing::warn!(%error, num_suppressed, "refused a connection that is not the peer's");
+                        }
                         continue;
                     }
                 };
@@ -253,3 +258,6 @@ async fn blocking<T: Send + 'static>(
 
 /// Part of the time limit that one connection may take to identify itself.
 const SHARE_OF_ONE: u32 = 4;
+
+/// Processes of other users can cause these lines as often as they like.
+static STRANGER_LOG: LogLimit = LogLimit::new();

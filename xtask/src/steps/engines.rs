@@ -1,5 +1,5 @@
 //! The step `engines`: transformers and vLLM with their experts on servers, on a CPU, and tensors of torch. The long form
-//! adds SGLang, tensor parallelism, more families and five minutes of deaths.
+//! adds SGLang, the next vLLM, tensor parallelism, more families and five minutes of deaths.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -46,7 +46,10 @@ pub(super) fn check(form: Form) -> Result<Outcome> {
         // Its absence is a failure here, and a skip in the step `python`.
         .env("SWITCHYARD_REQUIRE", "torch");
     if form == Form::Long {
-        tests.env("SWITCHYARD_LONG", "1").env("SWITCHYARD_TEST_SGLANG", engines.join("sglang"));
+        tests
+            .env("SWITCHYARD_LONG", "1")
+            .env("SWITCHYARD_TEST_SGLANG", engines.join("sglang"))
+            .env("SWITCHYARD_TEST_VLLM_NEXT", engines.join("vllm-next"));
     }
     run(&mut tests)
 }
@@ -60,7 +63,7 @@ fn install(form: Form) -> Result<Result<PathBuf, String>> {
     println!("the engines: installed once into the user's cache, 2.8 GiB, some minutes");
     let output = Command::new(interpreter)
         .arg("python/tests/engines/install.py")
-        .args(form.pick([].as_slice(), &["--sglang"]))
+        .args(form.pick([].as_slice(), &["--sglang", "--vllm-next"]))
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .stderr(Stdio::piped())
         .output()

@@ -1,6 +1,7 @@
 //! A placement that follows the load.
 
 use super::*;
+use crate::member::union;
 
 /// A fleet whose placement follows the load, with members that load the experts of their assignment.
 struct Elastic {
@@ -9,8 +10,12 @@ struct Elastic {
     processes: HashMap<String, (MemberId, u64, Assignment, u64)>,
     /// Tokens per second of each expert of each layer.
     rates: HashMap<(u32, u32), u64>,
+    /// Experts that no process of this name can read, by name.
+    unreadable: HashMap<String, Assignment>,
     /// True once every expert has had its replicas.
     was_complete: bool,
+    /// True if the test takes away more than the replicas cover.
+    may_lose: bool,
 }
 
 impl Elastic {
@@ -18,7 +23,14 @@ impl Elastic {
         let goals = PlanGoals { min_replicas, ..PlanGoals::default() };
         let balance = BalanceSettings { goals, expected_servers, ..BalanceSettings::default() };
         let world = World::with(FleetSettings { balance: Some(balance), ..settings() }, None);
-        Self { world, processes: HashMap::new(), rates: HashMap::new(), was_complete: false }
+        Self {
+            world,
+            processes: HashMap::new(),
+            rates: HashMap::new(),
+            unreadable: HashMap::new(),
+            was_complete: false,
+            may_lose: false,
+        }
     }
 
     fn join(&mut self, name: &str, incarnation: u64) {
@@ -39,12 +51,23 @@ impl Elastic {
             let request = LeaseRequest {
                 incarnation,
                 assignment_version: version,
-                load: Some(LoadReport { experts: self.tokens_of(&name), ..LoadReport::default() }),
+                load: Some(LoadReport {
+                    experts: self.tokens_of(&name),
+                    unreadable: self.unreadable.get(&name).cloned().unwrap_or_default(),
+                    ..LoadReport::default()
+                }),
             };
             let response = self.world.fleet.renew(&id, request, self.world.now).unwrap();
             if let Some(assignment) = response.assignment {
                 // Old experts stay loaded.
-                let holds = union(&holds, &assignment);
+                let mut holds = union(&holds, &assignment);
+                if let Some(unreadable) = self.unreadable.get(&name) {
+                    for entry in &mut holds.layers {
+                        let layer = entry.layer;
+                        entry.experts.retain(|&expert| !unreadable.contains(layer, expert));
+                    }
+                    holds.layers.retain(|entry| !entry.experts.is_empty());
+                }
                 let ready = ReadyRequest { incarnation, holds: holds.clone() };
                 self.world.fleet.ready(&id, ready, self.world.now).unwrap();
                 let process = (id, incarnation, holds, response.assignment_version);
@@ -82,7 +105,10 @@ impl Elastic {
     fn check(&mut self) {
         let coverage = self.world.fleet.coverage();
         self.was_complete |= coverage.without_replica == 0 && coverage.experts_total > 0;
-        assert!(!self.was_complete || coverage.without_replica == 0, "{coverage:?}");
+        assert!(
+            self.may_lose || !self.was_complete || coverage.without_replica == 0,
+            "{coverage:?}"
+        );
         assert_eq!(self.world.fleet.table().validate(), Ok(()));
     }
 
@@ -94,16 +120,6 @@ impl Elastic {
         let mean = tokens.iter().sum::<u64>() as f64 / tokens.len() as f64;
         tokens.iter().copied().max().unwrap_or(0) as f64 / mean
     }
-}
-
-fn union(a: &Assignment, b: &Assignment) -> Assignment {
-    let layers = model().moe_layers.into_iter().map(|layer| {
-        let mut experts = [a.experts(layer), b.experts(layer)].concat();
-        experts.sort_unstable();
-        experts.dedup();
-        LayerAssignment { layer, experts }
-    });
-    Assignment { layers: layers.filter(|entry| !entry.experts.is_empty()).collect() }
 }
 
 #[test]
@@ -168,6 +184,131 @@ fn replicas_of_a_dead_server_come_back_without_a_person() {
         fleet.second();
     }
     assert_eq!(fleet.world.fleet.coverage().under_replicated, 0);
+}
+
+#[test]
+fn a_drained_server_stays_until_others_have_its_experts() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    let id = fleet.processes["b"].0.clone();
+    let is_placed =
+        |fleet: &Elastic| fleet.world.fleet.table().servers.iter().any(|server| server.name == "b");
+    // A drain that is taken back changes nothing.
+    let epoch = fleet.world.epoch();
+    assert!(fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap().keeps_serving);
+    fleet.world.fleet.refresh();
+    fleet.world.fleet.resume(&id, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    assert_eq!(fleet.world.epoch(), epoch);
+    // The check of every second wants a replica of each expert.
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    assert!(is_placed(&fleet));
+    assert_eq!(fleet.world.state("b"), Some(MemberState::Draining));
+    let mut seconds = 0;
+    while is_placed(&fleet) {
+        fleet.second();
+        seconds += 1;
+        assert!(seconds <= 5);
+    }
+    assert!(!fleet.world.fleet.infos(fleet.world.now)[1].keeps_serving);
+    assert!(fleet.world.fleet.coverage().is_complete());
+}
+
+#[test]
+fn a_drained_server_that_nothing_can_replace_leaves_after_a_while() {
+    let mut fleet = Elastic::new(1, 1);
+    fleet.join("a", 1);
+    fleet.second();
+    let id = fleet.processes["a"].0.clone();
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    let request = |fleet: &Elastic| LeaseRequest {
+        incarnation: 1,
+        assignment_version: fleet.processes["a"].3,
+        load: None,
+    };
+    for _ in 0..24 {
+        fleet.world.advance(Duration::from_secs(1));
+        let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
+        assert!(response.keeps_serving);
+    }
+    fleet.world.advance(Duration::from_secs(2));
+    let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
+    assert!(!response.keeps_serving && fleet.world.fleet.table().servers.is_empty());
+}
+
+#[test]
+fn experts_that_a_server_cannot_read_go_to_others() {
+    let mut fleet = Elastic::new(3, 2);
+    for (name, incarnation) in [("a", 1), ("b", 2)] {
+        fleet.join(name, incarnation);
+    }
+    let bad = Assignment { layers: vec![LayerAssignment { layer: 1, experts: vec![2, 5] }] };
+    fleet.unreadable.insert("c".to_owned(), bad.clone());
+    fleet.join("c", 3);
+    for _ in 0..4 {
+        fleet.second();
+    }
+    let c = &fleet.world.fleet.members["c"];
+    let target = c.target.clone().unwrap();
+    assert!(!target.contains(1, 2) && !target.contains(1, 5) && !target.is_empty());
+    assert!(fleet.world.fleet.coverage().is_complete(), "{:?}", fleet.world.fleet.coverage());
+    assert_eq!(fleet.world.fleet.shortage(), None);
+    // If no server can read one, the others are placed all the same.
+    for name in ["a", "b"] {
+        fleet.unreadable.insert(name.to_owned(), bad.clone());
+        fleet.processes.remove(name);
+    }
+    fleet.may_lose = true;
+    for (name, incarnation) in [("a", 4), ("b", 5)] {
+        fleet.join(name, incarnation);
+        let process = fleet.processes.get_mut(name).unwrap();
+        for entry in process.2.layers.iter_mut().filter(|entry| entry.layer == 1) {
+            entry.experts.retain(|expert| ![2, 5].contains(expert));
+        }
+        let (id, incarnation, holds, _) = process.clone();
+        let ready = ReadyRequest { incarnation, holds };
+        fleet.world.fleet.ready(&id, ready, fleet.world.now).unwrap();
+    }
+    for _ in 0..4 {
+        fleet.second();
+    }
+    let shortage = fleet.world.fleet.shortage().unwrap_or_default();
+    assert!(shortage.contains("expert 2 of layer 1 nor 1 others"), "{shortage}");
+    assert_eq!(fleet.world.fleet.coverage().without_replica, 2);
+}
+
+#[test]
+fn a_plan_that_cannot_be_keeps_the_placement() {
+    let mut fleet = Elastic::new(2, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2)] {
+        let mut request = World::request(name, incarnation);
+        request.capacity_experts = Some(14);
+        let response = fleet.world.fleet.register(request, fleet.world.now).unwrap();
+        fleet.world.ready(&response, incarnation);
+        let RegisterResponse { member_id, assignment, assignment_version, .. } = response;
+        let process = (member_id, incarnation, assignment, assignment_version);
+        fleet.processes.insert(name.to_owned(), process);
+    }
+    fleet.second();
+    assert!(fleet.world.fleet.coverage().is_complete());
+    fleet.may_lose = true;
+    fleet.processes.remove("b");
+    for _ in 0..8 {
+        fleet.second();
+    }
+    let epoch = fleet.world.epoch();
+    let held = fleet.world.fleet.members["a"].record.assignment.num_experts();
+    let shortage = fleet.world.fleet.shortage().unwrap_or_default();
+    assert!(shortage.contains("room for 14 experts, but the model has 24"), "{shortage}");
+    for _ in 0..20 {
+        fleet.second();
+    }
+    assert_eq!(fleet.world.epoch(), epoch);
+    assert_eq!(fleet.world.fleet.members["a"].record.assignment.num_experts(), held);
 }
 
 #[test]

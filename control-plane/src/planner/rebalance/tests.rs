@@ -1,3 +1,7 @@
+mod reference;
+
+use std::collections::{BTreeMap, BTreeSet};
+
 use proptest::prelude::*;
 
 use super::*;
@@ -14,7 +18,7 @@ fn model(num_layers: u32, num_experts: u32) -> ModelDescriptor {
 }
 
 fn member(current: &Assignment) -> PlanMember<'_> {
-    PlanMember { capacity_experts: None, speed: 1.0, zone: None, current }
+    PlanMember::new(current)
 }
 
 /// Plans until nothing changes, as the control plane does. Returns the plans.
@@ -169,33 +173,67 @@ fn too_little_memory_is_named_in_numbers() {
     assert!(err.to_string().contains("add 1 servers"), "{err}");
 }
 
+fn assignment(pairs: impl IntoIterator<Item = (u32, u32)>) -> Assignment {
+    let mut layers: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    for (layer, expert) in pairs {
+        layers.entry(layer).or_default().insert(expert);
+    }
+    let entry = |(layer, experts): (u32, BTreeSet<u32>)| LayerAssignment {
+        layer,
+        experts: experts.into_iter().collect(),
+    };
+    Assignment { layers: layers.into_iter().map(entry).collect() }
+}
+
+fn pairs(assignment: &Assignment) -> impl Iterator<Item = (u32, u32)> {
+    let of_layer = |entry: &LayerAssignment| {
+        let layer = entry.layer;
+        entry.experts.clone().into_iter().map(move |expert| (layer, expert))
+    };
+    assignment.layers.iter().flat_map(of_layer)
+}
+
+/// Experts of layers 1 and 2 and of ids that a model may lack.
+fn any_assignment() -> impl Strategy<Value = Assignment> {
+    prop::collection::vec((1u32..4, 0u32..45), 0..60).prop_map(assignment)
+}
+
+prop_compose! {
+    /// A member as a fleet may have it: its plan, its memory and the plan's reasons need not fit together.
+    fn any_member()(
+        capacity in prop::option::of(0u32..120),
+        speed in prop_oneof![Just(1.0), 0.01f64..100.0],
+        current in any_assignment(),
+        held in any_assignment(),
+        hidden in prop_oneof![Just(0), 0u32..50],
+        unreadable in prop_oneof![Just(Assignment::default()), any_assignment()],
+    ) -> (Option<u32>, f64, [Assignment; 3], u32) {
+        (capacity, speed, [current, held, unreadable], hidden)
+    }
+}
+
 proptest! {
     #[test]
     fn every_plan_keeps_its_promises(
         num_layers in 1u32..4,
         num_experts in 1u32..40,
-        capacities in prop::collection::vec(prop::option::of(0u32..120), 1..9),
+        members in prop::collection::vec(any_member(), 1..9),
         min_replicas in 1u32..4,
         spare in 0.0f64..1.0,
         max_moves in 0usize..200,
         loads in prop::collection::vec(prop::collection::vec(0.0f64..100.0, 0..40), 0..4),
-        held in prop::collection::vec(prop::collection::vec(0u32..45, 0..60), 9),
     ) {
         let model = model(num_layers, num_experts);
-        let fleet: Vec<Assignment> = held.iter().map(|experts| {
-            let mut experts: Vec<u32> = experts.clone();
-            experts.sort_unstable();
-            experts.dedup();
-            // Layer 2 does not exist in the model.
-            let entry = |layer| LayerAssignment { layer, experts: experts.clone() };
-            Assignment { layers: vec![entry(1), entry(2)] }
-        }).collect();
-        let members: Vec<PlanMember<'_>> = capacities.iter().zip(&fleet).map(|(&capacity, current)| {
-            PlanMember { capacity_experts: capacity, ..member(current) }
+        let members: Vec<PlanMember<'_>> = members.iter().map(|(capacity, speed, [current, held, unreadable], hidden)| {
+            PlanMember {
+                capacity_experts: *capacity, speed: *speed, zone: None, current, held, hidden: *hidden, unreadable,
+            }
         }).collect();
         let goals = PlanGoals { min_replicas, spare, max_moves, ..PlanGoals::default() };
         let needed = (num_layers * num_experts) as usize;
-        let room: usize = capacities.iter().map(|most| most.map_or(needed, |most| needed.min(most as usize))).sum();
+        let room: usize = members.iter()
+            .map(|member| member.capacity_experts.map_or(needed, |most| needed.min(most as usize)))
+            .sum();
         let plan = match plan_fleet(&model, &members, &loads, &goals) {
             Ok(plan) => plan,
             Err(err) => {
@@ -205,17 +243,120 @@ proptest! {
             }
         };
         prop_assert_eq!(&plan, &plan_fleet(&model, &members, &loads, &goals).unwrap());
-        for (assignment, capacity) in plan.assignments.iter().zip(&capacities) {
-            prop_assert!(capacity.is_none_or(|most| assignment.num_experts() <= most as usize));
+        for (assignment, member) in plan.assignments.iter().zip(&members) {
+            let most = member.capacity_experts.map_or(usize::MAX, |most| most as usize);
+            prop_assert!(assignment.num_experts() <= most);
             prop_assert!(crate::admission::check_assignment(assignment, &model).is_ok());
+            prop_assert!(pairs(assignment).all(|(layer, expert)| !member.unreadable.contains(layer, expert)));
+            // A load that the member is not told of yet must fit beside all that its memory holds.
+            let loads: Vec<(u32, u32)> = pairs(assignment).filter(|&(layer, expert)| !member.held.contains(layer, expert)).collect();
+            let is_new = |&(layer, expert): &(u32, u32)| !member.current.contains(layer, expert);
+            if loads.iter().any(is_new) {
+                let in_memory = member.held.num_experts() + member.hidden as usize + loads.len();
+                prop_assert!(in_memory <= most, "{} of {}", in_memory, most);
+            }
         }
-        let is_limited = capacities.iter().any(Option::is_some);
+        let is_limited = members.iter().any(|member| {
+            member.capacity_experts.is_some() || !member.unreadable.is_empty()
+        });
+        let mut num_missing = 0;
         for &layer in &model.moe_layers {
             for expert in 0..num_experts {
                 let found = num_holders(&plan.assignments, layer, expert);
                 let wanted = (min_replicas as usize).min(members.len());
-                prop_assert!(found >= if is_limited { 1 } else { wanted }, "layer {} expert {}", layer, expert);
+                prop_assert!(is_limited || found >= wanted, "layer {} expert {}", layer, expert);
+                num_missing += usize::from(found == 0);
+                let can_none = members.iter().all(|member| member.unreadable.contains(layer, expert));
+                prop_assert_eq!(can_none, plan.unplaced.contains(&(layer, expert)));
             }
+        }
+        prop_assert_eq!(num_missing, plan.num_waiting + plan.unplaced.len());
+        prop_assert_eq!(plan.shortage().is_some(), num_missing > 0);
+    }
+
+    /// Servers load what a plan gives them and then free their old experts. No memory is ever exceeded, and the fleet
+    /// comes to rest with every expert placed.
+    #[test]
+    fn a_fleet_in_little_memory_gets_there_without_exceeding_it(
+        num_experts in 4u32..24,
+        capacities in prop::collection::vec(1u32..30, 2..6),
+        held in prop::collection::vec(any_assignment(), 6),
+        loads in prop::collection::vec(prop::collection::vec(0.0f64..100.0, 24), 2),
+        frees_after in 1usize..4,
+    ) {
+        let model = model(2, num_experts);
+        let needed = 2 * num_experts;
+        prop_assume!(capacities.iter().map(|&most| most.min(needed)).sum::<u32>() >= needed);
+        let goals = PlanGoals { min_replicas: 2, ..PlanGoals::default() };
+        // Experts in memory, with the number of plans for which they have not been wanted.
+        let mut memories: Vec<BTreeMap<(u32, u32), usize>> = held.iter().zip(&capacities)
+            .map(|(held, &most)| {
+                let known = pairs(held).filter(|&(layer, expert)| layer != 2 && expert < num_experts);
+                known.take(most as usize).map(|pair| (pair, 0)).collect()
+            })
+            .collect();
+        let mut targets: Vec<Assignment> =
+            memories.iter().map(|memory| assignment(memory.keys().copied())).collect();
+        let mut num_still = 0;
+        for round in 0.. {
+            prop_assert!(round < 60, "no rest after {} plans", round);
+            let held: Vec<Assignment> =
+                memories.iter().map(|memory| assignment(memory.keys().copied())).collect();
+            let members: Vec<PlanMember<'_>> = targets.iter().zip(&held).zip(&capacities)
+                .map(|((target, held), &most)| {
+                    PlanMember { capacity_experts: Some(most), held, ..PlanMember::new(target) }
+                })
+                .collect();
+            let plan = plan_fleet(&model, &members, &loads, &goals).unwrap();
+            for ((memory, target), &most) in memories.iter_mut().zip(&plan.assignments).zip(&capacities) {
+                memory.extend(pairs(target).map(|pair| (pair, 0)));
+                prop_assert!(memory.len() <= most as usize, "{} of {}", memory.len(), most);
+                memory.retain(|&(layer, expert), unwanted| {
+                    *unwanted = if target.contains(layer, expert) { 0 } else { *unwanted + 1 };
+                    *unwanted < frees_after
+                });
+            }
+            let is_still = plan.assignments == targets;
+            targets = plan.assignments;
+            num_still = if is_still { num_still + 1 } else { 0 };
+            if num_still > frees_after {
+                prop_assert_eq!(plan.num_waiting, 0);
+                for &layer in &model.moe_layers {
+                    for expert in 0..num_experts {
+                        prop_assert!(num_holders(&targets, layer, expert) > 0);
+                    }
+                }
+                return Ok(());
+            }
+        }
+    }
+
+    /// The bound of list scheduling: the busiest server is at most one expert above the mean.
+    #[test]
+    fn load_follows_speed(
+        speeds in prop::collection::vec(1u32..20, 2..7),
+        loads in prop::collection::vec(1.0f64..4.0, 64..128),
+    ) {
+        let model = model(1, loads.len() as u32);
+        let goals = PlanGoals::default();
+        let all = assignment((0..loads.len() as u32).map(|expert| (1, expert)));
+        let mut fleet = vec![Assignment::default(); speeds.len()];
+        fleet[0] = all;
+        for _ in 0..20 {
+            let members: Vec<PlanMember<'_>> = fleet.iter().zip(&speeds)
+                .map(|(current, &speed)| PlanMember { speed: speed.into(), ..PlanMember::new(current) })
+                .collect();
+            fleet = plan_fleet(&model, &members, std::slice::from_ref(&loads), &goals).unwrap().assignments;
+        }
+        let total: f64 = loads.iter().sum();
+        let mean = total / speeds.iter().map(|&speed| f64::from(speed)).sum::<f64>();
+        let hottest = loads.iter().copied().fold(0.0, f64::max);
+        for (member, &speed) in fleet.iter().zip(&speeds) {
+            let load: f64 = member.experts(1).iter()
+                .map(|&expert| loads[expert as usize] / num_holders(&fleet, 1, expert) as f64)
+                .sum();
+            let most = (mean * goals.start_above).max(mean + hottest / f64::from(speed));
+            prop_assert!(load / f64::from(speed) <= most * 1.02, "{} of {}", load / f64::from(speed), most);
         }
     }
 }

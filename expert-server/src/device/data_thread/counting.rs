@@ -32,6 +32,8 @@ impl DataThread {
         for (idx, waited_ns) in batch.waited_ns.into_iter().enumerate() {
             if batch.clients >> idx & 1 != 0 {
                 metrics.queue_seconds.observe(seconds(waited_ns));
+                let queued = Duration::from_nanos(waited_ns.into());
+                self.load.add_frame(queued, queued + compute);
                 gather_ns = gather_ns.max(waited_ns);
             }
         }

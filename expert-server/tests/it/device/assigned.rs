@@ -46,13 +46,16 @@ impl Book {
             incarnation: member.incarnation,
             data_addr: member.data_addr.clone(),
             metrics_addr: None,
+            weights_addr: None,
             state: MemberState::Serving,
+            keeps_serving: false,
             suspected: false,
             lease_remaining_ms: LEASE_MS,
             experts_held: self.held.num_experts() as u64,
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
             unreachable: None,
+            reports: Vec::new(),
         }
     }
 }
@@ -92,6 +95,7 @@ async fn renew(
         assignment_version: book.version,
         assignment: (request.assignment_version != book.version).then(|| book.assignment.clone()),
         wanted_digests: WantedDigests::None,
+        keeps_serving: false,
     })
 }
 

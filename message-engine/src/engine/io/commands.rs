@@ -18,9 +18,15 @@ impl Io {
             for (idx, is_full) in deferred.released {
                 self.registry.deregister_abandoned(&mut self.fabrics, idx, is_full);
             }
-            for key in deferred.closed {
+            for (key, reason) in deferred.closed {
                 if self.connection(key).is_some() {
-                    self.close(key.idx, &CloseReason::Local);
+                    self.close(key.idx, &reason);
+                }
+            }
+            for key in deferred.lost {
+                if let Some(connection) = self.connection(key) {
+                    let (fabric, peer) = (connection.peer.fabric, connection.peer.id);
+                    self.on_peer_lost(fabric, peer);
                 }
             }
             for key in deferred.taken {

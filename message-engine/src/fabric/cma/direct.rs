@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::table::{Copier, OwnTable};
 use super::{RemoteProcess, op_name, raw};
-use crate::fabric::{DirectCopy, RemoteSegment};
+use crate::fabric::{DirectCopy, DirectError, DirectWait, RemoteSegment};
 use p2p_core::endpoint::PostError;
 
 /// Copies towards one peer.
@@ -40,26 +40,27 @@ impl DirectCopy for CmaCopy {
         remote: RemoteSegment,
         here: NonNull<u8>,
         bytes: u64,
-    ) -> Option<Result<(), PostError>> {
+        _wait: &DirectWait<'_>,
+    ) -> Option<Result<(), DirectError>> {
         let is_closed = self.is_closed.try_lock().ok()?;
         let op = op_name(is_write);
         if *is_closed {
-            return Some(Err(PostError::Disconnected { op }));
+            return Some(Err(PostError::Disconnected { op }.into()));
         }
         let address = match remote.checked(op, bytes) {
             Ok(address) => address,
-            Err(error) => return Some(Err(error)),
+            Err(error) => return Some(Err(error.into())),
         };
         let announcement = self.table.announce(self.place, Copier::User, remote.region.key);
         if !self.remote.table.admits(self.remote.our_place) {
-            return Some(Err(PostError::Disconnected { op }));
+            return Some(Err(PostError::Disconnected { op }.into()));
         }
         let mut done = 0;
         while done < bytes {
             let left = bytes - done;
             let at = address + done;
             if let Err(error) = self.remote.check(op, is_write, remote.region.key, at, left) {
-                return Some(Err(error));
+                return Some(Err(error.into()));
             }
             // SAFETY: `done` is less than the length of the range.
             let here = unsafe { here.add(done as usize) };
@@ -68,7 +69,7 @@ impl DirectCopy for CmaCopy {
             // SAFETY: `here` is registered memory by the caller's promise. The key is announced and was checked.
             match unsafe { self.remote.copy(op, is_write, &here, &there, left) } {
                 Ok(copied) => done += copied,
-                Err(error) => return Some(Err(error)),
+                Err(error) => return Some(Err(error.into())),
             }
         }
         drop(announcement);

@@ -111,6 +111,19 @@ fn an_event_announces_the_end_by_the_other_side() {
 }
 
 #[test]
+fn a_look_sees_an_end_without_a_wait() {
+    for sentry in sentries() {
+        for _ in 0..200 {
+            let (socket, theirs) = pair(&sentry);
+            assert_eq!(socket.look(PATIENCE), None);
+            drop(theirs);
+            assert_eq!(socket.look(PATIENCE), Some(CloseReason::Lost));
+            assert_eq!(socket.look(Duration::ZERO), Some(CloseReason::Lost));
+        }
+    }
+}
+
+#[test]
 fn a_part_of_a_goodbye_is_no_end_until_the_rest_or_the_end() {
     let [sentry, _] = sentries();
     let (socket, mut theirs) = pair(&sentry);

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use p2p_core::log_limit::LogLimit;
+
 use super::super::fi_endpoint::PostStatus;
 use super::super::inbound::Inbound;
 use super::super::link::{Context, IDX_MASK, Link, note_of};
@@ -48,7 +50,13 @@ impl Device {
         };
         let Some(link) = &entry.link else { return };
         if note != note_of(link.id, link.token, has_secret) {
-            tracing::warn!(slot = link.id, "a write notification from another peer");
+            if let Some(num_suppressed) = STRANGER_LOG.allow() {
+                tracing::warn!(
+                    slot = link.id,
+                    num_suppressed,
+                    "a write notification from another peer"
+                );
+            }
             return;
         }
         entry.inbound.count_write();
@@ -140,7 +148,9 @@ impl Device {
         let header = match Header::decode(message) {
             Ok(header) => header,
             Err(error) => {
-                tracing::warn!(%error, "an invalid message from an unknown sender");
+                if let Some(num_suppressed) = STRANGER_LOG.allow() {
+                    tracing::warn!(%error, num_suppressed, "an invalid message from an unknown sender");
+                }
                 return;
             }
         };
@@ -154,7 +164,13 @@ impl Device {
         };
         if header.token != link.token || !comes_from(&link, source) {
             // The sender is not the peer, so the pair stays usable.
-            tracing::warn!(slot = link.id, "a message without the right to this slot");
+            if let Some(num_suppressed) = STRANGER_LOG.allow() {
+                tracing::warn!(
+                    slot = link.id,
+                    num_suppressed,
+                    "a message without the right to this slot"
+                );
+            }
             return;
         }
         if header.action == Action::Farewell {
@@ -262,3 +278,6 @@ const MAX_COLD: usize = 64;
 /// How much later than its successor a message may arrive.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;
+
+/// Strangers on the fabric can cause these lines as often as they like.
+static STRANGER_LOG: LogLimit = LogLimit::new();

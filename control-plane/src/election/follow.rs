@@ -1,0 +1,178 @@
+//! A control plane that does not lead: finds the leader, and shows the leader's placement.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use control_api::{PlacementWatch, WatchOptions, WatchStatus};
+use serde_json::json;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tracing::{error, info};
+
+use super::{Election, RETRY};
+use crate::role::{Following, Role};
+use crate::store::etcd::{ELECTION, encoded, end_of};
+
+impl Election {
+    /// Follows the leader until the caller drops the future.
+    pub(super) async fn follow(&self) -> Infallible {
+        let leader = watch::Sender::new(None);
+        let receiver = leader.subscribe();
+        tokio::select! {
+            never = self.find_leader(leader) => never,
+            never = self.relay(receiver) => never,
+        }
+    }
+
+    /// Keeps the URL of the leader up to date.
+    async fn find_leader(&self, leader: watch::Sender<Option<String>>) -> Infallible {
+        loop {
+            match self.candidates(LIST_BOUND).await {
+                Ok(candidates) => {
+                    let mut following = Following::default();
+                    if let Some(first) = candidates.first() {
+                        following.term = first.term;
+                        if first.url == self.own_url {
+                            following.problem = Some(self.own_url_leads());
+                        } else {
+                            following.leader_url = Some(first.url.clone());
+                        }
+                    }
+                    self.set_following(following);
+                    let url = self.leader_url();
+                    leader.send_if_modified(|known| {
+                        let is_news = *known != url;
+                        *known = url;
+                        is_news
+                    });
+                    self.await_change().await;
+                }
+                // The last leader may still lead.
+                Err(err) => {
+                    self.note_problem(&err);
+                    sleep(RETRY).await;
+                }
+            }
+        }
+    }
+
+    fn leader_url(&self) -> Option<String> {
+        match self.roles.current() {
+            Role::Leader { .. } => None,
+            Role::Follower(following) => following.leader_url,
+        }
+    }
+
+    fn set_following(&self, following: Following) {
+        let Role::Follower(known) = self.roles.current() else { return };
+        if known == following {
+            return;
+        }
+        if let (Some(problem), true) = (&following.problem, known.problem != following.problem) {
+            error!(problem, "no leader is known");
+        }
+        if let (Some(url), true) = (&following.leader_url, known.leader_url != following.leader_url)
+        {
+            info!(url, "following the leader");
+        }
+        self.roles.set(Role::Follower(following));
+    }
+
+    fn own_url_leads(&self) -> String {
+        let url = &self.own_url;
+        format!(
+            "{url} leads, which is the URL of this control plane, too: either an earlier process at this address, \
+             whose lease ends soon, or another control plane that advertises the same URL"
+        )
+    }
+
+    /// Waits for a change of the candidates, and not longer than [`RELIST`]: a watch may hang.
+    async fn await_change(&self) {
+        let until = Instant::now() + RELIST;
+        let key = format!("{}{ELECTION}", self.prefix);
+        let body = json!({
+            "create_request": { "key": encoded(&key), "range_end": encoded(end_of(&key)) }
+        });
+        let Ok(mut stream) = self.client.stream("watch", &body, LIST_BOUND).await else {
+            sleep(RETRY).await;
+            return;
+        };
+        // The first piece confirms the watch. A change before it is found by the next list.
+        let mut is_confirmed = false;
+        while let Ok(Ok(Some(_))) = timeout_at(until, stream.chunk()).await {
+            if std::mem::replace(&mut is_confirmed, true) {
+                return;
+            }
+        }
+        // The stream may end at once, again and again.
+        if Instant::now() < until {
+            sleep(RETRY).await;
+        }
+    }
+
+    /// Publishes the tables of the leader on the board of this process.
+    async fn relay(&self, mut leader: watch::Receiver<Option<String>>) -> Infallible {
+        loop {
+            let url = leader.borrow_and_update().clone();
+            tokio::select! {
+                never = self.relay_from(url) => match never {},
+                changed = leader.changed() => {
+                    if changed.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn relay_from(&self, url: Option<String>) -> Infallible {
+        let board = &self.settings.board;
+        let watch = url.and_then(|url| {
+            let client = self.client_of(&url).ok()?;
+            PlacementWatch::spawn(&client, &Handle::current(), WatchOptions::default()).ok()
+        });
+        let Some(watch) = watch else {
+            sleep(STALE_AFTER).await;
+            board.set_fresh(false);
+            return std::future::pending().await;
+        };
+        let (mut tables, mut state) = (watch.tables(), watch.state());
+        let mut stale_at = Some(Instant::now() + STALE_AFTER);
+        loop {
+            let is_connected = state.borrow_and_update().status == WatchStatus::Connected;
+            stale_at = match is_connected {
+                true => None,
+                false => Some(stale_at.unwrap_or_else(|| Instant::now() + STALE_AFTER)),
+            };
+            if is_connected {
+                board.set_fresh(true);
+            }
+            let stale = async {
+                match stale_at {
+                    Some(at) if *board.freshness().borrow() => sleep_until(at).await,
+                    _ => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                changed = tables.changed() => {
+                    if changed.is_err() {
+                        return std::future::pending().await;
+                    }
+                    let table = tables.borrow_and_update().clone();
+                    board.publish(&table);
+                    self.settings.metrics.epoch.set(table.epoch as i64);
+                }
+                // The sender of both lives as long as the watch.
+                _ = state.changed() => {}
+                () = stale => board.set_fresh(false),
+            }
+        }
+    }
+}
+
+/// For so long the last placement counts as confirmed without a leader. An election takes less.
+const STALE_AFTER: Duration = Duration::from_secs(10);
+/// The candidates are listed again after this time without a change.
+const RELIST: Duration = Duration::from_secs(5);
+const LIST_BOUND: Duration = Duration::from_secs(2);

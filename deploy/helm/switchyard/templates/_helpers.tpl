@@ -1,0 +1,52 @@
+{{- define "switchyard.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "switchyard.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "switchyard.selector" . }}
+{{- end -}}
+
+{{- define "switchyard.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "switchyard.serviceAccount" -}}
+{{- default (include "switchyard.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "switchyard.secret" -}}
+{{- default (printf "%s-token" (include "switchyard.fullname" .)) .Values.token.existingSecret -}}
+{{- end -}}
+
+{{- define "switchyard.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{- define "switchyard.commonEnv" -}}
+- name: SWITCHYARD_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "switchyard.secret" . }}
+      key: token
+- name: SWITCHYARD_LOG
+  value: {{ .Values.log | quote }}
+- name: SWITCHYARD_LOG_FORMAT
+  value: json
+{{- end -}}
+
+{{- define "switchyard.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}

@@ -1,0 +1,36 @@
+//! Weights from peers: a server reads experts from the memory of servers that hold them, by one-sided reads of the
+//! message engine. `docs/explanation/weights-from-peers.md` has the design.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`source`] | lets peers read this server's experts |
+//! | [`reader`] | reads experts of peers |
+//! | [`wire`] | their messages |
+//! | [`manifest`] | layout and digest of an expert |
+//! | [`limit`] | limit on the rate of peers |
+
+mod limit;
+mod manifest;
+mod reader;
+mod source;
+mod wire;
+
+use checkpoint::{Checkpoint, Fingerprint};
+
+pub(crate) use self::reader::{Fetch, Fetched, Peer};
+pub use self::source::SourceError;
+pub(crate) use self::source::{SourceConfig, WeightSource};
+
+/// What two servers must have in common to exchange weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ModelIdentity {
+    fingerprint: String,
+    parameters: String,
+}
+
+impl ModelIdentity {
+    pub(crate) fn new(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> Self {
+        let parameters = wire::hex(&checkpoint.config().parameters_digest());
+        Self { fingerprint: fingerprint.to_string(), parameters }
+    }
+}

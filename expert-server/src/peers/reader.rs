@@ -1,0 +1,231 @@
+//! The reader: takes experts from the memory of peers that hold them.
+//!
+//! A few threads work through a list of experts. Each asks a peer for an expert, reads its parts into new memory,
+//! verifies the digest, and hands the expert over. An expert that a peer refuses, or has damaged, comes from another
+//! one. A peer that does not answer, or whose connection ends, is not asked again.
+
+mod session;
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use checkpoint::ModelConfig;
+
+use self::session::{ReadError, Session};
+use super::ModelIdentity;
+use super::manifest::ExpertShape;
+use crate::compute::ExpertWeights;
+
+/// A server that may hold experts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Peer {
+    pub(crate) name: String,
+    /// Address of its [source](super::source).
+    pub(crate) addr: SocketAddr,
+}
+
+/// Settings of a read of experts from peers.
+#[derive(Debug, Clone)]
+pub(crate) struct Fetch {
+    pub(crate) identity: ModelIdentity,
+    /// Address of this host's interface.
+    pub(crate) local: IpAddr,
+    /// Secret that sources ask for.
+    pub(crate) ticket: Option<String>,
+    /// The read ends after this time without a new expert.
+    pub(crate) patience: Duration,
+    pub(crate) shape: FetchShape,
+}
+
+/// Sizes of the model's experts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FetchShape(ExpertShape);
+
+impl From<&ModelConfig> for FetchShape {
+    fn from(config: &ModelConfig) -> Self {
+        Self(ExpertShape {
+            hidden: config.hidden,
+            inter: config.moe_intermediate,
+            is_gated: config.arithmetic.activation.is_gated(),
+        })
+    }
+}
+
+/// The outcome of a read of experts.
+#[derive(Debug, Default)]
+pub(crate) struct Fetched {
+    /// Experts that were handed over.
+    pub(crate) num_experts: usize,
+    /// Experts that came from no peer, each with a reason.
+    pub(crate) missing: Vec<((u32, u32), String)>,
+    /// Experts whose digest did not match their bytes, or whose weights were invalid.
+    pub(crate) num_damaged: u64,
+}
+
+/// Takes an expert that has been read and verified.
+///
+/// The result is an error if the expert cannot be used.
+pub(crate) type Take<'a> = dyn Fn(u32, u32, ExpertWeights) -> Result<(), String> + Sync + 'a;
+
+impl Fetch {
+    /// Reads experts of `peers` and hands each to `take`, on `num_threads` threads. Ends early when `stop` becomes true. Then
+    /// the experts that were not read are missing. Blocks until the end: every wait for a peer is bounded, and the read
+    /// ends after `patience` without a new expert.
+    pub(crate) fn run(
+        &self,
+        peers: &[Peer],
+        wanted: &[(u32, u32)],
+        num_threads: usize,
+        stop: &AtomicBool,
+        take: &Take<'_>,
+    ) -> Fetched {
+        let session = match Session::open(self, peers, wanted, num_threads) {
+            Ok(session) => session,
+            Err(reason) => {
+                let missing = wanted.iter().map(|&expert| (expert, reason.clone())).collect();
+                return Fetched { missing, ..Fetched::default() };
+            }
+        };
+        let work = Work {
+            session: &session,
+            patience: self.patience,
+            stop,
+            take,
+            state: Mutex::new(State {
+                waiting: wanted.iter().map(|&expert| Job::new(expert)).collect(),
+                num_reading: 0,
+                last_success: Instant::now(),
+                fetched: Fetched::default(),
+            }),
+        };
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| session.route_responses(&is_over));
+            let work = &work;
+            let helpers: Vec<_> = (1..num_threads.min(wanted.len()))
+                .map(|thread| scope.spawn(move || work.run(thread)))
+                .collect();
+            work.run(0);
+            for helper in helpers {
+                if helper.join().is_err() {
+                    tracing::error!("a thread that reads weights of peers panicked");
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        let State { waiting, mut fetched, .. } =
+            work.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        fetched.missing.extend(waiting.into_iter().map(Job::into_missing));
+        fetched
+    }
+}
+
+/// A list of experts under way.
+struct Work<'a> {
+    session: &'a Session,
+    patience: Duration,
+    stop: &'a AtomicBool,
+    take: &'a Take<'a>,
+    state: Mutex<State>,
+}
+
+struct State {
+    waiting: VecDeque<Job>,
+    num_reading: usize,
+    last_success: Instant,
+    fetched: Fetched,
+}
+
+/// An expert to be read.
+struct Job {
+    expert: (u32, u32),
+    /// Peers that do not give it.
+    excluded: Vec<usize>,
+    reason: Option<String>,
+}
+
+impl Job {
+    fn new(expert: (u32, u32)) -> Self {
+        Self { expert, excluded: Vec::new(), reason: None }
+    }
+
+    fn into_missing(self) -> ((u32, u32), String) {
+        (self.expert, self.reason.unwrap_or_else(|| "the read was stopped".to_owned()))
+    }
+}
+
+impl Work<'_> {
+    /// Reads experts until none is left, the read is stopped or patience is over.
+    fn run(&self, thread: usize) {
+        loop {
+            let mut state = self.lock();
+            let is_late = state.last_success.elapsed() >= self.patience;
+            if is_late || self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let Some(mut job) = state.waiting.pop_front() else {
+                if state.num_reading == 0 {
+                    return;
+                }
+                // Another thread may give its expert back.
+                drop(state);
+                std::thread::sleep(PAUSE);
+                continue;
+            };
+            let peer = match self.session.choose(job.expert, &job.excluded, Instant::now()) {
+                session::Choice::Peer(peer) => peer,
+                session::Choice::Later(pause) => {
+                    state.waiting.push_back(job);
+                    drop(state);
+                    std::thread::sleep(pause.min(MAX_PAUSE));
+                    continue;
+                }
+                session::Choice::None => {
+                    job.reason.get_or_insert_with(|| "no server of the fleet holds it".to_owned());
+                    state.fetched.missing.push(job.into_missing());
+                    continue;
+                }
+            };
+            state.num_reading += 1;
+            drop(state);
+            let outcome = self.read((peer, thread), job.expert);
+            let mut state = self.lock();
+            state.num_reading -= 1;
+            match outcome {
+                Ok(()) => {
+                    state.fetched.num_experts += 1;
+                    state.last_success = Instant::now();
+                }
+                Err(ReadError::Later(pause)) => {
+                    self.session.defer(peer, Instant::now() + pause);
+                    state.waiting.push_back(job);
+                }
+                Err(error) => {
+                    let ((layer, expert), name) = (job.expert, self.session.name(peer));
+                    tracing::warn!(layer, expert, peer = name, %error, "an expert comes from another server or the disk");
+                    state.fetched.num_damaged += u64::from(matches!(error, ReadError::Damaged(_)));
+                    job.excluded.push(peer);
+                    job.reason = Some(format!("{name}: {error}"));
+                    state.waiting.push_back(job);
+                }
+            }
+        }
+    }
+
+    fn read(&self, peer: (usize, usize), (layer, expert): (u32, u32)) -> Result<(), ReadError> {
+        let weights = self.session.read(peer, layer, expert, self.stop)?;
+        (self.take)(layer, expert, weights).map_err(ReadError::Damaged)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Pause of a thread without work.
+const PAUSE: Duration = Duration::from_millis(2);
+/// Longest pause before another look at the list.
+const MAX_PAUSE: Duration = Duration::from_millis(100);
