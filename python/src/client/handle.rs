@@ -29,6 +29,7 @@ pub struct Handle {
 }
 
 /// The call of a handle.
+#[allow(clippy::large_enum_variant, reason = "there is one for each handle")]
 enum Pending {
     Host(HostCall),
     Gpu(GpuCall),

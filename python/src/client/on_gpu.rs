@@ -9,7 +9,7 @@ use super::Shared;
 use super::arguments::{Request, Target};
 use super::call::Finished;
 use super::gpu::{GpuCall, GpuClient};
-use super::report::Report;
+use super::report::{CallReport, Report};
 use crate::interrupt::Interrupt;
 
 /// Dispatches and combines one layer on a GPU.

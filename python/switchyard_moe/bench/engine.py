@@ -4,7 +4,8 @@ Two processes load the engine, one in each way, and take turns: each round gener
 servers share the cores with both. Tokens per second count generated tokens, prompts included in the time.
 
 Both processes also measure the time inside the layers of experts. The one with served experts splits it: the client's
-dispatch, its wait, the part of that wait in which a server computes, and its sums. On a GPU these are times of the host.
+dispatch, its wait, the part of that wait in which a server computes, and its sums. On a GPU these are times of the
+host.
 
 With ``--device`` and ``--server-devices``, transformers and the servers are on GPUs. With ``--kill``, one more batch is
 served while a server is killed, and its tokens are compared with those of the batches before.
@@ -378,7 +379,9 @@ def _write_random(shape: str, folder: Path, seed: int) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def _transformers(given: argparse.Namespace, served: bool, clock: _Clock) -> Callable[[list[list[int]]], list[list[int]]]:
+def _transformers(
+    given: argparse.Namespace, served: bool, clock: _Clock
+) -> Callable[[list[list[int]]], list[list[int]]]:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ExpertsInterface
