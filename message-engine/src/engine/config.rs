@@ -1,7 +1,6 @@
 //! Settings of an engine.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::num::NonZero;
 use std::time::Duration;
 
 use super::error::StartError;
@@ -38,9 +37,7 @@ pub struct EngineConfig {
     /// Time after which the thread counts as stuck if a call into a transport's library does not return; 2 s or more.
     /// Registering memory may take as long. With some transports it takes a second for every few GB.
     pub stuck_timeout: Duration,
-    /// Time for which an idle thread, and a user's thread that waits for a transfer, polls before it sleeps. The default
-    /// is 20 µs, and 0 with fewer than four processors: there a thread that polls takes the processor from the thread
-    /// that it waits for.
+    /// Time for which an idle thread polls before it sleeps.
     pub spin: Duration,
     /// Most connections, handshakes included; at most 65535. `credit.max_senders` limits them too.
     pub max_connections: usize,
@@ -80,7 +77,7 @@ impl Default for EngineConfig {
             handshake_timeout: Duration::from_secs(5),
             liveness_timeout: Duration::from_secs(8),
             stuck_timeout: Duration::from_secs(60),
-            spin: default_spin(),
+            spin: Duration::from_micros(20),
             max_connections: 4096,
             max_handshakes: 1024,
             max_untaken_bytes: 256 << 20,
@@ -163,11 +160,6 @@ impl EngineConfig {
             max_demand_bytes: self.credit.max_demand_bytes,
         }
     }
-}
-
-fn default_spin() -> Duration {
-    let num_processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-    if num_processors < 4 { Duration::ZERO } else { Duration::from_micros(20) }
 }
 
 /// Opens one fabric: `tcp`, `cma`, `shm`, or a fabric of `others` by its name and argument, such as `libfabric:tcp;ofi_rxm`.

@@ -198,7 +198,7 @@ impl Shared {
         Self {
             metadata,
             start: Instant::now(),
-            transfers: Arc::new(Transfers::new(config.max_transfers, pulse, config.spin)),
+            transfers: Arc::new(Transfers::new(config.max_transfers, pulse)),
             command_timeout: config.stuck_timeout,
             queue: ArrayQueue::new(config.queue_len),
             wake,

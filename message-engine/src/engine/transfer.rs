@@ -125,8 +125,6 @@ pub(super) struct Transfers {
     free: ArrayQueue<u32>,
     /// Pulse of the thread that ends them.
     pub(super) pulse: Pulse,
-    /// Time for which a waiter polls.
-    spin: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -143,12 +141,12 @@ struct Entry {
 }
 
 impl Transfers {
-    pub(super) fn new(most: u32, pulse: Pulse, spin: Duration) -> Self {
+    pub(super) fn new(most: u32, pulse: Pulse) -> Self {
         let free = ArrayQueue::new(most as usize);
         for idx in 0..most {
             let _ = free.push(idx);
         }
-        Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse, spin }
+        Self { entries: (0..most).map(|_| Entry::default()).collect(), free, pulse }
     }
 
     /// Begins a transfer of `num_parts` parts, at least one. Returns `None` if no entry is free.
@@ -223,7 +221,7 @@ impl Transfers {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= self.spin {
+            if start.elapsed() >= SPIN {
                 break;
             }
         }
@@ -314,13 +312,14 @@ const DETACHED: u32 = 4;
 const WAITS: u32 = 8;
 /// There is a waker.
 const WAKES: u32 = 16;
+const SPIN: Duration = Duration::from_micros(20);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn transfers(most: u32) -> Transfers {
-        Transfers::new(most, Pulse::new(Duration::from_secs(60)), Duration::from_micros(20))
+        Transfers::new(most, Pulse::new(Duration::from_secs(60)))
     }
 
     fn error() -> TransferError {

@@ -37,7 +37,7 @@ class Endpoint(Transfers, LocalTransfers):
 
     **Waiting.** Blocking calls release the interpreter's lock, end at their timeout, and can be interrupted by a
     signal. A transfer that misses its timeout fails. If the peer could still reach its buffer, the connection is
-    closed.
+    closed. The same holds for a `write` or `read` that a signal ends.
 
     **Fork.** A forked child cannot use its parent's endpoint. Its calls raise `ForkedError`.
 

@@ -167,8 +167,10 @@ impl Stream {
             return match unsafe { self.carrier.receive(parts) } {
                 Ok(0) => ReceiveOutcome::Closed,
                 Ok(got) => {
-                    self.is_drained = got < bytes + room_bytes && self.carrier.repeats_events();
                     let past = got.min(bytes);
+                    // The rest of a payload is on its way, and worth another look at once.
+                    self.is_drained =
+                        past == bytes && got < bytes + room_bytes && self.carrier.repeats_events();
                     self.end += got - past;
                     self.turn.receive -= got;
                     ReceiveOutcome::Bytes(past)
