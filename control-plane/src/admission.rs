@@ -69,7 +69,8 @@ pub(crate) fn check_registration(
     }
     let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
     let weights_addr = request.weights_addr.iter().map(|addr| ("weights_addr", addr));
-    for (field, addr) in metrics_addr.chain(weights_addr).chain([("data_addr", &request.data_addr)]) {
+    for (field, addr) in metrics_addr.chain(weights_addr).chain([("data_addr", &request.data_addr)])
+    {
         if !is_host_port(addr) {
             let found = clip(addr);
             return bad(format!(

@@ -50,8 +50,8 @@ mod status;
 pub use expert_compute as compute;
 
 pub use config::{
-    DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket, WeightsConfig,
-    WeightsFrom,
+    DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket,
+    WeightsConfig, WeightsFrom,
 };
 pub use error::{DataError, ServerError, StartError};
 pub use gpu_support::{gpu_lacks, gpu_needs, gpu_reads};

@@ -109,11 +109,15 @@ fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> {
     let mut source = setup.server("a", &setup.full, "disk")?;
     source.wait_for("serving")?;
     let config = checkpoint.config();
-    let all: BTreeMap<u32, Vec<u32>> =
-        config.moe_layers().into_iter().map(|layer| (layer, (0..config.num_experts).collect())).collect();
+    let all: BTreeMap<u32, Vec<u32>> = config
+        .moe_layers()
+        .into_iter()
+        .map(|layer| (layer, (0..config.num_experts).collect()))
+        .collect();
     let load = |residency, threads| {
         let begin = Instant::now();
-        let store = ExpertStore::load(Arc::clone(checkpoint), &all, residency, threads, &mut |_| {})?;
+        let store =
+            ExpertStore::load(Arc::clone(checkpoint), &all, residency, threads, &mut |_| {})?;
         Ok::<_, anyhow::Error>((store.size_bytes(), begin.elapsed().as_secs_f64()))
     };
     // Maps the files, so that the copies find them.
@@ -139,8 +143,16 @@ fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> {
 
 /// Layer times of a client, in windows.
 fn fleet(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> {
-    let _control =
-        setup.control_plane(&["--placement", "load", "--servers", "1", "--replicas", "1", "--spare", "0"])?;
+    let _control = setup.control_plane(&[
+        "--placement",
+        "load",
+        "--servers",
+        "1",
+        "--replicas",
+        "1",
+        "--spare",
+        "0",
+    ])?;
     let mut a = setup.server("a", &setup.full, "disk")?;
     a.wait_for("serving")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -204,7 +216,8 @@ fn fleet(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> 
         let members = runtime.block_on(control.members())?;
         Ok(members.iter().find(|m| m.name == name).map_or(0, |m| m.experts_held))
     };
-    let total = (checkpoint.config().moe_layers().len() * checkpoint.config().num_experts as usize) as u64;
+    let total =
+        (checkpoint.config().moe_layers().len() * checkpoint.config().num_experts as usize) as u64;
     std::thread::sleep(Duration::from_secs(2));
     quiet("before");
     let begin = Instant::now();

@@ -25,10 +25,10 @@ pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use types::{
     Assignment, ClusterStatus, DrainRequest, ExpertLoad, FleetGoals, Health, InvalidMemberId,
-    LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, LoadingReport, MemberCounts, MemberId,
-    MemberInfo, MemberList, MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest,
-    RegisterResponse, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks,
-    WantedDigests,
+    LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, LoadingReport, MemberCounts,
+    MemberId, MemberInfo, MemberList, MemberState, ModelDescriptor, ModelDigests, ReadyRequest,
+    RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest,
+    TransportLinks, WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

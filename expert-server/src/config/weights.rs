@@ -68,7 +68,9 @@ impl FromStr for WeightsFrom {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let known = Self::ALL.into_iter().find(|from| from.name() == text);
-        known.ok_or_else(|| format!("'{text}' is no source of weights; expected auto, peers or disk"))
+        known.ok_or_else(|| {
+            format!("'{text}' is no source of weights; expected auto, peers or disk")
+        })
     }
 }
 

@@ -183,7 +183,8 @@ impl WeightSource {
                     reader.send(&Response::Index { version: VERSION, experts });
                 } else {
                     let ours = (VERSION, &self.identity);
-                    let reason = format!("the server has {ours:?}, the reader {version}, {found:?}");
+                    let reason =
+                        format!("the server has {ours:?}, the reader {version}, {found:?}");
                     reader.send(&Response::Refused { id: None, reason });
                 }
             }
@@ -291,8 +292,11 @@ impl WeightSource {
         let is_over = |(connection, _): &(u64, u64), grant: &mut Grant| {
             grant.expires <= now || !self.readers.contains_key(connection)
         };
-        let ended: Vec<_> =
-            self.grants.extract_if(|key, grant| is_over(key, grant)).map(|(_, grant)| grant).collect();
+        let ended: Vec<_> = self
+            .grants
+            .extract_if(|key, grant| is_over(key, grant))
+            .map(|(_, grant)| grant)
+            .collect();
         drop_later((!ended.is_empty()).then_some(ended));
         self.registered.retain(|_, registered| registered.strong_count() > 0);
         self.digests.retain(|_, (weights, _)| weights.strong_count() > 0);

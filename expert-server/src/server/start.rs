@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
-use control_api::{ControlClient, RegisterRequest};
 use control_api::placement::is_unspecified;
+use control_api::{ControlClient, RegisterRequest};
 use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -204,9 +204,7 @@ pub(super) async fn start(
 /// The client of the control plane, if the server has one.
 fn control_client(config: &ServerConfig) -> Result<Option<ControlClient>, StartError> {
     match &config.placement {
-        Placement::ControlPlane { url, token } => {
-            Ok(Some(ControlClient::new(url, token.clone())?))
-        }
+        Placement::ControlPlane { url, token } => Ok(Some(ControlClient::new(url, token.clone())?)),
         Placement::Static(_) => Ok(None),
     }
 }

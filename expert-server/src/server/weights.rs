@@ -264,9 +264,22 @@ async fn load_from_peers(
         let is_final = loader.from == WeightsFrom::Auto && loader.has_files;
         if is_final || since.elapsed() >= patience {
             let (missing, seconds) = (missing.len(), since.elapsed().as_secs());
-            return Err(StartError::Missing { missing, num_experts, seconds, layer, expert, reason });
+            return Err(StartError::Missing {
+                missing,
+                num_experts,
+                seconds,
+                layer,
+                expert,
+                reason,
+            });
         }
-        tracing::warn!(missing = missing.len(), layer, expert, reason, "waiting for servers with experts");
+        tracing::warn!(
+            missing = missing.len(),
+            layer,
+            expert,
+            reason,
+            "waiting for servers with experts"
+        );
         rest = missing.into_iter().map(|(expert, _)| expert).collect();
         tokio::time::sleep(RETRY_PERIOD).await;
     }

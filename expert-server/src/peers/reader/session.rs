@@ -238,12 +238,7 @@ impl Session {
     }
 
     /// Sends a request and waits for its grant.
-    fn ask(
-        &self,
-        connection: &Connection,
-        request: &Request,
-        id: u64,
-    ) -> Result<Grant, ReadError> {
+    fn ask(&self, connection: &Connection, request: &Request, id: u64) -> Result<Grant, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.lock_waiting().insert(id, sender);
         let begin = Instant::now();
@@ -307,8 +302,7 @@ impl Session {
         let memory = memory.map_err(|error| ReadError::Memory(error.to_string()))?;
         let mut digest = Digest::new(layer, expert, &grant.manifest);
         let parts: Vec<_> = ranges.iter().cloned().zip(descriptors).collect();
-        let memory =
-            self.fill(connection, memory, &parts, grant.deadline, &mut digest, stop)?;
+        let memory = self.fill(connection, memory, &parts, grant.deadline, &mut digest, stop)?;
         let found = wire::hex(&digest.finish());
         if found != grant.digest {
             let expected = &grant.digest;

@@ -8,9 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint;
-use control_api::{
-    ControlClient, LeaseKeeper, LeaseOptions, ModelDescriptor, RegisterRequest,
-};
+use control_api::{ControlClient, LeaseKeeper, LeaseOptions, ModelDescriptor, RegisterRequest};
 use message_engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, Notification,
 };
@@ -246,7 +244,10 @@ impl Upstream {
 
     fn read(&self, layer: u64, expert: u64) -> Copied {
         let id = layer << 32 | expert;
-        send(&self.connection, &json!({ "type": "read", "id": id, "layer": layer, "expert": expert }));
+        send(
+            &self.connection,
+            &json!({ "type": "read", "id": id, "layer": layer, "expert": expert }),
+        );
         let grant = receive(&self.engine);
         assert_eq!(grant["type"], "grant", "{grant}");
         let texts = grant["parts"].as_array().expect("parts");
