@@ -21,7 +21,7 @@ pub(crate) use self::reader::{Fetch, Fetched, Peer};
 pub use self::source::SourceError;
 pub(crate) use self::source::{SourceConfig, WeightSource};
 
-/// What two servers must have in common to exchange weights.
+/// The properties that two servers must share to exchange weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ModelIdentity {
     fingerprint: String,

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Settings of the exchange of weights between servers. It needs a control plane, and servers on CPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightsConfig {
-    /// Where the server takes its experts from.
+    /// The source of the experts.
     pub from: WeightsFrom,
     /// Address on which other servers connect to read weights; `None` takes a free port of the interface for clients.
     pub listen: Option<SocketAddr>,
@@ -29,7 +29,7 @@ impl Default for WeightsConfig {
     }
 }
 
-/// Where a server takes its experts from.
+/// The source of a server's experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WeightsFrom {
     /// From the checkpoint's files if the system has them in memory, otherwise from servers that hold them, otherwise

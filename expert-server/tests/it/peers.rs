@@ -24,7 +24,6 @@ use self::raw::{Misdeed, RawPeer};
 use crate::common::{
     PATIENCE, Reference, Request, TestClient, eventually, metric, recorded_folders, seeded,
 };
-use crate::serve::fleet::write_large_matrices;
 
 pub use self::raw::dying_peer;
 
@@ -247,40 +246,6 @@ async fn with_damaged_peers_alone_the_start_fails_with_the_checksum() {
     let error = ExpertServer::start(config, |_| {}).await.expect_err("no good weights").to_string();
     assert!(error.contains("checksum") && error.contains("raw"), "{error}");
     assert!(raw.num_granted() > 0);
-}
-
-/// The matrices are larger than what opening a checkpoint reads of them.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_that_are_not_in_memory_come_after_peers_and_replace_damaged_weights() {
-    let root = tempfile::tempdir().expect("a folder");
-    let [warm, cold] = ["warm", "cold"].map(|name| root.path().join(name));
-    for dir in [&warm, &cold] {
-        std::fs::create_dir(dir).expect("a folder");
-        write_large_matrices(dir);
-    }
-    let fleet = Fleet::of_replicas().await;
-    let honest = fleet.server("honest", &warm, WeightsFrom::Auto).await;
-    assert_eq!(read_bytes(&honest, "disk"), honest.expert_bytes() as f64);
-    let evict = || {
-        let file = std::fs::File::open(cold.join("model.safetensors")).expect("a file");
-        file.sync_all().expect("on the disk");
-        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("not in memory");
-    };
-    evict();
-    let good = fleet.server("good", &cold, WeightsFrom::Auto).await;
-    assert_eq!(read_bytes(&good, "peer"), good.expert_bytes() as f64);
-    good.shutdown().await;
-
-    let raw = RawPeer::join(&fleet.url, "raw", &warm, Misdeed::FlipBit).await;
-    raw.copy_all();
-    honest.shutdown().await;
-    evict();
-    let bad = fleet.server("bad", &cold, WeightsFrom::Auto).await;
-    let damaged = metric(bad.metrics(), "switchyard_server_weights_damaged_total");
-    assert!(raw.num_granted() > 0, "the peer was asked");
-    assert_eq!(damaged, raw.num_granted() as f64);
-    assert_eq!(read_bytes(&bad, "disk"), bad.expert_bytes() as f64);
-    bad.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,6 +1,6 @@
 //! Servers on CPUs.
 
-pub mod fleet;
+mod fleet;
 mod hostile;
 mod lifecycle;
 mod merge;

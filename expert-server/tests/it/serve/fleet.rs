@@ -182,7 +182,7 @@ async fn of_two_servers_that_read_all_bytes_the_one_with_a_changed_byte_does_not
 
 /// Writes a Mixtral of one layer and two experts, whose matrices are larger than a sample. Each byte of a matrix is the
 /// number of the matrix.
-pub fn write_large_matrices(dir: &Path) {
+fn write_large_matrices(dir: &Path) {
     const CONFIG: &str = r#"{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 512,
         "intermediate_size": 256, "num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1,
         "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64, "rms_norm_eps": 1e-5,
