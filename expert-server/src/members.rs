@@ -292,9 +292,7 @@ impl Membership {
             };
             match &loading {
                 Some(loading) if is_stale(loading) => loading.stop.store(true, Ordering::Relaxed),
-                None if !was_draining && Instant::now() >= load_at => {
-                    loading = self.start_load(&now, &unreadable)
-                }
+                None if !was_draining => loading = self.start_load(&now, &unreadable),
                 _ => {}
             }
             let kept = self.kept_experts(&now, &mut surplus);
