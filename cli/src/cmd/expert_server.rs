@@ -126,9 +126,9 @@ pub struct Args {
     /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
-    /// Where the experts come from. auto: the model's files if the system has them in memory, otherwise the memory of
-    /// servers that hold them, otherwise the disk. peers: servers that hold them; the folder needs only config.json.
-    /// disk: the model's files. Servers on GPUs use the files.
+    /// Source of the experts. auto: the model's files if the system has them in memory. If not, servers that hold them,
+    /// then the disk. peers: servers that hold them. The folder needs only config.json. disk: the model's files. Servers
+    /// on GPUs use the files.
     #[arg(
         long,
         env = "SWITCHYARD_WEIGHTS_FROM",
