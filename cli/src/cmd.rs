@@ -30,6 +30,7 @@ pub mod plan;
 pub mod rollout;
 pub mod scale;
 pub mod status;
+pub mod top;
 #[cfg(test)]
 mod tests;
 
