@@ -30,9 +30,9 @@ pub mod plan;
 pub mod rollout;
 pub mod scale;
 pub mod status;
-pub mod top;
 #[cfg(test)]
 mod tests;
+pub mod top;
 
 /// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]

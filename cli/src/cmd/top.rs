@@ -37,7 +37,7 @@ pub struct Args {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let url = args.control.required_url()?;
+    let url = &args.control.required_url()?;
     let client = ControlClient::new(url, args.control.token.clone())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -96,7 +96,8 @@ impl Screen<'_> {
             Health::Degraded => Color::Yellow,
             Health::Down => Color::Red,
         };
-        let word = Span::styled(health.as_str(), Style::new().fg(colour).add_modifier(Modifier::BOLD));
+        let word =
+            Span::styled(health.as_str(), Style::new().fg(colour).add_modifier(Modifier::BOLD));
         let model = status.model.as_ref().map_or("no model".to_owned(), |model| {
             format!(
                 "{}, {} layers of {} experts",
@@ -161,7 +162,8 @@ impl Screen<'_> {
             Constraint::Min(10),
         ];
         let titles = [
-            "SERVER", "STATE", "ADDRESS", "DEVICE", "EXPERTS", "TOKENS/S", "COMPUTE", "LEASE", "CLIENTS",
+            "SERVER", "STATE", "ADDRESS", "DEVICE", "EXPERTS", "TOKENS/S", "COMPUTE", "LEASE",
+            "CLIENTS",
         ];
         let head = Row::new(titles).style(Style::new().add_modifier(Modifier::BOLD));
         frame.render_widget(Table::new(rows, widths).header(head), area);
@@ -187,9 +189,9 @@ fn row(member: &MemberInfo) -> Row<'static> {
     } else {
         format!("{}/{}", member.experts_held, member.experts_assigned)
     };
-    let share = load.filter(|load| load.window_ms > 0).map_or(0.0, |load| {
-        100.0 * load.busy_ms as f64 / load.window_ms as f64
-    });
+    let share = load
+        .filter(|load| load.window_ms > 0)
+        .map_or(0.0, |load| 100.0 * load.busy_ms as f64 / load.window_ms as f64);
     Row::new([
         Cell::new(printable(&member.name)),
         Cell::new(state.to_owned()).style(Style::new().fg(colour)),
@@ -276,7 +278,14 @@ mod tests {
         let places = |text: &str| ["busy", "gone", "quiet"].map(|name| text.find(name).unwrap());
         let by_name = picture(Order::Name);
         assert!(places(&by_name).is_sorted(), "{by_name}");
-        for expected in ["down", "epoch 42", "no expert server has registered", "1420 tokens/s", "25 %", "expired"] {
+        for expected in [
+            "down",
+            "epoch 42",
+            "no expert server has registered",
+            "1420 tokens/s",
+            "25 %",
+            "expired",
+        ] {
             assert!(by_name.contains(expected), "{expected}: {by_name}");
         }
         assert!(!by_name.contains('\x1b'), "{by_name:?}");
