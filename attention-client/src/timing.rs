@@ -37,6 +37,24 @@ pub struct LayerTiming {
 }
 
 impl LayerTiming {
+    /// Adds a later part of the same batch. Times of the client and counts are sums. Times of servers and the number of
+    /// servers are the larger ones.
+    pub fn add_part(&mut self, part: &Self) {
+        self.dispatch_ns += part.dispatch_ns;
+        self.wait_ns += part.wait_ns;
+        self.combine_ns += part.combine_ns;
+        self.stall_ns += part.stall_ns;
+        self.server_queue_ns = self.server_queue_ns.max(part.server_queue_ns);
+        self.server_compute_ns = self.server_compute_ns.max(part.server_compute_ns);
+        self.num_servers = self.num_servers.max(part.num_servers);
+        self.num_frames += part.num_frames;
+        self.failovers += part.failovers;
+        self.hedges += part.hedges;
+        self.hedges_won += part.hedges_won;
+        self.resent_pairs += part.resent_pairs;
+        self.missing_pairs += part.missing_pairs;
+    }
+
     /// Time inside the client's calls: dispatch, wait and combine.
     #[must_use]
     pub const fn total_ns(&self) -> u64 {

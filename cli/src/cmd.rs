@@ -32,6 +32,7 @@ pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;
+pub mod top;
 
 /// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]

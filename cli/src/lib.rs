@@ -59,6 +59,8 @@ enum Command {
     Layer(cmd::layer::Args),
     /// Show members, placement and health of a running cluster.
     Status(cmd::status::Args),
+    /// Show the fleet live in the terminal: health, load and servers.
+    Top(cmd::top::Args),
     /// Take an expert server out of the placement. It keeps running, and `resume` returns it.
     Drain(cmd::drain::Args),
     /// Return a drained expert server to the placement.
@@ -157,6 +159,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => cmd::generate::run(global, args),
         Command::Layer(args) => cmd::layer::run(global, args),
         Command::Status(args) => cmd::status::run(global, args),
+        Command::Top(args) => cmd::top::run(global, args),
         Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
         Command::Rollout(args) => cmd::rollout::run(global, args),

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
-    ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest,
-    TensorDigest, WantedDigests,
+    ClusterStatus, EventList, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
+    ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus,
+    SuspectRequest, TensorDigest, WantedDigests,
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, watch};
@@ -16,6 +16,7 @@ use tracing::{debug, error, info, warn};
 use crate::admission::Refusal;
 use crate::board::Board;
 use crate::clock::Clock;
+use crate::events::EventLog;
 use crate::fleet::{ExpiryCause, Fleet, FleetEvent, RegistrationKind};
 use crate::metrics::Metrics;
 use crate::store::{Revision, Store, StoreError};
@@ -40,6 +41,7 @@ pub(crate) struct Coordinator {
     lease_ttl: Duration,
     metrics: Metrics,
     board: Arc<Board>,
+    events: EventLog,
     /// Digests of the model's tensors.
     model_digests: Mutex<Option<KeptDigests>>,
     writes: watch::Sender<WriteState>,
@@ -118,6 +120,7 @@ impl Coordinator {
             lease_ttl,
             metrics,
             board,
+            events: EventLog::default(),
             model_digests: Mutex::new(None),
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
@@ -210,6 +213,11 @@ impl Coordinator {
 
     pub(crate) fn members(&self) -> Vec<MemberInfo> {
         self.with_fleet(|fleet, now| fleet.infos(now))
+    }
+
+    /// The last events, after number `seq`.
+    pub(crate) fn events_after(&self, seq: u64) -> EventList {
+        self.events.after(seq)
     }
 
     pub(crate) fn status(&self) -> ClusterStatus {
@@ -484,6 +492,7 @@ impl Coordinator {
     }
 
     fn record_event(&self, event: &FleetEvent) {
+        self.events.add(event);
         let metrics = &self.metrics;
         match event {
             FleetEvent::Registered { name, kind } => {

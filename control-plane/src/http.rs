@@ -4,6 +4,7 @@ mod digests;
 mod error;
 mod forward;
 mod openapi;
+mod page;
 mod routes;
 mod watch;
 
@@ -108,6 +109,7 @@ fn all_routes() -> Vec<Route> {
         route(Method::GET, "/v1/leader", get(routes::leader)),
         route(Method::GET, "/v1/status", get(routes::status)),
         route(Method::GET, "/v1/advice", get(routes::advice)),
+        route(Method::GET, "/v1/events", get(routes::events)),
         route(Method::GET, "/v1/goals", get(routes::goals)),
         route(Method::PUT, "/v1/goals", put(routes::set_goals)),
         route(Method::GET, "/v1/members", get(routes::members)),
@@ -126,6 +128,9 @@ pub(crate) fn router(app: App) -> Router {
     let mut router = Router::new();
     for route in all_routes() {
         router = router.route(route.path, route.handler);
+    }
+    for (path, handler) in page::routes() {
+        router = router.route(path, handler);
     }
     let not_found =
         || async { HttpError::new(code::NOT_FOUND, "no such route; see /openapi.json") };
@@ -182,7 +187,7 @@ async fn measure(State(app): State<App>, request: Request, next: Next) -> Respon
 
 /// Returns true for all paths except the probes, the metrics and the OpenAPI document.
 fn is_protected(path: &str) -> bool {
-    !matches!(path, "/healthz" | "/readyz" | "/metrics" | "/openapi.json")
+    !matches!(path, "/healthz" | "/readyz" | "/metrics" | "/openapi.json") && !page::is_page(path)
 }
 
 fn authorize(headers: &HeaderMap, expected: &[u8; 32]) -> Result<(), HttpError> {

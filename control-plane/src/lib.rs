@@ -25,6 +25,7 @@ mod config;
 mod coordinator;
 mod election;
 mod epoch;
+mod events;
 mod fleet;
 mod http;
 mod member;

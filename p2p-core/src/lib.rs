@@ -42,6 +42,7 @@ pub mod flags;
 pub mod host;
 #[cfg(not(loom))]
 pub mod log_limit;
+#[cfg(not(loom))]
 pub mod network;
 #[cfg(not(loom))]
 pub mod outage;

@@ -196,7 +196,7 @@ impl Client {
             name,
             slot_bytes: connect::size(py, "slot_bytes", slot_bytes)?,
             slot_frames: connect::size(py, "slot_frames", slot_frames)?,
-            hedge_budget,
+            hedge_budget: connect::share(py, "hedge_budget", hedge_budget)?,
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);
@@ -308,7 +308,8 @@ impl Client {
     /// Waits as wait_ready, connects ``calls`` lanes with all servers, and grows their buffers. Each lane then carries
     /// calls with all experts of the first layer, as many as a slot has frames, with tokens of zeros. The metrics count
     /// these calls. ``dtype`` is the type of later ``x``: ``f32``, ``bf16`` or ``f16``. Call it on the thread that makes
-    /// the calls, because the buffers for conversions belong to a thread.
+    /// the calls, because the buffers for conversions belong to a thread. On a GPU it waits only: staging memory for
+    /// conversions grows in the first calls.
     ///
     /// Raises ArgumentError, NotReady, ClosedError, ForkedError, or as forward.
     #[pyo3(signature = (tokens, *, calls=1, dtype="f32", timeout=30.0))]
@@ -353,7 +354,6 @@ impl Client {
                     }
                     result.map_err(Into::into)
                 }
-                // All slots and staging memory for calls of any size exist once it is ready.
                 Backend::Gpu(gpu) => gpu.wait_ready(timeout, &interrupt).map_err(Into::into),
             };
             (result, interrupt)
@@ -560,7 +560,7 @@ fn not_ready(py: Python<'_>, shared: &Shared, failure: &Failure) -> PyErr {
     }
 }
 
-/// Drops what may wait for the client's threads, without keeping other Python threads from running.
+/// Drops a value whose drop may wait for the client's threads, without keeping other Python threads from running.
 fn release<T: Send>(value: Option<T>, shared: &Shared) {
     let Some(value) = value else { return };
     if shared.is_forked() {

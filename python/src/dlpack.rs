@@ -118,6 +118,15 @@ impl Matrix {
         self.rows * self.cols
     }
 
+    /// The rows from `first` on, `rows` at most.
+    pub fn part(&self, first: usize, rows: usize) -> Self {
+        let first = first.min(self.rows);
+        let offset = first * self.cols * self.element.bytes();
+        // SAFETY: The offset is at most the length of the matrix.
+        let data = unsafe { self.data.add(offset) };
+        Self { data, rows: rows.min(self.rows - first), ..*self }
+    }
+
     /// Returns true if the two share a byte.
     pub fn overlaps(&self, other: &Self) -> bool {
         let range = |of: &Self| {

@@ -89,7 +89,8 @@ class Client:
         buffers. Each lane then carries calls with all experts of the first layer, as many as a slot has frames, with
         tokens of zeros. The metrics count these calls.
 
-        Call it on the thread that makes the calls, because the buffers for conversions belong to a thread.
+        Call it on the thread that makes the calls, because the buffers for conversions belong to a thread. On a GPU it
+        waits only: staging memory for conversions grows in the first calls.
 
         :param tokens: most tokens of a later call.
         :param calls: most later calls that are outstanding at a time, at most ``max_lanes``.
@@ -118,10 +119,10 @@ class Client:
         failed servers to replicas. An expert without a live replica ends it after the client's ``timeout``. A signal
         whose handler raises, such as that of Ctrl-C, ends it as well.
 
-        :param layer: number of the layer, as in the checkpoint.
         On a GPU the call works on the current stream of the library of ``x``, behind the stream's earlier work. The
         result is complete when it returns. The wait for a replica is not ended by a signal there.
 
+        :param layer: number of the layer, as in the checkpoint.
         :param x: ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in the memory of the client's
             ``device``. It must not be written during the call.
         :param topk_idx: ``[tokens, k]`` of int32 or int64: experts of each token. -1 masks an entry.

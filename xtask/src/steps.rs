@@ -59,7 +59,7 @@ impl Step {
 }
 
 /// All steps, in their order: cheap ones first.
-pub const ALL: [Step; 20] = [
+pub const ALL: [Step; 21] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
     Step::new(
@@ -118,6 +118,11 @@ pub const ALL: [Step; 20] = [
         "helm",
         "the Helm chart: lint, rendered objects against the schemas of Kubernetes",
         helm,
+    ),
+    Step::new(
+        "page",
+        "the control plane's page in headless Chromium, with 4 and 1,000 members",
+        page,
     ),
     Step::new("demo", "the demo, verified against the reference", demo),
     Step::new(
@@ -273,6 +278,23 @@ fn helm() -> Result<Outcome> {
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     run(Command::new(environment.join("bin/python")).arg(folder.join("check.py")))
+}
+
+fn page() -> Result<Outcome> {
+    let folder = Path::new("tests/page");
+    if !tools::on_path("chromium") && !tools::on_path("google-chrome") {
+        return Ok(Outcome::Skipped(
+            "chromium is missing: install Debian's package `chromium`".to_owned(),
+        ));
+    }
+    let environment = match python::environment("page", &folder.join("requirements.txt"))? {
+        Ok(environment) => environment,
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
+    };
+    run(Command::new(environment.join("bin/python"))
+        .arg(folder.join("check.py"))
+        .arg(target_dir().join("page"))
+        .env("PYTHONDONTWRITEBYTECODE", "1"))
 }
 
 /// Checks the units with systemd. It also looks for the binary, which is not installed here.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crate::process::{Outcome, run};
 
 /// Debian packages, each with a program or file that shows its presence.
-const PACKAGES: [(&str, &str); 22] = [
+const PACKAGES: [(&str, &str); 23] = [
     ("gcc", "cc"),
     ("g++", "g++"),
     ("prometheus", "promtool"),
@@ -31,6 +31,7 @@ const PACKAGES: [(&str, &str); 22] = [
     ("cpio", "cpio"),
     ("libfabric-dev", "/usr/include/rdma/fi_domain.h"),
     ("libfabric-bin", "fi_info"),
+    ("chromium", "chromium"),
 ];
 
 /// Installs missing packages on Debian and Ubuntu as root; elsewhere names them.

@@ -56,7 +56,7 @@ pub struct Args {
 const TIMEOUT_EXIT_CODE: u8 = 3;
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let url = args.control.required_url()?;
+    let url = &args.control.required_url()?;
     let client = ControlClient::new(url, args.control.token.clone())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -24,11 +24,12 @@ pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use types::{
-    AdviceReason, Assignment, ClusterStatus, DrainRequest, ExpertLoad, FleetGoals, Health,
-    InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse, LinkReport,
-    LoadReport, LoadingReport, MemberCounts, MemberId, MemberInfo, MemberList, MemberState,
-    ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice,
-    StoreStatus, SuspectRequest, SuspectResponse, TensorDigest, TransportLinks, WantedDigests,
+    AdviceReason, Assignment, ClusterStatus, DrainRequest, Event, EventList, ExpertLoad,
+    FleetGoals, Health, InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse,
+    LinkReport, LoadReport, LoadingReport, MemberCounts, MemberId, MemberInfo, MemberList,
+    MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
+    ScalingAdvice, Severity, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest,
+    TransportLinks, WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

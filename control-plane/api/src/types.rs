@@ -633,6 +633,40 @@ pub struct LeaderInfo {
     pub term: u64,
 }
 
+/// Weight of an [`Event`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// Part of normal work.
+    Info,
+    /// Something is not as planned, and the fleet goes on.
+    Warn,
+    /// A person must act.
+    Error,
+}
+
+/// One event of the fleet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    /// Number of the event since the control plane started, from 1.
+    pub seq: u64,
+    /// Time in milliseconds since 1970, by the control plane's clock.
+    pub unix_ms: u64,
+    /// Weight.
+    pub severity: Severity,
+    /// Text for people. It can contain text of members and clients: escape it where it is shown.
+    pub text: String,
+}
+
+/// `GET /v1/events`: events that the control plane keeps in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct EventList {
+    /// Number of the last event, 0 if there was none. It is lower than before after a restart.
+    pub last_seq: u64,
+    /// The events in question, oldest first.
+    pub events: Vec<Event>,
+}
+
 /// Condition of a fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Health {

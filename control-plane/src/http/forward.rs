@@ -10,8 +10,8 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use control_api::code;
 
-use super::App;
 use super::error::HttpError;
+use super::{App, page};
 use crate::role::{Following, Role};
 
 /// Passes a request on if another control plane leads and only the leader can answer it.
@@ -19,7 +19,7 @@ pub(super) async fn forward(State(app): State<App>, request: Request, next: Next
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let is_local = match route.as_deref() {
         None => true,
-        Some(route) => LOCAL.contains(&route),
+        Some(route) => LOCAL.contains(&route) || page::is_page(route),
     };
     if is_local {
         return next.run(request).await;

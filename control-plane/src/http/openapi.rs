@@ -35,6 +35,7 @@ fn document() -> utoipa::openapi::OpenApi {
         routes::leader,
         routes::status,
         routes::advice,
+        routes::events,
         routes::goals,
         routes::set_goals,
         routes::members,

@@ -1,15 +1,17 @@
 //! The handlers.
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use control_api::{
-    ApiError, ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse,
-    MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest,
+    ApiError, ClusterStatus, DrainRequest, EventList, FleetGoals, LeaderInfo, LeaseRequest,
+    LeaseResponse, MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest,
     RegisterResponse, ScalingAdvice, SuspectRequest, SuspectResponse, code,
 };
+use serde::Deserialize;
 
 use super::App;
 use super::error::{Body, HttpError};
@@ -98,6 +100,30 @@ pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
     (status = 401, description = "Wrong token", body = ApiError)))]
 pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
     Ok(Json(app.leader()?.advice()))
+}
+
+/// The last events of the fleet, in memory: at most 1,000. A reader asks again with the number of the last one.
+#[utoipa::path(get, path = "/v1/events", tag = "placement",
+    params(("after" = Option<u64>, Query, description = "Only events after this number")), responses(
+    (status = 200, description = "The events, oldest first", body = EventList),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn events(
+    State(app): State<App>,
+    query: Result<Query<EventsQuery>, QueryRejection>,
+) -> Answer<EventList> {
+    let Query(query) = query.map_err(|rejection| {
+        let text = format!("{}: expected ?after=NUMBER", rejection.body_text());
+        HttpError::new(code::BAD_REQUEST, text)
+    })?;
+    Ok(Json(app.leader()?.events_after(query.after)))
+}
+
+/// Query of [`events`].
+#[derive(Debug, Deserialize)]
+pub(super) struct EventsQuery {
+    #[serde(default)]
+    after: u64,
 }
 
 /// Goals of a placement that follows the load.

@@ -97,6 +97,7 @@ pub(super) struct Conversions {
     num: u64,
 }
 
+#[cfg(feature = "cuda")]
 impl Conversions {
     pub(super) fn of(pieces: &[Conversion]) -> Self {
         let mut of = Self::zeroed();

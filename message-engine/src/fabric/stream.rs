@@ -50,6 +50,7 @@ use super::{
     RemoteSegment, Token, WireRegion,
 };
 use p2p_core::endpoint::{PostError, TransportKind};
+use p2p_core::log_limit::LogLimit;
 use p2p_core::network::{NetworkError, Route};
 use p2p_core::outage::Outage;
 
@@ -254,7 +255,9 @@ impl StreamFabric {
                     let kind = usize::from(is_direct);
                     let is_free = |peer: &u32| self.peers[*peer as usize].servers[kind].is_none();
                     let Some(peer) = known.filter(is_free) else {
-                        tracing::warn!("a data connection with a nonce that no open peer has");
+                        if let Some(num_suppressed) = NONCE_LOG.allow() {
+                            tracing::warn!(num_suppressed, "a data connection with a nonce that no open peer has");
+                        }
                         return self.drop_server(idx);
                     };
                     server.peer = Some(peer);
@@ -263,7 +266,9 @@ impl StreamFabric {
                 }
                 Err(error) => {
                     if error.kind() == io::ErrorKind::InvalidData {
-                        tracing::warn!(%error, "data connection closed");
+                        if let Some(num_suppressed) = NONCE_LOG.allow() {
+                            tracing::warn!(%error, num_suppressed, "data connection closed");
+                        }
                     }
                     return self.drop_server(idx);
                 }
@@ -502,6 +507,9 @@ impl Fabric for StreamFabric {
         MAX_OPERATION_BYTES
     }
 }
+
+/// Strangers can cause these lines as often as they like.
+static NONCE_LOG: LogLimit = LogLimit::new();
 
 /// Largest single operation in bytes.
 const MAX_OPERATION_BYTES: u64 = 1 << 30;

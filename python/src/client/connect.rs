@@ -257,6 +257,13 @@ pub fn seconds(py: Python<'_>, setting: &str, seconds: f64) -> PyResult<Duration
     }
 }
 
+pub fn share(py: Python<'_>, setting: &str, share: f64) -> PyResult<f64> {
+    if (0.0..=1.0).contains(&share) {
+        return Ok(share);
+    }
+    Err(error(py, Kind::Config, format!("{setting} is {share}, expected 0 to 1")))
+}
+
 pub fn on_missing(py: Python<'_>, policy: &str) -> PyResult<OnMissingExpert> {
     match policy {
         "fail" => Ok(OnMissingExpert::Fail),

@@ -27,6 +27,7 @@ pub struct GpuClient {
     /// For arrays whose library does not say to which stream it gives its work.
     stream: Stream,
     limits: Limits,
+    max_tokens: usize,
 }
 
 /// Limits of a client's waits, and of its calls.
@@ -70,6 +71,7 @@ impl GpuClient {
     pub fn new(client: DeviceClient, limits: Limits) -> Result<Self, GpuError> {
         let gpu = client.gpu().clone();
         let (model, registry) = (client.model().clone(), client.registry().clone());
+        let max_tokens = client.max_tokens() as usize;
         let state = State {
             client,
             counts: Counts::default(),
@@ -81,7 +83,20 @@ impl GpuClient {
         };
         let stream = gpu.stream()?;
         let (state, ended) = (Mutex::new(state), Condvar::new());
-        Ok(Self { state, ended, gpu, model, registry, stream, limits })
+        Ok(Self { state, ended, gpu, model, registry, stream, limits, max_tokens })
+    }
+
+    /// Most tokens of a frame.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    /// Tokens of one part of a larger batch. A frame holds them, and the rows of all arrays begin aligned.
+    pub fn part_tokens(&self) -> usize {
+        match self.max_tokens / ALIGNED_ROWS {
+            0 => self.max_tokens.max(1),
+            parts => parts * ALIGNED_ROWS,
+        }
     }
 
     pub fn model(&self) -> &ClientModel {
@@ -242,6 +257,8 @@ impl std::fmt::Debug for GpuClient {
     }
 }
 
+/// Rows of any array of so many rows are a multiple of 16 bytes.
+const ALIGNED_ROWS: usize = 16;
 /// Time between two looks for signals while waiting for replicas.
 const READY_STEP: Duration = Duration::from_millis(50);
 /// Time between two looks for signals while waiting for another call's end.

@@ -153,7 +153,7 @@ impl Inner {
         meta: Option<&[u8]>,
         until: Instant,
     ) -> PyResult<Option<u64>> {
-        // A signal of Python waits for the end of the copy.
+        // Over `cma` a signal waits for the end of the copy, so only short ones go this way.
         if !matches!(op, Op::Write | Op::Read) || span.len() > MAX_DIRECT_BYTES {
             return Ok(None);
         }

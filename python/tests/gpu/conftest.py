@@ -1,4 +1,4 @@
-"""What the tests on GPUs share. They need torch and a wheel with kernels, and one GPU at least.
+"""Fixtures of the tests on GPUs. They need torch and a wheel with kernels, and one GPU at least.
 
     pytest -c python/pyproject.toml --rootdir python python/tests/gpu
 

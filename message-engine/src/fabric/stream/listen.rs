@@ -19,6 +19,7 @@ use super::wire::{Detail, Place};
 use super::{LISTENER, SERVER, StreamFabric, TcpConfig};
 use p2p_core::endpoint::TransportKind;
 use p2p_core::host::HostIdentity;
+use p2p_core::log_limit::LogLimit;
 use p2p_core::network::Route;
 
 /// The listener for data connections, and what peers need to reach it.
@@ -169,7 +170,9 @@ impl StreamFabric {
                     self.advance_server(idx);
                 }
                 Err(error) => {
-                    tracing::error!(%error, "cannot serve a data connection");
+                    if let Some(num_suppressed) = SERVE_LOG.allow() {
+                        tracing::error!(%error, num_suppressed, "cannot serve a data connection");
+                    }
                     self.free_servers.push(idx);
                 }
             }
@@ -219,6 +222,9 @@ impl StreamFabric {
         }
     }
 }
+
+/// Strangers can cause this line as often as they like.
+static SERVE_LOG: LogLimit = LogLimit::new();
 
 const BACKLOG: i32 = 4096;
 /// Most connections without a hello, in addition to two for each open peer.

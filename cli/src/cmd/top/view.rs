@@ -1,0 +1,305 @@
+//! What `top` shows. No terminal here, so that tests can look at it.
+
+use std::collections::VecDeque;
+
+use control_api::{ClusterStatus, Health, MemberInfo, MemberState};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Cell, Paragraph, Row, Sparkline, Table};
+
+/// One look at the fleet.
+#[derive(Debug)]
+pub struct Snapshot {
+    pub status: ClusterStatus,
+    pub members: Vec<MemberInfo>,
+}
+
+/// Order of the servers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Order {
+    /// By name.
+    Name,
+    /// Most tokens per second first.
+    Load,
+    /// Servers that need attention first.
+    State,
+}
+
+impl Order {
+    pub fn next(self) -> Self {
+        match self {
+            Self::Name => Self::Load,
+            Self::Load => Self::State,
+            Self::State => Self::Name,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Name => "name",
+            Self::Load => "load",
+            Self::State => "state",
+        }
+    }
+}
+
+/// Tokens per second of the whole fleet at the last looks.
+#[derive(Debug, Default)]
+pub struct History(VecDeque<u64>);
+
+impl History {
+    pub fn add(&mut self, snapshot: &Snapshot) {
+        if self.0.len() == MAX_LOOKS {
+            self.0.pop_front();
+        }
+        self.0.push_back(snapshot.members.iter().map(tokens_per_s).sum::<f64>() as u64);
+    }
+}
+
+/// Everything on the screen.
+#[derive(Debug)]
+pub struct Screen<'a> {
+    pub url: &'a str,
+    pub snapshot: &'a Snapshot,
+    pub history: &'a History,
+    pub order: Order,
+    /// First server in sight.
+    pub offset: usize,
+    /// The reason why the last look failed.
+    pub failure: Option<&'a str>,
+}
+
+impl Screen<'_> {
+    pub fn draw(&self, frame: &mut Frame<'_>) {
+        let [head, load, table, foot] = Layout::vertical([
+            Constraint::Length(3),
+            Constraint::Length(2),
+            Constraint::Min(1),
+            Constraint::Length(1),
+        ])
+        .areas(frame.area());
+        self.draw_head(frame, head);
+        self.draw_load(frame, load);
+        self.draw_servers(frame, table);
+        let keys = Style::new().add_modifier(Modifier::DIM);
+        let text = format!("q quit · o order ({}) · ↑ ↓ scroll", self.order.name());
+        frame.render_widget(Paragraph::new(text).style(keys), foot);
+    }
+
+    fn draw_head(&self, frame: &mut Frame<'_>, area: Rect) {
+        let status = &self.snapshot.status;
+        let (health, problems) = status.health();
+        let colour = match health {
+            Health::Healthy => Color::Green,
+            Health::Degraded => Color::Yellow,
+            Health::Down => Color::Red,
+        };
+        let word =
+            Span::styled(health.as_str(), Style::new().fg(colour).add_modifier(Modifier::BOLD));
+        let model = status.model.as_ref().map_or("no model".to_owned(), |model| {
+            format!(
+                "{}, {} layers of {} experts",
+                model.architecture,
+                model.moe_layers.len(),
+                model.num_experts
+            )
+        });
+        let first = Line::from(vec![
+            word,
+            Span::raw(format!("  {}  epoch {}  {}", self.url, status.epoch, printable(&model))),
+        ]);
+        let counts = &status.members;
+        let second = format!(
+            "{} serving, {} loading, {} draining, {} expired; {} watches; replicas {}",
+            counts.serving,
+            counts.loading,
+            counts.draining,
+            counts.expired,
+            status.num_watchers,
+            status.replicas
+        );
+        let third = match (self.failure, problems.first()) {
+            (Some(failure), _) => {
+                Line::styled(format!("no answer: {}", printable(failure)), Color::Red)
+            }
+            (None, Some(problem)) => Line::styled(printable(problem), Color::Yellow),
+            (None, None) => Line::raw("everything is as planned"),
+        };
+        frame.render_widget(Paragraph::new(vec![first, Line::raw(second), third]), area);
+    }
+
+    fn draw_load(&self, frame: &mut Frame<'_>, area: Rect) {
+        let [text, line] =
+            Layout::horizontal([Constraint::Length(28), Constraint::Min(1)]).areas(area);
+        let last = self.history.0.back().copied().unwrap_or(0);
+        frame.render_widget(Paragraph::new(format!("{last} tokens/s")), text);
+        // The newest looks, as many as there are columns.
+        let hidden = self.history.0.len().saturating_sub(line.width.into());
+        let shown = self.history.0.iter().skip(hidden).copied();
+        let bars = Sparkline::default().data(shown).style(Style::new().fg(Color::Cyan));
+        frame.render_widget(bars, line);
+    }
+
+    fn draw_servers(&self, frame: &mut Frame<'_>, area: Rect) {
+        let mut members: Vec<&MemberInfo> = self.snapshot.members.iter().collect();
+        match self.order {
+            Order::Name => members.sort_by(|a, b| a.name.cmp(&b.name)),
+            Order::Load => members.sort_by(|a, b| tokens_per_s(b).total_cmp(&tokens_per_s(a))),
+            Order::State => members.sort_by_key(|member| is_well(member)),
+        }
+        let rows = members.into_iter().skip(self.offset).map(row);
+        let widths = [
+            Constraint::Min(16),
+            Constraint::Length(10),
+            Constraint::Length(22),
+            Constraint::Length(8),
+            Constraint::Length(9),
+            Constraint::Length(11),
+            Constraint::Length(8),
+            Constraint::Length(8),
+            Constraint::Min(10),
+        ];
+        let titles = [
+            "SERVER", "STATE", "ADDRESS", "DEVICE", "EXPERTS", "TOKENS/S", "COMPUTE", "LEASE",
+            "CLIENTS",
+        ];
+        let head = Row::new(titles).style(Style::new().add_modifier(Modifier::BOLD));
+        frame.render_widget(Table::new(rows, widths).header(head), area);
+    }
+}
+
+fn row(member: &MemberInfo) -> Row<'static> {
+    let state = if member.suspected { "suspected" } else { member.state.as_str() };
+    let colour = match member.state {
+        MemberState::Expired => Color::Red,
+        _ if is_well(member) => Color::Green,
+        _ => Color::Yellow,
+    };
+    let load = member.load.as_ref();
+    let links = load.map_or(0, |load| load.links.iter().map(|link| link.num_links).sum());
+    let transports: Vec<_> = load
+        .into_iter()
+        .flat_map(|load| &load.links)
+        .map(|link| printable(&link.transport))
+        .collect();
+    let experts = if member.experts_held == member.experts_assigned {
+        member.experts_held.to_string()
+    } else {
+        format!("{}/{}", member.experts_held, member.experts_assigned)
+    };
+    let share = load
+        .filter(|load| load.window_ms > 0)
+        .map_or(0.0, |load| 100.0 * load.busy_ms as f64 / load.window_ms as f64);
+    Row::new([
+        Cell::new(printable(&member.name)),
+        Cell::new(state.to_owned()).style(Style::new().fg(colour)),
+        Cell::new(printable(&member.data_addr)),
+        Cell::new(printable(load.and_then(|load| load.device.as_deref()).unwrap_or("cpu"))),
+        Cell::new(experts),
+        Cell::new(format!("{:.0}", tokens_per_s(member))),
+        Cell::new(format!("{share:.0} %")),
+        Cell::new(format!("{:.1} s", member.lease_remaining_ms as f64 / 1e3)),
+        Cell::new(format!("{links} {}", transports.join(" "))),
+    ])
+}
+
+fn is_well(member: &MemberInfo) -> bool {
+    member.state == MemberState::Serving
+        && !member.suspected
+        && member.unreachable.is_none()
+        && member.experts_held >= member.experts_assigned
+}
+
+fn tokens_per_s(member: &MemberInfo) -> f64 {
+    let load = member.load.as_ref().filter(|load| load.window_ms > 0);
+    load.map_or(0.0, |load| load.num_tokens as f64 * 1e3 / load.window_ms as f64)
+}
+
+/// `text` of a peer without characters that a terminal would execute.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+/// Lines of a picture beside those of servers.
+pub const HEAD_LINES: usize = 7;
+const MAX_LOOKS: usize = 600;
+
+#[cfg(test)]
+mod tests {
+    use control_api::{LoadReport, MemberCounts, MemberId, StoreStatus, TransportLinks};
+
+    use super::*;
+
+    fn member(name: &str, state: MemberState, num_tokens: u64) -> MemberInfo {
+        let load = LoadReport {
+            window_ms: 500,
+            busy_ms: 125,
+            num_tokens,
+            links: vec![TransportLinks {
+                transport: "shm\x1b[2J".to_owned(),
+                num_links: 3,
+                left_out: Vec::new(),
+            }],
+            ..LoadReport::default()
+        };
+        serde_json::from_value(serde_json::json!({
+            "member_id": MemberId::random(), "name": name, "incarnation": 1, "data_addr": "10.0.0.1:7171",
+            "state": state, "lease_remaining_ms": 2500, "experts_held": 8, "experts_assigned": 8, "load": load
+        }))
+        .unwrap()
+    }
+
+    fn snapshot() -> Snapshot {
+        let status: ClusterStatus = serde_json::from_value(serde_json::json!({
+            "cluster_id": "c", "version": "0", "uptime_ms": 1, "epoch": 42, "model": null, "num_servers": 3,
+            "replicas": 2, "lease_ttl_ms": 3000, "members": MemberCounts::default(), "experts_total": 0,
+            "experts_without_replica": 0, "experts_under_replicated": 0, "num_watchers": 5,
+            "store": StoreStatus { kind: "memory".to_owned(), writable: true, error: None }
+        }))
+        .unwrap();
+        let members = vec![
+            member("quiet", MemberState::Serving, 10),
+            member("gone", MemberState::Expired, 0),
+            member("busy", MemberState::Serving, 700),
+        ];
+        Snapshot { status, members }
+    }
+
+    fn picture(order: Order) -> String {
+        let (snapshot, mut history) = (snapshot(), History::default());
+        history.add(&snapshot);
+        super::super::picture("http://127.0.0.1:7070", &snapshot, &history, order).unwrap()
+    }
+
+    #[test]
+    fn a_picture_has_every_server_in_order_and_nothing_a_terminal_would_execute() {
+        let places = |text: &str| ["busy", "gone", "quiet"].map(|name| text.find(name).unwrap());
+        let by_name = picture(Order::Name);
+        assert!(places(&by_name).is_sorted(), "{by_name}");
+        for expected in [
+            "down",
+            "epoch 42",
+            "no expert server has registered",
+            "1420 tokens/s",
+            "25 %",
+            "expired",
+        ] {
+            assert!(by_name.contains(expected), "{expected}: {by_name}");
+        }
+        assert!(!by_name.contains('\x1b'), "{by_name:?}");
+        let [busy, gone, quiet] = places(&picture(Order::Load));
+        assert!(busy < quiet && quiet < gone);
+        let [busy, gone, quiet] = places(&picture(Order::State));
+        assert!(gone < busy && gone < quiet);
+    }
+
+    #[test]
+    fn the_history_is_bounded() {
+        let mut history = History::default();
+        let snapshot = snapshot();
+        (0..MAX_LOOKS + 10).for_each(|_| history.add(&snapshot));
+        assert_eq!(history.0.len(), MAX_LOOKS);
+    }
+}

@@ -1,0 +1,139 @@
+//! The last events of the fleet, for people.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use control_api::{Event, EventList, Severity};
+
+use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
+
+/// The last [`CAPACITY`] events, in memory.
+#[derive(Debug, Default)]
+pub(crate) struct EventLog {
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    last_seq: u64,
+    events: VecDeque<Event>,
+}
+
+impl EventLog {
+    /// Adds an event at the time of the system's clock.
+    pub(crate) fn add(&self, event: &FleetEvent) {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let (severity, text) = describe(event);
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.last_seq += 1;
+        let seq = kept.last_seq;
+        if kept.events.len() == CAPACITY {
+            kept.events.pop_front();
+        }
+        kept.events.push_back(Event {
+            seq,
+            unix_ms: since_epoch.as_millis() as u64,
+            severity,
+            text,
+        });
+    }
+
+    /// The events after number `seq`, oldest first. All, if `seq` is of an earlier process.
+    pub(crate) fn after(&self, seq: u64) -> EventList {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let seq = if seq > kept.last_seq { 0 } else { seq };
+        let events = kept.events.iter().filter(|event| event.seq > seq).cloned().collect();
+        EventList { last_seq: kept.last_seq, events }
+    }
+}
+
+/// Severity and text of an event.
+fn describe(event: &FleetEvent) -> (Severity, String) {
+    use Severity::{Error, Info, Warn};
+    match event {
+        FleetEvent::Registered { name, kind } => {
+            let how = match kind {
+                RegistrationKind::New => "registered",
+                RegistrationKind::Returned => "returned",
+                RegistrationKind::Takeover => "registered as a new process of its name",
+            };
+            (Info, format!("{name} {how}"))
+        }
+        FleetEvent::Planned { num_loads, before, after } => {
+            let text = format!(
+                "new plan: servers load {num_loads} experts; busiest server {before:.3} of the mean, then {after:.3}"
+            );
+            (Info, text)
+        }
+        FleetEvent::GoalsChanged { goals } => {
+            let spare = goals.spare * 100.0;
+            (Info, format!("new goals: {} replicas at least, {spare:.0} % beyond", goals.replicas))
+        }
+        FleetEvent::Short { shortage } => {
+            (Error, format!("the fleet cannot be planned: {shortage}"))
+        }
+        FleetEvent::NameContested { name } => {
+            (Error, format!("two live processes use the name {name}: the later one keeps it"))
+        }
+        FleetEvent::ModelReplaced { fingerprint } => {
+            (Warn, format!("the fleet serves another model: {fingerprint}"))
+        }
+        FleetEvent::Unreachable { name, data_addr, reason } => {
+            (Warn, format!("cannot connect to {name} at {data_addr}: {reason}"))
+        }
+        FleetEvent::Serving { name } => (Info, format!("{name} is serving")),
+        FleetEvent::Draining { name } => (Info, format!("{name} is draining")),
+        FleetEvent::Resumed { name } => (Info, format!("{name} resumed")),
+        FleetEvent::Left { name } => (Info, format!("{name} left")),
+        FleetEvent::Suspected { name, reporter, reason } => {
+            (Warn, format!("{reporter} suspects {name}: {reason}"))
+        }
+        FleetEvent::Expired { name, cause } => {
+            let cause = match cause {
+                ExpiryCause::Lease => "its lease ended",
+                ExpiryCause::Suspect => "it was suspected and did not renew",
+            };
+            (Warn, format!("{name} expired: {cause}"))
+        }
+        FleetEvent::Removed { name } => (Info, format!("{name} was forgotten")),
+        FleetEvent::LeasesExtended { pause } => {
+            (Warn, format!("the control plane was paused for {pause:?}; all leases last longer"))
+        }
+        FleetEvent::PlacementChanged { epoch, num_servers } => {
+            (Info, format!("epoch {epoch}: {num_servers} servers"))
+        }
+        FleetEvent::PlacementBlocked => {
+            (Error, "the placement cannot change until the store can be written".to_owned())
+        }
+    }
+}
+
+/// Events kept.
+const CAPACITY: usize = 1000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_keeps_the_last_events_and_numbers_all() {
+        let log = EventLog::default();
+        assert_eq!(log.after(0), EventList::default());
+        let num_events = CAPACITY as u64 + 7;
+        for epoch in 1..=num_events {
+            log.add(&FleetEvent::PlacementChanged { epoch, num_servers: 3 });
+        }
+        let all = log.after(0);
+        assert_eq!((all.last_seq, all.events.len()), (num_events, CAPACITY));
+        assert_eq!((all.events[0].seq, all.events[0].text.as_str()), (8, "epoch 8: 3 servers"));
+        let last: Vec<_> = log.after(num_events - 2).events.iter().map(|event| event.seq).collect();
+        assert_eq!(last, [num_events - 1, num_events]);
+        assert_eq!(log.after(num_events).events, []);
+        assert_eq!(
+            log.after(num_events + 1).events.len(),
+            CAPACITY,
+            "a reader of an earlier process"
+        );
+    }
+}

@@ -1,0 +1,55 @@
+// Lines over the time that this page is open.
+
+const MAX_POINTS = 900;
+
+export class Chart {
+  constructor(element, names, format) {
+    this.element = element;
+    this.format = format;
+    this.data = [[], ...names.map(() => [])];
+    this.names = names;
+    this.build();
+    new ResizeObserver(() => requestAnimationFrame(() => this.plot.setSize(this.size()))).observe(element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.build());
+  }
+
+  size() {
+    return { width: Math.max(200, this.element.clientWidth), height: 150 };
+  }
+
+  // uPlot takes colours once, so another theme needs another plot.
+  build() {
+    this.plot?.destroy();
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const strokes = [colour("--accent"), colour("--warn")];
+    const options = {
+      ...this.size(),
+      legend: { show: this.names.length > 1 },
+      cursor: { y: false },
+      scales: { y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
+      axes: [axis, { ...axis, size: 60, values: (_, values) => values.map(this.format) }],
+      series: [
+        { value: (_, seconds) => (seconds == null ? "" : new Date(seconds * 1000).toLocaleTimeString()) },
+        ...this.names.map((label, nth) => ({
+          label,
+          stroke: strokes[nth],
+          width: 2,
+          points: { show: false },
+          value: (_, value) => (value == null ? "–" : this.format(value)),
+        })),
+      ],
+    };
+    if (this.names.length > 1) options.height -= 30;
+    this.plot = new window.uPlot(options, this.data, this.element);
+  }
+
+  add(seconds, values) {
+    [seconds, ...values].forEach((value, nth) => {
+      this.data[nth].push(value);
+      if (this.data[nth].length > MAX_POINTS) this.data[nth].shift();
+    });
+    this.plot.setData(this.data);
+  }
+}

@@ -1,0 +1,345 @@
+// The page: asks the control plane every two seconds and shows what it says. Text of others is only ever set as text.
+
+import { ApiError, call, storedToken, storeToken } from "./api.js";
+import { Chart } from "./charts.js";
+import { Heat } from "./heat.js";
+import { COLUMNS, compact, duration, health, heatmap, layerMap, number, select, severityOfState, summary } from "./model.js";
+
+const PERIOD_MS = 2000;
+const PAGE_ROWS = 100;
+const MAX_EVENTS = 500;
+const ALL_LAYERS = "all";
+
+const $ = (id) => document.getElementById(id);
+const state = {
+  status: null,
+  members: [],
+  placement: null,
+  events: [],
+  lastEvent: 0,
+  hasEvents: true,
+  hasGoals: true,
+  goalsShown: false,
+  answeredAt: null,
+  column: "name",
+  descending: false,
+  page: 0,
+};
+
+const heat = new Heat($("heat"), $("heat-cell"), $("scale"));
+const charts = {
+  tokens: new Chart($("chart-tokens"), ["tokens/s"], compact),
+  balance: new Chart($("chart-balance"), ["ratio"], (value) => number(value, 2)),
+  busy: new Chart($("chart-busy"), ["mean", "highest"], (value) => `${number(value * 100)} %`),
+};
+
+function make(tag, text, className) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+async function optional(flag, path) {
+  if (!state[flag]) return null;
+  try {
+    return await call("GET", path);
+  } catch (error) {
+    // Another version of the control plane, or a fleet of fixed parts.
+    if (error instanceof ApiError && (error.status === 404 || error.status === 409)) {
+      state[flag] = false;
+      return null;
+    }
+    throw error;
+  }
+}
+
+async function refresh() {
+  const status = await call("GET", "/v1/status");
+  const wantsTable = !state.placement || state.placement.epoch !== status.epoch || state.placement.cluster_id !== status.cluster_id;
+  const [members, placement, events, goals] = await Promise.all([
+    call("GET", "/v1/members"),
+    wantsTable ? call("GET", "/v1/placement") : state.placement,
+    optional("hasEvents", `/v1/events?after=${state.lastEvent}`),
+    state.goalsShown ? null : optional("hasGoals", "/v1/goals"),
+  ]);
+  Object.assign(state, { status, members: members.members, placement, answeredAt: Date.now() });
+  if (events) {
+    // The numbers begin anew when the control plane restarts.
+    if (events.last_seq < state.lastEvent) state.events = [];
+    state.lastEvent = events.last_seq;
+    state.events = [...events.events.reverse(), ...state.events].slice(0, MAX_EVENTS);
+  }
+  if (goals) showGoals(goals);
+  const totals = summary(state.members);
+  const now = state.answeredAt / 1000;
+  charts.tokens.add(now, [totals.tokens]);
+  charts.balance.add(now, [totals.balance]);
+  charts.busy.add(now, [totals.busyMean, totals.busyMax]);
+  show(totals);
+}
+
+function show(totals) {
+  showHealth();
+  showTiles(totals);
+  showLayers();
+  showHeat();
+  showMembers();
+  showEvents();
+}
+
+function showHealth() {
+  const { word, problems } = health(state.status);
+  const badge = $("health");
+  badge.textContent = word;
+  badge.className = `badge ${{ healthy: "good", degraded: "warn", down: "bad" }[word]}`;
+  document.title = word === "healthy" ? "Switchyard" : `${word} · Switchyard`;
+  $("problems").replaceChildren(...problems.map(([severity, text]) => make("li", text, severity)));
+  const model = state.status.model;
+  $("model").textContent = model
+    ? `${model.architecture} · ${model.moe_layers.length} layers of ${model.num_experts} experts, top ${model.top_k}`
+    : "no model yet";
+}
+
+function showTiles(totals) {
+  const { status } = state;
+  const tiles = [
+    ["serving", number(status.members.serving)],
+    ["loading", number(status.members.loading)],
+    ["draining", number(status.members.draining)],
+    ["expired", number(status.members.expired)],
+    ["tokens/s", number(totals.tokens)],
+    ["epoch", number(status.epoch)],
+    ["watches", number(status.num_watchers)],
+    ["up for", duration(status.uptime_ms)],
+  ];
+  $("tiles").replaceChildren(
+    ...tiles.map(([title, value]) => {
+      const tile = make("div");
+      tile.append(make("dt", title), make("dd", value));
+      return tile;
+    }),
+  );
+}
+
+function showLayers() {
+  const layers = [ALL_LAYERS, ...state.placement.layers.map((entry) => String(entry.layer))];
+  const box = $("layer");
+  const shown = [...box.options].map((option) => option.value);
+  if (shown.join() === layers.join()) return;
+  const chosen = box.value;
+  box.replaceChildren(...layers.map((layer) => new Option(layer, layer)));
+  if (layers.includes(chosen)) box.value = chosen;
+}
+
+function showHeat() {
+  if (!state.placement) return;
+  const layer = $("layer").value;
+  $("server-order").disabled = layer === ALL_LAYERS;
+  const { placement, members } = state;
+  heat.show(layer === ALL_LAYERS ? layerMap(placement, members) : heatmap(placement, members, Number(layer), $("server-order").value));
+}
+
+function showMembers() {
+  const rows = select(state.members, $("filter").value, state.column, state.descending);
+  const numPages = Math.max(1, Math.ceil(rows.length / PAGE_ROWS));
+  state.page = Math.min(state.page, numPages - 1);
+  const shown = rows.slice(state.page * PAGE_ROWS, (state.page + 1) * PAGE_ROWS);
+  $("member-count").textContent = `${number(rows.length)} of ${number(state.members.length)} members`;
+  // A row that holds the focus stays in place, so that the keyboard does not lose it every two seconds.
+  const focused = document.activeElement?.dataset?.member;
+  $("member-rows").replaceChildren(...shown.map(memberRow));
+  if (focused) document.querySelector(`button[data-member="${CSS.escape(focused)}"]`)?.focus();
+  const pages = [];
+  if (numPages > 1) {
+    const turn = (text, step, isOff) => {
+      const button = make("button", text);
+      button.type = "button";
+      button.disabled = isOff;
+      button.addEventListener("click", () => {
+        state.page += step;
+        showMembers();
+      });
+      return button;
+    };
+    pages.push(
+      turn("Previous", -1, state.page === 0),
+      make("span", `page ${state.page + 1} of ${numPages}`),
+      turn("Next", 1, state.page === numPages - 1),
+    );
+  }
+  $("pages").replaceChildren(...pages);
+}
+
+function memberRow(member) {
+  const row = make("tr");
+  for (const column of COLUMNS) {
+    const cell = make("td", column.text(member), column.isNumber ? "number" : column.isNote ? "note" : "");
+    if (column.id === "state") {
+      const severity = severityOfState(member);
+      cell.className = severity;
+      cell.prepend(`${{ good: "●", warn: "▲", bad: "✖" }[severity]} `);
+    }
+    row.append(cell);
+  }
+  const action = { serving: "drain", draining: "resume" }[member.state];
+  const cell = make("td");
+  if (action) {
+    const button = make("button", action === "drain" ? "Drain" : "Resume");
+    button.type = "button";
+    button.dataset.member = member.member_id;
+    button.setAttribute("aria-label", `${button.textContent} ${member.name}`);
+    button.addEventListener("click", () => changeMember(member, action));
+    cell.append(button);
+  }
+  row.append(cell);
+  return row;
+}
+
+function showHead() {
+  const cells = COLUMNS.map((column) => {
+    const cell = make("th", undefined, column.isNumber ? "number" : "");
+    cell.scope = "col";
+    const button = make("button", column.title);
+    button.type = "button";
+    if (column.id === state.column) {
+      button.append(state.descending ? " ↓" : " ↑");
+      cell.ariaSort = state.descending ? "descending" : "ascending";
+    }
+    button.addEventListener("click", () => {
+      state.descending = state.column === column.id ? !state.descending : Boolean(column.isNumber);
+      state.column = column.id;
+      showHead();
+      showMembers();
+      $("member-head").querySelectorAll("button")[COLUMNS.indexOf(column)].focus();
+    });
+    cell.append(button);
+    return cell;
+  });
+  const action = make("th", "Action");
+  action.scope = "col";
+  $("member-head").replaceChildren(...cells, action);
+}
+
+function showEvents() {
+  const shown = state.events.filter((event) => !$("only-problems").checked || event.severity !== "info").slice(0, 200);
+  const items = shown.map((event) => {
+    const item = make("li");
+    const time = make("time", new Date(event.unix_ms).toLocaleTimeString());
+    time.dateTime = new Date(event.unix_ms).toISOString();
+    const severity = { warn: "warn", error: "bad" }[event.severity] ?? "";
+    item.append(time, make("span", event.text, severity));
+    return item;
+  });
+  $("events").replaceChildren(...(items.length ? items : [make("li", "none", "muted")]));
+}
+
+function showGoals(goals) {
+  state.goalsShown = true;
+  $("goals").hidden = false;
+  $("goal-replicas").value = goals.replicas;
+  $("goal-spare").value = goals.spare;
+}
+
+function toast(text) {
+  const box = $("toast");
+  box.textContent = text;
+  box.hidden = false;
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(() => {
+    box.hidden = true;
+  }, 6000);
+}
+
+function confirm(title, text, yes) {
+  const dialog = $("confirm");
+  $("confirm-title").textContent = title;
+  $("confirm-text").textContent = text;
+  $("confirm-yes").textContent = yes;
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+async function changeMember(member, action) {
+  const text = {
+    drain: "It leaves the placement. It keeps running and can be resumed.",
+    resume: "It returns to the placement.",
+  }[action];
+  const verb = action === "drain" ? "Drain" : "Resume";
+  if (!(await confirm(`${verb} ${member.name}?`, text, verb))) return;
+  await act(() => call("POST", `/v1/members/${encodeURIComponent(member.member_id)}/${action}`, action === "drain" ? {} : undefined), `${verb}: ${member.name}`);
+}
+
+async function act(request, done) {
+  try {
+    await request();
+    toast(done);
+  } catch (error) {
+    if (error.status === 401) return askToken(error.message);
+    toast(error.message);
+  }
+}
+
+function askToken(reason) {
+  const dialog = $("token-dialog");
+  $("token-reason").textContent = reason;
+  if (!dialog.open) dialog.showModal();
+}
+
+async function loop() {
+  if (!$("token-dialog").open) {
+    try {
+      await refresh();
+      $("freshness").textContent = "live";
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401) {
+        askToken(storedToken() ? error.message : "The control plane asks for a token.");
+      } else {
+        $("health").textContent = "no contact";
+        $("health").className = "badge bad";
+        const age = state.answeredAt ? `, last answer ${duration(Date.now() - state.answeredAt)} ago` : "";
+        $("freshness").textContent = `${error.message}${age}`;
+      }
+    }
+    $("forget").hidden = !storedToken();
+  }
+  setTimeout(loop, PERIOD_MS);
+}
+
+$("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  storeToken($("token").value.trim());
+  $("token").value = "";
+  $("token-dialog").close();
+});
+$("forget").addEventListener("click", () => {
+  storeToken(null);
+  location.reload();
+});
+$("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  for (const chart of Object.values(charts)) chart.build();
+  heat.draw();
+});
+$("goals-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const goals = { replicas: Number($("goal-replicas").value), spare: Number($("goal-spare").value) };
+  const text = `${goals.replicas} replicas of each expert at least, and ${number(goals.spare * 100)} % beyond that.`;
+  if (await confirm("Change the goals?", text, "Change")) await act(() => call("PUT", "/v1/goals", goals), "The goals have changed.");
+});
+$("layer").addEventListener("change", showHeat);
+$("server-order").addEventListener("change", showHeat);
+$("filter").addEventListener("input", () => {
+  state.page = 0;
+  showMembers();
+});
+$("only-problems").addEventListener("change", showEvents);
+
+showHead();
+loop();

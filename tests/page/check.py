@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Drives the control plane's page in headless Chromium, over its debugging protocol, against a stand-in for a control
+plane. Exits with 1 at the first thing that is not as expected. Pictures go to the folder given as argument.
+"""
+
+import base64
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+import mock
+import websocket
+
+WAIT_SECONDS = 60
+KEYS = {"Escape": 27, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+
+
+class Browser:
+    """One page in a Chromium of its own."""
+
+    def __init__(self, binary: str, profile: str):
+        # Chromium refuses its sandbox for root, as in most containers of a CI.
+        options = ["--no-sandbox"] if os.getuid() == 0 else []
+        command = [binary, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={profile}", *options, "about:blank"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        port = None
+        for line in self.process.stderr:
+            if found := re.search(r"ws://127\.0\.0\.1:(\d+)/", line):
+                port = found.group(1)
+                break
+        if port is None:
+            sys.exit("error: chromium ended before it listened")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=WAIT_SECONDS) as response:
+            pages = json.load(response)
+        url = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
+        self.socket = websocket.create_connection(url, timeout=WAIT_SECONDS, suppress_origin=True)
+        self.numbers = itertools.count(1)
+        self.messages: list[str] = []
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: object) -> dict:
+        number = next(self.numbers)
+        self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self.socket.recv())
+            if message.get("id") == number:
+                if "error" in message:
+                    sys.exit(f"error: {method}: {message['error']}")
+                return message["result"]
+            self.note(message)
+
+    def note(self, message: dict) -> None:
+        """Keeps what a developer would see in the console: errors, refused files, violations of the policy."""
+        params = message.get("params", {})
+        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.messages.append(params["entry"]["text"])
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.messages.append(params["exceptionDetails"].get("exception", {}).get("description", "exception"))
+
+    def evaluate(self, expression: str) -> object:
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            sys.exit(f"error: {expression}: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self.evaluate(expression):
+            if time.monotonic() > deadline:
+                sys.exit(f"error: not true after {WAIT_SECONDS} s: {expression}; console: {self.messages}")
+            time.sleep(0.1)
+
+    def key(self, name: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=KEYS[name])
+
+    def shape(self, width: int, height: int, dark: bool) -> None:
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self, path: pathlib.Path) -> None:
+        data = self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def expect(is_right: object, text: str) -> None:
+    if not is_right:
+        sys.exit(f"error: {text}")
+
+
+def small_fleet(browser: Browser, out: pathlib.Path) -> None:
+    fleet = mock.Fleet(1, num_members=4, num_layers=8, num_experts=32)
+    fleet.token = "correct horse"
+    server = mock.serve(fleet)
+    browser.shape(1300, 1500, dark=False)
+    browser.send("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+    # A wrong token is asked for again, the right one is kept by the tab.
+    for token in ("wrong", fleet.token):
+        browser.until("document.getElementById('token-dialog')?.open")
+        browser.evaluate(f"document.getElementById('token').value = {json.dumps(token)}; document.querySelector('#token-form button').click()")
+    browser.until("document.querySelectorAll('#member-rows tr').length === 4")
+    refused = [text for text in browser.messages if "401" not in text]
+    expect(not refused, f"console: {refused}")
+    text = browser.evaluate("document.body.innerText")
+    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", HOSTILE, "137 of 140", "unreachable: connection refused", "not used: verbs: no device", "server-1 is draining"):
+        expect(expected in text, f"the page lacks {expected!r}")
+    expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
+    expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
+
+    # The keyboard reaches every cell of the map.
+    browser.evaluate("document.getElementById('heat').focus()")
+    browser.key("ArrowRight")
+    browser.key("ArrowDown")
+    readout = browser.evaluate("document.getElementById('heat-cell').textContent")
+    expect(readout.startswith("Expert 0, layer 4: ") and "Replicas: server-" in readout, f"the mark says {readout!r}")
+    browser.evaluate("const box = document.getElementById('layer'); box.value = '5'; box.dispatchEvent(new Event('change'))")
+    browser.key("ArrowUp")
+    readout = browser.evaluate("document.getElementById('heat-cell').textContent")
+    expect(readout.startswith(f"Expert 0, {HOSTILE}: "), f"the mark says {readout!r}")
+
+    # A drain asks first; escape and cancel do nothing.
+    drain = "document.querySelector('button[aria-label=\"Drain server-0\"]').click()"
+    browser.evaluate(drain)
+    browser.until("document.getElementById('confirm').open")
+    browser.key("Escape")
+    browser.until("!document.getElementById('confirm').open")
+    expect(fleet.changes == [], f"a cancelled drain was sent: {fleet.changes}")
+    browser.evaluate(drain)
+    browser.until("document.getElementById('confirm').open")
+    browser.evaluate("document.getElementById('confirm-yes').click()")
+    browser.until("!document.getElementById('toast').hidden")
+    expect(fleet.changes == [("POST", f"/v1/members/{0:032x}/drain")], f"sent: {fleet.changes}")
+
+    # Goals, and a filter.
+    browser.evaluate("document.querySelector('#goals-form button').click()")
+    browser.until("document.getElementById('confirm').open")
+    browser.evaluate("document.getElementById('confirm-yes').click()")
+    browser.until("document.getElementById('toast').textContent.includes('goals')")
+    expect(fleet.changes[-1] == ("PUT", "/v1/goals"), f"sent: {fleet.changes}")
+    browser.evaluate("const filter = document.getElementById('filter'); filter.value = 'draining'; filter.dispatchEvent(new Event('input'))")
+    browser.until("document.querySelectorAll('#member-rows tr').length === 1")
+    browser.evaluate("filter.value = ''; filter.dispatchEvent(new Event('input'))")
+    browser.picture(out / "small.png")
+
+    for dark in (False, True):
+        browser.shape(390, 1500, dark)
+        time.sleep(0.5)
+        width = browser.evaluate("document.documentElement.scrollWidth")
+        expect(width <= 390, f"the page is {width} pixels wide on a screen of 390")
+        browser.picture(out / f"narrow-{'dark' if dark else 'light'}.png")
+
+    # A control plane that is gone, and one that returns.
+    server.shutdown()
+    server.server_close()
+    browser.until("document.getElementById('health').textContent === 'no contact'")
+
+
+def large_fleet(browser: Browser, out: pathlib.Path) -> None:
+    server = mock.serve(mock.Fleet(2, num_members=1000, num_layers=61, num_experts=256))
+    browser.messages.clear()
+    browser.shape(1300, 1700, dark=True)
+    browser.send("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+    browser.until("document.querySelectorAll('#member-rows tr').length === 100")
+    expect(not browser.messages, f"console: {browser.messages}")
+    expect("page 1 of 10" in browser.evaluate("document.getElementById('pages').innerText"), "1,000 members have no ten pages")
+    browser.picture(out / "large.png")
+    server.shutdown()
+    server.server_close()
+
+
+def main() -> None:
+    out = pathlib.Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    if binary is None:
+        sys.exit("error: no chromium: install Debian's package `chromium`")
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Browser(binary, profile)
+        try:
+            small_fleet(browser, out)
+            large_fleet(browser, out)
+        finally:
+            browser.close()
+    print(f"the page works with 4 and 1,000 members; pictures are in {out}")
+
+
+if __name__ == "__main__":
+    main()
