@@ -256,7 +256,10 @@ impl StreamFabric {
                     let is_free = |peer: &u32| self.peers[*peer as usize].servers[kind].is_none();
                     let Some(peer) = known.filter(is_free) else {
                         if let Some(num_suppressed) = NONCE_LOG.allow() {
-                            tracing::warn!(num_suppressed, "a data connection with a nonce that no open peer has");
+                            tracing::warn!(
+                                num_suppressed,
+                                "a data connection with a nonce that no open peer has"
+                            );
                         }
                         return self.drop_server(idx);
                     };
@@ -265,10 +268,10 @@ impl StreamFabric {
                     self.num_unidentified -= 1;
                 }
                 Err(error) => {
-                    if error.kind() == io::ErrorKind::InvalidData {
-                        if let Some(num_suppressed) = NONCE_LOG.allow() {
-                            tracing::warn!(%error, num_suppressed, "data connection closed");
-                        }
+                    if error.kind() == io::ErrorKind::InvalidData
+                        && let Some(num_suppressed) = NONCE_LOG.allow()
+                    {
+                        tracing::warn!(%error, num_suppressed, "data connection closed");
                     }
                     return self.drop_server(idx);
                 }

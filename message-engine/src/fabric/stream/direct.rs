@@ -149,6 +149,7 @@ impl Exchange<'_> {
         // SAFETY: the request is ours, and the memory is registered by the caller's promise.
         self.transfer(
             head.len() + payload,
+            // SAFETY: as above.
             |carrier, done| unsafe { carrier.send(&rest_of(&out, done)) },
             true,
         )?;
