@@ -18,9 +18,9 @@
 //!
 //! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
 //! every time. Its results are reproducible to the bit as long as the placement stays the same and the client is
-//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Four events change bits: a server
-//! comes, goes or is silent; a server is slow, so that it gets less or a frame is hedged; calls overlap, because
-//! replicas are chosen by load; replicas have different kinds of processors or GPUs. Sums then have the same terms in
+//! connected with all of its servers. [`MoeClient::wait_ready`] waits for that. Four events change bits. A server
+//! comes, goes or is silent. A server is slow, so that it gets less or a frame is hedged. Calls overlap, because
+//! replicas are chosen by load. Replicas have different kinds of processors or GPUs. Sums then have the same terms in
 //! other groups. They differ by the rounding of f32, and of the wire format of partial sums if that is not f32.
 //!
 //! Slow servers get less, and late frames are sent to other replicas too: `fleet::pace` and `client::hedge` say how.

@@ -1,4 +1,4 @@
-//! What this process may use of its host: memory under the limits of its control groups, and ports.
+//! Resources of the host for this process: memory under the limits of its control groups, and ports.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,5 @@
 //! Follows the load: decayed loads, plans of the whole fleet, and the moves between two plans. Sans-I/O.
 
-pub(crate) mod work;
-
 use std::sync::Arc;
 use std::time::Duration;
 

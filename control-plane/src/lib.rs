@@ -36,6 +36,7 @@ mod server;
 pub mod store;
 mod table;
 mod term;
+mod work;
 
 pub use balance::BalanceSettings;
 pub use config::{ConfigError, EtcdConfig, Limits, ServerConfig};

@@ -10,7 +10,7 @@ use control_api::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::balance::work::Work;
+use crate::work::Work;
 
 /// Stage of life of a leased member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -196,7 +196,7 @@ impl Member {
         self.place();
     }
 
-    /// Leaves of the placed experts of a draining member those that are `needed`. Without any the member leaves the
+    /// Removes the placed experts of a draining member, except the `needed` ones. Without any the member leaves the
     /// placement. Returns true if that changed something.
     pub(crate) fn hand_over(&mut self, needed: impl Fn(u32, u32) -> bool) -> bool {
         let mut left = Assignment::clone(&self.placed);

@@ -208,9 +208,11 @@ struct Loading {
     stop: Arc<AtomicBool>,
     /// The assignment that it follows.
     assignment: Arc<Assignment>,
-    /// Returns the experts that could not be loaded. A load that was stopped has none.
-    end: Pin<Box<dyn Future<Output = Vec<(u32, u32)>> + Send>>,
+    end: EndOfLoad,
 }
+
+/// Returns the (layer, expert) pairs that could not be loaded. A load that was stopped has none.
+type EndOfLoad = Pin<Box<dyn Future<Output = Vec<(u32, u32)>> + Send>>;
 
 impl Loading {
     /// Waits for the end of a load; for ever without one. Cancel safe.
@@ -389,7 +391,7 @@ impl Membership {
         Ok(())
     }
 
-    /// Assigned experts that are not loaded, without those that failed a moment ago: a fault of the files does not end
+    /// Assigned experts that are not loaded, except the ones that failed a moment ago: a fault of the files does not end
     /// at once.
     fn newly_assigned(
         &self,

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use protocol::{ErrorCode, ServerTimes};
 
-use super::hedge::{Hedge, HedgeRole};
 use super::plan::{Pair, Plan, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
@@ -69,6 +68,52 @@ pub(crate) struct Frame {
     pub sequence: u64,
     pub state: FrameState,
     pub hedge: HedgeRole,
+}
+
+/// Part of a frame in a hedge. The numbers index [`Call::hedges`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HedgeRole {
+    None,
+    Original(u32),
+    Copy(u32),
+}
+
+impl HedgeRole {
+    pub const fn is_some(self) -> bool {
+        matches!(self, Self::Original(_) | Self::Copy(_))
+    }
+
+    pub const fn is_copy(self) -> bool {
+        matches!(self, Self::Copy(_))
+    }
+}
+
+/// A late frame and its copies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Hedge {
+    pub original: u32,
+    /// The copies lie side by side in the call's frames.
+    pub first_copy: u32,
+    pub num_copies: u32,
+    pub state: HedgeState,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HedgeState {
+    /// Original and copies are outstanding.
+    Open,
+    /// The original failed: the copies are frames like any other.
+    Promoted,
+    /// A copy failed: the original is a frame like any other, and the other copies are still to be cancelled.
+    Void,
+    /// Decided, and the losers are cancelled.
+    Closed,
+}
+
+impl Hedge {
+    pub fn copies(&self) -> std::ops::Range<u32> {
+        self.first_copy..self.first_copy + self.num_copies
+    }
 }
 
 /// The part of a server in a call.

@@ -8,8 +8,7 @@ use p2p_core::wait::wait_until;
 use protocol::{CombineExpect, Response, decode_response};
 
 use super::Cancel;
-use super::call::{Call, Frame, FrameState};
-use super::hedge::HedgeRole;
+use super::call::{Call, Frame, FrameState, HedgeRole};
 use super::lane::{Lane, LinkFault};
 use super::plan::{Penalty, PlannedFrame};
 #[cfg(feature = "failpoints")]

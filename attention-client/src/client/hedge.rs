@@ -15,7 +15,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::call::{Call, FrameState, release_load};
+use super::call::{Call, FrameState, Hedge, HedgeRole, HedgeState, release_load};
 use super::lane::Lane;
 use super::plan::{Pair, Penalty};
 #[cfg(feature = "failpoints")]
@@ -23,52 +23,6 @@ use super::sabotage;
 use crate::fleet::link::{ABANDONED, Link};
 use crate::fleet::shared::Shared;
 use crate::metrics::HedgeResult;
-
-/// Part of a frame in a hedge. The numbers index [`Call::hedges`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HedgeRole {
-    None,
-    Original(u32),
-    Copy(u32),
-}
-
-impl HedgeRole {
-    pub const fn is_some(self) -> bool {
-        matches!(self, Self::Original(_) | Self::Copy(_))
-    }
-
-    pub const fn is_copy(self) -> bool {
-        matches!(self, Self::Copy(_))
-    }
-}
-
-/// A late frame and its copies.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Hedge {
-    original: u32,
-    /// The copies lie side by side in the call's frames.
-    first_copy: u32,
-    num_copies: u32,
-    state: HedgeState,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HedgeState {
-    /// Original and copies are outstanding.
-    Open,
-    /// The original failed: the copies are frames like any other.
-    Promoted,
-    /// A copy failed: the original is a frame like any other, and the other copies are still to be cancelled.
-    Void,
-    /// Decided, and the losers are cancelled.
-    Closed,
-}
-
-impl Hedge {
-    fn copies(&self) -> std::ops::Range<u32> {
-        self.first_copy..self.first_copy + self.num_copies
-    }
-}
 
 impl Call {
     /// Notes that a frame failed. Returns true if its pairs need no resend, because the other side of its hedge asks

@@ -1,5 +1,5 @@
-//! Servers that read their weights from another server's memory: time of a join beside a copy of the same bytes, and
-//! layer times of a client while servers join, load and leave. Prints a line of JSON for each measurement.
+//! Servers that read their weights from another server's memory. Measures the time of a join beside a copy of the same
+//! bytes, and layer times of a client while servers join, load and leave. Prints a line of JSON for each measurement.
 //!
 //! `peer_weights join|fleet SWITCHYARD MODEL FOLDER LIMIT ROUNDS`: the binary, a complete checkpoint, a folder with its
 //! `config.json` alone, the sources' `--peer-read-limit`, and the number of rounds.

@@ -196,7 +196,7 @@ fn shared_memory() -> Check {
         Ok(stat) => {
             let free = stat.f_bavail * stat.f_frsize;
             let found = format!("{} MiB free in /dev/shm", free >> 20);
-            // What NCCL of an inference engine on this host asks for.
+            // NCCL of an inference engine on this host asks for this much.
             if free < 64 << 20 {
                 problem(
                     "shared memory",

@@ -374,8 +374,8 @@ fn plan(
     })
 }
 
-/// Time of a call of one layer: the slowest server of the layer, and the wait in the queue of the busiest one, which
-/// serves calls of equal length that come at random (M/D/1).
+/// Time of a call of one layer: that of its slowest server, and the wait in the queue of the busiest one. The queue has
+/// calls of equal length that come at random (M/D/1).
 fn layer_time(
     workload: &Workload,
     sizes: &mut Sizes<'_>,

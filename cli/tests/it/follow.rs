@@ -12,8 +12,8 @@ use rand::{RngExt, SeedableRng};
 use reference_model::{ExpertBackend, LocalExperts};
 use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
-/// Tokens per call. Every one of them goes to the hot expert and to one of the others, so the hot one has half of the
-/// load and needs more than one of three servers.
+/// Tokens per call. Each goes to the hot expert and to one of the others. So the hot one has half of the load and needs
+/// more than one of three servers.
 const TOKENS: usize = 24;
 const HOT: u32 = 5;
 const SECONDS: u64 = 90;

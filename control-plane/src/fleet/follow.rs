@@ -7,9 +7,10 @@ use control_api::FleetGoals;
 
 use super::{Fleet, FleetEvent};
 use crate::admission::{Refusal, check_goals};
-use crate::balance::{self, Pending, work};
+use crate::balance::{self, Pending};
 use crate::member::Member;
 use crate::planner::rebalance::FleetPlan;
+use crate::work;
 
 impl Fleet {
     pub(crate) fn goals(&self) -> Result<FleetGoals, Refusal> {

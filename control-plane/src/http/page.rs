@@ -69,7 +69,7 @@ impl IntoResponse for File {
 mod tests {
     use super::*;
 
-    /// A file that the page names and nobody serves would leave it blank.
+    /// A file that the page names and that is not served would leave it blank.
     #[test]
     fn every_file_that_the_page_names_is_served_and_nothing_comes_from_elsewhere() {
         for file in FILES.iter().filter(|file| !file.path.starts_with("/ui/uplot")) {

@@ -26,7 +26,7 @@ pub struct PlanMember<'a> {
     pub zone: Option<&'a str>,
     /// Experts that the member shall have by the plan in force. Experts that the model does not have are left out.
     pub current: &'a Assignment,
-    /// Experts in its memory or about to be: those that it loads or has loaded, and old ones that it has yet to free.
+    /// Experts in its memory or about to be: loaded ones, ones that it loads, and old ones that it has yet to free.
     pub held: &'a Assignment,
     /// Experts in its memory beyond [`held`](Self::held), for instance old ones that it no longer offers.
     pub hidden: u32,

@@ -156,7 +156,7 @@ pub fn place(workload: &Workload, servers: &Servers, num_servers: u32) -> Result
     Ok(evaluate(workload, servers, &loads, fleet))
 }
 
-/// What calls cost on a placement.
+/// Computes the cost of calls on a placement.
 pub fn evaluate(
     workload: &Workload,
     servers: &Servers,
@@ -251,7 +251,7 @@ impl<'a> Sizes<'a> {
         Ok(self.placement(num_servers)?.busiest_call_s * calls_per_s)
     }
 
-    /// Fewest servers of which the busiest computes for at most `target` of the time.
+    /// Fewest servers so that the busiest one computes for at most `target` of the time.
     pub fn needed(&mut self, tokens_per_s: f64, target: f64) -> Result<u32> {
         let (mut low, mut high) = (self.fewest, self.fewest);
         while self.busiest_share(high, tokens_per_s)? > target {

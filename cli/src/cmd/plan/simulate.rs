@@ -66,7 +66,7 @@ pub fn run(
     let mut loads = workload.popularity();
     let first = trace.points.first().map_or(0.0, |point| point.tokens_per_s);
     let begin = sizes.needed(first, settings.target_share)?;
-    // The servers of the last step, and those that the next plan has: a leaving server stays until others have its
+    // The servers of the last step, and the servers of the next plan. A leaving server stays until others have its
     // experts, and a joining one has loaded none yet.
     let mut fleet: Vec<Assignment> = sizes.placement(begin)?.assignments.clone();
     let mut planned = fleet.clone();

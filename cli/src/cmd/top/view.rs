@@ -1,4 +1,4 @@
-//! What `top` shows. No terminal here, so that tests can look at it.
+//! The picture of `top`. It needs no terminal, so that tests can look at it.
 
 use std::collections::VecDeque;
 

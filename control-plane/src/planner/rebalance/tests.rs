@@ -248,7 +248,7 @@ proptest! {
             prop_assert!(assignment.num_experts() <= most);
             prop_assert!(crate::admission::check_assignment(assignment, &model).is_ok());
             prop_assert!(pairs(assignment).all(|(layer, expert)| !member.unreadable.contains(layer, expert)));
-            // A load that the member is not told of yet must fit beside all that its memory holds.
+            // A load that the member does not know of yet must fit beside all that its memory holds.
             let loads: Vec<(u32, u32)> = pairs(assignment).filter(|&(layer, expert)| !member.held.contains(layer, expert)).collect();
             let is_new = |&(layer, expert): &(u32, u32)| !member.current.contains(layer, expert);
             if loads.iter().any(is_new) {

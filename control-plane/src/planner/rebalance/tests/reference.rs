@@ -7,8 +7,8 @@ use microlp::{ComparisonOp, OptimizationDirection, Problem};
 use super::*;
 
 /// The placement of one layer by the global policy of DeepSeek's Expert Parallelism Load Balancer, written from the
-/// description in its README (<https://github.com/deepseek-ai/EPLB>): copies go one by one to the expert with the
-/// largest load per copy; the copies, heaviest first, go to the least loaded server with a free place, and all servers
+/// description in its README (<https://github.com/deepseek-ai/EPLB>). Copies go one by one to the expert with the
+/// largest load per copy. Then the copies, heaviest first, go to the least loaded server with a free place. All servers
 /// have equally many. `num_copies` is a multiple of `num_servers`. Returns the load of each server.
 fn eplb(loads: &[f64], num_copies: usize, num_servers: usize) -> (Vec<f64>, Vec<Vec<usize>>) {
     let mut copies = vec![1usize; loads.len()];
