@@ -24,23 +24,23 @@ struct Process {
 impl Process {
     /// Starts the binary and waits for a line of its output that contains `mark`.
     fn start(args: &[&str], mark: &str) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_switchyard"))
+        let child = Command::new(env!("CARGO_BIN_EXE_switchyard"))
             .arg("--json")
             .args(args)
             .env("SWITCHYARD_TOKEN", TOKEN)
             .stdout(Stdio::piped())
             .spawn()
             .expect("start");
-        let mut lines = Vec::new();
-        let stdout = BufReader::new(child.stdout.take().expect("stdout"));
+        let mut process = Self { child, lines: Vec::new() };
+        let stdout = BufReader::new(process.child.stdout.take().expect("stdout"));
         for line in stdout.lines().map_while(Result::ok) {
             let is_last = line.contains(mark);
-            lines.push(line);
+            process.lines.push(line);
             if is_last {
-                return Self { child, lines };
+                return process;
             }
         }
-        panic!("{args:?} ended: {lines:?}");
+        panic!("{args:?} ended: {:?}", process.lines);
     }
 
     fn control_plane(etcd: &str) -> Self {

@@ -139,10 +139,10 @@ async fn every_server_is_restarted_once_and_the_fleet_is_complete() {
 async fn a_rollout_that_ran_out_of_time_goes_on_where_it_stopped() {
     let fleet = Fleet::start(3, 2).await;
     let dir = tempfile::tempdir().unwrap();
-    let state = Some(dir.path().join("rollout.json"));
+    let state = dir.path().join("rollout.json");
     // The command for the second server fails, so the rollout stops there.
     let command = r#"[ "$SWITCHYARD_ROLLOUT_SERVER" != server-1 ]"#.to_owned();
-    let args = Args { state: state.clone(), restart: Some(command), ..args() };
+    let args = Args { state: Some(state.clone()), restart: Some(command), ..args() };
     let error = fleet.rollout(30).run(&args).await.unwrap_err().to_string();
     assert!(error.contains("server-1") && error.contains("--restart"), "{error}");
     assert_eq!(fleet.drained()[0], "server-0");
@@ -166,7 +166,7 @@ async fn a_rollout_that_ran_out_of_time_goes_on_where_it_stopped() {
     let drained = fleet.drained();
     assert!(!drained.contains(&"server-0".to_owned()), "{drained:?}");
     assert_eq!(drained.last().map(String::as_str), Some("server-2"));
-    assert!(!state.unwrap().exists());
+    assert!(!state.exists());
 }
 
 #[tokio::test]
