@@ -35,8 +35,8 @@ enum State {
     /// No request was made so far.
     Unused,
     Open(Carrier),
-    /// The connection could not be made.
-    Unavailable,
+    /// The connection could not be made. The next attempt is due at this time.
+    Unavailable(Instant),
     /// A request has failed on it.
     Broken,
 }
@@ -98,19 +98,27 @@ impl DirectCopy for DirectRequests {
             // The fabric reports it, without a request.
             return None;
         }
-        if matches!(*state, State::Unused) {
+        let is_due = match &*state {
+            State::Unused => true,
+            State::Unavailable(at) => Instant::now() >= *at,
+            State::Open(_) | State::Broken => false,
+        };
+        if is_due {
             *state = match self.open(wait.deadline) {
                 Ok(carrier) => State::Open(carrier),
                 Err(error) => {
                     tracing::debug!(%error, "no connection for requests of users' threads");
-                    State::Unavailable
+                    State::Unavailable(Instant::now() + OPEN_PAUSE)
                 }
             };
+            if Instant::now() >= wait.deadline {
+                return None;
+            }
         }
         let carrier = match &mut *state {
             State::Open(carrier) => carrier,
             State::Broken => return Some(Err(DirectError::Lost(disconnected()))),
-            State::Unused | State::Unavailable => return None,
+            State::Unused | State::Unavailable(_) => return None,
         };
         let request = Request { is_write, key: remote.region.key, offset, bytes };
         let mut exchange = Exchange { carrier, wait, op };
@@ -275,7 +283,7 @@ impl fmt::Debug for State {
         f.write_str(match self {
             Self::Unused => "Unused",
             Self::Open(_) => "Open",
-            Self::Unavailable => "Unavailable",
+            Self::Unavailable(_) => "Unavailable",
             Self::Broken => "Broken",
         })
     }
@@ -289,5 +297,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const MAX_BYTES: u64 = MAX_DIRECT_BYTES;
 /// Time limit of the connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Pause after a connection that could not be made.
+const OPEN_PAUSE: Duration = Duration::from_secs(1);
 /// Time between two looks at the caller's wish to give up.
 const SLICE: Duration = Duration::from_millis(50);
