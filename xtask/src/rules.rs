@@ -389,7 +389,7 @@ mod tests {
     const WORKSPACE: &str = "[workspace]\nmembers = [\"p2p-core\", \"kernels\", \"protocol\"]\n\
         [workspace.dependencies]\n\
         kernels = { package = \"switchyard-kernels\", path = \"kernels\" }\n\
-        protocol = { package = \"switchyard-protocol\", path = \"protocol\" }\n\
+        protocol = { package = \"switchyard-wire\", path = \"protocol\" }\n\
         tokio = \"1\"\n";
 
     /// A small tree that keeps the rules, with `changes` put in.
@@ -464,7 +464,7 @@ mod tests {
 
     #[test]
     fn a_foreign_crate_may_be_forbidden() {
-        let manifest = "[package]\nname = \"switchyard-protocol\"\n[dependencies]\nserde = \"1\"\ntokio.workspace = true\n";
+        let manifest = "[package]\nname = \"switchyard-wire\"\n[dependencies]\nserde = \"1\"\ntokio.workspace = true\n";
         assert_eq!(
             found(&[("protocol/Cargo.toml", manifest)], ""),
             ["protocol/Cargo.toml:5: protocol must not depend on tokio"]
