@@ -139,31 +139,45 @@ pub(crate) struct Pending {
     moe_layers: Vec<u32>,
     num_experts: usize,
     is_pending: Vec<bool>,
+    /// Experts of any target.
+    has_target: Vec<bool>,
 }
 
 impl Pending {
     pub(crate) fn of(model: &ModelDescriptor, members: &[&Member]) -> Self {
         let num_experts = model.num_experts as usize;
         let mut is_pending = vec![false; model.moe_layers.len() * num_experts];
+        let mut has_target = is_pending.clone();
         for member in members {
             let Some(target) = &member.target else { continue };
             for entry in &target.layers {
                 let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
                 let placed = member.placed.experts(entry.layer);
                 for &expert in &entry.experts {
+                    has_target[layer_idx * num_experts + expert as usize] = true;
                     if placed.binary_search(&expert).is_err() || !member.is_serving() {
                         is_pending[layer_idx * num_experts + expert as usize] = true;
                     }
                 }
             }
         }
-        Self { moe_layers: model.moe_layers.clone(), num_experts, is_pending }
+        Self { moe_layers: model.moe_layers.clone(), num_experts, is_pending, has_target }
     }
 
     pub(crate) fn contains(&self, layer: u32, expert: u32) -> bool {
-        let Ok(layer_idx) = self.moe_layers.binary_search(&layer) else { return false };
-        let idx = layer_idx * self.num_experts + expert as usize;
-        (expert as usize) < self.num_experts && self.is_pending[idx]
+        self.index(layer, expert).is_some_and(|idx| self.is_pending[idx])
+    }
+
+    /// Returns true if all members whose target has the expert have loaded it, and there is one.
+    pub(crate) fn is_handed_over(&self, layer: u32, expert: u32) -> bool {
+        self.index(layer, expert).is_none_or(|idx| self.has_target[idx] && !self.is_pending[idx])
+    }
+
+    /// Place of an expert that the model has.
+    fn index(&self, layer: u32, expert: u32) -> Option<usize> {
+        let layer_idx = self.moe_layers.binary_search(&layer).ok()?;
+        let expert = expert as usize;
+        (expert < self.num_experts).then_some(layer_idx * self.num_experts + expert)
     }
 }
 

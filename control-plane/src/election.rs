@@ -10,6 +10,7 @@
 mod follow;
 mod session;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -89,6 +90,8 @@ impl Election {
                 }
                 Err(StoreError::Deposed | StoreError::Conflict { .. }) => {
                     warn!("another control plane writes the store: this one follows");
+                    // The key of this session would otherwise stand before the next campaign's.
+                    self.give_up(&session).await;
                 }
                 Err(StoreError::Etcd(err)) => {
                     self.note_problem(&err);
@@ -152,7 +155,9 @@ impl Election {
     /// Renews the lease of the leader. Returns when the leadership is lost.
     async fn keep(&self, session: &mut Session, term: u64) -> Loss {
         let period = self.lease_ttl / 3;
-        let mut pause = period;
+        // The first look at the others comes before etcd can be lost.
+        let mut pause = Duration::ZERO;
+        let mut seen: HashMap<String, Instant> = HashMap::new();
         loop {
             sleep(pause).await;
             match self.renew(session, period).await {
@@ -161,8 +166,15 @@ impl Election {
                     self.note_outage(None);
                     // An error only means that the list stays as it is.
                     if let Ok(candidates) = self.candidates(period).await {
-                        let others = candidates.into_iter().map(|candidate| candidate.url);
-                        self.roles.set_others(others.filter(|url| *url != self.own_url).collect());
+                        // A follower is missing for a moment whenever it campaigns anew.
+                        let now = Instant::now();
+                        seen.extend(candidates.into_iter().map(|candidate| (candidate.url, now)));
+                        seen.retain(|url, at| {
+                            *url != self.own_url && now - *at < REMEMBERED_LEASES * self.lease_ttl
+                        });
+                        let mut others: Vec<String> = seen.keys().cloned().collect();
+                        others.sort_unstable();
+                        self.roles.set_others(others);
                     }
                 }
                 Err(EtcdError::LeaseNotFound) => return Loss::Lease,
@@ -239,4 +251,6 @@ impl Election {
 }
 
 const RETRY: Duration = Duration::from_millis(300);
+/// Leases for which another control plane is remembered that is on no list any more.
+const REMEMBERED_LEASES: u32 = 10;
 const PEER_TIMEOUT: Duration = Duration::from_millis(500);

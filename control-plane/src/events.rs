@@ -9,21 +9,28 @@ use control_api::{Event, EventList, Severity};
 use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
 
 /// The last [`CAPACITY`] events, in memory.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct EventLog {
     kept: Mutex<Kept>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Kept {
     last_seq: u64,
     events: VecDeque<Event>,
 }
 
+impl Default for EventLog {
+    fn default() -> Self {
+        // Numbers rise over restarts and over changes of the leader, as long as clocks do.
+        let last_seq = unix_ms() * NUMBERS_PER_MS;
+        Self { kept: Mutex::new(Kept { last_seq, events: VecDeque::new() }) }
+    }
+}
+
 impl EventLog {
     /// Adds an event at the time of the system's clock.
     pub(crate) fn add(&self, event: &FleetEvent) {
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let (severity, text) = describe(event);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.last_seq += 1;
@@ -31,12 +38,7 @@ impl EventLog {
         if kept.events.len() == CAPACITY {
             kept.events.pop_front();
         }
-        kept.events.push_back(Event {
-            seq,
-            unix_ms: since_epoch.as_millis() as u64,
-            severity,
-            text,
-        });
+        kept.events.push_back(Event { seq, unix_ms: unix_ms(), severity, text });
     }
 
     /// The events after number `seq`, oldest first. All, if `seq` is of an earlier process.
@@ -109,8 +111,14 @@ fn describe(event: &FleetEvent) -> (Severity, String) {
     }
 }
 
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
+}
+
 /// Events kept.
 const CAPACITY: usize = 1000;
+/// More than a fleet has events in a millisecond.
+const NUMBERS_PER_MS: u64 = 1000;
 
 #[cfg(test)]
 mod tests {
@@ -119,21 +127,25 @@ mod tests {
     #[test]
     fn the_log_keeps_the_last_events_and_numbers_all() {
         let log = EventLog::default();
-        assert_eq!(log.after(0), EventList::default());
+        let first = log.after(0).last_seq;
+        // Whole numbers of JavaScript end at 2^53.
+        assert!(first > 1_700_000_000_000_000 && first < 1 << 53, "{first}");
+        assert_eq!(log.after(0).events, []);
         let num_events = CAPACITY as u64 + 7;
         for epoch in 1..=num_events {
             log.add(&FleetEvent::PlacementChanged { epoch, num_servers: 3 });
         }
-        let all = log.after(0);
-        assert_eq!((all.last_seq, all.events.len()), (num_events, CAPACITY));
-        assert_eq!((all.events[0].seq, all.events[0].text.as_str()), (8, "epoch 8: 3 servers"));
-        let last: Vec<_> = log.after(num_events - 2).events.iter().map(|event| event.seq).collect();
-        assert_eq!(last, [num_events - 1, num_events]);
-        assert_eq!(log.after(num_events).events, []);
+        let (all, end) = (log.after(0), first + num_events);
+        assert_eq!((all.last_seq, all.events.len()), (end, CAPACITY));
+        let oldest = (all.events[0].seq, all.events[0].text.as_str());
+        assert_eq!(oldest, (first + 8, "epoch 8: 3 servers"));
+        let last: Vec<_> = log.after(end - 2).events.iter().map(|event| event.seq).collect();
+        assert_eq!(last, [end - 1, end]);
+        assert_eq!(log.after(end).events, []);
         assert_eq!(
-            log.after(num_events + 1).events.len(),
+            log.after(end + 1).events.len(),
             CAPACITY,
-            "a reader of an earlier process"
+            "the reader's number is of a fast clock"
         );
     }
 }

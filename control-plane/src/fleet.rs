@@ -154,6 +154,8 @@ pub(crate) struct Fleet {
     decayed_at: Duration,
     /// Time of the last change of the members that is not planned yet.
     unplanned_since: Option<Duration>,
+    /// No plan before this time: after a restart, loads and speeds are not known yet.
+    plans_from: Duration,
     last_plan: Duration,
     /// Time when the first member of an empty fleet joined.
     first_join: Option<Duration>,
@@ -187,8 +189,15 @@ impl Fleet {
                 false => Lease::Until(now + settings.lease_ttl),
             };
             names.insert(record.member_id.clone(), record.name.clone());
-            members.insert(record.name.clone(), Member::new(record, lease, true));
+            let mut member = Member::new(record, lease, true);
+            if member.record.keeps_serving {
+                member.drains_by = settings.balance.map(|balance| now + balance.drain_grace);
+            }
+            members.insert(member.record.name.clone(), member);
         }
+        let drains = members.values().any(Member::keeps_serving);
+        // By then every live member has renewed its lease, with a report of its load.
+        let plans_from = if members.is_empty() { now } else { now + settings.lease_ttl };
         if let (Some(balance), Some(goals)) = (&mut settings.balance, snapshot.goals) {
             balance.goals.min_replicas = goals.replicas;
             balance.goals.spare = goals.spare;
@@ -212,7 +221,8 @@ impl Fleet {
             last_tick: now,
             loads: Loads::default(),
             decayed_at: now,
-            unplanned_since: None,
+            unplanned_since: drains.then_some(now),
+            plans_from,
             last_plan: now,
             first_join: None,
             was_complete,
@@ -527,6 +537,7 @@ impl Fleet {
     pub(crate) fn snapshot(&self) -> (Snapshot, u64) {
         let record = |member: &Member| MemberRecord {
             expired: !member.is_leased(),
+            keeps_serving: member.keeps_serving(),
             ..member.record.clone()
         };
         let snapshot = Snapshot {
@@ -653,6 +664,7 @@ impl Fleet {
             metrics_addr: request.metrics_addr.clone(),
             weights_addr: request.weights_addr.clone(),
             phase: Phase::Loading,
+            keeps_serving: false,
             expired: false,
             assignment: Arc::new(assignment),
             assignment_version: 1,

@@ -51,6 +51,9 @@ pub struct MemberRecord {
     pub weights_addr: Option<String>,
     /// Stage of life.
     pub phase: Phase,
+    /// True if it drains, and stays in the placement until others have loaded its experts.
+    #[serde(default)]
+    pub keeps_serving: bool,
     /// True if the lease had expired when the snapshot was taken.
     pub expired: bool,
     /// Experts that the planner assigned.

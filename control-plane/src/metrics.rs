@@ -208,6 +208,10 @@ impl Metrics {
         self.set_members(MemberCounts::default());
         self.set_coverage(Coverage::default());
         self.store_writable.set(1);
+        self.advised_servers.set(0);
+        let shares = [&self.advice_confidence, &self.compute_share, &self.busiest_share];
+        let waits = [&self.queue_frames, &self.late_share];
+        shares.into_iter().chain(waits).for_each(|gauge| gauge.set(0.0));
     }
 
     pub(crate) fn observe_request(&self, route: &str, method: &str, status: u16, took: Duration) {

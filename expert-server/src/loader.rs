@@ -136,6 +136,7 @@ impl Loader {
         let (metrics, progress) = (self.metrics.clone(), Arc::clone(&self.progress));
         let begin = Instant::now();
         let num_wanted = wanted.len();
+        let all = wanted.clone();
         let fetching = tokio::task::spawn_blocking(move || {
             fetch.run(&peers, &wanted, pace.num_reads(), &stop, &|layer, expert, weights| {
                 let bytes = store.insert(layer, expert, weights).map_err(|e| e.to_string())?;
@@ -145,7 +146,7 @@ impl Loader {
         });
         let fetched = fetching.await.unwrap_or_else(|error| {
             tracing::error!(%error, "reading weights of peers panicked");
-            Fetched::default()
+            Fetched { missing: panicked(all), ..Fetched::default() }
         });
         self.metrics.weights_damaged.inc_by(fetched.num_damaged);
         tracing::info!(
@@ -165,6 +166,7 @@ impl Loader {
         stop: Arc<AtomicBool>,
     ) -> Vec<Missing> {
         let store = Arc::clone(store);
+        let all = files.clone();
         let (metrics, progress) = (self.metrics.clone(), Arc::clone(&self.progress));
         let reading = tokio::task::spawn_blocking(move || {
             let mut missing = Vec::new();
@@ -182,7 +184,7 @@ impl Loader {
         });
         reading.await.unwrap_or_else(|error| {
             tracing::error!(%error, "loading experts panicked");
-            Vec::new()
+            panicked(all)
         })
     }
 
@@ -212,6 +214,11 @@ impl Loader {
         peers.rotate_left(middle);
         peers
     }
+}
+
+/// Experts of a load that ended with a panic. Some of them may be loaded.
+fn panicked(experts: Vec<(u32, u32)>) -> Vec<Missing> {
+    experts.into_iter().map(|pair| (pair, "the load panicked".to_owned())).collect()
 }
 
 fn count(metrics: &ServerMetrics, progress: &LoadingProgress, bytes: u64, is_from_peer: bool) {

@@ -183,7 +183,8 @@ impl Connection {
             inner: TowerToHyperService::new(self.router),
             state: Arc::clone(&self.state),
         };
-        let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout));
+        let is_blocked = Arc::clone(&self.state.is_blocked);
+        let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout, is_blocked));
         let mut builder = hyper::server::conn::http1::Builder::new();
         builder
             .timer(TokioTimer::new())
@@ -218,13 +219,20 @@ struct IdleConnections {
 #[derive(Debug, Default)]
 struct IdleTable {
     next_rank: u64,
-    by_rank: BTreeMap<u64, AbortHandle>,
+    by_rank: BTreeMap<u64, IdleConnection>,
+}
+
+#[derive(Debug)]
+struct IdleConnection {
+    task: AbortHandle,
+    is_blocked: Arc<AtomicBool>,
 }
 
 impl IdleTable {
     fn insert(&mut self, state: &ConnectionState, task: AbortHandle) {
         self.next_rank += 1;
-        self.by_rank.insert(self.next_rank, task);
+        let is_blocked = Arc::clone(&state.is_blocked);
+        self.by_rank.insert(self.next_rank, IdleConnection { task, is_blocked });
         state.rank.store(self.next_rank, Ordering::Relaxed);
     }
 }
@@ -236,8 +244,12 @@ impl IdleConnections {
 
     /// Closes the connection that has been idle longest. Returns false if there is none.
     fn evict_oldest(&self, metrics: &Metrics) -> bool {
-        let Some((_, task)) = self.lock().by_rank.pop_first() else { return false };
-        task.abort();
+        let mut table = self.lock();
+        let idle = table.by_rank.iter().find(|(_, idle)| !idle.is_blocked.load(Ordering::Relaxed));
+        let Some(rank) = idle.map(|(rank, _)| *rank) else { return false };
+        let idle = table.by_rank.remove(&rank);
+        drop(table);
+        idle.inspect(|idle| idle.task.abort());
         metrics.culled.with_label_values(&["crowded"]).inc();
         true
     }
@@ -250,6 +262,8 @@ struct ConnectionState {
     /// Key in the table while the connection is idle. Changes under the table's lock only, as the next does.
     rank: AtomicU64,
     has_ended: AtomicBool,
+    /// The peer has yet to read a part of the last response.
+    is_blocked: Arc<AtomicBool>,
 }
 
 /// Takes its connection out of the table for good when dropped.
@@ -265,13 +279,18 @@ impl Drop for EndOfConnection {
 
 impl ConnectionState {
     fn new(idle: &Arc<IdleConnections>) -> Self {
-        Self { idle: Arc::clone(idle), rank: AtomicU64::new(0), has_ended: AtomicBool::new(false) }
+        Self {
+            idle: Arc::clone(idle),
+            rank: AtomicU64::new(0),
+            has_ended: AtomicBool::new(false),
+            is_blocked: Arc::default(),
+        }
     }
 
     /// Notes that a request is open. Returns the task if the connection was idle until then.
     fn begin(&self) -> Option<AbortHandle> {
         let mut table = self.idle.lock();
-        table.by_rank.remove(&self.rank.load(Ordering::Relaxed))
+        table.by_rank.remove(&self.rank.load(Ordering::Relaxed)).map(|idle| idle.task)
     }
 
     /// Notes that the response of the open request is complete.
@@ -339,7 +358,7 @@ impl Drop for OpenRequest {
     }
 }
 
-/// The body of a response. hyper drops it when all of it is written.
+/// The body of a response. hyper drops it when all of it is in its buffer or written.
 struct TrackedBody {
     inner: Body,
     _open: OpenRequest,
@@ -390,12 +409,12 @@ struct WriteTimeout<IO> {
     timeout: Duration,
     /// Runs while a write is blocked.
     timer: Pin<Box<Sleep>>,
-    is_blocked: bool,
+    is_blocked: Arc<AtomicBool>,
 }
 
 impl<IO> WriteTimeout<IO> {
-    fn new(io: IO, timeout: Duration) -> Self {
-        Self { io, timeout, timer: Box::pin(tokio::time::sleep(timeout)), is_blocked: false }
+    fn new(io: IO, timeout: Duration, is_blocked: Arc<AtomicBool>) -> Self {
+        Self { io, timeout, timer: Box::pin(tokio::time::sleep(timeout)), is_blocked }
     }
 
     fn watch<T>(
@@ -404,11 +423,10 @@ impl<IO> WriteTimeout<IO> {
         outcome: Poll<io::Result<T>>,
     ) -> Poll<io::Result<T>> {
         if outcome.is_ready() {
-            self.is_blocked = false;
+            self.is_blocked.store(false, Ordering::Relaxed);
             return outcome;
         }
-        if !self.is_blocked {
-            self.is_blocked = true;
+        if !self.is_blocked.swap(true, Ordering::Relaxed) {
             self.timer.as_mut().reset(Instant::now() + self.timeout);
         }
         match self.timer.as_mut().poll(cx) {

@@ -150,7 +150,8 @@ impl Fleet {
         let reach = ("http://127.0.0.1:7070".to_owned(), token);
         let fleet = Self { star, _processes: processes };
         Setup::of(fleet, &reach, seed, 48, |builder| {
-            builder.transports(transports).deadline(deadline)
+            // A hedge would answer for a server that is gone, and leave no failover to wait for.
+            builder.transports(transports).deadline(deadline).hedge_budget(0.0)
         })
     }
 }

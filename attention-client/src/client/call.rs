@@ -314,7 +314,7 @@ impl Call {
 
     pub fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
         let bad_frame = code == ErrorCode::BadFrame;
-        self.bad_frames += u32::from(bad_frame);
+        self.bad_frames += u32::from(bad_frame && !self.is_spare(frame));
         // The frame may have been damaged in transit, so one retry is worth it. Nothing depends on the copy of a
         // hedge.
         if code.is_retryable() || (bad_frame && self.bad_frames == 1) || self.is_spare(frame) {

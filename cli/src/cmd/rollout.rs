@@ -141,7 +141,13 @@ impl Rollout {
                 }
                 self.report("draining", &step.name, None)?;
                 let request = DrainRequest { incarnation: Some(step.incarnation) };
-                self.client.drain(&member.member_id, &request).await?;
+                let drained =
+                    self.patient(async || self.client.drain(&member.member_id, &request).await);
+                if let Err(error) = drained.await {
+                    // The request may have been carried out all the same.
+                    self.take_back(step).await;
+                    return Err(error);
+                }
             }
         }
         let restarted = match &args.restart {

@@ -648,7 +648,7 @@ pub enum Severity {
 /// One event of the fleet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Number of the event since the control plane started, from 1.
+    /// Number of the event. Numbers rise, also over restarts and changes of the leader as long as clocks do.
     pub seq: u64,
     /// Time in milliseconds since 1970, by the control plane's clock.
     pub unix_ms: u64,
@@ -661,7 +661,7 @@ pub struct Event {
 /// `GET /v1/events`: events that the control plane keeps in memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct EventList {
-    /// Number of the last event, 0 if there was none. It is lower than before after a restart.
+    /// Number of the last event, also before the first one. A reader asks for the events after it.
     pub last_seq: u64,
     /// The events in question, oldest first.
     pub events: Vec<Event>,

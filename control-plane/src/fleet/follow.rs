@@ -44,6 +44,9 @@ impl Fleet {
         let Some(settings) = self.settings.balance else { return };
         let Some(model) = self.model.clone() else { return };
         self.end_long_drains(now);
+        if now < self.plans_from {
+            return;
+        }
         let is_settled = self.unplanned_since.is_some_and(|since| now >= since + settings.settle);
         let is_due = self.unplanned_since.is_none() && now >= self.last_plan + settings.period;
         let num_live = self.members.values().filter(|member| member.is_planned()).count();
@@ -132,6 +135,8 @@ impl Fleet {
             self.members.values().filter(|member| member.is_planned()).collect();
         let pending = Pending::of(model, &planned);
         let next = balance::next_assignments(model, &planned, &pending);
+        // Without another member, nothing will take the experts over.
+        let is_alone = planned.is_empty();
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         let mut has_changed = false;
         for (member, next) in planned.zip(next) {
@@ -142,7 +147,9 @@ impl Fleet {
         }
         for member in self.members.values_mut() {
             if member.keeps_serving() && member.is_drain_planned {
-                has_changed |= member.hand_over(|layer, expert| pending.contains(layer, expert));
+                // An expert that has no place yet, for want of memory, stays as long as the drain may last.
+                has_changed |= member
+                    .hand_over(|layer, expert| !is_alone && !pending.is_handed_over(layer, expert));
             }
         }
         if has_changed {

@@ -84,6 +84,8 @@ pub(super) fn client() -> reqwest::Client {
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(FORWARD_TIMEOUT)
+        // A leader that stops in the middle of an answer holds no client.
+        .read_timeout(FORWARD_TIMEOUT)
         .pool_idle_timeout(POOL_IDLE_TIMEOUT)
         .tcp_nodelay(true)
         .build();
@@ -111,7 +113,7 @@ const LOCAL: [&str; 7] = [
 ];
 /// Marks a request of a follower, so that it is forwarded only once.
 const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
-/// Shorter than the timeout of clients, so that they learn the reason.
+/// Shorter than the timeout of clients with one URL, so that they learn the reason.
 const FORWARD_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Longest time for which a request waits for an election.
 const ELECTION_WAIT: Duration = Duration::from_millis(500);

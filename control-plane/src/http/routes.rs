@@ -41,7 +41,12 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
             Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
             None => "ok\n".to_owned(),
         }),
-        Role::Follower(Following { leader_url: Some(url), .. }) => Ok(format!("ok, {url} leads\n")),
+        // The table of a follower turns stale if the leader does not answer.
+        Role::Follower(Following { leader_url: Some(url), .. })
+            if *app.board.freshness().borrow() =>
+        {
+            Ok(format!("ok, {url} leads\n"))
+        }
         Role::Follower(Following { problem, .. }) => {
             Err(no_leader(problem.as_deref().unwrap_or("an election is under way")))
         }

@@ -50,7 +50,11 @@ export async function call(method, path, body) {
     }
     throw new ApiError(response.status, detail.code ?? "", detail.message ?? `${method} ${path}: HTTP ${response.status}`);
   }
-  return text ? JSON.parse(text, keepBigNumbers) : null;
+  try {
+    return text ? JSON.parse(text, keepBigNumbers) : null;
+  } catch {
+    throw new ApiError(response.status, "bad_response", `${method} ${path}: the answer is not JSON`);
+  }
 }
 
 // Incarnations are 64-bit numbers, which JavaScript would round. Only their text is needed.

@@ -91,7 +91,7 @@ export class Heat {
 
   say() {
     const row = this.mark && this.map.rows[this.mark.y];
-    if (!row) {
+    if (!row || this.mark.x >= this.map.numExperts) {
       this.readout.textContent = "No cell is marked.";
       return;
     }

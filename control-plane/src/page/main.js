@@ -65,7 +65,7 @@ async function refresh() {
   ]);
   Object.assign(state, { status, members: members.members, placement, answeredAt: Date.now() });
   if (events) {
-    // The numbers begin anew when the control plane restarts.
+    // A control plane with a slow clock has taken over: its numbers may be lower.
     if (events.last_seq < state.lastEvent) state.events = [];
     state.lastEvent = events.last_seq;
     state.events = [...events.events.reverse(), ...state.events].slice(0, MAX_EVENTS);
@@ -295,7 +295,7 @@ async function loop() {
       await refresh();
       $("freshness").textContent = "live";
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
+      if (!(error instanceof ApiError)) console.error(error);
       if (error.status === 401) {
         askToken(storedToken() ? error.message : "The control plane asks for a token.");
       } else {

@@ -35,6 +35,7 @@ pub(super) fn snapshot(seed: u64) -> Snapshot {
             metrics_addr: None,
             weights_addr: (seed > 3).then(|| "host:7".to_owned()),
             phase: Phase::Draining,
+            keeps_serving: seed > 2,
             expired: seed.is_multiple_of(2),
             assignment: Arc::clone(&assignment),
             assignment_version: seed,

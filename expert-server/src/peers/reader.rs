@@ -104,6 +104,8 @@ impl Fetch {
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| session.route_responses(&is_over));
+            // Set after a panic, too: the scope waits for the thread above.
+            let end = SetOnDrop(&is_over);
             let work = &work;
             let helpers: Vec<_> = (1..num_threads.min(wanted.len()))
                 .map(|thread| scope.spawn(move || work.run(thread)))
@@ -114,12 +116,21 @@ impl Fetch {
                     tracing::error!("a thread that reads weights of peers panicked");
                 }
             }
-            is_over.store(true, Ordering::Relaxed);
+            drop(end);
         });
         let State { waiting, mut fetched, .. } =
             work.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         fetched.missing.extend(waiting.into_iter().map(Job::into_missing));
         fetched
+    }
+}
+
+/// Sets a flag when dropped.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 
@@ -203,6 +214,7 @@ impl Work<'_> {
                     self.session.defer(peer, Instant::now() + pause);
                     state.waiting.push_back(job);
                 }
+                Err(ReadError::Stopped) => state.waiting.push_back(job),
                 Err(error) => {
                     let ((layer, expert), name) = (job.expert, self.session.name(peer));
                     tracing::warn!(layer, expert, peer = name, %error, "an expert comes from another server or the disk");

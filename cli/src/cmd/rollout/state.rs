@@ -90,7 +90,11 @@ impl Plan {
 
     /// Removes the file of a plan that is done.
     pub fn remove(&self) {
-        // A file that stays says that everything is done.
-        let _ = self.file.as_ref().map(std::fs::remove_file);
+        if let Some(file) = &self.file
+            && let Err(error) = std::fs::remove_file(file)
+        {
+            let file = file.display();
+            tracing::warn!(%error, "cannot remove {file}: remove it before the next rollout");
+        }
     }
 }
