@@ -145,6 +145,7 @@ const FILES: [(&str, &[Rule]); 7] = [
         &[
             rule(&["sy_flag_add"], &[SYSTEM_FENCE, FLAG_ADD]),
             rule(&["sy_tell_host"], &[SYSTEM_FENCE, FLAG_STORE]),
+            rule(&["sy_convert"], &[TO_BF16]),
         ],
     ),
     (
@@ -346,14 +347,15 @@ mod tests {
     const ADD: &str = "@!P0 REDG.E.ADD.64.STRONG.SYS";
     /// The other kernel of the same file, without an error.
     const TELL: (&str, &[&str]) = ("sy_tell_host", &["MEMBAR.ALL.SYS", "STG.E.64.STRONG.SYS"]);
+    const CONVERT: (&str, &[&str]) = ("sy_convert", &[TO_BF16]);
 
     #[test]
     fn a_kernel_with_an_instruction_does_not_make_up_for_one_without() {
         let good: &[&str] = &["MEMBAR.ALL.SYS", ADD];
-        assert!(check("flag", &listing(&[("sy_flag_add", good), TELL])).wrong.is_empty());
-        let both = listing(&[("sy_flag_add", good), TELL, ("sy_flag_add_2", &good[1..])]);
+        assert!(check("flag", &listing(&[("sy_flag_add", good), TELL, CONVERT])).wrong.is_empty());
+        let both = listing(&[("sy_flag_add", good), TELL, CONVERT, ("sy_flag_add_2", &good[1..])]);
         let Findings { num_kernels, wrong, .. } = check("flag", &both);
-        assert_eq!(num_kernels, 3);
+        assert_eq!(num_kernels, 4);
         assert_eq!(wrong, ["sy_flag_add_2: no MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]);
     }
 
@@ -377,7 +379,7 @@ mod tests {
     #[test]
     fn local_memory_is_refused_but_where_it_is_listed() {
         let local: &[&str] = &["MEMBAR.ALL.SYS", ADD, "@P1 STL.64", "LDLX"];
-        let local = listing(&[("sy_flag_add", local), TELL]);
+        let local = listing(&[("sy_flag_add", local), TELL, CONVERT]);
         let wrong = check("flag", &local).wrong;
         assert_eq!(wrong, ["sy_flag_add: local memory, by LDLX, STL.64"]);
         let command = "STG.E.128.STRONG.SYS";
@@ -422,7 +424,8 @@ mod tests {
     #[test]
     fn kernels_and_rules_that_do_not_meet_are_named() {
         let wrong =
-            check("flag", &listing(&[("sy_flag_take", &["MEMBAR.ALL.SYS", ADD]), TELL])).wrong;
+            check("flag", &listing(&[("sy_flag_take", &["MEMBAR.ALL.SYS", ADD]), TELL, CONVERT]))
+                .wrong;
         assert_eq!(wrong.len(), 2);
         assert!(wrong[0].contains("no rule says") && wrong[1].contains("sy_flag_add"), "{wrong:?}");
     }

@@ -256,10 +256,15 @@ function confirm(title, text, yes) {
   $("confirm-title").textContent = title;
   $("confirm-text").textContent = text;
   $("confirm-yes").textContent = yes;
-  dialog.returnValue = "no";
-  dialog.showModal();
+  // The event of an earlier closing may come late, so only the button says yes.
+  confirm.answer?.(false);
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    confirm.answer = resolve;
+    $("confirm-yes").onclick = () => resolve(true);
+    dialog.onclose = () => {
+      if (!dialog.open) resolve(false);
+    };
+    dialog.showModal();
   });
 }
 

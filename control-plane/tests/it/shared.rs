@@ -241,12 +241,16 @@ async fn followers_answer_and_forward() {
         let stranger = ControlClient::new(&plane.url, Some("wrong".to_owned())).unwrap();
         let err = stranger.status().await.unwrap_err();
         assert_eq!(err.code(), Some(code::UNAUTHORIZED), "{err}");
-        let probe = raw(
-            plane.url[7..].parse().unwrap(),
-            b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        );
-        let probe = probe.await;
-        assert!(probe.starts_with("HTTP/1.1 200") && probe.contains("ok"), "{probe}");
+        // A follower is ready once it has the leader's table.
+        eventually("readiness", || async {
+            let probe = raw(
+                plane.url[7..].parse().unwrap(),
+                b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+            );
+            let probe = probe.await;
+            probe.starts_with("HTTP/1.1 200") && probe.contains("ok")
+        })
+        .await;
         let metrics = raw(
             plane.url[7..].parse().unwrap(),
             b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
