@@ -218,6 +218,59 @@ fn a_drained_server_stays_until_others_have_its_experts() {
     assert!(fleet.world.fleet.coverage().is_complete());
 }
 
+/// No plan has a place for the experts of the drained server. They stay as long as the drain may last.
+#[test]
+fn a_drained_server_keeps_experts_that_no_other_can_take() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+    }
+    let own = fleet.processes["b"].2.clone();
+    for name in ["a", "c"] {
+        fleet.unreadable.insert(name.to_owned(), own.clone());
+    }
+    fleet.second();
+    let id = fleet.processes["b"].0.clone();
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    for _ in 0..20 {
+        // It wants a replica of each expert.
+        fleet.second();
+        assert!(fleet.world.fleet.infos(fleet.world.now)[1].keeps_serving);
+    }
+    fleet.may_lose = true;
+    for _ in 0..10 {
+        fleet.second();
+    }
+    assert!(!fleet.world.fleet.infos(fleet.world.now)[1].keeps_serving);
+}
+
+/// A restarted control plane, or another leader, goes on with a drain.
+#[test]
+fn a_drain_goes_on_after_a_restart() {
+    let mut fleet = Elastic::new(3, 1);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3)] {
+        fleet.join(name, incarnation);
+    }
+    fleet.second();
+    let id = fleet.processes["b"].0.clone();
+    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+    fleet.world.fleet.refresh();
+    let (snapshot, _) = fleet.world.fleet.snapshot();
+    let balance = BalanceSettings { expected_servers: 3, ..BalanceSettings::default() };
+    let settings = FleetSettings { balance: Some(balance), ..settings() };
+    fleet.world = World::with(settings, Some(snapshot));
+    fleet.world.fleet.refresh();
+    assert!(fleet.world.fleet.coverage().is_complete());
+    let mut seconds = 0;
+    while fleet.world.fleet.infos(fleet.world.now)[1].keeps_serving {
+        fleet.second();
+        seconds += 1;
+        assert!(seconds <= 10);
+    }
+    assert!(fleet.world.fleet.coverage().is_complete());
+}
+
 #[test]
 fn a_drained_server_that_nothing_can_replace_leaves_after_a_while() {
     let mut fleet = Elastic::new(1, 1);
