@@ -94,9 +94,14 @@ class Browser:
         path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
+        # An orderly end, so that no process of Chromium still writes to the profile.
+        self.socket.send(json.dumps({"id": next(self.numbers), "method": "Browser.close"}))
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.socket.close()
-        self.process.kill()
-        self.process.wait()
 
 
 def expect(is_right: object, text: str) -> None:
@@ -190,7 +195,7 @@ def main() -> None:
     binary = shutil.which("chromium") or shutil.which("google-chrome")
     if binary is None:
         sys.exit("error: no chromium: install Debian's package `chromium`")
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(binary, profile)
         try:
             small_fleet(browser, out)
