@@ -72,16 +72,25 @@ fn etcd_store_conforms() {
 fn etcd_store_of_three_members_conforms_without_one() {
     let (mut etcd, runtime) = (EtcdCluster::start(3), runtime());
     let endpoints = etcd.endpoints();
+    // Without its leader etcd refuses everything until it has elected another one. That can take several rounds.
+    let elected = || {
+        test_support::eventually("another leader of etcd", Duration::from_secs(60), || {
+            Prefix::new(&endpoints, &runtime).open().load().is_ok()
+        });
+    };
     let dead = etcd.leader();
     etcd.kill(dead);
+    elected();
     conforms(|| Prefix::new(&endpoints, &runtime));
     etcd.restart(dead);
     let paused = etcd.leader();
     etcd.pause(paused);
+    elected();
     conforms(|| Prefix::new(&endpoints, &runtime));
     etcd.resume(paused);
     let cut = etcd.leader();
     etcd.cut_off(cut);
+    elected();
     conforms(|| Prefix::new(&endpoints, &runtime));
     // The member that is cut off takes no write, and says why.
     let prefix = Prefix::new(&endpoints[cut..=cut], &runtime);
