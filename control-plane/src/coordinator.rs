@@ -177,12 +177,20 @@ impl Coordinator {
         Ok(self.with_fleet(|fleet, now| fleet.ready(member, request, now))?)
     }
 
-    pub(crate) fn drain(
+    /// Starts a drain. It is durable before this returns, unless the store cannot be written.
+    pub(crate) async fn drain(
         &self,
         member: &MemberId,
         incarnation: Option<u64>,
     ) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.drain(member, incarnation, now))?)
+        let (info, revision) = self.with_fleet(|fleet, now| {
+            let info = fleet.drain(member, incarnation, now)?;
+            Ok::<_, Refusal>((info, fleet.revision()))
+        })?;
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { .. }) => Ok(info),
+            outcome => outcome.map(|()| info),
+        }
     }
 
     pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {

@@ -245,7 +245,7 @@ pub(super) async fn drain(
     Path(id): Path<String>,
     Body(request): Body<DrainRequest>,
 ) -> Answer<MemberInfo> {
-    Ok(Json(app.leader()?.drain(&member_id(&id)?, request.incarnation)?))
+    Ok(Json(app.leader()?.drain(&member_id(&id)?, request.incarnation).await?))
 }
 
 /// Takes a drain back: the member returns to the placement.
