@@ -33,7 +33,7 @@ const fn anything(folder: &'static str) -> Rule {
 /// A crate that is in the workspace and not in this table breaks the rules; a crate that is only in this table
 /// does not.
 pub const RULES: &[Rule] = &[
-    Rule { forbidden: &["cudarc", "rdma-sys", "axum", "reqwest"], ..only("p2p-core", &[]) },
+    Rule { forbidden: &["cudarc", "rdma-sys", "axum", "reqwest"], ..only("p2p-core", &["trust"]) },
     only("transports/verbs", &["p2p-core"]),
     only("transports/libfabric", &["p2p-core"]),
     only("transports/cuda-ipc", &["p2p-core", "kernels"]),
@@ -57,6 +57,7 @@ pub const RULES: &[Rule] = &[
             "p2p-core",
             "transports/libfabric",
             "transports/verbs",
+            "trust",
         ],
     ),
     only("softnic", &["p2p-core", "kernels"]),
@@ -67,7 +68,7 @@ pub const RULES: &[Rule] = &[
     Rule { forbidden: &["tokio", "axum", "hyper", "reqwest"], ..only("kernels", &[]) },
     Rule {
         ours: Ours::Only(
-            &["protocol", "p2p-core", "control-plane/api"],
+            &["protocol", "p2p-core", "control-plane/api", "trust"],
             &["checkpoint", "kernels", "transports/proxy", "transports/cuda-ipc"],
         ),
         apart: &[("client", "device")],
@@ -80,9 +81,13 @@ pub const RULES: &[Rule] = &[
         apart: &[("cpu", "device"), ("data", "device")],
         ..only("expert-server", &[])
     },
-    Rule { forbids_unsafe: true, ..only("control-plane", &["control-plane/api", "httpd"]) },
-    Rule { forbids_unsafe: true, ..only("control-plane/api", &[]) },
-    only("httpd", &[]),
+    Rule {
+        forbids_unsafe: true,
+        ..only("control-plane", &["control-plane/api", "httpd", "trust"])
+    },
+    Rule { forbids_unsafe: true, ..only("control-plane/api", &["trust"]) },
+    only("httpd", &["trust"]),
+    Rule { forbids_unsafe: true, forbidden: &["axum", "hyper", "reqwest"], ..only("trust", &[]) },
     only("xtask", &[]),
     anything("cli"),
     anything("tests"),

@@ -1,0 +1,8 @@
+//! Identities, roles, TLS and tickets of a fleet. Every side of the fleet uses this crate, so that each of them
+//! means the same by a role, a certificate and a ticket. It knows no routes and no data plane.
+
+#![forbid(unsafe_code)]
+
+mod identity;
+
+pub use identity::{Credential, Identity, Role, UnknownRole};
