@@ -4,5 +4,6 @@
 #![forbid(unsafe_code)]
 
 mod identity;
+pub mod tokens;
 
 pub use identity::{Credential, Identity, Role, UnknownRole};
