@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -66,6 +67,10 @@ impl Default for Limits {
     }
 }
 
+/// Address of the connection's other end. Every request has it as an extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerAddr(pub SocketAddr);
+
 /// Metrics of a listener. The caller registers them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -116,8 +121,8 @@ pub async fn serve(
             Some(_) = connections.join_next() => continue,
             () = stopped(&mut shutdown) => break,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
             Err(err) if is_connection_error(&err) => continue,
             Err(err) => {
                 // Out of file descriptors or memory. Close a connection and retry.
@@ -136,6 +141,7 @@ pub async fn serve(
         };
         let state = Arc::new(ConnectionState::new(&idle));
         let connection = Connection {
+            peer: PeerAddr(peer),
             state: Arc::clone(&state),
             router: router.clone(),
             limits,
@@ -162,6 +168,7 @@ pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
 
 /// One connection and its state.
 struct Connection {
+    peer: PeerAddr,
     state: Arc<ConnectionState>,
     router: Router,
     limits: Limits,
@@ -181,6 +188,7 @@ impl Connection {
         );
         let service = TrackRequests {
             inner: TowerToHyperService::new(self.router),
+            peer: self.peer,
             state: Arc::clone(&self.state),
         };
         let is_blocked = Arc::clone(&self.state.is_blocked);
@@ -324,6 +332,7 @@ async fn acquire_permit(
 /// of the response's body.
 struct TrackRequests<S> {
     inner: S,
+    peer: PeerAddr,
     state: Arc<ConnectionState>,
 }
 
@@ -336,7 +345,8 @@ where
     type Error = S::Error;
     type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
 
-    fn call(&self, request: hyper::Request<Incoming>) -> Self::Future {
+    fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
+        request.extensions_mut().insert(self.peer);
         let open = OpenRequest { task: self.state.begin(), state: Arc::clone(&self.state) };
         let response = self.inner.call(request);
         Box::pin(async move {

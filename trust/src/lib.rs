@@ -5,5 +5,6 @@
 
 mod identity;
 pub mod ticket;
+pub mod tokens;
 
 pub use identity::{Credential, Identity, Role, UnknownRole};
