@@ -1,7 +1,7 @@
 //! The placement table in force, in its encoded forms, and the streams that follow it. A board outlives the terms of a
 //! leader: a process publishes its own tables while it leads, and those of the leader while it follows.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::body::Bytes;
 use control_api::PlacementTable;
@@ -34,19 +34,26 @@ impl Board {
         Self { latest: Mutex::new(None), changes, is_fresh: watch::Sender::new(false) }
     }
 
-    /// Publishes a table. An older one of the same cluster changes nothing.
-    pub(crate) fn publish(&self, table: &PlacementTable) {
-        let mut latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_old = latest.as_ref().is_some_and(|latest| {
-            latest.cluster_id == table.cluster_id && latest.epoch >= table.epoch
-        });
-        if is_old {
-            return;
+    /// Publishes a table, encoded once for all watchers. An older one of the same cluster changes nothing. Returns the
+    /// number of bytes that are sent to all watchers together.
+    pub(crate) fn publish(&self, table: &PlacementTable) -> usize {
+        if is_old(self.lock().as_deref(), table) {
+            return 0;
         }
+        // Without the lock: readers of the last table do not wait.
         let published = Arc::new(encode(table));
+        let mut latest = self.lock();
+        if is_old(latest.as_deref(), table) {
+            return 0;
+        }
         *latest = Some(Arc::clone(&published));
+        let num_bytes = published.event.len();
         // An error means that there are no watchers.
-        let _ = self.changes.send(published);
+        self.changes.send(published).unwrap_or(0) * num_bytes
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<EncodedTable>>> {
+        self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the streams that follow the board, and refuses new ones, until a leader confirms the table again. Their
@@ -62,16 +69,29 @@ impl Board {
 
     /// The table in force.
     pub(crate) fn latest(&self) -> Option<Arc<EncodedTable>> {
-        self.latest.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.lock().clone()
     }
 
     /// The table in force and a receiver of every later one, without a gap in between.
     pub(crate) fn subscribe(
         &self,
     ) -> (Option<Arc<EncodedTable>>, broadcast::Receiver<Arc<EncodedTable>>) {
-        let latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        let latest = self.lock();
         (latest.clone(), self.changes.subscribe())
     }
+}
+
+impl EncodedTable {
+    /// True if the table is so large that a watcher reads only the newest one of several that wait for it.
+    pub(crate) fn is_large(&self) -> bool {
+        self.event.len() >= LARGE_BYTES
+    }
+}
+
+/// True if `latest` is of the same cluster as `table`, and not older.
+fn is_old(latest: Option<&EncodedTable>, table: &PlacementTable) -> bool {
+    latest
+        .is_some_and(|latest| latest.cluster_id == table.cluster_id && latest.epoch >= table.epoch)
 }
 
 fn encode(table: &PlacementTable) -> EncodedTable {
@@ -84,3 +104,5 @@ fn encode(table: &PlacementTable) -> EncodedTable {
 
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
+/// See [`EncodedTable::is_large`].
+const LARGE_BYTES: usize = 64 << 10;

@@ -35,6 +35,28 @@ impl Clock for MonotonicClock {
     }
 }
 
+/// Measures the processor time of the calling thread, which other processes do not lengthen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stopwatch {
+    started: Duration,
+}
+
+impl Stopwatch {
+    pub(crate) fn start() -> Self {
+        Self { started: Self::thread_time() }
+    }
+
+    /// Processor time since the start. The caller is on the thread that started the stopwatch.
+    pub(crate) fn elapsed(self) -> Duration {
+        Self::thread_time().saturating_sub(self.started)
+    }
+
+    fn thread_time() -> Duration {
+        let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        Duration::try_from(time).unwrap_or_default()
+    }
+}
+
 /// A clock that only [`advance`](Self::advance) moves, for tests.
 #[derive(Debug, Default)]
 pub struct ManualClock {

@@ -11,14 +11,17 @@ use control_api::{
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, watch};
+use tokio::task::{JoinError, JoinSet};
 use tracing::{debug, error, info, warn};
 
 use crate::admission::Refusal;
+use crate::balance::{PlanJob, PlanOutcome};
 use crate::board::Board;
-use crate::clock::Clock;
+use crate::clock::{Clock, Stopwatch};
 use crate::events::EventLog;
 use crate::fleet::{ExpiryCause, Fleet, FleetEvent, RegistrationKind};
 use crate::metrics::Metrics;
+use crate::pace::Pace;
 use crate::store::{Revision, Store, StoreError};
 
 /// Error of an operation.
@@ -36,6 +39,8 @@ pub(crate) enum OperationError {
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     fleet: Mutex<Fleet>,
+    /// Lock order: fleet, then pace.
+    pace: Mutex<Pace>,
     clock: Arc<dyn Clock>,
     started: Duration,
     lease_ttl: Duration,
@@ -115,6 +120,7 @@ impl Coordinator {
         board.publish(fleet.table());
         let coordinator = Self {
             fleet: Mutex::new(fleet),
+            pace: Mutex::default(),
             started: clock.now(),
             clock,
             lease_ttl,
@@ -292,21 +298,47 @@ impl Coordinator {
         }
     }
 
-    /// Expires members until the task is aborted.
+    /// Expires members, and plans the fleet on a thread for blocking work, until the task is aborted.
     pub(crate) async fn run_clock(&self) {
         let period = (self.lease_ttl / 30).clamp(MIN_TICK, MAX_TICK);
         let mut advise_at = Duration::ZERO;
+        // At most one plan at a time.
+        let mut planning = JoinSet::new();
         loop {
-            tokio::time::sleep(period).await;
-            let advice = self.with_fleet(|fleet, now| {
-                fleet.tick(now, period);
-                (now >= advise_at).then(|| fleet.advice())
-            });
-            if let Some(advice) = advice {
-                advise_at = self.clock.now() + ADVICE_PERIOD;
-                self.metrics.set_advice(&advice);
+            let due = tokio::select! {
+                () = tokio::time::sleep(period) => self.tick(period, &mut advise_at),
+                Some(planned) = planning.join_next() => {
+                    self.finish_plan(planned);
+                    None
+                }
+            };
+            if let Some(job) = due {
+                planning.spawn_blocking(move || {
+                    let outcome = job.run();
+                    (job, outcome)
+                });
             }
         }
+    }
+
+    /// Expires members. Returns the plan to compute, if one is due.
+    fn tick(&self, period: Duration, advise_at: &mut Duration) -> Option<PlanJob> {
+        let (advice, due) = self.with_fleet(|fleet, now| {
+            fleet.tick(now, period);
+            ((now >= *advise_at).then(|| fleet.advice()), fleet.take_plan())
+        });
+        if let Some(advice) = advice {
+            *advise_at = self.clock.now() + ADVICE_PERIOD;
+            self.metrics.set_advice(&advice);
+        }
+        due
+    }
+
+    fn finish_plan(&self, planned: Result<(PlanJob, PlanOutcome), JoinError>) {
+        if let Err(err) = &planned {
+            error!(error = %err, "the fleet could not be planned: the next plan tries again");
+        }
+        self.with_fleet(|fleet, now| fleet.finish_plan(planned.ok(), now));
     }
 
     /// Connects to every serving member once, again until that works, and when a client suspects it. So an address that
@@ -474,13 +506,18 @@ impl Coordinator {
         }
     }
 
-    /// Runs `action` on the fleet, then publishes, logs and counts its results.
+    /// Runs `action` on the fleet, then publishes, logs and counts its results. In a large fleet the placement may
+    /// change only with a later call: [`run_clock`](Self::run_clock) makes one with every tick.
     fn with_fleet<R>(&self, action: impl FnOnce(&mut Fleet, Duration) -> R) -> R {
         let mut fleet = lock(&self.fleet);
-        let result = action(&mut fleet, self.clock.now());
-        if let Some(table) = fleet.refresh() {
-            // Lock order: fleet, then board.
-            self.board.publish(&table);
+        let now = self.clock.now();
+        let result = action(&mut fleet, now);
+        let mut rebuilt = None;
+        if fleet.needs_refresh() && lock(&self.pace).is_due(now) {
+            let stopwatch = Stopwatch::start();
+            let table = fleet.refresh();
+            self.note_rebuild(stopwatch.elapsed(), 0);
+            rebuilt = table.map(|table| (table, stopwatch));
         }
         let events = fleet.take_events();
         if !events.is_empty() {
@@ -490,6 +527,10 @@ impl Coordinator {
         }
         let is_dirty = fleet.needs_save();
         drop(fleet);
+        if let Some((table, stopwatch)) = rebuilt {
+            let num_bytes = self.board.publish(&table);
+            self.note_rebuild(stopwatch.elapsed(), num_bytes);
+        }
         for event in &events {
             self.record_event(event);
         }
@@ -497,6 +538,10 @@ impl Coordinator {
             self.dirty.notify_one();
         }
         result
+    }
+
+    fn note_rebuild(&self, computing: Duration, num_bytes: usize) {
+        lock(&self.pace).note(self.clock.now(), computing, num_bytes);
     }
 
     fn record_event(&self, event: &FleetEvent) {

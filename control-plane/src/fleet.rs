@@ -14,7 +14,7 @@ use control_api::{
 };
 
 use crate::admission::{Refusal, check_assignment, check_load, check_registration};
-use crate::balance::{self, BalanceSettings, Loads};
+use crate::balance::{self, BalanceSettings, Loads, PlanJob};
 use crate::epoch::EpochAllocator;
 use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor, Report};
 use crate::planner::{Joiner, Planner};
@@ -154,6 +154,14 @@ pub(crate) struct Fleet {
     decayed_at: Duration,
     /// Time of the last change of the members that is not planned yet.
     unplanned_since: Option<Duration>,
+    /// Number of such changes.
+    plan_basis: u64,
+    /// The plan to compute.
+    due_plan: Option<PlanJob>,
+    /// True from the time when a plan is due until it is computed.
+    is_planning: bool,
+    /// Plans in a row that came too late.
+    num_discarded: u32,
     /// No plan before this time: after a restart, loads and speeds are not known yet.
     plans_from: Duration,
     last_plan: Duration,
@@ -222,6 +230,10 @@ impl Fleet {
             loads: Loads::default(),
             decayed_at: now,
             unplanned_since: drains.then_some(now),
+            plan_basis: 0,
+            due_plan: None,
+            is_planning: false,
+            num_discarded: 0,
             plans_from,
             last_plan: now,
             first_join: None,
@@ -285,7 +297,7 @@ impl Fleet {
             self.is_table_stale = true;
         }
         self.first_join.get_or_insert(now);
-        self.unplanned_since.get_or_insert(now);
+        self.note_unplanned(now);
         self.revision += 1;
         self.events.push(FleetEvent::Registered { name: request.name.clone(), kind });
         let member = &self.members[&request.name];
@@ -338,7 +350,7 @@ impl Fleet {
             keeps_serving: member.keeps_serving(),
         };
         if is_replan {
-            self.unplanned_since.get_or_insert(now);
+            self.note_unplanned(now);
         }
         Ok(response)
     }
@@ -382,7 +394,7 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was != Phase::Draining {
             self.events.push(FleetEvent::Draining { name });
-            self.unplanned_since.get_or_insert(now);
+            self.note_unplanned(now);
             self.mark_changed();
         }
         Ok(info)
@@ -402,7 +414,7 @@ impl Fleet {
         let (info, name) = (member.info(now), member.record.name.clone());
         if was_draining {
             self.events.push(FleetEvent::Resumed { name });
-            self.unplanned_since.get_or_insert(now);
+            self.note_unplanned(now);
             self.mark_changed();
         }
         Ok(info)
@@ -485,7 +497,7 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.unplanned_since.get_or_insert(now);
+            self.note_unplanned(now);
             self.mark_changed();
         }
         for name in removed {
@@ -494,6 +506,11 @@ impl Fleet {
         }
         self.decay(now);
         self.balance(now);
+    }
+
+    /// Returns true if [`refresh`](Self::refresh) has something to do.
+    pub(crate) fn needs_refresh(&self) -> bool {
+        self.is_table_stale
     }
 
     /// Rebuilds the table if members changed. Returns the new table, under a new epoch, if it differs from
@@ -738,7 +755,7 @@ impl Fleet {
     }
 
     fn remove(&mut self, name: &str) {
-        self.unplanned_since.get_or_insert(self.last_tick);
+        self.note_unplanned(self.last_tick);
         if let Some(member) = self.members.remove(name) {
             self.names.remove(&member.record.member_id);
         }

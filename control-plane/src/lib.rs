@@ -30,6 +30,7 @@ mod fleet;
 mod http;
 mod member;
 mod metrics;
+mod pace;
 pub mod planner;
 mod role;
 mod server;

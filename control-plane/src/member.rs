@@ -177,11 +177,6 @@ impl Member {
         in_memory.saturating_sub(self.record.holds.num_experts() as u32)
     }
 
-    /// Experts that are in its memory, or that it may have begun to load.
-    pub(crate) fn experts_in_memory(&self) -> Assignment {
-        union(&self.record.holds, &self.record.assignment)
-    }
-
     /// Starts a drain. With `drains_by`, the member stays in the placement until then at most.
     pub(crate) fn start_drain(&mut self, drains_by: Option<Duration>) {
         // A member that was not serving has nothing to hand over.
@@ -229,7 +224,10 @@ impl Member {
         if self.record.phase == Phase::Draining {
             placed = intersect(&placed, &self.placed);
         }
-        if *self.placed != placed {
+        if placed == *self.record.assignment {
+            // One copy in memory, and comparisons end at the pointer.
+            self.placed = Arc::clone(&self.record.assignment);
+        } else if *self.placed != placed {
             self.placed = Arc::new(placed);
         }
     }
@@ -281,7 +279,9 @@ impl Member {
     }
 
     pub(crate) fn set_holds(&mut self, holds: Assignment) {
-        if *self.record.holds != holds {
+        if holds == *self.record.assignment {
+            self.record.holds = Arc::clone(&self.record.assignment);
+        } else if *self.record.holds != holds {
             self.record.holds = Arc::new(holds);
         }
         self.place();

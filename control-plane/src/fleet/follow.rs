@@ -7,8 +7,7 @@ use control_api::FleetGoals;
 
 use super::{Fleet, FleetEvent};
 use crate::admission::{Refusal, check_goals};
-use crate::balance::{self, Pending};
-use crate::member::Member;
+use crate::balance::{self, Pending, PlanJob, PlanOutcome};
 use crate::planner::rebalance::FleetPlan;
 use crate::work;
 
@@ -28,7 +27,7 @@ impl Fleet {
         balance.goals.min_replicas = goals.replicas;
         balance.goals.spare = goals.spare;
         self.changed_goals = Some(goals);
-        self.unplanned_since.get_or_insert(now);
+        self.note_unplanned(now);
         self.events.push(FleetEvent::GoalsChanged { goals });
         self.mark_changed();
         Ok(goals)
@@ -39,31 +38,67 @@ impl Fleet {
         self.shortage.clone()
     }
 
-    /// Plans the fleet, if the placement follows the load and a plan is due.
+    /// Makes a plan due, if the placement follows the load and it is time for one. A plan that members have made
+    /// worthless twice in a row is computed at once.
     pub(super) fn balance(&mut self, now: Duration) {
         let Some(settings) = self.settings.balance else { return };
-        let Some(model) = self.model.clone() else { return };
-        self.end_long_drains(now);
-        if now < self.plans_from {
+        if self.model.is_some() {
+            self.end_long_drains(now);
+        }
+        let Some(model) = &self.model else { return };
+        if now < self.plans_from || self.is_planning {
             return;
         }
         let is_settled = self.unplanned_since.is_some_and(|since| now >= since + settings.settle);
         let is_due = self.unplanned_since.is_none() && now >= self.last_plan + settings.period;
-        let num_live = self.members.values().filter(|member| member.is_planned()).count();
+        let planned = || self.members.values().filter(|member| member.is_planned());
+        let num_live = planned().count();
         let is_starting = !self.was_complete
             && num_live < settings.expected_servers as usize
             && self.first_join.is_some_and(|at| now < at + settings.start_grace);
         if !(is_settled || is_due) || is_starting || num_live == 0 {
             return;
         }
+        let basis = self.plan_basis;
+        let job = PlanJob::new(basis, model, planned(), &self.loads, settings.goals);
         self.last_plan = now;
         self.unplanned_since = None;
-        let members: Vec<&Member> =
-            self.members.values().filter(|member| member.is_planned()).collect();
-        match balance::plan(&model, &members, &self.loads, &settings.goals) {
+        self.is_planning = true;
+        if self.num_discarded < MAX_DISCARDED {
+            self.due_plan = Some(job);
+        } else {
+            let outcome = job.run();
+            self.finish_plan(Some((job, outcome)), now);
+        }
+    }
+
+    /// The plan that is due, if there is one. The caller computes it without the lock and passes the outcome to
+    /// [`finish_plan`](Self::finish_plan).
+    pub(crate) fn take_plan(&mut self) -> Option<PlanJob> {
+        self.due_plan.take()
+    }
+
+    /// Puts a computed plan in force. A plan whose members, goals or readable files have changed meanwhile is
+    /// discarded, and the next one follows soon. `None` stands for a computation that has failed.
+    pub(crate) fn finish_plan(&mut self, planned: Option<(PlanJob, PlanOutcome)>, now: Duration) {
+        self.is_planning = false;
+        let Some((job, outcome)) = planned else { return };
+        if job.basis != self.plan_basis {
+            self.num_discarded += 1;
+            self.unplanned_since.get_or_insert(now);
+            return;
+        }
+        self.num_discarded = 0;
+        match outcome {
             Ok(plan) => self.set_targets(plan),
             Err(shortage) => self.set_shortage(Some(shortage.to_string())),
         }
+    }
+
+    /// Notes a change that the plan in force does not know.
+    pub(super) fn note_unplanned(&mut self, now: Duration) {
+        self.unplanned_since.get_or_insert(now);
+        self.plan_basis += 1;
     }
 
     fn set_shortage(&mut self, shortage: Option<String>) {
@@ -111,7 +146,10 @@ impl Fleet {
         let FleetPlan { assignments, num_loads, imbalance, .. } = plan;
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         for (member, target) in planned.zip(assignments) {
-            if member.target.as_deref() != Some(&target) {
+            if target == *member.record.assignment {
+                // One copy in memory, and comparisons end at the pointer.
+                member.target = Some(Arc::clone(&member.record.assignment));
+            } else if member.target.as_deref() != Some(&target) {
                 member.target = Some(Arc::new(target));
             }
         }
@@ -122,7 +160,8 @@ impl Fleet {
             let (before, after) = imbalance;
             self.events.push(FleetEvent::Planned { num_loads, before, after });
         }
-        self.follow_targets();
+        // The next refresh follows the targets.
+        self.is_table_stale = true;
     }
 
     /// Brings the assignments closer to the targets, as far as the members have loaded their experts.
@@ -131,16 +170,13 @@ impl Fleet {
         if self.members.values().all(|member| member.target.is_none()) {
             return;
         }
-        let planned: Vec<&Member> =
-            self.members.values().filter(|member| member.is_planned()).collect();
-        let pending = Pending::of(model, &planned);
-        let next = balance::next_assignments(model, &planned, &pending);
+        let planned = self.members.values().filter(|member| member.is_planned());
         // Without another member, nothing will take the experts over.
-        let is_alone = planned.is_empty();
-        let planned = self.members.values_mut().filter(|member| member.is_planned());
+        let is_alone = planned.clone().next().is_none();
+        let pending = Pending::of(model, planned);
         let mut has_changed = false;
-        for (member, next) in planned.zip(next) {
-            if let Some(next) = next {
+        for member in self.members.values_mut().filter(|member| member.is_planned()) {
+            if let Some(next) = balance::next_assignment(member, &pending) {
                 member.reassign(next);
                 has_changed = true;
             }
@@ -160,3 +196,5 @@ impl Fleet {
 
 /// Decay is computed in steps of this length.
 const DECAY_STEP: Duration = Duration::from_secs(1);
+/// After so many plans in a row that were discarded, one is computed under the lock.
+const MAX_DISCARDED: u32 = 2;

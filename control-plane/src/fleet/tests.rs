@@ -70,8 +70,17 @@ impl World {
         let end = self.now + by;
         while self.now < end {
             self.now += PERIOD.min(end - self.now);
-            self.fleet.tick(self.now, PERIOD);
+            self.tick();
             self.fleet.refresh();
+        }
+    }
+
+    /// Ticks, and computes the plan that is due.
+    fn tick(&mut self) {
+        self.fleet.tick(self.now, PERIOD);
+        if let Some(job) = self.fleet.take_plan() {
+            let outcome = job.run();
+            self.fleet.finish_plan(Some((job, outcome)), self.now);
         }
     }
 
@@ -417,7 +426,7 @@ fn a_pause_of_the_control_plane_expires_no_member() {
     world.advance(Duration::from_secs(1));
     // Stopped for ten leases: no member could renew.
     world.now += TTL * 10;
-    world.fleet.tick(world.now, PERIOD);
+    world.tick();
     assert_eq!(world.state("a"), Some(MemberState::Serving));
     world.advance(Duration::from_secs(1));
     world.renew(&a.member_id, 1).unwrap();
@@ -614,7 +623,7 @@ fn no_history_issues_an_epoch_twice() {
                 }
                 _ => {
                     world.now += PERIOD;
-                    world.fleet.tick(world.now, PERIOD);
+                    world.tick();
                 }
             }
             let before = Arc::clone(world.fleet.table());

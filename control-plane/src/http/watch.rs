@@ -16,12 +16,12 @@ use tokio::sync::broadcast::{self, error::RecvError};
 use super::App;
 use super::error::HttpError;
 use super::forward::no_leader;
-use crate::board::EncodedTable;
+use crate::board::{Board, EncodedTable};
 use httpd::stopped;
 
 /// Stream of placement tables. The table in force comes at once, then every new one. Each is an event
-/// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest table. Comments
-/// keep the connection alive.
+/// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest table; one of a large table
+/// skips as soon as two wait for it. Comments keep the connection alive.
 #[utoipa::path(get, path = "/v1/placement/watch", tag = "placement", responses(
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
@@ -77,16 +77,27 @@ impl Watcher {
             _ = self.freshness.wait_for(|&is_fresh| !is_fresh) => None,
             change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
                 Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
+                Ok(Ok(published)) if published.is_large() && !self.changes.is_empty() => {
+                    skip_to_newest(&self.app.board, &mut self.changes)
+                }
                 Ok(Ok(published)) => Some(published.event.clone()),
                 Ok(Err(RecvError::Lagged(_))) => {
-                    let (latest, changes) = self.app.board.subscribe();
-                    self.changes = changes;
-                    latest.map(|latest| latest.event.clone())
+                    skip_to_newest(&self.app.board, &mut self.changes)
                 }
                 Ok(Err(RecvError::Closed)) => None,
             },
         }
     }
+}
+
+/// Skips the tables that wait for a watcher, except the newest one.
+fn skip_to_newest(
+    board: &Board,
+    changes: &mut broadcast::Receiver<Arc<EncodedTable>>,
+) -> Option<Bytes> {
+    let (latest, subscription) = board.subscribe();
+    *changes = subscription;
+    latest.map(|latest| latest.event.clone())
 }
 
 /// Counts a watch for as long as it is open.
