@@ -9,15 +9,16 @@ host, so both sides of the encryption share its processors. Exit code 0: measure
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 SIZES = (64, 4096, 64 << 10, 1 << 20, 16 << 20)
 SIDES = ("switchyard-a", "switchyard-b")
@@ -45,6 +46,14 @@ class Network:
         self.daemons = []
 
     def __enter__(self):
+        try:
+            self.build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def build(self):
         self.remove()
         for side in (0, 1):
             run("ip", "netns", "add", SIDES[side])
@@ -54,7 +63,6 @@ class Network:
             in_side(side, "ip", "addr", "add", f"{PLAIN[side]}/24", "dev", "sy-veth")
             in_side(side, "ip", "link", "set", "sy-veth", "up")
         self.kind = self.add_tunnel()
-        return self
 
     def __exit__(self, *_):
         for daemon in self.daemons:
@@ -96,7 +104,9 @@ class Network:
             ["ip", "netns", "exec", SIDES[side], "wireguard-go", "-f", name],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment))
         for _ in range(100):
-            if Path(f"/var/run/wireguard/{name}.sock").exists():
+            # `wg` removes the socket of a daemon that does not listen yet, so nothing calls it before.
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(f"/var/run/wireguard/{name}.sock")
                 return
             time.sleep(0.05)
         raise RuntimeError(f"wireguard-go made no interface {name} within 5 s")
