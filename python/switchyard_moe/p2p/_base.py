@@ -45,7 +45,7 @@ class EndpointBase:
         bind: str = "0.0.0.0",
         port: int = 0,
         advertise: str | None = None,
-        transports: Sequence[str] | None = None,
+        transports: Sequence[str] | str | None = None,
         pci_bdf: str | None = None,
         ticket: str | None = None,
         timeout: float = 30.0,
@@ -66,7 +66,7 @@ class EndpointBase:
             bind=bind,
             port=port,
             advertise=advertise,
-            transports=None if transports is None else list(transports),
+            transports=_names_of(transports),
             ticket=ticket,
             eager_bytes=eager_bytes,
             max_transfers=max_transfers,
@@ -346,6 +346,13 @@ class EndpointBase:
         if self._raises or not isinstance(error, Error) or isinstance(error, ArgumentError):
             raise error
         self._last_error = error
+
+
+def _names_of(transports: Sequence[str] | str | None) -> list[str] | None:
+    """Returns the names in a list, or in a text that separates them by commas."""
+    if isinstance(transports, str):
+        return [name.strip() for name in transports.split(",")]
+    return None if transports is None else list(transports)
 
 
 def range_of(ptr: int | object, size: int | None) -> tuple[int, int]:

@@ -235,6 +235,9 @@ def test_bad_metadata_and_settings() -> None:
             Endpoint.parse_metadata(bad)
     with pytest.raises(ConfigError, match="no such transport"):
         local(transports=["carrier pigeon"])
+    with pytest.raises(ConfigError, match="no such transport"):
+        local(transports="tcp,carrier pigeon")
+    local(transports="cma, tcp").close()
     with pytest.raises(ConfigError, match="eager_bytes"):
         local(eager_bytes=1 << 20)
     with pytest.raises(ArgumentError, match="bind"):
