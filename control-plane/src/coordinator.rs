@@ -300,9 +300,10 @@ impl Coordinator {
             tokio::time::sleep(period).await;
             let advice = self.with_fleet(|fleet, now| {
                 fleet.tick(now, period);
-                (now >= advise_at).then(|| fleet.advice())
+                (now >= advise_at).then(|| (fleet.advice(), fleet.num_unreachable()))
             });
-            if let Some(advice) = advice {
+            if let Some((advice, num_unreachable)) = advice {
+                self.metrics.set_unreachable(num_unreachable);
                 advise_at = self.clock.now() + ADVICE_PERIOD;
                 self.metrics.set_advice(&advice);
             }
