@@ -3,6 +3,8 @@
 //! A client runs inside an engine, so it binds no port: it registers its metrics in a registry, which the engine
 //! exports. A call updates a metric by a few atomic additions, without a lock, a look-up or an allocation.
 
+pub mod names;
+
 use prometheus::{
     Histogram, IntCounter, IntGauge, IntGaugeVec, Opts, Registry,
     register_histogram_vec_with_registry, register_histogram_with_registry,
@@ -134,56 +136,56 @@ impl ClientMetrics {
     pub fn new(r: &Registry) -> Result<Self, prometheus::Error> {
         build_info(r)?;
         let requests = register_int_counter_vec_with_registry!(
-            "switchyard_client_requests_total",
+            names::REQUESTS_TOTAL,
             "Calls of one layer that ended, by outcome.",
             &["outcome"],
             r
         )?;
         let frames = register_int_counter_vec_with_registry!(
-            "switchyard_client_frames_total",
+            names::FRAMES_TOTAL,
             "Frames published to servers (out) and taken from them (in).",
             &["direction"],
             r
         )?;
         let bytes = register_int_counter_vec_with_registry!(
-            "switchyard_client_bytes_total",
+            names::BYTES_TOTAL,
             "Bytes of frames published to servers (out) and taken from them (in).",
             &["direction"],
             r
         )?;
         let phases = register_histogram_vec_with_registry!(
-            "switchyard_client_phase_seconds",
+            names::PHASE_SECONDS,
             "Time of a call by phase: dispatch, wait and combine here, server_queue and server_compute in its slowest server.",
             &["phase"],
             PHASE_BUCKETS.to_vec(),
             r
         )?;
         let failovers = register_int_counter_vec_with_registry!(
-            "switchyard_client_failovers_total",
+            names::FAILOVERS_TOTAL,
             "Links that failed with tokens unanswered, by reason.",
             &["reason"],
             r
         )?;
         let hedges = register_int_counter_vec_with_registry!(
-            "switchyard_client_hedges_total",
+            names::HEDGES_TOTAL,
             "Frames sent to another replica because an answer was late, by result: won (the answer counts), lost (the late answer came first), failed.",
             &["result"],
             r
         )?;
         let error_frames = register_int_counter_vec_with_registry!(
-            "switchyard_client_error_frames_total",
+            names::ERROR_FRAMES_TOTAL,
             "Error frames received, by code.",
             &["code"],
             r
         )?;
         let links = register_int_gauge_vec_with_registry!(
-            "switchyard_client_links",
+            names::LINKS,
             "Connections to servers, by state.",
             &["state"],
             r
         )?;
         let connects = register_int_counter_vec_with_registry!(
-            "switchyard_client_connects_total",
+            names::CONNECTS_TOTAL,
             "Attempts to connect to a server, by outcome.",
             &["outcome"],
             r
@@ -192,12 +194,12 @@ impl ClientMetrics {
             requests_ok: requests.with_label_values(&["ok"]),
             requests_failed: requests.with_label_values(&["error"]),
             tokens: register_int_counter_with_registry!(
-                "switchyard_client_tokens_total",
+                names::TOKENS_TOTAL,
                 "Tokens of finished calls.",
                 r
             )?,
             pairs: register_int_counter_with_registry!(
-                "switchyard_client_pairs_total",
+                names::PAIRS_TOTAL,
                 "(token, expert) pairs of finished calls. A client on a GPU counts masked entries too: only its kernels know the pairs.",
                 r
             )?,
@@ -211,7 +213,7 @@ impl ClientMetrics {
             phase_server_queue: phases.with_label_values(&["server_queue"]),
             phase_server_compute: phases.with_label_values(&["server_compute"]),
             stall: register_histogram_with_registry!(
-                "switchyard_client_stall_seconds",
+                names::STALL_SECONDS,
                 "Time that failures cost a call with failures: from the failed server's last sign of life until its tokens were resent.",
                 PHASE_BUCKETS.to_vec(),
                 r
@@ -219,17 +221,17 @@ impl ClientMetrics {
             failovers: FailReason::ALL.map(|reason| failovers.with_label_values(&[reason.name()])),
             hedges: HedgeResult::ALL.map(|result| hedges.with_label_values(&[result.name()])),
             resent_pairs: register_int_counter_with_registry!(
-                "switchyard_client_resent_pairs_total",
+                names::RESENT_PAIRS_TOTAL,
                 "(token, expert) pairs resent after a failure or a refusal.",
                 r
             )?,
             stale_responses: register_int_counter_with_registry!(
-                "switchyard_client_stale_responses_total",
+                names::STALE_RESPONSES_TOTAL,
                 "Responses that match no open frame; dropped.",
                 r
             )?,
             invalid_responses: register_int_counter_with_registry!(
-                "switchyard_client_invalid_responses_total",
+                names::INVALID_RESPONSES_TOTAL,
                 "Responses that failed a check; their link was retired.",
                 r
             )?,
@@ -239,22 +241,22 @@ impl ClientMetrics {
                 .collect(),
             error_frames_other: error_frames.with_label_values(&["other"]),
             lost: register_int_counter_with_registry!(
-                "switchyard_client_lost_requests_total",
+                names::LOST_REQUESTS_TOTAL,
                 "Calls with unanswered pairs at their end; clients on GPUs do not count them. Above 0 is a defect.",
                 r
             )?,
             duplicated: register_int_counter_with_registry!(
-                "switchyard_client_duplicated_requests_total",
+                names::DUPLICATED_REQUESTS_TOTAL,
                 "Calls with pairs counted twice at their end; clients on GPUs do not count them. Above 0 is a defect.",
                 r
             )?,
             missing_pairs: register_int_counter_with_registry!(
-                "switchyard_client_missing_pairs_total",
+                names::MISSING_PAIRS_TOTAL,
                 "(token, expert) pairs left out for want of a live replica.",
                 r
             )?,
             abandoned: register_int_counter_with_registry!(
-                "switchyard_client_abandoned_requests_total",
+                names::ABANDONED_REQUESTS_TOTAL,
                 "Calls abandoned by the caller, or by an error, with frames outstanding.",
                 r
             )?,
@@ -263,23 +265,19 @@ impl ClientMetrics {
             links_leaving: links.with_label_values(&["leaving"]),
             connects_ok: connects.with_label_values(&["ok"]),
             connects_failed: connects.with_label_values(&["error"]),
-            lanes: register_int_gauge_with_registry!(
-                "switchyard_client_lanes",
-                "Lanes that exist.",
-                r
-            )?,
+            lanes: register_int_gauge_with_registry!(names::LANES, "Lanes that exist.", r)?,
             lanes_busy: register_int_gauge_with_registry!(
-                "switchyard_client_lanes_busy",
+                names::LANES_BUSY,
                 "Lanes that a call uses.",
                 r
             )?,
             placement_epoch: register_int_gauge_with_registry!(
-                "switchyard_client_placement_epoch",
+                names::PLACEMENT_EPOCH,
                 "Epoch of the placement in force.",
                 r
             )?,
             suspects: register_int_counter_with_registry!(
-                "switchyard_client_suspects_total",
+                names::SUSPECTS_TOTAL,
                 "Servers reported to the control plane as suspect.",
                 r
             )?,
@@ -326,7 +324,7 @@ fn seconds(ns: u64) -> f64 {
 /// Registers the version of this process. Another component of the process may have done so already.
 fn build_info(r: &Registry) -> Result<(), prometheus::Error> {
     let build = IntGaugeVec::new(
-        Opts::new("switchyard_build_info", "Version of this process; the value is always 1."),
+        Opts::new(names::BUILD_INFO, "Version of this process; the value is always 1."),
         &["component", "version"],
     )?;
     build.with_label_values(&["client", env!("CARGO_PKG_VERSION")]).set(1);

@@ -325,9 +325,11 @@ impl Coordinator {
     fn tick(&self, period: Duration, advise_at: &mut Duration) -> Option<PlanJob> {
         let (advice, due) = self.with_fleet(|fleet, now| {
             fleet.tick(now, period);
-            ((now >= *advise_at).then(|| fleet.advice()), fleet.take_plan())
+            let advice = (now >= *advise_at).then(|| (fleet.advice(), fleet.num_unreachable()));
+            (advice, fleet.take_plan())
         });
-        if let Some(advice) = advice {
+        if let Some((advice, num_unreachable)) = advice {
+            self.metrics.set_unreachable(num_unreachable);
             *advise_at = self.clock.now() + ADVICE_PERIOD;
             self.metrics.set_advice(&advice);
         }

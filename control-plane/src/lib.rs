@@ -41,6 +41,7 @@ mod work;
 
 pub use balance::BalanceSettings;
 pub use config::{ConfigError, EtcdConfig, Limits, ServerConfig};
+pub use metrics::names as metric_names;
 pub use planner::{BalancedPlanner, PlannerConfigError};
 pub use server::{BindError, RunError, Server};
 

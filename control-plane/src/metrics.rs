@@ -1,5 +1,7 @@
 //! The metrics of the control plane.
 
+pub mod names;
+
 use std::time::Duration;
 
 use control_api::{MemberCounts, MemberState, ScalingAdvice};
@@ -15,6 +17,7 @@ use crate::table::Coverage;
 pub(crate) struct Metrics {
     pub(crate) registry: Registry,
     members: IntGaugeVec,
+    members_unreachable: IntGauge,
     pub(crate) epoch: IntGauge,
     pub(crate) placement_changes: IntCounter,
     pub(crate) registrations: IntCounterVec,
@@ -60,21 +63,21 @@ impl Metrics {
         let registry = Registry::new();
         let make = Maker { registry: &registry };
         let request_opts = HistogramOpts::new(
-            "switchyard_control_request_seconds",
+            names::REQUEST_SECONDS,
             "Time from receiving a request's head to sending the response's head, by route, method and status, in seconds.",
         )
         .buckets(REQUEST_BUCKETS.to_vec());
         let request_seconds = HistogramVec::new(request_opts, &["route", "method", "status"])?;
         registry.register(Box::new(request_seconds.clone()))?;
         let store_opts = HistogramOpts::new(
-            "switchyard_control_store_write_seconds",
+            names::STORE_WRITE_SECONDS,
             "Time to write a snapshot of the state and make it durable, in seconds.",
         )
         .buckets(STORE_BUCKETS.to_vec());
         let store_write_seconds = Histogram::with_opts(store_opts)?;
         registry.register(Box::new(store_write_seconds.clone()))?;
         let info = make.gauges(
-            "switchyard_build_info",
+            names::BUILD_INFO,
             "Always 1. The labels name the component and its version.",
             &["component", "version"],
         )?;
@@ -85,90 +88,94 @@ impl Metrics {
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {
-            members: make.gauges("switchyard_control_members", "Members of the fleet by state (loading, serving, draining, expired).", &["state"])?,
-            epoch: make.gauge("switchyard_control_epoch", "Epoch (version) of the placement table in force.")?,
+            members: make.gauges(names::MEMBERS, "Members of the fleet by state (loading, serving, draining, expired).", &["state"])?,
+            members_unreachable: make.gauge(
+                names::MEMBERS_UNREACHABLE,
+                "Serving members that the control plane cannot connect to.",
+            )?,
+            epoch: make.gauge(names::EPOCH, "Epoch (version) of the placement table in force.")?,
             placement_changes: make.counter(
-                "switchyard_control_placement_changes_total",
+                names::PLACEMENT_CHANGES_TOTAL,
                 "Placement tables published since the start.",
             )?,
             registrations: make.counters(
-                "switchyard_control_registrations_total",
+                names::REGISTRATIONS_TOTAL,
                 "Accepted registrations by kind: new (new member), returned (known process), takeover (restarted process).",
                 &["kind"],
             )?,
             expirations: make.counters(
-                "switchyard_control_expirations_total",
+                names::EXPIRATIONS_TOTAL,
                 "Expired members by cause: lease (not renewed in time), suspect (suspected and silent).",
                 &["cause"],
             )?,
             suspects: make.counter(
-                "switchyard_control_suspects_total",
+                names::SUSPECTS_TOTAL,
                 "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
             )?,
             expert_moves: make.counter(
-                "switchyard_control_expert_moves_total",
+                names::EXPERT_MOVES_TOTAL,
                 "Experts that servers had to load for new plans, if the placement follows the load.",
             )?,
             name_conflicts: make.counter(
-                "switchyard_control_name_conflicts_total",
+                names::NAME_CONFLICTS_TOTAL,
                 "Names that two live processes used at the same time.",
             )?,
             advised_servers: make.gauge(
-                "switchyard_control_advised_servers",
+                names::ADVISED_SERVERS,
                 "Expert servers that the fleet should have for its load, as `GET /v1/advice` explains.",
             )?,
             advice_confidence: make.ratio(
-                "switchyard_control_advice_confidence",
+                names::ADVICE_CONFIDENCE,
                 "Share of the evidence for the advised number of servers that is there, 0 to 1.",
             )?,
             compute_share: make.ratio(
-                "switchyard_control_compute_share",
+                names::COMPUTE_SHARE,
                 "Share of the time in which servers compute, averaged over the servers by speed.",
             )?,
             busiest_share: make.ratio(
-                "switchyard_control_busiest_share",
+                names::BUSIEST_SHARE,
                 "Share of the time in which the busiest server computes.",
             )?,
             queue_frames: make.ratio(
-                "switchyard_control_queue_frames",
+                names::QUEUE_FRAMES,
                 "Frames that wait in the queue of a server, averaged over time and servers.",
             )?,
             late_share: make.ratio(
-                "switchyard_control_late_share",
+                names::LATE_SHARE,
                 "Share of the frames that servers computed later than 100 ms after they came.",
             )?,
             experts_without_replica: make.gauge(
-                "switchyard_control_experts_without_replica",
+                names::EXPERTS_WITHOUT_REPLICA,
                 "Experts, counted per layer, that no serving member holds.",
             )?,
             experts_under_replicated: make.gauge(
-                "switchyard_control_experts_under_replicated",
+                names::EXPERTS_UNDER_REPLICATED,
                 "Experts, counted per layer, with at least one replica but fewer than planned.",
             )?,
-            watchers: make.gauge("switchyard_control_watchers", "Open placement watches of clients and servers.")?,
+            watchers: make.gauge(names::WATCHERS, "Open placement watches of clients and servers.")?,
             http,
             store_write_errors: make.counter(
-                "switchyard_control_store_write_errors_total",
+                names::STORE_WRITE_ERRORS_TOTAL,
                 "Failed writes of a snapshot.",
             )?,
             store_writable: make.gauge(
-                "switchyard_control_store_writable",
+                names::STORE_WRITABLE,
                 "1 while the store can be written, 0 after a failed write or without a quorum of etcd: then members of new names are refused.",
             )?,
             leader: make.gauge(
-                "switchyard_control_leader",
+                names::LEADER,
                 "1 if this control plane leads, 0 if it follows another one.",
             )?,
             terms: make.counter(
-                "switchyard_control_terms_total",
+                names::TERMS_TOTAL,
                 "Times that this control plane became the leader.",
             )?,
             forwarded: make.counter(
-                "switchyard_control_forwarded_requests_total",
+                names::FORWARDED_REQUESTS_TOTAL,
                 "Requests that this control plane passed on to the leader.",
             )?,
             election_errors: make.counter(
-                "switchyard_control_election_errors_total",
+                names::ELECTION_ERRORS_TOTAL,
                 "Failed calls to etcd for elections and for the lease of the leader.",
             )?,
             store_write_seconds,
@@ -189,6 +196,10 @@ impl Metrics {
         }
     }
 
+    pub(crate) fn set_unreachable(&self, num_members: usize) {
+        self.members_unreachable.set(num_members as i64);
+    }
+
     pub(crate) fn set_advice(&self, advice: &ScalingAdvice) {
         self.advised_servers.set(advice.desired_servers.into());
         self.advice_confidence.set(advice.confidence);
@@ -206,6 +217,7 @@ impl Metrics {
     /// Sets the gauges of the fleet to zero: another control plane counts it.
     pub(crate) fn forget_fleet(&self) {
         self.set_members(MemberCounts::default());
+        self.set_unreachable(0);
         self.set_coverage(Coverage::default());
         self.store_writable.set(1);
         self.advised_servers.set(0);

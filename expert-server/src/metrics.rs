@@ -3,6 +3,8 @@
 //! The handles for the data thread are resolved here once. Updating one takes a few atomic additions, without a
 //! lock, a look-up or an allocation.
 
+pub mod names;
+
 use std::sync::atomic::Ordering;
 
 use p2p_core::bootstrap::ListenerStats;
@@ -106,63 +108,63 @@ impl ServerMetrics {
     pub fn new(registry: Registry) -> Result<Self, prometheus::Error> {
         let r = &registry;
         let build = register_int_gauge_vec_with_registry!(
-            "switchyard_build_info",
+            names::BUILD_INFO,
             "Version of this process; the value is always 1.",
             &["component", "version"],
             r
         )?;
         build.with_label_values(&["server", env!("CARGO_PKG_VERSION")]).set(1);
         let dropped = register_int_counter_vec_with_registry!(
-            "switchyard_server_links_dropped_total",
+            names::LINKS_DROPPED_TOTAL,
             "Client links that ended, by reason.",
             &["reason"],
             r
         )?;
         let handshakes = register_int_counter_vec_with_registry!(
-            "switchyard_server_handshakes_rejected_total",
+            names::HANDSHAKES_REJECTED_TOTAL,
             "Connections that did not become links: refused by their hello, too slow, evicted by newer ones, broken.",
             &["reason"],
             r
         )?;
         let frames = register_int_counter_vec_with_registry!(
-            "switchyard_server_frames_total",
+            names::FRAMES_TOTAL,
             "Frames taken from clients (in) and published to them (out).",
             &["direction"],
             r
         )?;
         let bytes = register_int_counter_vec_with_registry!(
-            "switchyard_server_bytes_total",
+            names::BYTES_TOTAL,
             "Bytes of frames taken from clients (in) and published to them (out).",
             &["direction"],
             r
         )?;
         let bad = register_int_counter_vec_with_registry!(
-            "switchyard_server_bad_frames_total",
+            names::BAD_FRAMES_TOTAL,
             "Request frames answered with an error frame, by its code.",
             &["code"],
             r
         )?;
         let phases = register_histogram_vec_with_registry!(
-            "switchyard_server_phase_seconds",
+            names::PHASE_SECONDS,
             "Time by phase: queue (per frame, from its arrival until its batch starts), gather, compute and encode (per batch). On a GPU a frame's arrival counts from the end of the previous batch on, and gather is the wait for further clients.",
             &["phase"],
             PHASE_BUCKETS.to_vec(),
             r
         )?;
         let expert_tokens = register_int_counter_vec_with_registry!(
-            "switchyard_server_expert_tokens_total",
+            names::EXPERT_TOKENS_TOTAL,
             "Tokens computed per expert. The label layer is `all` unless counting by layer is on.",
             &["layer", "expert"],
             r
         )?;
         let weights_bytes = register_int_counter_vec_with_registry!(
-            "switchyard_server_weights_read_bytes_total",
+            names::WEIGHTS_READ_BYTES_TOTAL,
             "Bytes of experts put into service, by source: peer for the memory of another server, disk for the checkpoint's files.",
             &["source"],
             r
         )?;
         let weights_experts = register_int_counter_vec_with_registry!(
-            "switchyard_server_weights_read_experts_total",
+            names::WEIGHTS_READ_EXPERTS_TOTAL,
             "(layer, expert) pairs put into service, by source: peer or disk.",
             &["source"],
             r
@@ -173,12 +175,12 @@ impl ServerMetrics {
         Ok(Self {
             http,
             links: register_int_gauge_with_registry!(
-                "switchyard_server_links",
+                names::LINKS,
                 "Client links that are open.",
                 r
             )?,
             links_opened: register_int_counter_with_registry!(
-                "switchyard_server_links_opened_total",
+                names::LINKS_OPENED_TOTAL,
                 "Client links opened.",
                 r
             )?,
@@ -196,28 +198,28 @@ impl ServerMetrics {
             bytes_in: bytes.with_label_values(&["in"]),
             bytes_out: bytes.with_label_values(&["out"]),
             tokens: register_int_counter_with_registry!(
-                "switchyard_server_tokens_total",
+                names::TOKENS_TOTAL,
                 "Tokens computed.",
                 r
             )?,
             entries: register_int_counter_with_registry!(
-                "switchyard_server_entries_total",
+                names::ENTRIES_TOTAL,
                 "(token, expert) pairs computed.",
                 r
             )?,
             batches: register_int_counter_with_registry!(
-                "switchyard_server_batches_total",
+                names::BATCHES_TOTAL,
                 "Merged batches computed.",
                 r
             )?,
             batch_tokens: register_histogram_with_registry!(
-                "switchyard_server_batch_tokens",
+                names::BATCH_TOKENS,
                 "Tokens per merged batch.",
                 powers_of_two(15),
                 r
             )?,
             batch_clients: register_histogram_with_registry!(
-                "switchyard_server_batch_clients",
+                names::BATCH_CLIENTS,
                 "Clients whose frames were merged into one batch.",
                 powers_of_two(9),
                 r
@@ -227,34 +229,34 @@ impl ServerMetrics {
             compute_seconds: phases.with_label_values(&["compute"]),
             encode_seconds: phases.with_label_values(&["encode"]),
             graph_seconds: register_histogram_with_registry!(
-                "switchyard_server_graph_record_seconds",
+                names::GRAPH_RECORD_SECONDS,
                 "Time to record the graph of a batch, once per number of clients, number of experts and bucket of rows. Batches in flight go on; no batch is launched meanwhile. Servers on GPUs only.",
                 PHASE_BUCKETS.to_vec(),
                 r
             )?,
             backlog_frames: register_int_gauge_with_registry!(
-                "switchyard_server_backlog_frames",
+                names::BACKLOG_FRAMES,
                 "Finished answers that wait for a client's credit.",
                 r
             )?,
             sleeps: register_int_counter_with_registry!(
-                "switchyard_server_sleeps_total",
+                names::SLEEPS_TOTAL,
                 "Times that the data thread had no work and blocked.",
                 r
             )?,
             expert_tokens,
             experts_loaded: register_int_gauge_with_registry!(
-                "switchyard_server_experts_loaded",
+                names::EXPERTS_LOADED,
                 "(layer, expert) pairs loaded.",
                 r
             )?,
             expert_bytes: register_int_gauge_with_registry!(
-                "switchyard_server_expert_bytes",
+                names::EXPERT_BYTES,
                 "Bytes of the loaded experts' weights.",
                 r
             )?,
             load_seconds: register_gauge_with_registry!(
-                "switchyard_server_load_seconds",
+                names::LOAD_SECONDS,
                 "Time that loading the experts took.",
                 r
             )?,
@@ -264,27 +266,27 @@ impl ServerMetrics {
                 (bytes, experts)
             }),
             weights_damaged: register_int_counter_with_registry!(
-                "switchyard_server_weights_damaged_total",
+                names::WEIGHTS_DAMAGED_TOTAL,
                 "Experts read from another server whose checksum or shape was wrong. They were taken from elsewhere.",
                 r
             )?,
             weights_sent_bytes: register_int_counter_with_registry!(
-                "switchyard_server_weights_sent_bytes_total",
+                names::WEIGHTS_SENT_BYTES_TOTAL,
                 "Bytes of experts that other servers were allowed to read of this server's memory.",
                 r
             )?,
             weights_grants: register_int_gauge_with_registry!(
-                "switchyard_server_weights_grants",
+                names::WEIGHTS_GRANTS,
                 "Experts that other servers are reading of this server's memory.",
                 r
             )?,
             ready: register_int_gauge_with_registry!(
-                "switchyard_server_ready",
+                names::READY,
                 "1 while /readyz answers 200.",
                 r
             )?,
             lease_held: register_int_gauge_with_registry!(
-                "switchyard_server_lease_held",
+                names::LEASE_HELD,
                 "1 while the control plane's lease is held; 0 also without a control plane.",
                 r
             )?,

@@ -75,6 +75,8 @@ enum Command {
         #[arg(long, requires = "write")]
         raise: bool,
     },
+    /// Writes the Grafana dashboard and the alerts of Prometheus from the names of the metrics.
+    Dashboards,
     /// Formats Rust, C, C++ and CUDA as `test` wants them.
     Fmt,
     /// Builds the Python wheel and its sdist into `target/wheels`.
@@ -127,6 +129,7 @@ fn main() -> ExitCode {
         Command::Prose { write: false, .. } => single(prose::check),
         Command::Prose { raise: false, .. } => single(|| prose::run(prose::Mode::Lower)),
         Command::Prose { .. } => single(|| prose::run(prose::Mode::Set)),
+        Command::Dashboards => single(steps::write_dashboards),
         Command::Fmt => single(steps::fmt::apply),
         Command::Wheel { dev } => single(|| python::wheel(dev)),
         Command::Names { names } => single(|| names::check(&names)),

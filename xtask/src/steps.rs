@@ -252,6 +252,12 @@ fn fuzz(form: Form) -> Result<Outcome> {
     run(Command::new("bash").args(["fuzz/run.sh", seconds]).env("SWITCHYARD_FUZZ_SEED", seed))
 }
 
+/// Tests of the command line compare these files with the names of the metrics. Here they write them.
+pub fn write_dashboards() -> Result<Outcome> {
+    let test = ["test", "-p", "switchyard-cli", "--test", "it", "--", "dashboards::"];
+    run(cargo(&test).env("SWITCHYARD_BLESS", "1"))
+}
+
 fn deploy() -> Result<Outcome> {
     if !tools::on_path("promtool") {
         return Ok(Outcome::Skipped(

@@ -1,6 +1,7 @@
 //! The `switchyard` binary as a user runs it.
 
 mod commands;
+mod dashboards;
 mod follow;
 mod observability;
 mod plan;

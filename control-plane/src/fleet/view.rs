@@ -53,6 +53,12 @@ impl Fleet {
         unprobed.map(key).collect()
     }
 
+    /// Serving members that the last attempt to connect to has failed for.
+    pub(crate) fn num_unreachable(&self) -> usize {
+        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
+        serving.filter(|member| matches!(member.probe, Some(Err(_)))).count()
+    }
+
     /// Scaling advice from the reports of the members.
     pub(crate) fn advice(&self) -> ScalingAdvice {
         let leased: Vec<&Member> =
