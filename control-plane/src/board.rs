@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::body::Bytes;
 use control_api::PlacementTable;
-use tokio::sync::{broadcast, watch};
+use tokio::sync::broadcast::{self, error::RecvError};
+use tokio::sync::watch;
 
 /// A placement table in its encoded forms.
 #[derive(Debug)]
@@ -79,12 +80,25 @@ impl Board {
         let latest = self.lock();
         (latest.clone(), self.changes.subscribe())
     }
-}
 
-impl EncodedTable {
-    /// True if the table is so large that a watcher reads only the newest one of several that wait for it.
-    pub(crate) fn is_large(&self) -> bool {
-        self.event.len() >= LARGE_BYTES
+    /// The event for a watcher whose receiver `changes` has returned `change`; `None` if there is no later one. A
+    /// watcher that lags far behind skips to the newest table. So does one of a large table if another one waits.
+    pub(crate) fn event_after(
+        &self,
+        change: Result<Arc<EncodedTable>, RecvError>,
+        changes: &mut broadcast::Receiver<Arc<EncodedTable>>,
+    ) -> Option<Bytes> {
+        match change {
+            Err(RecvError::Closed) => None,
+            Ok(table) if table.event.len() < LARGE_BYTES || changes.is_empty() => {
+                Some(table.event.clone())
+            }
+            Ok(_) | Err(RecvError::Lagged(_)) => {
+                let (latest, subscription) = self.subscribe();
+                *changes = subscription;
+                latest.map(|latest| latest.event.clone())
+            }
+        }
     }
 }
 
@@ -104,5 +118,50 @@ fn encode(table: &PlacementTable) -> EncodedTable {
 
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.
 const CHANGES_KEPT: usize = 64;
-/// See [`EncodedTable::is_large`].
+/// Tables of this size are skipped while newer ones wait.
 const LARGE_BYTES: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use control_api::ServerEntry;
+
+    use super::*;
+
+    fn table(epoch: u64, num_servers: u32) -> PlacementTable {
+        let server = |nth: u32| ServerEntry {
+            member_id: control_api::MemberId::random(),
+            name: format!("server-{nth}"),
+            incarnation: nth.into(),
+            data_addr: "127.0.0.1:7000".to_owned(),
+        };
+        let servers = (0..num_servers).map(server).collect();
+        PlacementTable { cluster_id: "c".to_owned(), epoch, servers, ..PlacementTable::default() }
+    }
+
+    /// Epochs that a watcher sees which reads nothing while 10 tables are published.
+    fn seen(num_servers: u32) -> Vec<u64> {
+        let board = Board::new();
+        let (_, mut changes) = board.subscribe();
+        let mut num_bytes = 0;
+        for epoch in 1..=10 {
+            num_bytes += board.publish(&table(epoch, num_servers));
+        }
+        assert_eq!(board.publish(&table(9, num_servers)), 0, "an older table changes nothing");
+        let latest = board.latest().unwrap();
+        assert!((9 * latest.event.len()..=10 * latest.event.len()).contains(&num_bytes));
+        let mut epochs = Vec::new();
+        while let Ok(change) = changes.try_recv() {
+            let event = board.event_after(Ok(change), &mut changes).unwrap();
+            let text = String::from_utf8(event.to_vec()).unwrap();
+            let id = text.lines().find_map(|line| line.strip_prefix("id: ")).unwrap();
+            epochs.push(id.parse().unwrap());
+        }
+        epochs
+    }
+
+    #[test]
+    fn a_slow_watcher_of_large_tables_reads_only_the_newest() {
+        assert_eq!(seen(3), (1..=10).collect::<Vec<u64>>());
+        assert_eq!(seen(1000), [10]);
+    }
+}

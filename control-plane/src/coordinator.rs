@@ -313,8 +313,10 @@ impl Coordinator {
                 }
             };
             if let Some(job) = due {
+                let timer = self.metrics.plan_seconds.start_timer();
                 planning.spawn_blocking(move || {
                     let outcome = job.run();
+                    timer.observe_duration();
                     (job, outcome)
                 });
             }
@@ -514,12 +516,12 @@ impl Coordinator {
         let mut fleet = lock(&self.fleet);
         let now = self.clock.now();
         let result = action(&mut fleet, now);
-        let mut rebuilt = None;
+        let mut rebuild = None;
         if fleet.needs_refresh() && lock(&self.pace).is_due(now) {
             let stopwatch = Stopwatch::start();
             let table = fleet.refresh();
-            self.note_rebuild(stopwatch.elapsed(), 0);
-            rebuilt = table.map(|table| (table, stopwatch));
+            lock(&self.pace).note(self.clock.now(), stopwatch.elapsed(), 0);
+            rebuild = Some((table, stopwatch));
         }
         let events = fleet.take_events();
         if !events.is_empty() {
@@ -529,9 +531,11 @@ impl Coordinator {
         }
         let is_dirty = fleet.needs_save();
         drop(fleet);
-        if let Some((table, stopwatch)) = rebuilt {
-            let num_bytes = self.board.publish(&table);
-            self.note_rebuild(stopwatch.elapsed(), num_bytes);
+        if let Some((table, stopwatch)) = rebuild {
+            let num_bytes = table.map_or(0, |table| self.board.publish(&table));
+            let computing = stopwatch.elapsed();
+            lock(&self.pace).note(self.clock.now(), computing, num_bytes);
+            self.metrics.placement_seconds.observe(computing.as_secs_f64());
         }
         for event in &events {
             self.record_event(event);
@@ -540,10 +544,6 @@ impl Coordinator {
             self.dirty.notify_one();
         }
         result
-    }
-
-    fn note_rebuild(&self, computing: Duration, num_bytes: usize) {
-        lock(&self.pace).note(self.clock.now(), computing, num_bytes);
     }
 
     fn record_event(&self, event: &FleetEvent) {
@@ -649,3 +649,6 @@ const MAX_PROBES: usize = 32;
 const MIN_TICK: Duration = Duration::from_millis(5);
 const MAX_TICK: Duration = Duration::from_millis(100);
 const WRITE_RETRY: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests;

@@ -37,6 +37,8 @@ pub(crate) struct Metrics {
     pub(crate) watchers: IntGauge,
     pub(crate) http: httpd::Metrics,
     pub(crate) store_write_seconds: Histogram,
+    pub(crate) plan_seconds: Histogram,
+    pub(crate) placement_seconds: Histogram,
     pub(crate) store_write_errors: IntCounter,
     pub(crate) store_writable: IntGauge,
     pub(crate) leader: IntGauge,
@@ -69,13 +71,18 @@ impl Metrics {
         .buckets(REQUEST_BUCKETS.to_vec());
         let request_seconds = HistogramVec::new(request_opts, &["route", "method", "status"])?;
         registry.register(Box::new(request_seconds.clone()))?;
-        let store_opts = HistogramOpts::new(
+        let store_write_seconds = make.histogram(
             names::STORE_WRITE_SECONDS,
             "Time to write a snapshot of the state and make it durable, in seconds.",
-        )
-        .buckets(STORE_BUCKETS.to_vec());
-        let store_write_seconds = Histogram::with_opts(store_opts)?;
-        registry.register(Box::new(store_write_seconds.clone()))?;
+        )?;
+        let plan_seconds = make.histogram(
+            names::PLAN_SECONDS,
+            "Time to plan the fleet, if the placement follows the load, in seconds.",
+        )?;
+        let placement_seconds = make.histogram(
+            names::PLACEMENT_SECONDS,
+            "Processor time to compute and encode a new placement table, in seconds.",
+        )?;
         let info = make.gauges(
             names::BUILD_INFO,
             "Always 1. The labels name the component and its version.",
@@ -179,6 +186,8 @@ impl Metrics {
                 "Failed calls to etcd for elections and for the lease of the leader.",
             )?,
             store_write_seconds,
+            plan_seconds,
+            placement_seconds,
             request_seconds,
             registry,
         })
@@ -282,6 +291,14 @@ impl Maker<'_> {
         self.registry.register(Box::new(metric.clone()))?;
         Ok(metric)
     }
+
+    /// A histogram of the length of some work.
+    fn histogram(&self, name: &str, help: &str) -> Result<Histogram, prometheus::Error> {
+        let opts = HistogramOpts::new(name, help).buckets(WORK_BUCKETS.to_vec());
+        let metric = Histogram::with_opts(opts)?;
+        self.registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
 }
 
 /// Maps unknown methods to one label value: a client may send any word as its method.
@@ -294,5 +311,5 @@ fn bounded_method(method: &str) -> &str {
 
 const REQUEST_BUCKETS: [f64; 14] =
     [50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5, 1.0, 5.0];
-const STORE_BUCKETS: [f64; 12] =
+const WORK_BUCKETS: [f64; 12] =
     [50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.2, 1.0, 5.0];

@@ -11,12 +11,12 @@ use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, PlacementTable, code};
 use prometheus::IntGauge;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::sync::broadcast::{self, error::RecvError};
+use tokio::sync::broadcast;
 
 use super::App;
 use super::error::HttpError;
 use super::forward::no_leader;
-use crate::board::{Board, EncodedTable};
+use crate::board::EncodedTable;
 use httpd::stopped;
 
 /// Stream of placement tables. The table in force comes at once, then every new one. Each is an event
@@ -77,27 +77,10 @@ impl Watcher {
             _ = self.freshness.wait_for(|&is_fresh| !is_fresh) => None,
             change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
                 Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
-                Ok(Ok(published)) if published.is_large() && !self.changes.is_empty() => {
-                    skip_to_newest(&self.app.board, &mut self.changes)
-                }
-                Ok(Ok(published)) => Some(published.event.clone()),
-                Ok(Err(RecvError::Lagged(_))) => {
-                    skip_to_newest(&self.app.board, &mut self.changes)
-                }
-                Ok(Err(RecvError::Closed)) => None,
+                Ok(change) => self.app.board.event_after(change, &mut self.changes),
             },
         }
     }
-}
-
-/// Skips the tables that wait for a watcher, except the newest one.
-fn skip_to_newest(
-    board: &Board,
-    changes: &mut broadcast::Receiver<Arc<EncodedTable>>,
-) -> Option<Bytes> {
-    let (latest, subscription) = board.subscribe();
-    *changes = subscription;
-    latest.map(|latest| latest.event.clone())
 }
 
 /// Counts a watch for as long as it is open.

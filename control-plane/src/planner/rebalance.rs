@@ -205,6 +205,7 @@ pub fn plan_fleet(
 }
 
 /// Memory of the members in experts.
+#[derive(Clone)]
 struct Memory {
     room: Vec<usize>,
     /// Experts of the plan, with room that is reserved.

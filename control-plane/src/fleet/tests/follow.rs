@@ -73,8 +73,23 @@ impl Elastic {
                 let process = (id, incarnation, holds, response.assignment_version);
                 self.processes.insert(name, process);
             }
-            self.world.fleet.refresh();
+            self.refresh();
             self.check();
+        }
+    }
+
+    /// Refreshes the fleet, and compares the steps to the targets with a plain computation of all of them.
+    fn refresh(&mut self) {
+        let fleet = &mut self.world.fleet;
+        let expected = match fleet.needs_refresh() {
+            true => steps(fleet),
+            false => HashMap::new(),
+        };
+        fleet.refresh();
+        for (name, (assignment, placed)) in expected {
+            let member = &fleet.members[&name];
+            assert_eq!(*member.record.assignment, assignment, "{name}");
+            assert_eq!(*member.placed, placed, "{name}");
         }
     }
 
@@ -120,6 +135,93 @@ impl Elastic {
         let mean = tokens.iter().sum::<u64>() as f64 / tokens.len() as f64;
         tokens.iter().copied().max().unwrap_or(0) as f64 / mean
     }
+}
+
+/// The next assignment of every member with a target, and its placed experts then. Computed expert by expert.
+fn steps(fleet: &Fleet) -> HashMap<String, (Assignment, Assignment)> {
+    let Some(model) = &fleet.model else { return HashMap::new() };
+    let planned: Vec<&Member> = fleet.members.values().filter(|m| m.is_planned()).collect();
+    if fleet.members.values().all(|member| member.target.is_none()) {
+        return HashMap::new();
+    }
+    let takers = |layer, expert| {
+        let has = move |m: &&&Member| m.target.as_ref().is_some_and(|t| t.contains(layer, expert));
+        planned.iter().filter(has)
+    };
+    let has_loaded =
+        |m: &&Member, layer, expert| m.is_serving() && m.placed.contains(layer, expert);
+    let is_pending = |layer, expert| takers(layer, expert).any(|m| !has_loaded(m, layer, expert));
+    let select = |wanted: &dyn Fn(u32, u32) -> bool| {
+        let entry = |&layer: &u32| {
+            let experts = (0..model.num_experts).filter(|&e| wanted(layer, e)).collect();
+            LayerAssignment { layer, experts }
+        };
+        let layers = model.moe_layers.iter().map(entry).filter(|l| !l.experts.is_empty());
+        Assignment { layers: layers.collect() }
+    };
+    let mut steps = HashMap::new();
+    for (name, member) in &fleet.members {
+        if let Some(target) = member.target.as_ref().filter(|_| member.is_planned()) {
+            let next = select(&|layer, expert| {
+                let is_kept = member.placed.contains(layer, expert) && is_pending(layer, expert);
+                target.contains(layer, expert) || is_kept
+            });
+            let placed = select(&|l, e| next.contains(l, e) && member.record.holds.contains(l, e));
+            steps.insert(name.clone(), (next, placed));
+        } else if member.keeps_serving() && member.is_drain_planned {
+            let placed = select(&|layer, expert| {
+                let is_taken = takers(layer, expert).next().is_some() && !is_pending(layer, expert);
+                member.placed.contains(layer, expert) && !planned.is_empty() && !is_taken
+            });
+            let assignment = Assignment::clone(&member.record.assignment);
+            steps.insert(name.clone(), (assignment, placed));
+        }
+    }
+    steps
+}
+
+/// A plan of other members than those of the fleet counts for nothing, and after two of them one is computed at once.
+#[test]
+fn plans_of_members_that_have_changed_are_discarded() {
+    let mut fleet = Elastic::new(1, 1);
+    fleet.join("m0", 1);
+    let has_targets =
+        |fleet: &Elastic| fleet.world.fleet.members.values().any(|m| m.target.is_some());
+    let (mut num_discarded, mut nth) = (0, 1);
+    while !has_targets(&fleet) {
+        assert!(nth < 10, "no plan is ever in force");
+        for _ in 0..6 {
+            fleet.world.now += PERIOD;
+            fleet.world.fleet.tick(fleet.world.now, PERIOD);
+            let Some(job) = fleet.world.fleet.take_plan() else { continue };
+            // Another one is due only after this one.
+            fleet.world.fleet.tick(fleet.world.now, PERIOD);
+            assert!(fleet.world.fleet.take_plan().is_none());
+            let outcome = job.run();
+            fleet.join(&format!("m{nth}"), nth);
+            nth += 1;
+            fleet.world.fleet.finish_plan(Some((job, outcome)), fleet.world.now);
+            assert!(!has_targets(&fleet));
+            num_discarded += 1;
+        }
+    }
+    assert_eq!(num_discarded, 2);
+    // After a computation that failed, the next period has another one.
+    let mut num_plans = 0;
+    for _ in 0..25 {
+        fleet.world.now += Duration::from_secs(1);
+        for (id, incarnation, ..) in fleet.processes.values() {
+            let request =
+                LeaseRequest { incarnation: *incarnation, assignment_version: 0, load: None };
+            fleet.world.fleet.renew(id, request, fleet.world.now).unwrap();
+        }
+        fleet.world.fleet.tick(fleet.world.now, Duration::from_secs(1));
+        if fleet.world.fleet.take_plan().is_some() {
+            num_plans += 1;
+            fleet.world.fleet.finish_plan(None, fleet.world.now);
+        }
+    }
+    assert!(num_plans >= 2, "{num_plans}");
 }
 
 #[test]

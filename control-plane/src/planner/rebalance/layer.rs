@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-use super::{MAX_SPARE, Memory, PlanGoals, PlanMember, descending};
+use super::{MAX_SPARE, Memory, PlanGoals, PlanMember};
 
 /// One layer while it is planned.
 pub(super) struct Layer<'a> {
@@ -21,6 +21,8 @@ pub(super) struct Layer<'a> {
     /// Load per member.
     load_of: Vec<f64>,
     speeds: Vec<f64>,
+    /// Load over speed of the layer as a whole.
+    mean_pressure: f64,
     /// Zone per member as a number.
     zones: Vec<Option<usize>>,
 }
@@ -99,6 +101,8 @@ impl<'a> Layer<'a> {
         names.dedup();
         let zone =
             |member: &PlanMember<'_>| member.zone.and_then(|zone| names.binary_search(&zone).ok());
+        let speeds: Vec<f64> = members.iter().map(|member| member.speed).collect();
+        let mean_pressure = loads.iter().sum::<f64>() / speeds.iter().sum::<f64>();
         let mut layer = Self {
             number,
             loads,
@@ -107,7 +111,8 @@ impl<'a> Layer<'a> {
             held: members.iter().map(|member| member.held.experts(number)).collect(),
             unreadable: members.iter().map(|member| member.unreadable.experts(number)).collect(),
             load_of: vec![0.0; members.len()],
-            speeds: members.iter().map(|member| member.speed).collect(),
+            speeds,
+            mean_pressure,
             zones: members.iter().map(zone).collect(),
         };
         for (idx, member) in members.iter().enumerate() {
@@ -159,23 +164,23 @@ impl<'a> Layer<'a> {
         self.load_of[member] / self.speeds[member]
     }
 
-    fn mean_pressure(&self) -> f64 {
-        self.loads.iter().sum::<f64>() / self.speeds.iter().sum::<f64>()
-    }
-
+    /// The member with the highest pressure, and the first of equal ones.
     fn busiest(&self) -> Option<usize> {
-        (0..self.speeds.len())
-            .min_by(|&a, &b| descending(self.pressure(a), self.pressure(b)).then(a.cmp(&b)))
+        let pressures = (0..self.speeds.len()).map(|member| (member, self.pressure(member)));
+        let higher = |a: (usize, f64), b: (usize, f64)| {
+            if b.1.total_cmp(&a.1).is_gt() { b } else { a }
+        };
+        pressures.reduce(higher).map(|(member, _)| member)
     }
 
     /// Load of the busiest member over the mean.
     pub(super) fn ratio(&self) -> f64 {
-        self.busiest().map_or(1.0, |member| self.pressure(member) / self.mean_pressure())
+        self.busiest().map_or(1.0, |member| self.pressure(member) / self.mean_pressure)
     }
 
     /// Load of the busiest member beyond the mean.
     pub(super) fn excess(&self) -> f64 {
-        self.busiest().map_or(0.0, |member| self.pressure(member) - self.mean_pressure())
+        self.busiest().map_or(0.0, |member| self.pressure(member) - self.mean_pressure)
     }
 
     /// Removes experts from members that have more than their memory holds, replicated and cold ones first.
@@ -231,26 +236,39 @@ impl<'a> Layer<'a> {
 
     /// Adds a replica on the member that suits best. Returns false if no member can load it now.
     pub(super) fn add_replica(&mut self, expert: usize, fleet: &mut Memory) -> bool {
-        let share = self.loads[expert] / (self.holders[expert].len() + 1) as f64;
-        let free = (0..self.speeds.len())
-            .filter(|&member| fleet.has_room(member) && self.can_load(expert, member, fleet))
-            .filter(|member| !self.holders[expert].contains(member));
-        let best = free.min_by(|&a, &b| {
-            let pressure = |member: usize| (self.load_of[member] + share) / self.speeds[member];
-            let zone = |member: usize| self.shares_zone(expert, member, None);
-            let fill = |member: usize| fleet.used[member] as f64 / self.speeds[member];
-            zone(a)
-                .cmp(&zone(b))
-                .then(pressure(a).total_cmp(&pressure(b)))
-                .then(fill(a).total_cmp(&fill(b)))
-                .then(a.cmp(&b))
-        });
-        if let Some(member) = best {
+        let holders = &self.holders[expert];
+        let share = self.loads[expert] / (holders.len() + 1) as f64;
+        let mut best: Option<(bool, f64, f64, usize)> = None;
+        for member in 0..self.speeds.len() {
+            if !fleet.has_room(member) {
+                continue;
+            }
+            let pressure = (self.load_of[member] + share) / self.speeds[member];
+            // Of a thousand members, few are better than the best one so far.
+            if best.is_some_and(|best| !best.0 && pressure > best.1) {
+                continue;
+            }
+            let zone = self.shares_zone(expert, member, None);
+            let fill = fleet.used[member] as f64 / self.speeds[member];
+            let is_better = best.is_none_or(|best| {
+                let order = zone.cmp(&best.0).then(pressure.total_cmp(&best.1));
+                order.then(fill.total_cmp(&best.2)).is_lt()
+            });
+            if is_better
+                && holders.binary_search(&member).is_err()
+                && self.can_load(expert, member, fleet)
+            {
+                best = Some((zone, pressure, fill, member));
+            }
+        }
+        if let Some((.., member)) = best {
             self.insert(expert, member, fleet);
         }
         best.is_some()
     }
 
+    /// Evens the layer out, if that makes it better by the margin or brings it within the tolerance. So plans end while
+    /// the load stays: each one that changes the layer lowers its ratio.
     pub(super) fn balance(
         &mut self,
         fleet: &mut Memory,
@@ -258,20 +276,51 @@ impl<'a> Layer<'a> {
         num_replicas: usize,
         num_moves: &mut usize,
     ) {
-        if self.speeds.len() < 2 || self.ratio() <= goals.start_above {
+        let before = self.ratio();
+        if self.speeds.len() < 2 || before <= goals.start_above {
             return;
         }
         let spare = goals.spare.clamp(0.0, MAX_SPARE);
         let budget = (self.holders.len() * num_replicas) as f64 * (1.0 + spare);
         let budget = (budget as usize).max(self.holders.len() * num_replicas);
+        let was_over_budget = self.num_held() > budget;
+        let kept = (self.holders.clone(), self.load_of.clone(), fleet.clone(), *num_moves);
+        let cost = self.total_cost();
+        let is_complete = self.even_out(fleet, goals, num_replicas, budget, num_moves);
+        let after = self.ratio();
+        let is_better = after <= goals.start_above || after <= before * (1.0 - MARGIN);
+        // The next plans go on with a layer that needs more moves than one plan has.
+        let is_nearer = !is_complete && self.total_cost() < cost * (1.0 - MIN_GAIN);
+        if !is_better && !is_nearer && !was_over_budget {
+            (self.holders, self.load_of, *fleet, *num_moves) = kept;
+        }
+    }
+
+    fn num_held(&self) -> usize {
+        self.holders.iter().map(Vec::len).sum()
+    }
+
+    /// Changes the layer until it is even. Returns false if the limit of moves has ended that.
+    fn even_out(
+        &mut self,
+        fleet: &mut Memory,
+        goals: &PlanGoals,
+        num_replicas: usize,
+        budget: usize,
+        num_moves: &mut usize,
+    ) -> bool {
         self.trim(budget, num_replicas, fleet);
-        let mut num_held: usize = self.holders.iter().map(Vec::len).sum();
-        while self.ratio() > goals.stop_at && *num_moves < goals.max_moves {
-            let Some(change) = self.best_change(fleet, num_held < budget) else { return };
+        let mut num_held = self.num_held();
+        while self.ratio() > goals.stop_at {
+            if *num_moves >= goals.max_moves {
+                return false;
+            }
+            let Some(change) = self.best_change(fleet, num_held < budget) else { break };
             *num_moves += change.num_loads();
             num_held += usize::from(matches!(change, Change::Replicate { .. }));
             self.apply(change, fleet);
         }
+        true
     }
 
     /// Removes replicas beyond the budget's best division, so that hotter experts can have them.
@@ -310,16 +359,7 @@ impl<'a> Layer<'a> {
     /// The change that relieves the busiest member best, if any lowers the cost.
     fn best_change(&self, fleet: &Memory, may_replicate: bool) -> Option<Change> {
         let busiest = self.busiest()?;
-        let mut targets: Vec<usize> =
-            (0..self.speeds.len()).filter(|&member| member != busiest).collect();
-        targets.sort_by(|&a, &b| {
-            let fill = |member: usize| fleet.used[member] as f64 / self.speeds[member];
-            self.pressure(a)
-                .total_cmp(&self.pressure(b))
-                .then(fill(a).total_cmp(&fill(b)))
-                .then(a.cmp(&b))
-        });
-        targets.truncate(MAX_TARGETS);
+        let targets = self.least_loaded(busiest, fleet);
         let held: Vec<usize> =
             (0..self.holders.len()).filter(|&e| self.holders[e].contains(&busiest)).collect();
         let mut best: Option<(f64, Change)> = None;
@@ -366,8 +406,31 @@ impl<'a> Layer<'a> {
                 }
             }
         }
-        let cost: f64 = (0..self.speeds.len()).map(|member| self.cost(member, 0.0)).sum();
-        best.filter(|&(gain, _)| gain > cost * MIN_GAIN).map(|(_, change)| change)
+        let (gain, change) = best?;
+        (gain > self.total_cost() * MIN_GAIN).then_some(change)
+    }
+
+    fn total_cost(&self) -> f64 {
+        (0..self.speeds.len()).map(|member| self.cost(member, 0.0)).sum()
+    }
+
+    /// The [`MAX_TARGETS`] members with the lowest pressure except `busiest`, the lowest first.
+    fn least_loaded(&self, busiest: usize, fleet: &Memory) -> Vec<usize> {
+        let key = |member: usize| {
+            let fill = fleet.used[member] as f64 / self.speeds[member];
+            (self.pressure(member), fill, member)
+        };
+        let order = |a: &(f64, f64, usize), b: &(f64, f64, usize)| {
+            a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2))
+        };
+        let members = (0..self.speeds.len()).filter(|&member| member != busiest);
+        let mut keys: Vec<(f64, f64, usize)> = members.map(key).collect();
+        if keys.len() > MAX_TARGETS {
+            keys.select_nth_unstable_by(MAX_TARGETS, order);
+            keys.truncate(MAX_TARGETS);
+        }
+        keys.sort_unstable_by(order);
+        keys.into_iter().map(|(.., member)| member).collect()
     }
 
     /// Square of a member's load over its speed, with `more` load.
@@ -414,6 +477,8 @@ impl<'a> Layer<'a> {
     }
 }
 
+/// Least fall of a layer's ratio for which experts move, unless it comes within the tolerance.
+const MARGIN: f64 = 0.02;
 /// Least load of an expert, as a share of the mean.
 const LOAD_FLOOR: f64 = 0.02;
 /// Members that can take load from the busiest one, the least loaded first.

@@ -275,19 +275,20 @@ proptest! {
     }
 
     /// Servers load what a plan gives them and then free their old experts. No memory is ever exceeded, and the fleet
-    /// comes to rest with every expert placed.
+    /// comes to rest with every expert placed while the load stays.
     #[test]
-    fn a_fleet_in_little_memory_never_exceeds_it(
+    fn a_fleet_in_little_memory_comes_to_rest_and_never_exceeds_it(
         num_experts in 4u32..24,
         capacities in prop::collection::vec(1u32..30, 2..6),
         held in prop::collection::vec(any_assignment(), 6),
         loads in prop::collection::vec(prop::collection::vec(0.0f64..100.0, 24), 2),
         frees_after in 1usize..4,
+        max_moves in prop_oneof![Just(2048), 1usize..40],
     ) {
         let model = model(2, num_experts);
         let needed = 2 * num_experts;
         prop_assume!(capacities.iter().map(|&most| most.min(needed)).sum::<u32>() >= needed);
-        let goals = PlanGoals { min_replicas: 2, ..PlanGoals::default() };
+        let goals = PlanGoals { min_replicas: 2, max_moves, ..PlanGoals::default() };
         // Experts in memory, with the number of plans for which they have not been wanted.
         let mut memories: Vec<BTreeMap<(u32, u32), usize>> = held.iter().zip(&capacities)
             .map(|(held, &most)| {
@@ -299,10 +300,7 @@ proptest! {
             memories.iter().map(|memory| assignment(memory.keys().copied())).collect();
         let mut num_still = 0;
         for round in 0.. {
-            if round == 60 {
-                // In little memory plans can alternate for ever, which `docs/how-to/follow-the-load.md` says.
-                return Ok(());
-            }
+            prop_assert!(round < 200, "the plans do not end");
             let held: Vec<Assignment> =
                 memories.iter().map(|memory| assignment(memory.keys().copied())).collect();
             let members: Vec<PlanMember<'_>> = targets.iter().zip(&held).zip(&capacities)
