@@ -300,10 +300,12 @@ impl Coordinator {
             tokio::time::sleep(period).await;
             let advice = self.with_fleet(|fleet, now| {
                 fleet.tick(now, period);
-                (now >= advise_at).then(|| (fleet.advice(), fleet.num_unreachable()))
+                let loads = |fleet: &Fleet| fleet.expert_loads(self.metrics.top_experts);
+                (now >= advise_at).then(|| (fleet.advice(), fleet.num_unreachable(), loads(fleet)))
             });
-            if let Some((advice, num_unreachable)) = advice {
+            if let Some((advice, num_unreachable, loads)) = advice {
                 self.metrics.set_unreachable(num_unreachable);
+                self.metrics.set_expert_load(&loads);
                 advise_at = self.clock.now() + ADVICE_PERIOD;
                 self.metrics.set_advice(&advice);
             }
