@@ -6,6 +6,7 @@ use std::time::Duration;
 use control_api::{Assignment, LayerAssignment, LoadReport, ModelDescriptor};
 
 use crate::member::{Member, union};
+use crate::metrics::LayerLoad;
 use crate::planner::rebalance::{FleetPlan, NoRoom, PlanGoals, PlanMember, plan_fleet};
 
 /// Settings of load-driven placement.
@@ -50,6 +51,8 @@ impl Default for BalanceSettings {
 pub(crate) struct Loads {
     /// `tokens[layer_idx][expert]`.
     tokens: Vec<Vec<f64>>,
+    /// Time since the first decay in half-lives, decayed as the tokens are. Tokens over it are a rate.
+    weight: f64,
 }
 
 impl Loads {
@@ -67,6 +70,8 @@ impl Loads {
     }
 
     pub(crate) fn decay(&mut self, factor: f64) {
+        let half_lives = -factor.max(f64::MIN_POSITIVE).log2();
+        self.weight = (self.weight + half_lives) * factor;
         for tokens in self.tokens.iter_mut().flatten() {
             *tokens *= factor;
         }
@@ -74,6 +79,32 @@ impl Loads {
 
     pub(crate) fn clear(&mut self) {
         self.tokens.clear();
+        self.weight = 0.0;
+    }
+
+    /// Rates of the `num_top` busiest experts of each layer that has had tokens, and the sum of the others.
+    pub(crate) fn busiest(
+        &self,
+        model: &ModelDescriptor,
+        num_top: usize,
+        half_life: Duration,
+    ) -> Vec<LayerLoad> {
+        let seconds = self.weight * half_life.as_secs_f64();
+        let scale = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
+        let layers = model.moe_layers.iter().zip(&self.tokens);
+        let loads = layers.filter(|(_, tokens)| !tokens.is_empty()).map(|(&layer, tokens)| {
+            let rates = tokens.iter().map(|tokens| tokens * scale);
+            let mut experts: Vec<(u32, f64)> = (0..).zip(rates).collect();
+            let by_rate = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+            let num_top = num_top.min(experts.len());
+            if num_top < experts.len() {
+                experts.select_nth_unstable_by(num_top, by_rate);
+            }
+            let others = experts.drain(num_top..).map(|(_, rate)| rate).sum();
+            experts.sort_unstable_by(by_rate);
+            LayerLoad { layer, busiest: experts, others }
+        });
+        loads.collect()
     }
 
     fn of_layers(&self) -> &[Vec<f64>] {
@@ -289,4 +320,54 @@ pub(crate) fn next_assignment(member: &Member, pending: &Pending) -> Option<Arc<
         false => Arc::new(union(target, &kept)),
     };
     (next != *assignment).then_some(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use control_api::ExpertLoad;
+
+    use super::*;
+
+    /// A steady load shows its rate from the first seconds on, whatever the half-life.
+    #[test]
+    fn the_rates_of_a_steady_load_are_right_from_the_start() {
+        let model = ModelDescriptor {
+            fingerprint: "00ff00ff".to_owned(),
+            architecture: "test".to_owned(),
+            hidden: 8,
+            moe_layers: vec![1, 4],
+            num_experts: 6,
+            top_k: 2,
+        };
+        let rates: Vec<u64> = (0..6).map(|_| rand::random_range(1..1000)).collect();
+        let report = LoadReport {
+            experts: (0..6)
+                .map(|expert| ExpertLoad { layer: 4, expert, num_tokens: rates[expert as usize] })
+                .collect(),
+            ..LoadReport::default()
+        };
+        let half_life = Duration::from_secs(30);
+        let mut loads = Loads::default();
+        assert!(loads.busiest(&model, 2, half_life).is_empty());
+        for second in 1..200 {
+            loads.add(&model, &report);
+            loads.decay(0.5f64.powf(1.0 / 30.0));
+            let found = loads.busiest(&model, 2, half_life);
+            let mut expected: Vec<(u64, u32)> = rates.iter().copied().zip(0..).collect();
+            expected.sort_by_key(|&(rate, expert)| (std::cmp::Reverse(rate), expert));
+            let [LayerLoad { layer: 4, busiest, others }] = &found[..] else {
+                panic!("{rates:?}, second {second}: {found:?}")
+            };
+            let close = |found: f64, expected: u64| (found / expected as f64 - 1.0).abs() < 1e-9;
+            for ((found, rate), (expected, expert)) in busiest.iter().zip(&expected) {
+                assert!(found == expert && close(*rate, *expected), "{rates:?}: {busiest:?}");
+            }
+            let rest: u64 = expected[2..].iter().map(|(rate, _)| rate).sum();
+            assert!(busiest.len() == 2 && close(*others, rest), "{rates:?}: {others}");
+        }
+        let all = loads.busiest(&model, 100, half_life);
+        assert_eq!((all[0].busiest.len(), all[0].others), (6, 0.0));
+        loads.clear();
+        assert!(loads.busiest(&model, 2, half_life).is_empty());
+    }
 }

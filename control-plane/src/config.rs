@@ -37,6 +37,8 @@ pub struct ServerConfig {
     pub data_dir: Option<PathBuf>,
     /// etcd, if the state is there and several control planes share it.
     pub etcd: Option<EtcdConfig>,
+    /// Experts of each layer with a time series of their own in the metrics: the busiest ones.
+    pub metrics_top_experts: u32,
     /// Limits on members, connections and requests.
     pub limits: Limits,
 }
@@ -57,6 +59,7 @@ impl ServerConfig {
             model_fingerprint: None,
             data_dir: None,
             etcd: None,
+            metrics_top_experts: 8,
             limits: Limits::default(),
         }
     }

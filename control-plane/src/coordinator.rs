@@ -327,11 +327,14 @@ impl Coordinator {
     fn tick(&self, period: Duration, advise_at: &mut Duration) -> Option<PlanJob> {
         let (advice, due) = self.with_fleet(|fleet, now| {
             fleet.tick(now, period);
-            let advice = (now >= *advise_at).then(|| (fleet.advice(), fleet.num_unreachable()));
+            let loads = |fleet: &Fleet| fleet.expert_loads(self.metrics.top_experts);
+            let advice = (now >= *advise_at)
+                .then(|| (fleet.advice(), fleet.num_unreachable(), loads(fleet)));
             (advice, fleet.take_plan())
         });
-        if let Some((advice, num_unreachable)) = advice {
+        if let Some((advice, num_unreachable, loads)) = advice {
             self.metrics.set_unreachable(num_unreachable);
+            self.metrics.set_expert_load(&loads);
             *advise_at = self.clock.now() + ADVICE_PERIOD;
             self.metrics.set_advice(&advice);
         }

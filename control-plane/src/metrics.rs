@@ -1,5 +1,6 @@
 //! The metrics of the control plane.
 
+mod expert_load;
 pub mod names;
 
 use std::time::Duration;
@@ -10,7 +11,10 @@ use prometheus::{
     IntGaugeVec, Opts, Registry,
 };
 
+pub(crate) use expert_load::LayerLoad;
+
 use crate::table::Coverage;
+use expert_load::ExpertLoad;
 
 /// Handles of the metrics, and the registry that holds them.
 #[derive(Clone, Debug)]
@@ -25,6 +29,9 @@ pub(crate) struct Metrics {
     pub(crate) suspects: IntCounter,
     pub(crate) name_conflicts: IntCounter,
     pub(crate) expert_moves: IntCounter,
+    /// Experts of each layer that have a series of their own.
+    pub(crate) top_experts: usize,
+    expert_load: ExpertLoad,
     advised_servers: IntGauge,
     advice_confidence: Gauge,
     compute_share: Gauge,
@@ -48,9 +55,10 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Registers all metrics. An error means that two metrics have the same name, which is a bug.
-    pub(crate) fn new() -> Result<Self, prometheus::Error> {
-        let metrics = Self::registered()?;
+    /// Registers all metrics, with series for `top_experts` experts of each layer. An error means that two metrics have
+    /// the same name, which is a bug.
+    pub(crate) fn new(top_experts: usize) -> Result<Self, prometheus::Error> {
+        let metrics = Self { top_experts, ..Self::registered()? };
         // Prometheus misses the first event of a series that did not exist before. Create all series now.
         for kind in ["new", "returned", "takeover"] {
             metrics.registrations.with_label_values(&[kind]);
@@ -92,6 +100,8 @@ impl Metrics {
         let http = httpd::Metrics::new("switchyard_control")?;
         registry.register(Box::new(http.connections.clone()))?;
         registry.register(Box::new(http.culled.clone()))?;
+        let expert_load = ExpertLoad::new()?;
+        registry.register(Box::new(expert_load.clone()))?;
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {
@@ -161,6 +171,8 @@ impl Metrics {
             )?,
             watchers: make.gauge(names::WATCHERS, "Open placement watches of clients and servers.")?,
             http,
+            top_experts: 0,
+            expert_load,
             store_write_errors: make.counter(
                 names::STORE_WRITE_ERRORS_TOTAL,
                 "Failed writes of a snapshot.",
@@ -209,6 +221,10 @@ impl Metrics {
         self.members_unreachable.set(num_members as i64);
     }
 
+    pub(crate) fn set_expert_load(&self, loads: &[LayerLoad]) {
+        self.expert_load.set(loads);
+    }
+
     pub(crate) fn set_advice(&self, advice: &ScalingAdvice) {
         self.advised_servers.set(advice.desired_servers.into());
         self.advice_confidence.set(advice.confidence);
@@ -227,6 +243,7 @@ impl Metrics {
     pub(crate) fn forget_fleet(&self) {
         self.set_members(MemberCounts::default());
         self.set_unreachable(0);
+        self.set_expert_load(&[]);
         self.set_coverage(Coverage::default());
         self.store_writable.set(1);
         self.advised_servers.set(0);

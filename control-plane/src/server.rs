@@ -217,7 +217,8 @@ fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSet
         }),
     };
     let (planner, lease_ttl) = (Arc::new(config.check()?), config.lease_ttl);
-    let metrics = Metrics::new().map_err(BindError::Metrics)?;
+    let num_top = config.metrics_top_experts as usize;
+    let metrics = Metrics::new(num_top).map_err(BindError::Metrics)?;
     let board = Arc::new(Board::new());
     Ok(TermSettings { fleet, planner, lease_ttl, clock, metrics, board })
 }

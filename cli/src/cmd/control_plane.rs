@@ -45,6 +45,10 @@ pub struct Args {
     /// Share of the time for which servers should compute, 0.05 to 0.95: the number of servers in `/v1/advice` aims at it.
     #[arg(long, env = "SWITCHYARD_TARGET_SHARE", default_value_t = 0.6)]
     target_share: f64,
+    /// Experts of each layer that have a time series of their own in the metrics, 0 to 1024: the busiest ones. The others
+    /// are summed.
+    #[arg(long, env = "SWITCHYARD_METRICS_TOP_EXPERTS", default_value_t = 8, value_parser = clap::value_parser!(u32).range(0..=1024))]
+    metrics_top_experts: u32,
     /// Time to live of a lease, in milliseconds, 100 to 3600000. A server that does not renew its lease for
     /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
@@ -155,6 +159,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
     config.token = args.token;
     config.target_share = args.target_share;
+    config.metrics_top_experts = args.metrics_top_experts;
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
     if matches!(args.placement, PlacementKind::Load) {
         let mut balance = BalanceSettings::default();

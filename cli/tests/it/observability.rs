@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, ExpertBackend, MoeClient};
 use checkpoint::Checkpoint;
@@ -99,7 +99,17 @@ pub fn live_metrics() -> [(&'static str, Families); 3] {
     }
     let mut of_control = Families::new();
     let control_url = cluster.control_url();
-    parse_exposition(&get(control_url.trim_start_matches("http://"), "/metrics"), &mut of_control);
+    // The load of the experts comes with the next report of a server.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let text = loop {
+        let text = get(control_url.trim_start_matches("http://"), "/metrics");
+        if text.contains(control_plane::metric_names::EXPERT_TOKENS_PER_SECOND) {
+            break text;
+        }
+        assert!(Instant::now() < deadline, "no load of experts: {text}");
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    parse_exposition(&text, &mut of_control);
     [("Client", of_client), ("Expert server", of_servers), ("Control plane", of_control)]
 }
 

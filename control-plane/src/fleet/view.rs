@@ -10,6 +10,7 @@ use control_api::{
 use super::Fleet;
 use crate::advice::{FleetWork, ServerWork, advise};
 use crate::member::Member;
+use crate::metrics::LayerLoad;
 use crate::planner::Planner;
 use crate::table::Coverage;
 
@@ -57,6 +58,14 @@ impl Fleet {
     pub(crate) fn num_unreachable(&self) -> usize {
         let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
         serving.filter(|member| matches!(member.probe, Some(Err(_)))).count()
+    }
+
+    /// Load of each layer that has had tokens, with its `num_top` busiest experts.
+    pub(crate) fn expert_loads(&self, num_top: usize) -> Vec<LayerLoad> {
+        match &self.model {
+            Some(model) => self.loads.busiest(model, num_top, self.half_life()),
+            None => Vec::new(),
+        }
     }
 
     /// Scaling advice from the reports of the members.

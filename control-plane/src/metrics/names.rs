@@ -14,6 +14,7 @@ pub const EPOCH: &str = "switchyard_control_epoch";
 pub const EXPERTS_UNDER_REPLICATED: &str = "switchyard_control_experts_under_replicated";
 pub const EXPERTS_WITHOUT_REPLICA: &str = "switchyard_control_experts_without_replica";
 pub const EXPERT_MOVES_TOTAL: &str = "switchyard_control_expert_moves_total";
+pub const EXPERT_TOKENS_PER_SECOND: &str = "switchyard_control_expert_tokens_per_second";
 pub const EXPIRATIONS_TOTAL: &str = "switchyard_control_expirations_total";
 pub const FORWARDED_REQUESTS_TOTAL: &str = "switchyard_control_forwarded_requests_total";
 pub const LATE_SHARE: &str = "switchyard_control_late_share";

@@ -164,6 +164,13 @@ fn experts(layout: &mut Layout) {
         "ops",
         &[(format!("topk(20, {by_expert})"), "layer {{layer}} expert {{expert}}")],
     );
+    let reported =
+        format!("topk(20, max by (layer, expert) ({}))", control::EXPERT_TOKENS_PER_SECOND);
+    layout.series(
+        "Busiest experts by the servers' reports",
+        "ops",
+        &[(reported, "layer {{layer}} expert {{expert}}")],
+    );
     layout.series(
         "Busiest expert over the mean",
         "short",
