@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let gpu = Gpu::open_named(device.parse()?)?;
     let mut client = DeviceClient::builder(model.clone())
         .control_plane(url, token.clone())
-        .ticket(token)
+        .secret(token)
         .replica_wait(limit)
         .build(gpu.clone(), DeviceOptions::default())?;
     client.wait_ready(limit)?;

@@ -109,7 +109,7 @@ impl MoeClient {
     /// let model = ClientModel::fetch(url, token.clone(), 24, Duration::from_secs(5))?;
     /// let client = MoeClient::builder(model)
     ///     .control_plane(url, token.clone())
-    ///     .ticket(token)
+    ///     .secret(token)
     ///     .wire_dtype(WireDtype::Bf16)
     ///     .build()?;
     /// client.wait_ready(Duration::from_secs(30))?;

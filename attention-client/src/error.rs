@@ -49,6 +49,9 @@ pub enum BuildError {
     /// The metrics could not be registered, usually because the registry has a client already.
     #[error("cannot register the client's metrics: {0}")]
     Metrics(#[from] prometheus::Error),
+    /// The key of the client's tickets could not be made.
+    #[error("cannot make a key for tickets: {0}")]
+    Tickets(#[from] trust::ticket::SignError),
     /// The control thread could not be started.
     #[error("cannot start the client's control thread: {0}")]
     Thread(std::io::Error),

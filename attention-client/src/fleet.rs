@@ -20,6 +20,7 @@ pub(crate) mod pace;
 pub(crate) mod placement;
 pub(crate) mod settings;
 pub(crate) mod shared;
+mod tickets;
 
 use std::sync::Arc;
 

@@ -32,7 +32,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let (url, token) = ("http://127.0.0.1:7070", None::<String>);
 //! let model = ClientModel::fetch(url, token.clone(), 24, Duration::from_secs(5))?;
-//! let client = MoeClient::builder(model).control_plane(url, token.clone()).ticket(token).build()?;
+//! let client = MoeClient::builder(model).control_plane(url, token.clone()).secret(token).build()?;
 //! client.wait_ready(Duration::from_secs(30))?;
 //!
 //! let x = vec![0.5; client.hidden()]; // one token

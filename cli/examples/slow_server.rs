@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     let client = |budget: f64| -> Result<MoeClient> {
         let client = MoeClient::builder(model.clone())
             .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
-            .ticket(Some(cluster.token().to_owned()))
+            .secret(Some(cluster.token().to_owned()))
             .hedge_budget(budget)
             .build()?;
         client.wait_ready(Duration::from_secs(30))?;

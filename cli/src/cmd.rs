@@ -494,7 +494,7 @@ impl Service {
                 (Some(cluster), url, Some(token))
             }
         };
-        let client = builder.control_plane(url, token.clone()).ticket(token).build()?;
+        let client = builder.control_plane(url, token.clone()).secret(token).build()?;
         client.wait_ready(READY_TIMEOUT)?;
         Ok(Self { client, _cluster: cluster })
     }

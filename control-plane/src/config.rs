@@ -33,6 +33,8 @@ pub struct ServerConfig {
     pub target_share: f64,
     /// Fingerprint of the only accepted model. `None` accepts the model of the first member.
     pub model_fingerprint: Option<String>,
+    /// Life of the tickets with which clients connect to servers, 10 s to 12 hours. Clients renew them after half of it.
+    pub ticket_life: Duration,
     /// Directory of the durable state. `None` keeps the state in memory only, unless it is in etcd.
     pub data_dir: Option<PathBuf>,
     /// etcd, if the state is there and several control planes share it.
@@ -57,6 +59,7 @@ impl ServerConfig {
             balance: None,
             target_share: 0.6,
             model_fingerprint: None,
+            ticket_life: trust::ticket::DEFAULT_LIFE,
             data_dir: None,
             etcd: None,
             metrics_top_experts: 8,
@@ -68,6 +71,9 @@ impl ServerConfig {
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
+        }
+        if !(MIN_TICKET_LIFE..=MAX_TICKET_LIFE).contains(&self.ticket_life) {
+            return Err(ConfigError::TicketLife { found: self.ticket_life });
         }
         if !(MIN_TARGET_SHARE..=MAX_TARGET_SHARE).contains(&self.target_share) {
             return Err(ConfigError::TargetShare { found: self.target_share.to_string() });
@@ -232,6 +238,9 @@ pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
     LeaseTtl { found: Duration },
+    /// See [`ServerConfig::ticket_life`].
+    #[error("a life of {found:?} for tickets: expected {MIN_TICKET_LIFE:?} to {MAX_TICKET_LIFE:?}")]
+    TicketLife { found: Duration },
     /// See [`ServerConfig::target_share`].
     #[error("a target share of {found}: expected {MIN_TARGET_SHARE} to {MAX_TARGET_SHARE}")]
     TargetShare { found: String },
@@ -270,4 +279,7 @@ const MAX_PREFIX_BYTES: usize = 256;
 const MIN_TARGET_SHARE: f64 = 0.05;
 const MAX_TARGET_SHARE: f64 = 0.95;
 const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
+const MIN_TICKET_LIFE: Duration = Duration::from_secs(10);
+/// Half of the life of the key that signs a ticket must be longer.
+const MAX_TICKET_LIFE: Duration = Duration::from_secs(12 * 3600);
 const MAX_LEASE_TTL: Duration = Duration::from_secs(3600);

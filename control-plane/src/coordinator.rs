@@ -1,13 +1,13 @@
 //! Runs the fleet: one lock, one clock, one writer of the store, many watchers.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use axum::body::Bytes;
 use control_api::{
     ClusterStatus, EventList, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
     ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus,
-    SuspectRequest, TensorDigest, WantedDigests,
+    SuspectRequest, TensorDigest, TicketRequest, TicketResponse, WantedDigests,
 };
 use futures_util::StreamExt;
 use tokio::sync::{Notify, watch};
@@ -23,6 +23,7 @@ use crate::fleet::{ExpiryCause, Fleet, FleetEvent, RegistrationKind};
 use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::store::{Revision, Store, StoreError};
+use crate::tickets::{IssueError, TicketOffice, TicketSettings};
 
 /// Error of an operation.
 #[derive(Debug, thiserror::Error)]
@@ -31,8 +32,17 @@ pub(crate) enum OperationError {
     Refused(#[from] Refusal),
     #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
+    #[error(transparent)]
+    Ticket(#[from] IssueError),
     #[error("the control plane is shutting down")]
     ShuttingDown,
+}
+
+/// Times of a term.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TermTimes {
+    pub(crate) lease_ttl: Duration,
+    pub(crate) ticket_life: Duration,
 }
 
 /// The control plane without HTTP.
@@ -55,6 +65,7 @@ pub(crate) struct Coordinator {
     /// Wakes the probes.
     suspected: Notify,
     store_kind: &'static str,
+    tickets: TicketOffice,
 }
 
 /// Digests of the model's tensors, as a member has sent them.
@@ -89,10 +100,12 @@ impl Coordinator {
         store: &mut dyn Store,
         mut revision: Revision,
         clock: Arc<dyn Clock>,
-        lease_ttl: Duration,
+        times: TermTimes,
         metrics: Metrics,
         board: Arc<Board>,
     ) -> Result<(Self, Revision), StoreError> {
+        let lease_ttl = times.lease_ttl;
+        let tickets = open_tickets(&mut fleet, times, clock.now())?;
         let mut state = WriteState::default();
         while fleet.needs_save() {
             let (snapshot, fleet_revision) = fleet.snapshot();
@@ -132,6 +145,7 @@ impl Coordinator {
             dirty: Notify::new(),
             suspected: Notify::new(),
             store_kind: store.kind(),
+            tickets,
         };
         // Logs and counts the restored members.
         coordinator.with_fleet(|_, _| ());
@@ -152,6 +166,7 @@ impl Coordinator {
             let is_durable = fleet.is_durable(&name, incarnation);
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
+        let response = RegisterResponse { ticket_keys: Some(self.tickets.keys()), ..response };
         if is_durable || (is_known && self.write_error().is_some()) {
             return Ok(response);
         }
@@ -172,7 +187,36 @@ impl Coordinator {
             Some(kept) if kept.full.is_empty() => WantedDigests::Full,
             Some(_) => WantedDigests::None,
         };
+        response.ticket_keys = Some(self.tickets.keys());
         Ok(response)
+    }
+
+    /// Issues a ticket, once servers have had the time to learn the key of this term.
+    pub(crate) async fn issue_ticket(
+        &self,
+        request: &TicketRequest,
+    ) -> Result<TicketResponse, OperationError> {
+        let wait = self.tickets.wait(self.clock.now());
+        if !wait.is_zero() {
+            tokio::time::sleep(wait).await;
+        }
+        let epoch = lock(&self.fleet).table().epoch;
+        Ok(self.tickets.issue(request, epoch, SystemTime::now().into())?)
+    }
+
+    /// Revokes all tickets. This is durable before it returns, unless the store cannot be written. Returns the least
+    /// epoch of tickets.
+    pub(crate) async fn revoke_tickets(&self) -> Result<u64, OperationError> {
+        let (least_epoch, revision) = self.with_fleet(|fleet, _| {
+            let least_epoch = self.tickets.revoke(fleet.table().epoch);
+            fleet.set_tickets(self.tickets.record());
+            (least_epoch, fleet.revision())
+        });
+        warn!(least_epoch, "all tickets are revoked");
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { .. }) => Ok(least_epoch),
+            outcome => outcome.map(|()| least_epoch),
+        }
     }
 
     pub(crate) fn ready(
@@ -325,6 +369,7 @@ impl Coordinator {
 
     /// Expires members. Returns the plan to compute, if one is due.
     fn tick(&self, period: Duration, advise_at: &mut Duration) -> Option<PlanJob> {
+        self.renew_ticket_key();
         let (advice, due) = self.with_fleet(|fleet, now| {
             fleet.tick(now, period);
             let loads = |fleet: &Fleet| fleet.expert_loads(self.metrics.top_experts);
@@ -346,6 +391,19 @@ impl Coordinator {
             error!(error = %err, "the fleet could not be planned: the next plan tries again");
         }
         self.with_fleet(|fleet, now| fleet.finish_plan(planned.ok(), now));
+    }
+
+    /// Makes the next key of tickets in time.
+    fn renew_ticket_key(&self) {
+        match self.tickets.tick(self.clock.now(), SystemTime::now().into()) {
+            Ok(false) => {}
+            Ok(true) => {
+                info!("a new key for tickets is published");
+                self.with_fleet(|fleet, _| fleet.set_tickets(self.tickets.record()));
+            }
+            // The old key goes on. The next tick tries again.
+            Err(err) => debug!(error = %err, "no new key for tickets"),
+        }
     }
 
     /// Connects to every serving member once, again until that works, and when a client suspects it. So an address that
@@ -626,6 +684,29 @@ async fn connect(addr: &str) -> Result<(), String> {
     }
 }
 
+/// Opens the office of tickets, whose key becomes a part of the fleet's snapshot.
+fn open_tickets(
+    fleet: &mut Fleet,
+    times: TermTimes,
+    now: Duration,
+) -> Result<TicketOffice, StoreError> {
+    let settings = TicketSettings {
+        life: times.ticket_life,
+        spread: (times.lease_ttl / 2).min(MAX_KEY_SPREAD),
+    };
+    let has_servers = !fleet.infos(now).is_empty();
+    let (fleet_id, record) = (fleet.cluster_id().to_owned(), fleet.tickets().clone());
+    let wall = SystemTime::now().into();
+    let office = TicketOffice::open(&fleet_id, record, settings, has_servers, now, wall);
+    let office = office.map_err(|err| StoreError::Io {
+        operation: "make a key for tickets of",
+        path: fleet_id.into(),
+        source: std::io::Error::other(err),
+    })?;
+    fleet.set_tickets(office.record());
+    Ok(office)
+}
+
 /// Reserves epochs in a store that takes no snapshot.
 fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result<(), StoreError> {
     if let Some(reservation) = fleet.epoch_to_reserve() {
@@ -642,6 +723,8 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 const READ_ONLY: &str =
     "the store cannot be written: known members keep serving, members of new names are refused";
+/// A request for a ticket waits no longer than this for the servers to learn a new key.
+const MAX_KEY_SPREAD: Duration = Duration::from_secs(2);
 /// The gauges of the advice change at this rate.
 const ADVICE_PERIOD: Duration = Duration::from_secs(1);
 const PROBE_PERIOD: Duration = Duration::from_secs(2);

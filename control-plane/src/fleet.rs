@@ -20,6 +20,7 @@ use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor, Report};
 use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
+use crate::tickets::TicketRecord;
 
 /// Settings of a [`Fleet`].
 #[derive(Clone, Debug)]
@@ -171,6 +172,7 @@ pub(crate) struct Fleet {
     was_complete: bool,
     /// Goals that were changed while the control plane ran.
     changed_goals: Option<FleetGoals>,
+    tickets: TicketRecord,
     /// Reason why the last plan failed.
     shortage: Option<String>,
     events: Vec<FleetEvent>,
@@ -239,6 +241,7 @@ impl Fleet {
             first_join: None,
             was_complete,
             changed_goals: snapshot.goals,
+            tickets: snapshot.tickets,
             shortage: None,
             events: Vec::new(),
         }
@@ -307,6 +310,7 @@ impl Fleet {
             epoch: self.table.epoch,
             assignment: Assignment::clone(&member.record.assignment),
             assignment_version: member.record.assignment_version,
+            ticket_keys: None,
         })
     }
 
@@ -348,6 +352,7 @@ impl Fleet {
             assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
             wanted_digests: WantedDigests::None,
             keeps_serving: member.keeps_serving(),
+            ticket_keys: None,
         };
         if is_replan {
             self.note_unplanned(now);
@@ -563,8 +568,24 @@ impl Fleet {
             model: self.model.clone(),
             members: self.members.values().map(record).collect(),
             goals: self.changed_goals,
+            tickets: self.tickets.clone(),
         };
         (snapshot, self.revision)
+    }
+
+    /// Identity of the cluster.
+    pub(crate) fn cluster_id(&self) -> &str {
+        &self.cluster_id
+    }
+
+    /// The durable part of tickets.
+    pub(crate) const fn tickets(&self) -> &TicketRecord {
+        &self.tickets
+    }
+
+    pub(crate) fn set_tickets(&mut self, tickets: TicketRecord) {
+        self.tickets = tickets;
+        self.revision += 1;
     }
 
     /// Records that a snapshot is durable.
@@ -649,6 +670,7 @@ impl Fleet {
         member.record.data_addr.clone_from(&request.data_addr);
         member.record.capacity_experts = request.capacity_experts;
         member.record.zone.clone_from(&request.zone);
+        member.record.needs_tickets = request.needs_tickets;
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         member.record.weights_addr.clone_from(&request.weights_addr);
         self.is_table_stale = true;
@@ -689,6 +711,7 @@ impl Fleet {
             superseded,
             capacity_experts: request.capacity_experts,
             zone: request.zone.clone(),
+            needs_tickets: request.needs_tickets,
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);

@@ -6,6 +6,7 @@ mod forward;
 mod openapi;
 mod page;
 mod routes;
+mod tickets;
 mod watch;
 
 use std::sync::Arc;
@@ -120,6 +121,8 @@ fn all_routes() -> Vec<Route> {
         route(Method::POST, "/v1/members/{id}/drain", post(routes::drain)),
         route(Method::POST, "/v1/members/{id}/resume", post(routes::resume)),
         route(Method::POST, "/v1/members/{id}/suspect", post(routes::suspect)),
+        route(Method::POST, "/v1/tickets", post(tickets::issue)),
+        route(Method::POST, "/v1/tickets/revoke", post(tickets::revoke)),
     ]
 }
 

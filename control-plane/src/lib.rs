@@ -37,6 +37,7 @@ mod server;
 pub mod store;
 mod table;
 mod term;
+mod tickets;
 mod work;
 
 pub use balance::BalanceSettings;

@@ -70,6 +70,9 @@ pub struct MemberRecord {
     /// Failure domain.
     #[serde(default)]
     pub zone: Option<String>,
+    /// True if it admits clients with a ticket only.
+    #[serde(default)]
+    pub needs_tickets: bool,
 }
 
 /// State of a lease. Times are of the fleet's clock.
@@ -293,6 +296,7 @@ impl Member {
             name: self.record.name.clone(),
             incarnation: self.record.incarnation,
             data_addr: self.record.data_addr.clone(),
+            needs_tickets: self.record.needs_tickets,
         }
     }
 

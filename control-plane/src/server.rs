@@ -220,7 +220,8 @@ fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSet
     let num_top = config.metrics_top_experts as usize;
     let metrics = Metrics::new(num_top).map_err(BindError::Metrics)?;
     let board = Arc::new(Board::new());
-    Ok(TermSettings { fleet, planner, lease_ttl, clock, metrics, board })
+    let ticket_life = config.ticket_life;
+    Ok(TermSettings { fleet, planner, lease_ttl, ticket_life, clock, metrics, board })
 }
 
 /// Compares the stored model with the one that the settings name.

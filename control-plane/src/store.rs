@@ -20,6 +20,7 @@ use control_api::{FleetGoals, MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::member::{MemberRecord, Phase, Predecessor};
+pub use crate::tickets::TicketRecord;
 pub use etcd::{EtcdCredentials, EtcdError};
 pub use file::FileStore;
 pub use memory::MemoryStore;
@@ -39,12 +40,22 @@ pub struct Snapshot {
     /// Goals that were changed while the control plane ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goals: Option<FleetGoals>,
+    /// Public keys of tickets, and the least epoch.
+    #[serde(default, skip_serializing_if = "TicketRecord::is_empty")]
+    pub tickets: TicketRecord,
 }
 
 impl Snapshot {
     /// The state of a new cluster.
     pub fn fresh(cluster_id: String) -> Self {
-        Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new(), goals: None }
+        Self {
+            cluster_id,
+            reserved_epoch: 0,
+            model: None,
+            members: Vec::new(),
+            goals: None,
+            tickets: TicketRecord::default(),
+        }
     }
 
     /// Checks the invariants that the types do not express.

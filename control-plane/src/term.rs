@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 
 use crate::board::Board;
 use crate::clock::Clock;
-use crate::coordinator::Coordinator;
+use crate::coordinator::{Coordinator, TermTimes};
 use crate::fleet::{Fleet, FleetSettings};
 use crate::metrics::Metrics;
 use crate::planner::BalancedPlanner;
@@ -20,6 +20,7 @@ pub(crate) struct TermSettings {
     pub(crate) fleet: FleetSettings,
     pub(crate) planner: Arc<BalancedPlanner>,
     pub(crate) lease_ttl: Duration,
+    pub(crate) ticket_life: Duration,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) metrics: Metrics,
     pub(crate) board: Arc<Board>,
@@ -38,12 +39,13 @@ impl TermSettings {
     pub(crate) fn begin(self, mut store: Box<dyn Store>) -> Result<Term, StoreError> {
         let (snapshot, revision) = store.load()?;
         let fleet = Fleet::new(self.fleet, Box::new(self.planner), snapshot, self.clock.now());
+        let times = TermTimes { lease_ttl: self.lease_ttl, ticket_life: self.ticket_life };
         let (coordinator, revision) = Coordinator::start(
             fleet,
             &mut *store,
             revision,
             self.clock,
-            self.lease_ttl,
+            times,
             self.metrics,
             self.board,
         )?;

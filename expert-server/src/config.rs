@@ -55,8 +55,11 @@ pub struct ServerConfig {
     pub slot: SlotConfig,
     /// Transports to offer.
     pub transports: Transports,
-    /// Secret that clients must present; `None` admits every client that reaches the port.
-    pub ticket: Option<Ticket>,
+    /// Admits clients with a ticket of the control plane only. It needs a control plane, and is the default with one.
+    pub needs_tickets: bool,
+    /// Secret that clients must present if they need no ticket; `None` admits every client that reaches the port. Other
+    /// servers that read weights need it in any case.
+    pub secret: Option<Secret>,
     /// Bounds on the resources that clients can use.
     pub limits: Limits,
     /// Time for which the data thread polls before it sleeps.
@@ -95,6 +98,7 @@ impl ServerConfig {
             data_addr: SocketAddr::from(([127, 0, 0, 1], 0)),
             advertise_addr: None,
             metrics_addr: None,
+            needs_tickets: matches!(placement, Placement::ControlPlane { .. }),
             placement,
             verify: Coverage::Sampled,
             #[cfg(feature = "device")]
@@ -103,7 +107,7 @@ impl ServerConfig {
             cpus: Vec::new(),
             slot: SlotConfig::default(),
             transports: vec![TransportKind::Local, TransportKind::Shm].into(),
-            ticket: None,
+            secret: None,
             limits: Limits::default(),
             spin: SpinPolicy::default(),
             drain_timeout: Duration::from_secs(30),
@@ -121,9 +125,9 @@ impl ServerConfig {
 
 /// A shared secret. Its debug output does not show it.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Ticket(String);
+pub struct Secret(String);
 
-impl Ticket {
+impl Secret {
     /// Wraps a secret.
     #[must_use]
     pub fn new(secret: impl Into<String>) -> Self {
@@ -137,9 +141,9 @@ impl Ticket {
     }
 }
 
-impl fmt::Debug for Ticket {
+impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Ticket(…)")
+        f.write_str("Secret(…)")
     }
 }
 
@@ -212,7 +216,7 @@ mod tests {
         let placement =
             Placement::ControlPlane { url: "http://c".into(), token: Some("sesame".into()) };
         let mut config = ServerConfig::new("m", "n", placement);
-        config.ticket = Some(Ticket::new("sesame"));
+        config.secret = Some(Secret::new("sesame"));
         assert!(!format!("{config:?}").contains("sesame"));
     }
 }

@@ -46,11 +46,12 @@ mod peers;
 mod plane;
 pub mod server;
 mod status;
+mod tickets;
 
 pub use expert_compute as compute;
 
 pub use config::{
-    DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket,
+    DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, Secret, SelectionError, ServerConfig,
     WeightsConfig, WeightsFrom,
 };
 pub use error::{DataError, ServerError, StartError};

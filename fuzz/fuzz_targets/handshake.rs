@@ -6,9 +6,9 @@
 use libfuzzer_sys::fuzz_target;
 use message_engine::engine::fuzzing::{check_frame, check_handshake};
 use p2p_core::bootstrap::wire::{
-    HEADER_BYTES, KIND_HELLO, KIND_READY, KIND_REJECT, KIND_WELCOME, MAX_BODY_BYTES, WireError,
-    decode_header, decode_hello, decode_ready, decode_reject, decode_welcome, encode_hello,
-    encode_ready, encode_welcome,
+    HEADER_BYTES, KIND_HELLO, KIND_READY, KIND_REJECT, KIND_TICKET, KIND_WELCOME, MAX_BODY_BYTES,
+    WireError, decode_header, decode_hello, decode_ready, decode_reject, decode_ticket,
+    decode_welcome, encode_hello, encode_ready, encode_ticket, encode_welcome,
 };
 
 fuzz_target!(|input: &[u8]| {
@@ -24,6 +24,7 @@ fuzz_target!(|input: &[u8]| {
         KIND_HELLO => check(body, decode_hello, encode_hello),
         KIND_WELCOME => check(body, decode_welcome, encode_welcome),
         KIND_READY => check(body, decode_ready, encode_ready),
+        KIND_TICKET => check(body, decode_ticket, encode_ticket),
         KIND_REJECT => {
             if let Ok(reject) = decode_reject(body) {
                 assert!(!reject.message.contains(|c: char| c.is_control()), "{reject:?}");

@@ -14,9 +14,9 @@ use message_engine::fabric;
 use p2p_core::TransportKind;
 use p2p_core::bootstrap::wire::{
     DeviceDescription, Hello, Welcome, encode_go, encode_goodbye, encode_hello, encode_ready,
-    encode_reject, encode_welcome,
+    encode_reject, encode_ticket, encode_welcome,
 };
-use p2p_core::bootstrap::{PeerHello, Reject, RejectCode};
+use p2p_core::bootstrap::{PeerHello, Reject, RejectCode, ShownTicket};
 use p2p_core::host::HostIdentity;
 use p2p_core::network::{Offer, SideDescription};
 use protocol::{
@@ -164,7 +164,7 @@ fn handshakes() -> Vec<Vec<u8>> {
         num_frames: 2,
         host: HostIdentity { boot_id: [1; 16], net_namespace: [2, 3], process: [4, 5] },
         offers: vec![offer.clone(), offer.clone()],
-        ticket: b"secret".to_vec(),
+        secret: b"secret".to_vec(),
         peer: PeerHello { peer_id: 6, generation: 7, payload: vec![8; 30] },
         left_out: "verbs:roce2: no way".to_owned(),
         device: Some(device),
@@ -179,6 +179,7 @@ fn handshakes() -> Vec<Vec<u8>> {
     let mut all = message_engine::engine::fuzzing::handshake_samples();
     all.extend([
         encode_hello(&hello),
+        encode_ticket(&ShownTicket { ticket: "v4.public.AA".into(), proof: "v4.BB".into() }),
         encode_welcome(&welcome),
         encode_ready(&side),
         encode_reject(&Reject::new(RejectCode(3), "no")),

@@ -1,7 +1,7 @@
 //! The handshake of two peers over TCP. It makes and exchanges slots, and leaves a connection that
 //! stays open.
 //!
-//! The connecting side sends a [`PeerHello`] with its slot size, transports and an optional ticket.
+//! The connecting side sends a [`PeerHello`] with its slot size and transports, after a ticket if it has one.
 //! The listening side checks it. It answers with a transport and its slot, or with a [`Reject`]
 //! that gives the reason. Slots are made for this one peer and freed with the connection. The TCP
 //! connection stays open as a sign of life ([`Liveness`]).
@@ -13,8 +13,8 @@
 //! that the listening side offers too and can open. Offers that failed with a peer are left out for
 //! a while ([`Fallback`]).
 //!
-//! The ticket is a shared secret that travels unencrypted. It keeps strangers out, but not
-//! eavesdroppers.
+//! A listener may ask for a ticket ([`TicketCheck`]), which is worth nothing to an eavesdropper, or for
+//! a shared secret, which travels as it is. Both are checked before anything of the listener travels.
 
 mod admission;
 mod attempt;
@@ -28,6 +28,7 @@ mod listener;
 mod liveness;
 mod policy;
 mod sentry;
+mod ticket;
 pub mod wire;
 
 use std::fmt;
@@ -51,6 +52,7 @@ pub use fallback::{
 pub use listener::{Listener, ListenerStats};
 pub use liveness::Liveness;
 pub use policy::equal_in_constant_time;
+pub use ticket::{HandshakeBinding, ShownTicket, TicketCheck, TicketSource};
 
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};
 #[cfg(feature = "test-transports")]
@@ -106,8 +108,8 @@ impl RejectCode {
     pub const VERSION: Self = Self(1);
     /// The message was not understood.
     pub const MALFORMED: Self = Self(2);
-    /// The ticket is missing or wrong.
-    pub const TICKET: Self = Self(3);
+    /// The shared secret is missing or wrong.
+    pub const SECRET: Self = Self(3);
     /// The peers want slots of different size or frames.
     pub const SLOT_MISMATCH: Self = Self(4);
     /// There is no transport that both sides offer and that can work between them.
@@ -123,6 +125,8 @@ impl RejectCode {
     /// Only one side wants device slots, or the sides want different ones, or they could not be
     /// made.
     pub const DEVICE: Self = Self(10);
+    /// The ticket is missing, wrong, or not for this handshake. Another one may be admitted.
+    pub const TICKET: Self = Self(11);
     /// First code of the upper layers.
     pub const UPPER: Self = Self(0x100);
 }
@@ -132,6 +136,7 @@ impl fmt::Display for RejectCode {
         let name = match *self {
             Self::VERSION => "version",
             Self::MALFORMED => "malformed handshake",
+            Self::SECRET => "secret",
             Self::TICKET => "ticket",
             Self::SLOT_MISMATCH => "slot mismatch",
             Self::NO_TRANSPORT => "no common transport",

@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::wire::{self, HEADER_BYTES, KIND_REJECT, PROTOCOL_VERSION};
 use p2p_core::bootstrap::{
-    BindError, CloseReason, ConnectConfig, ConnectError, Listener, ListenerConfig, ListenerStats,
-    connect,
+    BindError, CloseReason, ConnectConfig, ConnectError, HandshakeBinding, Listener,
+    ListenerConfig, ListenerStats, ShownTicket, TicketCheck, TicketSource, connect,
 };
 use p2p_core::network::Offer;
 use p2p_core::wait::{SpinPolicy, WaitSet, wait_until};
@@ -154,17 +154,84 @@ async fn a_different_slot_is_refused_with_both_numbers() {
     assert!(matches!(connect(server.addr, hello(b""), config).await, Err(ConnectError::Slot(_))));
 }
 
+/// Admits the ticket `good`, whose proof repeats the length of the hello.
+#[derive(Debug)]
+struct LengthCheck;
+
+impl TicketCheck for LengthCheck {
+    fn check(
+        &self,
+        shown: Option<&ShownTicket>,
+        binding: &HandshakeBinding<'_>,
+    ) -> Result<(), Reject> {
+        match shown {
+            Some(shown) if *shown == ticket("good", binding) => Ok(()),
+            found => Err(Reject::new(RejectCode::TICKET, format!("found {found:?}"))),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Tickets(&'static str);
+
+impl TicketSource for Tickets {
+    fn show(&self, binding: &HandshakeBinding<'_>) -> Result<ShownTicket, String> {
+        match self.0 {
+            "" => Err("none here".to_owned()),
+            text => Ok(ticket(text, binding)),
+        }
+    }
+}
+
+fn ticket(text: &str, binding: &HandshakeBinding<'_>) -> ShownTicket {
+    ShownTicket { ticket: text.to_owned(), proof: binding.hello.len().to_string() }
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn tickets_are_asked_for() {
-    let ticket = Some("open sesame".to_owned());
-    let mut server = serve(ListenerConfig { ticket: ticket.clone(), ..listener_config() }).await;
-    for wrong in [None, Some("open sesamE".to_owned()), Some("open sesame ".to_owned())] {
-        let config = ConnectConfig { ticket: wrong, ..connect_config() };
+async fn tickets_are_checked_before_the_listener_gives_anything_away() {
+    let tickets: Option<Arc<dyn TicketCheck>> = Some(Arc::new(LengthCheck));
+    let mut server = serve(ListenerConfig { tickets, ..listener_config() }).await;
+    let shows = |text| -> ConnectConfig {
+        let source: Arc<dyn TicketSource> = Arc::new(Tickets(text));
+        ConnectConfig { tickets: Some(source), ..connect_config() }
+    };
+    for (config, found) in [(connect_config(), "None"), (shows("bad"), "bad")] {
         let reject = rejected(server.addr, hello(b""), config).await;
         assert_eq!(reject.code, RejectCode::TICKET);
+        assert!(reject.message.contains(found), "{reject}");
+    }
+    let none = connect(server.addr, hello(b""), shows("")).await.unwrap_err();
+    assert!(none.to_string().contains("none here"), "{none}");
+    // A slot that does not fit is not named to a peer without a ticket.
+    let slot = SlotConfig { slot_bytes: 128 << 10, num_frames: 4 };
+    let reject = rejected(server.addr, hello(b""), ConnectConfig { slot, ..shows("bad") }).await;
+    assert_eq!(reject.code, RejectCode::TICKET);
+    assert_eq!(server.stats.welcomed.load(Ordering::Relaxed), 0);
+    let _here = connect(server.addr, hello(b"x"), shows("good")).await.unwrap();
+    within(server.peers.recv()).await.unwrap();
+    assert_eq!(server.stats.welcomed.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_listener_without_a_check_ignores_tickets() {
+    let mut server = serve(listener_config()).await;
+    let tickets: Option<Arc<dyn TicketSource>> = Some(Arc::new(Tickets("any")));
+    let config = ConnectConfig { tickets, ..connect_config() };
+    let _here = connect(server.addr, hello(b""), config).await.unwrap();
+    within(server.peers.recv()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn secrets_are_asked_for() {
+    let secret = Some("open sesame".to_owned());
+    let mut server = serve(ListenerConfig { secret: secret.clone(), ..listener_config() }).await;
+    for wrong in [None, Some("open sesamE".to_owned()), Some("open sesame ".to_owned())] {
+        let config = ConnectConfig { secret: wrong, ..connect_config() };
+        let reject = rejected(server.addr, hello(b""), config).await;
+        assert_eq!(reject.code, RejectCode::SECRET);
         assert!(!reject.message.contains("sesame"), "{reject}");
     }
-    let config = ConnectConfig { ticket, ..connect_config() };
+    let config = ConnectConfig { secret, ..connect_config() };
     connect(server.addr, hello(b""), config).await.unwrap();
     within(server.peers.recv()).await.unwrap();
     assert_eq!(server.stats.rejected.load(Ordering::Relaxed), 3);
@@ -374,7 +441,7 @@ fn raw_hello(host: p2p_core::host::HostIdentity) -> wire::Hello {
         num_frames: SLOT.num_frames as u32,
         host,
         offers: vec![Offer::plain(TransportKind::Shm)],
-        ticket: Vec::new(),
+        secret: Vec::new(),
         peer: hello(b"raw"),
         left_out: String::new(),
         device: None,

@@ -146,7 +146,7 @@ fn a_server_with_impossible_counters_or_garbage_is_retired_and_no_token_is_lost(
         let hostile = start_hostile(&runtime, malice, Arc::clone(&num_peers), setup.seed);
         setup.client = MoeClient::builder(setup.pool.model.clone())
             .placement(table(&setup, &[hostile, honest]))
-            .ticket(Some(setup.cluster.token().to_owned()))
+            .secret(Some(setup.cluster.token().to_owned()))
             .replica_wait(PATIENCE)
             .build()
             .expect("a client");
@@ -228,6 +228,7 @@ fn table(setup: &Setup, addrs: &[String]) -> PlacementTable {
         name: format!("server-{idx}"),
         incarnation: 1,
         data_addr: addr.clone(),
+        needs_tickets: false,
     });
     let everywhere: Vec<u32> = (0..addrs.len() as u32).collect();
     let replicas = vec![everywhere; model.shape.num_experts as usize];

@@ -164,7 +164,7 @@ pub fn client(cluster: &LocalCluster, pool: &InputPool) -> MoeClientBuilder {
 fn client_at((url, token): &(String, String), pool: &InputPool) -> MoeClientBuilder {
     MoeClient::builder(pool.model.clone())
         .control_plane(url, Some(token.clone()))
-        .ticket(Some(token.clone()))
+        .secret(Some(token.clone()))
         .replica_wait(Duration::from_secs(20))
 }
 

@@ -313,6 +313,7 @@ mod tests {
             name: format!("s{server}"),
             incarnation: 1,
             data_addr: "127.0.0.1:1".to_owned(),
+            needs_tickets: false,
         });
         let table = PlacementTable {
             cluster_id: "c".to_owned(),

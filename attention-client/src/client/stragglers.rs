@@ -45,6 +45,7 @@ impl World {
             name: format!("s{server}"),
             incarnation: 1,
             data_addr: "127.0.0.1:1".to_owned(),
+            needs_tickets: false,
         });
         let everywhere: Vec<u32> = (0..num_servers as u32).collect();
         let table = PlacementTable {

@@ -18,6 +18,7 @@ use super::pace::Pacing;
 use super::placement::Routing;
 use super::settings::{OnMissingExpert, Settings};
 use super::shared::{LayerObserver, Shared};
+use super::tickets::Tickets;
 use crate::error::BuildError;
 use crate::metrics::ClientMetrics;
 use crate::model::{ClientModel, difference};
@@ -53,7 +54,7 @@ impl FleetBuilder {
                 slot: SlotConfig::default(),
                 transports: vec![TransportKind::Local, TransportKind::Shm].into(),
                 peer_transports: Vec::new(),
-                ticket: None,
+                secret: None,
                 device: None,
                 deadline: DEFAULT_DEADLINE,
                 work_limit: DEFAULT_WORK_LIMIT,
@@ -149,6 +150,7 @@ impl FleetBuilder {
             metrics: ClientMetrics::new(&self.registry)?,
             observer: self.observer,
             commands: commands_tx,
+            tickets: control.is_some().then(Tickets::new).transpose()?,
             places_freed: watch::Sender::new(0),
             model: self.model,
         });
@@ -263,9 +265,10 @@ macro_rules! fleet_setters {
             self
         }
 
-        /// Secret that servers ask for in the handshake. Default: none.
-        pub fn ticket(mut self, ticket: Option<String>) -> Self {
-            self.fleet.settings.ticket = ticket;
+        /// Secret for servers without tickets: those that ask for one in the handshake. Default: none. Servers with
+        /// tickets never get it.
+        pub fn secret(mut self, secret: Option<String>) -> Self {
+            self.fleet.settings.secret = secret;
             self
         }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
     BackgroundDrop, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode,
-    WorkingOffer, connect,
+    TicketSource, WorkingOffer, connect,
 };
 use p2p_core::device::DeviceSlots;
 use p2p_core::network::Offer;
@@ -21,6 +21,7 @@ use super::command::{Command, Directive};
 use super::lane_port::LanePort;
 use super::link::{Link, LinkEnd, LinkReturn, LinkState, Server};
 use super::shared::Shared;
+use super::tickets::ServerTickets;
 use crate::metrics::FailReason;
 
 pub(crate) struct Connector {
@@ -156,9 +157,13 @@ impl Connector {
         };
         let peer = PeerHello { peer_id: self.lane.client_id, generation, payload: hello.encode() };
         let offered = settings.transports_for(self.server.name());
+        let tickets = self.tickets().await?;
+        let source = tickets.clone().map(|tickets| tickets as Arc<dyn TicketSource>);
         let config = ConnectConfig {
             slot: settings.slot,
-            ticket: settings.ticket.clone(),
+            // Only servers without tickets get the secret.
+            secret: settings.secret.clone().filter(|_| source.is_none()),
+            tickets: source,
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
             fallback: self.fallback.clone(),
@@ -171,7 +176,14 @@ impl Connector {
                 let is_permanent = matches!(error, ConnectError::Device(_))
                     || error.reject().is_some_and(|reject| is_permanent(reject.code));
                 self.server.has_refused.store(is_permanent, Ordering::Relaxed);
-                let is_refusal = is_permanent || error.reject().is_some();
+                if let (Some(refused), Some(tickets)) = (&tickets, &self.shared.tickets)
+                    && error.reject().is_some_and(|reject| reject.code == RejectCode::TICKET)
+                {
+                    tickets.refused(refused);
+                }
+                let is_refusal = is_permanent
+                    || error.reject().is_some()
+                    || matches!(error, ConnectError::Ticket(_));
                 ConnectFailure { text: error.to_string(), is_unreachable: !is_refusal }
             })?;
         let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
@@ -203,6 +215,20 @@ impl Connector {
             left_out,
             incarnation: reply.incarnation,
         })
+    }
+
+    /// The source of tickets for the server, if it asks for some. Waits for one as long as for a handshake.
+    async fn tickets(&self) -> Result<Option<Arc<ServerTickets>>, ConnectFailure> {
+        let entry = &self.server.entry;
+        if !entry.needs_tickets {
+            return Ok(None);
+        }
+        let Some(tickets) = &self.shared.tickets else {
+            let text = "it admits clients with a ticket only, and this client has no control plane \
+                        to get one from";
+            return Err(text.to_owned().into());
+        };
+        Ok(Some(tickets.for_server(entry, self.shared.settings.connect_timeout).await?))
     }
 
     /// Hands the link to the lane and completes when the link is over.
@@ -454,7 +480,7 @@ fn is_permanent(code: RejectCode) -> bool {
     HelloReject::is_permanent(code.0).unwrap_or(matches!(
         code,
         RejectCode::VERSION
-            | RejectCode::TICKET
+            | RejectCode::SECRET
             | RejectCode::SLOT_MISMATCH
             | RejectCode::NO_TRANSPORT
             | RejectCode::DEVICE

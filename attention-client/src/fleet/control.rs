@@ -136,6 +136,15 @@ impl Task {
         PlacementFeed { mut tables, watch }: PlacementFeed,
         mut stopped: watch::Receiver<bool>,
     ) {
+        // Before the first connection asks for one.
+        let tickets = self.control.clone().map(|control| {
+            let shared = Arc::clone(&self.shared);
+            tokio::spawn(async move {
+                if let Some(tickets) = &shared.tickets {
+                    tickets.run(control, shared.settings.name.clone()).await;
+                }
+            })
+        });
         let mut state = watch.as_ref().map(PlacementWatch::state);
         self.apply(&tables.borrow_and_update().clone());
         let mut tables_open = true;
@@ -159,6 +168,9 @@ impl Task {
                     self.connector_ended(id);
                 }
             }
+        }
+        if let Some(tickets) = tickets {
+            tickets.abort();
         }
         for member in self.members.values() {
             member.directive.send_replace(Directive::Stop);

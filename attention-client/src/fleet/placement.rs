@@ -211,6 +211,7 @@ mod tests {
             name: name.to_owned(),
             incarnation,
             data_addr: "127.0.0.1:1".to_owned(),
+            needs_tickets: false,
         });
         let [first, second] = replicas;
         let table = PlacementTable {

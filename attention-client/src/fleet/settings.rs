@@ -32,7 +32,7 @@ pub(crate) struct Settings {
     pub transports: Transports,
     /// Transports for servers of these names, instead of `transports`.
     pub peer_transports: Vec<(String, Transports)>,
-    pub ticket: Option<String>,
+    pub secret: Option<String>,
     /// Slots in GPU memory. The slots of `slot` then carry credits and progress only.
     pub device: Option<DeviceSupport>,
     pub deadline: Duration,

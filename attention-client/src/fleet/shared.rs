@@ -11,6 +11,7 @@ use super::command::Command;
 use super::pace::Pacing;
 use super::placement::Routing;
 use super::settings::Settings;
+use super::tickets::Tickets;
 use crate::error::ClientError;
 use crate::metrics::ClientMetrics;
 use crate::model::ClientModel;
@@ -31,6 +32,8 @@ pub(crate) struct Shared {
     pub pacing: Pacing,
     pub observer: Option<LayerObserver>,
     pub commands: mpsc::UnboundedSender<Command>,
+    /// `None` without a control plane.
+    pub tickets: Option<Tickets>,
     /// How many places for servers have become free so far, in a client that has a limit on servers.
     pub places_freed: watch::Sender<u64>,
 }

@@ -159,6 +159,7 @@ pub fn table(
         name: format!("server-{i}"),
         incarnation: 1,
         data_addr: addr.clone(),
+        needs_tickets: false,
     });
     let layers =
         model.moe_layers.iter().map(|&layer| LayerPlacement { layer, replicas: replicas.to_vec() });

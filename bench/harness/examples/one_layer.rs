@@ -34,6 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             name: server.name().to_owned(),
             incarnation: 1,
             data_addr: server.data_addr().to_string(),
+            needs_tickets: false,
         })
     };
     let everywhere = vec![vec![0, 1]; model.shape.num_experts as usize];

@@ -135,7 +135,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .client
         .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), Some(token.clone()))
-        .ticket(Some(token))
+        .secret(Some(token))
         .observer(move |report| {
             if let Ok(mut samples) = sink.lock() {
                 samples.push((Instant::now(), report.timing));

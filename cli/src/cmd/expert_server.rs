@@ -11,8 +11,8 @@ use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
 use expert_server::{
-    DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, ServerConfig, ServerError,
-    StartError, Ticket, WeightsConfig, WeightsFrom,
+    DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, Secret, ServerConfig,
+    ServerError, StartError, WeightsConfig, WeightsFrom,
 };
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
@@ -249,7 +249,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             name.to_string()
         }
     };
-    config.ticket = args.control.token.map(Ticket::new);
+    config.secret = args.control.token.map(Secret::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;

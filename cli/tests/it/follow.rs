@@ -45,7 +45,7 @@ fn a_hot_expert_gets_replicas_and_a_drained_server_is_replaced_without_a_failed_
     let token = Some(cluster.token().to_owned());
     let client = MoeClient::builder(ClientModel::of(&checkpoint))
         .control_plane(cluster.control_url(), token.clone())
-        .ticket(token.clone())
+        .secret(token.clone())
         .deadline(Duration::from_secs(10))
         .build()
         .expect("client");

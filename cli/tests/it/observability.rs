@@ -77,7 +77,7 @@ pub fn live_metrics() -> [(&'static str, Families); 3] {
     let token = Some(cluster.token().to_owned());
     let mut client = MoeClient::builder(ClientModel::of(&checkpoint))
         .control_plane(cluster.control_url(), token.clone())
-        .ticket(token.clone())
+        .secret(token.clone())
         .build()
         .expect("client");
     client.wait_ready(Duration::from_secs(60)).expect("servers");

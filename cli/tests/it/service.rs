@@ -166,7 +166,7 @@ fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
     let token = Some(cluster.token().to_owned());
     let client = MoeClient::builder(ClientModel::of(&checkpoint))
         .control_plane(cluster.control_url(), token.clone())
-        .ticket(token)
+        .secret(token)
         .build()
         .expect("client");
     let begin = std::time::Instant::now();
@@ -298,7 +298,7 @@ fn connect(
     let token = Some(cluster.token().to_owned());
     let client = MoeClient::builder(ClientModel::of(checkpoint))
         .control_plane(cluster.control_url(), token.clone())
-        .ticket(token)
+        .secret(token)
         .wire_dtype(wire)
         .response_dtype(response)
         // A long timeout, so that a slow test machine causes no failovers.

@@ -106,7 +106,7 @@ fn a_killed_leader_stops_no_call_and_new_servers_join() {
     let token = Some(TOKEN.to_owned());
     let client = MoeClient::builder(ClientModel::of(&checkpoint))
         .control_plane(urls.clone(), token.clone())
-        .ticket(token)
+        .secret(token)
         .deadline(Duration::from_secs(10))
         .build()
         .expect("client");

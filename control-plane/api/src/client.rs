@@ -14,6 +14,7 @@ use serde::de::DeserializeOwned;
 use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
+use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
 use crate::types::{
     ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId,
     MemberInfo, MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
@@ -173,6 +174,16 @@ impl ControlClient {
     /// Removes a member for good.
     pub async fn leave(&self, member: &MemberId) -> Result<(), ControlError> {
         self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await
+    }
+
+    /// Asks for a ticket. After a change of the leader the control plane may answer up to two seconds later.
+    pub async fn ticket(&self, request: &TicketRequest) -> Result<TicketResponse, ControlError> {
+        self.call(Method::POST, "v1/tickets", Some(request)).await
+    }
+
+    /// Revokes all tickets issued so far. Each call revokes anew.
+    pub async fn revoke_tickets(&self) -> Result<RevokeResponse, ControlError> {
+        self.call(Method::POST, "v1/tickets/revoke", None::<&()>).await
     }
 
     /// The validated placement table in force.

@@ -12,6 +12,7 @@ use tracing::{debug, info, warn};
 use crate::backoff::Backoff;
 use crate::client::ControlClient;
 use crate::error::{ConfigError, ControlError, code};
+use crate::tickets::TicketKeys;
 use crate::types::{
     Assignment, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState, ReadyRequest,
     RegisterRequest, WantedDigests,
@@ -82,6 +83,8 @@ pub struct LeaseState {
     pub keeps_serving: bool,
     /// Digests that the control plane asked for with the last renewal.
     pub wanted_digests: WantedDigests,
+    /// Keys to check tickets with, as the control plane last sent them. They stay while it is down.
+    pub ticket_keys: Option<Arc<TicketKeys>>,
 }
 
 /// Error of a call of a [`LeaseKeeper`].
@@ -370,6 +373,7 @@ impl Worker {
             state.member_id = Some(response.member_id);
             state.member_state = Some(MemberState::Loading);
             set_assignment(state, response.assignment);
+            set_ticket_keys(state, response.ticket_keys);
             state.epoch = response.epoch;
             state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
             clear_error(state);
@@ -424,6 +428,7 @@ impl Worker {
                     if let Some(assignment) = response.assignment {
                         set_assignment(state, assignment);
                     }
+                    set_ticket_keys(state, response.ticket_keys);
                     state.epoch = response.epoch;
                     state.lease_ttl = clamp_ttl(response.lease_ttl_ms);
                     clear_error(state);
@@ -578,6 +583,14 @@ impl Worker {
     fn until_renewal(&self) -> Duration {
         let since = self.renewed_at.map_or(Duration::ZERO, |at| at.elapsed());
         self.interval().saturating_sub(since)
+    }
+}
+
+/// Keeps the allocation while the keys stay the same, so that readers can compare by pointer. Keys that are absent from
+/// a response stay: only other keys replace them.
+fn set_ticket_keys(state: &mut LeaseState, keys: Option<TicketKeys>) {
+    if keys.is_some() && state.ticket_keys.as_deref() != keys.as_ref() {
+        state.ticket_keys = keys.map(Arc::new);
     }
 }
 

@@ -2,6 +2,7 @@
 //! of the placement table, and the keeper of a member's lease.
 //!
 //! * [`types`]: bodies of requests and responses, each with its OpenAPI schema.
+//! * [`tickets`]: bodies about tickets.
 //! * [`placement`]: the placement table and its validation.
 //! * [`ControlClient`]: one call per request, with a timeout and a typed error.
 //! * [`PlacementWatch`]: the newest placement table, kept through outages of the control plane.
@@ -16,6 +17,7 @@ mod error;
 mod lease;
 pub mod placement;
 mod sse;
+pub mod tickets;
 pub mod types;
 mod watch;
 
@@ -23,6 +25,7 @@ pub use client::{ClientOptions, ControlClient, WatchStream};
 pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
+pub use tickets::{RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse};
 pub use types::{
     AdviceReason, Assignment, ClusterStatus, DrainRequest, Event, EventList, ExpertLoad,
     FleetGoals, Health, InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse,

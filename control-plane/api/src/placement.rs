@@ -36,6 +36,9 @@ pub struct ServerEntry {
     pub incarnation: u64,
     /// `host:port` of the bootstrap listener.
     pub data_addr: String,
+    /// True if the server admits clients with a ticket only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub needs_tickets: bool,
 }
 
 /// Replicas of the experts of one layer.
@@ -276,6 +279,7 @@ mod tests {
             name: format!("server-{idx}"),
             incarnation: u64::from(idx),
             data_addr: format!("10.0.0.{idx}:7000"),
+            needs_tickets: false,
         };
         let layer = |layer| LayerPlacement {
             layer,

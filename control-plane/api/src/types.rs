@@ -8,6 +8,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::tickets::TicketKeys;
+
 /// Identity of a member. The control plane chooses it at registration.
 ///
 /// At most 64 characters out of `0-9 a-z -`, so that a URL can contain it unescaped.
@@ -195,6 +197,9 @@ pub struct RegisterRequest {
     /// that returns after an outage does not load again. Empty for a new process.
     #[serde(default)]
     pub holds: Assignment,
+    /// True if the member admits clients with a ticket only.
+    #[serde(default)]
+    pub needs_tickets: bool,
 }
 
 impl RegisterRequest {
@@ -214,6 +219,7 @@ impl RegisterRequest {
             capacity_experts: None,
             zone: None,
             holds: Assignment::default(),
+            needs_tickets: false,
         }
     }
 }
@@ -231,6 +237,9 @@ pub struct RegisterResponse {
     pub assignment: Assignment,
     /// Version of the assignment. Renewals name it.
     pub assignment_version: u64,
+    /// Keys to check tickets with. Absent from control planes that issue none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ticket_keys: Option<TicketKeys>,
 }
 
 /// `PUT /v1/members/{id}/lease`: the heartbeat.
@@ -268,6 +277,9 @@ pub struct LeaseResponse {
     /// shall serve until then.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub keeps_serving: bool,
+    /// Keys to check tickets with. Absent from control planes that issue none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ticket_keys: Option<TicketKeys>,
 }
 
 /// Work of a member in one window of time.

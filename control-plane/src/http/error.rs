@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use super::App;
 use crate::admission::Refusal;
 use crate::coordinator::OperationError;
+use crate::tickets::IssueError;
 
 /// An error response.
 #[derive(Debug)]
@@ -81,6 +82,8 @@ impl From<OperationError> for HttpError {
                 Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
             },
+            OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
+            OperationError::Ticket(_) => code::BAD_REQUEST,
             OperationError::ReadOnly { .. } => code::STORE_READ_ONLY,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };

@@ -4,7 +4,7 @@ use axum::Json;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use super::{digests, routes, watch};
+use super::{digests, routes, tickets, watch};
 
 /// This document.
 #[utoipa::path(get, path = "/openapi.json", tag = "probes", security(()),
@@ -46,6 +46,8 @@ fn document() -> utoipa::openapi::OpenApi {
         routes::drain,
         routes::resume,
         routes::suspect,
+        tickets::issue,
+        tickets::revoke,
     ),
     modifiers(&BearerToken),
     security(("bearer_token" = []))

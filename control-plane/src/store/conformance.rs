@@ -3,9 +3,12 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescriptor};
+use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescriptor, TicketKey};
 
-use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
+use super::{
+    FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError,
+    TicketRecord,
+};
 
 /// A store that can be opened again, as after a restart.
 pub(super) trait Subject {
@@ -43,9 +46,16 @@ pub(super) fn snapshot(seed: u64) -> Snapshot {
             superseded: Vec::new(),
             capacity_experts: (seed > 1).then_some(7),
             zone: (seed > 2).then(|| "rack-1".to_owned()),
+            needs_tickets: seed > 1,
         }],
         goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
+        tickets: tickets(seed),
     }
+}
+
+fn tickets(seed: u64) -> TicketRecord {
+    let key = |idx| TicketKey { key: format!("k4.public.{idx}"), expires_at: idx };
+    TicketRecord { keys: (0..seed).map(key).collect(), least_epoch: seed }
 }
 
 fn a_fresh_store_is_empty(subject: &impl Subject) {

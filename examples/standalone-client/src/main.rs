@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let client = MoeClient::builder(model)
         .control_plane(url, token.clone())
         // Servers of a cluster with a token ask for it in the handshake.
-        .ticket(token)
+        .secret(token)
         // Generous, for a machine that is busy otherwise. The default is 100 ms.
         .deadline(Duration::from_secs(10))
         .build()?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
 use control_api::placement::is_unspecified;
 use control_api::{ControlClient, RegisterRequest};
-use p2p_core::bootstrap::{Listener, ListenerConfig};
+use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -31,6 +31,7 @@ use crate::members::{self, Membership};
 use crate::metrics::ServerMetrics;
 use crate::peers::WeightSource;
 use crate::status::Health;
+use crate::tickets::TicketGate;
 
 pub(super) async fn start(
     config: ServerConfig,
@@ -48,7 +49,9 @@ pub(super) async fn start(
     if let Placement::Static(selection) = &config.placement {
         selection.resolve(checkpoint.config())?;
     }
-    let listener_config = backend.listener_config(&config, listener_config(&config))?;
+    let gate = ticket_gate(&config)?;
+    let listener_config =
+        backend.listener_config(&config, listener_config(&config, gate.clone()))?;
     let listener = Listener::bind(config.data_addr, listener_config).await?;
     let data_addr = listener.local_addr();
     let metrics_listener = match config.metrics_addr {
@@ -100,6 +103,7 @@ pub(super) async fn start(
     registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
     registration.capacity_experts = config.capacity_experts;
     registration.zone.clone_from(&config.zone);
+    registration.needs_tickets = gate.is_some();
     let incarnation = registration.incarnation;
     let loader = Loader {
         name: config.name.clone(),
@@ -113,6 +117,13 @@ pub(super) async fn start(
         Placement::ControlPlane { url, token } => {
             let digests = model.digests.clone();
             let joined = members::join(&config, url, token.clone(), registration, digests).await?;
+            if let Some(gate) = &gate {
+                let lease = joined.keeper.state();
+                if lease.borrow().ticket_keys.is_none() {
+                    return Err(StartError::NoTicketKeys { url: url.clone() });
+                }
+                gate.follow(incarnation, lease);
+            }
             (Some((Arc::new(joined.keeper), joined.control)), joined.assignment)
         }
         Placement::Static(selection) => (None, Arc::new(selection.resolve(checkpoint.config())?)),
@@ -235,10 +246,24 @@ fn shape_of(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelShape {
     }
 }
 
-fn listener_config(config: &ServerConfig) -> ListenerConfig {
+/// The check of clients' tickets, if the server wants some.
+fn ticket_gate(config: &ServerConfig) -> Result<Option<Arc<TicketGate>>, StartError> {
+    match (config.needs_tickets, &config.placement) {
+        (false, _) => Ok(None),
+        (true, Placement::ControlPlane { .. }) => {
+            Ok(Some(Arc::new(TicketGate::new(config.name.clone()))))
+        }
+        (true, Placement::Static(_)) => Err(StartError::TicketsWithoutControlPlane),
+    }
+}
+
+fn listener_config(config: &ServerConfig, gate: Option<Arc<TicketGate>>) -> ListenerConfig {
+    // Clients with a ticket do not have the secret: it may be this server's own token.
+    let secret = config.secret.as_ref().filter(|_| gate.is_none());
     ListenerConfig {
         slot: config.slot,
-        ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        secret: secret.map(|secret| secret.reveal().to_owned()),
+        tickets: gate.map(|gate| gate as Arc<dyn TicketCheck>),
         transports: config.transports.kinds.clone(),
         networks: config.transports.networks.clone(),
         handshake_timeout: config.limits.handshake_timeout,

@@ -139,7 +139,7 @@ pub(super) fn peers_of(
     let fetch = Fetch {
         identity: ModelIdentity::new(&model.checkpoint, model.fingerprint),
         local: config.data_addr.ip(),
-        ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        ticket: config.secret.as_ref().map(|secret| secret.reveal().to_owned()),
         patience: config.weights.peer_timeout,
         shape: model.checkpoint.config().into(),
     };
@@ -161,7 +161,7 @@ pub(super) async fn open_source(
     let source_config = SourceConfig {
         bind,
         advertise: ip_of(advertised).await,
-        ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        ticket: config.secret.as_ref().map(|secret| secret.reveal().to_owned()),
         limit: config.weights.read_limit,
     };
     let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);

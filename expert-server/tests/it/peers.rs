@@ -16,7 +16,7 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use serde_json::{Value, json};
 use switchyard_expert_server::{
-    ExpertServer, Placement, RunningServer, ServerConfig, StartError, Ticket, WeightsFrom,
+    ExpertServer, Placement, RunningServer, Secret, ServerConfig, StartError, WeightsFrom,
 };
 use tempfile::TempDir;
 
@@ -55,7 +55,7 @@ impl Fleet {
             Placement::ControlPlane { url: self.url.clone(), token: self.token.clone() };
         let mut config = ServerConfig::new(dir, name, placement);
         config.num_threads = 1;
-        config.ticket = self.token.clone().map(Ticket::new);
+        config.secret = self.token.clone().map(Secret::new);
         config.drain_idle = Duration::from_millis(20);
         config.weights.from = from;
         config
@@ -113,7 +113,7 @@ async fn client_of(
         ClientHello { model: shape, client_id: 5, dtype, response_dtype, name: "test".into() };
     let hello = PeerHello { peer_id: 5, generation: 3, payload: hello.encode() };
     // Servers without a secret ignore it.
-    let config = ConnectConfig { ticket: Some("sesame".to_owned()), ..ConnectConfig::default() };
+    let config = ConnectConfig { secret: Some("sesame".to_owned()), ..ConnectConfig::default() };
     let connected = connect(server.data_addr(), hello, config).await;
     let Connection { channel, liveness, reply, .. } = connected.expect("connected");
     let generation = ServerHello::decode(&reply).expect("a hello").generation;

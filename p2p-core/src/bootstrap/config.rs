@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::fallback::Fallback;
+use super::ticket::{TicketCheck, TicketSource};
 use super::{DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT};
 #[cfg(feature = "test-transports")]
 use crate::backend::staged::Disorder;
@@ -17,8 +18,10 @@ use crate::slot::SlotConfig;
 pub struct ConnectConfig {
     /// Slots to use. The listening side must have the same.
     pub slot: SlotConfig,
-    /// Shared secret, if the listening side wants one.
-    pub ticket: Option<String>,
+    /// Shared secret, if the listening side wants one. It travels as it is.
+    pub secret: Option<String>,
+    /// Tickets, if the listening side wants one. A listener that wants none ignores them.
+    pub tickets: Option<Arc<dyn TicketSource>>,
     /// Transports to offer, the best first.
     pub transports: Vec<TransportKind>,
     /// Networks of this process, for the network kinds among `transports`.
@@ -40,7 +43,8 @@ impl Default for ConnectConfig {
     fn default() -> Self {
         Self {
             slot: SlotConfig::default(),
-            ticket: None,
+            secret: None,
+            tickets: None,
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             fallback: Fallback::default(),
@@ -58,8 +62,10 @@ impl Default for ConnectConfig {
 pub struct ListenerConfig {
     /// Slots to use. Peers must have the same.
     pub slot: SlotConfig,
-    /// Shared secret that peers must show; `None` admits every peer.
-    pub ticket: Option<String>,
+    /// Shared secret that peers must show; `None` asks for none.
+    pub secret: Option<String>,
+    /// Check of peers' tickets; `None` asks for none.
+    pub tickets: Option<Arc<dyn TicketCheck>>,
     /// Transports to offer.
     pub transports: Vec<TransportKind>,
     /// Networks of this process, for the network kinds among `transports`.
@@ -84,7 +90,8 @@ impl Default for ListenerConfig {
     fn default() -> Self {
         Self {
             slot: SlotConfig::default(),
-            ticket: None,
+            secret: None,
+            tickets: None,
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             device: None,

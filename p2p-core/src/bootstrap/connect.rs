@@ -13,12 +13,13 @@ use super::background_drop::BackgroundDrop;
 use super::fallback;
 use super::liveness::Liveness;
 use super::wire::{
-    self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_SHAPE_BYTES,
-    MAX_TICKET_BYTES, WireError,
+    self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_PROOF_BYTES,
+    MAX_SECRET_BYTES, MAX_SHAPE_BYTES, MAX_TICKET_BYTES, WireError,
 };
 use super::{
-    ConnectConfig, ConnectError, Connection, MAX_PAYLOAD_BYTES, MemoryEndpoint, PeerHello,
-    ReadError, Reject, RejectCode, blocking, join_device, open_device, read_message, write_message,
+    ConnectConfig, ConnectError, Connection, HandshakeBinding, MAX_PAYLOAD_BYTES, MemoryEndpoint,
+    PeerHello, ReadError, Reject, RejectCode, TicketSource, blocking, join_device, open_device,
+    read_message, write_message,
 };
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError, pass};
 #[cfg(feature = "test-transports")]
@@ -127,8 +128,8 @@ async fn connect_once(
     attempt: &mut Attempt<'_>,
 ) -> Result<Connection, ConnectError> {
     let layout = SlotLayout::new(config.slot)?;
-    let ticket = config.ticket.unwrap_or_default().into_bytes();
-    limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
+    let secret = config.secret.unwrap_or_default().into_bytes();
+    limit("secret", secret.len(), MAX_SECRET_BYTES)?;
     limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
     if let Some(side) = &config.device {
         limit("shape", side.shape().len(), MAX_SHAPE_BYTES)?;
@@ -145,7 +146,7 @@ async fn connect_once(
         num_frames: config.slot.num_frames as u32,
         host: HostIdentity::of_this_process(),
         offers: attempt.offers(),
-        ticket,
+        secret,
         peer,
         left_out: fallback::text_of(&attempt.left_out),
         device: config.device.as_ref().map(|side| DeviceDescription {
@@ -156,7 +157,8 @@ async fn connect_once(
     };
     // A listener that refuses early may have closed its reading side. Its answer must still be
     // read.
-    let written = write_message(&mut stream, &wire::encode_hello(&hello)).await;
+    let opening = opening(&wire::encode_hello(&hello), config.tickets.as_deref(), None)?;
+    let written = write_message(&mut stream, &opening).await;
     let (header, body) = match (read_message(&mut stream).await, written) {
         (Ok(message), _) => message,
         (Err(ReadError::Wire(source)), _) => {
@@ -335,6 +337,21 @@ async fn rejection(stream: &mut TcpStream, name: &str) -> Option<ConnectError> {
             .map(|reject| ConnectError::Rejected { addr: name.to_owned(), reject }),
         _ => None,
     }
+}
+
+/// The first bytes that travel: the hello, and a ticket for it in front if there is one.
+fn opening(
+    hello: &[u8],
+    tickets: Option<&dyn TicketSource>,
+    channel: Option<[u8; 32]>,
+) -> Result<Vec<u8>, ConnectError> {
+    let Some(tickets) = tickets else { return Ok(hello.to_vec()) };
+    let shown = tickets.show(&HandshakeBinding { channel, hello }).map_err(ConnectError::Ticket)?;
+    limit("ticket", shown.ticket.len(), MAX_TICKET_BYTES)?;
+    limit("proof", shown.proof.len(), MAX_PROOF_BYTES)?;
+    let mut out = wire::encode_ticket(&shown);
+    out.extend(hello);
+    Ok(out)
 }
 
 const fn limit(field: &'static str, found: usize, max: usize) -> Result<(), ConnectError> {

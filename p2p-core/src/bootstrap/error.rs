@@ -36,6 +36,9 @@ pub enum ConnectError {
     /// A field to be sent is too long. A local bug or misconfiguration.
     #[error("`{field}` is {found} bytes, at most {max} are allowed")]
     TooLong { field: &'static str, found: usize, max: usize },
+    /// There is no ticket to show.
+    #[error("no ticket for the handshake: {0}")]
+    Ticket(String),
     /// The slot configuration is not usable.
     #[error(transparent)]
     Slot(#[from] SlotConfigError),

@@ -21,12 +21,12 @@ use tokio::time::{sleep, timeout};
 use super::admission::{Admission, HandshakeEntry};
 use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
-use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
-use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
+use super::policy::{check_device, check_secret, check_slot, choose_transports, refusal_of};
+use super::wire::{self, Hello, KIND_HELLO, KIND_READY, KIND_TICKET, Welcome, WireError};
 use super::{
-    BindError, Connection, ListenerConfig, MAX_PAYLOAD_BYTES, MemoryEndpoint, PeerHello, ReadError,
-    Reject, RejectCode, blocking, descriptor_limit, join_device, open_device, read_message,
-    write_message,
+    BindError, Connection, HandshakeBinding, ListenerConfig, MAX_PAYLOAD_BYTES, MemoryEndpoint,
+    PeerHello, ReadError, Reject, RejectCode, ShownTicket, blocking, descriptor_limit, join_device,
+    open_device, read_message, write_message,
 };
 use crate::backend::shm::pass::{self, Nonce, SlotDescriptors};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
@@ -47,6 +47,8 @@ use crate::transport::AnyEndpoint;
 pub struct ListenerStats {
     /// Connections taken from the accept queue.
     pub accepted: AtomicU64,
+    /// Welcomes sent. Each gave a peer the key of a memory, a queue pair, or the way to a descriptor.
+    pub welcomed: AtomicU64,
     /// Handshakes that became a [`Connection`].
     pub connected: AtomicU64,
     /// Handshakes answered with a [`Reject`] because of the peer's data.
@@ -408,13 +410,12 @@ where
 {
     let broken = |e: io::Error| HandshakeEnd::Broken(e.to_string());
     stream.set_nodelay(true).map_err(broken)?;
-    let (header, body) = read_message(stream).await?;
-    if header.kind != KIND_HELLO {
-        let error = WireError::Kind { found: header.kind, expected: "a hello" };
-        return Err(refusal_of(&error).into());
+    let (shown, hello, bytes) = read_opening(stream).await?;
+    // First of all checks, so that a peer without a ticket learns nothing and costs nothing.
+    if let Some(tickets) = &shared.config.tickets {
+        tickets.check(shown.as_ref(), &HandshakeBinding { channel: None, hello: &bytes })?;
     }
-    let hello = wire::decode_hello(&body).map_err(|e| HandshakeEnd::Rejected(refusal_of(&e)))?;
-    check_ticket(&shared.config, &hello)?;
+    check_secret(&shared.config, &hello)?;
     entry.mark_valid();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
@@ -454,6 +455,7 @@ where
             rendezvous: Nonce::default(),
             payload: reply,
         };
+        shared.stats.welcomed.fetch_add(1, Ordering::Relaxed);
         write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
         let theirs = read_ready(stream, &layout).await?;
         let slots = blocking(move || {
@@ -485,6 +487,7 @@ where
         rendezvous: shared.rendezvous_name,
         payload: reply,
     };
+    shared.stats.welcomed.fetch_add(1, Ordering::Relaxed);
     write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
     let (socket, passed) = rendezvous.wait(stream).await?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
@@ -508,6 +511,25 @@ where
     let (reply, transport) = (welcome.payload, welcome.offer);
     let Hello { peer, left_out, .. } = hello;
     Ok(Agreement { slots, peer, left_out, reply, transport, pages })
+}
+
+/// Reads the ticket, if there is one, and the hello, also as it travels.
+async fn read_opening(
+    stream: &mut TcpStream,
+) -> Result<(Option<ShownTicket>, Hello, Vec<u8>), HandshakeEnd> {
+    let refused = |error: WireError| HandshakeEnd::Rejected(refusal_of(&error));
+    let (mut header, mut body) = read_message(stream).await?;
+    let mut shown = None;
+    if header.kind == KIND_TICKET {
+        shown = Some(wire::decode_ticket(&body).map_err(refused)?);
+        (header, body) = read_message(stream).await?;
+    }
+    if header.kind != KIND_HELLO {
+        return Err(refused(WireError::Kind { found: header.kind, expected: "a hello" }));
+    }
+    let hello = wire::decode_hello(&body).map_err(refused)?;
+    let bytes = [&wire::encode_header(&header)[..], &body].concat();
+    Ok((shown, hello, bytes))
 }
 
 /// Opens a side of the first of `choices` that works here. Returns `None` beside a transport that

@@ -10,14 +10,14 @@ use crate::network::{Offer, network_of, offers};
 use crate::slot::SlotConfig;
 
 /// Checks that the peer knows the listener's secret, if there is one.
-pub(super) fn check_ticket(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
-    let Some(expected) = &config.ticket else { return Ok(()) };
-    if equal_in_constant_time(expected.as_bytes(), &hello.ticket) {
+pub(super) fn check_secret(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
+    let Some(expected) = &config.secret else { return Ok(()) };
+    if equal_in_constant_time(expected.as_bytes(), &hello.secret) {
         return Ok(());
     }
-    let found = if hello.ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
+    let found = if hello.secret.is_empty() { "no secret" } else { "a wrong secret" };
     let message = format!("{found} was shown; this listener wants its own, see its configuration");
-    Err(Reject::new(RejectCode::TICKET, message))
+    Err(Reject::new(RejectCode::SECRET, message))
 }
 
 /// Checks that both sides want the same slots.

@@ -6,7 +6,7 @@
 
 use thiserror::Error;
 
-use super::{MAX_PAYLOAD_BYTES, PeerHello, Reject, RejectCode};
+use super::{MAX_PAYLOAD_BYTES, PeerHello, Reject, RejectCode, ShownTicket};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{MAX_DETAIL_BYTES, MAX_FLAVOUR_BYTES, Offer, SideDescription};
@@ -15,8 +15,12 @@ use crate::network::{MAX_DETAIL_BYTES, MAX_FLAVOUR_BYTES, Offer, SideDescription
 pub const PROTOCOL_VERSION: u16 = 1;
 /// Bytes of the header before every message.
 pub const HEADER_BYTES: usize = 16;
+/// Longest secret in bytes.
+pub const MAX_SECRET_BYTES: usize = 512;
 /// Longest ticket in bytes.
-pub const MAX_TICKET_BYTES: usize = 512;
+pub const MAX_TICKET_BYTES: usize = 1536;
+/// Longest proof of a ticket in bytes.
+pub const MAX_PROOF_BYTES: usize = 256;
 /// Longest message of a [`Reject`] in bytes. The rest is cut off.
 pub const MAX_REJECT_BYTES: usize = 1024;
 /// Longest description of left-out offers in bytes.
@@ -77,7 +81,7 @@ pub struct Hello {
     /// Transports, in order of preference. Decoding leaves out unknown ones.
     pub offers: Vec<Offer>,
     /// Shared secret; empty for none.
-    pub ticket: Vec<u8>,
+    pub secret: Vec<u8>,
     /// Description by the upper layers.
     pub peer: PeerHello,
     /// Offers that the sender left out, with reasons, for people; at most [`MAX_LEFT_OUT_BYTES`].
@@ -126,6 +130,8 @@ pub const KIND_GOODBYE: u16 = 5;
 
 /// Kind of the listening side's last message on a network: it has joined too. No body.
 pub const KIND_GO: u16 = 6;
+/// Kind of [`ShownTicket`]. It comes before the hello, if the connecting side has a ticket.
+pub const KIND_TICKET: u16 = 7;
 
 /// Checks a header. Only a [`Reject`] may come from another version.
 ///
@@ -149,6 +155,17 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     Ok(Header { version, kind, body_bytes })
 }
 
+/// Encodes a header again, as it came.
+#[must_use]
+pub fn encode_header(header: &Header) -> [u8; HEADER_BYTES] {
+    let mut out = [0; HEADER_BYTES];
+    out[..8].copy_from_slice(&MAGIC);
+    out[8..10].copy_from_slice(&header.version.to_le_bytes());
+    out[10..12].copy_from_slice(&header.kind.to_le_bytes());
+    out[12..].copy_from_slice(&(header.body_bytes as u32).to_le_bytes());
+    out
+}
+
 /// Encodes a [`Hello`] with its header.
 #[must_use]
 pub fn encode_hello(hello: &Hello) -> Vec<u8> {
@@ -162,13 +179,13 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
         out.extend(part.to_le_bytes());
     }
     out.extend((hello.offers.len() as u16).to_le_bytes());
-    out.extend((hello.ticket.len() as u16).to_le_bytes());
+    out.extend((hello.secret.len() as u16).to_le_bytes());
     out.extend((hello.peer.payload.len() as u32).to_le_bytes());
     out.extend((hello.left_out.len() as u16).to_le_bytes());
     for offer in &hello.offers {
         put_offer(&mut out, offer);
     }
-    out.extend(&hello.ticket);
+    out.extend(&hello.secret);
     out.extend(&hello.peer.payload);
     out.extend(hello.left_out.as_bytes());
     if let Some(device) = &hello.device {
@@ -178,6 +195,31 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
         out.extend(&device.shape);
     }
     finish(out)
+}
+
+/// Encodes a [`ShownTicket`] with its header.
+#[must_use]
+pub fn encode_ticket(shown: &ShownTicket) -> Vec<u8> {
+    let mut out = begin(KIND_TICKET);
+    out.extend((shown.ticket.len() as u16).to_le_bytes());
+    out.extend((shown.proof.len() as u16).to_le_bytes());
+    out.extend(shown.ticket.as_bytes());
+    out.extend(shown.proof.as_bytes());
+    finish(out)
+}
+
+/// Decodes the body of a [`ShownTicket`]. Both texts are visible ASCII.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_ticket(body: &[u8]) -> Result<ShownTicket, WireError> {
+    let mut reader = Reader { rest: body };
+    let ticket_bytes = reader.u16("ticket_bytes")?.into();
+    let proof_bytes = reader.u16("proof_bytes")?.into();
+    let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
+    let proof = reader.limited("proof", proof_bytes, MAX_PROOF_BYTES)?;
+    reader.end()?;
+    Ok(ShownTicket { ticket: visible("ticket", ticket)?, proof: visible("proof", proof)? })
 }
 
 /// Decodes the body of a [`Hello`].
@@ -194,7 +236,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     let net_namespace = [reader.u64("net_namespace")?, reader.u64("net_namespace")?];
     let process = [reader.u64("process")?, reader.u64("process")?];
     let num_offers: usize = reader.u16("num_offers")?.into();
-    let ticket_bytes = reader.u16("ticket_bytes")?.into();
+    let secret_bytes = reader.u16("secret_bytes")?.into();
     let payload_bytes = reader.u32("payload_bytes")? as usize;
     let left_out_bytes = reader.u16("left_out_bytes")?.into();
     if num_offers > MAX_OFFERS {
@@ -204,7 +246,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     for _ in 0..num_offers {
         offers.extend(reader.offer()?);
     }
-    let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
+    let secret = reader.limited("secret", secret_bytes, MAX_SECRET_BYTES)?;
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
     let left_out = reader.limited("left_out", left_out_bytes, MAX_LEFT_OUT_BYTES)?;
     let mut left_out = printable(left_out);
@@ -217,7 +259,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
         num_frames,
         host: HostIdentity { boot_id, net_namespace, process },
         offers,
-        ticket: ticket.to_vec(),
+        secret: secret.to_vec(),
         peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
         left_out,
         device,
@@ -393,6 +435,16 @@ pub const fn transport_of(code: u8) -> Option<TransportKind> {
     }
 }
 
+/// Takes a text of visible ASCII characters.
+fn visible(field: &'static str, bytes: &[u8]) -> Result<String, WireError> {
+    match bytes.iter().find(|byte| !byte.is_ascii_graphic()) {
+        Some(&byte) => {
+            Err(WireError::Value { field, found: byte.into(), expected: "printable ASCII" })
+        }
+        None => Ok(String::from_utf8_lossy(bytes).into_owned()),
+    }
+}
+
 struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -453,15 +505,7 @@ impl<'a> Reader<'a> {
     fn offer(&mut self) -> Result<Option<Offer>, WireError> {
         let [code, flavour_bytes] = self.array("offer")?;
         let flavour = self.limited("offer.flavour", flavour_bytes.into(), MAX_FLAVOUR_BYTES)?;
-        if let Some(byte) = flavour.iter().find(|byte| !byte.is_ascii_graphic()) {
-            let expected = "printable ASCII";
-            return Err(WireError::Value {
-                field: "offer.flavour",
-                found: (*byte).into(),
-                expected,
-            });
-        }
-        let flavour = String::from_utf8_lossy(flavour).into_owned();
+        let flavour = visible("offer.flavour", flavour)?;
         Ok(transport_of(code).map(|kind| Offer { kind, flavour }))
     }
 
@@ -481,7 +525,7 @@ const MAX_OFFERS: usize = 16;
 const _: () = assert!(
     96 + MAX_OFFERS * (2 + MAX_FLAVOUR_BYTES)
         + MAX_DETAIL_BYTES
-        + MAX_TICKET_BYTES
+        + MAX_SECRET_BYTES
         + MAX_PAYLOAD_BYTES
         + MAX_LEFT_OUT_BYTES
         + (18 + MAX_SHAPE_BYTES)
@@ -516,7 +560,7 @@ mod tests {
                 process: rng.random(),
             },
             offers,
-            ticket: random_bytes(rng, MAX_TICKET_BYTES),
+            secret: random_bytes(rng, MAX_SECRET_BYTES),
             peer: PeerHello {
                 peer_id: rng.random(),
                 generation: rng.random(),
@@ -529,6 +573,13 @@ mod tests {
                 shape: random_bytes(rng, MAX_SHAPE_BYTES),
             }),
         }
+    }
+
+    fn random_ticket(rng: &mut StdRng) -> ShownTicket {
+        let mut text = |most| -> String {
+            (0..rng.random_range(0..=most)).map(|_| rng.random_range('!'..='~')).collect()
+        };
+        ShownTicket { ticket: text(MAX_TICKET_BYTES), proof: text(MAX_PROOF_BYTES) }
     }
 
     fn random_welcome(rng: &mut StdRng) -> Welcome {
@@ -566,6 +617,7 @@ mod tests {
             KIND_READY => decode_ready(body).is_ok(),
             KIND_REJECT => decode_reject(body).is_ok(),
             KIND_GOODBYE => body.is_empty(),
+            KIND_TICKET => decode_ticket(body).is_ok(),
             _ => false,
         }
     }
@@ -579,8 +631,13 @@ mod tests {
             let hello = random_hello(&mut rng);
             let bytes = encode_hello(&hello);
             let (header, body) = split(&bytes).unwrap();
+            assert_eq!(encode_header(&header), bytes[..HEADER_BYTES]);
             assert_eq!((header.kind, header.body_bytes), (KIND_HELLO, body.len()));
             assert_eq!(decode_hello(body).unwrap(), hello);
+            let shown = random_ticket(&mut rng);
+            let bytes = encode_ticket(&shown);
+            let (header, body) = split(&bytes).unwrap();
+            assert_eq!((header.kind, decode_ticket(body).as_ref()), (KIND_TICKET, Ok(&shown)));
             let welcome = random_welcome(&mut rng);
             let bytes = encode_welcome(&welcome);
             assert_eq!(decode_welcome(split(&bytes).unwrap().1).unwrap(), welcome);
@@ -597,7 +654,7 @@ mod tests {
             num_frames: 3,
             host: HostIdentity { boot_id: [9; 16], net_namespace: [4, 5], process: [6, 7] },
             offers: vec![Offer { kind: TransportKind::Verbs, flavour: "abc".to_owned() }],
-            ticket: b"t".to_vec(),
+            secret: b"t".to_vec(),
             peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
             left_out: "lo?".to_owned(),
             device: None,
@@ -623,7 +680,8 @@ mod tests {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut num_refused = 0;
         for _ in 0..30_000 {
-            let mut bytes = match rng.random_range(0..4) {
+            let mut bytes = match rng.random_range(0..5) {
+                4 => encode_ticket(&random_ticket(&mut rng)),
                 0 => encode_hello(&random_hello(&mut rng)),
                 1 => encode_welcome(&random_welcome(&mut rng)),
                 2 => encode_ready(&random_side(&mut rng)),
@@ -647,6 +705,7 @@ mod tests {
             if let Some(body) = bytes.get(HEADER_BYTES..) {
                 let _ = (decode_hello(body).is_ok(), decode_welcome(body).is_ok());
                 let _ = (decode_ready(body).is_ok(), decode_reject(body).is_ok());
+                let _ = decode_ticket(body).is_ok();
             }
         }
         assert!(num_refused > 1000, "mutations are hardly ever refused: {num_refused}");

@@ -168,7 +168,7 @@ macro_rules! configured {
         let defaults = SlotConfig::default();
         let builder = $builder
             .control_plane($settings.control_plane, $settings.token.clone())
-            .ticket($settings.token)
+            .secret($settings.token)
             .transports($transports)
             .replica_wait($settings.timeout)
             .deadline($settings.deadline)

@@ -165,7 +165,7 @@ pub fn handshake(model: &ClientModel, token: &str, client_id: u64) -> (PeerHello
     };
     let hello = PeerHello { peer_id: client_id, generation: 1, payload: hello.encode() };
     let config = ConnectConfig {
-        ticket: Some(token.to_owned()),
+        secret: Some(token.to_owned()),
         timeout: PATIENCE,
         ..ConnectConfig::default()
     };
@@ -218,7 +218,7 @@ impl Crowd {
     fn compute_once(&mut self) -> Result<()> {
         let client = MoeClient::builder(self.pool.model.clone())
             .control_plane(self.control_url.clone(), Some(self.token.clone()))
-            .ticket(Some(self.token.clone()))
+            .secret(Some(self.token.clone()))
             .replica_wait(PATIENCE)
             .build()?;
         client.wait_ready(PATIENCE)?;

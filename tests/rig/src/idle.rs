@@ -44,7 +44,7 @@ pub fn run(binary: &Path, model: &Path, span: Duration) -> Result<Vec<IdleReport
     let pool = InputPool::new(&checkpoint, 1, 1, 16)?;
     let client = MoeClient::builder(pool.model.clone())
         .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
-        .ticket(Some(cluster.token().to_owned()))
+        .secret(Some(cluster.token().to_owned()))
         .build()?;
     client.wait_ready(Duration::from_secs(20))?;
     let input = pool.pick(&mut StdRng::seed_from_u64(1));

@@ -159,6 +159,7 @@ pub fn table(model: &ClientModel, addrs: Vec<String>, replicas: &[Vec<u32>]) -> 
         name: format!("server-{idx}"),
         incarnation: 1,
         data_addr,
+        needs_tickets: false,
     });
     let layers =
         model.moe_layers.iter().map(|&layer| LayerPlacement { layer, replicas: replicas.to_vec() });

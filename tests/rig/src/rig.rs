@@ -106,7 +106,7 @@ pub fn run(options: &RigOptions) -> Result<Report> {
     let outages = options.weights[Kind::Outage as usize] > 0;
     let client = MoeClient::builder(pool.model.clone())
         .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
-        .ticket(Some(cluster.token().to_owned()))
+        .secret(Some(cluster.token().to_owned()))
         .deadline(options.deadline)
         .replica_wait(if outages { OUTAGE_WAIT } else { REPLICA_WAIT })
         .name("fault-rig")

@@ -22,7 +22,7 @@ pub fn run(control_url: &str, model: &Path, seed: u64) -> Result<()> {
     let pool = InputPool::new(&checkpoint, seed, 4, 32)?;
     let client = MoeClient::builder(pool.model.clone())
         .control_plane(control_url, Some(token.clone()))
-        .ticket(Some(token))
+        .secret(Some(token))
         .replica_wait(PATIENCE)
         .build()?;
     client.wait_ready(PATIENCE)?;

@@ -302,6 +302,7 @@ impl Client {
                 name: format!("server-{idx}"),
                 incarnation: 1,
                 data_addr: addr.clone(),
+                needs_tickets: false,
             })
         });
         let layers = model

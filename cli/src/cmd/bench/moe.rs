@@ -154,7 +154,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .client
         .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), token.clone())
-        .ticket(token)
+        .secret(token)
         .build()?;
     client.wait_ready(super::super::READY_TIMEOUT)?;
 

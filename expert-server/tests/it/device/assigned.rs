@@ -76,6 +76,7 @@ async fn register(
         epoch: 1,
         assignment: book.assignment.clone(),
         assignment_version: book.version,
+        ticket_keys: None,
     })
 }
 
@@ -96,6 +97,7 @@ async fn renew(
         assignment: (request.assignment_version != book.version).then(|| book.assignment.clone()),
         wanted_digests: WantedDigests::None,
         keeps_serving: false,
+        ticket_keys: None,
     })
 }
 

@@ -7,7 +7,7 @@ use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, PeerHello, co
 use p2p_core::{AnyEndpoint, RejectCode, SlotConfig, TransportKind, Transports};
 use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
 use switchyard_expert_server::{
-    ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket,
+    ExpertSelection, ExpertServer, Placement, Secret, ServerConfig, StartError,
 };
 use test_support::descriptors::num_descriptors;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -101,15 +101,15 @@ async fn a_server_over_shared_memory_serves_reports_and_drains() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn refusals_of_another_model_slot_or_ticket_name_the_difference() {
+async fn refusals_of_another_model_slot_or_secret_name_the_difference() {
     let reference = Reference::open();
     let shape = reference.shape;
     let server = start_server("s1", ExpertSelection::EveryLayer(vec![3]), |config| {
-        config.ticket = Some(Ticket::new("open sesame"));
+        config.secret = Some(Secret::new("open sesame"));
     })
     .await;
-    let ticket = |slot| ConnectConfig {
-        ticket: Some("open sesame".into()),
+    let secret = |slot| ConnectConfig {
+        secret: Some("open sesame".into()),
         slot,
         ..ConnectConfig::default()
     };
@@ -119,22 +119,22 @@ async fn refusals_of_another_model_slot_or_ticket_name_the_difference() {
     };
     let mut other = shape;
     other.fingerprint[0] ^= 1;
-    let said = message(hello(other, 1), ticket(SlotConfig::default())).await;
+    let said = message(hello(other, 1), secret(SlotConfig::default())).await;
     let hex = |fingerprint: [u8; 32]| fingerprint.map(|byte| format!("{byte:02x}")).concat();
     assert!(
         said.contains(&hex(shape.fingerprint)) && said.contains(&hex(other.fingerprint)),
         "{said}"
     );
     let said =
-        message(hello(ModelShape { hidden: 512, ..shape }, 1), ticket(SlotConfig::default())).await;
+        message(hello(ModelShape { hidden: 512, ..shape }, 1), secret(SlotConfig::default())).await;
     assert!(said.contains("512") && said.contains("256"), "{said}");
     let said =
-        message(hello(shape, 1), ticket(SlotConfig { slot_bytes: 1 << 20, num_frames: 2 })).await;
+        message(hello(shape, 1), secret(SlotConfig { slot_bytes: 1 << 20, num_frames: 2 })).await;
     assert!(said.contains("1048576") && said.contains("10485760"), "{said}");
     let said = message(hello(shape, 1), ConnectConfig::default()).await;
-    assert!(said.contains("no ticket"), "{said}");
+    assert!(said.contains("no secret"), "{said}");
     let garbage = PeerHello { payload: vec![0xff; 100], ..hello(shape, 1) };
-    let said = message(garbage, ticket(SlotConfig::default())).await;
+    let said = message(garbage, secret(SlotConfig::default())).await;
     assert!(said.contains("cannot be read"), "{said}");
     // The server counts a rejection before the client reads it.
     let text = server.render_metrics().expect("metrics render");

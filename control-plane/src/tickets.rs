@@ -1,0 +1,278 @@
+//! Issues tickets to clients, and has the keys with which servers check them. Sans-I/O: times are arguments.
+//!
+//! Each leader makes its own signing key, which stays in its memory. The store has the public keys only, so that
+//! servers trust the tickets of an earlier leader until they expire. A new key signs nothing before the servers have had
+//! the time to learn it with a heartbeat.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use control_api::{TicketKey, TicketKeys, TicketRequest, TicketResponse};
+use serde::{Deserialize, Serialize};
+use trust::ticket::{Claims, MAX_CLIENT_BYTES, PublicKey, SecretKey, SignError, UnixTime};
+
+/// The durable part: no secret is in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TicketRecord {
+    /// Public keys that have not ended, the newest last.
+    pub keys: Vec<TicketKey>,
+    /// Servers refuse tickets of lower epochs.
+    pub least_epoch: u64,
+}
+
+impl TicketRecord {
+    /// Returns true for the record of a new cluster.
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Signs the tickets of one term.
+pub(crate) struct TicketOffice {
+    fleet: String,
+    life: Duration,
+    /// Servers have learned a published key after this time.
+    spread: Duration,
+    state: Mutex<State>,
+}
+
+struct State {
+    signer: SecretKey,
+    /// The next signer, and the time from which on it may sign.
+    next: Option<(SecretKey, Duration)>,
+    /// Time from which on `signer` may sign.
+    signs_from: Duration,
+    /// Time at which the next signer is made.
+    renew_at: Duration,
+    record: TicketRecord,
+}
+
+/// No ticket can be issued.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum IssueError {
+    #[error(
+        "the client's name has {found} characters or others than visible ASCII, expected 1 to {MAX_CLIENT_BYTES}"
+    )]
+    Name { found: usize },
+    #[error("the client's key is malformed: {0}")]
+    Key(#[from] trust::ticket::InvalidKey),
+    #[error("the ticket cannot be signed: {0}")]
+    Sign(#[from] SignError),
+}
+
+impl TicketOffice {
+    /// Opens the office of a term with a key of its own, which [`record`](Self::record) has. With `has_servers` the key
+    /// signs nothing until servers have had the time to renew their leases.
+    pub(crate) fn open(
+        fleet: &str,
+        mut record: TicketRecord,
+        settings: TicketSettings,
+        has_servers: bool,
+        now: Duration,
+        wall: UnixTime,
+    ) -> Result<Self, SignError> {
+        let signer = SecretKey::generate()?;
+        record.publish(signer.public(), wall);
+        let TicketSettings { life, spread } = settings;
+        let signs_from = if has_servers { now + spread } else { now };
+        let renew_at = now + KEY_LIFE / 2;
+        let state = State { signer, next: None, signs_from, renew_at, record };
+        Ok(Self { fleet: fleet.to_owned(), life, spread, state: Mutex::new(state) })
+    }
+
+    /// The durable part.
+    pub(crate) fn record(&self) -> TicketRecord {
+        self.lock().record.clone()
+    }
+
+    /// The keys for a server.
+    pub(crate) fn keys(&self) -> TicketKeys {
+        let state = self.lock();
+        let TicketRecord { keys, least_epoch } = state.record.clone();
+        TicketKeys { fleet: self.fleet.clone(), keys, least_epoch }
+    }
+
+    /// Time until the signer may sign.
+    pub(crate) fn wait(&self, now: Duration) -> Duration {
+        self.lock().signs_from.saturating_sub(now)
+    }
+
+    /// Issues a ticket. `epoch` is that of the placement.
+    pub(crate) fn issue(
+        &self,
+        request: &TicketRequest,
+        epoch: u64,
+        wall: UnixTime,
+    ) -> Result<TicketResponse, IssueError> {
+        let TicketRequest { client, key } = request;
+        let is_printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
+        if !(1..=MAX_CLIENT_BYTES).contains(&client.len()) || !client.bytes().all(is_printable) {
+            return Err(IssueError::Name { found: client.chars().count() });
+        }
+        let key: PublicKey = key.parse()?;
+        let state = self.lock();
+        let epoch = epoch.max(state.record.least_epoch);
+        let claims = Claims::new(self.fleet.clone(), client.clone(), key, epoch, wall, self.life);
+        let ticket = claims.sign(&state.signer)?;
+        Ok(TicketResponse { ticket, epoch, expires_in_ms: self.life.as_millis() as u64 })
+    }
+
+    /// Revokes all tickets issued so far. `epoch` is that of the placement. Returns the least epoch in force.
+    pub(crate) fn revoke(&self, epoch: u64) -> u64 {
+        let mut state = self.lock();
+        let record = &mut state.record;
+        record.least_epoch = record.least_epoch.max(epoch) + 1;
+        record.least_epoch
+    }
+
+    /// Makes the next key in time, and signs with it once servers know it. Returns true if the record has changed.
+    pub(crate) fn tick(&self, now: Duration, wall: UnixTime) -> Result<bool, SignError> {
+        let mut state = self.lock();
+        if state.next.as_ref().is_some_and(|(_, from)| now >= *from)
+            && let Some((signer, _)) = state.next.take()
+        {
+            state.signer = signer;
+        }
+        if now < state.renew_at {
+            return Ok(false);
+        }
+        let signer = SecretKey::generate()?;
+        state.record.publish(signer.public(), wall);
+        state.next = Some((signer, now + self.spread));
+        state.renew_at = now + KEY_LIFE / 2;
+        Ok(true)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that holds the lock can leave the state half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for TicketOffice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TicketOffice").field("fleet", &self.fleet).finish_non_exhaustive()
+    }
+}
+
+impl TicketRecord {
+    /// Adds a key, and removes the ones that have ended and those beyond the limit.
+    fn publish(&mut self, key: &PublicKey, wall: UnixTime) {
+        self.keys.retain(|key| key.expires_at >= wall.0);
+        let expires_at = wall.plus(KEY_LIFE).0;
+        self.keys.push(TicketKey { key: key.to_string(), expires_at });
+        let surplus = self.keys.len().saturating_sub(MAX_KEYS);
+        self.keys.drain(..surplus);
+    }
+}
+
+/// Times of tickets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TicketSettings {
+    /// Life of a ticket.
+    pub(crate) life: Duration,
+    /// A server has renewed its lease after this time.
+    pub(crate) spread: Duration,
+}
+
+/// Life of a signing key. A new one is made after half of it.
+pub(crate) const KEY_LIFE: Duration = Duration::from_secs(24 * 3600);
+/// Most keys that servers know.
+const MAX_KEYS: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use trust::ticket::{Gate, Handshake, TicketError, TrustedKey, prove};
+
+    use super::*;
+
+    const SETTINGS: TicketSettings =
+        TicketSettings { life: Duration::from_secs(600), spread: Duration::from_secs(1) };
+    const WALL: UnixTime = UnixTime(1_800_000_000);
+
+    fn office(record: TicketRecord, has_servers: bool, wall: UnixTime) -> TicketOffice {
+        TicketOffice::open("fleet", record, SETTINGS, has_servers, Duration::ZERO, wall).unwrap()
+    }
+
+    fn check(office: &TicketOffice, ticket: &str, client: &SecretKey) -> Result<(), TicketError> {
+        let TicketKeys { fleet, keys, least_epoch } = office.keys();
+        let keys: Vec<TrustedKey> = keys
+            .iter()
+            .map(|found| TrustedKey {
+                key: found.key.parse().unwrap(),
+                fleet: fleet.clone(),
+                expires_at: UnixTime(found.expires_at),
+            })
+            .collect();
+        let handshake = Handshake { server: "s", incarnation: 1, channel: None, hello: b"h" };
+        let proof = prove(ticket, &handshake, client).unwrap();
+        let gate = Gate::default();
+        gate.check(ticket, &proof, &handshake, &keys, least_epoch, WALL).map(drop)
+    }
+
+    fn request(client: &SecretKey) -> TicketRequest {
+        TicketRequest { client: "c".to_owned(), key: client.public().to_string() }
+    }
+
+    #[test]
+    fn tickets_outlive_their_leader_and_revocations_too() {
+        let client = SecretKey::generate().unwrap();
+        let first = office(TicketRecord::default(), false, WALL);
+        assert_eq!(first.wait(Duration::ZERO), Duration::ZERO);
+        let old = first.issue(&request(&client), 3, WALL).unwrap();
+        assert_eq!(check(&first, &old.ticket, &client), Ok(()));
+        let second = office(first.record(), true, WALL);
+        assert_eq!(second.wait(Duration::ZERO), SETTINGS.spread);
+        assert_eq!(check(&second, &old.ticket, &client), Ok(()));
+        let new = second.issue(&request(&client), 4, WALL).unwrap();
+        assert_eq!(check(&first, &new.ticket, &client), Err(TicketError::UnknownKey));
+
+        assert_eq!(second.revoke(4), 5);
+        for ticket in [&old.ticket, &new.ticket] {
+            let found = check(&second, ticket, &client);
+            assert!(matches!(found, Err(TicketError::Revoked { least: 5, .. })), "{found:?}");
+        }
+        let third = office(second.record(), true, WALL);
+        assert!(matches!(check(&third, &old.ticket, &client), Err(TicketError::Revoked { .. })));
+        // The placement's epoch is still lower, and new tickets count all the same.
+        let fresh = third.issue(&request(&client), 4, WALL).unwrap();
+        assert_eq!((fresh.epoch, check(&third, &fresh.ticket, &client)), (5, Ok(())));
+    }
+
+    #[test]
+    fn a_new_key_is_published_before_it_signs() {
+        let office = office(TicketRecord::default(), false, WALL);
+        let signer = || office.lock().signer.public().to_string();
+        let first = signer();
+        assert_eq!(office.tick(KEY_LIFE / 2 - Duration::from_secs(1), WALL), Ok(false));
+        assert_eq!(office.tick(KEY_LIFE / 2, WALL), Ok(true));
+        assert_eq!(office.keys().keys.len(), 2);
+        assert_eq!(signer(), first, "servers do not know the new key yet");
+        assert_eq!(office.tick(KEY_LIFE / 2 + SETTINGS.spread, WALL), Ok(false));
+        assert_eq!(signer(), office.keys().keys[1].key);
+    }
+
+    #[test]
+    fn the_list_of_keys_is_bounded_and_loses_ended_ones() {
+        let mut record = TicketRecord::default();
+        for restart in 0..20 {
+            record = office(record, true, UnixTime(WALL.0 + restart)).record();
+        }
+        assert_eq!(record.keys.len(), MAX_KEYS);
+        let late = UnixTime(WALL.0 + 21).plus(KEY_LIFE);
+        assert_eq!(office(record, true, late).record().keys.len(), 1);
+    }
+
+    #[test]
+    fn malformed_requests_are_refused() {
+        let office = office(TicketRecord::default(), false, WALL);
+        let good = request(&SecretKey::generate().unwrap());
+        for client in ["", "a\u{1b}[2J", "\u{e9}", &"c".repeat(MAX_CLIENT_BYTES + 1)] {
+            let bad = TicketRequest { client: client.to_owned(), ..good.clone() };
+            assert!(matches!(office.issue(&bad, 1, WALL), Err(IssueError::Name { .. })));
+        }
+        let bad = TicketRequest { key: "k4.public.x".to_owned(), ..good };
+        assert!(matches!(office.issue(&bad, 1, WALL), Err(IssueError::Key(_))));
+    }
+}
