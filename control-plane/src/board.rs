@@ -133,6 +133,7 @@ mod tests {
             name: format!("server-{nth}"),
             incarnation: nth.into(),
             data_addr: "127.0.0.1:7000".to_owned(),
+            needs_tickets: true,
         };
         let servers = (0..num_servers).map(server).collect();
         PlacementTable { cluster_id: "c".to_owned(), epoch, servers, ..PlacementTable::default() }

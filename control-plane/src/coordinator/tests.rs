@@ -45,10 +45,11 @@ fn start() -> (Coordinator, Arc<ManualClock>) {
     };
     let planner = Box::new(BalancedPlanner::new(4, 2).unwrap());
     let fleet = Fleet::new(settings, planner, None, clock.now());
-    let (metrics, board) = (Metrics::new().unwrap(), Arc::new(Board::new()));
+    let (metrics, board) = (Metrics::new(2).unwrap(), Arc::new(Board::new()));
     let now: Arc<dyn Clock> = clock.clone();
     let (mut store, revision) = (MemoryStore::new(), Revision::default());
-    let started = Coordinator::start(fleet, &mut store, revision, now, TTL, metrics, board);
+    let times = TermTimes { lease_ttl: TTL, ticket_life: Duration::from_secs(600) };
+    let started = Coordinator::start(fleet, &mut store, revision, now, times, metrics, board);
     (started.unwrap().0, clock)
 }
 
