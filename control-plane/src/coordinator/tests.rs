@@ -3,6 +3,7 @@
 use control_api::LayerAssignment;
 
 use super::*;
+use crate::balance::PlanJob;
 use crate::clock::ManualClock;
 use crate::fleet::FleetSettings;
 use crate::planner::BalancedPlanner;

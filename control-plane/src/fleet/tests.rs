@@ -3,12 +3,15 @@ mod follow;
 use std::collections::HashMap;
 
 use control_api::{
-    ExpertLoad, LayerAssignment, LoadReport, MemberState, ServerEntry, TransportLinks,
+    Assignment, ExpertLoad, LayerAssignment, LeaseRequest, LeaseResponse, LoadReport, MemberState,
+    ReadyRequest, RegisterRequest, RegisterResponse, ServerEntry, SuspectRequest, TransportLinks,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
+use crate::admission::Refusal;
+use crate::member::Phase;
 use crate::planner::BalancedPlanner;
 use crate::planner::rebalance::PlanGoals;
 

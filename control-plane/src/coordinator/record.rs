@@ -1,0 +1,75 @@
+//! Events of the fleet in the log, the metrics and the list of events.
+
+use tracing::{error, info, warn};
+
+use super::{Coordinator, lock};
+use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
+
+impl Coordinator {
+    pub(super) fn record_event(&self, event: &FleetEvent) {
+        self.events.add(event);
+        let metrics = &self.metrics;
+        match event {
+            FleetEvent::Registered { name, kind } => {
+                let kind = match kind {
+                    RegistrationKind::New => "new",
+                    RegistrationKind::Returned => "returned",
+                    RegistrationKind::Takeover => "takeover",
+                };
+                metrics.registrations.with_label_values(&[kind]).inc();
+                info!(name, kind, "member registered");
+            }
+            FleetEvent::Planned { num_loads, before, after } => {
+                metrics.expert_moves.inc_by(*num_loads as u64);
+                info!(num_loads, before, after, "new plan: servers load experts");
+            }
+            FleetEvent::GoalsChanged { goals } => {
+                info!(replicas = goals.replicas, spare = goals.spare, "the goals have changed");
+            }
+            FleetEvent::Short { shortage } => {
+                error!(shortage, "the fleet cannot be planned: the placement stays as it is");
+            }
+            FleetEvent::NameContested { name } => {
+                metrics.name_conflicts.inc();
+                error!(name, "two live processes use this name: the later one keeps it");
+            }
+            FleetEvent::ModelReplaced { fingerprint } => {
+                *lock(&self.model_digests) = None;
+                warn!(
+                    fingerprint,
+                    "the old model has no members left: the fleet serves another one"
+                );
+            }
+            FleetEvent::Unreachable { name, data_addr, reason } => {
+                warn!(name, data_addr, reason, "cannot connect to a serving member");
+            }
+            FleetEvent::Serving { name } => info!(name, "member is serving"),
+            FleetEvent::Draining { name } => info!(name, "member is draining"),
+            FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),
+            FleetEvent::Left { name } => info!(name, "member left"),
+            FleetEvent::Suspected { name, reporter, reason } => {
+                metrics.suspects.inc();
+                warn!(name, reporter, reason, "member suspected");
+            }
+            FleetEvent::Expired { name, cause } => {
+                let cause = match cause {
+                    ExpiryCause::Lease => "lease",
+                    ExpiryCause::Suspect => "suspect",
+                };
+                metrics.expirations.with_label_values(&[cause]).inc();
+                warn!(name, cause, "member expired");
+            }
+            FleetEvent::Removed { name } => info!(name, "expired member removed"),
+            FleetEvent::LeasesExtended { pause } => {
+                warn!(?pause, "this process was paused; all leases extended by the pause");
+            }
+            FleetEvent::PlacementChanged { epoch, num_servers } => {
+                metrics.placement_changes.inc();
+                info!(epoch, num_servers, "new placement");
+            }
+            FleetEvent::PlacementBlocked => {
+                error!("the placement cannot change until the store can be written");
+            }
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Registrations: admission of new members, returns of known ones, takeovers of names.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::{Assignment, MemberId, RegisterRequest, RegisterResponse};
+
+use super::{Fleet, FleetEvent, RegistrationKind};
+use crate::admission::{Refusal, check_registration};
+use crate::balance;
+use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
+use crate::planner::Joiner;
+
+impl Fleet {
+    pub(crate) fn register(
+        &mut self,
+        request: RegisterRequest,
+        now: Duration,
+    ) -> Result<RegisterResponse, Refusal> {
+        // The model belongs to its members, the expired ones included: an outage of all must not let another model in.
+        // A model that never served as a whole gives way as soon as no member lives.
+        let is_free = match self.was_complete {
+            true => self.members.is_empty(),
+            false => !self.members.values().any(Member::is_leased),
+        };
+        let is_replaced =
+            is_free && self.model.as_ref().is_some_and(|model| *model != request.model);
+        let model = self.model.as_ref().filter(|_| !is_replaced);
+        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
+        let known = self.members.get(&request.name);
+        let was_superseded = known.is_some_and(|member| {
+            member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
+        });
+        if was_superseded {
+            self.note_contest(&request.name, now);
+            return Err(Refusal::Superseded { name: request.name });
+        }
+        if let Some(member) = known
+            && member.record.incarnation != request.incarnation
+            && member.keeps_name(now)
+        {
+            let data_addr = member.record.data_addr.clone();
+            return Err(Refusal::NameInUse { name: request.name, data_addr });
+        }
+        if is_replaced {
+            self.forget_model(&request.model.fingerprint);
+        }
+        let kind = match self.members.get(&request.name) {
+            None => RegistrationKind::New,
+            Some(member) if member.record.incarnation == request.incarnation => {
+                RegistrationKind::Returned
+            }
+            Some(_) => RegistrationKind::Takeover,
+        };
+        if kind == RegistrationKind::New {
+            self.make_room()?;
+        }
+        if kind == RegistrationKind::Returned {
+            self.refresh_member(&request, now);
+        } else {
+            self.admit(&request, now)?;
+        }
+        if self.model.is_none() {
+            self.model = Some(request.model);
+            self.is_table_stale = true;
+        }
+        self.first_join.get_or_insert(now);
+        self.note_unplanned(now);
+        self.revision += 1;
+        self.events.push(FleetEvent::Registered { name: request.name.clone(), kind });
+        let member = &self.members[&request.name];
+        Ok(RegisterResponse {
+            member_id: member.record.member_id.clone(),
+            lease_ttl_ms: self.settings.lease_ttl.as_millis() as u64,
+            epoch: self.table.epoch,
+            assignment: Assignment::clone(&member.record.assignment),
+            assignment_version: member.record.assignment_version,
+            ticket_keys: None,
+        })
+    }
+
+    /// Registers a known process again: same identity, same assignment, fresh lease.
+    fn refresh_member(&mut self, request: &RegisterRequest, now: Duration) {
+        let lease_ttl = self.settings.lease_ttl;
+        let Some(member) = self.members.get_mut(&request.name) else { return };
+        if !member.is_leased() {
+            member.record.phase = Phase::Loading;
+        }
+        member.lease = Lease::Until(now + lease_ttl);
+        member.renew_by = None;
+        member.renewed_at = now;
+        if member.record.data_addr != request.data_addr {
+            member.probe = None;
+        }
+        member.record.data_addr.clone_from(&request.data_addr);
+        member.record.capacity_experts = request.capacity_experts;
+        member.record.zone.clone_from(&request.zone);
+        member.record.needs_tickets = request.needs_tickets;
+        member.record.metrics_addr.clone_from(&request.metrics_addr);
+        member.record.weights_addr.clone_from(&request.weights_addr);
+        self.is_table_stale = true;
+    }
+
+    /// Registers a new process, which may replace an earlier one of the same name.
+    fn admit(&mut self, request: &RegisterRequest, now: Duration) -> Result<(), Refusal> {
+        let assignment = match request.holds.is_empty() {
+            true => self.first_assignment(request)?,
+            false => request.holds.clone(),
+        };
+        let old = self.members.get(&request.name);
+        let mut superseded = Vec::new();
+        let is_name_durable = old.is_some_and(|member| member.is_name_durable);
+        if let Some(old) = old {
+            superseded.clone_from(&old.record.superseded);
+            superseded.push(Predecessor {
+                member_id: old.record.member_id.clone(),
+                incarnation: old.record.incarnation,
+            });
+            let surplus = superseded.len().saturating_sub(MAX_SUPERSEDED);
+            superseded.drain(..surplus);
+            self.names.remove(&old.record.member_id);
+        }
+        let record = MemberRecord {
+            member_id: MemberId::random(),
+            name: request.name.clone(),
+            incarnation: request.incarnation,
+            data_addr: request.data_addr.clone(),
+            metrics_addr: request.metrics_addr.clone(),
+            weights_addr: request.weights_addr.clone(),
+            phase: Phase::Loading,
+            keeps_serving: false,
+            expired: false,
+            assignment: Arc::new(assignment),
+            assignment_version: 1,
+            holds: Arc::default(),
+            superseded,
+            capacity_experts: request.capacity_experts,
+            zone: request.zone.clone(),
+            needs_tickets: request.needs_tickets,
+        };
+        self.names.insert(record.member_id.clone(), record.name.clone());
+        let lease = Lease::Until(now + self.settings.lease_ttl);
+        let member = Member { is_name_durable, ..Member::new(record, lease, false) };
+        self.members.insert(request.name.clone(), member);
+        self.is_table_stale = true;
+        Ok(())
+    }
+
+    /// Experts of a process that has loaded none.
+    fn first_assignment(&self, request: &RegisterRequest) -> Result<Assignment, Refusal> {
+        let old = self.members.get(&request.name);
+        let others: Vec<&Assignment> = self
+            .members
+            .values()
+            .filter(|member| member.record.name != request.name && member.is_planned())
+            .map(|member| &*member.record.assignment)
+            .collect();
+        let Some(settings) = self.settings.balance else {
+            let joiner = Joiner {
+                capacity_experts: request.capacity_experts,
+                previous: old.map(|member| &*member.record.assignment),
+            };
+            return Ok(self.planner.assign(&request.model, &joiner, &others)?);
+        };
+        // Its share of the fleet. The next plan then moves what the load asks for.
+        let num_servers = (others.len() + 1).max(settings.expected_servers as usize);
+        let model = &request.model;
+        let replicas = settings.goals.min_replicas as usize;
+        let num_pairs = model.num_experts as usize * model.moe_layers.len() * replicas;
+        let share = num_pairs.div_ceil(num_servers).min(u32::MAX as usize) as u32;
+        let room = request.capacity_experts.map_or(share, |most| most.min(share));
+        Ok(balance::fill(model, room, &others))
+    }
+
+    /// Makes room for one more member. At the limit, evicts the member that expired first.
+    fn make_room(&mut self) -> Result<(), Refusal> {
+        let limit = self.settings.max_members;
+        if self.members.len() < limit {
+            return Ok(());
+        }
+        let expired = self.members.values().filter_map(|member| match member.lease {
+            Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
+            Lease::Until(_) => None,
+        });
+        let Some((_, name)) = expired.min() else {
+            return Err(Refusal::TooManyMembers { limit });
+        };
+        self.remove(&name);
+        self.events.push(FleetEvent::Removed { name });
+        Ok(())
+    }
+
+    /// Removes the model and its members, which have all expired.
+    fn forget_model(&mut self, next_fingerprint: &str) {
+        self.members.clear();
+        self.names.clear();
+        self.model = None;
+        self.loads.clear();
+        (self.first_join, self.was_complete) = (None, false);
+        self.mark_changed();
+        let fingerprint = next_fingerprint.to_owned();
+        self.events.push(FleetEvent::ModelReplaced { fingerprint });
+    }
+}
+
+/// Predecessors kept per name, so that a replaced process cannot register again.
+const MAX_SUPERSEDED: usize = 8;
