@@ -82,6 +82,7 @@ impl Metrics {
         let http = httpd::Metrics::new("switchyard_control")?;
         registry.register(Box::new(http.connections.clone()))?;
         registry.register(Box::new(http.culled.clone()))?;
+        registry.register(Box::new(http.tls_failures.clone()))?;
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {

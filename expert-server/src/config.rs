@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use checkpoint::Coverage;
+use control_api::Security;
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
 #[cfg(feature = "device")]
@@ -57,6 +58,8 @@ pub struct ServerConfig {
     pub transports: Transports,
     /// Secret that clients must present; `None` admits every client that reaches the port.
     pub ticket: Option<Ticket>,
+    /// TLS of the listeners, and of the connection to the control plane.
+    pub security: Security,
     /// Bounds on the resources that clients can use.
     pub limits: Limits,
     /// Time for which the data thread polls before it sleeps.
@@ -104,6 +107,7 @@ impl ServerConfig {
             slot: SlotConfig::default(),
             transports: vec![TransportKind::Local, TransportKind::Shm].into(),
             ticket: None,
+            security: Security::default(),
             limits: Limits::default(),
             spin: SpinPolicy::default(),
             drain_timeout: Duration::from_secs(30),

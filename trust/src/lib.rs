@@ -3,6 +3,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod certs;
 mod identity;
+pub mod log_limit;
+pub mod tls;
 
 pub use identity::{Credential, Identity, Role, UnknownRole};
