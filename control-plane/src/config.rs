@@ -4,6 +4,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use control_api::{ClientOptions, ControlClient};
+use trust::tls::Security;
+
 use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
 use crate::store::EtcdCredentials;
@@ -43,6 +46,8 @@ pub struct ServerConfig {
     pub metrics_top_experts: u32,
     /// Limits on members, connections and requests.
     pub limits: Limits,
+    /// TLS of the port and of the connections to other control planes.
+    pub security: Security,
 }
 
 impl ServerConfig {
@@ -64,6 +69,7 @@ impl ServerConfig {
             etcd: None,
             metrics_top_experts: 8,
             limits: Limits::default(),
+            security: Security::default(),
         }
     }
 
@@ -143,7 +149,11 @@ impl EtcdConfig {
     }
 
     /// URL of a control plane that listens on `local_addr`.
-    pub(crate) fn own_url(&self, local_addr: SocketAddr) -> Result<String, ConfigError> {
+    pub(crate) fn own_url(
+        &self,
+        local_addr: SocketAddr,
+        security: &Security,
+    ) -> Result<String, ConfigError> {
         let url = match &self.advertise {
             Some(url) => url.clone(),
             None if local_addr.ip().is_unspecified() => {
@@ -151,9 +161,12 @@ impl EtcdConfig {
                     reason: format!("{local_addr} is no address that others can reach"),
                 });
             }
+            None if security.for_listener().is_some() => format!("https://{local_addr}"),
             None => format!("http://{local_addr}"),
         };
-        let checked = control_api::ControlClient::new(&url, None);
+        let mut options = ClientOptions::default();
+        options.security = security.clone();
+        let checked = ControlClient::with_options(&url, None, options);
         checked.map_err(|err| ConfigError::Advertise { reason: err.to_string() })?;
         if url.contains(',') {
             let reason = format!("{url:?} is more than one URL");

@@ -261,6 +261,8 @@ impl Coordinator {
                 experts_under_replicated: coverage.under_replicated,
                 num_watchers,
                 plan_error: fleet.shortage(),
+                tls_error: None,
+                insecure: None,
                 store,
                 leader: None,
                 followers: Vec::new(),

@@ -14,13 +14,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use control_api::{ConfigError as ClientError, ControlClient};
+use control_api::{ClientOptions, ConfigError as ClientError, ControlClient};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
+use trust::tls::Security;
 
 use crate::role::{Following, Role, Roles};
 use crate::store::StoreError;
@@ -40,6 +41,7 @@ pub(crate) struct Election {
     pub(crate) own_url: String,
     /// Token of the cluster.
     pub(crate) token: Option<String>,
+    pub(crate) security: Security,
     pub(crate) settings: TermSettings,
     pub(crate) roles: Roles,
 }
@@ -213,7 +215,9 @@ impl Election {
     }
 
     fn client_of(&self, url: &str) -> Result<ControlClient, ClientError> {
-        Ok(ControlClient::new(url, self.token.clone())?.with_timeout(PEER_TIMEOUT))
+        let mut options = ClientOptions::default();
+        (options.timeout, options.security) = (PEER_TIMEOUT, self.security.clone());
+        ControlClient::with_options(url, self.token.clone(), options)
     }
 
     fn step_down(&self) {

@@ -2,6 +2,7 @@
 
 mod digests;
 mod error;
+mod exposure;
 mod forward;
 mod openapi;
 mod page;
@@ -29,6 +30,7 @@ use crate::coordinator::Coordinator;
 use crate::metrics::Metrics;
 use crate::role::{Role, Roles};
 use error::HttpError;
+pub(crate) use exposure::Exposure;
 
 /// State shared by all handlers.
 #[derive(Clone, Debug)]
@@ -41,6 +43,7 @@ pub(crate) struct App {
     pub(crate) limits: Limits,
     /// Digest of the token, if one is required.
     token: Option<[u8; 32]>,
+    pub(crate) exposure: Exposure,
     watch_permits: Arc<Semaphore>,
     /// Requests that may hold digests in memory at a time.
     digest_permits: Arc<Semaphore>,
@@ -55,12 +58,13 @@ impl App {
         metrics: Metrics,
         limits: Limits,
         token: Option<&str>,
+        exposure: Exposure,
         shutdown: tokio::sync::watch::Receiver<bool>,
     ) -> Self {
         let watch_permits = Arc::new(Semaphore::new(limits.max_watchers));
         let token = token.map(|token| Sha256::digest(token).into());
         let digest_permits = Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS));
-        let forwarder = forward::client();
+        let forwarder = forward::client(&exposure.security);
         Self {
             roles,
             board,
@@ -68,6 +72,7 @@ impl App {
             forwarder,
             limits,
             token,
+            exposure,
             watch_permits,
             digest_permits,
             shutdown,

@@ -102,6 +102,7 @@ impl Metrics {
         registry.register(Box::new(http.culled.clone()))?;
         let expert_load = ExpertLoad::new()?;
         registry.register(Box::new(expert_load.clone()))?;
+        registry.register(Box::new(http.tls_failures.clone()))?;
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {

@@ -11,6 +11,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tracing::{info, warn};
+use trust::tls::InsecureListener;
 
 use crate::balance::BalanceSettings;
 use crate::board::Board;
@@ -18,7 +19,7 @@ use crate::clock::{Clock, MonotonicClock};
 use crate::config::{ConfigError, EtcdConfig, ServerConfig};
 use crate::election::Election;
 use crate::fleet::FleetSettings;
-use crate::http::{self, App};
+use crate::http::{self, App, Exposure};
 use crate::metrics::Metrics;
 use crate::planner::rebalance::PlanGoals;
 use crate::role::{Following, Role, Roles};
@@ -97,7 +98,7 @@ impl Server {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BindError> {
         let (listener, local_addr) = bind_address(&config).await?;
-        let own_url = etcd.own_url(local_addr)?;
+        let own_url = etcd.own_url(local_addr, &config.security)?;
         let prefix = etcd.checked_prefix()?;
         let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone());
         let client = Arc::new(client.map_err(StoreError::Etcd)?);
@@ -119,6 +120,7 @@ impl Server {
             lease_ttl: etcd.lease,
             own_url,
             token: config.token.clone(),
+            security: config.security.clone(),
             settings,
             roles: roles.clone(),
         };
@@ -150,7 +152,10 @@ impl Server {
         let (stop, stopping) = watch::channel(false);
         let (limits, token) = (config.limits.clone(), config.token.as_deref());
         let http_metrics = metrics.http.clone();
-        let app = App::new(roles, board, metrics, limits.clone(), token, stopping.clone());
+        let tls = config.security.for_listener().cloned();
+        let exposure = Exposure { security: config.security.clone(), local_addr };
+        let app =
+            App::new(roles, board, metrics, limits.clone(), token, exposure, stopping.clone());
         let router = http::router(app);
         info!(%local_addr, "control plane is serving");
 
@@ -162,8 +167,14 @@ impl Server {
                 Mode::Shared(election) => election.run(deciding_stops, writer_stopping).await,
             }
         });
-        let mut serving =
-            tokio::spawn(httpd::serve(listener, router, limits.http(), http_metrics, stopping));
+        let mut serving = tokio::spawn(httpd::serve(
+            listener,
+            router,
+            tls,
+            limits.http(),
+            http_metrics,
+            stopping,
+        ));
 
         let panicked = |err| RunError::Panicked(io::Error::other(err));
         let (mut served, mut decided) = (None, None);
@@ -196,6 +207,10 @@ async fn bind_address(config: &ServerConfig) -> Result<(TcpListener, SocketAddr)
     let local_addr = listener.local_addr();
     let local_addr =
         local_addr.map_err(|source| BindError::Listen { addr: config.listen.clone(), source })?;
+    config.security.check_listener(local_addr)?;
+    if let Some(exposure) = config.security.exposure(local_addr) {
+        warn!("{exposure}");
+    }
     if config.token.is_none() && !local_addr.ip().is_loopback() {
         warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
     }
@@ -219,6 +234,9 @@ fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSet
     let (planner, lease_ttl) = (Arc::new(config.check()?), config.lease_ttl);
     let num_top = config.metrics_top_experts as usize;
     let metrics = Metrics::new(num_top).map_err(BindError::Metrics)?;
+    if let Some(tls) = &config.security.tls {
+        httpd::register_tls_metrics(&metrics.registry, tls.clone()).map_err(BindError::Metrics)?;
+    }
     let board = Arc::new(Board::new());
     let ticket_life = config.ticket_life;
     Ok(TermSettings { fleet, planner, lease_ttl, ticket_life, clock, metrics, board })
@@ -248,6 +266,9 @@ pub enum BindError {
     /// The operating system refuses to listen on the address.
     #[error("cannot listen on {addr} ({source}): expected HOST:PORT of this machine")]
     Listen { addr: String, source: io::Error },
+    /// The port would be open to other hosts without TLS.
+    #[error(transparent)]
+    Insecure(#[from] InsecureListener),
     /// The state cannot be restored or written.
     #[error(transparent)]
     Store(#[from] StoreError),

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use checkpoint::Coverage;
+use control_api::Security;
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
 #[cfg(feature = "device")]
@@ -60,6 +61,8 @@ pub struct ServerConfig {
     /// Secret that clients must present if they need no ticket; `None` admits every client that reaches the port. Other
     /// servers that read weights need it in any case.
     pub secret: Option<Secret>,
+    /// TLS of the listeners, and of the connection to the control plane.
+    pub security: Security,
     /// Bounds on the resources that clients can use.
     pub limits: Limits,
     /// Time for which the data thread polls before it sleeps.
@@ -108,6 +111,7 @@ impl ServerConfig {
             slot: SlotConfig::default(),
             transports: vec![TransportKind::Local, TransportKind::Shm].into(),
             secret: None,
+            security: Security::default(),
             limits: Limits::default(),
             spin: SpinPolicy::default(),
             drain_timeout: Duration::from_secs(30),

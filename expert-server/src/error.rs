@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 
 use checkpoint::{OpenError, TensorError};
 use control_api::{ConfigError, LeaseError, code};
+use httpd::trust::tls::InsecureListener;
 #[cfg(feature = "device")]
 use kernels::{abi::ErrorWord, gpu::GpuError};
 use p2p_core::bootstrap::BindError;
@@ -45,6 +46,9 @@ pub enum StartError {
     /// The data listener cannot be created.
     #[error("cannot listen for clients: {0}")]
     Bind(#[from] BindError),
+    /// A listener would be open to other hosts without TLS.
+    #[error(transparent)]
+    Insecure(#[from] InsecureListener),
     /// The metrics port is taken.
     #[error(
         "cannot serve metrics: {addr} is in use by another process; choose another port or stop that process"

@@ -31,7 +31,12 @@ async fn healthz(State(health): State<Arc<Health>>) -> Response {
 }
 
 async fn readyz(State(health): State<Arc<Health>>) -> Response {
-    answer(health.ready())
+    match health.tls_error() {
+        Some(reason) if health.ready().is_ok() => {
+            format!("ok, but the TLS files cannot be used: {reason}\n").into_response()
+        }
+        _ => answer(health.ready()),
+    }
 }
 
 fn answer(verdict: Result<(), String>) -> Response {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
-    Assignment, ControlClient, ControlError, LayerAssignment, LeaseError, LeaseKeeper,
-    LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
+    Assignment, ClientOptions, ControlClient, ControlError, LayerAssignment, LeaseError,
+    LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
     RegisterRequest, WantedDigests, code,
 };
 
@@ -67,7 +67,9 @@ pub(crate) async fn join(
     registration: RegisterRequest,
     digests: Option<Arc<Digests>>,
 ) -> Result<Joined, StartError> {
-    let client = ControlClient::new(url, token)?;
+    let mut options = ClientOptions::default();
+    options.security = config.security.clone();
+    let client = ControlClient::with_options(url, token, options)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
     let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
     let keeper = keeper.map_err(failed)?;

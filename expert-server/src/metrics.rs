@@ -172,6 +172,7 @@ impl ServerMetrics {
         let http = httpd::Metrics::new("switchyard_server")?;
         r.register(Box::new(http.connections.clone()))?;
         r.register(Box::new(http.culled.clone()))?;
+        r.register(Box::new(http.tls_failures.clone()))?;
         Ok(Self {
             http,
             links: register_int_gauge_with_registry!(

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
+use httpd::trust::tls::Tls;
 use p2p_core::TransportKind;
 use p2p_core::bootstrap::ListenerStats;
 
@@ -100,9 +101,15 @@ pub(crate) struct Health {
     /// True if the server has a control plane.
     pub(crate) needs_lease: bool,
     pub(crate) has_lease: AtomicBool,
+    pub(crate) tls: Option<Tls>,
 }
 
 impl Health {
+    /// Why the TLS files on the disk cannot be used. The previous ones are in force.
+    pub(crate) fn tls_error(&self) -> Option<String> {
+        self.tls.as_ref()?.status().problem
+    }
+
     /// Returns an error if the data thread hangs or has ended.
     pub(crate) fn live(&self) -> Result<(), String> {
         let Some(data) = self.data.get() else { return Ok(()) };

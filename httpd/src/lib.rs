@@ -1,10 +1,17 @@
 //! An HTTP/1 listener for ports that untrusted clients can reach, with limits on connections, head sizes
 //! and waits. The control plane and the expert servers share it. It knows no routes.
 //!
+//! With certificates ([`trust::tls::Tls`]) the listener speaks HTTPS only. It puts the [`trust::Identity`] of a
+//! client's certificate into the extensions of each request, and [`PeerAddr`] in any case.
+//!
 //! A peer cannot delay the accept loop or another connection. The listener closes connections whose
 //! request head is not complete before a timeout, and connections whose peer does not read the response.
 //! At the limit of connections, it evicts the connection that has been idle longest: no request is open on
 //! it.
+
+mod metrics;
+mod stream;
+mod tls_metrics;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,19 +27,28 @@ pub use axum::Router;
 pub use prometheus;
 pub use tokio::net::TcpListener;
 pub use tokio::sync::watch;
+pub use trust;
+
+pub use metrics::Metrics;
+pub use tls_metrics::register_tls_metrics;
 
 use axum::body::{Body, HttpBody};
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use prometheus::{IntCounterVec, IntGauge, Opts};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use prometheus::IntGauge;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, Sleep};
+use tokio::time::Instant;
 use tracing::{debug, warn};
+use trust::Identity;
+use trust::log_limit::LogLimit;
+use trust::tls::{Tls, peer_identity};
+
+use stream::{Stream, WriteTimeout};
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,46 +83,16 @@ impl Default for Limits {
     }
 }
 
-/// Address of the connection's other end. Every request has it as an extension.
+/// Address of the client, in the extensions of every request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAddr(pub SocketAddr);
 
-/// Metrics of a listener. The caller registers them.
-#[derive(Clone, Debug)]
-pub struct Metrics {
-    /// Open connections.
-    pub connections: IntGauge,
-    /// Connections closed by the listener, by `reason`: `refused`, `silent` or `crowded`.
-    pub culled: IntCounterVec,
-}
-
-impl Metrics {
-    /// Metrics named `{prefix}_connections` and `{prefix}_connections_culled_total`, with every reason
-    /// present from the start.
-    ///
-    /// # Errors
-    /// [`prometheus::Error`] when `prefix` is not a valid metric name.
-    pub fn new(prefix: &str) -> Result<Self, prometheus::Error> {
-        let connections = IntGauge::new(format!("{prefix}_connections"), "Open HTTP connections.")?;
-        let culled = IntCounterVec::new(
-            Opts::new(
-                format!("{prefix}_connections_culled_total"),
-                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), crowded (idle longest, replaced by a new connection).",
-            ),
-            &["reason"],
-        )?;
-        for reason in ["refused", "silent", "crowded"] {
-            culled.with_label_values(&[reason]);
-        }
-        Ok(Self { connections, culled })
-    }
-}
-
-/// Serves connections until `shutdown` turns true. Then waits up to [`Limits::shutdown_timeout`] for open
+/// Serves connections until `shutdown` turns true, over HTTPS if `tls` has a certificate. Then waits up to [`Limits::shutdown_timeout`] for open
 /// requests.
 pub async fn serve(
     listener: TcpListener,
     router: Router,
+    tls: Option<Tls>,
     limits: Limits,
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
@@ -121,7 +107,7 @@ pub async fn serve(
             Some(_) = connections.join_next() => continue,
             () = stopped(&mut shutdown) => break,
         };
-        let (stream, peer) = match accepted {
+        let (stream, addr) = match accepted {
             Ok(accepted) => accepted,
             Err(err) if is_connection_error(&err) => continue,
             Err(err) => {
@@ -141,9 +127,10 @@ pub async fn serve(
         };
         let state = Arc::new(ConnectionState::new(&idle));
         let connection = Connection {
-            peer: PeerAddr(peer),
             state: Arc::clone(&state),
             router: router.clone(),
+            tls: tls.clone(),
+            addr,
             limits,
             open: OpenConnection::new(metrics.connections.clone(), permit),
             shutdown: shutdown.clone(),
@@ -168,9 +155,10 @@ pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
 
 /// One connection and its state.
 struct Connection {
-    peer: PeerAddr,
     state: Arc<ConnectionState>,
     router: Router,
+    tls: Option<Tls>,
+    addr: SocketAddr,
     limits: Limits,
     open: OpenConnection,
     shutdown: watch::Receiver<bool>,
@@ -179,17 +167,30 @@ struct Connection {
 
 impl Connection {
     async fn run(mut self, stream: TcpStream) {
-        let _open = self.open;
         // TCP_USER_TIMEOUT detects a peer that is gone: it does not acknowledge data or keep-alives.
         let _ = stream.set_nodelay(true);
         let _ = rustix::net::sockopt::set_tcp_user_timeout(
             &stream,
             self.limits.write_timeout.as_millis() as u32,
         );
+        // The time for the first head begins here, and the TLS handshake is part of it.
+        let mut shutdown = self.shutdown.clone();
+        let secured = tokio::time::timeout(self.limits.head_timeout, self.secure(stream));
+        let secured = tokio::select! {
+            secured = secured => secured,
+            () = stopped(&mut shutdown) => return,
+        };
+        let (stream, identity) = match secured {
+            Ok(Some(secured)) => secured,
+            Ok(None) => return,
+            Err(_) => return self.metrics.culled.with_label_values(&["silent"]).inc(),
+        };
+        let _open = self.open;
         let service = TrackRequests {
             inner: TowerToHyperService::new(self.router),
-            peer: self.peer,
             state: Arc::clone(&self.state),
+            addr: PeerAddr(self.addr),
+            identity,
         };
         let is_blocked = Arc::clone(&self.state.is_blocked);
         let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout, is_blocked));
@@ -214,6 +215,60 @@ impl Connection {
                 self.metrics.culled.with_label_values(&["silent"]).inc();
             }
             debug!(error = %err, "connection ended");
+        }
+    }
+}
+
+impl Connection {
+    /// Carries out the TLS handshake if the listener has a certificate. `None` ends the connection: the peer speaks
+    /// something else, or its certificate is refused.
+    async fn secure(&self, mut stream: TcpStream) -> Option<(Stream, Option<Identity>)> {
+        let mut first = [0];
+        if !matches!(stream.peek(&mut first).await, Ok(1)) {
+            return None;
+        }
+        let speaks_tls = first[0] == TLS_HANDSHAKE;
+        match &self.tls {
+            None if speaks_tls => {
+                let reason = "the client speaks TLS, and this port has no certificate";
+                self.refuse(
+                    reason,
+                    "start this process with --tls DIR, or use http:// in the client's URL",
+                );
+                say_goodbye(&mut stream, TLS_REFUSAL).await;
+                None
+            }
+            None => Some((Stream::Plain(stream), None)),
+            Some(_) if !speaks_tls => {
+                self.refuse(
+                    "the client speaks plain HTTP to a port for HTTPS",
+                    "use https:// in its URL, and --tls DIR",
+                );
+                say_goodbye(&mut stream, PLAIN_REFUSAL).await;
+                None
+            }
+            Some(tls) => match tls.accept(stream).await {
+                Ok(stream) => {
+                    let identity = peer_identity(&stream);
+                    Some((Stream::Tls(Box::new(stream)), identity))
+                }
+                Err(error) => {
+                    self.metrics.tls_failures.inc();
+                    if error.is_broken {
+                        debug!(addr = %self.addr, %error, "a TLS handshake broke");
+                    } else if let Some(num_suppressed) = TLS_LOG.allow() {
+                        warn!(addr = %self.addr, %error, num_suppressed, "a TLS handshake failed");
+                    }
+                    None
+                }
+            },
+        }
+    }
+
+    fn refuse(&self, reason: &str, remedy: &str) {
+        self.metrics.tls_failures.inc();
+        if let Some(num_suppressed) = TLS_LOG.allow() {
+            warn!(addr = %self.addr, remedy, num_suppressed, "{reason}");
         }
     }
 }
@@ -332,8 +387,10 @@ async fn acquire_permit(
 /// of the response's body.
 struct TrackRequests<S> {
     inner: S,
-    peer: PeerAddr,
     state: Arc<ConnectionState>,
+    addr: PeerAddr,
+    /// From the client's certificate.
+    identity: Option<Identity>,
 }
 
 impl<S> Service<hyper::Request<Incoming>> for TrackRequests<S>
@@ -346,7 +403,10 @@ where
     type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
 
     fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
-        request.extensions_mut().insert(self.peer);
+        request.extensions_mut().insert(self.addr);
+        if let Some(identity) = &self.identity {
+            request.extensions_mut().insert(identity.clone());
+        }
         let open = OpenRequest { task: self.state.begin(), state: Arc::clone(&self.state) };
         let response = self.inner.call(request);
         Box::pin(async move {
@@ -413,82 +473,17 @@ impl Drop for OpenConnection {
     }
 }
 
-/// A stream whose writes fail after `timeout` without progress.
-struct WriteTimeout<IO> {
-    io: IO,
-    timeout: Duration,
-    /// Runs while a write is blocked.
-    timer: Pin<Box<Sleep>>,
-    is_blocked: Arc<AtomicBool>,
-}
-
-impl<IO> WriteTimeout<IO> {
-    fn new(io: IO, timeout: Duration, is_blocked: Arc<AtomicBool>) -> Self {
-        Self { io, timeout, timer: Box::pin(tokio::time::sleep(timeout)), is_blocked }
-    }
-
-    fn watch<T>(
-        &mut self,
-        cx: &mut Context<'_>,
-        outcome: Poll<io::Result<T>>,
-    ) -> Poll<io::Result<T>> {
-        if outcome.is_ready() {
-            self.is_blocked.store(false, Ordering::Relaxed);
-            return outcome;
-        }
-        if !self.is_blocked.swap(true, Ordering::Relaxed) {
-            self.timer.as_mut().reset(Instant::now() + self.timeout);
-        }
-        match self.timer.as_mut().poll(cx) {
-            Poll::Ready(()) => {
-                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer does not read")))
-            }
-            Poll::Pending => Poll::Pending,
-        }
-    }
-}
-
-impl<IO: AsyncRead + Unpin> AsyncRead for WriteTimeout<IO> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_read(cx, buf)
-    }
-}
-
-impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let outcome = Pin::new(&mut self.io).poll_write(cx, buf);
-        self.watch(cx, outcome)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let outcome = Pin::new(&mut self.io).poll_write_vectored(cx, bufs);
-        self.watch(cx, outcome)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let outcome = Pin::new(&mut self.io).poll_flush(cx);
-        self.watch(cx, outcome)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
-    }
+/// Sends an answer before the end of a connection. A reset, which unread input causes, could overtake it, so the input
+/// is read for a moment.
+async fn say_goodbye(stream: &mut TcpStream, answer: &[u8]) {
+    let farewell = async {
+        stream.write_all(answer).await?;
+        stream.shutdown().await?;
+        let mut sink = [0; 1024];
+        while stream.read(&mut sink).await? > 0 {}
+        io::Result::Ok(())
+    };
+    let _ = tokio::time::timeout(FAREWELL, farewell).await;
 }
 
 /// Most connections under the process's limit on open files.
@@ -513,6 +508,16 @@ fn is_connection_error(err: &io::Error) -> bool {
 const ACCEPT_RETRY: Duration = Duration::from_millis(20);
 /// Shortest time between two warnings of one kind.
 const WARNING_INTERVAL: Duration = Duration::from_secs(10);
+/// First byte of a TLS handshake, see RFC 8446, section 5.1.
+const TLS_HANDSHAKE: u8 = 22;
+const PLAIN_REFUSAL: &[u8] = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\
+    content-length: 90\r\n\r\nThis port speaks HTTPS: use https:// in the URL and give the client --tls DIR, or ca.pem.\n";
+/// A TLS client takes the text for what it is: no TLS.
+const TLS_REFUSAL: &[u8] =
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+const FAREWELL: Duration = Duration::from_millis(300);
+/// Peers can cause these lines as often as they like.
+static TLS_LOG: LogLimit = LogLimit::new();
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Descriptors kept for the store, the runtime and the standard streams.
 const RESERVED_FILES: u64 = 64;

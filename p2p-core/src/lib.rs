@@ -41,8 +41,6 @@ pub mod fabric;
 pub mod flags;
 pub mod host;
 #[cfg(not(loom))]
-pub mod log_limit;
-#[cfg(not(loom))]
 pub mod network;
 #[cfg(not(loom))]
 pub mod outage;
@@ -66,5 +64,7 @@ pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
 pub use transport::AnyEndpoint;
 #[cfg(not(loom))]
 pub use transports::{OpenNetworks, TransportSpec, Transports};
+#[cfg(not(loom))]
+pub use trust::log_limit;
 pub use view::{OutOfRange, ReadView, WriteView};
 pub use wait::{Driver, Kicker, SpinPolicy, WaitSet};

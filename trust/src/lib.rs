@@ -3,8 +3,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod certs;
 mod identity;
+pub mod log_limit;
 pub mod ticket;
+pub mod tls;
 pub mod tokens;
 
 pub use identity::{Credential, Identity, Role, UnknownRole};

@@ -11,6 +11,8 @@ use reqwest::{Method, StatusCode, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use trust::tls::{Security, Side, explain, is_loopback_host};
+
 use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
@@ -31,6 +33,8 @@ pub struct ClientOptions {
     pub watch_idle_timeout: Duration,
     /// Largest response and largest watch event in bytes. Default: 64 MiB.
     pub max_response_bytes: usize,
+    /// TLS files of this process. Default: how the process is set up, none.
+    pub security: Security,
 }
 
 impl Default for ClientOptions {
@@ -39,6 +43,7 @@ impl Default for ClientOptions {
             timeout: DEFAULT_TIMEOUT,
             watch_idle_timeout: DEFAULT_WATCH_IDLE_TIMEOUT,
             max_response_bytes: DEFAULT_MAX_RESPONSE_BYTES,
+            security: Security::default(),
         }
     }
 }
@@ -60,7 +65,7 @@ pub struct ControlClient {
 
 impl ControlClient {
     /// A client of the control planes at `base_urls`, one URL (`http://HOST:PORT`) or several with commas between
-    /// them, with default limits. Sends nothing yet.
+    /// them, with default limits and without TLS. Sends nothing yet.
     ///
     /// # Errors
     /// [`ConfigError`] when a URL or the token is malformed, or the HTTP client cannot be set up.
@@ -92,6 +97,7 @@ impl ControlClient {
                 Some(value)
             }
         };
+        check_security(&bases, token.is_some(), &options.security)?;
         let current = Arc::new(AtomicUsize::new(0));
         Ok(Self { http: build_http(&options)?, bases, current, token, options })
     }
@@ -499,6 +505,10 @@ async fn bounded<T>(
 }
 
 fn refusal(base: &Url, path: &str, status: StatusCode, body: &[u8]) -> ControlError {
+    if body.starts_with(HTTPS_ONLY) {
+        let reason = "it speaks HTTPS only: use https:// in the URL, and --tls DIR".to_owned();
+        return ControlError::Tls { url: url(base, path), reason };
+    }
     let error: ApiError = match serde_json::from_slice(body) {
         Ok(error) => error,
         Err(_) => {
@@ -542,6 +552,9 @@ fn timed_out(base: &Url, path: &str, timeout: Duration) -> ControlError {
 }
 
 fn unreachable(base: &Url, path: &str, err: &reqwest::Error) -> ControlError {
+    if let Some(reason) = explain(Side::Client, err) {
+        return ControlError::Tls { url: url(base, path), reason };
+    }
     ControlError::Unreachable { url: url(base, path), reason: causes(err) }
 }
 
@@ -554,6 +567,7 @@ fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {
         .connect_timeout(options.timeout)
         .pool_idle_timeout(POOL_IDLE_TIMEOUT)
         .tcp_nodelay(true)
+        .tls_backend_preconfigured(options.security.client_config())
         .user_agent(concat!("switchyard/", env!("CARGO_PKG_VERSION")))
         .build();
     http.map_err(|err| ConfigError::Setup { reason: causes(&err) })
@@ -562,10 +576,7 @@ fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {
 fn parse_base_url(text: &str) -> Result<Url, ConfigError> {
     let fail = |reason: &str| ConfigError::Url { url: text.to_owned(), reason: reason.to_owned() };
     let url = Url::parse(text).map_err(|err| fail(&err.to_string()))?;
-    if url.scheme() == "https" {
-        return Err(fail("https is not supported by this build"));
-    }
-    if url.scheme() != "http" {
+    if !matches!(url.scheme(), "http" | "https") {
         return Err(fail(&format!("scheme {:?}", url.scheme())));
     }
     if url.host_str().is_none_or(str::is_empty) {
@@ -578,6 +589,24 @@ fn parse_base_url(text: &str) -> Result<Url, ConfigError> {
         return Err(fail("query or fragment inside"));
     }
     Ok(url)
+}
+
+/// Checks that every URL can be used as the settings say.
+fn check_security(bases: &[Url], has_token: bool, security: &Security) -> Result<(), ConfigError> {
+    for base in bases {
+        let url = || text_of(base).to_owned();
+        let is_local = base.host_str().is_some_and(is_loopback_host);
+        match base.scheme() {
+            "https" if security.for_client().is_none() => {
+                return Err(ConfigError::NeedsTls { url: url() });
+            }
+            "http" if has_token && !is_local && !security.insecure => {
+                return Err(ConfigError::Insecure { url: url() });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// The chain of causes without the repetitions that wrapping errors produce.
@@ -601,6 +630,8 @@ fn causes(err: &dyn std::error::Error) -> String {
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3);
 const DEFAULT_WATCH_IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 const DEFAULT_MAX_RESPONSE_BYTES: usize = 64 << 20;
+/// Beginning of the answer of a port for HTTPS to a request in plain HTTP.
+const HTTPS_ONLY: &[u8] = b"This port speaks HTTPS";
 const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 /// The `event` field of a table on the watch stream.
 const PLACEMENT_EVENT: &str = "placement";

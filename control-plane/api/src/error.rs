@@ -62,8 +62,22 @@ pub mod code {
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
     /// The URL is malformed or unsupported.
-    #[error("control plane URL {url:?} is malformed ({reason}): expected http://HOST:PORT")]
+    #[error(
+        "control plane URL {url:?} is malformed ({reason}): expected https://HOST:PORT, or http://HOST:PORT on this host"
+    )]
     Url { url: String, reason: String },
+    /// The URL needs certificates.
+    #[error(
+        "control plane URL {url:?} needs the certificate of the fleet's authority: give --tls DIR (SWITCHYARD_TLS) or \
+         --tls-ca FILE (SWITCHYARD_TLS_CA)"
+    )]
+    NeedsTls { url: String },
+    /// The token would travel unencrypted over a network.
+    #[error(
+        "{url} is plain HTTP to another host, and the token would travel unencrypted: use https:// with --tls DIR \
+         (SWITCHYARD_TLS), or, on a trusted network, --insecure (SWITCHYARD_INSECURE=1)"
+    )]
+    Insecure { url: String },
     /// The token has characters that an HTTP header cannot carry.
     #[error("the token has characters that an HTTP header cannot carry: use visible ASCII only")]
     Token,
@@ -80,6 +94,9 @@ pub enum ControlError {
     /// The connection failed, or broke before the response was complete.
     #[error("control plane {url} is unreachable ({reason}): is it running?")]
     Unreachable { url: String, reason: String },
+    /// The TLS handshake failed, or the control plane speaks no TLS.
+    #[error("no secure connection to the control plane {url}: {reason}")]
+    Tls { url: String, reason: String },
     /// The response was not complete before the client's timeout.
     #[error("control plane {url} did not answer within {timeout_ms} ms")]
     Timeout { url: String, timeout_ms: u64 },
@@ -112,7 +129,10 @@ impl ControlError {
     /// Returns true if another control plane of the same fleet may answer the same request.
     pub(crate) fn concerns_one_control_plane(&self) -> bool {
         match self {
-            Self::Unreachable { .. } | Self::Timeout { .. } | Self::BadResponse { .. } => true,
+            Self::Unreachable { .. }
+            | Self::Tls { .. }
+            | Self::Timeout { .. }
+            | Self::BadResponse { .. } => true,
             Self::Rejected { code, .. } => matches!(
                 code.as_str(),
                 code::NO_LEADER
@@ -127,7 +147,8 @@ impl ControlError {
     /// Returns true if a retry of the same request may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unreachable { .. } | Self::Timeout { .. } => true,
+            // Certificates are replaced without a restart of either side.
+            Self::Unreachable { .. } | Self::Tls { .. } | Self::Timeout { .. } => true,
             Self::Rejected { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }

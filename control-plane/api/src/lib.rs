@@ -38,3 +38,5 @@ pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 
 // `tokio::runtime::Handle` and `tokio::sync::watch::Receiver` are in the signatures of this crate.
 pub use tokio;
+pub use trust;
+pub use trust::tls::Security;

@@ -623,6 +623,12 @@ pub struct ClusterStatus {
     /// Reason why the last plan failed, if the placement follows the load.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan_error: Option<String>,
+    /// Reason why the control plane's TLS files on the disk cannot be used. The previous ones are in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls_error: Option<String>,
+    /// Names plain text of the control plane that other hosts can reach.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub insecure: Option<String>,
     /// The store.
     pub store: StoreStatus,
     /// URL of the control plane that leads, if several share the store.
@@ -730,6 +736,9 @@ impl ClusterStatus {
         if let Some(reason) = &self.plan_error {
             problems.push(format!("the fleet cannot be planned: {reason}"));
         }
+        if let Some(reason) = &self.tls_error {
+            problems.push(format!("the control plane's TLS files cannot be used: {reason}"));
+        }
         if !self.store.writable {
             let reason = self.store.error.as_deref().unwrap_or("no reason given");
             problems.push(format!("the store cannot be written: {reason}"));
@@ -772,6 +781,8 @@ mod tests {
             experts_under_replicated: 0,
             num_watchers: 0,
             plan_error: None,
+            tls_error: None,
+            insecure: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
             leader: None,
             followers: Vec::new(),
@@ -789,6 +800,7 @@ mod tests {
         check(&|s| s.members.expired = 1, degraded, "not come back");
         check(&|s| s.members.serving = 2, degraded, "2 of 3 planned");
         check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
+        check(&|s| s.tls_error = Some("no key".to_owned()), degraded, "no key");
         check(&|s| s.store.writable = false, degraded, "cannot be written");
         check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");
         let empty = |s: &mut ClusterStatus| (s.model, s.experts_total) = (None, 0);

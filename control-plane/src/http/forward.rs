@@ -9,6 +9,7 @@ use axum::http::{HeaderName, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use control_api::code;
+use trust::tls::{Security, Side, explain};
 
 use super::error::HttpError;
 use super::{App, page};
@@ -79,21 +80,24 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
 }
 
 /// The client for requests to the leader.
-pub(super) fn client() -> reqwest::Client {
-    let client = reqwest::Client::builder()
+pub(super) fn client(security: &Security) -> reqwest::Client {
+    let mut client = reqwest::Client::builder()
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(FORWARD_TIMEOUT)
         // A leader that stops in the middle of an answer holds no client.
         .read_timeout(FORWARD_TIMEOUT)
         .pool_idle_timeout(POOL_IDLE_TIMEOUT)
-        .tcp_nodelay(true)
-        .build();
-    // Without TLS nothing of this can fail.
-    client.unwrap_or_default()
+        .tcp_nodelay(true);
+    client = client.tls_backend_preconfigured(security.client_config());
+    // Nothing of this can fail: the settings of TLS are made.
+    client.build().unwrap_or_default()
 }
 
 fn cause(err: &reqwest::Error) -> String {
+    if let Some(reason) = explain(Side::Client, err) {
+        return reason;
+    }
     let mut cause: &dyn std::error::Error = err;
     while let Some(next) = cause.source() {
         cause = next;

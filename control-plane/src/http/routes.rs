@@ -37,10 +37,13 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
     match app.roles.current() {
-        Role::Leader { coordinator, .. } => Ok(match coordinator.write_error() {
-            Some(reason) => format!("ok, but the store cannot be written: {reason}\n"),
-            None => "ok\n".to_owned(),
-        }),
+        Role::Leader { coordinator, .. } => {
+            Ok(match (coordinator.write_error(), app.exposure.tls_error()) {
+                (Some(reason), _) => format!("ok, but the store cannot be written: {reason}\n"),
+                (None, Some(reason)) => format!("ok, but the TLS files cannot be used: {reason}\n"),
+                (None, None) => "ok\n".to_owned(),
+            })
+        }
         // The table of a follower turns stale if the leader does not answer.
         Role::Follower(Following { leader_url: Some(url), .. })
             if *app.board.freshness().borrow() =>
@@ -96,6 +99,7 @@ pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
     let group = app.roles.group();
     status.leader = group.own_url;
     status.followers = group.others;
+    (status.tls_error, status.insecure) = (app.exposure.tls_error(), app.exposure.insecure());
     Ok(Json(status))
 }
 

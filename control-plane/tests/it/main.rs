@@ -6,6 +6,7 @@ mod hostile;
 mod kill;
 mod lease;
 mod shared;
+mod tls;
 mod watch;
 
 use std::net::SocketAddr;

@@ -464,7 +464,11 @@ async fn a_start_that_cannot_work_is_explained() {
     }
     let text = refusal(&|config| config.data_dir = Some("/nonexistent".into())).await;
     assert!(text.contains("choose one"), "{text}");
-    let text = refusal(&|config| config.listen = "0.0.0.0:0".to_owned()).await;
+    let text = refusal(&|config| {
+        config.security.insecure = true;
+        config.listen = "0.0.0.0:0".to_owned();
+    })
+    .await;
     assert!(text.contains("0.0.0.0") && text.contains("advertise"), "{text}");
     for index in [0, 1] {
         etcd.kill(index);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
 use control_api::placement::is_unspecified;
-use control_api::{ControlClient, RegisterRequest};
+use control_api::{ClientOptions, ControlClient, RegisterRequest};
 use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -38,6 +38,14 @@ pub(super) async fn start(
     registry: prometheus::Registry,
     progress: impl FnMut(LoadProgress) + Send + 'static,
 ) -> Result<RunningServer, StartError> {
+    let security = &config.security;
+    security.check_listener(config.data_addr)?;
+    if let Some(addr) = config.metrics_addr {
+        security.check_listener(addr)?;
+    }
+    if let Some(exposure) = security.exposure(config.data_addr) {
+        tracing::warn!("{exposure}");
+    }
     let control = control_client(&config)?;
     let model = weights::open_model(&config, control.as_ref()).await?;
     let (checkpoint, fingerprint) = (Arc::clone(&model.checkpoint), model.fingerprint);
@@ -59,6 +67,9 @@ pub(super) async fn start(
         None => None,
     };
     let metrics_addr = metrics_listener.as_ref().and_then(|tcp| tcp.local_addr().ok());
+    if let Some(tls) = &config.security.tls {
+        httpd::register_tls_metrics(&registry, tls.clone())?;
+    }
     let metrics = ServerMetrics::new(registry)?;
     let has_control_plane = matches!(config.placement, Placement::ControlPlane { .. });
     let health = Arc::new(Health {
@@ -70,6 +81,7 @@ pub(super) async fn start(
         keeps_serving: AtomicBool::new(false),
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
+        tls: config.security.tls.clone(),
     });
     // Served before the experts are loaded, so that a monitor can tell a load from a hang.
     let (stop, stopped) = watch::channel(false);
@@ -77,6 +89,7 @@ pub(super) async fn start(
         tokio::spawn(httpd::serve(
             tcp,
             http::router(Arc::clone(&health)),
+            config.security.for_listener().cloned(),
             httpd::Limits::default(),
             metrics.http.clone(),
             stopped.clone(),
@@ -216,7 +229,11 @@ pub(super) async fn start(
 /// The client of the control plane, if the server has one.
 fn control_client(config: &ServerConfig) -> Result<Option<ControlClient>, StartError> {
     match &config.placement {
-        Placement::ControlPlane { url, token } => Ok(Some(ControlClient::new(url, token.clone())?)),
+        Placement::ControlPlane { url, token } => {
+            let mut options = ClientOptions::default();
+            options.security = config.security.clone();
+            Ok(Some(ControlClient::with_options(url, token.clone(), options)?))
+        }
         Placement::Static(_) => Ok(None),
     }
 }

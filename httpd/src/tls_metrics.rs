@@ -1,0 +1,65 @@
+//! Metrics of the TLS files of a process.
+
+use std::sync::{Mutex, PoisonError};
+
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{Gauge, IntCounter, IntGauge, Registry};
+use trust::tls::Tls;
+
+/// Adds metrics of `tls` to `registry`: the end of the certificate, and the state of the files.
+///
+/// # Errors
+/// [`prometheus::Error`] when the registry has them already.
+pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometheus::Error> {
+    let expiry = Gauge::new(
+        "switchyard_tls_certificate_expiry_timestamp_seconds",
+        "End of the TLS certificate of this process, in seconds since 1970.",
+    )?;
+    let unusable = IntGauge::new(
+        "switchyard_tls_files_unusable",
+        "1 while the TLS files on the disk cannot be used and the previous ones stay in force.",
+    )?;
+    let reloads = IntCounter::new(
+        "switchyard_tls_reloads_total",
+        "Changes of the TLS files that came into force.",
+    )?;
+    let descs = [expiry.desc(), unusable.desc(), reloads.desc()];
+    let descs = descs.into_iter().flatten().cloned().collect();
+    registry.register(Box::new(TlsMetrics {
+        tls,
+        expiry,
+        unusable,
+        descs,
+        reloads: Mutex::new(reloads),
+    }))
+}
+
+struct TlsMetrics {
+    tls: Tls,
+    expiry: Gauge,
+    unusable: IntGauge,
+    descs: Vec<Desc>,
+    /// Locked from the comparison to the increment, because scrapes may overlap.
+    reloads: Mutex<IntCounter>,
+}
+
+impl Collector for TlsMetrics {
+    fn desc(&self) -> Vec<&Desc> {
+        self.descs.iter().collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let status = self.tls.status();
+        self.unusable.set(status.problem.is_some().into());
+        let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
+        reloads.inc_by(status.num_reloads.saturating_sub(reloads.get()));
+        let mut families = [self.unusable.collect(), reloads.collect()].concat();
+        drop(reloads);
+        if let Some(expires_at) = status.expires_at {
+            self.expiry.set(expires_at as f64);
+            families.extend(self.expiry.collect());
+        }
+        families
+    }
+}
