@@ -24,6 +24,11 @@ pub(crate) enum Refusal {
     )]
     NameInUse { name: String, data_addr: String },
     #[error(
+        "the name {name} belongs to a server with another identity: use another name, or let an operator remove that \
+         member first"
+    )]
+    NameBound { name: String },
+    #[error(
         "member {name} has {} than this fleet: its fingerprint is {found}, the fleet's is \
          {expected}; start the member with the fleet's checkpoint, or stop every member of the fleet \
          first to serve another model",

@@ -7,6 +7,7 @@ use std::time::Duration;
 use control_api::{ClientOptions, ControlClient};
 use trust::tls::Security;
 
+use crate::access::rates::RateLimits;
 use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
 use crate::store::EtcdCredentials;
@@ -17,8 +18,13 @@ use crate::store::EtcdCredentials;
 pub struct ServerConfig {
     /// `host:port` to listen on. Port 0 takes any free port.
     pub listen: String,
-    /// Bearer token that every request under `/v1` must carry. `None` accepts every request.
+    /// The cluster's own token, which has all roles. Without it and without [`tokens`](Self::tokens) every request is
+    /// accepted. Control planes on one etcd know each other by it.
     pub token: Option<String>,
+    /// File with the names, roles and hashes of further tokens: see [`trust::tokens`]. It is read again every second.
+    pub tokens: Option<PathBuf>,
+    /// File to which each change of the fleet is appended as a line of JSON. `None` keeps changes in memory only.
+    pub audit_log: Option<PathBuf>,
     /// Time to live of a lease, 100 ms to 1 hour. Members renew it three times per period.
     pub lease_ttl: Duration,
     /// A suspected member must renew within one heartbeat interval plus this time.
@@ -56,6 +62,8 @@ impl ServerConfig {
         Self {
             listen: listen.into(),
             token: None,
+            tokens: None,
+            audit_log: None,
             lease_ttl: Duration::from_secs(3),
             suspect_grace: Duration::from_millis(300),
             expired_retention: Duration::from_secs(600),
@@ -96,6 +104,9 @@ impl ServerConfig {
             }
         }
         if let Some(etcd) = &self.etcd {
+            if self.tokens.is_some() && self.token.is_none() {
+                return Err(ConfigError::NoClusterToken);
+            }
             if self.data_dir.is_some() {
                 return Err(ConfigError::TwoStores);
             }
@@ -195,6 +206,8 @@ pub struct Limits {
     pub max_body_bytes: usize,
     /// Largest body with the digests of the model's tensors in bytes. One such body stays in memory.
     pub max_digests_bytes: usize,
+    /// Most requests a second of one caller.
+    pub rates: RateLimits,
     /// Timeout for a complete request head. Also the timeout after which an idle connection is closed.
     pub head_timeout: Duration,
     /// Timeout from the request's head to its answer.
@@ -231,6 +244,7 @@ impl Default for Limits {
             max_headers: 64,
             max_body_bytes: 8 << 20,
             max_digests_bytes: 128 << 20,
+            rates: RateLimits::default(),
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),
@@ -260,6 +274,11 @@ pub enum ConfigError {
     /// See [`ServerConfig::token`].
     #[error("the token is empty or has characters other than visible ASCII")]
     Token,
+    /// Control planes on etcd need a token for each other.
+    #[error(
+        "a token file and etcd are given without the cluster's token: control planes on one etcd know each other by it, so set SWITCHYARD_TOKEN to the same random text on all of them"
+    )]
+    NoClusterToken,
     /// See [`ServerConfig::model_fingerprint`].
     #[error("model fingerprint {found:?}: expected 8 to 128 lowercase hex digits")]
     Fingerprint { found: String },

@@ -141,9 +141,11 @@ impl Coordinator {
         Ok((coordinator, revision))
     }
 
+    /// Registers a member. `owner` is the tag of the identity that alone may change it afterwards.
     pub(crate) async fn register(
         &self,
         request: RegisterRequest,
+        owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
         let (name, incarnation) = (request.name.clone(), request.incarnation);
         let is_known = self.with_fleet(|fleet, _| fleet.is_known(&name));
@@ -151,7 +153,7 @@ impl Coordinator {
             return Err(OperationError::ReadOnly { reason });
         }
         let (response, revision, is_durable) = self.with_fleet(|fleet, now| {
-            let response = fleet.register(request, now)?;
+            let response = fleet.register_for(request, owner, now)?;
             let is_durable = fleet.is_durable(&name, incarnation);
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
@@ -234,6 +236,11 @@ impl Coordinator {
         self.with_fleet(|fleet, now| fleet.infos(now))
     }
 
+    /// Returns true if a member has this identity.
+    pub(crate) fn has_member(&self, member: &MemberId) -> bool {
+        lock(&self.fleet).has_id(member)
+    }
+
     /// The last events, after number `seq`.
     pub(crate) fn events_after(&self, seq: u64) -> EventList {
         self.events.after(seq)
@@ -264,6 +271,7 @@ impl Coordinator {
                 tls_error: None,
                 insecure: None,
                 store,
+                problems: Vec::new(),
                 leader: None,
                 followers: Vec::new(),
             }

@@ -4,6 +4,7 @@ mod digests;
 mod error;
 mod exposure;
 mod forward;
+mod guard;
 mod openapi;
 mod page;
 mod routes;
@@ -15,15 +16,17 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
-use axum::http::{HeaderMap, Method};
+use axum::http::{HeaderValue, Method};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{MethodRouter, delete, get, post, put};
 use control_api::code;
-use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
+use crate::access::audit::AuditLog;
+use crate::access::metrics::AccessMetrics;
+use crate::access::rates::Rates;
+use crate::access::{Access, Rule};
 use crate::board::Board;
 use crate::config::Limits;
 use crate::coordinator::Coordinator;
@@ -31,6 +34,7 @@ use crate::metrics::Metrics;
 use crate::role::{Role, Roles};
 use error::HttpError;
 pub(crate) use exposure::Exposure;
+use guard::{ANY_ROLE, Rules};
 
 /// State shared by all handlers.
 #[derive(Clone, Debug)]
@@ -41,14 +45,29 @@ pub(crate) struct App {
     /// Sends requests to the leader.
     forwarder: reqwest::Client,
     pub(crate) limits: Limits,
-    /// Digest of the token, if one is required.
-    token: Option<[u8; 32]>,
     pub(crate) exposure: Exposure,
+    /// The cluster's own token, to vouch for callers of forwarded requests.
+    cluster_token: Option<HeaderValue>,
+    pub(crate) access: Access,
+    access_metrics: AccessMetrics,
+    pub(crate) audit: AuditLog,
+    rates: Arc<Rates>,
+    rules: Arc<Rules>,
     watch_permits: Arc<Semaphore>,
     /// Requests that may hold digests in memory at a time.
     digest_permits: Arc<Semaphore>,
     /// Turns true at shutdown: watches end, and `/readyz` fails.
     pub(crate) shutdown: tokio::sync::watch::Receiver<bool>,
+}
+
+/// Identities and the log of their changes.
+#[derive(Clone, Debug)]
+pub(crate) struct Guarding {
+    pub(crate) access: Access,
+    pub(crate) metrics: AccessMetrics,
+    pub(crate) audit: AuditLog,
+    /// The cluster's own token.
+    pub(crate) cluster_token: Option<String>,
 }
 
 impl App {
@@ -57,24 +76,31 @@ impl App {
         board: Arc<Board>,
         metrics: Metrics,
         limits: Limits,
-        token: Option<&str>,
+        guarding: Guarding,
         exposure: Exposure,
         shutdown: tokio::sync::watch::Receiver<bool>,
     ) -> Self {
-        let watch_permits = Arc::new(Semaphore::new(limits.max_watchers));
-        let token = token.map(|token| Sha256::digest(token).into());
-        let digest_permits = Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS));
         let forwarder = forward::client(&exposure.security);
+        let cluster_token = guarding.cluster_token.and_then(|token| {
+            let mut value = HeaderValue::from_str(&token).ok()?;
+            value.set_sensitive(true);
+            Some(value)
+        });
         Self {
             roles,
             board,
             metrics,
             forwarder,
+            cluster_token,
+            access: guarding.access,
+            access_metrics: guarding.metrics,
+            audit: guarding.audit,
+            rates: Arc::new(Rates::new(limits.rates)),
+            rules: Arc::new(Rules::new(&all_routes())),
+            watch_permits: Arc::new(Semaphore::new(limits.max_watchers)),
+            digest_permits: Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS)),
             limits,
-            token,
             exposure,
-            watch_permits,
-            digest_permits,
             shutdown,
         }
     }
@@ -91,43 +117,69 @@ impl App {
 
 /// One route. A test compares the list of routes with the OpenAPI document.
 struct Route {
-    #[cfg_attr(
-        not(test),
-        expect(dead_code, reason = "only the test reads it: the handler includes its method")
-    )]
     method: Method,
     path: &'static str,
+    rule: Rule,
+    /// Name of the change in the audit log, for a route that changes the fleet.
+    action: Option<&'static str>,
     handler: MethodRouter<App>,
 }
 
-/// Every route.
+impl Route {
+    fn new(method: Method, path: &'static str, rule: Rule, handler: MethodRouter<App>) -> Self {
+        Self { method, path, rule, action: None, handler }
+    }
+
+    /// The route, with each of its requests in the audit log as `action`.
+    fn audited(self, action: &'static str) -> Self {
+        Self { action: Some(action), ..self }
+    }
+}
+
+/// Every route, with the callers that may use it.
 fn all_routes() -> Vec<Route> {
-    let route = |method, path, handler| Route { method, path, handler };
+    use trust::Role::{Client, Operator, Server, Viewer};
+    let open = |path, handler| Route::new(Method::GET, path, Rule::Open, handler);
+    let read = |path, rule, handler| Route::new(Method::GET, path, rule, handler);
+    let change = Route::new;
+    let people = Rule::Roles(&[Operator, Viewer]);
+    let members = Rule::Roles(&[Server, Operator, Viewer]);
+    let operator = Rule::Roles(&[Operator]);
+    let server = Rule::Roles(&[Server]);
+    let own = Rule::Owner { any: &[] };
+    let own_or_operator = Rule::Owner { any: &[Operator] };
+    let reporters = Rule::Roles(&[Client, Server]);
     vec![
-        route(Method::GET, "/healthz", get(routes::healthz)),
-        route(Method::GET, "/readyz", get(routes::readyz)),
-        route(Method::GET, "/metrics", get(routes::metrics)),
-        route(Method::GET, "/openapi.json", get(openapi::openapi_json)),
-        route(Method::GET, "/v1/placement", get(routes::placement)),
-        route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
-        route(Method::GET, DIGESTS_PATH, get(digests::model_digests)),
-        route(Method::PUT, DIGESTS_PATH, put(digests::store_model_digests)),
-        route(Method::GET, "/v1/leader", get(routes::leader)),
-        route(Method::GET, "/v1/status", get(routes::status)),
-        route(Method::GET, "/v1/advice", get(routes::advice)),
-        route(Method::GET, "/v1/events", get(routes::events)),
-        route(Method::GET, "/v1/goals", get(routes::goals)),
-        route(Method::PUT, "/v1/goals", put(routes::set_goals)),
-        route(Method::GET, "/v1/members", get(routes::members)),
-        route(Method::POST, "/v1/members", post(routes::register)),
-        route(Method::DELETE, "/v1/members/{id}", delete(routes::leave)),
-        route(Method::PUT, "/v1/members/{id}/lease", put(routes::renew)),
-        route(Method::POST, "/v1/members/{id}/ready", post(routes::ready)),
-        route(Method::POST, "/v1/members/{id}/drain", post(routes::drain)),
-        route(Method::POST, "/v1/members/{id}/resume", post(routes::resume)),
-        route(Method::POST, "/v1/members/{id}/suspect", post(routes::suspect)),
-        route(Method::POST, "/v1/tickets", post(tickets::issue)),
-        route(Method::POST, "/v1/tickets/revoke", post(tickets::revoke)),
+        open("/healthz", get(routes::healthz)),
+        open("/readyz", get(routes::readyz)),
+        open("/metrics", get(routes::metrics)),
+        open("/openapi.json", get(openapi::openapi_json)),
+        read("/v1/placement", ANY_ROLE, get(routes::placement)),
+        read("/v1/placement/watch", ANY_ROLE, get(watch::placement_watch)),
+        read(DIGESTS_PATH, ANY_ROLE, get(digests::model_digests)),
+        change(Method::PUT, DIGESTS_PATH, server, put(digests::store_model_digests)),
+        read("/v1/leader", ANY_ROLE, get(routes::leader)),
+        read("/v1/whoami", ANY_ROLE, get(routes::whoami)),
+        read("/v1/status", ANY_ROLE, get(routes::status)),
+        read("/v1/advice", people, get(routes::advice)),
+        read("/v1/events", people, get(routes::events)),
+        read("/v1/audit", people, get(routes::audit)),
+        read("/v1/goals", people, get(routes::goals)),
+        change(Method::PUT, "/v1/goals", operator, put(routes::set_goals)).audited("goals"),
+        read("/v1/members", members, get(routes::members)),
+        change(Method::POST, "/v1/members", server, post(routes::register)).audited("register"),
+        change(Method::DELETE, "/v1/members/{id}", own_or_operator, delete(routes::leave))
+            .audited("leave"),
+        change(Method::PUT, "/v1/members/{id}/lease", own, put(routes::renew)),
+        change(Method::POST, "/v1/members/{id}/ready", own, post(routes::ready)),
+        change(Method::POST, "/v1/members/{id}/drain", own_or_operator, post(routes::drain))
+            .audited("drain"),
+        change(Method::POST, "/v1/members/{id}/resume", operator, post(routes::resume))
+            .audited("resume"),
+        change(Method::POST, "/v1/members/{id}/suspect", reporters, post(routes::suspect)),
+        change(Method::POST, "/v1/tickets", reporters, post(tickets::issue)),
+        change(Method::POST, "/v1/tickets/revoke", operator, post(tickets::revoke))
+            .audited("revoke_tickets"),
     ]
 }
 
@@ -150,36 +202,9 @@ pub(crate) fn router(app: App) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(app.limits.max_body_bytes))
         .layer(middleware::from_fn_with_state(app.clone(), forward::forward))
-        .layer(middleware::from_fn_with_state(app.clone(), guard))
+        .layer(middleware::from_fn_with_state(app.clone(), guard::guard))
         .layer(middleware::from_fn_with_state(app.clone(), measure))
         .with_state(app)
-}
-
-/// Checks the token and bounds the time of a request, including its body.
-async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
-    let expected = app.token.as_ref().filter(|_| is_protected(request.uri().path()));
-    let admission = expected.map_or(Ok(()), |expected| authorize(request.headers(), expected));
-    if let Err(refusal) = admission {
-        return refusal.into_response();
-    }
-    // Refuse a body that is announced as too large without reading it.
-    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    let announced = announced.and_then(|length| length.parse::<u64>().ok());
-    let max_body_bytes = match request.uri().path() {
-        DIGESTS_PATH => app.limits.max_digests_bytes,
-        _ => app.limits.max_body_bytes,
-    };
-    if announced.is_some_and(|length| length > max_body_bytes as u64) {
-        return HttpError::body_too_large(max_body_bytes).into_response();
-    }
-    let limit = app.limits.request_timeout;
-    match tokio::time::timeout(limit, next.run(request)).await {
-        Ok(response) => response,
-        Err(_) => {
-            let text = format!("the request was not complete within {limit:?}");
-            HttpError::new(code::REQUEST_TIMEOUT, text).into_response()
-        }
-    }
 }
 
 async fn measure(State(app): State<App>, request: Request, next: Next) -> Response {
@@ -193,57 +218,7 @@ async fn measure(State(app): State<App>, request: Request, next: Next) -> Respon
     response
 }
 
-/// Returns true for all paths except the probes, the metrics and the OpenAPI document.
-fn is_protected(path: &str) -> bool {
-    !matches!(path, "/healthz" | "/readyz" | "/metrics" | "/openapi.json") && !page::is_page(path)
-}
-
-fn authorize(headers: &HeaderMap, expected: &[u8; 32]) -> Result<(), HttpError> {
-    let refuse = |text: &str| Err(HttpError::new(code::UNAUTHORIZED, text));
-    let Some(value) = headers.get(AUTHORIZATION) else {
-        return refuse("no token: send the header `Authorization: Bearer TOKEN`");
-    };
-    let (scheme, token) = value.as_bytes().split_at(value.len().min(BEARER.len()));
-    if !scheme.eq_ignore_ascii_case(BEARER) {
-        return refuse("not a bearer token: send the header `Authorization: Bearer TOKEN`");
-    }
-    // Compare digests of equal length without an early exit, so that the time does not depend on the
-    // token.
-    let found: [u8; 32] = Sha256::digest(token).into();
-    let difference = found.iter().zip(expected).fold(0, |sum, (a, b)| sum | (a ^ b));
-    if std::hint::black_box(difference) != 0 {
-        return refuse("the token is wrong");
-    }
-    Ok(())
-}
-
-const BEARER: &[u8] = b"Bearer ";
 /// Bounds the memory for uploads of digests.
 const MAX_DIGEST_UPLOADS: usize = 2;
 /// Its bodies may be larger than those of other routes.
 const DIGESTS_PATH: &str = "/v1/model/digests";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_right_token_is_let_in() {
-        let expected: [u8; 32] = Sha256::digest("secret").into();
-        let attempt = |value: Option<&str>| {
-            let mut headers = HeaderMap::new();
-            if let Some(value) = value {
-                headers.insert(AUTHORIZATION, value.parse().unwrap());
-            }
-            authorize(&headers, &expected).is_ok()
-        };
-        assert!(attempt(Some("Bearer secret")));
-        assert!(attempt(Some("bearer secret")));
-        for wrong in
-            ["Bearer secre", "Bearer secrets", "Bearer ", "Bearer", "secret", "Basic secret"]
-        {
-            assert!(!attempt(Some(wrong)), "{wrong}");
-        }
-        assert!(!attempt(None));
-    }
-}

@@ -16,6 +16,7 @@
 //! The control plane is not on the data path: it never sees a model's tokens.
 #![forbid(unsafe_code)]
 
+mod access;
 mod admission;
 pub mod advice;
 mod balance;
@@ -40,6 +41,7 @@ mod term;
 mod tickets;
 mod work;
 
+pub use access::rates::RateLimits;
 pub use balance::BalanceSettings;
 pub use config::{ConfigError, EtcdConfig, Limits, ServerConfig};
 pub use metrics::names as metric_names;

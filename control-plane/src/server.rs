@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use control_api::ModelDescriptor;
@@ -12,14 +13,19 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tracing::{info, warn};
 use trust::tls::InsecureListener;
+use trust::tokens::TokenFileError;
 
+use crate::access::Access;
+use crate::access::audit::AuditLog;
+use crate::access::metrics::AccessMetrics;
+use crate::access::tokens::TokenFile;
 use crate::balance::BalanceSettings;
 use crate::board::Board;
 use crate::clock::{Clock, MonotonicClock};
 use crate::config::{ConfigError, EtcdConfig, ServerConfig};
 use crate::election::Election;
 use crate::fleet::FleetSettings;
-use crate::http::{self, App, Exposure};
+use crate::http::{self, App, Exposure, Guarding};
 use crate::metrics::Metrics;
 use crate::planner::rebalance::PlanGoals;
 use crate::role::{Following, Role, Roles};
@@ -37,6 +43,7 @@ pub struct Server {
     roles: Roles,
     board: Arc<Board>,
     metrics: Metrics,
+    guarding: Guarding,
     mode: Mode,
 }
 
@@ -80,6 +87,7 @@ impl Server {
         let (listener, local_addr) = bind_address(&config).await?;
         let settings = term_settings(&config, clock)?;
         let (metrics, board) = (settings.metrics.clone(), Arc::clone(&settings.board));
+        let guarding = guarding(&config, &metrics)?;
         let begun = tokio::task::spawn_blocking(move || settings.begin(store)).await;
         let begun = begun.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
         let coordinator = Arc::clone(&begun.coordinator);
@@ -89,7 +97,7 @@ impl Server {
         board.set_fresh(true);
         let roles = Roles::new(Role::Leader { coordinator, term: 1 }, None);
         let mode = Mode::Alone(begun);
-        Ok(Self { config, listener, local_addr, roles, board, metrics, mode })
+        Ok(Self { config, listener, local_addr, roles, board, metrics, guarding, mode })
     }
 
     async fn bind_shared(
@@ -103,6 +111,7 @@ impl Server {
         let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone());
         let client = Arc::new(client.map_err(StoreError::Etcd)?);
         let settings = term_settings(&config, clock)?;
+        let guarding = guarding(&config, &settings.metrics)?;
         // Finds a wrong endpoint, wrong credentials and data of another program before the process counts as started.
         let store = EtcdStore::new(Arc::clone(&client), &prefix, Handle::current(), None);
         let found = tokio::task::spawn_blocking(move || {
@@ -125,7 +134,7 @@ impl Server {
             roles: roles.clone(),
         };
         let mode = Mode::Shared(Box::new(election));
-        Ok(Self { config, listener, local_addr, roles, board, metrics, mode })
+        Ok(Self { config, listener, local_addr, roles, board, metrics, guarding, mode })
     }
 
     /// The bound address. For port 0 in the settings it has the chosen port.
@@ -148,14 +157,18 @@ impl Server {
         self,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), RunError> {
-        let Self { config, listener, local_addr, roles, board, metrics, mode } = self;
+        let Self { config, listener, local_addr, roles, board, metrics, guarding, mode } = self;
         let (stop, stopping) = watch::channel(false);
-        let (limits, token) = (config.limits.clone(), config.token.as_deref());
+        let limits = config.limits.clone();
         let http_metrics = metrics.http.clone();
         let tls = config.security.for_listener().cloned();
         let exposure = Exposure { security: config.security.clone(), local_addr };
-        let app =
-            App::new(roles, board, metrics, limits.clone(), token, exposure, stopping.clone());
+        let following = guarding.access.tokens.clone().map(|tokens| {
+            let task = tokens.follow(guarding.metrics.clone(), guarding.audit.clone());
+            AbortOnDrop(tokio::spawn(task))
+        });
+        let (stopped, limits_of_app) = (stopping.clone(), limits.clone());
+        let app = App::new(roles, board, metrics, limits_of_app, guarding, exposure, stopped);
         let router = http::router(app);
         info!(%local_addr, "control plane is serving");
 
@@ -196,6 +209,7 @@ impl Server {
             Some(outcome) => outcome,
             None => deciding.await,
         };
+        drop(following);
         served.map_err(panicked)?;
         decided.map_err(panicked)?.map_err(RunError::Store)
     }
@@ -211,10 +225,31 @@ async fn bind_address(config: &ServerConfig) -> Result<(TcpListener, SocketAddr)
     if let Some(exposure) = config.security.exposure(local_addr) {
         warn!("{exposure}");
     }
-    if config.token.is_none() && !local_addr.ip().is_loopback() {
+    if config.token.is_none() && config.tokens.is_none() && !local_addr.ip().is_loopback() {
         warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
     }
     Ok((listener, local_addr))
+}
+
+/// Reads the token file and opens the audit log.
+fn guarding(config: &ServerConfig, metrics: &Metrics) -> Result<Guarding, BindError> {
+    let tokens = config.tokens.as_deref().map(TokenFile::open).transpose()?.map(Arc::new);
+    let metrics = AccessMetrics::new(&metrics.registry).map_err(BindError::Metrics)?;
+    let path = config.audit_log.as_deref();
+    let audit = AuditLog::open(path, metrics.audit_lost.clone()).map_err(|source| {
+        BindError::AuditLog { path: path.unwrap_or(Path::new("")).to_owned(), source }
+    })?;
+    let access = Access::new(config.token.as_deref(), tokens, false);
+    Ok(Guarding { access, metrics, audit, cluster_token: config.token.clone() })
+}
+
+/// A task that ends with its owner.
+struct AbortOnDrop(tokio::task::JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSettings, BindError> {
@@ -269,6 +304,12 @@ pub enum BindError {
     /// The port would be open to other hosts without TLS.
     #[error(transparent)]
     Insecure(#[from] InsecureListener),
+    /// The token file cannot be used.
+    #[error(transparent)]
+    Tokens(#[from] TokenFileError),
+    /// The audit log cannot be opened.
+    #[error("the audit log {} cannot be opened: {source}", path.display())]
+    AuditLog { path: PathBuf, source: io::Error },
     /// The state cannot be restored or written.
     #[error(transparent)]
     Store(#[from] StoreError),

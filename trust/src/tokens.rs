@@ -214,6 +214,11 @@ impl TokenTable {
         &self.entries
     }
 
+    /// Returns true if a token with this hash is valid at `now`.
+    pub fn has(&self, hash: &TokenHash, now: SystemTime) -> bool {
+        self.by_hash.get(hash).is_some_and(|&idx| !self.entries[idx].has_expired(now))
+    }
+
     /// The identity of the holder of `token`.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -13,10 +14,12 @@ use serde::de::DeserializeOwned;
 
 use trust::tls::{Security, Side, explain, is_loopback_host};
 
+use crate::access::{AuditList, WhoAmI};
 use crate::error::{ApiError, ConfigError, ControlError};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
+use crate::token::TokenSource;
 use crate::types::{
     ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId,
     MemberInfo, MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
@@ -59,7 +62,7 @@ pub struct ControlClient {
     bases: Arc<[Url]>,
     /// Index of the control plane that answered last.
     current: Arc<AtomicUsize>,
-    token: Option<HeaderValue>,
+    token: Arc<TokenSource>,
     options: ClientOptions,
 }
 
@@ -84,22 +87,21 @@ impl ControlClient {
     ) -> Result<Self, ConfigError> {
         let bases: Arc<[Url]> =
             base_urls.split(',').map(|url| parse_base_url(url.trim())).collect::<Result<_, _>>()?;
-        let token = match token {
-            None => None,
-            Some(token) => {
-                let visible = token.bytes().all(|byte| byte.is_ascii_graphic());
-                let value = HeaderValue::from_str(&format!("Bearer {token}"));
-                let mut value = value.map_err(|_| ConfigError::Token)?;
-                if !visible || token.is_empty() {
-                    return Err(ConfigError::Token);
-                }
-                value.set_sensitive(true);
-                Some(value)
-            }
-        };
         check_security(&bases, token.is_some(), &options.security)?;
+        let token = Arc::new(TokenSource::fixed(token.as_deref())?);
         let current = Arc::new(AtomicUsize::new(0));
         Ok(Self { http: build_http(&options)?, bases, current, token, options })
+    }
+
+    /// The same client with the token of a file: one line. When the control plane refuses the token, the client reads
+    /// the file again and repeats the request with the new token, so that a token can be replaced while the process
+    /// runs.
+    ///
+    /// # Errors
+    /// [`ConfigError::TokenFile`] when the file cannot be read or has no token.
+    pub fn with_token_file(mut self, path: &Path) -> Result<Self, ConfigError> {
+        self.token = Arc::new(TokenSource::file(path)?);
+        Ok(self)
     }
 
     /// A client of the same control planes that shares no connections with this one. Use it on another
@@ -221,6 +223,16 @@ impl ControlClient {
         self.send(Method::PUT, "v1/model/digests", Some(digests)).await
     }
 
+    /// The identity that the control plane sees in this client's requests.
+    pub async fn whoami(&self) -> Result<WhoAmI, ControlError> {
+        self.call(Method::GET, "v1/whoami", None::<&()>).await
+    }
+
+    /// The last changes of the fleet after the entry `after`; 0 for all that the control plane keeps.
+    pub async fn audit(&self, after: u64) -> Result<AuditList, ControlError> {
+        self.call(Method::GET, &format!("v1/audit?after={after}"), None::<&()>).await
+    }
+
     /// Overview of the cluster.
     pub async fn status(&self) -> Result<ClusterStatus, ControlError> {
         self.call(Method::GET, "v1/status", None::<&()>).await
@@ -260,8 +272,11 @@ impl ControlClient {
     }
 
     async fn open_watch(&self, base: &Url, path: &str) -> Result<WatchStream, ControlError> {
-        let request = self.request(base, Method::GET, path).header(ACCEPT, "text/event-stream");
-        let response = request.send().await.map_err(|err| unreachable(base, path, &err))?;
+        let response = self
+            .send_request(base, path, || {
+                self.http.get(url(base, path)).header(ACCEPT, "text/event-stream")
+            })
+            .await?;
         if response.status() != StatusCode::OK {
             let status = response.status();
             let body = self.read_body(base, path, response).await?;
@@ -330,22 +345,41 @@ impl ControlClient {
         path: &str,
         body: Option<&Body>,
     ) -> Result<Vec<u8>, ControlError> {
-        let mut request = self.request(base, method, path);
-        if let Some(body) = body {
-            request = request.json(body);
-        }
-        let response = request.send().await.map_err(|err| unreachable(base, path, &err))?;
+        let response = self
+            .send_request(base, path, || {
+                let request = self.http.request(method.clone(), url(base, path));
+                match body {
+                    Some(body) => request.json(body),
+                    None => request,
+                }
+            })
+            .await?;
         let status = response.status();
         let body = self.read_body(base, path, response).await?;
         if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
     }
 
-    fn request(&self, base: &Url, method: Method, path: &str) -> reqwest::RequestBuilder {
-        let mut headers = HeaderMap::new();
-        if let Some(token) = &self.token {
-            headers.insert(AUTHORIZATION, token.clone());
+    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again.
+    async fn send_request(
+        &self,
+        base: &Url,
+        path: &str,
+        request: impl Fn() -> reqwest::RequestBuilder,
+    ) -> Result<reqwest::Response, ControlError> {
+        let send = async |token: Option<HeaderValue>| {
+            let headers: HeaderMap =
+                token.map(|token| (AUTHORIZATION, token)).into_iter().collect();
+            let sent = request().headers(headers).send().await;
+            sent.map_err(|err| unreachable(base, path, &err))
+        };
+        let token = self.token.current();
+        let response = send(token.clone()).await?;
+        if response.status() == StatusCode::UNAUTHORIZED
+            && let Some(newer) = self.token.read_again(token).await
+        {
+            return send(Some(newer)).await;
         }
-        self.http.request(method, url(base, path)).headers(headers)
+        Ok(response)
     }
 
     async fn read_body(
@@ -372,7 +406,7 @@ impl fmt::Debug for ControlClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ControlClient")
             .field("base_url", &self.base_url())
-            .field("has_token", &self.token.is_some())
+            .field("has_token", &self.token.current().is_some())
             .finish_non_exhaustive()
     }
 }

@@ -18,6 +18,10 @@ pub struct ApiError {
 pub mod code {
     /// 401: the bearer token is missing or wrong.
     pub const UNAUTHORIZED: &str = "unauthorized";
+    /// 403: the caller's role does not allow the request, or the member belongs to another caller.
+    pub const FORBIDDEN: &str = "forbidden";
+    /// 429: the caller sends more requests than the control plane accepts. `Retry-After` has the seconds to wait.
+    pub const RATE_LIMITED: &str = "rate_limited";
     /// 400: the body is not the JSON that the route expects.
     pub const BAD_REQUEST: &str = "bad_request";
     /// 404: the route does not exist.
@@ -81,6 +85,9 @@ pub enum ConfigError {
     /// The token has characters that an HTTP header cannot carry.
     #[error("the token has characters that an HTTP header cannot carry: use visible ASCII only")]
     Token,
+    /// The file with the token cannot be used.
+    #[error("the token file {path} {reason}: expected one line with the token")]
+    TokenFile { path: String, reason: String },
     /// The HTTP client could not be set up.
     #[error("HTTP client could not be set up: {reason}")]
     Setup { reason: String },
@@ -102,7 +109,7 @@ pub enum ControlError {
     Timeout { url: String, timeout_ms: u64 },
     /// The control plane refused the token (401).
     #[error(
-        "control plane {url} refuses the token ({message}): use the token that the control plane was started with"
+        "control plane {url} refuses the token ({message}): use a token that the control plane knows"
     )]
     Unauthorized { url: String, message: String },
     /// The control plane refused the request for another reason.

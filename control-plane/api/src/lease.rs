@@ -511,7 +511,8 @@ impl Worker {
     fn recover(&mut self, err: &ControlError) -> Next {
         match err.code() {
             Some(code::SUPERSEDED) => self.fail(err),
-            Some(code::UNKNOWN_MEMBER | code::LEASE_EXPIRED) => {
+            // A member whose identity has a new name registers again, too.
+            Some(code::UNKNOWN_MEMBER | code::LEASE_EXPIRED | code::FORBIDDEN) => {
                 warn!(name = self.registration.name, error = %err, "lease lost, registering again");
                 self.renewed_at = None;
                 self.state.send_modify(|state| {

@@ -11,6 +11,7 @@
 //! This crate serves no HTTP, decides no placement, and is not on the data path.
 #![forbid(unsafe_code)]
 
+mod access;
 mod backoff;
 mod client;
 mod error;
@@ -18,9 +19,11 @@ mod lease;
 pub mod placement;
 mod sse;
 pub mod tickets;
+mod token;
 pub mod types;
 mod watch;
 
+pub use access::{AuditEntry, AuditList, WhoAmI};
 pub use client::{ClientOptions, ControlClient, WatchStream};
 pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};

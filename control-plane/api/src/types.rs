@@ -1,7 +1,7 @@
 //! The JSON bodies of the control plane's HTTP interface.
 //!
-//! Unknown fields are ignored and new fields have defaults, so that members and control planes of
-//! different versions work together.
+//! Unknown fields of members' requests and of responses are ignored and new fields have defaults, so that members and
+//! control planes of different versions work together. Requests of operators are strict.
 
 use std::fmt;
 
@@ -37,6 +37,19 @@ impl MemberId {
     /// A new identity of 128 random bits.
     pub fn random() -> Self {
         Self(format!("{:032x}", rand::random::<u128>()))
+    }
+
+    /// A new identity of 128 random bits with a tag behind it.
+    ///
+    /// # Errors
+    /// [`InvalidMemberId`] when the tag is longer than 31 characters or has others than `0-9 a-z -`.
+    pub fn random_with_tag(tag: &str) -> Result<Self, InvalidMemberId> {
+        Self::parse(&format!("{:032x}-{tag}", rand::random::<u128>()))
+    }
+
+    /// The tag that the identity was made with, if it has one.
+    pub fn tag(&self) -> Option<&str> {
+        self.0.split_once('-').map(|(_, tag)| tag)
     }
 
     /// The identity as text.
@@ -369,6 +382,8 @@ pub struct ReadyRequest {
 
 /// `POST /v1/members/{id}/drain`: removes the member from the placement. Its lease continues.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+// A misspelt field must not drain another incarnation than meant.
+#[serde(deny_unknown_fields)]
 pub struct DrainRequest {
     /// If present, the request applies to this incarnation only.
     #[serde(default)]
@@ -631,6 +646,9 @@ pub struct ClusterStatus {
     pub insecure: Option<String>,
     /// The store.
     pub store: StoreStatus,
+    /// Troubles of the control plane itself that need a person, as sentences.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<String>,
     /// URL of the control plane that leads, if several share the store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
@@ -743,6 +761,7 @@ impl ClusterStatus {
             let reason = self.store.error.as_deref().unwrap_or("no reason given");
             problems.push(format!("the store cannot be written: {reason}"));
         }
+        problems.extend(self.problems.iter().cloned());
         let health = match (is_down, problems.is_empty()) {
             (true, _) => Health::Down,
             (false, false) => Health::Degraded,
@@ -784,6 +803,7 @@ mod tests {
             tls_error: None,
             insecure: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
+            problems: Vec::new(),
             leader: None,
             followers: Vec::new(),
         };
@@ -802,6 +822,7 @@ mod tests {
         check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
         check(&|s| s.tls_error = Some("no key".to_owned()), degraded, "no key");
         check(&|s| s.store.writable = false, degraded, "cannot be written");
+        check(&|s| s.problems = vec!["the token file is wrong".to_owned()], degraded, "token file");
         check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");
         let empty = |s: &mut ClusterStatus| (s.model, s.experts_total) = (None, 0);
         check(&empty, Health::Down, "no expert server");

@@ -12,9 +12,21 @@ use crate::member::{Lease, Member, MemberRecord, Phase, Predecessor};
 use crate::planner::Joiner;
 
 impl Fleet {
+    /// As [`register_for`](Self::register_for), without an owner.
+    #[cfg(test)]
     pub(crate) fn register(
         &mut self,
         request: RegisterRequest,
+        now: Duration,
+    ) -> Result<RegisterResponse, Refusal> {
+        self.register_for(request, None, now)
+    }
+
+    /// Registers a member. The identity of a new one ends with the tag `owner`.
+    pub(crate) fn register_for(
+        &mut self,
+        request: RegisterRequest,
+        owner: Option<&str>,
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
         // The model belongs to its members, the expired ones included: an outage of all must not let another model in.
@@ -28,6 +40,10 @@ impl Fleet {
         let model = self.model.as_ref().filter(|_| !is_replaced);
         check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
         let known = self.members.get(&request.name);
+        let bound_to = known.and_then(|member| member.record.member_id.tag());
+        if owner.is_some() && bound_to.is_some() && owner != bound_to {
+            return Err(Refusal::NameBound { name: request.name });
+        }
         let was_superseded = known.is_some_and(|member| {
             member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
         });
@@ -58,7 +74,7 @@ impl Fleet {
         if kind == RegistrationKind::Returned {
             self.refresh_member(&request, now);
         } else {
-            self.admit(&request, now)?;
+            self.admit(&request, owner, now)?;
         }
         if self.model.is_none() {
             self.model = Some(request.model);
@@ -102,7 +118,12 @@ impl Fleet {
     }
 
     /// Registers a new process, which may replace an earlier one of the same name.
-    fn admit(&mut self, request: &RegisterRequest, now: Duration) -> Result<(), Refusal> {
+    fn admit(
+        &mut self,
+        request: &RegisterRequest,
+        owner: Option<&str>,
+        now: Duration,
+    ) -> Result<(), Refusal> {
         let assignment = match request.holds.is_empty() {
             true => self.first_assignment(request)?,
             false => request.holds.clone(),
@@ -121,7 +142,9 @@ impl Fleet {
             self.names.remove(&old.record.member_id);
         }
         let record = MemberRecord {
-            member_id: MemberId::random(),
+            member_id: owner
+                .and_then(|tag| MemberId::random_with_tag(tag).ok())
+                .unwrap_or_else(MemberId::random),
             name: request.name.clone(),
             incarnation: request.incarnation,
             data_addr: request.data_addr.clone(),

@@ -15,6 +15,11 @@ use crate::planner::Planner;
 use crate::table::Coverage;
 
 impl Fleet {
+    /// Returns true if a member has this identity.
+    pub(crate) fn has_id(&self, member: &MemberId) -> bool {
+        self.names.contains_key(member)
+    }
+
     pub(crate) fn table(&self) -> &Arc<PlacementTable> {
         &self.table
     }

@@ -13,7 +13,6 @@ use super::error::HttpError;
 /// The digests of the model's tensors.
 #[utoipa::path(get, path = "/v1/model/digests", tag = "placement", responses(
     (status = 200, description = "The digests", body = ModelDigests),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`not_found`: no member has sent them", body = ApiError)))]
 pub(super) async fn model_digests(State(app): State<App>) -> Result<Response, HttpError> {
     let missing = "no member has sent digests of the model's tensors";
@@ -29,7 +28,6 @@ pub(super) async fn model_digests(State(app): State<App>) -> Result<Response, Ht
     request_body = ModelDigests, responses(
     (status = 204, description = "Stored, or stored before"),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 409, description = "`model_mismatch`", body = ApiError),
     (status = 413, description = "`body_too_large`", body = ApiError)))]
 pub(super) async fn store_model_digests(

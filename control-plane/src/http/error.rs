@@ -3,8 +3,8 @@
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
-use axum::http::StatusCode;
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, code};
 use serde::de::DeserializeOwned;
@@ -15,15 +15,28 @@ use crate::coordinator::OperationError;
 use crate::tickets::IssueError;
 
 /// An error response.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct HttpError {
     code: &'static str,
     message: String,
+    /// Seconds to wait before the next request.
+    retry_after: Option<u64>,
+}
+
+/// Code and message of an error response, as an extension of it.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    pub(super) code: &'static str,
+    pub(super) message: String,
 }
 
 impl HttpError {
     pub(crate) fn new(code: &'static str, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: message.into(), retry_after: None }
+    }
+
+    pub(super) fn with_retry_after(self, seconds: u64) -> Self {
+        Self { retry_after: Some(seconds), ..self }
     }
 
     pub(super) fn body_too_large(limit_bytes: usize) -> Self {
@@ -33,6 +46,8 @@ impl HttpError {
     fn status(&self) -> StatusCode {
         match self.code {
             code::UNAUTHORIZED => StatusCode::UNAUTHORIZED,
+            code::FORBIDDEN => StatusCode::FORBIDDEN,
+            code::RATE_LIMITED => StatusCode::TOO_MANY_REQUESTS,
             code::BAD_REQUEST => StatusCode::BAD_REQUEST,
             code::NOT_FOUND | code::UNKNOWN_MEMBER => StatusCode::NOT_FOUND,
             code::METHOD_NOT_ALLOWED => StatusCode::METHOD_NOT_ALLOWED,
@@ -56,12 +71,16 @@ impl HttpError {
 
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
+        let status = self.status();
         let body = ApiError { code: self.code.to_owned(), message: self.message.clone() };
-        let mut response = (self.status(), Json(body)).into_response();
-        if self.status() == StatusCode::UNAUTHORIZED {
-            let challenge = axum::http::HeaderValue::from_static("Bearer");
-            response.headers_mut().insert(axum::http::header::WWW_AUTHENTICATE, challenge);
+        let mut response = (status, Json(body)).into_response();
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(RETRY_AFTER, seconds.into());
+        }
+        response.extensions_mut().insert(Failure { code: self.code, message: self.message });
         response
     }
 }
@@ -74,6 +93,7 @@ impl From<OperationError> for HttpError {
                 Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
                 Refusal::Superseded { .. } => code::SUPERSEDED,
                 Refusal::NameInUse { .. } => code::NAME_IN_USE,
+                Refusal::NameBound { .. } => code::FORBIDDEN,
                 Refusal::ModelMismatch { .. }
                 | Refusal::DescriptorMismatch { .. }
                 | Refusal::BytesMismatch => code::MODEL_MISMATCH,

@@ -1,18 +1,25 @@
 //! Requests that a follower passes on to the leader.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE};
-use axum::http::{HeaderName, Method};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use control_api::code;
+use serde::{Deserialize, Serialize};
 use trust::tls::{Security, Side, explain};
+use trust::{Credential, Identity};
 
 use super::error::HttpError;
+use super::guard::{REQUEST_ID, RequestId};
 use super::{App, page};
+use crate::access::{Access, Caller};
 use crate::role::{Following, Role};
 
 /// Passes a request on if another control plane leads and only the leader can answer it.
@@ -46,6 +53,61 @@ pub(super) fn no_leader(reason: &str) -> HttpError {
     HttpError::new(code::NO_LEADER, format!("no control plane leads: {reason}"))
 }
 
+/// Marks the response to a request that the leader has answered, and put into its audit log.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Forwarded;
+
+/// The caller of a forwarded request, as the follower saw it. The leader believes it if it comes with the cluster's own
+/// token, whose holder has all rights anyway. A caller's bearer token is forwarded as it is, and the leader checks it
+/// again.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Vouched {
+    /// Identity of the caller's certificate, which the leader cannot see.
+    certificate: Option<Holder>,
+    pub(super) address: Option<IpAddr>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Holder {
+    name: String,
+    role: trust::Role,
+}
+
+impl Vouched {
+    pub(super) fn identity(&self) -> Option<Identity> {
+        self.certificate.as_ref().map(|holder| Identity {
+            name: holder.name.clone(),
+            role: holder.role,
+            credential: Credential::Certificate,
+        })
+    }
+}
+
+/// The caller that a follower vouches for in these headers.
+pub(super) fn vouched(access: &Access, headers: &HeaderMap) -> Option<Vouched> {
+    let token = headers.get(CONTROL_TOKEN)?;
+    if !access.is_cluster_token(token.as_bytes()) {
+        return None;
+    }
+    let json = STANDARD.decode(headers.get(CALLER)?.as_bytes()).ok()?;
+    serde_json::from_slice(&json).ok()
+}
+
+/// The headers by which a follower vouches for a caller.
+fn vouch(
+    app: &App,
+    request: &axum::http::request::Parts,
+) -> Option<[(HeaderName, HeaderValue); 2]> {
+    let token = app.cluster_token.clone()?;
+    let holder = |identity: &Identity| Holder { name: identity.name.clone(), role: identity.role };
+    let vouched = Vouched {
+        certificate: request.extensions.get::<Identity>().map(holder),
+        address: request.extensions.get::<Caller>().and_then(|caller| caller.address),
+    };
+    let text = STANDARD.encode(serde_json::to_vec(&vouched).ok()?);
+    Some([(CONTROL_TOKEN, token), (CALLER, HeaderValue::from_str(&text).ok()?)])
+}
+
 async fn send(app: &App, following: Following, request: Request) -> Result<Response, HttpError> {
     let Following { leader_url, problem, .. } = following;
     let url = leader_url
@@ -58,8 +120,16 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
         .header(FORWARDED, "1");
     for name in [AUTHORIZATION, CONTENT_TYPE] {
         if let Some(value) = parts.headers.get(&name) {
+            let mut value = value.clone();
+            value.set_sensitive(name == AUTHORIZATION);
             forwarded = forwarded.header(name, value);
         }
+    }
+    if let Some(RequestId(id)) = parts.extensions.get::<RequestId>() {
+        forwarded = forwarded.header(REQUEST_ID, id);
+    }
+    for (name, value) in vouch(app, &parts).into_iter().flatten() {
+        forwarded = forwarded.header(name, value);
     }
     if parts.method != Method::GET {
         forwarded = forwarded.body(reqwest::Body::wrap_stream(body.into_data_stream()));
@@ -71,9 +141,11 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
         .map_err(|_| failed(format!("{FORWARD_TIMEOUT:?} have passed")))?
         .map_err(|err| failed(cause(&err)))?;
     app.metrics.forwarded.inc();
-    let mut answer = Response::builder().status(response.status());
-    if let Some(value) = response.headers().get(CONTENT_TYPE) {
-        answer = answer.header(CONTENT_TYPE, value);
+    let mut answer = Response::builder().extension(Forwarded).status(response.status());
+    for name in [CONTENT_TYPE, RETRY_AFTER] {
+        if let Some(value) = response.headers().get(&name) {
+            answer = answer.header(name, value);
+        }
     }
     let body = Body::from_stream(response.bytes_stream());
     answer.body(body).map_err(|err| HttpError::new(code::INTERNAL, err.to_string()))
@@ -106,7 +178,7 @@ fn cause(err: &reqwest::Error) -> String {
 }
 
 /// Routes that every control plane answers by itself.
-const LOCAL: [&str; 7] = [
+pub(super) const LOCAL: [&str; 8] = [
     "/healthz",
     "/readyz",
     "/metrics",
@@ -114,11 +186,41 @@ const LOCAL: [&str; 7] = [
     "/v1/placement",
     "/v1/placement/watch",
     "/v1/leader",
+    "/v1/whoami",
 ];
 /// Marks a request of a follower, so that it is forwarded only once.
 const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
+/// The cluster's own token, from a follower.
+const CONTROL_TOKEN: HeaderName = HeaderName::from_static("x-switchyard-control-token");
+/// A [`Vouched`] as JSON in Base64.
+const CALLER: HeaderName = HeaderName::from_static("x-switchyard-caller");
 /// Shorter than the timeout of clients with one URL, so that they learn the reason.
 const FORWARD_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Longest time for which a request waits for an election.
 const ELECTION_WAIT: Duration = Duration::from_millis(500);
 const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(3);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_holder_of_the_clusters_token_vouches_for_a_caller() {
+        let access = Access::new(Some("secret"), None, false);
+        let json = r#"{"certificate":{"name":"gpu-1","role":"server"},"address":"10.0.0.9"}"#;
+        let caller = HeaderValue::from_str(&STANDARD.encode(json)).unwrap();
+        let headers = |token: &'static str| {
+            let token = HeaderValue::from_static(token);
+            HeaderMap::from_iter([(CONTROL_TOKEN, token), (CALLER, caller.clone())])
+        };
+        let found = vouched(&access, &headers("secret")).unwrap();
+        assert_eq!(found.address, Some(IpAddr::from([10, 0, 0, 9])));
+        assert_eq!(found.identity().unwrap().name, "gpu-1");
+        assert!(vouched(&access, &headers("secre")).is_none());
+        let open = Access::new(None, None, false);
+        assert!(vouched(&open, &headers("secret")).is_none());
+        let mut headers = headers("secret");
+        headers.insert(CALLER, HeaderValue::from_static("!"));
+        assert!(vouched(&access, &headers).is_none());
+    }
+}

@@ -1,24 +1,30 @@
 //! The handlers.
 
-use axum::Json;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use control_api::{
-    ApiError, ClusterStatus, DrainRequest, EventList, FleetGoals, LeaderInfo, LeaseRequest,
-    LeaseResponse, MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest, RegisterRequest,
-    RegisterResponse, ScalingAdvice, SuspectRequest, SuspectResponse, code,
+    ApiError, AuditList, ClusterStatus, DrainRequest, EventList, FleetGoals, LeaderInfo,
+    LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest,
+    RegisterRequest, RegisterResponse, ScalingAdvice, SuspectRequest, SuspectResponse, WhoAmI,
+    code,
 };
 use serde::Deserialize;
+use utoipa::ToSchema;
 
 use super::App;
 use super::error::{Body, HttpError};
 use super::forward::no_leader;
+use super::guard::AuditNote;
+use crate::access::Caller;
 use crate::role::{Following, Role};
 
 type Answer<T> = Result<Json<T>, HttpError>;
+/// An answer to a change, with a note for the audit log.
+pub(super) type Change<T> = Result<(Extension<AuditNote>, T), HttpError>;
 
 /// Returns 200 while the process runs.
 #[utoipa::path(get, path = "/healthz", tag = "probes", security(()),
@@ -69,7 +75,6 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
 /// The placement table in force.
 #[utoipa::path(get, path = "/v1/placement", tag = "placement", responses(
     (status = 200, description = "The table", body = PlacementTable),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 503, description = "`no_leader`: no table is known yet", body = ApiError)))]
 pub(super) async fn placement(State(app): State<App>) -> Result<Response, HttpError> {
     let latest = app.board.latest().ok_or_else(|| no_leader("no placement is known"))?;
@@ -78,8 +83,7 @@ pub(super) async fn placement(State(app): State<App>) -> Result<Response, HttpEr
 
 /// The control plane that leads, as the one that answers knows it.
 #[utoipa::path(get, path = "/v1/leader", tag = "placement", responses(
-    (status = 200, description = "The leader", body = LeaderInfo),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 200, description = "The leader", body = LeaderInfo)))]
 pub(super) async fn leader(State(app): State<App>) -> Json<LeaderInfo> {
     let own_url = app.roles.group().own_url;
     Json(match app.roles.current() {
@@ -90,23 +94,45 @@ pub(super) async fn leader(State(app): State<App>) -> Json<LeaderInfo> {
     })
 }
 
+/// The identity that the control plane sees in this request.
+#[utoipa::path(get, path = "/v1/whoami", tag = "access", responses(
+    (status = 200, description = "The identity", body = WhoAmI)))]
+pub(super) async fn whoami(Extension(caller): Extension<Caller>) -> Json<WhoAmI> {
+    Json(caller.whoami())
+}
+
+/// The last changes of the fleet and their callers, in memory: at most 1,000 since this control plane leads. A reader
+/// asks again with the number of the last one.
+#[utoipa::path(get, path = "/v1/audit", tag = "access",
+    params(("after" = Option<u64>, Query, description = "Only entries after this number")), responses(
+    (status = 200, description = "The changes, oldest first", body = AuditList),
+    (status = 400, description = "`bad_request`", body = ApiError)))]
+pub(super) async fn audit(
+    State(app): State<App>,
+    query: Result<Query<AfterQuery>, QueryRejection>,
+) -> Answer<AuditList> {
+    Ok(Json(app.audit.after(after(query)?)))
+}
+
 /// Overview of the cluster.
 #[utoipa::path(get, path = "/v1/status", tag = "placement", responses(
-    (status = 200, description = "The overview", body = ClusterStatus),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 200, description = "The overview", body = ClusterStatus)))]
 pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
     let mut status = app.leader()?.status();
     let group = app.roles.group();
     status.leader = group.own_url;
     status.followers = group.others;
     (status.tls_error, status.insecure) = (app.exposure.tls_error(), app.exposure.insecure());
+    let tokens = app.access.tokens.as_ref().and_then(|tokens| tokens.error());
+    status.problems.extend(tokens.map(|reason| format!("{reason}; older tokens stay in force")));
+    let audit = app.audit.error();
+    status.problems.extend(audit.map(|reason| format!("the audit log lacks entries: {reason}")));
     Ok(Json(status))
 }
 
 /// The number of servers that suits the load, for an autoscaler.
 #[utoipa::path(get, path = "/v1/advice", tag = "placement", responses(
-    (status = 200, description = "The advice", body = ScalingAdvice),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 200, description = "The advice", body = ScalingAdvice)))]
 pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
     Ok(Json(app.leader()?.advice()))
 }
@@ -115,30 +141,34 @@ pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
 #[utoipa::path(get, path = "/v1/events", tag = "placement",
     params(("after" = Option<u64>, Query, description = "Only events after this number")), responses(
     (status = 200, description = "The events, oldest first", body = EventList),
-    (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 400, description = "`bad_request`", body = ApiError)))]
 pub(super) async fn events(
     State(app): State<App>,
-    query: Result<Query<EventsQuery>, QueryRejection>,
+    query: Result<Query<AfterQuery>, QueryRejection>,
 ) -> Answer<EventList> {
-    let Query(query) = query.map_err(|rejection| {
-        let text = format!("{}: expected ?after=NUMBER", rejection.body_text());
-        HttpError::new(code::BAD_REQUEST, text)
-    })?;
-    Ok(Json(app.leader()?.events_after(query.after)))
+    Ok(Json(app.leader()?.events_after(after(query)?)))
 }
 
-/// Query of [`events`].
+/// Query of [`events`] and [`audit`].
 #[derive(Debug, Deserialize)]
-pub(super) struct EventsQuery {
+pub(super) struct AfterQuery {
     #[serde(default)]
     after: u64,
+}
+
+fn after(query: Result<Query<AfterQuery>, QueryRejection>) -> Result<u64, HttpError> {
+    match query {
+        Ok(Query(query)) => Ok(query.after),
+        Err(rejection) => {
+            let text = format!("{}: expected ?after=NUMBER", rejection.body_text());
+            Err(HttpError::new(code::BAD_REQUEST, text))
+        }
+    }
 }
 
 /// Goals of a placement that follows the load.
 #[utoipa::path(get, path = "/v1/goals", tag = "placement", responses(
     (status = 200, description = "The goals", body = FleetGoals),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 409, description = "`fixed_placement`", body = ApiError)))]
 pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
     Ok(Json(app.leader()?.goals()?))
@@ -146,22 +176,37 @@ pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
 
 /// Changes the goals. The next plan meets them.
 #[utoipa::path(put, path = "/v1/goals", tag = "placement",
-    request_body = FleetGoals, responses(
+    request_body = GoalsRequest, responses(
     (status = 200, description = "The new goals", body = FleetGoals),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 409, description = "`fixed_placement`", body = ApiError)))]
 pub(super) async fn set_goals(
     State(app): State<App>,
-    Body(goals): Body<FleetGoals>,
-) -> Answer<FleetGoals> {
-    Ok(Json(app.leader()?.set_goals(goals)?))
+    Body(GoalsRequest { replicas, spare }): Body<GoalsRequest>,
+) -> Change<Json<FleetGoals>> {
+    let goals = app.leader()?.set_goals(FleetGoals { replicas, spare })?;
+    let detail = format!("replicas {}, spare {}", goals.replicas, goals.spare);
+    Ok((Extension(AuditNote { target: None, detail: Some(detail) }), Json(goals)))
 }
+
+/// [`FleetGoals`] as a request: both fields, and no others.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct GoalsRequest {
+    /// Fewest replicas per expert, 1 to 64, as far as there are servers.
+    replicas: u32,
+    /// Replicas of hot experts beyond the minimum, as a share of all replicas of a layer, 0 to 16.
+    spare: f64,
+}
+
+/// The body of a request without arguments: nothing, or `{}`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NoArguments {}
 
 /// All members by name.
 #[utoipa::path(get, path = "/v1/members", tag = "members", responses(
-    (status = 200, description = "The members", body = MemberList),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 200, description = "The members", body = MemberList)))]
 pub(super) async fn members(State(app): State<App>) -> Answer<MemberList> {
     Ok(Json(MemberList { members: app.leader()?.members() }))
 }
@@ -172,7 +217,6 @@ pub(super) async fn members(State(app): State<App>) -> Answer<MemberList> {
     request_body = RegisterRequest, responses(
     (status = 200, description = "Registered; the lease starts now", body = RegisterResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`, \
         `name_in_use`",
         body = ApiError),
@@ -180,21 +224,25 @@ pub(super) async fn members(State(app): State<App>) -> Answer<MemberList> {
         body = ApiError)))]
 pub(super) async fn register(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Body(request): Body<RegisterRequest>,
-) -> Answer<RegisterResponse> {
-    Ok(Json(app.leader()?.register(request).await?))
+) -> Change<Json<RegisterResponse>> {
+    let (name, incarnation) = (request.name.clone(), request.incarnation);
+    let response = app.leader()?.register(request, caller.member_tag().as_deref()).await?;
+    let detail = format!("member {}, incarnation {incarnation}", response.member_id);
+    Ok((Extension(AuditNote { target: Some(name), detail: Some(detail) }), Json(response)))
 }
 
 /// Removes a member for good.
 #[utoipa::path(delete, path = "/v1/members/{id}", tag = "members",
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 204, description = "Removed"),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn leave(
     State(app): State<App>,
     Path(id): Path<String>,
+    Body(NoArguments {}): Body<NoArguments>,
 ) -> Result<StatusCode, HttpError> {
     app.leader()?.leave(&member_id(&id)?)?;
     Ok(StatusCode::NO_CONTENT)
@@ -206,7 +254,6 @@ pub(super) async fn leave(
     request_body = LeaseRequest, responses(
     (status = 200, description = "Renewed; the lease starts again now", body = LeaseResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`: register again", body = ApiError),
     (status = 409, description = "`lease_expired`: register again; `superseded`: stop",
         body = ApiError)))]
@@ -224,7 +271,6 @@ pub(super) async fn renew(
     request_body = ReadyRequest, responses(
     (status = 200, description = "Noted", body = MemberInfo),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
 pub(super) async fn ready(
@@ -241,26 +287,30 @@ pub(super) async fn ready(
     request_body = DrainRequest, responses(
     (status = 200, description = "Removed from the placement", body = MemberInfo),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
 pub(super) async fn drain(
     State(app): State<App>,
     Path(id): Path<String>,
     Body(request): Body<DrainRequest>,
-) -> Answer<MemberInfo> {
-    Ok(Json(app.leader()?.drain(&member_id(&id)?, request.incarnation).await?))
+) -> Change<Json<MemberInfo>> {
+    let info = app.leader()?.drain(&member_id(&id)?, request.incarnation).await?;
+    Ok((about(&info), Json(info)))
 }
 
 /// Takes a drain back: the member returns to the placement.
 #[utoipa::path(post, path = "/v1/members/{id}/resume", tag = "members",
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
-pub(super) async fn resume(State(app): State<App>, Path(id): Path<String>) -> Answer<MemberInfo> {
-    Ok(Json(app.leader()?.resume(&member_id(&id)?)?))
+pub(super) async fn resume(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(NoArguments {}): Body<NoArguments>,
+) -> Change<Json<MemberInfo>> {
+    let info = app.leader()?.resume(&member_id(&id)?)?;
+    Ok((about(&info), Json(info)))
 }
 
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
@@ -270,7 +320,6 @@ pub(super) async fn resume(State(app): State<App>, Path(id): Path<String>) -> An
     request_body = SuspectRequest, responses(
     (status = 200, description = "Noted", body = SuspectResponse),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn suspect(
@@ -284,6 +333,12 @@ pub(super) async fn suspect(
     }
     let left = app.leader()?.suspect(&member_id(&id)?, request)?;
     Ok(Json(SuspectResponse { must_renew_within_ms: left.as_millis() as u64 }))
+}
+
+/// The note about a change of a member.
+fn about(info: &MemberInfo) -> Extension<AuditNote> {
+    let detail = format!("member {}, {}", info.member_id, info.state);
+    Extension(AuditNote { target: Some(info.name.clone()), detail: Some(detail) })
 }
 
 fn member_id(text: &str) -> Result<MemberId, HttpError> {

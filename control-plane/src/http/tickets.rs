@@ -1,11 +1,13 @@
 //! The handlers of tickets.
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse};
 
 use super::App;
 use super::error::{Body, HttpError};
+use super::guard::AuditNote;
+use super::routes::{Change, NoArguments};
 
 /// Issues a ticket: a short-lived permission to connect to the servers of the fleet. The client shows it in each
 /// handshake, with a proof by its secret key. After a change of the leader the answer waits until the servers know the
@@ -13,8 +15,7 @@ use super::error::{Body, HttpError};
 #[utoipa::path(post, path = "/v1/tickets", tag = "tickets",
     request_body = TicketRequest, responses(
     (status = 200, description = "The ticket", body = TicketResponse),
-    (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 401, description = "Wrong token", body = ApiError)))]
+    (status = 400, description = "`bad_request`", body = ApiError)))]
 pub(super) async fn issue(
     State(app): State<App>,
     Body(request): Body<TicketRequest>,
@@ -25,8 +26,12 @@ pub(super) async fn issue(
 /// Revokes all tickets issued so far. Servers refuse them as soon as they have renewed their lease. Open connections
 /// stay open. The revocation is durable before the response is sent, unless the store cannot be written.
 #[utoipa::path(post, path = "/v1/tickets/revoke", tag = "tickets", responses(
-    (status = 200, description = "Revoked", body = RevokeResponse),
-    (status = 401, description = "Wrong token", body = ApiError)))]
-pub(super) async fn revoke(State(app): State<App>) -> Result<Json<RevokeResponse>, HttpError> {
-    Ok(Json(RevokeResponse { least_epoch: app.leader()?.revoke_tickets().await? }))
+    (status = 200, description = "Revoked", body = RevokeResponse)))]
+pub(super) async fn revoke(
+    State(app): State<App>,
+    Body(NoArguments {}): Body<NoArguments>,
+) -> Change<Json<RevokeResponse>> {
+    let least_epoch = app.leader()?.revoke_tickets().await?;
+    let detail = Some(format!("tickets before epoch {least_epoch}"));
+    Ok((Extension(AuditNote { target: None, detail }), Json(RevokeResponse { least_epoch })))
 }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
@@ -16,6 +17,7 @@ use tokio::sync::broadcast;
 use super::App;
 use super::error::HttpError;
 use super::forward::no_leader;
+use crate::access::Caller;
 use crate::board::EncodedTable;
 use httpd::stopped;
 
@@ -25,9 +27,11 @@ use httpd::stopped;
 #[utoipa::path(get, path = "/v1/placement/watch", tag = "placement", responses(
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
-    (status = 401, description = "Wrong token", body = ApiError),
     (status = 503, description = "`too_many_watchers`, `shutting_down`, `no_leader`", body = ApiError)))]
-pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, HttpError> {
+pub(super) async fn placement_watch(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Response, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
@@ -45,6 +49,7 @@ pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, 
         pending: latest.iter().map(|latest| latest.event.clone()).collect(),
         changes,
         freshness,
+        caller,
         _open: OpenWatch::new(app.metrics.watchers.clone(), permit),
         app,
     };
@@ -62,12 +67,17 @@ struct Watcher {
     changes: broadcast::Receiver<Arc<EncodedTable>>,
     /// Turns false when no leader confirms the table.
     freshness: tokio::sync::watch::Receiver<bool>,
+    caller: Caller,
     _open: OpenWatch,
 }
 
 impl Watcher {
-    /// The next piece of the stream; `None` at shutdown, and when no leader confirms the table.
+    /// The next piece of the stream; `None` at shutdown, when no leader confirms the table, and when the caller's token
+    /// has expired or was removed.
     async fn next(&mut self) -> Option<Bytes> {
+        if !self.app.access.is_valid(&self.caller) {
+            return None;
+        }
         if let Some(bytes) = self.pending.pop_front() {
             return Some(bytes);
         }

@@ -1,5 +1,6 @@
 //! The control plane over real sockets, with the real client.
 
+mod access;
 mod api;
 mod durability;
 mod hostile;

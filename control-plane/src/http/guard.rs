@@ -1,0 +1,294 @@
+//! The checks of a request before its route sees it: identity, rate, role, size and time. Changes go to the audit log.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use control_api::{AuditEntry, MemberId, code};
+use httpd::PeerAddr;
+use trust::{Identity, Role};
+
+use super::error::{Failure, HttpError};
+use super::{App, DIGESTS_PATH, Route, forward, page};
+use crate::access::metrics::RefusalReason;
+use crate::access::rates::Bucket;
+use crate::access::{Caller, Rule, visible};
+
+/// The rules of all routes, by method and path.
+#[derive(Debug, Default)]
+pub(super) struct Rules(HashMap<(Method, &'static str), Entry>);
+
+#[derive(Clone, Debug)]
+struct Entry {
+    rule: Rule,
+    /// Name of the change in the audit log.
+    action: Option<&'static str>,
+    /// Name of the request in messages.
+    what: String,
+}
+
+impl Rules {
+    pub(super) fn new(routes: &[Route]) -> Self {
+        let entry = |route: &Route| Entry {
+            rule: route.rule,
+            action: route.action,
+            what: format!("{} {}", route.method, route.path),
+        };
+        Self(
+            routes.iter().map(|route| ((route.method.clone(), route.path), entry(route))).collect(),
+        )
+    }
+
+    /// The entry of a request. Unknown paths and methods need an identity, too: strangers cannot search for routes.
+    fn find(&self, method: &Method, path: Option<&str>) -> Entry {
+        // A route for GET answers HEAD, too.
+        let method = if method == Method::HEAD { &Method::GET } else { method };
+        let unknown = || Entry { rule: ANY_ROLE, action: None, what: format!("this {method}") };
+        match path {
+            Some(path) if page::is_page(path) => Entry { rule: Rule::Open, ..unknown() },
+            Some(path) => self.0.get(&(method.clone(), path)).cloned().unwrap_or_else(unknown),
+            None => unknown(),
+        }
+    }
+}
+
+/// Identity of a request, for the audit log and the response.
+#[derive(Clone, Debug)]
+pub(super) struct RequestId(pub(super) HeaderValue);
+
+impl RequestId {
+    /// The caller's own identity of the request if it is short and plain, or else a new one.
+    fn of(headers: &HeaderMap) -> Self {
+        let given = headers.get(REQUEST_ID).filter(|value| {
+            let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+            (1..=64).contains(&value.len()) && value.as_bytes().iter().all(is_plain)
+        });
+        let new = || {
+            let text = format!("{:016x}", rand::random::<u64>());
+            HeaderValue::from_str(&text).unwrap_or(HeaderValue::from_static("0"))
+        };
+        Self(given.cloned().unwrap_or_else(new))
+    }
+}
+
+/// What a route's response tells the audit log. A handler adds it as an extension.
+#[derive(Clone, Debug, Default)]
+pub(super) struct AuditNote {
+    /// Name of the member that was changed.
+    pub(super) target: Option<String>,
+    /// The change in words.
+    pub(super) detail: Option<String>,
+}
+
+pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Next) -> Response {
+    let path = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let entry = app.rules.find(request.method(), path.as_deref());
+    let id = RequestId::of(request.headers());
+    let mut response = match identify(&app, &entry, path.as_deref(), &request) {
+        Err(refusal) => refusal.into_response(),
+        Ok(caller) => {
+            let member = member_of(path.as_deref(), request.uri().path());
+            let response = match admit(&app, &entry, &caller, member.as_ref()) {
+                Err(refusal) => refusal.into_response(),
+                Ok(()) => {
+                    request.extensions_mut().insert(caller.clone());
+                    request.extensions_mut().insert(id.clone());
+                    bounded(&app, request, next).await
+                }
+            };
+            if let Some(action) = entry.action {
+                record(&app, action, &caller, member, &id, &response);
+            }
+            response
+        }
+    };
+    response.headers_mut().insert(REQUEST_ID, id.0);
+    response
+}
+
+/// Finds the caller. Requests without an identity count against their address.
+fn identify(
+    app: &App,
+    entry: &Entry,
+    path: Option<&str>,
+    request: &Request,
+) -> Result<Caller, HttpError> {
+    let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
+    if entry.rule == Rule::Open {
+        let bucket = match path {
+            Some("/healthz" | "/readyz" | "/metrics") => Bucket::probes(peer),
+            _ => Bucket::address(peer),
+        };
+        take(app, bucket, RefusalReason::AddressRate)?;
+        return Ok(Caller::anonymous(peer));
+    }
+    let authorization = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
+    let found = match forward::vouched(&app.access, request.headers()) {
+        // The connection's certificate is the follower's.
+        Some(vouched) => {
+            let identity = vouched.identity();
+            app.access.identify(identity.as_ref(), authorization, vouched.address.or(peer))
+        }
+        None => {
+            let certificate = request.extensions().get::<Identity>();
+            app.access.identify(certificate, authorization, peer)
+        }
+    };
+    found.map_err(|refusal| match take(app, Bucket::address(peer), RefusalReason::AddressRate) {
+        Err(limited) => limited,
+        Ok(()) => {
+            app.access_metrics.count_refusal(RefusalReason::Unauthorized);
+            HttpError::new(code::UNAUTHORIZED, refusal.to_string())
+        }
+    })
+}
+
+/// Checks the rate and the role of a caller.
+fn admit(
+    app: &App,
+    entry: &Entry,
+    caller: &Caller,
+    member: Option<&Result<MemberId, HttpError>>,
+) -> Result<(), HttpError> {
+    if entry.rule == Rule::Open {
+        return Ok(());
+    }
+    let member = member.map(Result::as_ref).transpose();
+    let (bucket, reason) = match member {
+        Ok(Some(member)) if app.leader().is_ok_and(|leader| leader.has_member(member)) => {
+            (Bucket::Member(member.clone()), RefusalReason::MemberRate)
+        }
+        _ => caller_bucket(caller),
+    };
+    take(app, bucket, reason)?;
+    // A malformed identity belongs to no member.
+    let member = member.map_err(Clone::clone)?;
+    entry.rule.check(caller, &entry.what, member).map_err(|refusal| {
+        app.access_metrics.count_refusal(RefusalReason::Forbidden);
+        HttpError::new(code::FORBIDDEN, refusal.to_string())
+    })
+}
+
+fn caller_bucket(caller: &Caller) -> (Bucket, RefusalReason) {
+    match caller.is_identified() {
+        true => (Bucket::identity(&caller.name, caller.address), RefusalReason::IdentityRate),
+        false => (Bucket::address(caller.address), RefusalReason::AddressRate),
+    }
+}
+
+fn take(app: &App, bucket: Bucket, reason: RefusalReason) -> Result<(), HttpError> {
+    app.rates.take(bucket).map_err(|wait| {
+        app.access_metrics.count_refusal(reason);
+        HttpError::too_many_requests(wait)
+    })
+}
+
+/// The member in the path of a route for one member. Identities need no escapes in a URL, so one with escapes is wrong.
+fn member_of(route: Option<&str>, path: &str) -> Option<Result<MemberId, HttpError>> {
+    let rest = route?.strip_prefix(MEMBER_PREFIX).and(path.strip_prefix(MEMBERS))?;
+    let text = rest.split('/').next().unwrap_or_default();
+    Some(MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string())))
+}
+
+/// Runs the route, with limits on the announced body and on the time for body and answer.
+async fn bounded(app: &App, request: Request, next: Next) -> Response {
+    // Refuse a body that is announced as too large without reading it.
+    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+    let announced = announced.and_then(|length| length.parse::<u64>().ok());
+    let max_body_bytes = match request.uri().path() {
+        DIGESTS_PATH => app.limits.max_digests_bytes,
+        _ => app.limits.max_body_bytes,
+    };
+    if announced.is_some_and(|length| length > max_body_bytes as u64) {
+        return HttpError::body_too_large(max_body_bytes).into_response();
+    }
+    let limit = app.limits.request_timeout;
+    match tokio::time::timeout(limit, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let text = format!("the request was not complete within {limit:?}");
+            HttpError::new(code::REQUEST_TIMEOUT, text).into_response()
+        }
+    }
+}
+
+/// Adds a change to the audit log, unless the leader does.
+fn record(
+    app: &App,
+    action: &str,
+    caller: &Caller,
+    member: Option<Result<MemberId, HttpError>>,
+    id: &RequestId,
+    response: &Response,
+) {
+    let extensions = response.extensions();
+    let failure = extensions.get::<Failure>();
+    let is_limited = failure.is_some_and(|failure| failure.code == code::RATE_LIMITED);
+    if is_limited || extensions.get::<forward::Forwarded>().is_some() {
+        return;
+    }
+    let note = extensions.get::<AuditNote>().cloned().unwrap_or_default();
+    let member = member.and_then(Result::ok).map(String::from);
+    let detail = failure.map(|failure| failure.message.clone()).or(note.detail);
+    app.audit.add(AuditEntry {
+        name: caller.name.clone(),
+        roles: caller.role_names(),
+        credential: caller.proof.name().to_owned(),
+        address: caller.address.as_ref().map(IpAddr::to_string),
+        action: action.to_owned(),
+        target: note.target.or(member).map(|target| visible(&target, MAX_TARGET_CHARS)),
+        outcome: failure.map_or("ok", |failure| failure.code).to_owned(),
+        detail: detail.map(|detail| visible(&detail, MAX_DETAIL_CHARS)),
+        request_id: id.0.to_str().ok().map(str::to_owned),
+        ..AuditEntry::default()
+    });
+}
+
+impl HttpError {
+    fn too_many_requests(wait: Duration) -> Self {
+        let seconds = wait.as_secs() + 1;
+        let text = format!("too many requests: send fewer, and wait {seconds} s");
+        Self::new(code::RATE_LIMITED, text).with_retry_after(seconds)
+    }
+}
+
+pub(super) const ANY_ROLE: Rule = Rule::Roles(&Role::ALL);
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const MEMBER_PREFIX: &str = "/v1/members/{id}";
+const MEMBERS: &str = "/v1/members/";
+const MAX_TARGET_CHARS: usize = 160;
+const MAX_DETAIL_CHARS: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_member_of_a_path_is_the_one_that_the_handler_sees() {
+        let route = Some("/v1/members/{id}/drain");
+        let id = |path| member_of(route, path).map(|found| found.ok().map(String::from));
+        assert_eq!(id("/v1/members/ab-1/drain"), Some(Some("ab-1".to_owned())));
+        // An escape would hide the tag of the owner from the check.
+        assert_eq!(id("/v1/members/ab%2d1/drain"), Some(None));
+        assert!(member_of(Some("/v1/members"), "/v1/members").is_none());
+        assert!(member_of(None, "/v1/members/ab/x").is_none());
+    }
+
+    #[test]
+    fn only_plain_request_identities_are_taken_over() {
+        let of = |text: &'static str| {
+            let headers = HeaderMap::from_iter([(REQUEST_ID, HeaderValue::from_static(text))]);
+            RequestId::of(&headers).0
+        };
+        assert_eq!(of("abc-1_2"), "abc-1_2");
+        for wrong in ["", "a b", "a\"b", "a\tb"] {
+            assert_ne!(of(wrong), wrong);
+            assert_eq!(of(wrong).len(), 16);
+        }
+    }
+}

@@ -1,0 +1,383 @@
+//! Tokens with roles, their rotation, the audit log, and rates.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use control_api::{
+    ControlError, DrainRequest, FleetGoals, LeaseKeeper, LeaseOptions, LeaseStatus, MemberState,
+    PlacementWatch, SuspectRequest, WatchOptions, code,
+};
+use switchyard_control_plane::BindError;
+use tempfile::TempDir;
+use tokio::runtime::Handle;
+use trust::Role;
+use trust::tokens::{self, TokenEntry};
+
+use super::*;
+
+/// A folder with a token file, and tokens in files of their own.
+struct Tokens {
+    dir: TempDir,
+}
+
+impl Tokens {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("tokens")
+    }
+
+    fn add(&self, name: &str, role: Role) -> String {
+        let token = tokens::generate();
+        tokens::add(&self.path(), &TokenEntry::new(name, role, &token, None).unwrap()).unwrap();
+        token
+    }
+
+    /// The file that a process named `name` reads its token from.
+    fn hand_out(&self, name: &str, token: &str) -> PathBuf {
+        let path = self.dir.path().join(name);
+        let new = path.with_extension("new");
+        std::fs::write(&new, format!("{token}\n")).unwrap();
+        std::fs::rename(new, &path).unwrap();
+        path
+    }
+
+    /// A configuration with this file and without the cluster's own token.
+    fn config(&self) -> ServerConfig {
+        let mut config = patient_config();
+        config.token = None;
+        config.tokens = Some(self.path());
+        config.audit_log = Some(self.dir.path().join("audit"));
+        config
+    }
+}
+
+fn client_of(plane: &Plane, token: &str) -> ControlClient {
+    ControlClient::new(&plane.url(), Some(token.to_owned())).unwrap()
+}
+
+/// Waits until `check` returns a value.
+async fn eventually<T>(mut check: impl AsyncFnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(value) = check().await {
+            return value;
+        }
+        assert!(begin.elapsed() < BOUND, "it did not happen");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn assert_forbidden<T: std::fmt::Debug>(outcome: Result<T, ControlError>, words: &[&str]) {
+    let err = outcome.unwrap_err();
+    assert_eq!(err.code(), Some(code::FORBIDDEN), "{err}");
+    let text = err.to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+}
+
+#[tokio::test]
+async fn every_role_may_do_its_work_and_no_more() {
+    let tokens = Tokens::new();
+    let [server, other] = ["gpu-1", "gpu-2"].map(|name| tokens.add(name, Role::Server));
+    let (client, operator) =
+        (tokens.add("engine", Role::Client), tokens.add("ops", Role::Operator));
+    let viewer = tokens.add("wall", Role::Viewer);
+    let plane = Plane::start(tokens.config()).await;
+    let [server, other, client, operator, viewer] =
+        [server, other, client, operator, viewer].map(|token| client_of(&plane, &token));
+
+    let member = serve(&server, "a", 1).await;
+    // Everyone reads the placement and the status.
+    for reader in [&server, &client, &operator, &viewer] {
+        assert_eq!(reader.placement().await.unwrap().servers.len(), 1);
+        reader.status().await.unwrap();
+    }
+    let who = operator.whoami().await.unwrap();
+    assert_eq!((who.name.as_str(), who.credential.as_str()), ("ops", "token"));
+    assert_eq!(who.roles, ["operator", "viewer"]);
+    let drain = DrainRequest::default();
+    assert_forbidden(viewer.drain(&member, &drain).await, &["operator", "wall", "viewer", "drain"]);
+    assert_forbidden(client.drain(&member, &drain).await, &["engine", "client"]);
+    assert_forbidden(client.members().await.map(drop), &["engine"]);
+    assert_forbidden(operator.register(&request("b", 1)).await.map(drop), &["server", "ops"]);
+    let goals = FleetGoals { replicas: 1, spare: 0.0 };
+    assert_forbidden(viewer.set_goals(&goals).await, &["wall"]);
+    assert_forbidden(server.set_goals(&goals).await, &["gpu-1"]);
+    assert_forbidden(server.resume(&member).await, &["operator"]);
+
+    // Another server changes nothing about the member, and does not take over its name.
+    assert_forbidden(other.drain(&member, &drain).await, &["gpu-2", "another server"]);
+    assert_forbidden(other.leave(&member).await, &["gpu-2"]);
+    assert_forbidden(other.register(&request("a", 2)).await.map(drop), &["name a"]);
+    assert_eq!(viewer.members().await.unwrap()[0].state, MemberState::Serving);
+
+    // The owner and an operator do.
+    let info = operator.drain(&member, &drain).await.unwrap();
+    assert_eq!(info.state, MemberState::Draining);
+    operator.resume(&member).await.unwrap();
+    server.drain(&member, &drain).await.unwrap();
+    let report = SuspectRequest {
+        reporter: "engine".to_owned(),
+        reason: "silent".to_owned(),
+        incarnation: None,
+    };
+    client.suspect(&member, &report).await.unwrap();
+    server.leave(&member).await.unwrap();
+
+    // Every change and every refused one is in the log, in memory and in the file.
+    assert_forbidden(client.audit(0).await.map(drop), &["engine"]);
+    let log = viewer.audit(0).await.unwrap();
+    let seen: Vec<_> = log
+        .entries
+        .iter()
+        .map(|entry| (entry.name.as_str(), entry.action.as_str(), entry.outcome.as_str()))
+        .collect();
+    let expected = [
+        ("gpu-1", "register", "ok"),
+        ("wall", "drain", "forbidden"),
+        ("engine", "drain", "forbidden"),
+        ("ops", "register", "forbidden"),
+        ("wall", "goals", "forbidden"),
+        ("gpu-1", "goals", "forbidden"),
+        ("gpu-1", "resume", "forbidden"),
+        ("gpu-2", "drain", "forbidden"),
+        ("gpu-2", "leave", "forbidden"),
+        ("gpu-2", "register", "forbidden"),
+        ("ops", "drain", "ok"),
+        ("ops", "resume", "ok"),
+        ("gpu-1", "drain", "ok"),
+        ("gpu-1", "leave", "ok"),
+    ];
+    assert_eq!(seen, expected);
+    let first = &log.entries[0];
+    assert_eq!((first.target.as_deref(), first.address.as_deref()), (Some("a"), Some("127.0.0.1")));
+    assert!(first.request_id.is_some());
+    let file = eventually(async || {
+        let text = std::fs::read_to_string(tokens.dir.path().join("audit")).ok()?;
+        (text.lines().count() == expected.len()).then_some(text)
+    })
+    .await;
+    let entry: control_api::AuditEntry =
+        serde_json::from_str(file.lines().next().unwrap()).unwrap();
+    assert_eq!(&entry, first);
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn an_identity_stays_bound_to_its_member_over_a_restart() {
+    let tokens = Tokens::new();
+    let [mine, other] = ["gpu-1", "gpu-2"].map(|name| tokens.add(name, Role::Server));
+    let config = || {
+        let mut config = tokens.config();
+        config.data_dir = Some(tokens.dir.path().join("data"));
+        config
+    };
+    let plane = Plane::start(config()).await;
+    let member = serve(&client_of(&plane, &mine), "a", 1).await;
+    plane.stop().await;
+    let plane = Plane::start(config()).await;
+    let drain = DrainRequest::default();
+    assert_forbidden(client_of(&plane, &other).drain(&member, &drain).await, &["gpu-2"]);
+    client_of(&plane, &mine).drain(&member, &drain).await.unwrap();
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn tokens_are_rotated_while_members_renew_and_clients_watch() {
+    let tokens = Tokens::new();
+    let (old_server, old_client) =
+        (tokens.add("gpu", Role::Server), tokens.add("engine", Role::Client));
+    let viewer = tokens.add("wall", Role::Viewer);
+    let (server_file, client_file) =
+        (tokens.hand_out("server", &old_server), tokens.hand_out("client", &old_client));
+    let plane = Plane::start(tokens.config()).await;
+    let viewer = client_of(&plane, &viewer);
+    let connect =
+        |path| ControlClient::new(&plane.url(), None).unwrap().with_token_file(path).unwrap();
+    let servers = connect(&server_file);
+    let keepers: Vec<_> = (0..4)
+        .map(|idx| {
+            let request = request(&format!("server-{idx}"), idx);
+            LeaseKeeper::spawn(&servers, request, LeaseOptions::default()).unwrap()
+        })
+        .collect();
+    for keeper in &keepers {
+        let holds = keeper.registered(BOUND).await.unwrap();
+        keeper.set_ready(Assignment::clone(&holds));
+        keeper.serving(BOUND).await.unwrap();
+    }
+    let client = connect(&client_file);
+    let watch =
+        PlacementWatch::spawn(&client, &Handle::current(), WatchOptions::default()).unwrap();
+    let calls = tokio::spawn(async move {
+        // Every call must succeed, before, during and after the rotation.
+        loop {
+            assert_eq!(client.placement().await.unwrap().servers.len(), 4);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+
+    // 1. New tokens, beside the old ones. 2. Hand them out. 3. Remove the old ones.
+    let (new_server, new_client) =
+        (tokens.add("gpu", Role::Server), tokens.add("engine", Role::Client));
+    for (name, old, new) in
+        [("server", &old_server, &new_server), ("client", &old_client, &new_client)]
+    {
+        let newer = client_of(&plane, new);
+        eventually(async || newer.placement().await.ok()).await;
+        client_of(&plane, old).placement().await.unwrap();
+        tokens.hand_out(name, new);
+        let old_id = tokens::TokenHash::of(old.as_bytes()).id();
+        tokens::remove(&tokens.path(), &old_id).unwrap();
+        let older = client_of(&plane, old);
+        let err = eventually(async || older.placement().await.err()).await;
+        assert_eq!(err.code(), Some(code::UNAUTHORIZED), "{err}");
+    }
+    // Two leases' time: each member has renewed with its new token.
+    let renewals = |keeper: &LeaseKeeper| keeper.state().borrow().num_renewals;
+    let before: Vec<_> = keepers.iter().map(renewals).collect();
+    eventually(async || {
+        let grown =
+            keepers.iter().zip(&before).all(|(keeper, before)| renewals(keeper) > before + 4);
+        grown.then_some(())
+    })
+    .await;
+    for keeper in &keepers {
+        let state = keeper.state().borrow().clone();
+        assert_eq!((state.status, state.num_registrations), (LeaseStatus::Leased, 1));
+        assert_eq!(state.last_error, None);
+    }
+    assert!(!calls.is_finished());
+    calls.abort();
+    assert!(calls.await.unwrap_err().is_cancelled());
+    // The stream that was opened with the old token has ended, and a new one stands in its place.
+    let mut state = watch.state();
+    let connected = state.wait_for(|state| state.status == control_api::WatchStatus::Connected);
+    drop(tokio::time::timeout(BOUND, connected).await.unwrap().unwrap());
+    let log = viewer.audit(0).await.unwrap();
+    let reloads = log.entries.iter().filter(|entry| entry.action == "tokens").count();
+    assert!(reloads >= 2, "{log:?}");
+    assert!(log.entries.iter().all(|entry| entry.outcome == "ok"), "{log:?}");
+    drop(keepers);
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_wrong_token_file_keeps_the_old_tokens_and_says_so() {
+    let tokens = Tokens::new();
+    let viewer = tokens.add("wall", Role::Viewer);
+    let plane = Plane::start(tokens.config()).await;
+    let viewer = client_of(&plane, &viewer);
+    let good = std::fs::read_to_string(tokens.path()).unwrap();
+    for wrong in [Some("sy_0123456789\n"), Some(""), None] {
+        match wrong {
+            Some(text) => std::fs::write(tokens.path(), text).unwrap(),
+            None => std::fs::remove_file(tokens.path()).unwrap(),
+        }
+        let problems = eventually(async || {
+            let problems = viewer.status().await.unwrap().problems;
+            (!problems.is_empty()).then_some(problems)
+        })
+        .await;
+        assert!(problems[0].contains("token file"), "{problems:?}");
+        assert!(!problems[0].contains("sy_0123456789"), "{problems:?}");
+        assert!(metrics(&plane).await.contains("switchyard_control_token_file_valid 0\n"));
+        std::fs::write(tokens.path(), &good).unwrap();
+        eventually(async || viewer.status().await.unwrap().problems.is_empty().then_some(())).await;
+    }
+    assert!(metrics(&plane).await.contains("switchyard_control_token_file_valid 1\n"));
+    plane.stop().await;
+    // At the start a wrong file is an error.
+    std::fs::write(tokens.path(), "x").unwrap();
+    let err = Server::bind(tokens.config()).await.unwrap_err();
+    assert!(matches!(err, BindError::Tokens(_)) && err.to_string().contains("line 1"), "{err}");
+}
+
+async fn metrics(plane: &Plane) -> String {
+    raw(plane.addr, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await
+}
+
+#[tokio::test]
+async fn a_flood_is_limited_while_members_and_probes_pass() {
+    let mut config = patient_config();
+    config.limits.rates.per_address = 20;
+    config.limits.rates.per_identity = 20;
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    // Strangers behind the same address guess tokens.
+    let guesser = client_of(&plane, "wrong");
+    let mut limited = 0;
+    for _ in 0..200 {
+        let code = guesser.placement().await.unwrap_err().code().unwrap().to_owned();
+        limited += u32::from(code == code::RATE_LIMITED);
+    }
+    assert!(limited > 100, "{limited}");
+    let head = b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let answer = raw(plane.addr, head).await.to_ascii_lowercase();
+    assert!(
+        answer.starts_with("http/1.1 429") && answer.contains("\r\nretry-after: 1"),
+        "{answer}"
+    );
+    // The holder of a token floods, too.
+    let mut limited = 0;
+    for _ in 0..200 {
+        limited += u32::from(client.status().await.is_err_and(|err| err.is_transient()));
+    }
+    assert!(limited > 100, "{limited}");
+    // Renewals and probes have limits of their own.
+    let lease = control_api::LeaseRequest { incarnation: 1, assignment_version: 1, load: None };
+    for _ in 0..50 {
+        client.renew(&member, &lease).await.unwrap();
+    }
+    let text = metrics(&plane).await;
+    for reason in ["address_rate", "identity_rate", "unauthorized"] {
+        let line = format!("switchyard_control_refused_requests_total{{reason=\"{reason}\"}} ");
+        let count = text.split(&line).nth(1).unwrap().lines().next().unwrap();
+        assert!(count.parse::<u64>().unwrap() > 0, "{reason}: {text}");
+    }
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn only_an_object_with_known_fields_changes_anything() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let paths = [
+        ("POST", format!("/v1/members/{member}/drain")),
+        ("POST", format!("/v1/members/{member}/resume")),
+        ("DELETE", format!("/v1/members/{member}")),
+        ("PUT", "/v1/goals".to_owned()),
+    ];
+    let bodies = [
+        "[]",
+        "[null]",
+        "null",
+        "0",
+        "\"\"",
+        "true",
+        "{",
+        "{\"incarnaton\":7}",
+        "{\"incarnation\":-1}",
+        "{\"incarnation\":\"1\"}",
+        "{\"replicas\":1,\"spare\":0,\"x\":1}",
+        "{}{}",
+    ];
+    for (method, path) in &paths {
+        for body in bodies {
+            let request = format!(
+                "{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: \
+                 application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+                body.len()
+            );
+            let answer = raw(plane.addr, request.as_bytes()).await;
+            assert!(answer.starts_with("HTTP/1.1 400"), "{method} {path} {body}: {answer}");
+        }
+    }
+    assert_eq!(client.members().await.unwrap()[0].state, MemberState::Serving);
+    plane.stop().await;
+}
