@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    MemberCounts, MemberInfo, MemberState, ModelDescriptor, PlacementTable, ScalingAdvice,
+    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable,
+    ScalingAdvice,
 };
 
 use super::Fleet;
