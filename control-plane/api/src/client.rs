@@ -98,8 +98,10 @@ impl ControlClient {
     /// runs.
     ///
     /// # Errors
-    /// [`ConfigError::TokenFile`] when the file cannot be read or has no token.
+    /// [`ConfigError::TokenFile`] when the file cannot be read or has no token. [`ConfigError::Insecure`] when the token
+    /// would travel over plain HTTP to another host.
     pub fn with_token_file(mut self, path: &Path) -> Result<Self, ConfigError> {
+        check_security(&self.bases, true, &self.options.security)?;
         self.token = Arc::new(TokenSource::file(path)?);
         Ok(self)
     }
