@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
-    Assignment, ControlClient, ControlError, LayerAssignment, LeaseError, LeaseKeeper,
+    Assignment, ConfigError, ControlClient, ControlError, LayerAssignment, LeaseError, LeaseKeeper,
     LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
     RegisterRequest, WantedDigests, code,
 };
@@ -53,6 +53,18 @@ pub(crate) struct Digests {
     pub(crate) full: Option<TensorDigests>,
 }
 
+/// A client with the token, or with the one of the token's file.
+pub(crate) fn control_client(
+    config: &ServerConfig,
+    url: &str,
+    token: Option<String>,
+) -> Result<ControlClient, ConfigError> {
+    match &config.token_file {
+        Some(path) => ControlClient::new(url, None)?.with_token_file(path),
+        None => ControlClient::new(url, token),
+    }
+}
+
 /// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, it
 /// sends `digests`, if it has them, to the control plane, for servers with other weights. With digests of all bytes it waits for the
 /// answer, otherwise a task sends them.
@@ -67,7 +79,7 @@ pub(crate) async fn join(
     registration: RegisterRequest,
     digests: Option<Arc<Digests>>,
 ) -> Result<Joined, StartError> {
-    let client = ControlClient::new(url, token)?;
+    let client = control_client(config, url, token)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
     let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
     let keeper = keeper.map_err(failed)?;

@@ -216,7 +216,9 @@ pub(super) async fn start(
 /// The client of the control plane, if the server has one.
 fn control_client(config: &ServerConfig) -> Result<Option<ControlClient>, StartError> {
     match &config.placement {
-        Placement::ControlPlane { url, token } => Ok(Some(ControlClient::new(url, token.clone())?)),
+        Placement::ControlPlane { url, token } => {
+            Ok(Some(members::control_client(config, url, token.clone())?))
+        }
         Placement::Static(_) => Ok(None),
     }
 }
