@@ -32,6 +32,7 @@ pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;
+pub mod token;
 pub mod top;
 
 /// Options for reaching a control plane.
@@ -41,10 +42,14 @@ pub struct ControlArgs {
     /// commas between them or by repeating the option: requests go to the next one if one does not answer.
     #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL", value_delimiter = ',')]
     pub control_plane: Vec<String>,
-    /// Bearer token of the cluster. Prefer the environment variable: other users of the host can see
+    /// Bearer token of this process. Prefer the environment variable or --token-file: other users of the host can see
     /// arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
-    pub token: Option<String>,
+    token: Option<String>,
+    /// File with the bearer token, in one line. It is read again when the control plane refuses the token, so that a
+    /// token can be replaced while the process runs.
+    #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
 }
 
 impl ControlArgs {
@@ -57,6 +62,41 @@ impl ControlArgs {
     pub fn required_url(&self) -> Result<String> {
         self.url()
             .context("no control plane given: use --control-plane URL or SWITCHYARD_CONTROL_PLANE")
+    }
+
+    /// The token, given or read from its file.
+    pub fn token(&self) -> Result<Option<String>> {
+        given_or_read("--token", self.token.as_ref(), self.token_file.as_deref())
+    }
+
+    /// A client of the control planes at `url`.
+    pub fn client(&self, url: &str) -> Result<ControlClient> {
+        let token = self.token()?;
+        Ok(match &self.token_file {
+            Some(path) => ControlClient::new(url, None)?.with_token_file(path)?,
+            None => ControlClient::new(url, token)?,
+        })
+    }
+}
+
+/// A secret given as `option`, or the text of the file `option`-file without line breaks at its end.
+pub fn given_or_read(
+    option: &str,
+    given: Option<&String>,
+    file: Option<&Path>,
+) -> Result<Option<String>> {
+    match (given, file) {
+        (Some(_), Some(_)) => bail!("give {option} or {option}-file, not both"),
+        (given, None) => Ok(given.cloned()),
+        (None, Some(file)) => {
+            let text = std::fs::read_to_string(file);
+            let text = text.with_context(|| format!("cannot read {}", file.display()))?;
+            let text = text.trim_end_matches(['\r', '\n']);
+            if text.is_empty() {
+                bail!("{} is empty: expected one line with the secret", file.display());
+            }
+            Ok(Some(text.to_owned()))
+        }
     }
 }
 
@@ -479,10 +519,11 @@ impl Service {
     ) -> Result<Self> {
         let model = ClientModel::of(checkpoint);
         let builder = client.builder(model.clone())?;
+        let builder = builder.token_file(control.url().and(control.token_file.clone()));
         let (cluster, url, token) = match control.url() {
             Some(url) => {
-                check_cluster(&model, checkpoint, &url, control.token.clone())?;
-                (None, url, control.token.clone())
+                check_cluster(&model, checkpoint, &url, &control.client(&url)?)?;
+                (None, url, control.token()?)
             }
             None => {
                 let mut options = ClusterOptions::new(checkpoint.dir())?;
@@ -533,15 +574,14 @@ fn check_cluster(
     model: &ClientModel,
     checkpoint: &Checkpoint,
     url: &str,
-    token: Option<String>,
+    control: &ControlClient,
 ) -> Result<()> {
     let dir = checkpoint.dir();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    let control = ControlClient::new(url, token)?;
-    let Some(served) = runtime.block_on(wait_for_model(&control, url))? else {
+    let Some(served) = runtime.block_on(wait_for_model(control, url))? else {
         bail!("no expert server has joined the control plane at {url} yet");
     };
     if let Some(difference) = model.difference(&served) {

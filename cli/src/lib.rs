@@ -69,6 +69,8 @@ enum Command {
     Rollout(cmd::rollout::Args),
     /// Show or change the goals of a fleet whose placement follows the load.
     Scale(cmd::scale::Args),
+    /// Make, list and remove the tokens of a control plane's token file.
+    Token(cmd::token::Args),
     /// Plan a fleet: the servers and clients that a model needs for its traffic, and their cost over the day.
     Plan(cmd::plan::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
@@ -164,6 +166,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
         Command::Rollout(args) => cmd::rollout::run(global, args),
         Command::Scale(args) => cmd::scale::run(global, args),
+        Command::Token(args) => cmd::token::run(global, args),
         Command::Plan(args) => cmd::plan::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),

@@ -56,6 +56,8 @@ pub struct ServerConfig {
     pub slot: SlotConfig,
     /// Transports to offer.
     pub transports: Transports,
+    /// File with the bearer token. When the control plane refuses the token, the server reads the file again.
+    pub token_file: Option<PathBuf>,
     /// Admits clients with a ticket of the control plane only. It needs a control plane, and is the default with one.
     pub needs_tickets: bool,
     /// Secret that clients must present if they need no ticket; `None` admits every client that reaches the port. Other
@@ -101,6 +103,7 @@ impl ServerConfig {
             data_addr: SocketAddr::from(([127, 0, 0, 1], 0)),
             advertise_addr: None,
             metrics_addr: None,
+            token_file: None,
             needs_tickets: matches!(placement, Placement::ControlPlane { .. }),
             placement,
             verify: Coverage::Sampled,

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
-    Assignment, ClientOptions, ControlClient, ControlError, LayerAssignment, LeaseError,
-    LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor, ModelDigests,
+    Assignment, ClientOptions, ConfigError, ControlClient, ControlError, LayerAssignment,
+    LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor,
+    ModelDigests,
     RegisterRequest, WantedDigests, code,
 };
 
@@ -53,6 +54,20 @@ pub(crate) struct Digests {
     pub(crate) full: Option<TensorDigests>,
 }
 
+/// A client with the token, or with the one of the token's file.
+pub(crate) fn control_client(
+    config: &ServerConfig,
+    url: &str,
+    token: Option<String>,
+) -> Result<ControlClient, ConfigError> {
+    let mut options = ClientOptions::default();
+    options.security = config.security.clone();
+    match &config.token_file {
+        Some(path) => ControlClient::with_options(url, None, options)?.with_token_file(path),
+        None => ControlClient::with_options(url, token, options),
+    }
+}
+
 /// Joins the control plane. Heartbeats begin at once, before any expert is loaded. Once the server is a member, it
 /// sends `digests`, if it has them, to the control plane, for servers with other weights. With digests of all bytes it waits for the
 /// answer, otherwise a task sends them.
@@ -67,9 +82,7 @@ pub(crate) async fn join(
     registration: RegisterRequest,
     digests: Option<Arc<Digests>>,
 ) -> Result<Joined, StartError> {
-    let mut options = ClientOptions::default();
-    options.security = config.security.clone();
-    let client = ControlClient::with_options(url, token, options)?;
+    let client = control_client(config, url, token)?;
     let failed = |source| StartError::Join { url: url.to_owned(), source };
     let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
     let keeper = keeper.map_err(failed)?;

@@ -43,6 +43,7 @@ pub(crate) struct FleetBuilder {
     pub runtime: Option<Handle>,
     source: Source,
     control: Option<(String, Option<String>)>,
+    token_file: Option<std::path::PathBuf>,
 }
 
 impl FleetBuilder {
@@ -73,7 +74,12 @@ impl FleetBuilder {
             runtime: None,
             source: Source::None,
             control: None,
+            token_file: None,
         }
+    }
+
+    pub fn token_file(&mut self, path: Option<std::path::PathBuf>) {
+        self.token_file = path;
     }
 
     pub fn control_plane(&mut self, url: String, token: Option<String>) {
@@ -120,7 +126,10 @@ impl FleetBuilder {
             self.model.shape.top_k as usize,
         )?;
         let control = match &self.control {
-            Some((url, token)) => Some(ControlClient::new(url, token.clone())?),
+            Some((url, token)) => Some(match &self.token_file {
+                Some(path) => ControlClient::new(url, None)?.with_token_file(path)?,
+                None => ControlClient::new(url, token.clone())?,
+            }),
             None => None,
         };
         let num_layers = self.num_layers();
@@ -262,6 +271,13 @@ macro_rules! fleet_setters {
             transports: impl Into<p2p_core::Transports>,
         ) -> Self {
             self.fleet.settings.peer_transports.push((name.into(), transports.into()));
+            self
+        }
+
+        /// File with the bearer token, instead of a token. When the control plane refuses the token, the client reads
+        /// the file again, so that a token can be replaced while the client runs.
+        pub fn token_file(mut self, path: Option<std::path::PathBuf>) -> Self {
+            self.fleet.token_file(path);
             self
         }
 

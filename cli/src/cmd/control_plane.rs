@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use control_plane::store::EtcdCredentials;
-use control_plane::{BalanceSettings, EtcdConfig, Server, ServerConfig};
+use control_plane::{BalanceSettings, EtcdConfig, RateLimits, Server, ServerConfig};
 
 use crate::{Global, ui};
 
@@ -21,10 +21,31 @@ pub struct Args {
         default_value = "127.0.0.1:7070"
     )]
     listen: String,
-    /// Bearer token that servers and clients must send. Without a token, every process that can reach the
-    /// port has full access. Prefer the environment variable: other users of the host can see arguments.
+    /// The cluster's own token, which has all roles: the short form for a fleet where all trust each other. Without it
+    /// and without --tokens, every process that can reach the port has full access. Prefer the environment variable or
+    /// --token-file: other users of the host can see arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     token: Option<String>,
+    /// File with the cluster's own token, in one line.
+    #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// File with the names, roles and hashes of tokens, as `switchyard token new` writes it. It is read again every
+    /// second. A wrong file changes nothing.
+    #[arg(long, env = "SWITCHYARD_TOKENS_FILE", value_name = "FILE")]
+    tokens: Option<PathBuf>,
+    /// File to which each change of the fleet is appended, with its caller, as a line of JSON.
+    #[arg(long, env = "SWITCHYARD_AUDIT_LOG", value_name = "FILE")]
+    audit_log: Option<PathBuf>,
+    /// Most requests a second from one address without an identity. A burst may have twice as many. 0 means no limit.
+    #[arg(long, env = "SWITCHYARD_RATE_ADDRESS", default_value_t = RateLimits::default().per_address, value_name = "NUMBER")]
+    rate_address: u32,
+    /// Most requests a second of one identity from one address. A burst may have twice as many. 0 means no limit.
+    #[arg(long, env = "SWITCHYARD_RATE_IDENTITY", default_value_t = RateLimits::default().per_identity, value_name = "NUMBER")]
+    rate_identity: u32,
+    /// Most requests a second about one member, which count against no other limit. A burst may have twice as many. 0
+    /// means no limit.
+    #[arg(long, env = "SWITCHYARD_RATE_MEMBER", default_value_t = RateLimits::default().per_member, value_name = "NUMBER")]
+    rate_member: u32,
     /// Placement of the experts. `fixed` divides them among --servers parts. `load` gives hot experts more replicas,
     /// moves experts as load and servers change, and takes servers of any number and memory.
     #[arg(long, env = "SWITCHYARD_PLACEMENT", default_value = "fixed")]
@@ -106,15 +127,11 @@ impl EtcdArgs {
             }
             StoreKind::Etcd => {}
         }
-        let password = match (self.etcd_password, &self.etcd_password_file) {
-            (Some(_), Some(_)) => bail!("give --etcd-password or --etcd-password-file, not both"),
-            (password, None) => password,
-            (None, Some(file)) => {
-                let text = std::fs::read_to_string(file);
-                let text = text.with_context(|| format!("cannot read {}", file.display()))?;
-                Some(text.trim_end_matches(['\r', '\n']).to_owned())
-            }
-        };
+        let password = super::given_or_read(
+            "--etcd-password",
+            self.etcd_password.as_ref(),
+            self.etcd_password_file.as_deref(),
+        )?;
         let mut config = EtcdConfig::new(self.etcd_endpoints);
         config.credentials = match (self.etcd_user, password) {
             (Some(user), Some(password)) => Some(EtcdCredentials { user, password }),
@@ -157,7 +174,13 @@ pub fn parse_spare(text: &str) -> Result<f64, String> {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
-    config.token = args.token;
+    config.token =
+        super::given_or_read("--token", args.token.as_ref(), args.token_file.as_deref())?;
+    config.tokens = args.tokens;
+    config.audit_log = args.audit_log;
+    config.limits.rates.per_address = args.rate_address;
+    config.limits.rates.per_identity = args.rate_identity;
+    config.limits.rates.per_member = args.rate_member;
     config.target_share = args.target_share;
     config.metrics_top_experts = args.metrics_top_experts;
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
@@ -170,7 +193,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.data_dir = args.data_dir;
     config.etcd = args.etcd.config(args.store)?;
     config.model_fingerprint = args.model_fingerprint;
-    let without_token = config.token.is_none();
+    let without_token = config.token.is_none() && config.tokens.is_none();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

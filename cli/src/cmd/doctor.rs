@@ -62,7 +62,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     // Each by itself: a client would only see the first one that answers.
     for url in &args.control.control_plane {
-        given.push(check_control(url, args.control.token.clone()));
+        given.push(check_control(url, &args.control));
     }
     if !given.is_empty() {
         groups.push(Group { name: "given".into(), checks: given });
@@ -495,9 +495,9 @@ fn unusable(error: OpenError) -> Check {
     }
 }
 
-fn check_control(url: &str, token: Option<String>) -> Check {
+fn check_control(url: &str, control: &super::ControlArgs) -> Check {
     let asked = || -> Result<control_api::ClusterStatus> {
-        let client = control_api::ControlClient::new(url, token)?;
+        let client = control.client(url)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(runtime.block_on(client.status())?)
     };

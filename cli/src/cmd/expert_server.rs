@@ -216,8 +216,9 @@ fn parse_advertise(text: &str) -> Result<String, String> {
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     // Weights stay in mapped files.
     checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
+    let token = args.control.token()?;
     let placement = match (args.control.url(), args.experts) {
-        (Some(url), _) => Placement::ControlPlane { url, token: args.control.token.clone() },
+        (Some(url), _) => Placement::ControlPlane { url, token: token.clone() },
         (None, Some(selection)) => Placement::Static(selection),
         (None, None) => {
             anyhow::bail!("no experts to hold: give --control-plane URL, or --experts all")
@@ -249,7 +250,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             name.to_string()
         }
     };
-    config.secret = args.control.token.map(Secret::new);
+    config.secret = token.map(Secret::new);
+    config.token_file = args.control.token_file;
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;

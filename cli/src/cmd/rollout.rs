@@ -57,7 +57,7 @@ const TIMEOUT_EXIT_CODE: u8 = 3;
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let url = &args.control.required_url()?;
-    let client = ControlClient::new(url, args.control.token.clone())?;
+    let client = args.control.client(url)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, FleetGoals};
+use control_api::FleetGoals;
 
 use crate::{Global, ui};
 
@@ -21,7 +21,7 @@ pub struct Args {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let client = ControlClient::new(&args.control.required_url()?, args.control.token.clone())?;
+    let client = args.control.client(&args.control.required_url()?)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -16,7 +16,7 @@ pub struct Args {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let url = args.control.required_url()?;
-    let client = ControlClient::new(&url, args.control.token.clone())?;
+    let client = args.control.client(&url)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -2,6 +2,8 @@
 
 use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
+use crate::metrics::names;
+
 /// See the [module](self).
 #[derive(Clone, Debug)]
 pub(crate) struct AccessMetrics {
@@ -51,17 +53,17 @@ impl AccessMetrics {
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let refused = IntCounterVec::new(
             Opts::new(
-                "switchyard_control_refused_requests_total",
+                names::REFUSED_REQUESTS_TOTAL,
                 "Requests refused before their route saw them, by reason: unauthorized (no or a wrong identity), forbidden (wrong role or another server's member), address_rate, identity_rate, member_rate (too many requests).",
             ),
             &["reason"],
         )?;
         let token_file_valid = IntGauge::new(
-            "switchyard_control_token_file_valid",
+            names::TOKEN_FILE_VALID,
             "1 while the token file can be used, or none is set. 0 while it is wrong or unreadable: then the tokens read before stay in force.",
         )?;
         let audit_lost = IntCounter::new(
-            "switchyard_control_audit_lost_total",
+            names::AUDIT_LOST_TOTAL,
             "Entries of the audit log that could not be written to its file.",
         )?;
         registry.register(Box::new(refused.clone()))?;

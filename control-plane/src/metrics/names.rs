@@ -4,6 +4,7 @@
 
 pub const ADVICE_CONFIDENCE: &str = "switchyard_control_advice_confidence";
 pub const ADVISED_SERVERS: &str = "switchyard_control_advised_servers";
+pub const AUDIT_LOST_TOTAL: &str = "switchyard_control_audit_lost_total";
 pub const BUILD_INFO: &str = "switchyard_build_info";
 pub const BUSIEST_SHARE: &str = "switchyard_control_busiest_share";
 pub const COMPUTE_SHARE: &str = "switchyard_control_compute_share";
@@ -26,6 +27,7 @@ pub const PLACEMENT_CHANGES_TOTAL: &str = "switchyard_control_placement_changes_
 pub const PLACEMENT_SECONDS: &str = "switchyard_control_placement_seconds";
 pub const PLAN_SECONDS: &str = "switchyard_control_plan_seconds";
 pub const QUEUE_FRAMES: &str = "switchyard_control_queue_frames";
+pub const REFUSED_REQUESTS_TOTAL: &str = "switchyard_control_refused_requests_total";
 pub const REGISTRATIONS_TOTAL: &str = "switchyard_control_registrations_total";
 pub const REQUEST_SECONDS: &str = "switchyard_control_request_seconds";
 pub const STORE_WRITABLE: &str = "switchyard_control_store_writable";
@@ -33,4 +35,5 @@ pub const STORE_WRITE_ERRORS_TOTAL: &str = "switchyard_control_store_write_error
 pub const STORE_WRITE_SECONDS: &str = "switchyard_control_store_write_seconds";
 pub const SUSPECTS_TOTAL: &str = "switchyard_control_suspects_total";
 pub const TERMS_TOTAL: &str = "switchyard_control_terms_total";
+pub const TOKEN_FILE_VALID: &str = "switchyard_control_token_file_valid";
 pub const WATCHERS: &str = "switchyard_control_watchers";

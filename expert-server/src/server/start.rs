@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
 use control_api::placement::is_unspecified;
-use control_api::{ClientOptions, ControlClient, RegisterRequest};
+use control_api::{ControlClient, RegisterRequest};
 use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -230,9 +230,7 @@ pub(super) async fn start(
 fn control_client(config: &ServerConfig) -> Result<Option<ControlClient>, StartError> {
     match &config.placement {
         Placement::ControlPlane { url, token } => {
-            let mut options = ClientOptions::default();
-            options.security = config.security.clone();
-            Ok(Some(ControlClient::with_options(url, token.clone(), options)?))
+            Ok(Some(members::control_client(config, url, token.clone())?))
         }
         Placement::Static(_) => Ok(None),
     }
