@@ -13,8 +13,9 @@
 //! that the listening side offers too and can open. Offers that failed with a peer are left out for
 //! a while ([`Fallback`]).
 //!
-//! The ticket is a shared secret that travels unencrypted. It keeps strangers out, but not
-//! eavesdroppers.
+//! With certificates ([`ListenerConfig::tls`]) the handshake travels over TLS: tickets, memory keys
+//! and the names of descriptors. Without them it travels unencrypted, and a ticket keeps strangers
+//! out, but not eavesdroppers. TLS never protects the slots themselves.
 
 mod admission;
 mod attempt;
@@ -28,6 +29,7 @@ mod listener;
 mod liveness;
 mod policy;
 mod sentry;
+mod stream;
 pub mod wire;
 
 use std::fmt;
@@ -38,7 +40,6 @@ use std::time::Duration;
 
 use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 pub use background_drop::BackgroundDrop;
 pub use close::CloseReason;
@@ -62,6 +63,7 @@ use crate::network::Offer;
 use crate::region::SlotKey;
 use crate::slot::SlotLayout;
 use crate::transport::AnyEndpoint;
+use stream::Stream;
 use wire::{HEADER_BYTES, Header, WireError, decode_header};
 
 /// Longest payload that upper layers can add to the handshake, in bytes.
@@ -123,6 +125,8 @@ impl RejectCode {
     /// Only one side wants device slots, or the sides want different ones, or they could not be
     /// made.
     pub const DEVICE: Self = Self(10);
+    /// One side speaks TLS, the other does not.
+    pub const TLS: Self = Self(11);
     /// First code of the upper layers.
     pub const UPPER: Self = Self(0x100);
 }
@@ -140,6 +144,7 @@ impl fmt::Display for RejectCode {
             Self::BUSY => "busy",
             Self::TRANSPORT => "transport",
             Self::DEVICE => "device slots",
+            Self::TLS => "TLS",
             Self(code) => return write!(f, "reason {code:#x}"),
         };
         f.write_str(name)
@@ -209,7 +214,7 @@ enum ReadError {
 }
 
 /// Reads one message. The caller limits the time; the length is limited by the header.
-async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadError> {
+async fn read_message(stream: &mut Stream) -> Result<(Header, Vec<u8>), ReadError> {
     let io = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::UnexpectedEof => ReadError::Closed,
         _ => ReadError::Io(e),
@@ -227,8 +232,10 @@ async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadE
     Ok((header, body))
 }
 
-async fn write_message(stream: &mut TcpStream, message: &[u8]) -> std::io::Result<()> {
-    stream.write_all(message).await
+async fn write_message(stream: &mut Stream, message: &[u8]) -> std::io::Result<()> {
+    stream.write_all(message).await?;
+    // TLS may hold a part back.
+    stream.flush().await
 }
 
 /// Runs work that may block for milliseconds on another thread. The error says that it panicked.
