@@ -13,8 +13,12 @@
 //! that the listening side offers too and can open. Offers that failed with a peer are left out for
 //! a while ([`Fallback`]).
 //!
-//! A listener may ask for a ticket ([`TicketCheck`]), which is worth nothing to an eavesdropper, or for
-//! a shared secret, which travels as it is. Both are checked before anything of the listener travels.
+//! A listener may ask for a ticket ([`TicketCheck`]) or for a shared secret. Both are checked before
+//! anything of the listener travels.
+//!
+//! With certificates ([`ListenerConfig::tls`]) the handshake travels over TLS: secrets, tickets, memory
+//! keys and the names of descriptors. Without them it travels unencrypted: a ticket is then worth nothing
+//! to an eavesdropper, a secret is. TLS never protects the slots themselves.
 
 mod admission;
 mod attempt;
@@ -28,6 +32,7 @@ mod listener;
 mod liveness;
 mod policy;
 mod sentry;
+mod stream;
 mod ticket;
 pub mod wire;
 
@@ -39,7 +44,6 @@ use std::time::Duration;
 
 use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 pub use background_drop::BackgroundDrop;
 pub use close::CloseReason;
@@ -64,6 +68,7 @@ use crate::network::Offer;
 use crate::region::SlotKey;
 use crate::slot::SlotLayout;
 use crate::transport::AnyEndpoint;
+use stream::Stream;
 use wire::{HEADER_BYTES, Header, WireError, decode_header};
 
 /// Longest payload that upper layers can add to the handshake, in bytes.
@@ -127,6 +132,8 @@ impl RejectCode {
     pub const DEVICE: Self = Self(10);
     /// The ticket is missing, wrong, or not for this handshake. Another one may be admitted.
     pub const TICKET: Self = Self(11);
+    /// One side speaks TLS, the other does not.
+    pub const TLS: Self = Self(12);
     /// First code of the upper layers.
     pub const UPPER: Self = Self(0x100);
 }
@@ -145,6 +152,7 @@ impl fmt::Display for RejectCode {
             Self::BUSY => "busy",
             Self::TRANSPORT => "transport",
             Self::DEVICE => "device slots",
+            Self::TLS => "TLS",
             Self(code) => return write!(f, "reason {code:#x}"),
         };
         f.write_str(name)
@@ -214,7 +222,7 @@ enum ReadError {
 }
 
 /// Reads one message. The caller limits the time; the length is limited by the header.
-async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadError> {
+async fn read_message(stream: &mut Stream) -> Result<(Header, Vec<u8>), ReadError> {
     let io = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::UnexpectedEof => ReadError::Closed,
         _ => ReadError::Io(e),
@@ -232,8 +240,10 @@ async fn read_message(stream: &mut TcpStream) -> Result<(Header, Vec<u8>), ReadE
     Ok((header, body))
 }
 
-async fn write_message(stream: &mut TcpStream, message: &[u8]) -> std::io::Result<()> {
-    stream.write_all(message).await
+async fn write_message(stream: &mut Stream, message: &[u8]) -> std::io::Result<()> {
+    stream.write_all(message).await?;
+    // TLS may hold a part back.
+    stream.flush().await
 }
 
 /// Runs work that may block for milliseconds on another thread. The error says that it panicked.

@@ -10,6 +10,8 @@ mod fallback;
 mod slow_ends;
 #[path = "bootstrap/stand_in.rs"]
 mod stand_in;
+#[path = "bootstrap/tls.rs"]
+mod tls;
 
 use std::future::Future;
 use std::net::SocketAddr;

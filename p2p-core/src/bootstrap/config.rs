@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use trust::tls::Tls;
+
 use super::fallback::Fallback;
 use super::ticket::{TicketCheck, TicketSource};
 use super::{DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT};
@@ -30,6 +32,9 @@ pub struct ConnectConfig {
     pub fallback: Fallback,
     /// Memory for device slots beside the host slots. The listening side must want the same.
     pub device: Option<Arc<dyn DeviceMemory>>,
+    /// Certificates, if the listening side speaks TLS. Its certificate must contain the host to
+    /// which this side connects.
+    pub tls: Option<Tls>,
     /// Limit on the time of the whole handshake.
     pub timeout: Duration,
     /// Time after which a host that does not answer counts as gone.
@@ -49,6 +54,7 @@ impl Default for ConnectConfig {
             networks: Vec::new(),
             fallback: Fallback::default(),
             device: None,
+            tls: None,
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
             #[cfg(feature = "test-transports")]
@@ -72,6 +78,8 @@ pub struct ListenerConfig {
     pub networks: Vec<Arc<dyn Network>>,
     /// Memory for device slots beside the host slots. Peers must want the same.
     pub device: Option<Arc<dyn DeviceMemory>>,
+    /// Certificates. With them, peers without TLS are refused.
+    pub tls: Option<Tls>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
     /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one. A quarter of
@@ -95,6 +103,7 @@ impl Default for ListenerConfig {
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             device: None,
+            tls: None,
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             max_handshakes: 1024,
             max_peers: 4096,

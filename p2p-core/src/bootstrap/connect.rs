@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
+use trust::tls::Side;
 
 use super::attempt::Attempt;
 use super::background_drop::BackgroundDrop;
 use super::fallback;
 use super::liveness::Liveness;
+use super::stream::{Stream, explain};
 use super::wire::{
     self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_PROOF_BYTES,
     MAX_SECRET_BYTES, MAX_SHAPE_BYTES, MAX_TICKET_BYTES, WireError,
@@ -135,12 +137,18 @@ async fn connect_once(
         limit("shape", side.shape().len(), MAX_SHAPE_BYTES)?;
     }
 
-    let mut stream = TcpStream::connect(addrs)
+    let tcp = TcpStream::connect(addrs)
         .await
         .map_err(|source| ConnectError::Unreachable { addr: name.to_owned(), source })?;
     let broken = |detail: String| ConnectError::Broken { addr: name.to_owned(), detail };
-    stream.set_nodelay(true).map_err(|e| broken(e.to_string()))?;
-    let remote_addr = stream.peer_addr().map_err(|e| broken(e.to_string()))?;
+    tcp.set_nodelay(true).map_err(|e| broken(e.to_string()))?;
+    let remote_addr = tcp.peer_addr().map_err(|e| broken(e.to_string()))?;
+    let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
+    let secured = Stream::connect(tcp, host, config.tls.as_ref()).await;
+    let mut stream = secured.map_err(|error| match error.is_broken {
+        true => broken(error.to_string()),
+        false => ConnectError::Tls { addr: name.to_owned(), reason: error.to_string() },
+    })?;
     let hello = Hello {
         slot_bytes: config.slot.slot_bytes as u64,
         num_frames: config.slot.num_frames as u32,
@@ -157,12 +165,20 @@ async fn connect_once(
     };
     // A listener that refuses early may have closed its reading side. Its answer must still be
     // read.
-    let opening = opening(&wire::encode_hello(&hello), config.tickets.as_deref(), None)?;
+    let (hello, tickets) = (wire::encode_hello(&hello), config.tickets.as_deref());
+    let opening = opening(&hello, tickets, stream.channel_binding())?;
     let written = write_message(&mut stream, &opening).await;
     let (header, body) = match (read_message(&mut stream).await, written) {
         (Ok(message), _) => message,
         (Err(ReadError::Wire(source)), _) => {
             return Err(ConnectError::Foreign { addr: name.to_owned(), source });
+        }
+        // A listener that refuses the certificate of this side does so after the TLS handshake.
+        (Err(ReadError::Io(error)), _) => {
+            return Err(match explain(Side::Client, &error) {
+                Some(reason) => ConnectError::Tls { addr: name.to_owned(), reason },
+                None => broken(error.to_string()),
+            });
         }
         (Err(error), Ok(())) => return Err(broken(error.to_string())),
         (Err(_), Err(error)) => return Err(broken(error.to_string())),
@@ -191,7 +207,7 @@ async fn connect_once(
         return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
     }
     let network = network_of(&welcome.offer, &config.networks);
-    attempt.choose(&welcome.offer, network.is_some().then_some(&stream));
+    attempt.choose(&welcome.offer, network.is_some().then_some(stream.tcp()));
     let layout = match (network, &config.device) {
         (Some(network), Some(side)) => network.device_layout(side.as_ref(), layout.num_frames())?,
         _ => layout,
@@ -206,7 +222,7 @@ async fn connect_once(
 
     // From here on, a failed handshake drops the slots on a background thread.
     let (slots, pages) = if let Some(network) = network {
-        let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
+        let local = stream.tcp().local_addr().map_err(|e| broken(e.to_string()))?.ip();
         let route = Route { local, remote: remote_addr.ip() };
         let (network, theirs) = (Arc::clone(network), welcome.side.clone());
         let device = config.device;
@@ -282,7 +298,7 @@ struct SlotRequest {
 /// Makes a channel over shared memory, and device slots if wanted. Descriptors go over a Unix
 /// socket.
 async fn share(
-    stream: &mut TcpStream,
+    stream: &mut Stream,
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
@@ -330,7 +346,7 @@ fn check_nonce(found: &pass::Nonce, welcome: &wire::Welcome) -> Result<(), ShmEr
 }
 
 /// Returns the rejection that waits on the bootstrap connection, if there is one.
-async fn rejection(stream: &mut TcpStream, name: &str) -> Option<ConnectError> {
+async fn rejection(stream: &mut Stream, name: &str) -> Option<ConnectError> {
     match timeout(Duration::from_millis(200), read_message(stream)).await {
         Ok(Ok((header, body))) if header.kind == KIND_REJECT => wire::decode_reject(&body)
             .ok()

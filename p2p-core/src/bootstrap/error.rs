@@ -30,6 +30,9 @@ pub enum ConnectError {
     /// The other end is not a Switchyard listener, or has another protocol version.
     #[error("{addr}: {source}")]
     Foreign { addr: String, source: WireError },
+    /// The TLS handshake failed, or the other end speaks no TLS.
+    #[error("no secure connection to {addr}: {reason}")]
+    Tls { addr: String, reason: String },
     /// The connection broke during the handshake.
     #[error("the connection to {addr} broke during the handshake: {detail}")]
     Broken { addr: String, detail: String },

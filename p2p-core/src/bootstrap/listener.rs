@@ -16,12 +16,14 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream, lookup_host};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use trust::tls::HandshakeError;
 
 use super::admission::{Admission, HandshakeEntry};
 use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_secret, check_slot, choose_transports, refusal_of};
+use super::stream::Stream;
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, KIND_TICKET, Welcome, WireError};
 use super::{
     BindError, Connection, HandshakeBinding, ListenerConfig, MAX_PAYLOAD_BYTES, MemoryEndpoint,
@@ -287,7 +289,7 @@ impl From<ReadError> for HandshakeEnd {
 /// Runs one handshake from its first byte to a connection or an end.
 async fn run<A>(
     shared: &Arc<Shared>,
-    mut stream: TcpStream,
+    tcp: TcpStream,
     addr: SocketAddr,
     entry: HandshakeEntry,
     accept: &A,
@@ -296,9 +298,31 @@ where
     A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
 {
     let limit = shared.config.handshake_timeout;
+    let until = Instant::now() + limit;
+    // TLS is a part of the handshake, with the same time limit and the same place in the table.
+    let secured = tokio::select! {
+        biased;
+        secured = timeout_at(until, secure(shared, tcp)) => secured,
+        () = entry.evicted() => {
+            // Nothing can be said to the peer in the middle of a TLS handshake.
+            shared.stats.evicted.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+    };
+    let mut stream = match secured {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(refused)) => {
+            refused.conclude(shared, addr).await;
+            return None;
+        }
+        Err(_) => {
+            shared.stats.timed_out.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+    };
     let ended = tokio::select! {
         biased;
-        result = timeout(limit, handshake(shared, &mut stream, &entry, accept)) => match result {
+        result = timeout_at(until, handshake(shared, &mut stream, &entry, accept)) => match result {
             Ok(Ok(agreement)) => match agreement.into_connection(shared, stream, addr) {
                 Ok(connection) => {
                     shared.stats.connected.fetch_add(1, Ordering::Relaxed);
@@ -347,9 +371,67 @@ where
     None
 }
 
+/// A connection that ends before its hello.
+enum Refused {
+    /// The peer speaks no TLS. It is told so in plain text.
+    Plain(TcpStream, Reject),
+    /// The TLS handshake failed.
+    Failed(HandshakeError),
+    Broken(io::Error),
+}
+
+impl Refused {
+    async fn conclude(self, shared: &Shared, addr: SocketAddr) {
+        let (count, reject) = match self {
+            Self::Broken(error) => {
+                tracing::debug!(%addr, %error, "a handshake broke");
+                (&shared.stats.broken, None)
+            }
+            Self::Failed(error) if error.is_broken => {
+                tracing::debug!(%addr, %error, "a TLS handshake broke");
+                (&shared.stats.broken, None)
+            }
+            Self::Failed(error) => {
+                if let Some(num_suppressed) = REJECT_LOG.allow() {
+                    tracing::warn!(%addr, %error, num_suppressed, "a peer was rejected");
+                }
+                (&shared.stats.rejected, None)
+            }
+            Self::Plain(tcp, reject) => {
+                if let Some(num_suppressed) = REJECT_LOG.allow() {
+                    tracing::warn!(%addr, %reject, num_suppressed, "a peer was rejected");
+                }
+                (&shared.stats.rejected, Some((tcp, reject)))
+            }
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        if let Some((tcp, reject)) = reject {
+            let _ = timeout(FAREWELL, farewell(&mut Stream::Plain(tcp), &reject)).await;
+        }
+    }
+}
+
+/// Carries out the TLS handshake if this side has certificates.
+async fn secure(shared: &Shared, tcp: TcpStream) -> Result<Stream, Refused> {
+    tcp.set_nodelay(true).map_err(Refused::Broken)?;
+    let Some(tls) = &shared.config.tls else { return Ok(Stream::Plain(tcp)) };
+    let mut first = [0; 1];
+    let num_bytes = tcp.peek(&mut first).await.map_err(Refused::Broken)?;
+    if num_bytes == 0 {
+        return Err(Refused::Broken(io::ErrorKind::UnexpectedEof.into()));
+    }
+    // A peer without TLS begins with the magic number. Every other byte is left to TLS, which answers
+    // with an alert.
+    if first[0] == wire::MAGIC[0] {
+        let message = "the connecting side speaks no TLS, which the listener requires; give the connecting side --tls DIR";
+        return Err(Refused::Plain(tcp, Reject::new(RejectCode::TLS, message)));
+    }
+    Stream::accept(tcp, tls).await.map_err(Refused::Failed)
+}
+
 /// Sends the reason, then waits until the peer has read it. Closing a socket with unread input
 /// would reset the connection, and the reason could be lost.
-async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
+async fn farewell(stream: &mut Stream, reject: &Reject) -> io::Result<()> {
     write_message(stream, &wire::encode_reject(reject)).await?;
     stream.shutdown().await?;
     let mut sink = [0u8; 4096];
@@ -379,7 +461,7 @@ impl Agreement {
     fn into_connection(
         self,
         shared: &Shared,
-        stream: TcpStream,
+        stream: Stream,
         remote_addr: SocketAddr,
     ) -> io::Result<Connection> {
         let timeout = shared.config.liveness_timeout;
@@ -401,7 +483,7 @@ impl Agreement {
 
 async fn handshake<A>(
     shared: &Shared,
-    stream: &mut TcpStream,
+    stream: &mut Stream,
     entry: &HandshakeEntry,
     accept: &A,
 ) -> Result<Agreement, HandshakeEnd>
@@ -409,11 +491,11 @@ where
     A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
 {
     let broken = |e: io::Error| HandshakeEnd::Broken(e.to_string());
-    stream.set_nodelay(true).map_err(broken)?;
     let (shown, hello, bytes) = read_opening(stream).await?;
     // First of all checks, so that a peer without a ticket learns nothing and costs nothing.
     if let Some(tickets) = &shared.config.tickets {
-        tickets.check(shown.as_ref(), &HandshakeBinding { channel: None, hello: &bytes })?;
+        let channel = stream.channel_binding();
+        tickets.check(shown.as_ref(), &HandshakeBinding { channel, hello: &bytes })?;
     }
     check_secret(&shared.config, &hello)?;
     entry.mark_valid();
@@ -436,8 +518,8 @@ where
     };
     let layout = shared.layout;
     let route = Route {
-        local: stream.local_addr().map_err(broken)?.ip(),
-        remote: stream.peer_addr().map_err(broken)?.ip(),
+        local: stream.tcp().local_addr().map_err(broken)?.ip(),
+        remote: stream.tcp().peer_addr().map_err(broken)?.ip(),
     };
     let (offer, opened) = open_first(shared, choices, route).await?;
     if let Some((side, layout)) = opened {
@@ -489,7 +571,7 @@ where
     };
     shared.stats.welcomed.fetch_add(1, Ordering::Relaxed);
     write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
-    let (socket, passed) = rendezvous.wait(stream).await?;
+    let (socket, passed) = rendezvous.wait(stream.tcp()).await?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);
@@ -515,7 +597,7 @@ where
 
 /// Reads the ticket, if there is one, and the hello, also as it travels.
 async fn read_opening(
-    stream: &mut TcpStream,
+    stream: &mut Stream,
 ) -> Result<(Option<ShownTicket>, Hello, Vec<u8>), HandshakeEnd> {
     let refused = |error: WireError| HandshakeEnd::Rejected(refusal_of(&error));
     let (mut header, mut body) = read_message(stream).await?;
@@ -592,7 +674,7 @@ async fn exchange(
 
 /// Reads the connecting side's last message.
 async fn read_ready(
-    stream: &mut TcpStream,
+    stream: &mut Stream,
     layout: &SlotLayout,
 ) -> Result<SideDescription, HandshakeEnd> {
     let (header, body) = read_message(stream).await?;

@@ -8,11 +8,11 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::close::CloseReason;
 use super::sentry::SentrySocket;
+use super::stream::Stream;
 
 /// Watches one peer. Dropping it closes the connection soon afterwards, on another thread, and the
 /// peer sees that this side is gone.
@@ -26,10 +26,11 @@ pub struct Liveness {
 impl Liveness {
     /// Takes over the connection after the handshake. Waits until another thread has taken it:
     /// microseconds if a processor is free, tens of seconds at most.
-    pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
-        let socket = OwnedFd::from(stream.into_std()?);
+    pub(super) fn new(stream: Stream, timeout: Duration) -> io::Result<Self> {
+        let (tcp, goodbyes) = stream.into_parts()?;
+        let socket = OwnedFd::from(tcp.into_std()?);
         watch_half_open(&socket, timeout)?;
-        let socket = SentrySocket::new(socket)?;
+        let socket = SentrySocket::new(socket, goodbyes)?;
         // SAFETY: the socket owns the event that it names, and names no other as long as it lives.
         let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE)? };
         Ok(Self { socket, _permit: None })

@@ -129,6 +129,10 @@ fn text_of(device: &DeviceDescription) -> String {
 /// Makes the rejection for a message that was not understood.
 pub(super) fn refusal_of(error: &WireError) -> Reject {
     let code = match error {
+        WireError::Magic { found } if found[0] == TLS_HANDSHAKE => {
+            let message = "the connecting side speaks TLS, and the listener has no certificate; start the listener with --tls DIR";
+            return Reject::new(RejectCode::TLS, message);
+        }
         WireError::Version { .. } => RejectCode::VERSION,
         _ => RejectCode::MALFORMED,
     };
@@ -141,6 +145,9 @@ pub fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
         && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
             == 0
 }
+
+/// First byte of a TLS handshake, see RFC 8446, section 5.1.
+const TLS_HANDSHAKE: u8 = 22;
 
 #[cfg(test)]
 mod tests {

@@ -37,8 +37,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, sendmsg, sockopt,
 };
 
-use super::close::{CloseReason, why_over};
-use super::wire::encode_goodbye;
+use super::close::{CloseReason, Goodbyes, why_over};
 use crate::wait::{event_fd, signal_event};
 
 /// A connection that the sentry holds. Dropping it closes the connection, soon.
@@ -57,13 +56,13 @@ impl SentrySocket {
     /// # Errors
     /// The system's error, when threads or descriptors are exhausted or no processor is free for
     /// [`ADOPT_LIMIT`]. The socket is closed then.
-    pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
-        Self::of(Sentry::get()?, socket)
+    pub(super) fn new(socket: OwnedFd, goodbyes: Goodbyes) -> io::Result<Self> {
+        Self::of(Sentry::get()?, socket, goodbyes)
     }
 
-    fn of(sentry: Arc<Sentry>, socket: OwnedFd) -> io::Result<Self> {
+    fn of(sentry: Arc<Sentry>, socket: OwnedFd, goodbyes: Goodbyes) -> io::Result<Self> {
         let event = event_fd()?;
-        let (id, peer) = sentry.adopt(socket, event.as_fd())?;
+        let (id, peer) = sentry.adopt(socket, event.as_fd(), goodbyes)?;
         Ok(Self { sentry, id, peer, event })
     }
 
@@ -115,8 +114,9 @@ impl AsFd for SentrySocket {
 }
 
 /// State of one connection, shared with the sentry.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct ConnectionState {
+    goodbyes: Goodbyes,
     /// 0 while it stands, then [`code_of`] the reason.
     reason: AtomicU8,
     stage: Mutex<Stage>,
@@ -137,6 +137,11 @@ enum Stage {
 }
 
 impl ConnectionState {
+    fn new(goodbyes: Goodbyes) -> Self {
+        let (reason, stage, changed) = (AtomicU8::new(0), Mutex::default(), Condvar::new());
+        Self { goodbyes, reason, stage, changed }
+    }
+
     fn reason(&self) -> Option<CloseReason> {
         // Acquire: a reader of the reason also sees everything that was done before the end.
         let code = self.reason.load(Ordering::Acquire);
@@ -307,8 +312,9 @@ impl Sentry {
         &self,
         socket: OwnedFd,
         event: BorrowedFd<'_>,
+        goodbyes: Goodbyes,
     ) -> io::Result<(u64, Arc<ConnectionState>)> {
-        let peer = Arc::new(ConnectionState::default());
+        let peer = Arc::new(ConnectionState::new(goodbyes));
         let id = {
             let mut inbox = lock(&self.shared.inbox);
             inbox.next_id += 1;
@@ -518,7 +524,7 @@ impl SentryThread {
     fn look(&self, id: u64) {
         // The connection may have been dropped since the event.
         if let Some(entry) = self.peers.get(&id)
-            && let Some(reason) = why_over(&entry.socket)
+            && let Some(reason) = why_over(&entry.socket, &entry.peer.goodbyes)
         {
             entry.peer.end(reason, entry.event.as_fd());
         }
@@ -561,7 +567,7 @@ impl SentryThread {
         let Some(entry) = self.peers.get(&id) else { return };
         // Best effort: a peer that is gone or does not read learns of the end from the shutdown.
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let _ = rustix::net::send(&entry.socket, &encode_goodbye(), flags);
+        let _ = rustix::net::send(&entry.socket, entry.peer.goodbyes.ours(), flags);
         let _ = rustix::net::shutdown(&entry.socket, Shutdown::Both);
         entry.peer.end(CloseReason::Local, entry.event.as_fd());
         entry.peer.set_stage(Stage::Closed);

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use super::*;
+use crate::bootstrap::wire::encode_goodbye;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -17,7 +18,7 @@ fn pair(sentry: &Arc<Sentry>) -> (SentrySocket, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     ours.set_nonblocking(true).expect("a socket");
     theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    (SentrySocket::of(Arc::clone(sentry), ours.into()).expect("socket"), theirs)
+    (SentrySocket::of(Arc::clone(sentry), ours.into(), Goodbyes::plain()).expect("socket"), theirs)
 }
 
 fn until_over(socket: &SentrySocket) -> CloseReason {
@@ -52,7 +53,8 @@ fn a_socket_is_in_the_sentrys_table_and_in_no_other() {
             entries.filter(|entry| is_it(entry.path())).count()
         };
         let own = format!("/proc/self/task/{}/fd", sentry.tid);
-        let socket = SentrySocket::of(Arc::clone(&sentry), ours.into()).expect("socket");
+        let socket =
+            SentrySocket::of(Arc::clone(&sentry), ours.into(), Goodbyes::plain()).expect("socket");
         let expected = (1, usize::from(!sentry.is_private));
         assert_eq!((copies(&own), copies("/proc/self/fd")), expected);
         for fd in 0..3 {
@@ -168,7 +170,7 @@ fn a_dropped_socket_ends_without_a_goodbye() {
 fn without_a_sentry_all_connections_are_refused_and_ended() {
     for sentry in sentries() {
         let (socket, mut theirs) = pair(&sentry);
-        let underway = Arc::new(ConnectionState::default());
+        let underway = Arc::new(ConnectionState::new(Goodbyes::plain()));
         lock(&sentry.shared.inbox).incoming.insert(77, Arc::clone(&underway));
         // No other code sends such a message. It ends the thread.
         rustix::net::send(&sentry.handoff, b"short", SendFlags::NOSIGNAL).expect("sent");
@@ -181,7 +183,8 @@ fn without_a_sentry_all_connections_are_refused_and_ended() {
         socket.close();
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        let error = SentrySocket::of(Arc::clone(&sentry), ours.into()).unwrap_err();
+        let error =
+            SentrySocket::of(Arc::clone(&sentry), ours.into(), Goodbyes::plain()).unwrap_err();
         let expected = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
         assert!(expected.contains(&error.kind()), "{error}");
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
@@ -195,7 +198,7 @@ fn a_message_without_all_descriptors_is_refused_and_the_next_is_taken() {
         for num_fds in [0, 1] {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
             theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-            let peer = Arc::new(ConnectionState::default());
+            let peer = Arc::new(ConnectionState::new(Goodbyes::plain()));
             lock(&sentry.shared.inbox).incoming.insert(77, Arc::clone(&peer));
             send(&sentry.handoff, ADOPT, 77, &[ours.as_fd()][..num_fds]).expect("sent");
             drop(ours);
