@@ -30,11 +30,16 @@ pub(crate) enum Refusal {
     NameBound { name: String },
     #[error(
         "member {name} has {} than this fleet: its fingerprint is {found}, the fleet's is \
-         {expected}; start the member with the fleet's checkpoint, or stop every member of the fleet \
-         first to serve another model",
+         {expected}; start the member with the fleet's checkpoint, or add the model with `switchyard model \
+         add {found}` to update the fleet",
         if *is_same_shape { "other weights" } else { "another model" }
     )]
     ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
+    #[error(
+        "member {name} has the model {fingerprint}, whose servers are being drained: start it with the fleet's current \
+         checkpoint"
+    )]
+    ModelLeaves { name: String, fingerprint: String },
     #[error(
         "member {name} describes the model {fingerprint} differently from the members before it: \
          its configuration must be the same file"

@@ -16,7 +16,9 @@ pub(crate) struct EncodedTable {
     /// The table as a server-sent event.
     pub(crate) event: Bytes,
     cluster_id: String,
-    epoch: u64,
+    pub(crate) epoch: u64,
+    /// Fingerprint of the model, if there is one.
+    pub(crate) fingerprint: Option<String>,
 }
 
 /// See the [module](self).
@@ -113,7 +115,9 @@ fn encode(table: &PlacementTable) -> EncodedTable {
     let json = serde_json::to_string(table).unwrap_or_default();
     let (cluster_id, epoch) = (table.cluster_id.clone(), table.epoch);
     let event = format!("event: placement\nid: {epoch}\ndata: {json}\n\n");
-    EncodedTable { json: Bytes::from(json), event: Bytes::from(event), cluster_id, epoch }
+    let fingerprint = table.model.as_ref().map(|model| model.fingerprint.clone());
+    let (json, event) = (Bytes::from(json), Bytes::from(event));
+    EncodedTable { json, event, cluster_id, epoch, fingerprint }
 }
 
 /// Number of tables that a slow watcher may lag behind before it skips to the newest.

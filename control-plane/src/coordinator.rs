@@ -1,5 +1,6 @@
 //! Runs the fleet: one lock, one clock, one writer of the store, many watchers.
 
+mod edition;
 mod record;
 mod tasks;
 mod tickets;
@@ -10,9 +11,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, EventList, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
-    ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus,
-    SuspectRequest, TensorDigest, WantedDigests,
+    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
+    ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest,
+    TensorDigest, WantedDigests,
 };
 use tokio::sync::{Notify, watch};
 use tracing::error;
@@ -22,11 +23,11 @@ use crate::board::Board;
 use crate::clock::{Clock, Stopwatch};
 use crate::events::EventLog;
 use crate::fleet::Fleet;
+use crate::member::Predecessor;
 use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::store::{Revision, Store, StoreError};
 use crate::tickets::{IssueError, TicketOffice};
-use tickets::open_tickets;
 use writer::{READ_ONLY, WriteState, reserve_epochs};
 
 /// Error of an operation.
@@ -38,15 +39,22 @@ pub(crate) enum OperationError {
     ReadOnly { reason: String },
     #[error(transparent)]
     Ticket(#[from] IssueError),
+    /// The update of the model does not allow the request.
+    #[error("{0}")]
+    Update(String),
     #[error("the control plane is shutting down")]
     ShuttingDown,
 }
 
-/// Times of a term.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TermTimes {
+/// Everything that a coordinator works with. Those of all editions share most of it.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) clock: Arc<dyn Clock>,
     pub(crate) lease_ttl: Duration,
-    pub(crate) ticket_life: Duration,
+    pub(crate) metrics: Metrics,
+    pub(crate) board: Arc<Board>,
+    pub(crate) events: EventLog,
+    pub(crate) tickets: Arc<TicketOffice>,
 }
 
 /// The control plane without HTTP.
@@ -69,7 +77,7 @@ pub(crate) struct Coordinator {
     /// Wakes the probes.
     suspected: Notify,
     store_kind: &'static str,
-    tickets: TicketOffice,
+    tickets: Arc<TicketOffice>,
 }
 
 /// Digests of the model's tensors, as a member has sent them.
@@ -88,13 +96,10 @@ impl Coordinator {
         mut fleet: Fleet,
         store: &mut dyn Store,
         mut revision: Revision,
-        clock: Arc<dyn Clock>,
-        times: TermTimes,
-        metrics: Metrics,
-        board: Arc<Board>,
+        context: Context,
     ) -> Result<(Self, Revision), StoreError> {
-        let lease_ttl = times.lease_ttl;
-        let tickets = open_tickets(&mut fleet, times, clock.now())?;
+        let Context { clock, lease_ttl, metrics, board, events, tickets } = context;
+        fleet.set_tickets(tickets.record());
         let mut state = WriteState::default();
         while fleet.needs_save() {
             let (snapshot, fleet_revision) = fleet.snapshot();
@@ -128,7 +133,7 @@ impl Coordinator {
             lease_ttl,
             metrics,
             board,
-            events: EventLog::default(),
+            events,
             model_digests: Mutex::new(None),
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
@@ -141,11 +146,13 @@ impl Coordinator {
         Ok((coordinator, revision))
     }
 
-    /// Registers a member. `owner` is the tag of the identity that alone may change it afterwards.
+    /// Registers a member. `owner` is the tag of the identity that alone may change it afterwards. `replaced` are processes
+    /// that had its name in the fleet of another model.
     pub(crate) async fn register(
         &self,
         request: RegisterRequest,
         owner: Option<&str>,
+        replaced: Vec<Predecessor>,
     ) -> Result<RegisterResponse, OperationError> {
         let (name, incarnation) = (request.name.clone(), request.incarnation);
         let is_known = self.with_fleet(|fleet, _| fleet.is_known(&name));
@@ -154,6 +161,7 @@ impl Coordinator {
         }
         let (response, revision, is_durable) = self.with_fleet(|fleet, now| {
             let response = fleet.register_for(request, owner, now)?;
+            fleet.add_predecessors(&name, replaced);
             let is_durable = fleet.is_durable(&name, incarnation);
             Ok::<_, Refusal>((response, fleet.revision(), is_durable))
         })?;
@@ -241,11 +249,6 @@ impl Coordinator {
         lock(&self.fleet).has_id(member)
     }
 
-    /// The last events, after number `seq`.
-    pub(crate) fn events_after(&self, seq: u64) -> EventList {
-        self.events.after(seq)
-    }
-
     pub(crate) fn status(&self) -> ClusterStatus {
         let error = self.write_error();
         let store =
@@ -272,6 +275,7 @@ impl Coordinator {
                 insecure: None,
                 store,
                 problems: Vec::new(),
+                editions: Vec::new(),
                 leader: None,
                 followers: Vec::new(),
             }
@@ -330,7 +334,7 @@ impl Coordinator {
         if !events.is_empty() {
             self.metrics.set_members(fleet.counts());
             self.metrics.set_coverage(fleet.coverage());
-            self.metrics.epoch.set(fleet.table().epoch as i64);
+            self.metrics.set_epoch(fleet.table().epoch);
         }
         let is_dirty = fleet.needs_save();
         drop(fleet);

@@ -139,13 +139,13 @@ impl Election {
             let begin = tokio::task::spawn_blocking(move || settings.begin(Box::new(store)));
             // A panic, or the runtime shuts down.
             let begun = begin.await.map_err(|_| StoreError::Deposed)??;
-            let coordinator = Arc::clone(&begun.coordinator);
+            let editions = Arc::clone(&begun.editions);
             let metrics = &self.settings.metrics;
             metrics.leader.set(1);
             metrics.terms.inc();
-            self.roles.set(Role::Leader { coordinator: Arc::clone(&coordinator), term });
-            self.settings.board.set_fresh(true);
-            info!(term, epoch = coordinator.status().epoch, "this control plane leads");
+            self.roles.set(Role::Leader { editions: Arc::clone(&editions), term });
+            self.settings.boards.set_fresh(true);
+            info!(term, epoch = editions.status().epoch, "this control plane leads");
             begun.run(stopping.clone(), writer_stopping.clone()).await
         };
         tokio::select! {
@@ -221,8 +221,8 @@ impl Election {
     }
 
     fn step_down(&self) {
-        if let Role::Leader { coordinator, .. } = self.roles.current() {
-            coordinator.end();
+        if let Role::Leader { editions, .. } = self.roles.current() {
+            editions.end();
         }
         let metrics = &self.settings.metrics;
         metrics.leader.set(0);
@@ -231,8 +231,8 @@ impl Election {
     }
 
     fn note_outage(&self, reason: Option<&str>) {
-        if let Role::Leader { coordinator, .. } = self.roles.current() {
-            coordinator.note_outage(reason);
+        if let Role::Leader { editions, .. } = self.roles.current() {
+            editions.note_outage(reason);
         }
     }
 

@@ -1,17 +1,19 @@
 //! The last events of the fleet, for people.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use control_api::{Event, EventList, Severity};
 
 use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
 
-/// The last [`CAPACITY`] events, in memory.
-#[derive(Debug)]
+/// The last [`CAPACITY`] events, in memory. Editions of the model share one log.
+#[derive(Clone, Debug)]
 pub(crate) struct EventLog {
-    kept: Mutex<Kept>,
+    kept: Arc<Mutex<Kept>>,
+    /// Start of every text of this handle: the model, while the fleet serves more than one.
+    label: Arc<Mutex<Option<String>>>,
 }
 
 #[derive(Debug)]
@@ -24,14 +26,31 @@ impl Default for EventLog {
     fn default() -> Self {
         // Numbers rise over restarts and over changes of the leader, as long as clocks do.
         let last_seq = unix_ms() * NUMBERS_PER_MS;
-        Self { kept: Mutex::new(Kept { last_seq, events: VecDeque::new() }) }
+        let kept = Kept { last_seq, events: VecDeque::new() };
+        Self { kept: Arc::new(Mutex::new(kept)), label: Arc::default() }
     }
 }
 
 impl EventLog {
+    /// A handle with a label of its own.
+    pub(crate) fn of_edition(&self) -> Self {
+        Self { label: Arc::default(), ..self.clone() }
+    }
+
+    pub(crate) fn set_label(&self, label: Option<String>) {
+        *self.label.lock().unwrap_or_else(PoisonError::into_inner) = label;
+    }
+
     /// Adds an event at the time of the system's clock.
     pub(crate) fn add(&self, event: &FleetEvent) {
         let (severity, text) = describe(event);
+        self.note(severity, text);
+    }
+
+    /// Adds a text as an event.
+    pub(crate) fn note(&self, severity: Severity, text: String) {
+        let label = self.label.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let text = label.map_or(text.clone(), |label| format!("{label}: {text}"));
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.last_seq += 1;
         let seq = kept.last_seq;

@@ -2,6 +2,7 @@
 //! Sans-I/O: every call gets the time as an argument, and the fleet does no I/O.
 
 mod durable;
+mod edition;
 mod event;
 mod follow;
 mod lease;
@@ -13,6 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{FleetGoals, MemberId, ModelDescriptor, PlacementTable};
+
+pub(crate) use edition::Holder;
 
 use crate::balance::{BalanceSettings, Loads, PlanJob};
 use crate::epoch::EpochAllocator;

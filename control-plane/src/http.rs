@@ -5,6 +5,7 @@ mod error;
 mod exposure;
 mod forward;
 mod guard;
+mod models;
 mod openapi;
 mod page;
 mod routes;
@@ -27,9 +28,9 @@ use crate::access::audit::AuditLog;
 use crate::access::metrics::AccessMetrics;
 use crate::access::rates::Rates;
 use crate::access::{Access, Rule};
-use crate::board::Board;
+use crate::boards::Boards;
 use crate::config::Limits;
-use crate::coordinator::Coordinator;
+use crate::editions::Editions;
 use crate::metrics::Metrics;
 use crate::role::{Role, Roles};
 use error::HttpError;
@@ -40,7 +41,7 @@ use guard::{ANY_ROLE, Rules};
 #[derive(Clone, Debug)]
 pub(crate) struct App {
     pub(crate) roles: Roles,
-    pub(crate) board: Arc<Board>,
+    pub(crate) boards: Arc<Boards>,
     pub(crate) metrics: Metrics,
     /// Sends requests to the leader.
     forwarder: reqwest::Client,
@@ -73,7 +74,7 @@ pub(crate) struct Guarding {
 impl App {
     pub(crate) fn new(
         roles: Roles,
-        board: Arc<Board>,
+        boards: Arc<Boards>,
         metrics: Metrics,
         limits: Limits,
         guarding: Guarding,
@@ -88,7 +89,7 @@ impl App {
         });
         Self {
             roles,
-            board,
+            boards,
             metrics,
             forwarder,
             cluster_token,
@@ -106,9 +107,9 @@ impl App {
     }
 
     /// The fleet, if this process leads.
-    pub(crate) fn leader(&self) -> Result<Arc<Coordinator>, HttpError> {
+    pub(crate) fn leader(&self) -> Result<Arc<Editions>, HttpError> {
         match self.roles.current() {
-            Role::Leader { coordinator, .. } => Ok(coordinator),
+            Role::Leader { editions, .. } => Ok(editions),
             // The role has changed since the request was taken for local.
             Role::Follower(_) => Err(forward::no_leader("this control plane does not lead")),
         }
@@ -149,6 +150,8 @@ fn all_routes() -> Vec<Route> {
     let own = Rule::Owner { any: &[] };
     let own_or_operator = Rule::Owner { any: &[Operator] };
     let reporters = Rule::Roles(&[Client, Server]);
+    // A control plane that follows has the token of the cluster, or one of its own.
+    let planes = Rule::Roles(&[Client, Server, Operator]);
     vec![
         open("/healthz", get(routes::healthz)),
         open("/readyz", get(routes::readyz)),
@@ -158,6 +161,13 @@ fn all_routes() -> Vec<Route> {
         read("/v1/placement/watch", ANY_ROLE, get(watch::placement_watch)),
         read(DIGESTS_PATH, ANY_ROLE, get(digests::model_digests)),
         change(Method::PUT, DIGESTS_PATH, server, put(digests::store_model_digests)),
+        read("/v1/models", ANY_ROLE, get(models::models)),
+        change(Method::POST, "/v1/models", operator, post(models::add_model)).audited("add_model"),
+        change(Method::POST, "/v1/models/switch", operator, post(models::switch_model))
+            .audited("switch_model"),
+        change(Method::POST, "/v1/models/abort", operator, post(models::abort_update))
+            .audited("abort_update"),
+        change(Method::POST, "/v1/models/clients", planes, post(models::report_clients)),
         read("/v1/leader", ANY_ROLE, get(routes::leader)),
         read("/v1/whoami", ANY_ROLE, get(routes::whoami)),
         read("/v1/status", ANY_ROLE, get(routes::status)),

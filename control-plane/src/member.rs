@@ -317,6 +317,7 @@ impl Member {
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            fingerprint: None,
             reports: self.recent_reports(now).collect(),
         }
     }

@@ -3,9 +3,11 @@
 mod expert_load;
 pub mod names;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use control_api::{MemberCounts, MemberState, ScalingAdvice};
+use control_api::{EditionInfo, EditionState, MemberCounts, MemberState, ScalingAdvice};
 use prometheus::{
     Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry,
@@ -20,9 +22,14 @@ use expert_load::ExpertLoad;
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     pub(crate) registry: Registry,
+    /// True if the gauges show the fleet of this handle: that of the current edition.
+    is_shown: Arc<AtomicBool>,
     members: IntGaugeVec,
     members_unreachable: IntGauge,
-    pub(crate) epoch: IntGauge,
+    epoch: IntGauge,
+    edition_serving: IntGaugeVec,
+    edition_missing: IntGaugeVec,
+    edition_clients: IntGaugeVec,
     pub(crate) placement_changes: IntCounter,
     pub(crate) registrations: IntCounterVec,
     pub(crate) expirations: IntCounterVec,
@@ -112,6 +119,22 @@ impl Metrics {
                 "Serving members that the control plane cannot connect to.",
             )?,
             epoch: make.gauge(names::EPOCH, "Epoch (version) of the placement table in force.")?,
+            is_shown: Arc::new(AtomicBool::new(true)),
+            edition_serving: make.gauges(
+                names::MODEL_SERVING_MEMBERS,
+                "Serving members by model, if the fleet serves more than one: the start of its fingerprint, and its state (current, next, retiring, draining).",
+                &["model", "state"],
+            )?,
+            edition_missing: make.gauges(
+                names::MODEL_EXPERTS_WITHOUT_REPLICA,
+                "Experts that no serving member holds by model, if the fleet serves more than one, counted per layer.",
+                &["model", "state"],
+            )?,
+            edition_clients: make.gauges(
+                names::MODEL_CLIENTS,
+                "Clients that follow the placement of a model, if the fleet serves more than one.",
+                &["model", "state"],
+            )?,
             placement_changes: make.counter(
                 names::PLACEMENT_CHANGES_TOTAL,
                 "Placement tables published since the start.",
@@ -207,6 +230,9 @@ impl Metrics {
     }
 
     pub(crate) fn set_members(&self, counts: MemberCounts) {
+        if !self.is_shown() {
+            return;
+        }
         for state in MemberState::ALL {
             let count = match state {
                 MemberState::Loading => counts.loading,
@@ -219,14 +245,74 @@ impl Metrics {
     }
 
     pub(crate) fn set_unreachable(&self, num_members: usize) {
-        self.members_unreachable.set(num_members as i64);
+        if self.is_shown() {
+            self.members_unreachable.set(num_members as i64);
+        }
     }
 
     pub(crate) fn set_expert_load(&self, loads: &[LayerLoad]) {
-        self.expert_load.set(loads);
+        if self.is_shown() {
+            self.expert_load.set(loads);
+        }
+    }
+
+    /// Handles for another edition. Counters are common; gauges of the fleet are set once that edition is
+    /// [shown](Self::show_fleet).
+    pub(crate) fn of_edition(&self, is_shown: bool) -> Self {
+        Self { is_shown: Arc::new(AtomicBool::new(is_shown)), ..self.clone() }
+    }
+
+    /// Makes the gauges show the fleet of this handle, or no longer.
+    pub(crate) fn show_fleet(&self, is_shown: bool) {
+        self.is_shown.store(is_shown, Ordering::Relaxed);
+    }
+
+    fn is_shown(&self) -> bool {
+        self.is_shown.load(Ordering::Relaxed)
+    }
+
+    /// Sets the gauges by model. Without editions, they have no series.
+    pub(crate) fn set_editions(&self, editions: &[EditionInfo]) {
+        let gauges = [&self.edition_serving, &self.edition_missing, &self.edition_clients];
+        let labels = |info: &EditionInfo, state: EditionState| {
+            let model: String =
+                info.fingerprint.iter().flat_map(|text| text.chars()).take(12).collect();
+            [model, state.as_str().to_owned()]
+        };
+        if editions.is_empty() {
+            gauges.iter().for_each(|gauge| gauge.reset());
+        }
+        for info in editions {
+            for state in EditionState::ALL {
+                let labels = labels(info, state);
+                let labels: Vec<&str> = labels.iter().map(String::as_str).collect();
+                if state != info.state {
+                    // An error means that there is no such series.
+                    gauges.iter().for_each(|gauge| drop(gauge.remove_label_values(&labels)));
+                    continue;
+                }
+                let values = [
+                    i64::from(info.members.serving),
+                    info.experts_without_replica as i64,
+                    info.num_clients as i64,
+                ];
+                for (gauge, value) in gauges.iter().zip(values) {
+                    gauge.with_label_values(&labels).set(value);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn set_epoch(&self, epoch: u64) {
+        if self.is_shown() {
+            self.epoch.set(epoch as i64);
+        }
     }
 
     pub(crate) fn set_advice(&self, advice: &ScalingAdvice) {
+        if !self.is_shown() {
+            return;
+        }
         self.advised_servers.set(advice.desired_servers.into());
         self.advice_confidence.set(advice.confidence);
         self.compute_share.set(advice.compute_share);
@@ -236,6 +322,9 @@ impl Metrics {
     }
 
     pub(crate) fn set_coverage(&self, coverage: Coverage) {
+        if !self.is_shown() {
+            return;
+        }
         self.experts_without_replica.set(coverage.without_replica as i64);
         self.experts_under_replicated.set(coverage.under_replicated as i64);
     }
@@ -246,6 +335,7 @@ impl Metrics {
         self.set_unreachable(0);
         self.set_expert_load(&[]);
         self.set_coverage(Coverage::default());
+        self.set_editions(&[]);
         self.store_writable.set(1);
         self.advised_servers.set(0);
         let shares = [&self.advice_confidence, &self.compute_share, &self.busiest_share];

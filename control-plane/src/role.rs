@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::coordinator::Coordinator;
+use crate::editions::Editions;
 
 /// See the [module](self). Changes only when another control plane is elected.
 #[derive(Clone, Debug)]
 pub(crate) enum Role {
     /// This process decides. With a store of its own it always does.
-    Leader { coordinator: Arc<Coordinator>, term: u64 },
+    Leader { editions: Arc<Editions>, term: u64 },
     /// Another process decides.
     Follower(Following),
 }

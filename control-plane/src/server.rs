@@ -20,9 +20,10 @@ use crate::access::audit::AuditLog;
 use crate::access::metrics::AccessMetrics;
 use crate::access::tokens::TokenFile;
 use crate::balance::BalanceSettings;
-use crate::board::Board;
+use crate::boards::Boards;
 use crate::clock::{Clock, MonotonicClock};
 use crate::config::{ConfigError, EtcdConfig, ServerConfig};
+use crate::editions::Term;
 use crate::election::Election;
 use crate::fleet::FleetSettings;
 use crate::http::{self, App, Exposure, Guarding};
@@ -31,7 +32,7 @@ use crate::planner::rebalance::PlanGoals;
 use crate::role::{Following, Role, Roles};
 use crate::store::etcd::{EtcdClient, EtcdStore};
 use crate::store::{FileStore, MemoryStore, Store, StoreError};
-use crate::term::{Term, TermSettings};
+use crate::term::TermSettings;
 
 /// A control plane that is bound to its address and has found its state. It serves requests once
 /// [`run`](Self::run) is called; earlier connections wait in the backlog.
@@ -41,7 +42,7 @@ pub struct Server {
     listener: TcpListener,
     local_addr: SocketAddr,
     roles: Roles,
-    board: Arc<Board>,
+    boards: Arc<Boards>,
     metrics: Metrics,
     guarding: Guarding,
     mode: Mode,
@@ -86,18 +87,18 @@ impl Server {
     ) -> Result<Self, BindError> {
         let (listener, local_addr) = bind_address(&config).await?;
         let settings = term_settings(&config, clock)?;
-        let (metrics, board) = (settings.metrics.clone(), Arc::clone(&settings.board));
+        let (metrics, boards) = (settings.metrics.clone(), Arc::clone(&settings.boards));
         let guarding = guarding(&config, &metrics)?;
         let begun = tokio::task::spawn_blocking(move || settings.begin(store)).await;
         let begun = begun.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
-        let coordinator = Arc::clone(&begun.coordinator);
-        check_model(&config, coordinator.status().model)?;
+        let editions = Arc::clone(&begun.editions);
+        check_model(&config, editions.status().model)?;
         metrics.leader.set(1);
         metrics.terms.inc();
-        board.set_fresh(true);
-        let roles = Roles::new(Role::Leader { coordinator, term: 1 }, None);
+        boards.set_fresh(true);
+        let roles = Roles::new(Role::Leader { editions, term: 1 }, None);
         let mode = Mode::Alone(begun);
-        Ok(Self { config, listener, local_addr, roles, board, metrics, guarding, mode })
+        Ok(Self { config, listener, local_addr, roles, boards, metrics, guarding, mode })
     }
 
     async fn bind_shared(
@@ -122,7 +123,7 @@ impl Server {
         let found = found.map_err(|err| BindError::Interrupted(io::Error::other(err)))??.0;
         check_model(&config, found.and_then(|snapshot| snapshot.model))?;
         let roles = Roles::new(Role::Follower(Following::default()), Some(own_url.clone()));
-        let (metrics, board) = (settings.metrics.clone(), Arc::clone(&settings.board));
+        let (metrics, boards) = (settings.metrics.clone(), Arc::clone(&settings.boards));
         let election = Election {
             client,
             prefix,
@@ -134,7 +135,7 @@ impl Server {
             roles: roles.clone(),
         };
         let mode = Mode::Shared(Box::new(election));
-        Ok(Self { config, listener, local_addr, roles, board, metrics, guarding, mode })
+        Ok(Self { config, listener, local_addr, roles, boards, metrics, guarding, mode })
     }
 
     /// The bound address. For port 0 in the settings it has the chosen port.
@@ -157,7 +158,7 @@ impl Server {
         self,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), RunError> {
-        let Self { config, listener, local_addr, roles, board, metrics, guarding, mode } = self;
+        let Self { config, listener, local_addr, roles, boards, metrics, guarding, mode } = self;
         let (stop, stopping) = watch::channel(false);
         let limits = config.limits.clone();
         let http_metrics = metrics.http.clone();
@@ -168,7 +169,7 @@ impl Server {
             AbortOnDrop(tokio::spawn(task))
         });
         let (stopped, limits_of_app) = (stopping.clone(), limits.clone());
-        let app = App::new(roles, board, metrics, limits_of_app, guarding, exposure, stopped);
+        let app = App::new(roles, boards, metrics, limits_of_app, guarding, exposure, stopped);
         let router = http::router(app);
         info!(%local_addr, "control plane is serving");
 
@@ -272,9 +273,9 @@ fn term_settings(config: &ServerConfig, clock: Arc<dyn Clock>) -> Result<TermSet
     if let Some(tls) = &config.security.tls {
         httpd::register_tls_metrics(&metrics.registry, tls.clone()).map_err(BindError::Metrics)?;
     }
-    let board = Arc::new(Board::new());
+    let boards = Arc::new(Boards::new());
     let ticket_life = config.ticket_life;
-    Ok(TermSettings { fleet, planner, lease_ttl, ticket_life, clock, metrics, board })
+    Ok(TermSettings { fleet, planner, lease_ttl, ticket_life, clock, metrics, boards })
 }
 
 /// Compares the stored model with the one that the settings name.

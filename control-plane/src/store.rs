@@ -4,6 +4,7 @@
 //! etcd are outside of the trait.
 
 mod document;
+pub(crate) mod editions;
 mod epoch_file;
 pub(crate) mod etcd;
 mod file;
@@ -18,6 +19,8 @@ use std::path::PathBuf;
 
 use control_api::{FleetGoals, MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
+
+pub use editions::{EditionRecord, PlannedSwitch, Retirement, StoredEdition};
 
 pub use crate::member::{MemberRecord, Phase, Predecessor};
 pub use crate::tickets::TicketRecord;
@@ -43,6 +46,9 @@ pub struct Snapshot {
     /// Public keys of tickets, and the least epoch.
     #[serde(default, skip_serializing_if = "TicketRecord::is_empty")]
     pub tickets: TicketRecord,
+    /// The other editions of the model, during an update.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub others: Vec<StoredEdition>,
 }
 
 impl Snapshot {
@@ -55,6 +61,7 @@ impl Snapshot {
             members: Vec::new(),
             goals: None,
             tickets: TicketRecord::default(),
+            others: Vec::new(),
         }
     }
 
@@ -69,6 +76,12 @@ impl Snapshot {
             self.members.iter().map(|member| &member.member_id).collect();
         if names.len() != self.members.len() || ids.len() != self.members.len() {
             return Err("two members with the same name or id".to_owned());
+        }
+        for other in &self.others {
+            if !other.snapshot.others.is_empty() {
+                return Err("an edition of the model inside of another one".to_owned());
+            }
+            other.snapshot.check()?;
         }
         Ok(())
     }

@@ -46,6 +46,8 @@ struct State {
     /// Time at which the next signer is made.
     renew_at: Duration,
     record: TicketRecord,
+    /// Highest epoch of a ticket. The placement's epoch is lower after a switch to another model.
+    highest_epoch: u64,
 }
 
 /// No ticket can be issued.
@@ -77,7 +79,7 @@ impl TicketOffice {
         let TicketSettings { life, spread } = settings;
         let signs_from = if has_servers { now + spread } else { now };
         let renew_at = now + KEY_LIFE / 2;
-        let state = State { signer, next: None, signs_from, renew_at, record };
+        let state = State { signer, next: None, signs_from, renew_at, record, highest_epoch: 0 };
         Ok(Self { fleet: fleet.to_owned(), life, spread, state: Mutex::new(state) })
     }
 
@@ -111,8 +113,9 @@ impl TicketOffice {
             return Err(IssueError::Name { found: client.chars().count() });
         }
         let key: PublicKey = key.parse()?;
-        let state = self.lock();
-        let epoch = epoch.max(state.record.least_epoch);
+        let mut state = self.lock();
+        let epoch = epoch.max(state.record.least_epoch).max(state.highest_epoch);
+        state.highest_epoch = epoch;
         let claims = Claims::new(self.fleet.clone(), client.clone(), key, epoch, wall, self.life);
         let ticket = claims.sign(&state.signer)?;
         Ok(TicketResponse { ticket, epoch, expires_in_ms: self.life.as_millis() as u64 })
@@ -121,8 +124,9 @@ impl TicketOffice {
     /// Revokes all tickets issued so far. `epoch` is that of the placement. Returns the least epoch in force.
     pub(crate) fn revoke(&self, epoch: u64) -> u64 {
         let mut state = self.lock();
+        let highest = state.highest_epoch.max(epoch);
         let record = &mut state.record;
-        record.least_epoch = record.least_epoch.max(epoch) + 1;
+        record.least_epoch = record.least_epoch.max(highest) + 1;
         record.least_epoch
     }
 
@@ -157,6 +161,15 @@ impl fmt::Debug for TicketOffice {
 }
 
 impl TicketRecord {
+    /// The keys of both records. Those of this one are the newer ones.
+    pub(crate) fn join(&mut self, other: &Self) {
+        let is_new = |key: &&TicketKey| !self.keys.iter().any(|known| known.key == key.key);
+        let older: Vec<TicketKey> = other.keys.iter().filter(is_new).cloned().collect();
+        self.keys.splice(0..0, older);
+        self.keys.sort_by_key(|key| key.expires_at);
+        self.least_epoch = self.least_epoch.max(other.least_epoch);
+    }
+
     /// Adds a key, and removes the ones that have ended and those beyond the limit.
     fn publish(&mut self, key: &PublicKey, wall: UnixTime) {
         self.keys.retain(|key| key.expires_at >= wall.0);
@@ -238,6 +251,29 @@ mod tests {
         // The placement's epoch is still lower, and new tickets count all the same.
         let fresh = third.issue(&request(&client), 4, WALL).unwrap();
         assert_eq!((fresh.epoch, check(&third, &fresh.ticket, &client)), (5, Ok(())));
+    }
+
+    /// After a switch to another model the placement has lower epochs.
+    #[test]
+    fn a_lower_epoch_of_the_placement_revokes_all_the_same() {
+        let client = SecretKey::generate().unwrap();
+        let office = office(TicketRecord::default(), false, WALL);
+        let old = office.issue(&request(&client), 500, WALL).unwrap();
+        assert_eq!(office.revoke(7), 501);
+        assert!(matches!(check(&office, &old.ticket, &client), Err(TicketError::Revoked { .. })));
+        let new = office.issue(&request(&client), 8, WALL).unwrap();
+        assert_eq!((new.epoch, check(&office, &new.ticket, &client)), (501, Ok(())));
+    }
+
+    #[test]
+    fn two_records_become_one() {
+        let first = office(TicketRecord::default(), false, WALL).record();
+        let mut second = office(first.clone(), false, UnixTime(WALL.0 + 5)).record();
+        let other = office(first.clone(), false, UnixTime(WALL.0 + 1)).record();
+        let expected = [first.keys[0].clone(), other.keys[1].clone(), second.keys[1].clone()];
+        second.least_epoch = 3;
+        second.join(&TicketRecord { least_epoch: 9, ..other });
+        assert_eq!(second, TicketRecord { keys: expected.to_vec(), least_epoch: 9 });
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The HTTP client: one call per request, with a timeout and a typed error.
 
+mod models;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::path::Path;
@@ -11,6 +13,8 @@ use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Method, StatusCode, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+pub use models::PlacementQuery;
 
 use trust::tls::{Security, Side, explain, is_loopback_host};
 
@@ -196,9 +200,17 @@ impl ControlClient {
         self.call(Method::POST, "v1/tickets/revoke", None::<&()>).await
     }
 
-    /// The validated placement table in force.
+    /// The validated placement table of the current model.
     pub async fn placement(&self) -> Result<PlacementTable, ControlError> {
-        let path = "v1/placement";
+        self.placement_of(&PlacementQuery::default()).await
+    }
+
+    /// The validated placement table of one model.
+    pub async fn placement_of(
+        &self,
+        query: &PlacementQuery,
+    ) -> Result<PlacementTable, ControlError> {
+        let path = &*query.on("v1/placement");
         let (base, bytes) = self.exchange(Method::GET, path, None::<&()>).await?;
         let table = serde_json::from_slice(&bytes);
         checked(&base, path, table.map_err(|err| bad_response(&base, path, err.to_string()))?)
@@ -260,9 +272,18 @@ impl ControlClient {
         self.call(Method::PUT, "v1/goals", Some(goals)).await
     }
 
-    /// Opens the stream of placement tables. [`crate::PlacementWatch`] uses it and reconnects.
+    /// Opens the stream of placement tables of the model that is current at this moment. [`crate::PlacementWatch`] uses it
+    /// and reconnects.
     pub async fn watch_placement(&self) -> Result<WatchStream, ControlError> {
-        let path = "v1/placement/watch";
+        self.watch_placement_of(&PlacementQuery::default()).await
+    }
+
+    /// Opens the stream of placement tables of one model.
+    pub async fn watch_placement_of(
+        &self,
+        query: &PlacementQuery,
+    ) -> Result<WatchStream, ControlError> {
+        let path = &*query.on("v1/placement/watch");
         let mut attempts = Attempts::new(self);
         while let Some((base, bound)) = attempts.next() {
             let outcome = bounded(base, path, bound, self.open_watch(base, path)).await;

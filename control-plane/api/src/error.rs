@@ -42,6 +42,10 @@ pub mod code {
     pub const NAME_IN_USE: &str = "name_in_use";
     /// 409: the member serves another model than the fleet.
     pub const MODEL_MISMATCH: &str = "model_mismatch";
+    /// 404: the fleet serves no model of this fingerprint.
+    pub const UNKNOWN_MODEL: &str = "unknown_model";
+    /// 409: the update of the model that is under way does not allow the request.
+    pub const MODEL_UPDATE: &str = "model_update";
     /// 409: no partition of the model fits into the member.
     pub const CAPACITY_TOO_SMALL: &str = "capacity_too_small";
     /// 409: the placement of this control plane does not follow the load.

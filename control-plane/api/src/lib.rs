@@ -2,6 +2,7 @@
 //! of the placement table, and the keeper of a member's lease.
 //!
 //! * [`types`]: bodies of requests and responses, each with its OpenAPI schema.
+//! * [`models`]: bodies about the models that a fleet serves side by side during an update.
 //! * [`tickets`]: bodies about tickets.
 //! * [`placement`]: the placement table and its validation.
 //! * [`ControlClient`]: one call per request, with a timeout and a typed error.
@@ -16,6 +17,7 @@ mod backoff;
 mod client;
 mod error;
 mod lease;
+pub mod models;
 pub mod placement;
 mod sse;
 pub mod tickets;
@@ -24,9 +26,13 @@ pub mod types;
 mod watch;
 
 pub use access::{AuditEntry, AuditList, WhoAmI};
-pub use client::{ClientOptions, ControlClient, WatchStream};
+pub use client::{ClientOptions, ControlClient, PlacementQuery, WatchStream};
 pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
+pub use models::{
+    AddModelRequest, ClientsReport, EditionInfo, EditionList, EditionState, ModelClients,
+    SwitchRequest,
+};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use tickets::{RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse};
 pub use types::{

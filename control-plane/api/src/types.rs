@@ -8,6 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::models::{EditionInfo, EditionState};
 use crate::tickets::TicketKeys;
 
 /// Identity of a member. The control plane chooses it at registration.
@@ -483,6 +484,9 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// Fingerprint of its model. Absent while the fleet serves one model only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
     /// Clients that reported in the last minute that they cannot reach the member, the newest first, 8 at most.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reports: Vec<LinkReport>,
@@ -649,6 +653,10 @@ pub struct ClusterStatus {
     /// Troubles of the control plane itself that need a person, as sentences.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
+    /// The models, if the fleet serves more than one: the current one, which the other fields describe, and the one that
+    /// comes or goes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub editions: Vec<EditionInfo>,
     /// URL of the control plane that leads, if several share the store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
@@ -757,6 +765,16 @@ impl ClusterStatus {
         if let Some(reason) = &self.tls_error {
             problems.push(format!("the control plane's TLS files cannot be used: {reason}"));
         }
+        for edition in &self.editions {
+            let (without, total) = (edition.experts_without_replica, edition.experts_total);
+            if edition.state == EditionState::Retiring && edition.num_clients > 0 && without > 0 {
+                let clients = edition.num_clients;
+                problems.push(format!(
+                    "{without} of {total} experts of the retiring model have no live replica, and {clients} clients \
+                     follow it"
+                ));
+            }
+        }
         if !self.store.writable {
             let reason = self.store.error.as_deref().unwrap_or("no reason given");
             problems.push(format!("the store cannot be written: {reason}"));
@@ -804,6 +822,7 @@ mod tests {
             insecure: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
             problems: Vec::new(),
+            editions: Vec::new(),
             leader: None,
             followers: Vec::new(),
         };
@@ -819,6 +838,23 @@ mod tests {
         check(&|s| s.experts_under_replicated = 8, degraded, "fewer replicas");
         check(&|s| s.members.expired = 1, degraded, "not come back");
         check(&|s| s.members.serving = 2, degraded, "2 of 3 planned");
+        let retiring = |s: &mut ClusterStatus| {
+            s.editions = vec![EditionInfo {
+                fingerprint: Some("11ff11ff".to_owned()),
+                state: EditionState::Retiring,
+                model: None,
+                epoch: 4,
+                members: MemberCounts::default(),
+                experts_total: 8,
+                experts_without_replica: 2,
+                experts_under_replicated: 0,
+                num_clients: 1,
+                plan_error: None,
+                switches_when_complete: false,
+                retires_within_ms: Some(1),
+            }];
+        };
+        check(&retiring, degraded, "retiring model");
         check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
         check(&|s| s.tls_error = Some("no key".to_owned()), degraded, "no key");
         check(&|s| s.store.writable = false, degraded, "cannot be written");

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use crate::backoff::Backoff;
-use crate::client::ControlClient;
+use crate::client::{ControlClient, PlacementQuery};
 use crate::error::{ConfigError, ControlError};
 use crate::placement::PlacementTable;
 
@@ -26,6 +26,11 @@ pub struct WatchOptions {
     /// another cluster. A control plane that has lost its state starts with an empty table, and its servers
     /// register again within a lease. Default: 15 s.
     pub new_cluster_grace: Duration,
+    /// Fingerprint of the model to follow. `None` takes the model that is current when the first table with a model
+    /// arrives. The watch then asks for that model with each reconnect. Default: `None`.
+    pub fingerprint: Option<String>,
+    /// True for a watch that makes no calls. It does not keep an old model in service. Default: false.
+    pub is_observer: bool,
 }
 
 impl Default for WatchOptions {
@@ -34,6 +39,8 @@ impl Default for WatchOptions {
             first_backoff: Duration::from_millis(50),
             max_backoff: Duration::from_secs(2),
             new_cluster_grace: Duration::from_secs(15),
+            fingerprint: None,
+            is_observer: false,
         }
     }
 }
@@ -73,6 +80,8 @@ pub struct WatchState {
 /// the epoch never goes backwards. A control plane that has lost its state has another cluster id. Its
 /// tables are accepted with any epoch, but an incomplete one replaces a complete one only after
 /// [`WatchOptions::new_cluster_grace`].
+///
+/// A watch stays with one model: with [`WatchOptions::fingerprint`], or with that of its first table.
 #[derive(Debug)]
 pub struct PlacementWatch {
     tables: watch::Receiver<Arc<PlacementTable>>,
@@ -205,7 +214,11 @@ impl Follower {
 
     /// Reads one stream until it breaks, and returns the error.
     async fn follow(&mut self, backoff: &mut Backoff) -> ControlError {
-        let mut stream = match self.client.watch_placement().await {
+        let query = PlacementQuery {
+            fingerprint: self.options.fingerprint.clone(),
+            is_observer: self.options.is_observer,
+        };
+        let mut stream = match self.client.watch_placement_of(&query).await {
             Ok(stream) => stream,
             Err(err) => return err,
         };
@@ -275,6 +288,10 @@ impl Follower {
 
     fn publish(&mut self, table: PlacementTable) {
         debug!(epoch = table.epoch, servers = table.servers.len(), "new placement");
+        if let (None, Some(model)) = (&self.options.fingerprint, &table.model) {
+            // From here on the watch stays with this model, also over an update of the fleet's.
+            self.options.fingerprint = Some(model.fingerprint.clone());
+        }
         self.pending = None;
         self.tables.send_replace(Arc::new(table));
     }

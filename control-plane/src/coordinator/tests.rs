@@ -8,6 +8,7 @@ use crate::clock::ManualClock;
 use crate::fleet::FleetSettings;
 use crate::planner::BalancedPlanner;
 use crate::store::MemoryStore;
+use crate::tickets::TicketSettings;
 
 const TTL: Duration = Duration::from_secs(3);
 const NUM_MEMBERS: u32 = 200;
@@ -49,8 +50,20 @@ fn start() -> (Coordinator, Arc<ManualClock>) {
     let (metrics, board) = (Metrics::new(2).unwrap(), Arc::new(Board::new()));
     let now: Arc<dyn Clock> = clock.clone();
     let (mut store, revision) = (MemoryStore::new(), Revision::default());
-    let times = TermTimes { lease_ttl: TTL, ticket_life: Duration::from_secs(600) };
-    let started = Coordinator::start(fleet, &mut store, revision, now, times, metrics, board);
+    let (wall, cluster) = (std::time::SystemTime::now().into(), fleet.cluster_id().to_owned());
+    let settings =
+        TicketSettings { life: Duration::from_secs(600), spread: Duration::from_secs(1) };
+    let record = crate::tickets::TicketRecord::default();
+    let tickets = TicketOffice::open(&cluster, record, settings, false, now.now(), wall).unwrap();
+    let context = Context {
+        clock: now,
+        lease_ttl: TTL,
+        metrics,
+        board,
+        events: EventLog::default(),
+        tickets: Arc::new(tickets),
+    };
+    let started = Coordinator::start(fleet, &mut store, revision, context);
     (started.unwrap().0, clock)
 }
 

@@ -1,14 +1,11 @@
 //! Tickets: issue, revocation and new keys.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use control_api::{TicketRequest, TicketResponse};
 use tracing::{debug, info, warn};
 
-use super::{Coordinator, OperationError, TermTimes, lock};
-use crate::fleet::Fleet;
-use crate::store::StoreError;
-use crate::tickets::{TicketOffice, TicketSettings};
+use super::{Coordinator, OperationError, lock};
 
 impl Coordinator {
     /// Issues a ticket, once servers have had the time to learn the key of this term.
@@ -52,29 +49,3 @@ impl Coordinator {
         }
     }
 }
-
-/// Opens the office of tickets, whose key becomes a part of the fleet's snapshot.
-pub(super) fn open_tickets(
-    fleet: &mut Fleet,
-    times: TermTimes,
-    now: Duration,
-) -> Result<TicketOffice, StoreError> {
-    let settings = TicketSettings {
-        life: times.ticket_life,
-        spread: (times.lease_ttl / 2).min(MAX_KEY_SPREAD),
-    };
-    let has_servers = !fleet.infos(now).is_empty();
-    let (fleet_id, record) = (fleet.cluster_id().to_owned(), fleet.tickets().clone());
-    let wall = SystemTime::now().into();
-    let office = TicketOffice::open(&fleet_id, record, settings, has_servers, now, wall);
-    let office = office.map_err(|err| StoreError::Io {
-        operation: "make a key for tickets of",
-        path: fleet_id.into(),
-        source: std::io::Error::other(err),
-    })?;
-    fleet.set_tickets(office.record());
-    Ok(office)
-}
-
-/// A request for a ticket waits no longer than this for the servers to learn a new key.
-const MAX_KEY_SPREAD: Duration = Duration::from_secs(2);

@@ -1,16 +1,22 @@
 //! A control plane that does not lead: finds the leader, and shows the leader's placement.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 
-use control_api::{PlacementWatch, WatchOptions, WatchStatus};
+use control_api::{
+    ClientsReport, ControlClient, ModelClients, PlacementWatch, WatchOptions, WatchStatus, code,
+};
 use serde_json::json;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tracing::{error, info};
 
 use super::{Election, RETRY};
+use crate::boards::{Boards, EditionBoard};
+use crate::metrics::Metrics;
 use crate::role::{Following, Role};
 use crate::store::etcd::{ELECTION, encoded, end_of};
 
@@ -126,13 +132,78 @@ impl Election {
         }
     }
 
+    /// Publishes the tables of all editions of the leader at `url`, and reports this process's clients to it.
     async fn relay_from(&self, url: Option<String>) -> Infallible {
-        let board = &self.settings.board;
-        let watch = url.and_then(|url| {
-            let client = self.client_of(&url).ok()?;
-            PlacementWatch::spawn(&client, &Handle::current(), WatchOptions::default()).ok()
+        let boards = &self.settings.boards;
+        let Some(leader) = url.and_then(|url| self.client_of(&url).ok()) else {
+            sleep(STALE_AFTER).await;
+            boards.set_fresh(false);
+            return std::future::pending().await;
+        };
+        // Dropping the set ends its tasks.
+        let mut tasks = JoinSet::new();
+        let mut relays: Vec<(Arc<EditionBoard>, AbortHandle)> = Vec::new();
+        loop {
+            let found = match leader.report_clients(&self.clients_report()).await {
+                Ok(list) => list.editions.into_iter().map(|edition| edition.fingerprint).collect(),
+                // A leader of an earlier version has one model.
+                Err(err) if matches!(err.code(), Some(code::NOT_FOUND)) => vec![None],
+                Err(_) => boards.all().iter().map(|edition| edition.fingerprint()).collect(),
+            };
+            let editions = boards.set(&found);
+            relays.retain(|(board, relay)| {
+                let is_kept = editions.iter().any(|edition| Arc::ptr_eq(edition, board));
+                if !is_kept {
+                    relay.abort();
+                }
+                is_kept
+            });
+            for edition in editions {
+                if relays.iter().any(|(board, _)| Arc::ptr_eq(board, &edition)) {
+                    continue;
+                }
+                let relay = Relay {
+                    leader: leader.clone(),
+                    edition: Arc::clone(&edition),
+                    boards: Arc::clone(boards),
+                    metrics: self.settings.metrics.clone(),
+                };
+                relays.push((edition, tasks.spawn(relay.run())));
+            }
+            if let Some(latest) = boards.current().board.latest() {
+                self.settings.metrics.set_epoch(latest.epoch);
+            }
+            // Relays end only when they are aborted.
+            while tasks.try_join_next().is_some() {}
+            sleep(REPORT_PERIOD).await;
+        }
+    }
+
+    fn clients_report(&self) -> ClientsReport {
+        let clients = self.settings.boards.all().into_iter().filter_map(|edition| {
+            let num_clients = edition.num_clients();
+            edition.fingerprint().map(|fingerprint| ModelClients { fingerprint, num_clients })
         });
-        let Some(watch) = watch else {
+        ClientsReport { reporter: self.own_url.clone(), clients: clients.collect() }
+    }
+}
+
+/// Publishes the tables of one edition of the leader on its board.
+struct Relay {
+    leader: ControlClient,
+    edition: Arc<EditionBoard>,
+    boards: Arc<Boards>,
+    metrics: Metrics,
+}
+
+impl Relay {
+    async fn run(self) {
+        let mut options = WatchOptions::default();
+        options.fingerprint = self.edition.fingerprint();
+        options.is_observer = true;
+        let board = &self.edition.board;
+        let watch = PlacementWatch::spawn(&self.leader, &Handle::current(), options);
+        let Ok(watch) = watch else {
             sleep(STALE_AFTER).await;
             board.set_fresh(false);
             return std::future::pending().await;
@@ -161,7 +232,9 @@ impl Election {
                     }
                     let table = tables.borrow_and_update().clone();
                     board.publish(&table);
-                    self.settings.metrics.epoch.set(table.epoch as i64);
+                    if Arc::ptr_eq(&self.boards.current(), &self.edition) {
+                        self.metrics.set_epoch(table.epoch);
+                    }
                 }
                 // The sender of both lives as long as the watch.
                 _ = state.changed() => {}
@@ -175,4 +248,6 @@ impl Election {
 const STALE_AFTER: Duration = Duration::from_secs(10);
 /// The candidates are listed again after this time without a change.
 const RELIST: Duration = Duration::from_secs(5);
+/// Clients are reported to the leader at this rate.
+const REPORT_PERIOD: Duration = Duration::from_millis(500);
 const LIST_BOUND: Duration = Duration::from_secs(2);

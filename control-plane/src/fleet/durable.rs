@@ -26,6 +26,7 @@ impl Fleet {
             members: self.members.values().map(record).collect(),
             goals: self.changed_goals,
             tickets: self.tickets.clone(),
+            others: Vec::new(),
         };
         (snapshot, self.revision)
     }
@@ -33,11 +34,6 @@ impl Fleet {
     /// Identity of the cluster.
     pub(crate) fn cluster_id(&self) -> &str {
         &self.cluster_id
-    }
-
-    /// The durable part of tickets.
-    pub(crate) const fn tickets(&self) -> &TicketRecord {
-        &self.tickets
     }
 
     pub(crate) fn set_tickets(&mut self, tickets: TicketRecord) {

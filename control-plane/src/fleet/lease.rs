@@ -287,7 +287,7 @@ impl Fleet {
         Ok(member)
     }
 
-    fn name_of(&self, member: &MemberId) -> Result<&str, Refusal> {
+    pub(super) fn name_of(&self, member: &MemberId) -> Result<&str, Refusal> {
         if let Some(name) = self.names.get(member) {
             return Ok(name);
         }

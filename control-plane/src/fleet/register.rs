@@ -227,4 +227,4 @@ impl Fleet {
 }
 
 /// Predecessors kept per name, so that a replaced process cannot register again.
-const MAX_SUPERSEDED: usize = 8;
+pub(super) const MAX_SUPERSEDED: usize = 8;

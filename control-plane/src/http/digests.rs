@@ -1,7 +1,8 @@
 //! The digests of the model's tensors: kept in memory, for members that serve other weights. After a restart members
 //! are asked for them with their next renewals.
 
-use axum::extract::{Request, State};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
@@ -9,14 +10,20 @@ use control_api::{ApiError, ModelDigests, code};
 
 use super::App;
 use super::error::HttpError;
+use super::models::ModelQuery;
 
 /// The digests of the model's tensors.
-#[utoipa::path(get, path = "/v1/model/digests", tag = "placement", responses(
+#[utoipa::path(get, path = "/v1/model/digests", tag = "placement",
+    params(("fingerprint" = Option<String>, Query, description = "Model. Default: the current one")), responses(
     (status = 200, description = "The digests", body = ModelDigests),
     (status = 404, description = "`not_found`: no member has sent them", body = ApiError)))]
-pub(super) async fn model_digests(State(app): State<App>) -> Result<Response, HttpError> {
+pub(super) async fn model_digests(
+    State(app): State<App>,
+    query: Result<Query<ModelQuery>, QueryRejection>,
+) -> Result<Response, HttpError> {
+    let query = ModelQuery::checked(query)?;
     let missing = "no member has sent digests of the model's tensors";
-    let json = app.leader()?.model_digests();
+    let json = app.leader()?.model_digests(query.fingerprint.as_deref());
     let json = json.ok_or_else(|| HttpError::new(code::NOT_FOUND, missing))?;
     Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
 }

@@ -49,7 +49,7 @@ impl HttpError {
             code::FORBIDDEN => StatusCode::FORBIDDEN,
             code::RATE_LIMITED => StatusCode::TOO_MANY_REQUESTS,
             code::BAD_REQUEST => StatusCode::BAD_REQUEST,
-            code::NOT_FOUND | code::UNKNOWN_MEMBER => StatusCode::NOT_FOUND,
+            code::NOT_FOUND | code::UNKNOWN_MEMBER | code::UNKNOWN_MODEL => StatusCode::NOT_FOUND,
             code::METHOD_NOT_ALLOWED => StatusCode::METHOD_NOT_ALLOWED,
             code::BODY_TOO_LARGE => StatusCode::PAYLOAD_TOO_LARGE,
             code::REQUEST_TIMEOUT => StatusCode::REQUEST_TIMEOUT,
@@ -58,6 +58,7 @@ impl HttpError {
             | code::NAME_IN_USE
             | code::FIXED_PLACEMENT
             | code::MODEL_MISMATCH
+            | code::MODEL_UPDATE
             | code::CAPACITY_TOO_SMALL => StatusCode::CONFLICT,
             code::TOO_MANY_MEMBERS
             | code::TOO_MANY_WATCHERS
@@ -95,6 +96,7 @@ impl From<OperationError> for HttpError {
                 Refusal::NameInUse { .. } => code::NAME_IN_USE,
                 Refusal::NameBound { .. } => code::FORBIDDEN,
                 Refusal::ModelMismatch { .. }
+                | Refusal::ModelLeaves { .. }
                 | Refusal::DescriptorMismatch { .. }
                 | Refusal::BytesMismatch => code::MODEL_MISMATCH,
                 Refusal::FixedPlacement => code::FIXED_PLACEMENT,
@@ -105,6 +107,7 @@ impl From<OperationError> for HttpError {
             OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
             OperationError::Ticket(_) => code::BAD_REQUEST,
             OperationError::ReadOnly { .. } => code::STORE_READ_ONLY,
+            OperationError::Update(_) => code::MODEL_UPDATE,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };
         Self::new(code, err.to_string())

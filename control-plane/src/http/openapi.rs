@@ -11,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use utoipa::OpenApi;
 
-use super::{all_routes, digests, forward, routes, tickets, watch};
+use super::{all_routes, digests, forward, models, routes, tickets, watch};
 use crate::access::Rule;
 
 /// This document.
@@ -37,6 +37,11 @@ pub(super) async fn openapi_json() -> Response {
         watch::placement_watch,
         digests::model_digests,
         digests::store_model_digests,
+        models::models,
+        models::add_model,
+        models::switch_model,
+        models::abort_update,
+        models::report_clients,
         routes::leader,
         routes::whoami,
         routes::status,

@@ -19,6 +19,7 @@ use super::App;
 use super::error::{Body, HttpError};
 use super::forward::no_leader;
 use super::guard::AuditNote;
+use super::models::ModelQuery;
 use crate::access::Caller;
 use crate::role::{Following, Role};
 
@@ -43,8 +44,8 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
     match app.roles.current() {
-        Role::Leader { coordinator, .. } => {
-            Ok(match (coordinator.write_error(), app.exposure.tls_error()) {
+        Role::Leader { editions, .. } => {
+            Ok(match (editions.write_error(), app.exposure.tls_error()) {
                 (Some(reason), _) => format!("ok, but the store cannot be written: {reason}\n"),
                 (None, Some(reason)) => format!("ok, but the TLS files cannot be used: {reason}\n"),
                 (None, None) => "ok\n".to_owned(),
@@ -52,7 +53,7 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
         }
         // The table of a follower turns stale if the leader does not answer.
         Role::Follower(Following { leader_url: Some(url), .. })
-            if *app.board.freshness().borrow() =>
+            if *app.boards.current().board.freshness().borrow() =>
         {
             Ok(format!("ok, {url} leads\n"))
         }
@@ -73,11 +74,17 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
 }
 
 /// The placement table in force.
-#[utoipa::path(get, path = "/v1/placement", tag = "placement", responses(
+#[utoipa::path(get, path = "/v1/placement", tag = "placement",
+    params(("fingerprint" = Option<String>, Query, description = "Model. Default: the current one")), responses(
     (status = 200, description = "The table", body = PlacementTable),
+    (status = 404, description = "`unknown_model`", body = ApiError),
     (status = 503, description = "`no_leader`: no table is known yet", body = ApiError)))]
-pub(super) async fn placement(State(app): State<App>) -> Result<Response, HttpError> {
-    let latest = app.board.latest().ok_or_else(|| no_leader("no placement is known"))?;
+pub(super) async fn placement(
+    State(app): State<App>,
+    query: Result<Query<ModelQuery>, QueryRejection>,
+) -> Result<Response, HttpError> {
+    let edition = ModelQuery::checked(query)?.edition(&app)?;
+    let latest = edition.board.latest().ok_or_else(|| no_leader("no placement is known"))?;
     Ok(([(CONTENT_TYPE, "application/json")], latest.json.clone()).into_response())
 }
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, PlacementTable, code};
@@ -17,25 +18,36 @@ use tokio::sync::broadcast;
 use super::App;
 use super::error::HttpError;
 use super::forward::no_leader;
+use super::models::ModelQuery;
 use crate::access::Caller;
-use crate::board::EncodedTable;
+use crate::board::{Board, EncodedTable};
+use crate::boards::CountedClient;
 use httpd::stopped;
 
 /// Stream of placement tables. The table in force comes at once, then every new one. Each is an event
 /// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest table; one of a large table
 /// skips as soon as two wait for it. Comments keep the connection alive.
-#[utoipa::path(get, path = "/v1/placement/watch", tag = "placement", responses(
+///
+/// A stream stays with one model: that of `fingerprint`, or the one that is current when it begins. It counts as a client
+/// of that model, unless it is an observer.
+#[utoipa::path(get, path = "/v1/placement/watch", tag = "placement",
+    params(("fingerprint" = Option<String>, Query, description = "Model. Default: the current one"),
+        ("observer" = Option<bool>, Query, description = "True for a watch that makes no calls")), responses(
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
+    (status = 404, description = "`unknown_model`", body = ApiError),
     (status = 503, description = "`too_many_watchers`, `shutting_down`, `no_leader`", body = ApiError)))]
 pub(super) async fn placement_watch(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
+    query: Result<Query<ModelQuery>, QueryRejection>,
 ) -> Result<Response, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    let freshness = app.board.freshness();
+    let query = ModelQuery::checked(query)?;
+    let edition = query.edition(&app)?;
+    let freshness = edition.board.freshness();
     if !*freshness.borrow() {
         return Err(no_leader("the placement is not confirmed"));
     }
@@ -44,13 +56,15 @@ pub(super) async fn placement_watch(
         let text = format!("{limit} placement watches are open, which is the limit");
         HttpError::new(code::TOO_MANY_WATCHERS, text)
     })?;
-    let (latest, changes) = app.board.subscribe();
+    let (latest, changes) = edition.board.subscribe();
     let watcher = Watcher {
         pending: latest.iter().map(|latest| latest.event.clone()).collect(),
         changes,
         freshness,
         caller,
         _open: OpenWatch::new(app.metrics.watchers.clone(), permit),
+        _client: (!query.observer).then(|| edition.count_client()),
+        board: Arc::clone(&edition.board),
         app,
     };
     let stream = futures_util::stream::unfold(watcher, |mut watcher| async {
@@ -63,12 +77,15 @@ pub(super) async fn placement_watch(
 
 struct Watcher {
     app: App,
+    board: Arc<Board>,
     pending: VecDeque<Bytes>,
     changes: broadcast::Receiver<Arc<EncodedTable>>,
     /// Turns false when no leader confirms the table.
     freshness: tokio::sync::watch::Receiver<bool>,
     caller: Caller,
     _open: OpenWatch,
+    /// `None` for an observer.
+    _client: Option<CountedClient>,
 }
 
 impl Watcher {
@@ -87,7 +104,7 @@ impl Watcher {
             _ = self.freshness.wait_for(|&is_fresh| !is_fresh) => None,
             change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
                 Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
-                Ok(change) => self.app.board.event_after(change, &mut self.changes),
+                Ok(change) => self.board.event_after(change, &mut self.changes),
             },
         }
     }

@@ -3,11 +3,13 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use control_api::{Assignment, FleetGoals, LayerAssignment, MemberId, ModelDescriptor, TicketKey};
+use control_api::{
+    Assignment, EditionState, FleetGoals, LayerAssignment, MemberId, ModelDescriptor, TicketKey,
+};
 
 use super::{
-    FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError,
-    TicketRecord,
+    EditionRecord, FileStore, MemberRecord, MemoryStore, Phase, PlannedSwitch, Retirement,
+    Revision, Snapshot, Store, StoreError, StoredEdition, TicketRecord,
 };
 
 /// A store that can be opened again, as after a restart.
@@ -50,12 +52,23 @@ pub(super) fn snapshot(seed: u64) -> Snapshot {
         }],
         goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
         tickets: tickets(seed),
+        others: (seed > 3).then(|| edition(seed)).into_iter().collect(),
     }
 }
 
 fn tickets(seed: u64) -> TicketRecord {
     let key = |idx| TicketKey { key: format!("k4.public.{idx}"), expires_at: idx };
     TicketRecord { keys: (0..seed).map(key).collect(), least_epoch: seed }
+}
+
+fn edition(seed: u64) -> StoredEdition {
+    let record = EditionRecord {
+        fingerprint: Some("11ff11ff".to_owned()),
+        state: EditionState::Next,
+        planned_switch: Some(PlannedSwitch { replicas: None, retire_after_ms: seed }),
+        retirement: Some(Retirement { since_unix_ms: 1, after_ms: seed }),
+    };
+    StoredEdition { record, snapshot: snapshot(0) }
 }
 
 fn a_fresh_store_is_empty(subject: &impl Subject) {
