@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable,
-    ScalingAdvice,
+    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable, ScalingAdvice,
 };
 
 use super::Fleet;
