@@ -178,7 +178,11 @@ impl EtcdConfig {
         let mut options = ClientOptions::default();
         options.security = security.clone();
         let checked = ControlClient::with_options(&url, None, options);
-        checked.map_err(|err| ConfigError::Advertise { reason: err.to_string() })?;
+        let checked = checked.map_err(|err| ConfigError::Advertise { reason: err.to_string() })?;
+        if !checked.has_fixed_urls() {
+            let reason = format!("{url:?} is no URL of one control plane");
+            return Err(ConfigError::Advertise { reason });
+        }
         if url.contains(',') {
             let reason = format!("{url:?} is more than one URL");
             return Err(ConfigError::Advertise { reason });

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Checks the Helm chart: lints it, renders it with several values, and compares the objects with the schemas of
-Kubernetes and with one another. Exits with 1 at the first error.
+Kubernetes and with one another. Then checks the examples for autoscalers and the files of images. Exits with 1 at the
+first error.
 
 Needs the packages in requirements.txt. They include Helm as a library, so that no `helm` is needed.
 """
@@ -9,7 +10,9 @@ import pathlib
 import re
 import sys
 
+import autoscalers
 import helm_python
+import images
 import kubernetes_validate
 import yaml
 
@@ -25,6 +28,14 @@ GOOD = {
     "defaults": BASE,
     "own token": {"token": {"value": "0123456789abcdef"}, "model": CLAIM},
     "fixed parts": {**BASE, "controlPlane": {"placement": "fixed", "servers": 4}},
+    "names by DNS": {**BASE, "discovery": "dns"},
+    "endpoints by the API server": {**BASE, "discovery": "kubernetes"},
+    "endpoints, and an account of one's own": {
+        **BASE,
+        "discovery": "kubernetes",
+        "serviceAccount": {"name": "experts"},
+        "expertServers": {"kind": "DaemonSet"},
+    },
     "a GPU and an RDMA device per node": {
         **BASE,
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -52,6 +63,7 @@ BAD = {
     "an unknown value": ({**BASE, "expertServer": {}}, "expertServer"),
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
     "a port out of range": ({**BASE, "controlPlane": {"port": 70000}}, "port"),
+    "an unknown discovery": ({**BASE, "discovery": "consul"}, "discovery"),
     "a device that does not exist": ({**BASE, "expertServers": {"device": "gpu"}}, "device"),
 }
 
@@ -130,6 +142,41 @@ def check_references(name: str, objects: list[dict], known_variables: set[str]) 
             fail(f"{name}: the kubelet kills a server after {grace} s, before its drain ends")
 
 
+def check_discovery(name: str, values: dict, objects: list[dict]) -> None:
+    """Servers find the control plane's Service, and only those that ask the API server may do so."""
+    discovery = values.get("discovery", "dns")
+    control = next(
+        item for item in objects if item["kind"] == "Service" and item["metadata"]["name"].endswith("control")
+    )
+    service, port = control["metadata"]["name"], control["spec"]["ports"][0]
+    servers = next(pod for pod in pods_of(objects) if pod["spec"]["containers"][0]["name"] == "expert-server")["spec"]
+    env = {entry["name"]: entry.get("value") for entry in servers["containers"][0]["env"]}
+    expected = {
+        "dns": f"dns://{service}:{port['port']}",
+        "kubernetes": f"k8s://experts/{service}:{port['name']}",
+    }[discovery]
+    if env["SWITCHYARD_CONTROL_PLANE"] != expected:
+        fail(f"{name}: servers look for {env['SWITCHYARD_CONTROL_PLANE']}, expected {expected}")
+    if control["spec"]["clusterIP"] != "None":
+        fail(f"{name}: the Service of the control plane is not headless")
+    asks = discovery == "kubernetes"
+    if servers["automountServiceAccountToken"] != asks:
+        fail(f"{name}: the token of the ServiceAccount is {'absent' if asks else 'mounted'}")
+    roles = [item for item in objects if item["kind"] == "Role"]
+    bindings = [item for item in objects if item["kind"] == "RoleBinding"]
+    if len(roles) != asks or len(bindings) != asks:
+        fail(f"{name}: {len(roles)} roles and {len(bindings)} bindings")
+    if asks:
+        rules = [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+        ]
+        [subject] = bindings[0]["subjects"]
+        if roles[0]["rules"] != rules or bindings[0]["roleRef"]["name"] != roles[0]["metadata"]["name"]:
+            fail(f"{name}: the role has the rules {roles[0]['rules']}, expected {rules}")
+        if subject["name"] != servers["serviceAccountName"] or subject["namespace"] != "experts":
+            fail(f"{name}: the role is bound to {subject}")
+
+
 def main() -> None:
     report = helm_python.lint(CHART, values=BASE)
     problems = [message for message in report["messages"] if message["severity"] >= LINT_WARNING]
@@ -143,6 +190,7 @@ def main() -> None:
             for item in objects:
                 check_object(name, item)
             check_references(name, objects, known_variables)
+            check_discovery(name, values, objects)
             num_objects += len(objects)
         for name, (values, expected) in BAD.items():
             try:
@@ -152,6 +200,8 @@ def main() -> None:
                     fail(f"{name}: the message lacks {expected!r}: {error}")
             else:
                 fail(f"{name}: accepted")
+    autoscalers.check(KUBERNETES_VERSIONS)
+    images.check(REFERENCE.read_text())
     print(
         f"helm {helm_python.helm_sdk_version()}: {num_objects} objects of {len(GOOD)} sets of values are valid for "
         f"Kubernetes {', '.join(KUBERNETES_VERSIONS)}; {len(BAD)} bad sets are refused"

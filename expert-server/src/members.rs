@@ -10,8 +10,7 @@ use checkpoint::{Checkpoint, Fingerprint, TensorDigest, TensorDigests};
 use control_api::{
     Assignment, ClientOptions, ConfigError, ControlClient, ControlError, LayerAssignment,
     LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus, MemberState, ModelDescriptor,
-    ModelDigests,
-    RegisterRequest, WantedDigests, code,
+    ModelDigests, RegisterRequest, WantedDigests, code,
 };
 
 use crate::compute::LoadError;

@@ -57,7 +57,9 @@ class Client(_native.Client):
     and weights of float32. Other types are converted in a copy on the GPU: tokens and answers travel as bfloat16.
 
     :param control_plane: URL of the control plane, ``http://HOST:PORT``. Several control planes of one fleet: a list of
-        URLs, or a text with commas between them. Default: ``SWITCHYARD_CONTROL_PLANE``.
+        URLs, or a text with commas between them; ``dns://HOST:PORT``, every address of a name; or
+        ``k8s://NAMESPACE/SERVICE[:PORT]``, every ready endpoint of a Service of Kubernetes. Default:
+        ``SWITCHYARD_CONTROL_PLANE``.
     :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
     :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
         only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.

@@ -18,7 +18,9 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::io;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -84,6 +86,12 @@ struct Reload {
     /// Contents that failed at the last poll. A failure counts once the same contents have failed twice: files are
     /// replaced one after the other.
     failed: Option<Contents>,
+}
+
+/// Names in the certificates of listeners that a client reaches by their addresses.
+pub trait ServerNames: fmt::Debug + Send + Sync {
+    /// The name in the certificate of the listener at `address`. `None` if the certificate has the address itself.
+    fn name_of(&self, address: IpAddr) -> Option<String>;
 }
 
 /// The certificate in force, and the state of the files.
@@ -171,6 +179,16 @@ impl Tls {
     #[must_use]
     pub fn client_config(&self) -> Arc<ClientConfig> {
         Arc::clone(&self.shared.client_config)
+    }
+
+    /// As [`client_config`](Self::client_config). The certificate of a listener whose address has a name in `names` must
+    /// contain that name instead of the address.
+    #[must_use]
+    pub fn client_config_with_names(&self, names: Arc<dyn ServerNames>) -> ClientConfig {
+        let mut config = (*self.shared.client_config).clone();
+        let verifier = state::verifier(&self.shared.current, names);
+        config.dangerous().set_certificate_verifier(verifier);
+        config
     }
 
     fn server_config(&self) -> Option<Arc<ServerConfig>> {

@@ -11,6 +11,8 @@ use serde::Serialize;
 
 use crate::{Global, host, ui};
 
+mod devices;
+
 /// Options of `doctor`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -56,6 +58,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         Group { name: "gpu".into(), checks: gpu() },
     ];
     groups.extend(ibgda());
+    let missing = devices::checks();
+    if !missing.is_empty() {
+        groups.push(Group { name: "device files".into(), checks: missing });
+    }
     let mut given = Vec::new();
     if let Some(model) = &args.model {
         given.extend(check_model(model));
@@ -510,7 +516,8 @@ fn check_control(url: &str, control: &super::ControlArgs) -> Check {
             "control plane",
             Verdict::Fail,
             format!("{error:#}"),
-            "check the address and the token, and that `switchyard control-plane` runs there",
+            "check the address and the token, and that `switchyard control-plane` runs there; of k8s:// the namespace, \
+             the Service and the role of the ServiceAccount",
         ),
     }
 }

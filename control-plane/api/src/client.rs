@@ -6,20 +6,21 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Method, StatusCode, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tracing::debug;
 
 pub use models::PlacementQuery;
 
 use trust::tls::{Security, Side, explain, is_loopback_host};
 
 use crate::access::{AuditList, WhoAmI};
-use crate::error::{ApiError, ConfigError, ControlError};
+use crate::discovery::{ControlPlanes, Snapshot, Target, text_of};
+use crate::error::{ApiError, ConfigError, ControlError, causes};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
@@ -57,22 +58,23 @@ impl Default for ClientOptions {
 
 /// Client of the control planes of one fleet. Cheap to clone; clones share connections.
 ///
-/// With several URLs a request goes to the control plane that answered last. If that one cannot be reached, does not
+/// With several control planes a request goes to the one that answered last. If that one cannot be reached, does not
 /// answer, or knows no leader, the request goes to the next one, each at most once. Every request may therefore be
-/// carried out twice, which changes nothing. Its methods need a tokio runtime with time and I/O enabled.
+/// carried out twice, which changes nothing. Names in `dns://` and `k8s://` are looked up on a thread of the client's
+/// own: again when no known control plane answers, and at least every 15 s or as Kubernetes reports changes. Its methods need a tokio runtime with time and I/O enabled.
 #[derive(Clone)]
 pub struct ControlClient {
     http: reqwest::Client,
-    bases: Arc<[Url]>,
-    /// Index of the control plane that answered last.
-    current: Arc<AtomicUsize>,
+    planes: Arc<ControlPlanes>,
     token: Arc<TokenSource>,
     options: ClientOptions,
 }
 
 impl ControlClient {
-    /// A client of the control planes at `base_urls`, one URL (`http://HOST:PORT`) or several with commas between
-    /// them, with default limits and without TLS. Sends nothing yet.
+    /// A client of the control planes at `base_urls`, one or several with commas between them, with default limits and
+    /// without TLS. Each is a URL (`http://HOST:PORT`), `dns://HOST:PORT` for all addresses of a name, or, with the
+    /// feature `kubernetes`, `k8s://NAMESPACE/SERVICE[:PORT]` for the ready endpoints of a Service. The port is a name
+    /// or a number of the Service's pods. Sends nothing yet.
     ///
     /// # Errors
     /// [`ConfigError`] when a URL or the token is malformed, or the HTTP client cannot be set up.
@@ -89,12 +91,11 @@ impl ControlClient {
         token: Option<String>,
         options: ClientOptions,
     ) -> Result<Self, ConfigError> {
-        let bases: Arc<[Url]> =
-            base_urls.split(',').map(|url| parse_base_url(url.trim())).collect::<Result<_, _>>()?;
-        check_security(&bases, token.is_some(), &options.security)?;
+        let scheme = if options.security.for_client().is_some() { "https" } else { "http" };
+        let planes = Arc::new(ControlPlanes::parse(base_urls, scheme, parse_base_url)?);
+        check_security(&planes, token.is_some(), &options.security)?;
         let token = Arc::new(TokenSource::fixed(token.as_deref())?);
-        let current = Arc::new(AtomicUsize::new(0));
-        Ok(Self { http: build_http(&options)?, bases, current, token, options })
+        Ok(Self { http: build_http(&options, &planes)?, planes, token, options })
     }
 
     /// The same client with the token of a file: one line. When the control plane refuses the token, the client reads
@@ -105,7 +106,7 @@ impl ControlClient {
     /// [`ConfigError::TokenFile`] when the file cannot be read or has no token. [`ConfigError::Insecure`] when the token
     /// would travel over plain HTTP to another host.
     pub fn with_token_file(mut self, path: &Path) -> Result<Self, ConfigError> {
-        check_security(&self.bases, true, &self.options.security)?;
+        check_security(&self.planes, true, &self.options.security)?;
         self.token = Arc::new(TokenSource::file(path)?);
         Ok(self)
     }
@@ -116,7 +117,24 @@ impl ControlClient {
     /// # Errors
     /// [`ConfigError::Setup`] when the HTTP client cannot be set up.
     pub fn isolated(&self) -> Result<Self, ConfigError> {
-        Ok(Self { http: build_http(&self.options)?, ..self.clone() })
+        Ok(Self { http: build_http(&self.options, &self.planes)?, ..self.clone() })
+    }
+
+    /// A client of control planes that a test looks up.
+    #[cfg(test)]
+    pub(crate) fn of_planes(
+        planes: ControlPlanes,
+        options: ClientOptions,
+    ) -> Result<Self, ConfigError> {
+        let planes = Arc::new(planes);
+        let token = Arc::new(TokenSource::fixed(None)?);
+        Ok(Self { http: build_http(&options, &planes)?, planes, token, options })
+    }
+
+    /// The control planes that it asks.
+    #[cfg(test)]
+    pub(crate) fn planes(&self) -> &ControlPlanes {
+        &self.planes
     }
 
     /// The same client with another timeout for requests.
@@ -126,9 +144,14 @@ impl ControlClient {
         client
     }
 
-    /// The URL of the control plane that answered last.
-    pub fn base_url(&self) -> &str {
-        text_of(&self.bases[self.current.load(Ordering::Relaxed)])
+    /// The URL of the control plane that answered last. Before the first lookup, the names to look up.
+    pub fn base_url(&self) -> String {
+        self.planes.current()
+    }
+
+    /// Returns true if every control plane was given by its URL, so that nothing is looked up.
+    pub fn has_fixed_urls(&self) -> bool {
+        self.planes.is_fixed()
     }
 
     /// The limits.
@@ -284,9 +307,9 @@ impl ControlClient {
         query: &PlacementQuery,
     ) -> Result<WatchStream, ControlError> {
         let path = &*query.on("v1/placement/watch");
-        let mut attempts = Attempts::new(self);
-        while let Some((base, bound)) = attempts.next() {
-            let outcome = bounded(base, path, bound, self.open_watch(base, path)).await;
+        let mut attempts = Attempts::new(self).await?;
+        while let Some((base, bound)) = attempts.next().await {
+            let outcome = bounded(&base, path, bound, self.open_watch(&base, path)).await;
             if let Some(outcome) = attempts.settle(outcome) {
                 return outcome;
             }
@@ -315,15 +338,6 @@ impl ControlClient {
         })
     }
 
-    /// Makes the next request go to another control plane, after the current one has failed in a way that only the
-    /// caller sees.
-    fn turn_away_from(&self, base: &Url) {
-        let current = self.current.load(Ordering::Relaxed);
-        if self.bases[current] == *base {
-            self.current.store((current + 1) % self.bases.len(), Ordering::Relaxed);
-        }
-    }
-
     async fn call<Body: Serialize, Answer: DeserializeOwned>(
         &self,
         method: Method,
@@ -350,12 +364,12 @@ impl ControlClient {
         path: &str,
         body: Option<&Body>,
     ) -> Result<(Url, Vec<u8>), ControlError> {
-        let mut attempts = Attempts::new(self);
-        while let Some((base, bound)) = attempts.next() {
-            let exchange = self.exchange_with(base, method.clone(), path, body);
-            let outcome = bounded(base, path, bound, exchange).await;
+        let mut attempts = Attempts::new(self).await?;
+        while let Some((base, bound)) = attempts.next().await {
+            let exchange = self.exchange_with(&base, method.clone(), path, body);
+            let outcome = bounded(&base, path, bound, exchange).await;
             if let Some(outcome) = attempts.settle(outcome) {
-                return outcome.map(|body| (base.clone(), body));
+                return outcome.map(|body| (base, body));
             }
         }
         Err(attempts.into_error(path))
@@ -439,32 +453,74 @@ impl fmt::Debug for ControlClient {
 struct Attempts<'a> {
     client: &'a ControlClient,
     deadline: Instant,
-    first: usize,
+    snapshot: Snapshot,
+    /// Control planes of the snapshot that have been asked.
     num_begun: usize,
+    /// Control planes that have been asked before the last lookup.
+    asked: Vec<Url>,
+    /// True if a new lookup may find others.
+    may_look_up: bool,
     /// The first error is about the control plane that answered last.
     error: Option<ControlError>,
 }
 
 impl<'a> Attempts<'a> {
-    fn new(client: &'a ControlClient) -> Self {
-        let deadline = Instant::now() + client.options.timeout;
-        let first = client.current.load(Ordering::Relaxed);
-        Self { client, deadline, first, num_begun: 0, error: None }
+    async fn new(client: &'a ControlClient) -> Result<Self, ControlError> {
+        let timeout = client.options.timeout;
+        let deadline = Instant::now() + timeout;
+        let snapshot = client.planes.list(timeout).await?;
+        Ok(Self {
+            client,
+            deadline,
+            snapshot,
+            num_begun: 0,
+            asked: Vec::new(),
+            may_look_up: !client.planes.is_fixed(),
+            error: None,
+        })
     }
 
     /// The next control plane and the timeout of its attempt.
-    fn next(&mut self) -> Option<(&'a Url, Duration)> {
-        let num_left = self.client.bases.len() - self.num_begun;
-        if num_left == 0 {
+    async fn next(&mut self) -> Option<(Url, Duration)> {
+        loop {
+            let num_left = self.snapshot.urls.len() - self.num_begun;
+            if num_left == 0 {
+                self.look_up().await?;
+                continue;
+            }
+            let left = match self.num_begun {
+                0 if !self.may_look_up && self.asked.is_empty() => self.client.options.timeout,
+                _ => self.left(),
+            };
+            // A lookup needs its part of the time, too.
+            let num_parts = num_left + usize::from(self.may_look_up);
+            let base = self.at(self.num_begun);
+            self.num_begun += 1;
+            if !self.asked.contains(&base) {
+                return Some((base, left / num_parts as u32));
+            }
+        }
+    }
+
+    /// Looks up control planes once more, after all that were known have failed.
+    async fn look_up(&mut self) -> Option<()> {
+        if !std::mem::take(&mut self.may_look_up) {
             return None;
         }
-        let left = match self.num_begun {
-            0 => self.client.options.timeout,
-            _ => self.deadline.saturating_duration_since(Instant::now()),
-        };
-        let base = &self.client.bases[(self.first + self.num_begun) % self.client.bases.len()];
-        self.num_begun += 1;
-        Some((base, left / num_left as u32))
+        self.asked = self.snapshot.urls.to_vec();
+        let found = self.client.planes.list_again(self.left()).await;
+        self.snapshot = found.inspect_err(|err| debug!(error = %err, "no other found")).ok()?;
+        self.num_begun = 0;
+        Some(())
+    }
+
+    fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    fn at(&self, index: usize) -> Url {
+        let Snapshot { urls, first } = &self.snapshot;
+        urls[(first + index) % urls.len()].clone()
     }
 
     /// Returns the outcome of an attempt unless another control plane should be asked.
@@ -475,7 +531,7 @@ impl<'a> Attempts<'a> {
                 None
             }
             outcome => {
-                self.remember(self.first + self.num_begun - 1);
+                self.client.planes.remember(&self.at(self.num_begun - 1));
                 Some(outcome)
             }
         }
@@ -484,13 +540,9 @@ impl<'a> Attempts<'a> {
     /// The error of all attempts.
     fn into_error(self, path: &str) -> ControlError {
         // So that a request with a longer timeout does not wait for the same control plane again.
-        self.remember(self.first + 1);
-        let base = &self.client.bases[self.first];
-        self.error.unwrap_or_else(|| timed_out(base, path, self.client.options.timeout))
-    }
-
-    fn remember(&self, index: usize) {
-        self.client.current.store(index % self.client.bases.len(), Ordering::Relaxed);
+        let first = self.at(0);
+        self.client.planes.turn_away_from(&first);
+        self.error.unwrap_or_else(|| timed_out(&first, path, self.client.options.timeout))
     }
 }
 
@@ -515,7 +567,7 @@ impl WatchStream {
     pub async fn next(&mut self) -> Result<PlacementTable, ControlError> {
         let table = self.read().await;
         if table.is_err() {
-            self.client.turn_away_from(&self.base);
+            self.client.planes.turn_away_from(&self.base);
         }
         table
     }
@@ -592,10 +644,6 @@ fn checked(base: &Url, path: &str, table: PlacementTable) -> Result<PlacementTab
     }
 }
 
-fn text_of(base: &Url) -> &str {
-    base.as_str().trim_end_matches('/')
-}
-
 fn url(base: &Url, path: &str) -> String {
     format!("{}/{path}", text_of(base))
 }
@@ -615,7 +663,10 @@ fn unreachable(base: &Url, path: &str, err: &reqwest::Error) -> ControlError {
     ControlError::Unreachable { url: url(base, path), reason: causes(err) }
 }
 
-fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {
+fn build_http(
+    options: &ClientOptions,
+    planes: &Arc<ControlPlanes>,
+) -> Result<reqwest::Client, ConfigError> {
     // Ignore proxies from the environment: the control plane is in the same network. Drop an idle
     // connection before the server closes it during a request.
     let http = reqwest::Client::builder()
@@ -624,7 +675,7 @@ fn build_http(options: &ClientOptions) -> Result<reqwest::Client, ConfigError> {
         .connect_timeout(options.timeout)
         .pool_idle_timeout(POOL_IDLE_TIMEOUT)
         .tcp_nodelay(true)
-        .tls_backend_preconfigured(options.security.client_config())
+        .tls_backend_preconfigured(options.security.client_config_with_names(planes.clone()))
         .user_agent(concat!("switchyard/", env!("CARGO_PKG_VERSION")))
         .build();
     http.map_err(|err| ConfigError::Setup { reason: causes(&err) })
@@ -648,40 +699,25 @@ fn parse_base_url(text: &str) -> Result<Url, ConfigError> {
     Ok(url)
 }
 
-/// Checks that every URL can be used as the settings say.
-fn check_security(bases: &[Url], has_token: bool, security: &Security) -> Result<(), ConfigError> {
-    for base in bases {
-        let url = || text_of(base).to_owned();
-        let is_local = base.host_str().is_some_and(is_loopback_host);
-        match base.scheme() {
+/// Checks that every control plane can be asked as the settings say.
+fn check_security(
+    planes: &ControlPlanes,
+    has_token: bool,
+    security: &Security,
+) -> Result<(), ConfigError> {
+    for Target { text: url, scheme, host } in planes.targets() {
+        let is_local = host.is_some_and(|host| is_loopback_host(&host));
+        match scheme {
             "https" if security.for_client().is_none() => {
-                return Err(ConfigError::NeedsTls { url: url() });
+                return Err(ConfigError::NeedsTls { url });
             }
             "http" if has_token && !is_local && !security.insecure => {
-                return Err(ConfigError::Insecure { url: url() });
+                return Err(ConfigError::Insecure { url });
             }
             _ => {}
         }
     }
     Ok(())
-}
-
-/// The chain of causes without the repetitions that wrapping errors produce.
-fn causes(err: &dyn std::error::Error) -> String {
-    let mut texts = vec![err.to_string()];
-    let mut source = err.source();
-    while let Some(err) = source {
-        let text = err.to_string();
-        if !texts.iter().any(|known| known.contains(&text)) {
-            texts.push(text);
-        }
-        source = err.source();
-    }
-    // The outermost message of the HTTP library only repeats the URL.
-    if texts.len() > 1 {
-        texts.remove(0);
-    }
-    texts.join(": ")
 }
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3);

@@ -70,9 +70,7 @@ pub mod code {
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
     /// The URL is malformed or unsupported.
-    #[error(
-        "control plane URL {url:?} is malformed ({reason}): expected https://HOST:PORT, or http://HOST:PORT on this host"
-    )]
+    #[error("control plane URL {url:?} is malformed ({reason}): expected {EXPECTED_URLS}")]
     Url { url: String, reason: String },
     /// The URL needs certificates.
     #[error(
@@ -102,6 +100,9 @@ pub enum ConfigError {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum ControlError {
+    /// No control plane is known: a name has no address, or a Service no ready endpoint.
+    #[error("no control plane found by {locators} ({reason})")]
+    NoneFound { locators: String, reason: String },
     /// The connection failed, or broke before the response was complete.
     #[error("control plane {url} is unreachable ({reason}): is it running?")]
     Unreachable { url: String, reason: String },
@@ -159,9 +160,32 @@ impl ControlError {
     pub fn is_transient(&self) -> bool {
         match self {
             // Certificates are replaced without a restart of either side.
-            Self::Unreachable { .. } | Self::Tls { .. } | Self::Timeout { .. } => true,
+            Self::NoneFound { .. }
+            | Self::Unreachable { .. }
+            | Self::Tls { .. }
+            | Self::Timeout { .. } => true,
             Self::Rejected { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }
     }
 }
+
+/// The chain of causes without the repetitions that wrapping errors produce.
+pub(crate) fn causes(err: &dyn std::error::Error) -> String {
+    let mut texts = vec![err.to_string()];
+    let mut source = err.source();
+    while let Some(err) = source {
+        let text = err.to_string();
+        if !texts.iter().any(|known| known.contains(&text)) {
+            texts.push(text);
+        }
+        source = err.source();
+    }
+    // The outermost message of the HTTP library only repeats the URL.
+    if texts.len() > 1 {
+        texts.remove(0);
+    }
+    texts.join(": ")
+}
+
+const EXPECTED_URLS: &str = "http://HOST:PORT, dns://HOST:PORT or k8s://NAMESPACE/SERVICE[:PORT]";

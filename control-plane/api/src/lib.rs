@@ -9,12 +9,15 @@
 //! * [`PlacementWatch`]: the newest placement table, kept through outages of the control plane.
 //! * [`LeaseKeeper`]: heartbeats of a member, on their own thread.
 //!
+//! Control planes are given by URLs, by a DNS name or, with the feature `kubernetes`, by a Service of Kubernetes.
+//!
 //! This crate serves no HTTP, decides no placement, and is not on the data path.
 #![forbid(unsafe_code)]
 
 mod access;
 mod backoff;
 mod client;
+mod discovery;
 mod error;
 mod lease;
 pub mod models;

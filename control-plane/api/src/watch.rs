@@ -243,7 +243,7 @@ impl Follower {
             backoff.reset();
             self.accept(table);
             if self.state.borrow().status != WatchStatus::Connected {
-                info!(url = self.client.base_url(), "placement watch connected");
+                info!(url = %self.client.base_url(), "placement watch connected");
                 self.state.send_modify(|state| {
                     state.status = WatchStatus::Connected;
                     state.last_error = None;

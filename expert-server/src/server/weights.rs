@@ -111,7 +111,7 @@ async fn fleet_fingerprint(
             Err(error) => tracing::warn!(%error, "cannot ask the control plane for its model"),
         }
         if begin.elapsed() >= bound {
-            let url = control.base_url().to_owned();
+            let url = control.base_url();
             return Err(StartError::NoModel { url, seconds: begin.elapsed().as_secs() });
         }
         tokio::time::sleep(RETRY_PERIOD.min(bound)).await;

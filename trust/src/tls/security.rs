@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rustls::{ClientConfig, RootCertStore};
 
-use super::{Tls, is_loopback_host};
+use super::{ServerNames, Tls, is_loopback_host};
 
 /// Protection of the connections of a process. The default is no TLS, and plain text on the loopback interface only.
 #[derive(Clone, Debug, Default)]
@@ -54,6 +54,15 @@ impl Security {
     pub fn client_config(&self) -> ClientConfig {
         match &self.tls {
             Some(tls) => (*tls.client_config()).clone(),
+            None => without_authority(),
+        }
+    }
+
+    /// As [`client_config`](Self::client_config), with the names in the certificates of addresses.
+    #[must_use]
+    pub fn client_config_with_names(&self, names: Arc<dyn ServerNames>) -> ClientConfig {
+        match &self.tls {
+            Some(tls) => tls.client_config_with_names(names),
             None => without_authority(),
         }
     }

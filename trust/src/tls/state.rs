@@ -18,7 +18,7 @@ use rustls::{
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::files::{Contents, TlsFiles};
-use super::{ClientCertificates, TlsError};
+use super::{ClientCertificates, ServerNames, TlsError};
 
 /// One reading of the files, ready for handshakes.
 #[derive(Debug)]
@@ -125,7 +125,7 @@ pub(super) fn client_config(
         file: std::path::PathBuf::new(),
         reason: error.to_string(),
     };
-    let following = Arc::new(Following { current: Arc::clone(current), provider: provider() });
+    let following = following(current, None);
     let mut config = ClientConfig::builder_with_details(provider(), Arc::clone(clock))
         .with_protocol_versions(VERSIONS)
         .map_err(refused)?
@@ -136,11 +136,38 @@ pub(super) fn client_config(
     Ok(Arc::new(config))
 }
 
+/// The checks of a client, with the names in the certificates of addresses.
+pub(super) fn verifier(
+    current: &Arc<ArcSwap<State>>,
+    names: Arc<dyn ServerNames>,
+) -> Arc<dyn ServerCertVerifier> {
+    following(current, Some(names))
+}
+
+fn following(current: &Arc<ArcSwap<State>>, names: Option<Arc<dyn ServerNames>>) -> Arc<Following> {
+    Arc::new(Following { current: Arc::clone(current), names, provider: provider() })
+}
+
 /// Checks and shows the certificates in force. The checks themselves are those of rustls.
 #[derive(Debug)]
 struct Following {
     current: Arc<ArcSwap<State>>,
+    names: Option<Arc<dyn ServerNames>>,
     provider: Arc<CryptoProvider>,
+}
+
+impl Following {
+    /// The name to look for instead of an address.
+    fn name_for(&self, server_name: &ServerName<'_>) -> Result<Option<ServerName<'static>>, Error> {
+        let (ServerName::IpAddress(address), Some(names)) = (server_name, &self.names) else {
+            return Ok(None);
+        };
+        let Some(name) = names.name_of((*address).into()) else { return Ok(None) };
+        match ServerName::try_from(name) {
+            Ok(name) => Ok(Some(name)),
+            Err(_) => Err(Error::General("the listener's name cannot be in a certificate".into())),
+        }
+    }
 }
 
 impl ServerCertVerifier for Following {
@@ -157,6 +184,8 @@ impl ServerCertVerifier for Following {
             Error::General("no authority is given to check the certificate: give --tls-ca".into())
         };
         let verifier = state.verifier.as_ref().ok_or_else(no_authority)?;
+        let name = self.name_for(server_name)?;
+        let server_name = name.as_ref().unwrap_or(server_name);
         verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 

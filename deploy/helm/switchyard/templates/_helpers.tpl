@@ -26,6 +26,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default (printf "%s-token" (include "switchyard.fullname" .)) .Values.token.existingSecret -}}
 {{- end -}}
 
+{{/* Where servers find control planes. */}}
+{{- define "switchyard.controlPlane" -}}
+{{- $service := printf "%s-control" (include "switchyard.fullname" .) -}}
+{{- if eq .Values.discovery "kubernetes" -}}
+{{- printf "k8s://%s/%s:http" .Release.Namespace $service -}}
+{{- else -}}
+{{- printf "dns://%s:%d" $service (int .Values.controlPlane.port) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "switchyard.image" -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
