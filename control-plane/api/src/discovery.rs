@@ -311,6 +311,7 @@ impl Report {
     }
 
     /// Removes all addresses: there is no control plane at present.
+    #[cfg(feature = "kubernetes")]
     fn found_none(&self, reason: String) {
         self.change(Some(Vec::new()), Some(reason));
     }

@@ -165,8 +165,8 @@ async fn connect_once(
     };
     // A listener that refuses early may have closed its reading side. Its answer must still be
     // read.
-    let (hello, tickets) = (wire::encode_hello(&hello), config.tickets.as_deref());
-    let opening = opening(&hello, tickets, stream.channel_binding())?;
+    let tickets = config.tickets.as_deref();
+    let opening = opening(&wire::encode_hello(&hello), tickets, stream.channel_binding())?;
     let written = write_message(&mut stream, &opening).await;
     let (header, body) = match (read_message(&mut stream).await, written) {
         (Ok(message), _) => message,
