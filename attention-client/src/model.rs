@@ -187,7 +187,7 @@ pub(crate) fn difference(fleet: &ModelDescriptor, expected: &ModelDescriptor) ->
 }
 
 /// Returns true unless the text is that of [`ModelShape::UNKNOWN_FINGERPRINT`].
-fn is_known(fingerprint: &str) -> bool {
+pub(crate) fn is_known(fingerprint: &str) -> bool {
     fingerprint.bytes().any(|digit| digit != b'0')
 }
 

@@ -162,11 +162,21 @@ impl LocalCluster {
     /// # Errors
     /// When the process cannot be started.
     pub fn start_server(&mut self, server_idx: usize) -> Result<()> {
+        let model = self.options.model.clone();
+        self.start_server_with(server_idx, &model)
+    }
+
+    /// As [`start_server`](Self::start_server), with another checkpoint folder. The index behind the last server adds a
+    /// server.
+    ///
+    /// # Errors
+    /// When the process cannot be started.
+    pub fn start_server_with(&mut self, server_idx: usize, model: &Path) -> Result<()> {
         let name = Self::server_name(server_idx);
         let mut command = self.command("expert-server");
         command
             .arg("--model")
-            .arg(&self.options.model)
+            .arg(model)
             .args(["--name", &name, "--control-plane", &self.control_url()])
             .args(["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"])
             .args(&self.options.server_args)
@@ -175,7 +185,12 @@ impl LocalCluster {
             command.args(["--threads", &threads.to_string()]);
         }
         let process = Process::spawn(name, &mut command)?;
-        self.servers[server_idx] = Some(process);
+        if server_idx == self.servers.len() {
+            self.servers.push(None);
+        }
+        let num_servers = self.servers.len();
+        let place = self.servers.get_mut(server_idx);
+        *place.with_context(|| format!("server {server_idx} of {num_servers}"))? = Some(process);
         Ok(())
     }
 

@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
-use control_api::{ControlClient, ControlError, ModelDescriptor, TensorDigest, code};
+use control_api::{
+    ControlClient, ControlError, EditionInfo, EditionState, ModelDescriptor, TensorDigest, code,
+};
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
@@ -26,6 +28,7 @@ pub mod generate;
 pub mod inspect;
 pub mod layer;
 pub mod make_checkpoint;
+pub mod model;
 pub mod plan;
 pub mod rollout;
 pub mod scale;
@@ -519,14 +522,14 @@ impl Service {
         local: &LocalArgs,
         client: &ClientArgs,
     ) -> Result<Self> {
-        let model = ClientModel::of(checkpoint);
-        let builder = client.builder(model.clone())?;
+        let mut model = ClientModel::of(checkpoint);
+        if let Some(url) = control.url() {
+            model = check_cluster(&model, checkpoint, &url, &control.client(&url)?)?;
+        }
+        let builder = client.builder(model)?;
         let builder = builder.token_file(control.url().and(control.token_file.clone()));
         let (cluster, url, token) = match control.url() {
-            Some(url) => {
-                check_cluster(&model, checkpoint, &url, &control.client(&url)?)?;
-                (None, url, control.token()?)
-            }
+            Some(url) => (None, url, control.token()?),
             None => {
                 let mut options = ClusterOptions::new(checkpoint.dir())?;
                 options.num_servers = local.servers;
@@ -571,14 +574,14 @@ impl Counters {
 }
 
 /// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
-/// the model of the checkpoint.
+/// the model of the checkpoint. Returns that model with its fingerprint: of two models during an update, it is the one
+/// with the checkpoint's weights.
 fn check_cluster(
     model: &ClientModel,
     checkpoint: &Checkpoint,
     url: &str,
     control: &ControlClient,
-) -> Result<()> {
-    let dir = checkpoint.dir();
+) -> Result<ClientModel> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -586,28 +589,61 @@ fn check_cluster(
     let Some(served) = runtime.block_on(wait_for_model(control, url))? else {
         bail!("no expert server has joined the control plane at {url} yet");
     };
-    if let Some(difference) = model.difference(&served) {
-        bail!("the servers at {url} serve another model than {}: {difference}", dir.display());
+    let mut candidates = vec![served];
+    match runtime.block_on(control.models()) {
+        Ok(list) => {
+            let usable = |edition: &EditionInfo| {
+                matches!(edition.state, EditionState::Next | EditionState::Retiring)
+            };
+            let others = list.editions.into_iter().filter(usable);
+            candidates.extend(others.filter_map(|edition| edition.model));
+        }
+        // A control plane of an earlier version has one model.
+        Err(error) if error.code() == Some(code::NOT_FOUND) => {}
+        Err(error) => return Err(error).context("cannot ask for the fleet's models"),
+    }
+    let mut refusal = None;
+    for served in candidates {
+        match runtime.block_on(mismatch(model, checkpoint, control, &served))? {
+            None => {
+                let pinned = ClientModel::from_descriptor(&served, model.shape.num_layers);
+                return Ok(pinned.unwrap_or_else(|_| model.clone()));
+            }
+            Some((what, difference)) => {
+                refusal.get_or_insert_with(|| {
+                    let dir = checkpoint.dir().display();
+                    anyhow!("the servers at {url} serve {what} than {dir}: {difference}")
+                });
+            }
+        }
+    }
+    Err(refusal.unwrap_or_else(|| anyhow!("the control plane at {url} has no model")))
+}
+
+/// What of the model that servers serve differs from the checkpoint, and how. `None` if nothing does.
+async fn mismatch(
+    model: &ClientModel,
+    checkpoint: &Checkpoint,
+    control: &ControlClient,
+    served: &ModelDescriptor,
+) -> Result<Option<(&'static str, String)>> {
+    if let Some(difference) = model.difference(served) {
+        return Ok(Some(("another model", difference)));
     }
     if !checkpoint.has_experts() {
-        return Ok(());
+        return Ok(None);
     }
-    let difference = match runtime.block_on(control.model_digests()) {
+    let difference = match control.model_digests_of(&served.fingerprint).await {
         Ok(fleet) => differing_tensor(checkpoint, &fleet.tensors)
             .map(|tensor| format!("the weights differ, first in tensor '{tensor}'")),
         // No member has sent digests since the control plane started. A folder with some of the experts has no
         // fingerprint.
         Err(error) if error.code() == Some(code::NOT_FOUND) => {
-            ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(&served))
+            ClientModel::with_weights_of(checkpoint).ok().and_then(|m| m.difference(served))
         }
         Err(error) => return Err(error).context("cannot compare the weights with the fleet's"),
     };
-    match difference {
-        Some(difference) => {
-            bail!("the servers at {url} serve other weights than {}: {difference}", dir.display())
-        }
-        None => Ok(()),
-    }
+    Ok(difference.map(|difference| ("other weights", difference)))
 }
 
 /// The first of a few of the fleet's tensors that the checkpoint has with other values. Other weights of the same model

@@ -67,6 +67,8 @@ enum Command {
     Resume(cmd::drain::Args),
     /// Restart the servers of a fleet one after the other, without a failed call.
     Rollout(cmd::rollout::Args),
+    /// Update the model of a fleet while clients call: serve the new one beside the old one, then switch.
+    Model(cmd::model::Args),
     /// Show or change the goals of a fleet whose placement follows the load.
     Scale(cmd::scale::Args),
     /// Make, list and remove the tokens of a control plane's token file.
@@ -165,6 +167,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
         Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
         Command::Rollout(args) => cmd::rollout::run(global, args),
+        Command::Model(args) => cmd::model::run(global, args),
         Command::Scale(args) => cmd::scale::run(global, args),
         Command::Token(args) => cmd::token::run(global, args),
         Command::Plan(args) => cmd::plan::run(global, args),

@@ -190,7 +190,7 @@ impl Loader {
 
     /// Servers that let others read their weights.
     async fn peers(&self) -> Vec<Peer> {
-        let Some((_, control)) = &self.peers else { return Vec::new() };
+        let Some((fetch, control)) = &self.peers else { return Vec::new() };
         let members = match control.members().await {
             Ok(members) => members,
             Err(error) => {
@@ -201,6 +201,10 @@ impl Loader {
         let mut peers = Vec::new();
         for member in members {
             if member.name == self.name || member.state == MemberState::Expired {
+                continue;
+            }
+            // During an update of the model, servers of the other model have other weights.
+            if member.fingerprint.is_some_and(|found| found != fetch.identity.fingerprint()) {
                 continue;
             }
             let Some(weights_addr) = member.weights_addr else { continue };

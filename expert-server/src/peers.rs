@@ -33,4 +33,9 @@ impl ModelIdentity {
         let parameters = wire::hex(&checkpoint.config().parameters_digest());
         Self { fingerprint: fingerprint.to_string(), parameters }
     }
+
+    /// Fingerprint of the weights.
+    pub(crate) fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
 }

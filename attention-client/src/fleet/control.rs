@@ -20,7 +20,7 @@ use super::link::Server;
 use super::placement::{Change, Registry, Routing};
 use super::shared::Shared;
 use crate::error::BuildError;
-use crate::model::difference;
+use crate::model::{difference, is_known};
 
 /// The source of placement tables.
 pub(crate) enum TableSource {
@@ -123,7 +123,10 @@ impl Task {
         match (tables, &self.control) {
             (TableSource::Watch(tables), _) => Ok(PlacementFeed { tables, watch: None }),
             (TableSource::ControlPlane, Some(control)) => {
-                let watch = PlacementWatch::spawn(control, handle, WatchOptions::default())?;
+                let mut options = WatchOptions::default();
+                let fingerprint = &self.descriptor.fingerprint;
+                options.fingerprint = is_known(fingerprint).then(|| fingerprint.clone());
+                let watch = PlacementWatch::spawn(control, handle, options)?;
                 Ok(PlacementFeed { tables: watch.tables(), watch: Some(watch) })
             }
             (TableSource::ControlPlane, None) => Err(BuildError::NoPlacement),

@@ -64,6 +64,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             ),
             None => outln!("no model yet: no expert server has registered"),
         }
+        for edition in &status.editions {
+            outln!("  {}", super::model::line(edition));
+        }
         outln!(
             "experts: {} of {} without a live replica (planned: {} servers, {} replicas)",
             status.experts_without_replica,

@@ -8,3 +8,4 @@ mod plan;
 mod reference;
 mod service;
 mod shared;
+mod update;

@@ -6,6 +6,7 @@ mod durability;
 mod hostile;
 mod kill;
 mod lease;
+mod models;
 mod shared;
 mod tls;
 mod watch;

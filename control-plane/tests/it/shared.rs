@@ -6,8 +6,8 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 
 use control_api::{
-    DrainRequest, LeaseKeeper, LeaseOptions, MemberState, PlacementTable, PlacementWatch,
-    WatchOptions, code,
+    AddModelRequest, DrainRequest, EditionList, EditionState, LeaseKeeper, LeaseOptions,
+    MemberState, PlacementTable, PlacementWatch, SwitchRequest, WatchOptions, code,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use switchyard_control_plane::EtcdConfig;
@@ -120,9 +120,18 @@ async fn eventually<F: Future<Output = bool>>(what: &str, condition: impl Fn() -
 }
 
 async fn keepers(client: &ControlClient, names: &[&str]) -> Vec<LeaseKeeper> {
+    keepers_of(client, names, &model()).await
+}
+
+async fn keepers_of(
+    client: &ControlClient,
+    names: &[&str],
+    model: &ModelDescriptor,
+) -> Vec<LeaseKeeper> {
     let mut keepers = Vec::new();
     for name in names {
-        let request = request(name, rand::random());
+        let mut request = request(name, rand::random());
+        request.model = model.clone();
         let keeper = LeaseKeeper::spawn(client, request, LeaseOptions::default()).unwrap();
         let assignment = keeper.registered(BOUND).await.unwrap();
         keeper.set_ready(Assignment::clone(&assignment));
@@ -189,6 +198,52 @@ async fn a_killed_leader_is_replaced() {
         new[0].leave(BOUND).await.unwrap();
         planes[leader].restart(&etcd.endpoints());
     }
+}
+
+/// An update of the model goes on under the next leader, and the clients of followers keep the old model in service.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_update_of_the_model_survives_its_leader() {
+    let etcd = EtcdCluster::start(1);
+    let planes = start(&etcd, 2);
+    let client = client_of(&planes);
+    let _old = keepers(&client, &["a", "b", "c", "d"]).await;
+    let leader = leader_of(&planes, |_| true).await;
+    let follower = planes[1 - leader].client();
+    let watch = PlacementWatch::spawn(&follower, &Handle::current(), WatchOptions::default());
+    let watch = watch.unwrap();
+    let first = watch.wait_for(BOUND, PlacementTable::is_complete).await.unwrap();
+    let next = models::NEXT.to_owned();
+    client.add_model(&AddModelRequest { fingerprint: next.clone() }).await.unwrap();
+    let _new = keepers_of(&client, &["e", "f", "g", "h"], &models::next_model()).await;
+    client.switch_model(&SwitchRequest::default()).await.unwrap();
+    let is_as_expected = |list: &EditionList| {
+        let [current, old] = &list.editions[..] else { return false };
+        let states = (current.state, old.state);
+        current.fingerprint.as_ref() == Some(&next)
+            && states == (EditionState::Current, EditionState::Retiring)
+            && old.num_clients == 1
+    };
+    eventually("count of the follower's client", || async {
+        client.models().await.is_ok_and(|list| is_as_expected(&list))
+    })
+    .await;
+    // The follower's new clients get the new model.
+    eventually("new model at the follower", || async {
+        follower
+            .placement()
+            .await
+            .is_ok_and(|table| table.model.is_some_and(|model| model.fingerprint == next))
+    })
+    .await;
+
+    planes[leader].signal(Signal::KILL);
+    eventually("both models under the next leader", || async {
+        follower.models().await.is_ok_and(|list| is_as_expected(&list))
+    })
+    .await;
+    let table = watch.wait_for(BOUND, |table| table.epoch > first.epoch).await.unwrap();
+    assert_eq!((&table.model, &table.servers), (&first.model, &first.servers));
+    assert_eq!(watch.state().borrow().num_stale_tables, 0);
 }
 
 /// A paused leader finds its successor when it continues, and follows it. It writes nothing any more.
