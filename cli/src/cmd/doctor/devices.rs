@@ -59,8 +59,12 @@ fn checks_of(root: &Path, place: Place) -> Vec<Check> {
         }
         Place::Host => "nvidia-modprobe -u -c=0 makes them; give this user access to /dev/nvidia*",
     };
-    let found = [("rdma device files", rdma_devices(root), rdma), ("gpu device files", gpus(root), gpu)];
-    found.into_iter().filter_map(|(name, devices, remedy)| check(root, name, &devices, remedy)).collect()
+    let found =
+        [("rdma device files", rdma_devices(root), rdma), ("gpu device files", gpus(root), gpu)];
+    found
+        .into_iter()
+        .filter_map(|(name, devices, remedy)| check(root, name, &devices, remedy))
+        .collect()
 }
 
 /// Verbs devices: `/sys/class/infiniband_verbs/uverbsN/ibdev` has the name.
@@ -152,10 +156,7 @@ mod tests {
     fn lines(root: &Path, place: Place) -> Vec<(String, String)> {
         let checks = checks_of(root, place);
         assert!(checks.iter().all(|check| check.verdict == Verdict::Warn));
-        checks
-            .into_iter()
-            .map(|check| (check.found, check.remedy.expect("a remedy")))
-            .collect()
+        checks.into_iter().map(|check| (check.found, check.remedy.expect("a remedy"))).collect()
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Clients that look up control planes: with a resolver of the test's own, and from an API server in this process.
 
 mod support;
+mod tls;
 
 use std::io;
 use std::time::Duration;
