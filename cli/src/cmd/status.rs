@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, Health, LoadingReport, MemberInfo, MemberState};
+use control_api::{Health, LoadingReport, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
