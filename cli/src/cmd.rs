@@ -50,11 +50,11 @@ pub struct ControlArgs {
     /// Bearer token of this process. Prefer the environment variable or --token-file: other users of the host can see
     /// arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
-    token: Option<String>,
-    /// File with the bearer token, in one line. It is read again when the control plane refuses the token, so that a
+    pub(crate) token: Option<String>,
+    /// File with the bearer token in one line, if --token is not given. It is read again when the control plane refuses the token, so that a
     /// token can be replaced while the process runs.
     #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
-    pub token_file: Option<PathBuf>,
+    pub(crate) token_file: Option<PathBuf>,
 }
 
 impl ControlArgs {
@@ -71,38 +71,33 @@ impl ControlArgs {
 
     /// The token, given or read from its file.
     pub fn token(&self) -> Result<Option<String>> {
-        given_or_read("--token", self.token.as_ref(), self.token_file.as_deref())
+        given_or_read(self.token.as_ref(), self.token_file())
+    }
+
+    /// The file of the token, unless the token itself is given.
+    pub fn token_file(&self) -> Option<&Path> {
+        self.token_file.as_deref().filter(|_| self.token.is_none())
     }
 
     /// A client of the control planes at `url`.
     pub fn client(&self, url: &str) -> Result<ControlClient> {
-        let token = self.token()?;
-        Ok(match &self.token_file {
+        Ok(match self.token_file() {
             Some(path) => ControlClient::new(url, None)?.with_token_file(path)?,
-            None => ControlClient::new(url, token)?,
+            None => ControlClient::new(url, self.token.clone())?,
         })
     }
 }
 
-/// A secret given as `option`, or the text of the file `option`-file without line breaks at its end.
-pub fn given_or_read(
-    option: &str,
-    given: Option<&String>,
-    file: Option<&Path>,
-) -> Result<Option<String>> {
-    match (given, file) {
-        (Some(_), Some(_)) => bail!("give {option} or {option}-file, not both"),
-        (given, None) => Ok(given.cloned()),
-        (None, Some(file)) => {
-            let text = std::fs::read_to_string(file);
-            let text = text.with_context(|| format!("cannot read {}", file.display()))?;
-            let text = text.trim_end_matches(['\r', '\n']);
-            if text.is_empty() {
-                bail!("{} is empty: expected one line with the secret", file.display());
-            }
-            Ok(Some(text.to_owned()))
-        }
+/// A secret, or else the text of its file without line breaks at the end.
+pub fn given_or_read(given: Option<&String>, file: Option<&Path>) -> Result<Option<String>> {
+    let (None, Some(file)) = (given, file) else { return Ok(given.cloned()) };
+    let text = std::fs::read_to_string(file);
+    let text = text.with_context(|| format!("cannot read {}", file.display()))?;
+    let text = text.trim_end_matches(['\r', '\n']);
+    if text.is_empty() {
+        bail!("{} is empty: expected one line with the secret", file.display());
     }
+    Ok(Some(text.to_owned()))
 }
 
 /// Slot geometry. Client and server must use the same.
@@ -527,7 +522,8 @@ impl Service {
             model = check_cluster(&model, checkpoint, &url, &control.client(&url)?)?;
         }
         let builder = client.builder(model)?;
-        let builder = builder.token_file(control.url().and(control.token_file.clone()));
+        let builder =
+            builder.token_file(control.url().and(control.token_file().map(Path::to_owned)));
         let (cluster, url, token) = match control.url() {
             Some(url) => (None, url, control.token()?),
             None => {

@@ -8,6 +8,7 @@ mod guard;
 mod models;
 mod openapi;
 mod page;
+mod request_id;
 mod routes;
 mod tickets;
 mod watch;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from switchyard_moe import _native
@@ -60,7 +61,8 @@ class Client(_native.Client):
         URLs, or a text with commas between them; ``dns://HOST:PORT``, every address of a name; or
         ``k8s://NAMESPACE/SERVICE[:PORT]``, every ready endpoint of a Service of Kubernetes. Default:
         ``SWITCHYARD_CONTROL_PLANE``.
-    :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
+    :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``, or the text of the file
+        ``SWITCHYARD_TOKEN_FILE``.
     :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
         only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.
     :param device: memory of the arrays, ``cpu`` or ``cuda:N``. A GPU is opened here, and so is its driver.
@@ -103,7 +105,7 @@ class Client(_native.Client):
         if not isinstance(control_plane, str):
             control_plane = ",".join(control_plane)
         if token is None:
-            token = os.environ.get("SWITCHYARD_TOKEN")
+            token = os.environ.get("SWITCHYARD_TOKEN") or _token_of_file(os.environ.get("SWITCHYARD_TOKEN_FILE"))
         return super().__new__(cls, control_plane, token=token, model=model, **settings)
 
     async def aforward(
@@ -157,3 +159,12 @@ class Client(_native.Client):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<switchyard_moe.Client of {self.control_plane}, {state}>"
+
+
+def _token_of_file(path: str | None) -> str | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}") from error

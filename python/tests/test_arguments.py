@@ -153,7 +153,9 @@ def test_a_closed_client_says_so(cluster: switchyard_moe.LocalCluster, inputs: I
     client.combine(handle)
 
 
-def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_checked(
+    cluster: switchyard_moe.LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"wire_dtype": "f64"}, "wire_dtype"),
         ({"response_dtype": "int8"}, "response_dtype"),
@@ -181,6 +183,12 @@ def test_settings_are_checked(cluster: switchyard_moe.LocalCluster, monkeypatch:
         switchyard_moe.Client()
     monkeypatch.setenv("SWITCHYARD_CONTROL_PLANE", cluster.url)
     monkeypatch.setenv("SWITCHYARD_TOKEN", cluster.token)
+    switchyard_moe.Client().close()
+    monkeypatch.delenv("SWITCHYARD_TOKEN")
+    monkeypatch.setenv("SWITCHYARD_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(switchyard_moe.ConfigError, match="token file"):
+        switchyard_moe.Client()
+    (tmp_path / "token").write_text(f"{cluster.token}\n")
     switchyard_moe.Client().close()
 
 

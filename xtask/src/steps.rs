@@ -59,7 +59,7 @@ impl Step {
 }
 
 /// All steps, in their order: cheap ones first.
-pub const ALL: [Step; 21] = [
+pub const ALL: [Step; 22] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
     Step::new(
@@ -123,6 +123,11 @@ pub const ALL: [Step; 21] = [
         "page",
         "the control plane's page in headless Chromium, with 4 and 1,000 members",
         page,
+    ),
+    Step::new(
+        "openapi",
+        "requests made from the control plane's OpenAPI document, by a fixed seed: no 5xx, answers as described",
+        openapi,
     ),
     Step::new("demo", "the demo, verified against the reference", demo),
     Step::new(
@@ -303,6 +308,25 @@ fn page() -> Result<Outcome> {
         .env("PYTHONDONTWRITEBYTECODE", "1"))
 }
 
+/// With the binary that the step `unit` has built, like the step `demo`.
+fn openapi() -> Result<Outcome> {
+    let folder = Path::new("tests/openapi");
+    let environment = match python::environment("openapi", &folder.join("requirements.txt"))? {
+        Ok(environment) => environment,
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
+    };
+    if let Outcome::Failed(reason) = build_binary()? {
+        return Ok(Outcome::Failed(reason));
+    }
+    // A change should not fail because a new seed finds an old error.
+    let seed = std::env::var("SWITCHYARD_FUZZ_SEED").unwrap_or_else(|_| "1".to_owned());
+    run(Command::new(environment.join("bin/python"))
+        .arg(folder.join("check.py"))
+        .arg(target_dir().join("debug/switchyard"))
+        .arg(seed)
+        .env("PYTHONDONTWRITEBYTECODE", "1"))
+}
+
 /// Checks the units with systemd. It also looks for the binary, which is not installed here.
 fn verify_units() -> Result<Outcome> {
     if !tools::on_path("systemd-analyze") {
@@ -334,12 +358,17 @@ fn verify_units() -> Result<Outcome> {
     })
 }
 
-/// With the binary that the step `unit` has built: a release build takes minutes for the same checks.
-fn demo() -> Result<Outcome> {
+/// Builds the binary `switchyard` as the step `unit` does.
+fn build_binary() -> Result<Outcome> {
     let features = features::all();
     let build = ["build", "--quiet", "--workspace", "--features", &features, "--bin", "switchyard"];
     // Only a build with a test has the features that tests add to dependencies.
-    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "fault"]))? {
+    run(cargo(&build).args(["--test", "fault"]))
+}
+
+/// With the binary that the step `unit` has built: a release build takes minutes for the same checks.
+fn demo() -> Result<Outcome> {
+    if let Outcome::Failed(reason) = build_binary()? {
         return Ok(Outcome::Failed(reason));
     }
     let output = Command::new(target_dir().join("debug/switchyard"))

@@ -26,7 +26,7 @@ pub struct Args {
     /// --token-file: other users of the host can see arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// File with the cluster's own token, in one line.
+    /// File with the cluster's own token in one line, if --token is not given.
     #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// File with the names, roles and hashes of tokens, as `switchyard token new` writes it. It is read again every
@@ -127,11 +127,11 @@ impl EtcdArgs {
             }
             StoreKind::Etcd => {}
         }
-        let password = super::given_or_read(
-            "--etcd-password",
-            self.etcd_password.as_ref(),
-            self.etcd_password_file.as_deref(),
-        )?;
+        let (given, file) = (&self.etcd_password, &self.etcd_password_file);
+        if given.is_some() && file.is_some() {
+            bail!("give --etcd-password or --etcd-password-file, not both");
+        }
+        let password = super::given_or_read(given.as_ref(), file.as_deref())?;
         let mut config = EtcdConfig::new(self.etcd_endpoints);
         config.credentials = match (self.etcd_user, password) {
             (Some(user), Some(password)) => Some(EtcdCredentials { user, password }),
@@ -174,8 +174,7 @@ pub fn parse_spare(text: &str) -> Result<f64, String> {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
-    config.token =
-        super::given_or_read("--token", args.token.as_ref(), args.token_file.as_deref())?;
+    config.token = super::given_or_read(args.token.as_ref(), args.token_file.as_deref())?;
     config.tokens = args.tokens;
     config.audit_log = args.audit_log;
     config.limits.rates.per_address = args.rate_address;

@@ -1,7 +1,7 @@
 //! `switchyard expert-server`.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -251,7 +251,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }
     };
     config.secret = token.map(Secret::new);
-    config.token_file = args.control.token_file;
+    config.token_file = args.control.token_file().map(Path::to_owned);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;

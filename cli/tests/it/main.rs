@@ -6,6 +6,7 @@ mod follow;
 mod observability;
 mod plan;
 mod reference;
+mod secrets;
 mod service;
 mod shared;
 mod update;

@@ -17,7 +17,7 @@ use trust::tls::{Security, Side, explain};
 use trust::{Credential, Identity};
 
 use super::error::HttpError;
-use super::guard::{REQUEST_ID, RequestId};
+use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, page};
 use crate::access::{Access, Caller};
 use crate::role::{Following, Role};

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
+use axum::http::{HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use control_api::{AuditEntry, MemberId, code};
@@ -14,6 +14,7 @@ use httpd::PeerAddr;
 use trust::{Identity, Role};
 
 use super::error::{Failure, HttpError};
+use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, DIGESTS_PATH, Route, forward, page};
 use crate::access::metrics::RefusalReason;
 use crate::access::rates::Bucket;
@@ -57,26 +58,7 @@ impl Rules {
     }
 }
 
-/// Identity of a request, for the audit log and the response.
-#[derive(Clone, Debug)]
-pub(super) struct RequestId(pub(super) HeaderValue);
-
-impl RequestId {
-    /// The caller's own identity of the request if it is short and plain, or else a new one.
-    fn of(headers: &HeaderMap) -> Self {
-        let given = headers.get(REQUEST_ID).filter(|value| {
-            let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
-            (1..=64).contains(&value.len()) && value.as_bytes().iter().all(is_plain)
-        });
-        let new = || {
-            let text = format!("{:016x}", rand::random::<u64>());
-            HeaderValue::from_str(&text).unwrap_or(HeaderValue::from_static("0"))
-        };
-        Self(given.cloned().unwrap_or_else(new))
-    }
-}
-
-/// What a route's response tells the audit log. A handler adds it as an extension.
+/// A handler's note for the audit log, as an extension of its response.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AuditNote {
     /// Name of the member that was changed.
@@ -258,7 +240,6 @@ impl HttpError {
 }
 
 pub(super) const ANY_ROLE: Rule = Rule::Roles(&Role::ALL);
-pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const MEMBER_PREFIX: &str = "/v1/members/{id}";
 const MEMBERS: &str = "/v1/members/";
 const MAX_TARGET_CHARS: usize = 160;
@@ -277,18 +258,5 @@ mod tests {
         assert_eq!(id("/v1/members/ab%2d1/drain"), Some(None));
         assert!(member_of(Some("/v1/members"), "/v1/members").is_none());
         assert!(member_of(None, "/v1/members/ab/x").is_none());
-    }
-
-    #[test]
-    fn only_plain_request_identities_are_taken_over() {
-        let of = |text: &'static str| {
-            let headers = HeaderMap::from_iter([(REQUEST_ID, HeaderValue::from_static(text))]);
-            RequestId::of(&headers).0
-        };
-        assert_eq!(of("abc-1_2"), "abc-1_2");
-        for wrong in ["", "a b", "a\"b", "a\tb"] {
-            assert_ne!(of(wrong), wrong);
-            assert_eq!(of(wrong).len(), 16);
-        }
     }
 }

@@ -105,7 +105,11 @@ fn args() -> Args {
         wait_s: 0,
         state: None,
         force: false,
-        control: crate::cmd::ControlArgs { control_plane: Vec::new(), token: None, token_file: None },
+        control: crate::cmd::ControlArgs {
+            control_plane: Vec::new(),
+            token: None,
+            token_file: None,
+        },
     }
 }
 

@@ -1,0 +1,256 @@
+//! Secrets show up nowhere: not in logs at the level trace, arguments, metrics, answers, errors or the audit log.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// A small fleet with known secrets. Each process writes to files of the folder.
+struct Fleet {
+    dir: TempDir,
+    processes: Vec<Child>,
+    arguments: String,
+}
+
+impl Fleet {
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn command(&self, args: &[&str], name: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
+        let output = |end: &str| File::create(self.path(&format!("{name}.{end}"))).expect("file");
+        command
+            .args(["--json", "--log", "trace", "--exit-with-parent"])
+            .args(args)
+            .env_remove("SWITCHYARD_TOKEN")
+            .stdin(Stdio::null())
+            .stdout(output("out"))
+            .stderr(output("err"));
+        command
+    }
+
+    /// Starts a process, and waits for its event `event`.
+    fn start(&mut self, args: &[&str], name: &str, event: &str) -> serde_json::Value {
+        let child = self.command(args, name).spawn().expect("start");
+        let cmdline = std::fs::read(format!("/proc/{}/cmdline", child.id())).expect("arguments");
+        self.arguments.push_str(&String::from_utf8_lossy(&cmdline));
+        self.processes.push(child);
+        let begin = Instant::now();
+        loop {
+            let text = std::fs::read_to_string(self.path(&format!("{name}.out"))).expect("output");
+            let found = text.lines().find(|line| line.contains(event));
+            if let Some(Ok(value)) = found.map(serde_json::from_str) {
+                return value;
+            }
+            let log = || std::fs::read_to_string(self.path(&format!("{name}.err")));
+            assert!(begin.elapsed() < LIMIT, "{name}: no {event}: {:?}", log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Runs a process to its end. Its output stays in the folder.
+    fn run(&self, args: &[&str], env: &[(&str, &str)], name: &str) -> bool {
+        let mut command = self.command(args, name);
+        command.envs(env.iter().copied()).status().expect("run").success()
+    }
+
+    /// Makes a token with the role, and writes it to a file of its own.
+    fn new_token(&self, role: &str) -> String {
+        let file = self.path("tokens");
+        let args = ["token", "new", "--role", role, "--name", role, "--file", text(&file)];
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_switchyard")).args(args).output().expect("run");
+        assert!(output.status.success(), "{output:?}");
+        let token = String::from_utf8(output.stdout).expect("text").trim().to_owned();
+        std::fs::create_dir_all(self.path("given")).expect("folder");
+        std::fs::write(self.path("given").join(role), format!("{token}\n")).expect("token");
+        token
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        for process in &mut self.processes {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("path")
+}
+
+/// The whole answer to a request.
+fn ask(addr: &str, method: &str, path: &str, headers: &str, body: &str) -> String {
+    let mut stream = TcpStream::connect(addr).expect("connect");
+    stream.set_read_timeout(Some(LIMIT)).expect("timeout");
+    let length = body.len();
+    let request = format!(
+        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n\
+         Content-Length: {length}\r\n{headers}\r\n{body}"
+    );
+    stream.write_all(request.as_bytes()).expect("send");
+    let mut answer = Vec::new();
+    // The server may close before it has read all of a request that it refuses.
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[test]
+fn secrets_show_up_nowhere() {
+    let dir = tempfile::tempdir().expect("folder");
+    let mut fleet = Fleet { dir, processes: Vec::new(), arguments: String::new() };
+    let [server, client, operator] =
+        ["server", "client", "operator"].map(|role| fleet.new_token(role));
+    let cluster_token = format!("cluster{:032x}", rand::random::<u128>());
+    let wrong = format!("wrong{:032x}", rand::random::<u128>());
+    std::fs::write(fleet.path("given").join("cluster"), &cluster_token).expect("token");
+    let given = |name: &str| text(&fleet.path("given").join(name)).to_owned();
+    let (cluster_file, server_file, client_file) =
+        (given("cluster"), given("server"), given("client"));
+    let (tokens, audit) = (fleet.path("tokens"), fleet.path("audit"));
+    let control = [
+        "control-plane",
+        "--listen",
+        "127.0.0.1:0",
+        "--token-file",
+        &cluster_file,
+        "--tokens",
+        text(&tokens),
+        "--audit-log",
+        text(&audit),
+    ];
+    let addr =
+        fleet.start(&control, "control", "listening")["addr"].as_str().expect("addr").to_owned();
+    let url = format!("http://{addr}");
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe");
+    let place = [
+        "expert-server",
+        "--model",
+        model,
+        "--name",
+        "a",
+        "--listen",
+        "127.0.0.1:0",
+        "--metrics-listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+        "--control-plane",
+        &url,
+        "--token-file",
+        &server_file,
+    ];
+    fleet.start(&place, "server", "serving");
+
+    // A client by file, one by variable, one with a wrong token, and one whose role does not do.
+    let generate = [
+        "generate",
+        "--model",
+        model,
+        "--prompt",
+        "An",
+        "--max-new-tokens",
+        "2",
+        "--control-plane",
+        &url,
+    ];
+    let by_file = [&generate[..], &["--token-file", &client_file]].concat();
+    assert!(fleet.run(&by_file, &[], "by-file"));
+    assert!(fleet.run(&generate, &[("SWITCHYARD_TOKEN", &client)], "by-variable"));
+    assert!(!fleet.run(&generate, &[("SWITCHYARD_TOKEN", &wrong)], "wrong"));
+    let drain = ["drain", "a", "--control-plane", &url];
+    assert!(!fleet.run(&drain, &[("SWITCHYARD_TOKEN", &client)], "forbidden"));
+    for action in ["drain", "resume"] {
+        let args = [action, "a", "--control-plane", &url];
+        assert!(fleet.run(&args, &[("SWITCHYARD_TOKEN", &operator)], action));
+    }
+    let doctor = ["doctor", "--control-plane", &url];
+    fleet.run(&doctor, &[("SWITCHYARD_TOKEN", &operator)], "doctor");
+
+    let bearer = |token: &str| format!("Authorization: Bearer {token}\r\n");
+    let operator_header = bearer(&operator);
+    let mut answers = String::new();
+    for path in [
+        "/v1/status",
+        "/v1/members",
+        "/v1/audit",
+        "/v1/events",
+        "/v1/whoami",
+        "/metrics",
+        "/readyz",
+    ] {
+        let answer = ask(&addr, "GET", path, &operator_header, "");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+        answers += &answer;
+    }
+    assert!(answers.contains("\"drain\""), "the audit log lacks a drain: {answers}");
+    // Wrong requests, with secrets where they do not belong.
+    let secrets = [&server, &client, &operator, &cluster_token, &wrong];
+    for secret in secrets {
+        let basic = format!("Authorization: Basic {secret}\r\n");
+        let vouch =
+            format!("x-switchyard-control-token: {secret}\r\nx-switchyard-caller: {secret}\r\n");
+        let json = format!("{{\"token\":\"{secret}\"}}");
+        for (method, path, headers, body) in [
+            ("GET", "/v1/status", &bearer(secret), ""),
+            ("GET", "/v1/status", &basic, ""),
+            ("GET", "/v1/status", &vouch, ""),
+            ("PUT", "/v1/goals", &bearer(secret), ""),
+            ("PUT", "/v1/goals", &operator_header, json.as_str()),
+            ("POST", "/v1/members", &bearer(secret), "[]"),
+            ("POST", "/nowhere", &bearer(secret), "x"),
+        ] {
+            let answer = ask(&addr, method, path, headers, body);
+            assert!(!answer.starts_with("HTTP/1.1 5"), "{method} {path}: {answer}");
+            answers += &answer;
+        }
+    }
+    let metrics_addr = answers.split("\"metrics_addr\":\"").nth(1).expect("the server's listener");
+    let metrics_addr = metrics_addr.split('"').next().expect("address").to_owned();
+    for path in ["/metrics", "/healthz", "/readyz"] {
+        answers += &ask(&metrics_addr, "GET", path, &operator_header, "");
+    }
+    // A token where a hash belongs: the control plane complains about the file.
+    let good = std::fs::read_to_string(&tokens).expect("tokens");
+    std::fs::write(&tokens, format!("{good}{server}\n")).expect("tokens");
+    let begin = Instant::now();
+    while !ask(&addr, "GET", "/v1/status", &operator_header, "").contains("token file") {
+        assert!(begin.elapsed() < LIMIT, "the wrong file is not in the status");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    answers += &ask(&addr, "GET", "/v1/status", &operator_header, "");
+    answers += &ask(&addr, "GET", "/v1/audit", &operator_header, "");
+    assert!(answers.contains("token file") && answers.contains("wrong_file"), "{answers}");
+    std::fs::write(&tokens, &good).expect("tokens");
+
+    // The logs hold all that was written so far. Everything but the files with the tokens is searched.
+    let mut searched =
+        vec![("arguments".to_owned(), fleet.arguments.clone()), ("answers".to_owned(), answers)];
+    for entry in std::fs::read_dir(fleet.dir.path()).expect("folder") {
+        let path = entry.expect("entry").path();
+        if path.is_file() {
+            let bytes = std::fs::read(&path).expect("file");
+            searched.push((text(&path).to_owned(), String::from_utf8_lossy(&bytes).into_owned()));
+        }
+    }
+    let log = searched.iter().find(|(name, _)| name.ends_with("control.err")).expect("log");
+    assert!(log.1.contains("TRACE"), "no log at the level trace");
+    assert!(searched.iter().any(|(name, text)| name.ends_with("audit") && text.contains("drain")));
+    for (name, text) in &searched {
+        for secret in secrets {
+            // A part of it is as bad.
+            let tail = &secret[secret.len() - 16..];
+            let found = text.lines().find(|line| line.contains(tail));
+            assert!(found.is_none(), "{name} has a secret: {found:?}");
+        }
+    }
+}
