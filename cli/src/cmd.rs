@@ -43,8 +43,8 @@ pub mod top;
 pub struct ControlArgs {
     /// URL of the control plane, such as http://10.0.0.5:7070. Give each of several control planes of one fleet, with
     /// commas between them or by repeating the option: requests go to the next one if one does not answer.
-    /// dns://HOST:PORT means every address of a name, and k8s://NAMESPACE/SERVICE[:PORT] every ready endpoint of a
-    /// Service of Kubernetes; PORT is a name or a number of its pods. Both are looked up again when none answers.
+    /// The form dns://HOST:PORT means every address of a name. The form k8s://NAMESPACE/SERVICE[:PORT] means every ready
+    /// endpoint of a Service of Kubernetes; PORT is a name or a number of a port of its pods.
     #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL", value_delimiter = ',')]
     pub control_plane: Vec<String>,
     /// Bearer token of this process. Prefer the environment variable or --token-file: other users of the host can see

@@ -60,8 +60,10 @@ impl Default for ClientOptions {
 ///
 /// With several control planes a request goes to the one that answered last. If that one cannot be reached, does not
 /// answer, or knows no leader, the request goes to the next one, each at most once. Every request may therefore be
-/// carried out twice, which changes nothing. Names in `dns://` and `k8s://` are looked up on a thread of the client's
-/// own: again when no known control plane answers, and at least every 15 s or as Kubernetes reports changes. Its methods need a tokio runtime with time and I/O enabled.
+/// carried out twice, which changes nothing.
+///
+/// The names in `dns://` and `k8s://` are looked up on a thread of the client's own. It looks them up again when no
+/// known control plane answers, and follows changes. The methods need a tokio runtime with time and I/O enabled.
 #[derive(Clone)]
 pub struct ControlClient {
     http: reqwest::Client,

@@ -63,8 +63,8 @@ pub(crate) struct Target {
 }
 
 impl ControlPlanes {
-    /// Parses one or several control planes with commas between them. `parse_url` parses those that are URLs. The
-    /// others are asked with `scheme`, `http` or `https`. Looks nothing up yet.
+    /// Parses one or several control planes with commas between them. `parse_url` parses URLs. The control
+    /// planes of other forms are asked with `scheme`, `http` or `https`. Looks nothing up yet.
     ///
     /// # Errors
     /// [`ConfigError::Url`] when one of them is malformed.

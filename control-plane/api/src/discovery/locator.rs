@@ -6,7 +6,7 @@ use reqwest::Url;
 
 use crate::error::ConfigError;
 
-/// Where a client finds one or several control planes.
+/// One or several control planes, as a setting names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Locator {
     /// `http://HOST:PORT`: one control plane.
