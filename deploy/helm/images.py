@@ -34,9 +34,9 @@ class Commands:
         self.variables = set(re.findall(r"`(SWITCHYARD_[A-Z_]+)`", reference))
 
     def check(self, label: str, words: list[str]) -> None:
-        name = words[0] if words else None
-        if name not in self.flags:
-            fail(f"{label}: no command `switchyard {name}`")
+        name = next((name for n in (2, 1) if (name := " ".join(words[:n])) in self.flags), None)
+        if name is None:
+            fail(f"{label}: no command `switchyard {' '.join(words[:2])}`")
         flags = {word.split("=")[0] for word in words[1:] if word.startswith("--")}
         unknown = flags - self.flags[name] - self.common
         if unknown:
@@ -118,9 +118,15 @@ def check_compose(commands: Commands) -> None:
         for other in service.get("depends_on", {}):
             if other not in services:
                 fail(f"{label}: depends on {other}, which is no service")
-        if service.get("image") == "switchyard":
+        if service.get("image") != "switchyard":
+            continue
+        commands.check_variables(label, set(service["environment"]))
+        if "entrypoint" in service:
+            # A script: each of its calls of the program.
+            for line in re.findall(r"\bswitchyard ([^\n&|;]*)", "\n".join(service["command"])):
+                commands.check(label, shlex.split(line))
+        else:
             commands.check(label, service["command"])
-            commands.check_variables(label, set(service["environment"]))
 
 
 def check_units(commands: Commands) -> None:
