@@ -23,6 +23,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 use trust::tls::Security;
 
+use crate::editions::Editions;
 use crate::role::{Following, Role, Roles};
 use crate::store::StoreError;
 use crate::store::etcd::{ELECTION, EtcdClient, EtcdError, EtcdStore, Fence};
@@ -136,7 +137,7 @@ impl Election {
         let store = EtcdStore::new(client, &self.prefix, Handle::current(), Some(fence));
         let settings = self.settings.clone();
         let work = async {
-            let begin = tokio::task::spawn_blocking(move || settings.begin(Box::new(store)));
+            let begin = tokio::task::spawn_blocking(move || Editions::restore(settings, Box::new(store)));
             // A panic, or the runtime shuts down.
             let begun = begin.await.map_err(|_| StoreError::Deposed)??;
             let editions = Arc::clone(&begun.editions);

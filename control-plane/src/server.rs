@@ -23,7 +23,7 @@ use crate::balance::BalanceSettings;
 use crate::boards::Boards;
 use crate::clock::{Clock, MonotonicClock};
 use crate::config::{ConfigError, EtcdConfig, ServerConfig};
-use crate::editions::Term;
+use crate::editions::{Editions, Term};
 use crate::election::Election;
 use crate::fleet::FleetSettings;
 use crate::http::{self, App, Exposure, Guarding};
@@ -89,7 +89,7 @@ impl Server {
         let settings = term_settings(&config, clock)?;
         let (metrics, boards) = (settings.metrics.clone(), Arc::clone(&settings.boards));
         let guarding = guarding(&config, &metrics)?;
-        let begun = tokio::task::spawn_blocking(move || settings.begin(store)).await;
+        let begun = tokio::task::spawn_blocking(move || Editions::restore(settings, store)).await;
         let begun = begun.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
         let editions = Arc::clone(&begun.editions);
         check_model(&config, editions.status().model)?;

@@ -5,11 +5,9 @@ use std::time::Duration;
 
 use crate::boards::Boards;
 use crate::clock::Clock;
-use crate::editions::{Editions, Term};
 use crate::fleet::FleetSettings;
 use crate::metrics::Metrics;
 use crate::planner::BalancedPlanner;
-use crate::store::{Store, StoreError};
 
 /// Everything that a term needs except the store.
 #[derive(Clone, Debug)]
@@ -21,11 +19,4 @@ pub(crate) struct TermSettings {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) metrics: Metrics,
     pub(crate) boards: Arc<Boards>,
-}
-
-impl TermSettings {
-    /// Restores the fleet from the store. Blocks on the store.
-    pub(crate) fn begin(self, store: Box<dyn Store>) -> Result<Term, StoreError> {
-        Editions::restore(self, store)
-    }
 }

@@ -98,7 +98,7 @@ impl World {
             metrics: Metrics::new(0).unwrap(),
             boards: Arc::clone(&boards),
         };
-        let term = settings.begin(Box::new(disk.clone())).unwrap();
+        let term = Editions::restore(settings, Box::new(disk.clone())).unwrap();
         boards.set_fresh(true);
         let Term { editions, workers, mut added } = term;
         let mut tasks = JoinSet::new();
