@@ -616,7 +616,7 @@ fn check_cluster(
     Err(refusal.unwrap_or_else(|| anyhow!("the control plane at {url} has no model")))
 }
 
-/// What of the model that servers serve differs from the checkpoint, and how. `None` if nothing does.
+/// The differences between the model that servers serve and the checkpoint. `None` if there are none.
 async fn mismatch(
     model: &ClientModel,
     checkpoint: &Checkpoint,

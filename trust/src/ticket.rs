@@ -3,7 +3,7 @@
 //! The control plane signs a *ticket* for the public key of one client process. For each handshake the client signs a
 //! *proof* with the key of the ticket. The proof names the server, its incarnation, the TLS channel and the hello, and
 //! has a nonce of its own. A server admits a ticket with a proof, and each proof once. A ticket without the client's
-//! secret key admits nobody, and a proof for one server is worth nothing at another.
+//! secret key admits no process, and a proof for one server is worth nothing at another.
 //!
 //! Both parts are PASETO tokens of version 4, purpose `public` (ed25519). Keys are written as PASERK.
 //! `docs/explanation/tickets.md` gives the reasons. Nothing here reads a clock or does I/O: times are arguments.

@@ -281,7 +281,7 @@ macro_rules! fleet_setters {
             self
         }
 
-        /// Secret for servers without tickets: those that ask for one in the handshake. Default: none. Servers with
+        /// Secret for servers without tickets that ask for one in the handshake. Default: none. Servers with
         /// tickets never get it.
         pub fn secret(mut self, secret: Option<String>) -> Self {
             self.fleet.settings.secret = secret;

@@ -21,7 +21,7 @@ pub(crate) struct Term {
     pub(super) added: mpsc::UnboundedReceiver<Worker>,
 }
 
-/// What the tasks of one edition need.
+/// State of the tasks of one edition.
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) coordinator: Arc<Coordinator>,

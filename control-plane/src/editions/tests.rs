@@ -340,7 +340,7 @@ async fn a_restart_finds_every_state() {
     world = world.restart().await;
     world.expect(&[(NEW, Current)]);
 
-    // The first model comes back, with epochs above those that its clients may know.
+    // The first model comes back, with epochs above the ones that its clients may know.
     world.add(OLD).await.unwrap();
     let back = epochs(&world);
     assert!(back[1].1 > after[1].1, "{back:?} {after:?}");

@@ -122,7 +122,7 @@ impl EditionStores {
     }
 
     /// Adds an edition, which its first write makes durable. Returns the epoch above which it may issue epochs: tables of
-    /// a fingerprint that comes back are then newer than those that a client may still have.
+    /// a fingerprint that comes back are then newer than the ones that its clients may still have.
     pub(crate) fn add(&self, record: EditionRecord) -> (EditionStore, u64) {
         let mut document = self.lock();
         let id = document.parts.iter().map(|part| part.id + 1).max().unwrap_or(0);

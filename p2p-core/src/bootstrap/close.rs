@@ -41,7 +41,7 @@ impl Goodbyes {
         Self { ours: Goodbye::Plain(bytes), theirs: Goodbye::Plain(bytes) }
     }
 
-    /// Those that both sides have computed from the keys of their TLS connection.
+    /// The pair that both sides have computed from the keys of their TLS connection.
     pub(super) const fn secret(ours: [u8; SECRET_BYTES], theirs: [u8; SECRET_BYTES]) -> Self {
         Self { ours: Goodbye::Secret(ours), theirs: Goodbye::Secret(theirs) }
     }

@@ -373,7 +373,7 @@ where
 
 /// A connection that ends before its hello.
 enum Refused {
-    /// The peer speaks no TLS. It is told so in plain text.
+    /// The peer speaks no TLS. The answer to it is plain text.
     Plain(TcpStream, Reject),
     /// The TLS handshake failed.
     Failed(HandshakeError),

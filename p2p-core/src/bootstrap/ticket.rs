@@ -17,7 +17,7 @@ pub struct ShownTicket {
 /// The parts of a handshake that a proof covers.
 #[derive(Debug, Clone, Copy)]
 pub struct HandshakeBinding<'a> {
-    /// Value that both ends of a TLS connection, and nobody else, derive from it; `None` without TLS.
+    /// Value that only the two ends of a TLS connection can derive from it; `None` without TLS.
     pub channel: Option<[u8; 32]>,
     /// The connecting side's hello with its header.
     pub hello: &'a [u8],

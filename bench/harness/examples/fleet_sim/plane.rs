@@ -54,8 +54,8 @@ impl Plane {
         Ok(ticks / rustix::param::clock_ticks_per_second() as f64)
     }
 
-    /// Memory, and the work since the start as the metrics have it: expired leases, tables with their mean processor
-    /// time, plans with their mean time, writes of the store with their mean time.
+    /// Memory, and the work since the start as the metrics have it: expired leases, tables, plans and writes of the
+    /// store. Tables have their mean processor time, plans and writes their mean time.
     pub(crate) async fn work(&self, client: &ControlClient) -> Result<Vec<(&'static str, f64)>> {
         let expired = client.status().await?.members.expired;
         let mut stream = TcpStream::connect(&self.addr).await?;
