@@ -34,14 +34,14 @@ impl Goodbye {
 }
 
 impl Goodbyes {
-    /// Those of a connection without TLS: the same for all.
+    /// The two of a connection without TLS. They are the same for all.
     pub(super) fn plain() -> Self {
         let mut bytes = [0; HEADER_BYTES];
         bytes.copy_from_slice(&encode_goodbye());
         Self { ours: Goodbye::Plain(bytes), theirs: Goodbye::Plain(bytes) }
     }
 
-    /// Those that both sides have computed from the keys of their TLS connection.
+    /// The two that both sides compute from the keys of their TLS connection.
     pub(super) const fn secret(ours: [u8; SECRET_BYTES], theirs: [u8; SECRET_BYTES]) -> Self {
         Self { ours: Goodbye::Secret(ours), theirs: Goodbye::Secret(theirs) }
     }
