@@ -59,6 +59,7 @@ pub mod router;
 mod timing;
 
 // Types of other crates that occur in this crate's signatures.
+pub use control_api::trust;
 pub use control_api::{
     ConfigError, ControlError, LayerPlacement, MemberId, ModelDescriptor, PlacementError,
     PlacementTable, ServerEntry,

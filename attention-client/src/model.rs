@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use control_api::{ConfigError, ControlClient, ControlError, ModelDescriptor};
+use control_api::{
+    ClientOptions, ConfigError, ControlClient, ControlError, ModelDescriptor, Security,
+};
 use protocol::ModelShape;
 use thiserror::Error;
 
@@ -116,7 +118,23 @@ impl ClientModel {
         num_layers: u32,
         timeout: Duration,
     ) -> Result<Self, ModelError> {
-        let control = ControlClient::new(url, token)?.with_timeout(timeout);
+        Self::fetch_with(url, token, Security::default(), num_layers, timeout)
+    }
+
+    /// As [`fetch`](Self::fetch), with certificates for a control plane at an `https` URL.
+    ///
+    /// # Errors
+    /// As for [`fetch`](Self::fetch).
+    pub fn fetch_with(
+        url: &str,
+        token: Option<String>,
+        security: Security,
+        num_layers: u32,
+        timeout: Duration,
+    ) -> Result<Self, ModelError> {
+        let mut options = ClientOptions::default();
+        (options.timeout, options.security) = (timeout, security);
+        let control = ControlClient::with_options(url, token, options)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

@@ -13,7 +13,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use control_api::Security;
+use control_api::trust::Role;
+use control_api::trust::certs::{Authority, CA_FILE, Request, validity_from_now};
+use control_api::trust::tls::{ClientCertificates, Tls, TlsFiles};
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
 
 /// Options of a local cluster.
 #[derive(Debug, Clone)]
@@ -36,6 +41,8 @@ pub struct ClusterOptions {
     pub server_env: Vec<(String, String)>,
     /// More arguments for the control plane.
     pub control_args: Vec<String>,
+    /// Gives the cluster a certificate authority of its own, in memory, and runs everything over TLS.
+    pub tls: bool,
     /// Folder of the control plane's durable state. `None` keeps the state in memory.
     pub data_dir: Option<PathBuf>,
     /// Timeout for the start of one process.
@@ -58,6 +65,7 @@ impl ClusterOptions {
             server_args: Vec::new(),
             server_env: Vec::new(),
             control_args: Vec::new(),
+            tls: false,
             data_dir: None,
             start_timeout: Duration::from_secs(120),
         })
@@ -89,6 +97,35 @@ pub struct LocalCluster {
     control: Option<Process>,
     control_addr: String,
     servers: Vec<Option<Process>>,
+    tls: Option<ClusterTls>,
+}
+
+/// Certificates of a local cluster.
+#[derive(Debug)]
+struct ClusterTls {
+    /// The folder of all processes, removed with the cluster. Nothing but the certificate of the authority is kept of
+    /// the authority.
+    dir: TempDir,
+    /// Trusts the authority.
+    client: Tls,
+}
+
+impl ClusterTls {
+    fn new() -> Result<Self> {
+        let dir = TempDir::with_prefix("switchyard-").context("cannot make a folder for keys")?;
+        let (not_before, not_after) = validity_from_now(CERTIFICATE_DAYS);
+        let request = Request {
+            name: "local-cluster".to_owned(),
+            role: Role::Server,
+            addresses: ["127.0.0.1", "::1", "localhost"].map(str::to_owned).to_vec(),
+            not_before,
+            not_after,
+        };
+        Authority::generate()?.issue_into(dir.path(), &request, false)?;
+        let ca = Some(dir.path().join(CA_FILE));
+        let files = TlsFiles { ca, ..TlsFiles::default() };
+        Ok(Self { dir, client: Tls::open(files, ClientCertificates::Optional)? })
+    }
 }
 
 impl LocalCluster {
@@ -114,6 +151,7 @@ impl LocalCluster {
             control: None,
             control_addr: String::new(),
             servers: (0..options.num_servers).map(|_| None).collect(),
+            tls: options.tls.then(ClusterTls::new).transpose()?,
             options,
         };
         cluster.start_control("127.0.0.1:0")?;
@@ -130,7 +168,14 @@ impl LocalCluster {
     /// URL of the control plane.
     #[must_use]
     pub fn control_url(&self) -> String {
-        format!("http://{}", self.control_addr)
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}", self.control_addr)
+    }
+
+    /// Security of a client of this cluster.
+    #[must_use]
+    pub fn security(&self) -> Security {
+        Security { tls: self.tls.as_ref().map(|tls| tls.client.clone()), insecure: false }
     }
 
     /// The bearer token of this cluster.
@@ -313,6 +358,13 @@ impl LocalCluster {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
+        // The cluster is secured as its options say, whatever the user has set for other fleets.
+        for name in TLS_VARIABLES {
+            command.env_remove(name);
+        }
+        if let Some(tls) = &self.tls {
+            command.env("SWITCHYARD_TLS", tls.dir.path());
+        }
         command
     }
 
@@ -457,6 +509,18 @@ impl Process {
 }
 
 /// Standard error of a process, as the end of an error message.
+/// Variables of [`TlsArgs`](crate::cmd::tls::TlsArgs) and of listeners.
+const TLS_VARIABLES: [&str; 6] = [
+    "SWITCHYARD_TLS",
+    "SWITCHYARD_TLS_CERT",
+    "SWITCHYARD_TLS_KEY",
+    "SWITCHYARD_TLS_CA",
+    "SWITCHYARD_TLS_CLIENTS",
+    "SWITCHYARD_INSECURE",
+];
+/// Longer than a cluster of one command runs.
+const CERTIFICATE_DAYS: u32 = 30;
+
 fn stderr_suffix(tail: &[String]) -> String {
     if tail.is_empty() { String::new() } else { format!("; standard error: {}", tail.join(" | ")) }
 }

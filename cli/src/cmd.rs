@@ -8,7 +8,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::{Checkpoint, OpenError};
 use control_api::{
-    ControlClient, ControlError, EditionInfo, EditionState, ModelDescriptor, TensorDigest, code,
+    ClientOptions, ControlClient, ControlError, EditionInfo, EditionState, ModelDescriptor,
+    Security, TensorDigest, code,
 };
 #[cfg(feature = "ibgda")]
 use p2p_core::transports::NetworkOpener;
@@ -19,6 +20,7 @@ use crate::cluster::{ClusterOptions, LocalCluster};
 use crate::{Global, ui};
 
 pub mod bench;
+pub mod certs;
 pub mod control_plane;
 pub mod demo;
 pub mod doctor;
@@ -35,14 +37,16 @@ pub mod scale;
 pub mod status;
 #[cfg(test)]
 mod tests;
+pub mod tls;
 pub mod token;
 pub mod top;
 
 /// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ControlArgs {
-    /// URL of the control plane, such as http://10.0.0.5:7070. Give each of several control planes of one fleet, with
-    /// commas between them or by repeating the option: requests go to the next one if one does not answer.
+    /// URL of the control plane, such as https://10.0.0.5:7070, or http:// on this host. Give each of several control
+    /// planes of one fleet, with commas between them or by repeating the option: requests go to the next one if one does
+    /// not answer.
     /// The form dns://HOST:PORT means every address of a name. The form k8s://NAMESPACE/SERVICE[:PORT] means every ready
     /// endpoint of a Service of Kubernetes; PORT is a name or a number of a port of its pods.
     #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL", value_delimiter = ',')]
@@ -55,6 +59,8 @@ pub struct ControlArgs {
     /// token can be replaced while the process runs.
     #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub tls: tls::TlsArgs,
 }
 
 impl ControlArgs {
@@ -81,9 +87,11 @@ impl ControlArgs {
 
     /// A client of the control planes at `url`.
     pub fn client(&self, url: &str) -> Result<ControlClient> {
+        let mut options = ClientOptions::default();
+        options.security = self.tls.security()?;
         Ok(match self.token_file() {
-            Some(path) => ControlClient::new(url, None)?.with_token_file(path)?,
-            None => ControlClient::new(url, self.token.clone())?,
+            Some(path) => ControlClient::with_options(url, None, options)?.with_token_file(path)?,
+            None => ControlClient::with_options(url, self.token.clone(), options)?,
         })
     }
 }
@@ -518,8 +526,11 @@ impl Service {
         client: &ClientArgs,
     ) -> Result<Self> {
         let mut model = ClientModel::of(checkpoint);
+        let mut security = Security::default();
         if let Some(url) = control.url() {
-            model = check_cluster(&model, checkpoint, &url, &control.client(&url)?)?;
+            let asked = control.client(&url)?;
+            security = asked.options().security.clone();
+            model = check_cluster(&model, checkpoint, &url, &asked)?;
         }
         let builder = client.builder(model)?;
         let builder =
@@ -531,12 +542,15 @@ impl Service {
                 options.num_servers = local.servers;
                 options.replicas = local.replicas;
                 options.server_args = client.server_args();
+                options.tls = true;
                 let cluster = start_cluster(global, options)?;
                 let (url, token) = (cluster.control_url(), cluster.token().to_owned());
+                security = cluster.security();
                 (Some(cluster), url, Some(token))
             }
         };
-        let client = builder.control_plane(url, token.clone()).secret(token).build()?;
+        let builder = builder.control_plane(url, token.clone()).secret(token);
+        let client = builder.security(security).build()?;
         client.wait_ready(READY_TIMEOUT)?;
         Ok(Self { client, _cluster: cluster })
     }

@@ -75,6 +75,8 @@ enum Command {
     Token(cmd::token::Args),
     /// Plan a fleet: the servers and clients that a model needs for its traffic, and their cost over the day.
     Plan(cmd::plan::Args),
+    /// Make the certificates of a fleet: an authority, and certificates for servers and clients.
+    Certs(cmd::certs::Args),
     /// Check this host: usable transports and devices, what is missing, and how to install it.
     Doctor(cmd::doctor::Args),
     /// Describe a checkpoint: family, experts, format, sizes, and whether it can be served.
@@ -171,6 +173,7 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Scale(args) => cmd::scale::run(global, args),
         Command::Token(args) => cmd::token::run(global, args),
         Command::Plan(args) => cmd::plan::run(global, args),
+        Command::Certs(args) => cmd::certs::run(global, args),
         Command::Doctor(args) => cmd::doctor::run(global, args),
         Command::Inspect(args) => cmd::inspect::run(global, args),
         Command::Bench(args) => cmd::bench::run(global, args),

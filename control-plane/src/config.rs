@@ -124,12 +124,14 @@ impl ServerConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EtcdConfig {
-    /// URLs of the members of etcd, as `http://HOST:PORT`.
+    /// URLs of the members of etcd, as `https://HOST:PORT` or `http://HOST:PORT`.
     pub endpoints: Vec<String>,
     /// Prefix of all keys. Control planes with the same prefix are those of one fleet.
     pub prefix: String,
     /// User name and password, if etcd asks for them.
     pub credentials: Option<EtcdCredentials>,
+    /// Certificates for `https` endpoints: the authority of etcd, and a certificate if etcd asks for one.
+    pub security: Security,
     /// Time to live of the leader's lease in whole seconds, 2 to 300. Without a leader for this time another control
     /// plane takes over.
     pub lease: Duration,
@@ -144,6 +146,7 @@ impl EtcdConfig {
             endpoints,
             prefix: "/switchyard/".to_owned(),
             credentials: None,
+            security: Security::default(),
             lease: Duration::from_secs(3),
             advertise: None,
         }

@@ -109,7 +109,7 @@ impl Server {
         let (listener, local_addr) = bind_address(&config).await?;
         let own_url = etcd.own_url(local_addr, &config.security)?;
         let prefix = etcd.checked_prefix()?;
-        let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone());
+        let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone(), &etcd.security);
         let client = Arc::new(client.map_err(StoreError::Etcd)?);
         let settings = term_settings(&config, clock)?;
         let guarding = guarding(&config, &settings.metrics)?;

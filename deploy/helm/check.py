@@ -23,10 +23,11 @@ LINT_WARNING = 2
 KUBERNETES_VERSIONS = ["1.29", "1.32", "1.35"]
 
 CLAIM = {"volume": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}}
-BASE = {"token": {"existingSecret": "cluster"}, "model": CLAIM}
+BASE = {"token": {"existingSecret": "cluster"}, "tls": {"existingSecret": "fleet-tls"}, "model": CLAIM}
 GOOD = {
     "defaults": BASE,
-    "own token": {"token": {"value": "0123456789abcdef"}, "model": CLAIM},
+    "own token": {**BASE, "token": {"value": "0123456789abcdef"}},
+    "plain text": {**BASE, "tls": {"insecure": True}},
     "fixed parts": {**BASE, "controlPlane": {"placement": "fixed", "servers": 4}},
     "names by DNS": {**BASE, "discovery": "dns"},
     "endpoints by the API server": {**BASE, "discovery": "kubernetes"},
@@ -58,8 +59,9 @@ GOOD = {
 }
 # Values that must be refused, with a part of the message.
 BAD = {
-    "no token": ({"model": CLAIM}, "token.existingSecret"),
-    "no model": ({"token": {"existingSecret": "cluster"}}, "model.volume"),
+    "no token": ({**BASE, "token": {}}, "token.existingSecret"),
+    "no certificate": ({**BASE, "tls": {}}, "tls.existingSecret"),
+    "no model": ({**BASE, "model": {}}, "model.volume"),
     "an unknown value": ({**BASE, "expertServer": {}}, "expertServer"),
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
     "a port out of range": ({**BASE, "controlPlane": {"port": 70000}}, "port"),

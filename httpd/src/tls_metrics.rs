@@ -7,23 +7,28 @@ use prometheus::proto::MetricFamily;
 use prometheus::{Gauge, IntCounter, IntGauge, Registry};
 use trust::tls::Tls;
 
+/// End of the certificate in force, in seconds since 1970. Processes without a certificate do not have it.
+pub const TLS_CERTIFICATE_EXPIRY: &str = "switchyard_tls_certificate_expiry_timestamp_seconds";
+/// 1 while the files on the disk cannot be used.
+pub const TLS_FILES_UNUSABLE: &str = "switchyard_tls_files_unusable";
+/// Changes of the files that came into force.
+pub const TLS_RELOADS_TOTAL: &str = "switchyard_tls_reloads_total";
+
 /// Adds metrics of `tls` to `registry`: the end of the certificate, and the state of the files.
 ///
 /// # Errors
 /// [`prometheus::Error`] when the registry has them already.
 pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometheus::Error> {
     let expiry = Gauge::new(
-        "switchyard_tls_certificate_expiry_timestamp_seconds",
+        TLS_CERTIFICATE_EXPIRY,
         "End of the TLS certificate of this process, in seconds since 1970.",
     )?;
     let unusable = IntGauge::new(
-        "switchyard_tls_files_unusable",
+        TLS_FILES_UNUSABLE,
         "1 while the TLS files on the disk cannot be used and the previous ones stay in force.",
     )?;
-    let reloads = IntCounter::new(
-        "switchyard_tls_reloads_total",
-        "Changes of the TLS files that came into force.",
-    )?;
+    let reloads =
+        IntCounter::new(TLS_RELOADS_TOTAL, "Changes of the TLS files that came into force.")?;
     let descs = [expiry.desc(), unusable.desc(), reloads.desc()];
     let descs = descs.into_iter().flatten().cloned().collect();
     registry.register(Box::new(TlsMetrics {

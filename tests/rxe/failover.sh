@@ -27,6 +27,8 @@ open(sys.argv[2] + "/count", "w").write(str(num_new))
 PY
 cat >"$work/share/first" <<'SH'
 cp -r /mnt /tmp/model
+# The guests share a network with nothing else.
+export SWITCHYARD_INSECURE=1
 ./switchyard expert-server --name far --model /tmp/model --listen 10.7.0.1:7171 >/mnt/far.log 2>&1 &
 # The other side says when.
 nc -l -p 9000 >/dev/null
@@ -44,7 +46,7 @@ wait_for() { # what, command...
     done
 }
 cp -r /mnt /tmp/model
-export SWITCHYARD_DEADLINE_MS=2000
+export SWITCHYARD_INSECURE=1 SWITCHYARD_DEADLINE_MS=2000
 # An emulated processor may be busy with something else for so long.
 [ "$SWITCHYARD_RXE_ACCEL" != tcg ] || export SWITCHYARD_DEADLINE_MS=8000
 ./switchyard control-plane --listen 10.7.0.2:7070 --servers 2 --replicas 2 --lease-ttl-ms 10000 >/mnt/control.log 2>&1 &

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use control_api::{ControlClient, ModelDescriptor, PlacementTable};
+use control_api::{ClientOptions, ControlClient, ModelDescriptor, PlacementTable, Security};
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};
@@ -56,6 +56,7 @@ impl FleetBuilder {
                 transports: vec![TransportKind::Local, TransportKind::Shm].into(),
                 peer_transports: Vec::new(),
                 secret: None,
+                security: Security::default(),
                 device: None,
                 deadline: DEFAULT_DEADLINE,
                 work_limit: DEFAULT_WORK_LIMIT,
@@ -126,10 +127,16 @@ impl FleetBuilder {
             self.model.shape.top_k as usize,
         )?;
         let control = match &self.control {
-            Some((url, token)) => Some(match &self.token_file {
-                Some(path) => ControlClient::new(url, None)?.with_token_file(path)?,
-                None => ControlClient::new(url, token.clone())?,
-            }),
+            Some((url, token)) => {
+                let mut options = ClientOptions::default();
+                options.security = self.settings.security.clone();
+                let token = token.clone().filter(|_| self.token_file.is_none());
+                let client = ControlClient::with_options(url, token, options)?;
+                Some(match &self.token_file {
+                    Some(path) => client.with_token_file(path)?,
+                    None => client,
+                })
+            }
             None => None,
         };
         let num_layers = self.num_layers();
@@ -285,6 +292,13 @@ macro_rules! fleet_setters {
         /// tickets never get it.
         pub fn secret(mut self, secret: Option<String>) -> Self {
             self.fleet.settings.secret = secret;
+            self
+        }
+
+        /// Certificates for the connections to the control plane and to servers, and whether secrets may travel
+        /// unencrypted to other hosts. Default: no certificates, and no. Tokens and results never travel over TLS.
+        pub fn security(mut self, security: control_api::Security) -> Self {
+            self.fleet.settings.security = security;
             self
         }
 

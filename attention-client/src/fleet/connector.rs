@@ -159,10 +159,17 @@ impl Connector {
         let offered = settings.transports_for(self.server.name());
         let tickets = self.tickets().await?;
         let source = tickets.clone().map(|tickets| tickets as Arc<dyn TicketSource>);
+        // Only servers without tickets get the secret.
+        let secret = settings.secret.clone().filter(|_| source.is_none());
+        let addr = self.server.entry.data_addr.as_str();
+        if secret.is_some() {
+            let host = addr.rsplit_once(':').map_or(addr, |(host, _)| host);
+            settings.security.check_peer(host).map_err(|error| error.to_string())?;
+        }
         let config = ConnectConfig {
             slot: settings.slot,
-            // Only servers without tickets get the secret.
-            secret: settings.secret.clone().filter(|_| source.is_none()),
+            tls: settings.security.for_client().cloned(),
+            secret,
             tickets: source,
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
@@ -171,21 +178,20 @@ impl Connector {
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };
-        let connection =
-            connect(self.server.entry.data_addr.as_str(), peer, config).await.map_err(|error| {
-                let is_permanent = matches!(error, ConnectError::Device(_))
-                    || error.reject().is_some_and(|reject| is_permanent(reject.code));
-                self.server.has_refused.store(is_permanent, Ordering::Relaxed);
-                if let (Some(refused), Some(tickets)) = (&tickets, &self.shared.tickets)
-                    && error.reject().is_some_and(|reject| reject.code == RejectCode::TICKET)
-                {
-                    tickets.refused(refused);
-                }
-                let is_refusal = is_permanent
-                    || error.reject().is_some()
-                    || matches!(error, ConnectError::Ticket(_));
-                ConnectFailure { text: error.to_string(), is_unreachable: !is_refusal }
-            })?;
+        let connection = connect(addr, peer, config).await.map_err(|error| {
+            let is_permanent = matches!(error, ConnectError::Device(_))
+                || error.reject().is_some_and(|reject| is_permanent(reject.code));
+            self.server.has_refused.store(is_permanent, Ordering::Relaxed);
+            if let (Some(refused), Some(tickets)) = (&tickets, &self.shared.tickets)
+                && error.reject().is_some_and(|reject| reject.code == RejectCode::TICKET)
+            {
+                tickets.refused(refused);
+            }
+            let is_refusal = is_permanent
+                || error.reject().is_some()
+                || matches!(error, ConnectError::Ticket(_) | ConnectError::Tls { .. });
+            ConnectFailure { text: error.to_string(), is_unreachable: !is_refusal }
+        })?;
         let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
         // An unusable connection is freed in the background, like any other.
         let slots = BackgroundDrop::new((channel, device));

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use control_api::Security;
 use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::{SlotConfig, SpinPolicy, Transports};
 
@@ -33,6 +34,7 @@ pub(crate) struct Settings {
     /// Transports for servers of these names, instead of `transports`.
     pub peer_transports: Vec<(String, Transports)>,
     pub secret: Option<String>,
+    pub security: Security,
     /// Slots in GPU memory. The slots of `slot` then carry credits and progress only.
     pub device: Option<DeviceSupport>,
     pub deadline: Duration,

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use control_api::trust::tls::{ClientCertificates, Tls, TlsFiles};
 use control_plane::store::EtcdCredentials;
 use control_plane::{BalanceSettings, EtcdConfig, RateLimits, Server, ServerConfig};
 
@@ -86,6 +87,10 @@ pub struct Args {
     /// Fingerprint of the only model to accept. Default: the model of the first server that registers.
     #[arg(long, env = "SWITCHYARD_MODEL_FINGERPRINT", value_name = "HEX")]
     model_fingerprint: Option<String>,
+    #[command(flatten)]
+    tls: super::tls::TlsArgs,
+    #[command(flatten)]
+    listener_tls: super::tls::ListenerTlsArgs,
 }
 
 /// Options of `--store etcd`.
@@ -107,12 +112,21 @@ struct EtcdArgs {
     /// With `--store etcd`: file with the password of --etcd-user. A line break at its end is no part of it.
     #[arg(long, env = "SWITCHYARD_ETCD_PASSWORD_FILE", value_name = "FILE")]
     etcd_password_file: Option<PathBuf>,
+    /// With `--store etcd` and https: certificates of the authority of etcd.
+    #[arg(long, env = "SWITCHYARD_ETCD_CA", value_name = "FILE")]
+    etcd_ca: Option<PathBuf>,
+    /// With `--store etcd` and https: certificate for etcd, if etcd asks for one.
+    #[arg(long, env = "SWITCHYARD_ETCD_CERT", value_name = "FILE")]
+    etcd_cert: Option<PathBuf>,
+    /// With `--store etcd` and https: key of --etcd-cert.
+    #[arg(long, env = "SWITCHYARD_ETCD_KEY", value_name = "FILE")]
+    etcd_key: Option<PathBuf>,
     /// With `--store etcd`: time to live of the leader's lease in seconds, 2 to 300. Another control plane takes over
     /// this long after a leader was heard for the last time.
     #[arg(long, env = "SWITCHYARD_ETCD_LEASE_S", default_value_t = 3)]
     etcd_lease_s: u64,
-    /// With `--store etcd`: URL at which the other control planes reach this one. Default: http:// and the address
-    /// of --listen.
+    /// With `--store etcd`: URL at which the other control planes reach this one. Default: the address
+    /// of --listen, with https:// if this one has a certificate.
     #[arg(long, env = "SWITCHYARD_CONTROL_ADVERTISE", value_name = "URL")]
     advertise: Option<String>,
 }
@@ -139,6 +153,11 @@ impl EtcdArgs {
             (Some(_), None) => bail!("--etcd-user needs --etcd-password or --etcd-password-file"),
             (None, Some(_)) => bail!("an etcd password is given without --etcd-user"),
         };
+        let files = TlsFiles { cert: self.etcd_cert, key: self.etcd_key, ca: self.etcd_ca };
+        if files != TlsFiles::default() {
+            let tls = Tls::open(files, ClientCertificates::Optional);
+            config.security.tls = Some(tls.context("--etcd-ca, --etcd-cert and --etcd-key")?);
+        }
         config.prefix = self.etcd_prefix;
         config.lease = Duration::from_secs(self.etcd_lease_s);
         config.advertise = self.advertise;
@@ -192,6 +211,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.data_dir = args.data_dir;
     config.etcd = args.etcd.config(args.store)?;
     config.model_fingerprint = args.model_fingerprint;
+    config.security = args.tls.listener_security(args.listener_tls)?;
+    let scheme = if config.security.for_listener().is_some() { "https" } else { "http" };
     let without_token = config.token.is_none() && config.tokens.is_none();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -203,10 +224,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         let addr = server.local_addr();
         if global.json {
             ui::print_json_line(
-                &serde_json::json!({ "event": "listening", "addr": addr.to_string() }),
+                &serde_json::json!({ "event": "listening", "addr": addr.to_string(), "scheme": scheme }),
             )?;
         } else {
-            outln!("control plane on http://{addr}");
+            outln!("control plane on {scheme}://{addr}");
             if without_token {
                 outln!("no token: every process that can reach this port may change the cluster");
             }

@@ -113,6 +113,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     options.server_args = args.client.server_args();
     // The servers of the demo share this host. One thread each avoids contention for CPUs.
     options.threads = Some(1);
+    options.tls = true;
     let is_terminal = std::io::stdout().is_terminal();
     let say = Narrator {
         on: !global.json,
@@ -123,7 +124,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         },
     };
     say.line(&format!(
-        "starting a control plane and {} expert servers, each expert on {} of them",
+        "starting a control plane and {} expert servers over TLS, each expert on {} of them",
         args.local.servers, args.local.replicas
     ));
     let cluster = super::start_cluster(global, options)?;
@@ -136,6 +137,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), Some(token.clone()))
         .secret(Some(token))
+        .security(cluster.security())
         .observer(move |report| {
             if let Ok(mut samples) = sink.lock() {
                 samples.push((Instant::now(), report.timing));

@@ -4,9 +4,12 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use checkpoint::{Checkpoint, ConfigError, OpenError};
+use control_api::Security;
+use control_api::trust::tls::Tls;
 use serde::Serialize;
 
 use crate::{Global, host, ui};
@@ -66,9 +69,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if let Some(model) = &args.model {
         given.extend(check_model(model));
     }
+    given.extend(check_tls(&args.control.tls));
     // Each by itself: a client would only see the first one that answers.
     for url in &args.control.control_plane {
-        given.push(check_control(url, &args.control));
+        given.extend(check_control(url, &args.control));
     }
     if !given.is_empty() {
         groups.push(Group { name: "given".into(), checks: given });
@@ -501,26 +505,69 @@ fn unusable(error: OpenError) -> Check {
     }
 }
 
-fn check_control(url: &str, control: &super::ControlArgs) -> Check {
+/// The TLS files that this process would use, and the end of its certificate.
+fn check_tls(args: &super::tls::TlsArgs) -> Vec<Check> {
+    let mut checks = Vec::new();
+    if args.insecure {
+        let found = "INSECURE: --insecure (SWITCHYARD_INSECURE) allows plain text to other hosts";
+        let remedy = "make certificates with `switchyard certs`, and give --tls DIR instead";
+        checks.push(problem("tls", Verdict::Warn, found.to_owned(), remedy));
+    }
+    match args.security() {
+        Ok(Security { tls: Some(tls), .. }) => {
+            checks.push(certificate(&tls));
+        }
+        Ok(Security { tls: None, .. }) => {}
+        Err(error) => {
+            let remedy = "issue the certificate again with `switchyard certs issue`";
+            checks.push(problem("tls", Verdict::Fail, format!("{error:#}"), remedy));
+        }
+    }
+    checks
+}
+
+fn certificate(tls: &Tls) -> Check {
+    let Some(expires_at) = tls.status().expires_at else {
+        return ok("tls", format!("{} · no certificate of its own", tls.files()));
+    };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let days = expires_at.saturating_sub(now) / 86_400;
+    let found = format!("{} · {days} days left", tls.files());
+    if days >= FEW_DAYS {
+        return ok("tls", found);
+    }
+    let remedy =
+        "issue a new certificate with `switchyard certs issue --force`: no restart is needed";
+    problem("tls", Verdict::Warn, found, remedy)
+}
+
+fn check_control(url: &str, control: &super::ControlArgs) -> Vec<Check> {
     let asked = || -> Result<control_api::ClusterStatus> {
         let client = control.client(url)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(runtime.block_on(client.status())?)
     };
     match asked() {
-        Ok(status) => ok(
-            "control plane",
-            format!("{url} · epoch {} · {} serving", status.epoch, status.members.serving),
-        ),
-        Err(error) => problem(
+        Ok(status) => {
+            let found =
+                format!("{url} · epoch {} · {} serving", status.epoch, status.members.serving);
+            let remedy = "give the control plane a certificate: `switchyard certs` makes one";
+            let insecure =
+                status.insecure.map(|text| problem("control plane", Verdict::Warn, text, remedy));
+            [ok("control plane", found)].into_iter().chain(insecure).collect()
+        }
+        Err(error) => vec![problem(
             "control plane",
             Verdict::Fail,
             format!("{error:#}"),
-            "check the address and the token, and that `switchyard control-plane` runs there; of k8s:// the namespace, \
-             the Service and the role of the ServiceAccount",
-        ),
+            "check the address, the token and --tls, and that `switchyard control-plane` runs there; of k8s:// the \
+             namespace, the Service and the role of the ServiceAccount",
+        )],
     }
 }
+
+/// Below this, a certificate should be renewed.
+const FEW_DAYS: u64 = 14;
 
 /// First line of a small file, or "unknown".
 fn read(path: &str) -> String {

@@ -164,6 +164,8 @@ pub struct Args {
     /// Count tokens in the metrics per layer and expert, not only per expert.
     #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
+    #[command(flatten)]
+    listener_tls: super::tls::ListenerTlsArgs,
 }
 
 /// Device of a server.
@@ -250,6 +252,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             name.to_string()
         }
     };
+    config.security = args.control.tls.listener_security(args.listener_tls)?;
+    let scheme = if config.security.for_listener().is_some() { "https" } else { "http" };
     config.secret = token.map(Secret::new);
     config.token_file = args.control.token_file().map(Path::to_owned);
     config.limits.max_links = args.max_links;
@@ -318,7 +322,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 outln!("all bytes {digest}");
             }
             if let Some(addr) = server.metrics_addr() {
-                outln!("metrics on http://{addr}/metrics");
+                outln!("metrics on {scheme}://{addr}/metrics");
             }
         }
         server.serving(SERVING_TIMEOUT).await?;

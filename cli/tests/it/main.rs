@@ -7,6 +7,7 @@ mod observability;
 mod plan;
 mod reference;
 mod secrets;
+mod secure;
 mod service;
 mod shared;
 mod update;

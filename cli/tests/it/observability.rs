@@ -1,15 +1,14 @@
 //! Metrics and labels in the dashboard and the rules exist in a live cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, ExpertBackend, MoeClient};
 use checkpoint::Checkpoint;
-use control_api::ControlClient;
+use control_api::{ClientOptions, ControlClient, Security};
 use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// A metric family of a process.
 #[derive(Debug, Default)]
@@ -73,11 +72,13 @@ pub fn live_metrics() -> [(&'static str, Families); 3] {
     options.binary = env!("CARGO_BIN_EXE_switchyard").into();
     options.num_servers = 2;
     options.threads = Some(1);
+    options.tls = true;
     let cluster = LocalCluster::start(options, &mut |_| {}).expect("cluster");
     let token = Some(cluster.token().to_owned());
     let mut client = MoeClient::builder(ClientModel::of(&checkpoint))
         .control_plane(cluster.control_url(), token.clone())
         .secret(token.clone())
+        .security(cluster.security())
         .build()
         .expect("client");
     client.wait_ready(Duration::from_secs(60)).expect("servers");
@@ -89,20 +90,23 @@ pub fn live_metrics() -> [(&'static str, Families); 3] {
     let text = prometheus::TextEncoder::new().encode_to_string(&client.registry().gather());
     let mut of_client = Families::new();
     parse_exposition(&text.expect("exposition"), &mut of_client);
-    let control = ControlClient::new(&cluster.control_url(), token).expect("control client");
+    let mut options = ClientOptions::default();
+    options.security = cluster.security();
+    let control = ControlClient::with_options(&cluster.control_url(), token, options);
+    let control = control.expect("control client");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("rt");
     let members = runtime.block_on(control.members()).expect("members");
     assert_eq!(members.len(), 2);
     let mut of_servers = Families::new();
     for addr in members.iter().filter_map(|member| member.metrics_addr.as_ref()) {
-        parse_exposition(&get(addr, "/metrics"), &mut of_servers);
+        parse_exposition(&get(addr, "/metrics", &cluster.security()), &mut of_servers);
     }
     let mut of_control = Families::new();
     let control_url = cluster.control_url();
     // The load of the experts comes with the next report of a server.
     let deadline = Instant::now() + Duration::from_secs(60);
     let text = loop {
-        let text = get(control_url.trim_start_matches("http://"), "/metrics");
+        let text = get(control_url.trim_start_matches("https://"), "/metrics", &cluster.security());
         if text.contains(control_plane::metric_names::EXPERT_TOKENS_PER_SECOND) {
             break text;
         }
@@ -210,13 +214,20 @@ fn uses(expression: &str) -> Vec<(String, BTreeSet<String>)> {
     found
 }
 
-fn get(addr: &str, path: &str) -> String {
-    let mut stream = TcpStream::connect(addr).expect("connect");
-    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("timeout");
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {addr}\r\nConnection: close\r\n\r\n")
-        .expect("request");
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("response");
+fn get(addr: &str, path: &str, security: &Security) -> String {
+    let tls = security.tls.clone().expect("a cluster with TLS");
+    let answer = async {
+        let stream = tokio::net::TcpStream::connect(addr).await.expect("connect");
+        let host = addr.rsplit_once(':').expect("host and port").0;
+        let mut stream = tls.connect(host, stream).await.expect("a TLS handshake");
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {addr}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("write");
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await.expect("read");
+        text
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("rt");
+    let text = runtime.block_on(answer);
     assert!(text.starts_with("HTTP/1.1 200"), "{}", text.lines().next().unwrap_or_default());
     text.split_once("\r\n\r\n").expect("body").1.to_owned()
 }

@@ -2,6 +2,9 @@
 //! alerts are generated from the names.
 #![allow(missing_docs, reason = "docs/reference/metrics.md describes each metric")]
 
+// The metrics of the TLS files are those of every process with listeners.
+pub use httpd::{TLS_CERTIFICATE_EXPIRY, TLS_FILES_UNUSABLE, TLS_RELOADS_TOTAL};
+
 pub const ADVICE_CONFIDENCE: &str = "switchyard_control_advice_confidence";
 pub const ADVISED_SERVERS: &str = "switchyard_control_advised_servers";
 pub const AUDIT_LOST_TOTAL: &str = "switchyard_control_audit_lost_total";

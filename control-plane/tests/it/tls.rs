@@ -68,7 +68,7 @@ async fn members_and_watches_work_over_https() {
     let fleet = Fleet::new();
     let plane = Plane::start(fleet.config(ClientCertificates::Required)).await;
     let client = fleet
-        .client(plane.addr, security(&fleet.folder(Role::Operator), ClientCertificates::Optional));
+        .client(plane.addr, security(&fleet.folder(Role::Server), ClientCertificates::Optional));
     for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
         serve(&client, name, incarnation).await;
     }

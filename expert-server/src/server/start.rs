@@ -279,6 +279,7 @@ fn listener_config(config: &ServerConfig, gate: Option<Arc<TicketGate>>) -> List
         slot: config.slot,
         secret: secret.map(|secret| secret.reveal().to_owned()),
         tickets: gate.map(|gate| gate as Arc<dyn TicketCheck>),
+        tls: config.security.for_listener().cloned(),
         transports: config.transports.kinds.clone(),
         networks: config.transports.networks.clone(),
         handshake_timeout: config.limits.handshake_timeout,

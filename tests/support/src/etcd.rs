@@ -242,7 +242,7 @@ impl Member {
 ///
 /// # Panics
 /// When it is missing.
-fn program() -> PathBuf {
+pub fn program() -> PathBuf {
     let from_variable = std::env::var_os("SWITCHYARD_ETCD").map(PathBuf::from);
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|dir| dir.join("etcd"));

@@ -148,6 +148,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     options.replicas = 1;
     options.threads = Some(threads / args.servers);
     options.server_args = args.client.server_args();
+    options.tls = true;
     let cluster = super::super::start_cluster(global, options)?;
     let token = Some(cluster.token().to_owned());
     let client = args
@@ -155,6 +156,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .builder(ClientModel::of(&checkpoint))?
         .control_plane(cluster.control_url(), token.clone())
         .secret(token)
+        .security(cluster.security())
         .build()?;
     client.wait_ready(super::super::READY_TIMEOUT)?;
 

@@ -109,6 +109,7 @@ fn args() -> Args {
             control_plane: Vec::new(),
             token: None,
             token_file: None,
+            tls: crate::cmd::tls::TlsArgs::default(),
         },
     }
 }

@@ -18,7 +18,7 @@ pub struct Alert {
 
 /// All alerts, in the order of the file.
 pub fn all() -> Vec<Alert> {
-    [fleet(), control_plane(), clients()].into_iter().flatten().collect()
+    [fleet(), control_plane(), certificates(), clients()].into_iter().flatten().collect()
 }
 
 fn fleet() -> Vec<Alert> {
@@ -86,6 +86,27 @@ fn fleet() -> Vec<Alert> {
             severity: "warning",
             summary: "{{ $labels.instance }} refuses frames ({{ $labels.code }})",
             description: "`not_my_expert` ends when the placement settles. Other codes mean a client of another version, or a hostile client.",
+        },
+    ]
+}
+
+fn certificates() -> Vec<Alert> {
+    vec![
+        Alert {
+            name: "SwitchyardCertificateExpires",
+            expr: format!("{} - time() < 14 * 86400", control::TLS_CERTIFICATE_EXPIRY),
+            hold: Some("1h"),
+            severity: "warning",
+            summary: "the TLS certificate of {{ $labels.instance }} ends within two weeks",
+            description: "Issue it again with `switchyard certs issue --force` and copy the files over the old ones. No restart is needed.",
+        },
+        Alert {
+            name: "SwitchyardCertificateUnusable",
+            expr: format!("{} > 0", control::TLS_FILES_UNUSABLE),
+            hold: Some("10s"),
+            severity: "warning",
+            summary: "the TLS files of {{ $labels.instance }} cannot be used; the previous ones are in force",
+            description: "The process's log and /readyz give the reason. Copy certificate and key of one `switchyard certs issue`.",
         },
     ]
 }

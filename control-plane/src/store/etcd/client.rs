@@ -16,6 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
+use trust::tls::{Security, Side, explain};
 
 /// User name and password of etcd.
 #[derive(Clone, PartialEq, Eq)]
@@ -38,7 +39,9 @@ impl std::fmt::Debug for EtcdCredentials {
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum EtcdError {
     /// The URL of an endpoint is malformed.
-    #[error("etcd endpoint {url:?} is malformed ({reason}): expected http://HOST:PORT")]
+    #[error(
+        "etcd endpoint {url:?} is malformed ({reason}): expected https://HOST:PORT or http://HOST:PORT"
+    )]
     Endpoint { url: String, reason: String },
     /// No endpoint accepts a connection.
     #[error(
@@ -93,6 +96,7 @@ impl EtcdClient {
     pub(crate) fn new(
         endpoints: &[String],
         credentials: Option<EtcdCredentials>,
+        security: &Security,
     ) -> Result<Self, EtcdError> {
         let http = reqwest::Client::builder()
             .no_proxy()
@@ -100,13 +104,15 @@ impl EtcdClient {
             .connect_timeout(CONNECT_TIMEOUT)
             .pool_idle_timeout(Duration::from_secs(30))
             .tcp_nodelay(true)
+            .tls_backend_preconfigured(security.client_config())
             .build();
         let setup = |reason: String| EtcdError::Endpoint { url: endpoints.join(","), reason };
         let http = http.map_err(|err| setup(err.to_string()))?;
         if endpoints.is_empty() {
             return Err(setup("no endpoint".to_owned()));
         }
-        let endpoints = endpoints.iter().map(|url| parse(url)).collect::<Result<_, _>>()?;
+        let endpoints =
+            endpoints.iter().map(|url| parse(url, security)).collect::<Result<_, _>>()?;
         let (current, token) = (AtomicUsize::new(0), Mutex::new(None));
         Ok(Self { http, endpoints, current, credentials, token })
     }
@@ -359,13 +365,14 @@ impl Refusal {
     }
 }
 
-fn parse(text: &str) -> Result<Url, EtcdError> {
+fn parse(text: &str, security: &Security) -> Result<Url, EtcdError> {
     let fail =
         |reason: &str| EtcdError::Endpoint { url: text.to_owned(), reason: reason.to_owned() };
     let url = Url::parse(text).map_err(|err| fail(&err.to_string()))?;
     match url.scheme() {
         "http" => {}
-        "https" => return Err(fail("https is not supported by this build")),
+        "https" if security.for_client().is_some() => {}
+        "https" => return Err(fail("https needs --etcd-ca FILE with the authority of etcd")),
         scheme => return Err(fail(&format!("scheme {scheme:?}"))),
     }
     if url.host_str().is_none_or(str::is_empty) {
@@ -379,6 +386,9 @@ fn parse(text: &str) -> Result<Url, EtcdError> {
 
 /// The innermost cause: the outer ones only repeat the URL.
 fn causes(err: &reqwest::Error) -> String {
+    if let Some(reason) = explain(Side::Client, err) {
+        return reason;
+    }
     let mut cause: &dyn std::error::Error = err;
     while let Some(next) = cause.source() {
         cause = next;

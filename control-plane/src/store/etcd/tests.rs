@@ -1,11 +1,14 @@
 //! The store against a real etcd.
 
+mod tls;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
 use test_support::etcd::EtcdCluster;
 use tokio::runtime::Runtime;
+use trust::tls::Security;
 
 use super::super::conformance::{Subject, conforms, snapshot};
 use super::super::{Revision, Store, StoreError};
@@ -19,7 +22,7 @@ struct Prefix<'a> {
 
 impl<'a> Prefix<'a> {
     fn new(endpoints: &[String], runtime: &'a Runtime) -> Self {
-        let client = Arc::new(EtcdClient::new(endpoints, None).unwrap());
+        let client = Arc::new(EtcdClient::new(endpoints, None, &Security::default()).unwrap());
         Self { client, prefix: format!("/test-{:x}/", rand::random::<u64>()), runtime }
     }
 
@@ -188,7 +191,8 @@ fn damage_is_noticed() {
 fn faults_of_the_endpoints_are_named() {
     let (mut etcd, runtime) = (EtcdCluster::start(3), runtime());
     let load = |endpoints: &[String], credentials: Option<EtcdCredentials>| {
-        let client = Arc::new(EtcdClient::new(endpoints, credentials).unwrap());
+        let client =
+            Arc::new(EtcdClient::new(endpoints, credentials, &Security::default()).unwrap());
         let store = EtcdStore::new(client, "/test/", runtime.handle().clone(), None).load();
         match store {
             Err(StoreError::Etcd(err)) => err,
@@ -225,7 +229,9 @@ fn faults_of_the_endpoints_are_named() {
         assert!(matches!(err, EtcdError::Credentials { .. }), "{err}");
         assert!(!err.to_string().contains("wrong"), "{err}");
     }
-    let client = EtcdClient::new(&etcd.endpoints(), Some(credentials("secret"))).unwrap();
+    let client =
+        EtcdClient::new(&etcd.endpoints(), Some(credentials("secret")), &Security::default())
+            .unwrap();
     let handle = runtime.handle().clone();
     let mut store = EtcdStore::new(Arc::new(client), "/test/", handle, None);
     let revision = store.save(&snapshot(1), Revision(0)).unwrap();

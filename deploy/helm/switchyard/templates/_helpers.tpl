@@ -46,10 +46,23 @@ app.kubernetes.io/instance: {{ .Release.Name }}
     secretKeyRef:
       name: {{ include "switchyard.secret" . }}
       key: token
+{{- if .Values.tls.existingSecret }}
+- name: SWITCHYARD_TLS
+  value: /tls
+{{- else if .Values.tls.insecure }}
+- name: SWITCHYARD_INSECURE
+  value: "1"
+{{- else }}
+{{- fail "set tls.existingSecret to a Secret with tls.crt, tls.key and ca.crt, or tls.insecure=true for plain text" }}
+{{- end }}
 - name: SWITCHYARD_LOG
   value: {{ .Values.log | quote }}
 - name: SWITCHYARD_LOG_FORMAT
   value: json
+{{- end -}}
+
+{{- define "switchyard.scheme" -}}
+{{- ternary "https" "http" (ne .Values.tls.existingSecret "") -}}
 {{- end -}}
 
 {{- define "switchyard.podSecurity" -}}

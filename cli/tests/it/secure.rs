@@ -1,0 +1,192 @@
+//! A fleet with certificates of `certs`, and what is refused without them.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+const TOKEN: &str = "not-for-strangers";
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn switchyard(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
+    command.args(args).env("SWITCHYARD_TOKEN", TOKEN);
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    switchyard(args).output().expect("start")
+}
+
+/// The only line of a failed command.
+fn failure(args: &[&str]) -> String {
+    let output = run(args);
+    assert_eq!(output.status.code(), Some(1), "{args:?}: {output:?}");
+    let text = String::from_utf8(output.stderr).expect("text");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.starts_with("error: ") && !text.contains(TOKEN), "{text}");
+    text
+}
+
+/// A process of the fleet, killed at the end. Keeps what it wrote.
+struct Process {
+    child: Child,
+    first: serde_json::Value,
+}
+
+impl Process {
+    /// Waits for the event `mark`.
+    fn start(args: &[&str], mark: &str) -> Self {
+        let mut command = switchyard(args);
+        let mut child = command.arg("--json").stdout(Stdio::piped()).spawn().expect("start");
+        let lines = BufReader::new(child.stdout.take().expect("stdout")).lines();
+        let mut first = None;
+        for line in lines.map_while(Result::ok) {
+            let event: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+            let is_last = event["event"] == mark;
+            first.get_or_insert(event);
+            if is_last {
+                return Self { child, first: first.expect("an event") };
+            }
+        }
+        panic!("{args:?} ended");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn tiny() -> String {
+    format!("{}/../data/tiny-moe", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path of Unicode")
+}
+
+#[test]
+fn three_commands_make_a_secure_fleet() {
+    let dir = TempDir::new().expect("a folder");
+    let ca = dir.path().join("ca");
+    let (ca, fleet, engine) = (text(&ca), ca.join("fleet"), ca.join("engine"));
+    let (fleet, engine) = (text(&fleet), text(&engine));
+    let admin = format!("{ca}/admin");
+    for args in [
+        &["certs", "init", ca][..],
+        &["certs", "issue", ca, "--role", "server", "--name", "fleet", "--address", "127.0.0.1"],
+        &["certs", "issue", ca, "--role", "client", "--name", "engine"],
+        &["certs", "issue", ca, "--role", "operator", "--name", "admin"],
+    ] {
+        let output = run(args);
+        assert!(output.status.success(), "{args:?}: {output:?}");
+    }
+    let again = failure(&["certs", "init", ca]);
+    assert!(again.contains("exists") && again.contains("--force"), "{again}");
+    let shown = run(&["certs", "show", &format!("{fleet}/cert.pem")]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.starts_with("server fleet at 127.0.0.1, until 20"), "{shown}");
+
+    let control = Process::start(
+        &["control-plane", "--listen", "127.0.0.1:0", "--servers", "1", "--tls", fleet],
+        "listening",
+    );
+    assert_eq!(control.first["scheme"], "https");
+    let addr = control.first["addr"].as_str().expect("an address");
+    let url = format!("https://{addr}");
+    let model = tiny();
+    let server = ["expert-server", "--name", "a", "--listen", "127.0.0.1:0", "--threads", "1"];
+    let place = ["--model", &model, "--control-plane", &url, "--tls", fleet];
+    let _server = Process::start(&[&server[..], &place].concat(), "serving");
+
+    let status = run(&["status", "--control-plane", &url, "--tls", &admin]);
+    let status = String::from_utf8_lossy(&status.stdout).into_owned();
+    assert!(status.contains("health: healthy") && !status.contains("INSECURE"), "{status}");
+    let generated = run(&[
+        "generate",
+        "--model",
+        &model,
+        "--control-plane",
+        &url,
+        "--tls",
+        engine,
+        "--prompt",
+        "Ownership is",
+        "--max-new-tokens",
+        "4",
+    ]);
+    assert!(generated.status.success(), "{generated:?}");
+
+    let line = failure(&["drain", "a", "--control-plane", &url, "--tls", engine]);
+    assert!(line.contains("operator"), "{line}");
+    let line = failure(&["status", "--control-plane", &url]);
+    assert!(line.contains("--tls DIR") && line.contains("SWITCHYARD_TLS"), "{line}");
+    let line = failure(&["status", "--control-plane", &format!("http://{addr}")]);
+    assert!(line.contains("speaks HTTPS only"), "{line}");
+
+    // The files are replaced by those of an authority that the client does not know.
+    let other = dir.path().join("other");
+    let other = text(&other);
+    for args in [
+        &["certs", "init", other][..],
+        &["certs", "issue", other, "--role", "server", "--name", "fleet", "--address", "127.0.0.1"],
+    ] {
+        assert!(run(args).status.success());
+    }
+    for file in ["key.pem", "cert.pem"] {
+        let from = format!("{other}/fleet/{file}");
+        std::fs::copy(from, format!("{fleet}/{file}")).expect("copy");
+    }
+    let begin = Instant::now();
+    let line = loop {
+        let output = run(&["status", "--control-plane", &url, "--tls", &admin]);
+        if !output.status.success() {
+            break String::from_utf8_lossy(&output.stderr).into_owned();
+        }
+        assert!(begin.elapsed() < LIMIT, "the new files never came into force");
+    };
+    assert!(line.contains("not signed by an authority that this side trusts"), "{line}");
+}
+
+#[test]
+fn plain_text_to_other_hosts_is_refused_with_both_remedies() {
+    let model = tiny();
+    let server = ["expert-server", "--name", "a", "--experts", "all", "--model", &model];
+    for args in [
+        &["control-plane", "--listen", "0.0.0.0:0"][..],
+        &[&server[..], &["--listen", "0.0.0.0:0"]].concat(),
+        &[&server[..], &["--listen", "127.0.0.1:0", "--metrics-listen", "0.0.0.0:0"]].concat(),
+        &["status", "--control-plane", "http://10.255.255.1:7070"],
+    ] {
+        let line = failure(args);
+        assert!(line.contains("--tls DIR") && line.contains("--insecure"), "{line}");
+    }
+    let open =
+        Process::start(&["control-plane", "--listen", "0.0.0.0:0", "--insecure"], "listening");
+    let addr = open.first["addr"].as_str().expect("an address").replace("0.0.0.0", "127.0.0.1");
+    let url = format!("http://{addr}");
+    for args in [&["status", "--control-plane", &url][..], &["doctor", "--control-plane", &url]] {
+        let output = String::from_utf8_lossy(&run(args).stdout).into_owned();
+        assert!(output.contains("INSECURE: 0.0.0.0:"), "{output}");
+    }
+}
+
+#[test]
+fn bad_certificates_are_named_before_anything_starts() {
+    let dir = TempDir::new().expect("a folder");
+    let line = failure(&["control-plane", "--listen", "127.0.0.1:0", "--tls", text(dir.path())]);
+    assert!(line.contains("has no ca.pem"), "{line}");
+    let line = failure(&["certs", "issue", text(dir.path()), "--role", "client", "--name", "x"]);
+    assert!(line.contains("switchyard certs init"), "{line}");
+    let (ca, key) = (dir.path().join("ca"), dir.path().join("key.pem"));
+    assert!(run(&["certs", "init", text(&ca)]).status.success());
+    std::fs::copy(ca.join("ca-key.pem"), &key).expect("copy");
+    let line =
+        failure(&["status", "--control-plane", "https://127.0.0.1:1", "--tls-key", text(&key)]);
+    assert!(line.contains("--tls-cert and --tls-key"), "{line}");
+}

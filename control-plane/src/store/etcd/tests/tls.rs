@@ -1,0 +1,85 @@
+//! The store in an etcd that speaks TLS and asks for certificates.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+
+use tempfile::TempDir;
+use trust::Role;
+use trust::certs::{Authority, Request, validity_from_now};
+use trust::tls::{ClientCertificates, Tls, TlsFiles};
+
+use super::*;
+
+/// Ends with its owner.
+struct Etcd(Child);
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn security(files: TlsFiles) -> Security {
+    let tls = Tls::open(files, ClientCertificates::Optional).unwrap();
+    Security { tls: Some(tls), insecure: false }
+}
+
+#[test]
+fn an_etcd_with_tls_needs_its_authority_and_a_certificate() {
+    let dir = TempDir::new().unwrap();
+    let authority = Authority::generate().unwrap();
+    let (not_before, not_after) = validity_from_now(2);
+    let folder = dir.path().join("tls");
+    let request = Request {
+        name: "etcd".to_owned(),
+        role: Role::Server,
+        addresses: vec!["127.0.0.1".to_owned()],
+        not_before,
+        not_after,
+    };
+    authority.issue_into(&folder, &request, false).unwrap();
+    let port = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (client, peer) =
+        (format!("https://127.0.0.1:{}", port()), format!("http://127.0.0.1:{}", port()));
+    let child = Command::new(test_support::etcd::program())
+        .args(["--name", "m0", "--data-dir"])
+        .arg(dir.path().join("data"))
+        .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+        .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+        .args(["--initial-cluster", &format!("m0={peer}"), "--client-cert-auth"])
+        .arg("--cert-file")
+        .arg(folder.join("cert.pem"))
+        .arg("--key-file")
+        .arg(folder.join("key.pem"))
+        .arg("--trusted-ca-file")
+        .arg(folder.join("ca.pem"))
+        .args(["--unsafe-no-fsync", "--logger", "zap", "--log-level", "error"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    let _etcd = Etcd(child.expect("etcd"));
+
+    let runtime = runtime();
+    let files = TlsFiles::in_folder(&folder).unwrap();
+    let endpoints = [client];
+    let open = |security: &Security| {
+        let client = Arc::new(EtcdClient::new(&endpoints, None, security).unwrap());
+        EtcdStore::new(client, "/test/", runtime.handle().clone(), None)
+    };
+    let mut store = open(&security(files.clone()));
+    test_support::eventually("an etcd", Duration::from_secs(60), || store.load().is_ok());
+    store.save(&snapshot(1), Revision(0)).unwrap();
+
+    let err = EtcdClient::new(&endpoints, None, &Security::default()).unwrap_err().to_string();
+    assert!(err.contains("https needs --etcd-ca"), "{err}");
+    let ca_only = TlsFiles { ca: files.ca.clone(), ..TlsFiles::default() };
+    let err = open(&security(ca_only)).load().unwrap_err().to_string();
+    assert!(err.contains("requires a client certificate") || err.contains("refuses"), "{err}");
+    let other = dir.path().join("other.pem");
+    std::fs::write(&other, Authority::generate().unwrap().cert_pem()).unwrap();
+    let foreign = TlsFiles { ca: Some(other), ..files };
+    let err = open(&security(foreign)).load().unwrap_err().to_string();
+    assert!(err.contains("not signed by an authority that this side trusts"), "{err}");
+}
