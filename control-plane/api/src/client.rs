@@ -99,8 +99,7 @@ impl ControlClient {
     }
 
     /// The same client with the token of a file: one line. When the control plane refuses the token, the client reads
-    /// the file again and repeats the request with the new token, so that a token can be replaced while the process
-    /// runs.
+    /// the file again and repeats the request with the new token. So a token can be replaced while the process runs.
     ///
     /// # Errors
     /// [`ConfigError::TokenFile`] when the file cannot be read or has no token. [`ConfigError::Insecure`] when the token
