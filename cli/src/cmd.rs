@@ -55,8 +55,8 @@ pub struct ControlArgs {
     /// arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     pub(crate) token: Option<String>,
-    /// File with the bearer token in one line, if --token is not given. It is read again when the control plane refuses the token, so that a
-    /// token can be replaced while the process runs.
+    /// File with the bearer token in one line, if --token is not given. It is read again when the control plane refuses
+    /// the token, so that a token can be replaced while the process runs.
     #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
     #[command(flatten)]

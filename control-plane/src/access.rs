@@ -226,21 +226,30 @@ impl Access {
         Self { cluster_token, tokens, requires_identity }
     }
 
-    /// The caller behind a verified certificate, or else behind the value of the header `Authorization`.
+    /// The caller behind the value of the header `Authorization`, or else behind a verified certificate. A token comes
+    /// first because the caller chooses to send it, while a certificate may belong to the whole host.
     pub(crate) fn identify(
         &self,
         certificate: Option<&Identity>,
         authorization: Option<&[u8]>,
         address: Option<IpAddr>,
     ) -> Result<Caller, Unauthorized> {
-        if let Some(identity) = certificate {
-            return Ok(Caller::identified(identity, address));
+        let checks_tokens = self.cluster_token.is_some() || self.tokens.is_some();
+        match (authorization, certificate) {
+            (Some(value), _) if checks_tokens => self.identify_token(value, address),
+            (_, Some(identity)) => Ok(Caller::identified(identity, address)),
+            _ if !self.requires_identity => Ok(Caller::anonymous(address)),
+            (Some(value), None) => self.identify_token(value, address),
+            (None, None) => Err(Unauthorized::Missing),
         }
-        if !self.requires_identity {
-            return Ok(Caller::anonymous(address));
-        }
-        let value = authorization.ok_or(Unauthorized::Missing)?;
-        let (scheme, token) = value.split_at(value.len().min(BEARER.len()));
+    }
+
+    fn identify_token(
+        &self,
+        authorization: &[u8],
+        address: Option<IpAddr>,
+    ) -> Result<Caller, Unauthorized> {
+        let (scheme, token) = authorization.split_at(authorization.len().min(BEARER.len()));
         if !scheme.eq_ignore_ascii_case(BEARER) {
             return Err(Unauthorized::Scheme);
         }
@@ -309,6 +318,26 @@ mod tests {
         // With certificates a caller without one needs a token; without either, all are let in.
         assert!(Access::new(None, None, true).identify(None, None, None).is_err());
         assert!(Access::new(None, None, false).identify(None, None, None).is_ok());
+    }
+
+    #[test]
+    fn a_token_comes_before_a_certificate() {
+        let certificate = Identity {
+            name: "host-1".to_owned(),
+            role: Role::Server,
+            credential: Credential::Certificate,
+        };
+        let proof = |access: &Access, value: Option<&[u8]>| {
+            access.identify(Some(&certificate), value, None).map(|caller| caller.proof)
+        };
+        let access = Access::new(Some("secret"), None, true);
+        assert_eq!(proof(&access, None), Ok(Proof::Certificate));
+        assert_eq!(proof(&access, Some(b"Bearer secret")), Ok(Proof::ClusterToken));
+        assert!(proof(&access, Some(b"Bearer wrong")).is_err());
+        // Without tokens of its own the control plane cannot judge one.
+        let access = Access::new(None, None, true);
+        assert_eq!(proof(&access, Some(b"Bearer secret")), Ok(Proof::Certificate));
+        assert!(access.identify(None, Some(b"Bearer secret"), None).is_err());
     }
 
     #[test]

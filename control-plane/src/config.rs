@@ -104,7 +104,8 @@ impl ServerConfig {
             }
         }
         if let Some(etcd) = &self.etcd {
-            if self.tokens.is_some() && self.token.is_none() {
+            let has_identities = self.tokens.is_some() || self.security.for_listener().is_some();
+            if has_identities && self.token.is_none() {
                 return Err(ConfigError::NoClusterToken);
             }
             if self.data_dir.is_some() {
@@ -283,7 +284,7 @@ pub enum ConfigError {
     Token,
     /// Control planes on etcd need a token for each other.
     #[error(
-        "a token file and etcd are given without the cluster's token: control planes on one etcd know each other by it, so set SWITCHYARD_TOKEN to the same random text on all of them"
+        "etcd and a token file or certificates are given without the cluster's token: control planes on one etcd know each other by it, so set SWITCHYARD_TOKEN to the same random text on all of them"
     )]
     NoClusterToken,
     /// See [`ServerConfig::model_fingerprint`].

@@ -240,7 +240,8 @@ fn guarding(config: &ServerConfig, metrics: &Metrics) -> Result<Guarding, BindEr
     let audit = AuditLog::open(path, metrics.audit_lost.clone()).map_err(|source| {
         BindError::AuditLog { path: path.unwrap_or(Path::new("")).to_owned(), source }
     })?;
-    let access = Access::new(config.token.as_deref(), tokens, false);
+    let accepts_certificates = config.security.for_listener().is_some();
+    let access = Access::new(config.token.as_deref(), tokens, accepts_certificates);
     Ok(Guarding { access, metrics, audit, cluster_token: config.token.clone() })
 }
 
