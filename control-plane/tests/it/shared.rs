@@ -504,7 +504,7 @@ async fn a_start_that_cannot_work_is_explained() {
     };
     etcd.control(&["put", "/other/registry/pods/a", "pod"]);
     type Change = fn(&mut EtcdConfig);
-    let cases: [(&str, Change); 7] = [
+    let cases: [(&str, Change); 8] = [
         ("/other/registry/pods/a", |etcd| etcd.prefix = "/other".to_owned()),
         ("http://127.0.0.1:1", |etcd| etcd.endpoints = vec!["http://127.0.0.1:1".to_owned()]),
         ("https", |etcd| etcd.endpoints = vec!["https://127.0.0.1:1".to_owned()]),
@@ -512,6 +512,7 @@ async fn a_start_that_cannot_work_is_explained() {
         ("prefix", |etcd| etcd.prefix = "//".to_owned()),
         ("lease", |etcd| etcd.lease = Duration::from_millis(2500)),
         ("advertise", |etcd| etcd.advertise = Some("10.0.0.1".to_owned())),
+        ("no URL of one", |etcd| etcd.advertise = Some("dns://plane.test:7070".to_owned())),
     ];
     for (word, change) in cases {
         let text = refusal(&|config| change(config.etcd.as_mut().unwrap())).await;
