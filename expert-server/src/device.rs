@@ -35,7 +35,7 @@ use protocol::DispatchExpect;
 use proxy::DeviceTransports;
 use tokio::sync::oneshot;
 
-pub(crate) use self::backend::DeviceBackend;
+pub(crate) use self::backend::{DeviceBackend, OpeningGpu};
 pub use crate::config::device::DeviceOptions;
 pub use crate::config::observer::{BatchObserver, BatchReport};
 pub use crate::error::device::DeviceError;
