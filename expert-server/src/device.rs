@@ -11,6 +11,7 @@
 
 mod abort;
 mod backend;
+mod chain;
 mod client;
 mod client_table;
 mod context;
@@ -37,7 +38,7 @@ use tokio::sync::oneshot;
 
 pub(crate) use self::backend::{DeviceBackend, OpeningGpu};
 pub use crate::config::device::DeviceOptions;
-pub use crate::config::observer::{BatchObserver, BatchReport};
+pub use crate::config::observer::{BatchObserver, BatchReport, BatchTimeline};
 pub use crate::error::device::DeviceError;
 
 use self::abort::AbortMask;
