@@ -54,7 +54,7 @@ mod watch;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use kernels::abi::TAG_NONE;
+use kernels::abi::{CALL_STAMPS, TAG_NONE};
 use prometheus::Registry;
 
 // Types of other crates that occur in this module's signatures.
@@ -402,6 +402,21 @@ impl DeviceClient {
     #[must_use]
     pub fn model(&self) -> &ClientModel {
         &self.executor.shared.model
+    }
+
+    /// Times of the last calls' kernels, nanoseconds of the GPU's global timer, by sequence modulo
+    /// [`timeline`](DeviceOptions::timeline) and `kernels::abi::CallStamp`; zeros for calls that were not made. Waits
+    /// for the copy, for 10 s at most. No call may be outstanding.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn call_stamps(&self) -> Result<Vec<[u64; CALL_STAMPS]>, GpuError> {
+        let memory = &self.executor.launcher.memory;
+        let Some(trace) = &memory.trace else { return Ok(Vec::new()) };
+        let mut stamps = vec![[0u64; CALL_STAMPS]; trace.len() as usize / (CALL_STAMPS * 8)];
+        let bytes = bytemuck::cast_slice_mut(stamps.as_flattened_mut());
+        memory.gpu.read(trace, 0, bytes, Instant::now() + Duration::from_secs(10))?;
+        Ok(stamps)
     }
 
     /// Epoch of the placement in force; 0 before the first.

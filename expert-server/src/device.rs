@@ -11,6 +11,7 @@
 
 mod abort;
 mod backend;
+mod chain;
 mod client;
 mod client_table;
 mod context;
@@ -35,9 +36,9 @@ use protocol::DispatchExpect;
 use proxy::DeviceTransports;
 use tokio::sync::oneshot;
 
-pub(crate) use self::backend::DeviceBackend;
+pub(crate) use self::backend::{DeviceBackend, OpeningGpu};
 pub use crate::config::device::DeviceOptions;
-pub use crate::config::observer::{BatchObserver, BatchReport};
+pub use crate::config::observer::{BatchObserver, BatchReport, BatchTimeline};
 pub use crate::error::device::DeviceError;
 
 use self::abort::AbortMask;

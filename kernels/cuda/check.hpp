@@ -3,6 +3,7 @@
 // plan.rs are the same in Rust, and a test compares them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "switchyard/launch.h"
@@ -108,7 +109,8 @@ template <class Params>
         return code;
     if (params.timeout_ns == 0)
         return SY_LAUNCH_BOUND;
-    if (params.handle == nullptr || params.state == nullptr || params.out == nullptr)
+    if (params.handle == nullptr || params.state == nullptr || params.out == nullptr ||
+        (params.trace != nullptr && params.trace_len == 0))
         return SY_LAUNCH_NULL;
     return is_aligned(params.out) && is_aligned(params.handle) ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
@@ -290,8 +292,12 @@ constexpr uint32_t kMostFewBlocks = 64;
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
     if (params.geometry.dtype == params.weights_dtype)
         return plan_products(params);
-    return {params.num_blocks != 0 ? params.num_blocks : 8 * kMultiprocessors, SY_COMPUTE_THREADS,
-            false};
+    // One block for an entry, up to eight for a multiprocessor.
+    const uint64_t rows =
+        params.lists.usual_rows != 0 ? params.lists.usual_rows : params.lists.max_rows;
+    const uint64_t entries = std::max(rows * params.geometry.top_k, uint64_t{1});
+    const uint32_t most = params.num_blocks != 0 ? params.num_blocks : 8 * kMultiprocessors;
+    return {static_cast<uint32_t>(std::min(entries, uint64_t{most})), SY_COMPUTE_THREADS, false};
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_p2p_params& params) {

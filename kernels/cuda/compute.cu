@@ -46,13 +46,14 @@ template <bool kFp8> int launch_gemms(const sy_expert_compute_params& params, sy
             return code;
     if (!is_direct) {
         const auto gather = impls::expert_gather_kernel<!kFp8>;
-        if (const int code = launch_one(gather, params, plan(params), 0, false, stream);
+        if (const int code = launch_one(gather, params, plan(params), 0,
+                                        (params.flags & SY_LAUNCH_FLAG_PDL) != 0, stream);
             code != SY_OK)
             return code;
     }
     const LaunchPlan size = plan_products(params);
-    if (const int code =
-            launch_one(gate_up, params, size, impls::kGemmSharedBytes, !is_direct, stream);
+    if (const int code = launch_one(gate_up, params, size, impls::kGemmSharedBytes,
+                                    !is_direct || (params.flags & SY_LAUNCH_FLAG_PDL) != 0, stream);
         code != SY_OK)
         return code;
     return launch_one(down, params, size, impls::kGemmSharedBytes, true, stream);

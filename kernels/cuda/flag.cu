@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
 
 // SYNC POINT publish: adds after everything that the stream did before.
 extern "C" __global__ void sy_flag_add(uint64_t* flag, uint64_t value) {
@@ -12,18 +13,26 @@ extern "C" __global__ void sy_flag_add(uint64_t* flag, uint64_t value) {
 
 // Two pieces of memory to the host, in words of four bytes, by one block: less for the next kernel in the stream to
 // wait for than two copies by the copy engine.
-// SYNC POINT told: one store writes the first eight bytes of the second piece, after all else.
+// SYNC POINT told: one store writes the first eight bytes of the second piece, after all else. Behind it comes, where
+// `began_to` is not null, the time at which this kernel began.
 extern "C" __global__ void sy_tell_host(uint32_t* first_to, const uint32_t* first,
                                         uint64_t first_words, uint32_t* last_to,
-                                        const uint32_t* last, uint64_t last_words) {
+                                        const uint32_t* last, uint64_t last_words,
+                                        uint64_t* began_to) {
+    switchyard::ptx::griddepcontrol_launch_dependents();
+    switchyard::ptx::griddepcontrol_wait();
+    const uint64_t began_ns = switchyard::ptx::mov_globaltimer();
     for (uint64_t i = threadIdx.x; i < first_words; i += blockDim.x)
         first_to[i] = first[i];
     for (uint64_t i = threadIdx.x + 2; i < last_words; i += blockDim.x)
         last_to[i] = last[i];
     __syncthreads();
-    if (threadIdx.x == 0)
-        switchyard::ptx::st_release_sys(reinterpret_cast<uint64_t*>(last_to),
-                                        *reinterpret_cast<const uint64_t*>(last));
+    if (threadIdx.x != 0)
+        return;
+    switchyard::ptx::st_release_sys(reinterpret_cast<uint64_t*>(last_to),
+                                    *reinterpret_cast<const uint64_t*>(last));
+    if (began_to != nullptr)
+        switchyard::ptx::st_release_sys(began_to, began_ns);
 }
 
 namespace {

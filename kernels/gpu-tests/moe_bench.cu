@@ -208,14 +208,17 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
     CHECK_CUDA(cudaGraphExecDestroy(replay));
     CHECK_CUDA(cudaGraphDestroy(graph));
     if (roles.client != nullptr) {
-        std::vector<uint64_t> trace(kTraceLen);
-        CHECK_CUDA(cudaMemcpy(trace.data(), buffers.trace, kTraceLen * 8, cudaMemcpyDeviceToHost));
+        std::vector<uint64_t> trace(kTraceLen * SY_CALL_STAMPS);
+        CHECK_CUDA(
+            cudaMemcpy(trace.data(), buffers.trace, trace.size() * 8, cudaMemcpyDeviceToHost));
+        const auto began_ns = [&](uint64_t sequence) {
+            return trace[sequence % kTraceLen * SY_CALL_STAMPS + SY_CALL_DISPATCH_BEGIN];
+        };
         std::vector<double> layers_us;
         for (uint32_t i = 0; i + 1 < num_replays * num_layers; ++i)
             if (i % num_layers != num_layers - 1)
-                layers_us.push_back(static_cast<double>(trace[(first + i + 1) % kTraceLen] -
-                                                        trace[(first + i) % kTraceLen]) *
-                                    1e-3);
+                layers_us.push_back(
+                    static_cast<double>(began_ns(first + i + 1) - began_ns(first + i)) * 1e-3);
         std::sort(layers_us.begin(), layers_us.end());
         result.num_samples = layers_us.size();
         result.median_us = layers_us[layers_us.size() / 2];

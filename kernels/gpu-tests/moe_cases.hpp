@@ -127,6 +127,12 @@ std::vector<Case> cases_of(const std::string& set, const std::string& shape, uin
                     for (const bool fp8 : {true, false})
                         for (const char* server : {"echo", "lists"})
                             add(topology, tokens, fp8, zipf, server, -1);
+        } else if (set == "sizes") {
+            // No size may be slower than the next larger one.
+            for (const uint32_t tokens :
+                 {1u, 2u, 4u, 8u, 16u, 32u, 48u, 64u, 96u, 128u, 192u, 256u})
+                for (const char* server : {"echo", "lists"})
+                    add(topology, tokens, true, false, server, -1);
         } else if (set == "lists") {
             for (const uint32_t tokens : {1u, 8u, 32u, 128u}) {
                 add(topology, tokens, true, false, "echo", -1);

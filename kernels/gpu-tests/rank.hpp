@@ -146,7 +146,7 @@ struct Buffers {
         client_state = device_alloc<sy_client_state>(1);
         for (auto& handle : handles)
             handle = device_alloc<uint8_t>(sizeof(sy_handle) + size_t{most_tokens} * top_k * 4);
-        trace = device_alloc<uint64_t>(trace_len);
+        trace = device_alloc<uint64_t>(uint64_t{trace_len} * SY_CALL_STAMPS);
         min_epoch = device_alloc<uint64_t>(1);
         num_wrong = device_alloc<uint64_t>(1);
         server_state = device_alloc<sy_server_state>(1);

@@ -125,6 +125,8 @@ struct Client {
         params.capacity = capacity;
         params.num_servers = num_servers;
         params.num_blocks = combine_blocks;
+        params.trace = trace;
+        params.trace_len = trace_len;
         params.servers = table;
         return params;
     }

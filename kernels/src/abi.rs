@@ -6,7 +6,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 /// `version` of every parameter struct.
-pub const DEVICE_ABI_VERSION: u32 = 4;
+pub const DEVICE_ABI_VERSION: u32 = 5;
 /// `"SYDF"` as a little-endian word: the magic of a device frame's header.
 pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
 /// Most peers of one client or server: one bit per peer in a 32-bit mask.
@@ -71,6 +71,8 @@ pub const FLAG_CONTACT_ALL: u32 = 4;
 pub const FLAG_AHEAD: u32 = 32;
 /// `SY_LAUNCH_FLAG_ANY_PATH`: some link of the table is not direct.
 pub const FLAG_ANY_PATH: u32 = 8;
+/// [`ExpertRecvParams::flags`], with [`FLAG_PDL`]: the next kernel may start when a batch is chosen.
+pub const FLAG_CHOSEN: u32 = 64;
 
 /// Bytes of a slot's control tail.
 pub const CONTROL_BYTES: u64 = 4096;
@@ -360,7 +362,12 @@ pub struct Batch {
     pub expected: u32,
     /// From the first sight of each client's frame to the choice of the batch.
     pub waited_ns: [u32; MAX_PEERS],
+    /// End of the reception, by the GPU's global timer.
+    pub received_ns: u64,
 }
+
+/// [`Gather::within_ns`] of a batch that takes what is there and does not wait at all.
+pub const GATHER_NONE: u32 = u32::MAX;
 
 /// Clients that a batch waits for: those of `clients` that were in the last batch, because a client that was just
 /// answered may soon return.
@@ -377,6 +384,53 @@ pub struct Gather {
 unsafe impl Zeroable for Batch {}
 // SAFETY: numbers only, without padding: 16 + 32 * 8 + 33 * 4 + 4 + 32 * 4 bytes, as asserted below.
 unsafe impl Pod for Batch {}
+
+/// Words of a call's record in [`DispatchParams::trace`].
+pub const CALL_STAMPS: usize = 8;
+
+/// Times of a call's kernels. A begin is the first block's, an end the last one's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names say all")]
+pub enum CallStamp {
+    /// Before the wait for the kernel before.
+    DispatchStart = 0,
+    /// Behind that wait.
+    DispatchBegin = 1,
+    DispatchEnd = 2,
+    CombineBegin = 3,
+    CombineEnd = 4,
+}
+
+/// Words of [`ExpertLists::stamps`].
+pub const BATCH_STAMPS: usize = 16;
+
+/// Room for [`ExpertLists::stamps`], in bytes from the head of the batch.
+pub const STAMPS_OFFSET: u64 = 576;
+
+/// Times of a batch's kernels. A begin is the first block's, an end the last one's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names say all")]
+pub enum BatchStamp {
+    RecvStart = 0,
+    /// The headers of the batch are there.
+    RecvSeen = 1,
+    RecvChosen = 2,
+    /// The lists are made.
+    RecvListed = 3,
+    RecvEnd = 4,
+    GatherStart = 5,
+    GatherEnd = 6,
+    UpStart = 7,
+    /// Behind the wait for the kernel before.
+    UpBegin = 8,
+    UpEnd = 9,
+    DownStart = 10,
+    DownBegin = 11,
+    DownEnd = 12,
+    SendStart = 13,
+    SendBegin = 14,
+    SendEnd = 15,
+}
 
 /// Parameters of `dispatch`.
 #[repr(C)]
@@ -402,11 +456,11 @@ pub struct DispatchParams {
     pub state: DevicePtr,
     /// [`Handle`] with routes, [`FrameGeometry::handle_bytes`].
     pub handle: DevicePtr,
-    /// Null, or u64 `[trace_len]`: start times by sequence, ns of the GPU's timer.
+    /// Null, or u64 `[trace_len][CALL_STAMPS]`: times by sequence and [`CallStamp`], ns of the GPU's timer.
     pub trace: DevicePtr,
     /// Goes into headers.
     pub client_id: u64,
-    /// Elements of `trace`.
+    /// Records of `trace`.
     pub trace_len: u32,
     /// Most tokens of this launch.
     pub capacity: u32,
@@ -451,10 +505,12 @@ pub struct CombineParams {
     pub num_servers: u32,
     /// Thread blocks, 0 = chosen by size.
     pub num_blocks: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Records of `trace`.
+    pub trace_len: u32,
     /// [`ServerPeer`] `[num_servers]`.
     pub servers: DevicePtr,
+    /// As [`DispatchParams::trace`].
+    pub trace: DevicePtr,
 }
 
 /// Output of `expert_recv` for a batch. Made by [`FrameGeometry::lists_at`].
@@ -475,8 +531,10 @@ pub struct ExpertLists {
     pub row_position: DevicePtr,
     /// Rows that fit.
     pub max_rows: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Rows for the choice of thread blocks, 0 for `max_rows`.
+    pub usual_rows: u32,
+    /// Null, or u64 `[BATCH_STAMPS]`: times of the batch's kernels by [`BatchStamp`], ns of the GPU's timer.
+    pub stamps: DevicePtr,
 }
 
 /// Parameters of `expert_recv`.
@@ -649,19 +707,20 @@ const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, cl
 const _: () = assert!(size_of::<ClientState>() == 3008 && offset_of!(ClientState, error) == 2976);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
 const _: () = assert!(size_of::<ServerState>() == 2368 && offset_of!(ServerState, error) == 288);
-const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);
+const _: () = assert!(size_of::<Batch>() == 544 && offset_of!(Batch, row_begin) == 272);
+const _: () = assert!(size_of::<Batch>() as u64 <= STAMPS_OFFSET);
 const _: () = assert!(size_of::<Gather>() == 8);
 const _: () = assert!(size_of::<DispatchParams>() == 240);
 const _: () = assert!(offset_of!(DispatchParams, servers) == 232);
-const _: () = assert!(size_of::<CombineParams>() == 208);
+const _: () = assert!(size_of::<CombineParams>() == 216);
 const _: () = assert!(offset_of!(CombineParams, servers) == 200);
-const _: () = assert!(size_of::<ExpertLists>() == 56 && offset_of!(ExpertLists, max_rows) == 48);
-const _: () = assert!(size_of::<ExpertRecvParams>() == 272);
-const _: () = assert!(offset_of!(ExpertRecvParams, clients) == 264);
-const _: () = assert!(size_of::<ExpertSendParams>() == 224);
-const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
+const _: () = assert!(size_of::<ExpertLists>() == 64 && offset_of!(ExpertLists, max_rows) == 48);
+const _: () = assert!(size_of::<ExpertRecvParams>() == 280);
+const _: () = assert!(offset_of!(ExpertRecvParams, clients) == 272);
+const _: () = assert!(size_of::<ExpertSendParams>() == 232);
+const _: () = assert!(offset_of!(ExpertSendParams, clients) == 224);
 const _: () = assert!(size_of::<EchoParams>() == 184);
 const _: () = assert!(offset_of!(EchoParams, clients) == 176);
 const _: () = assert!(size_of::<LayerWeights>() == 320);
-const _: () = assert!(size_of::<ExpertComputeParams>() == 272);
-const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 264);
+const _: () = assert!(size_of::<ExpertComputeParams>() == 280);
+const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 272);

@@ -103,6 +103,9 @@ impl Check for CombineParams {
         capacity(&self.geometry, self.capacity)?;
         bound(self.timeout_ns)?;
         set(&[self.handle, self.state, self.out])?;
+        if !self.trace.is_null() && self.trace_len == 0 {
+            return Err(CheckError::Null);
+        }
         aligned(&[self.out, self.handle])
     }
 }

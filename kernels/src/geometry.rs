@@ -6,9 +6,9 @@ use std::mem::size_of;
 use bytemuck::Zeroable;
 
 use crate::abi::{
-    Batch, CONTROL_BYTES, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ExpertLists,
-    FrameGeometry, Handle, MAX_FRAME_TOKENS, MAX_FRAMES, MAX_HIDDEN, MAX_REPLICAS, MAX_TOP_K,
-    Placement, ROUTE_SHIFT, SCALE_BLOCK,
+    BATCH_STAMPS, CONTROL_BYTES, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
+    ExpertLists, FrameGeometry, Handle, MAX_FRAME_TOKENS, MAX_FRAMES, MAX_HIDDEN, MAX_REPLICAS,
+    MAX_TOP_K, Placement, ROUTE_SHIFT, SCALE_BLOCK, STAMPS_OFFSET,
 };
 use crate::check::CheckError;
 
@@ -151,14 +151,15 @@ impl FrameGeometry {
             here
         };
         let lists = ExpertLists {
-            batch: take(size_of::<Batch>() as u64),
+            batch: take(STAMPS_OFFSET + BATCH_STAMPS as u64 * 8),
             expert_begin: take((u64::from(num_local_experts) + 1) * 4),
             list_row: take(max_entries * 4),
             list_weight: take(max_entries * 4),
             row_source: take(u64::from(max_rows) * 4),
             row_position: take(max_entries * 4),
             max_rows,
-            reserved: 0,
+            usual_rows: 0,
+            stamps: DevicePtr::NULL,
         };
         (lists, at - base.0)
     }

@@ -113,6 +113,7 @@ impl KernelParams for CombineParams {
             ("out", self.out),
             ("token_missing", self.token_missing),
             ("abort_mask", self.abort_mask),
+            ("trace", self.trace),
             ("servers", self.servers),
         ]
     }
@@ -138,6 +139,7 @@ impl KernelParams for ExpertRecvParams {
             ("state", self.state),
             ("lists.batch", self.lists.batch),
             ("lists.row_position", self.lists.row_position),
+            ("lists.stamps", self.lists.stamps),
             ("local_expert", self.local_expert),
             ("abort_mask", self.abort_mask),
             ("min_epoch", self.min_epoch),
@@ -179,21 +181,17 @@ impl KernelParams for ExpertComputeParams {
         let is_fp8_weights = is_fp8(self.weights_dtype);
         if self.geometry.dtype == self.weights_dtype {
             let entry = if is_fp8_weights { GATE_UP_DIRECT_FP8 } else { GATE_UP_DIRECT_BF16 };
-            return LaunchPlan { overlaps: false, ..self.product(entry) };
+            return LaunchPlan { overlaps: self.flags & FLAG_PDL != 0, ..self.product(entry) };
         }
         // Requests of another type than the weights' are converted before.
         LaunchPlan {
-            num_blocks: if self.num_blocks == 0 {
-                8 * NUM_MULTIPROCESSORS
-            } else {
-                self.num_blocks
-            },
+            num_blocks: self.conversion_blocks(),
             num_threads: COMPUTE_THREADS,
             is_tuned: false,
             is_few: false,
             entry: if is_fp8_weights { GATHER_BF16_TO_FP8 } else { GATHER_FP8_TO_BF16 },
             shared_bytes: 0,
-            overlaps: false,
+            overlaps: self.flags & FLAG_PDL != 0,
         }
     }
 
@@ -221,6 +219,15 @@ impl KernelParams for ExpertComputeParams {
 }
 
 impl ExpertComputeParams {
+    /// Blocks of the conversion: one for an entry, up to eight for a multiprocessor.
+    fn conversion_blocks(&self) -> u32 {
+        let lists = &self.lists;
+        let rows = if lists.usual_rows == 0 { lists.max_rows } else { lists.usual_rows };
+        let entries = rows.saturating_mul(self.geometry.top_k).max(1);
+        let most = if self.num_blocks == 0 { 8 * NUM_MULTIPROCESSORS } else { self.num_blocks };
+        entries.min(most)
+    }
+
     /// A kernel that multiplies: it fills a multiprocessor's shared memory, and starts while the one
     /// before it ends.
     const fn product(&self, entry: &'static str) -> LaunchPlan {

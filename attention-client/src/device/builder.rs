@@ -70,7 +70,7 @@ impl DeviceClientBuilder {
         let num_layers = shared.model.moe_layers.len();
         let num_frames = geometry.num_frames as usize;
         // Recorded calls have memory of their own: graphs point to it for good.
-        let memory = Memory::new(&gpu, &geometry, num_layers, 2 * num_frames)?;
+        let memory = Memory::new(&gpu, &geometry, num_layers, 2 * num_frames, options.timeline)?;
         let side = gpu.stream()?;
         let peers = Peers::connect(&shared, options.max_servers, Arc::clone(&memory.abort))
             .map_err(|source| DeviceBuildError::System { op: "make a lane", source })?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kernels::abi::{
     CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ADD, FLAG_ANY_PATH,
-    FLAG_PDL, FrameGeometry,
+    FLAG_EARLY, FLAG_PDL, FrameGeometry,
 };
 use kernels::gpu::{Gpu, PreparedKernel, Stream};
 use proxy::DeviceTransports;
@@ -154,9 +154,9 @@ impl Launcher {
             placement: self.memory.placement(layer.idx),
             state: self.memory.state.ptr(),
             handle: self.memory.calls[call].handle.ptr(),
-            trace: DevicePtr::NULL,
+            trace: self.memory.trace_ptr(),
             client_id: self.client_id,
-            trace_len: 0,
+            trace_len: self.options.timeline,
             capacity: input.capacity,
             layer: layer.number,
             num_experts: self.num_experts,
@@ -189,7 +189,11 @@ impl Launcher {
             let memory = &self.memory.calls[call];
             let params = CombineParams {
                 version: DEVICE_ABI_VERSION,
-                flags: if adds { FLAG_ADD | (self.flags() & !FLAG_PDL) } else { self.flags() },
+                flags: if adds {
+                    FLAG_ADD | (self.flags() & !(FLAG_PDL | FLAG_EARLY))
+                } else {
+                    self.flags()
+                },
                 geometry: self.geometry,
                 handle: memory.handle.ptr(),
                 state: self.memory.state.ptr(),
@@ -200,8 +204,9 @@ impl Launcher {
                 capacity,
                 num_servers: self.options.max_servers as u32,
                 num_blocks: self.options.num_blocks,
-                reserved: 0,
+                trace_len: self.options.timeline,
                 servers: self.memory.servers(),
+                trace: self.memory.trace_ptr(),
             };
             // SAFETY: the caller's promise about `out`. All else is the client's own memory.
             let prepared = unsafe { self.memory.gpu.prepare(params)? };
@@ -218,7 +223,7 @@ impl Launcher {
     }
 
     const fn flags(&self) -> u32 {
-        let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
+        let overlap = if self.options.overlap { FLAG_PDL | FLAG_EARLY } else { 0 };
         let paths = if self.transports.has_networks() { FLAG_ANY_PATH } else { 0 };
         overlap | paths
     }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
 use kernels::abi::{
-    ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES, MAX_PEERS,
-    PATH_DIRECT, Placement, ServerPeer,
+    ANSWER_HOLE, CALL_STAMPS, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES,
+    MAX_PEERS, PATH_DIRECT, Placement, ServerPeer,
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Piece, Stream};
 
@@ -32,6 +32,8 @@ pub(super) struct Memory {
     pub counts: GpuBuffer,
     /// Page-locked: the number of tokens read from the device, and the source of `counts`.
     pub words: GpuBuffer,
+    /// u64 `[calls][CALL_STAMPS]`: times of calls by sequence, if they are noted.
+    pub trace: Option<GpuBuffer>,
     num_layers: usize,
 }
 
@@ -72,6 +74,7 @@ impl Memory {
         geometry: &FrameGeometry,
         num_layers: usize,
         num_calls: usize,
+        num_traced: u32,
     ) -> Result<Self, GpuError> {
         let rows = u64::from(geometry.max_tokens);
         let choices = rows * u64::from(geometry.top_k) * 4;
@@ -104,12 +107,20 @@ impl Memory {
                 .collect::<Result<_, _>>()?,
             counts: gpu.alloc(8)?,
             words: gpu.alloc_host(WORDS_BYTES)?,
+            trace: match u64::from(num_traced) {
+                0 => None,
+                num => Some(gpu.alloc(num * CALL_STAMPS as u64 * 8)?),
+            },
             num_layers,
         })
     }
 
     pub fn placement(&self, layer_idx: usize) -> DevicePtr {
         self.tables.ptr().add((layer_idx * size_of::<Placement>()) as u64)
+    }
+
+    pub fn trace_ptr(&self) -> DevicePtr {
+        self.trace.as_ref().map_or(DevicePtr::NULL, GpuBuffer::ptr)
     }
 
     pub fn servers(&self) -> DevicePtr {

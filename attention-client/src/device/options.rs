@@ -21,6 +21,9 @@ pub struct DeviceOptions {
     pub num_blocks: u32,
     /// Lets a kernel start while the one before it in the stream ends (programmatic dependent launch). Default on.
     pub overlap: bool,
+    /// Calls whose steps are noted, for [`DeviceClient::call_stamps`](super::DeviceClient::call_stamps); 0 for none.
+    /// Each thread block of a kernel then stores a time. Without it each tests a pointer.
+    pub timeline: u32,
     /// Threads that post for kernels to servers over a network. Default 0: a quarter of the processors next to GPU
     /// and NIC, one to four.
     pub proxy_threads: usize,
@@ -33,6 +36,7 @@ impl Default for DeviceOptions {
             max_servers: 8,
             num_blocks: 0,
             overlap: true,
+            timeline: 0,
             proxy_threads: 0,
         }
     }

@@ -6,6 +6,7 @@
 mod killed;
 mod roles;
 mod tensors;
+mod timeline;
 mod wire;
 mod worker;
 
@@ -23,11 +24,13 @@ use serde_json::Value;
 
 pub use killed::{Failover, KillFigures};
 pub use roles::{ClientFigures, FailedCall};
+pub use timeline::{Step, Timeline};
 
 use crate::clock::monotonic_us;
 use crate::stats::median;
 use roles::{Client, Part, Role, Server, ServerCounts};
 use tensors::Shapes;
+use timeline::BatchTimes;
 use wire::Pipes;
 use worker::{PATIENCE, Worker};
 
@@ -64,6 +67,8 @@ pub struct MoeDeviceConfig {
     pub open: OpenTransports,
     /// Longest time that a batch waits for further clients, in microseconds; `None` takes the servers' default.
     pub gather_us: Option<u64>,
+    /// Whether the steps of layers are noted, for [`MoeDeviceRow::timeline`].
+    pub timeline: bool,
 }
 
 impl MoeDeviceConfig {
@@ -95,6 +100,9 @@ pub struct MoeDeviceRow {
     pub clients_per_batch: f64,
     /// Tokens per second over those of one client alone; `None` with one client.
     pub gain: Option<f64>,
+    /// Steps of the first client's layers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timeline: Option<Timeline>,
 }
 
 /// Result of [`run`]. Its text is a table.
@@ -238,6 +246,7 @@ impl Bench<'_> {
             transport: self.config.transport.clone(),
             settings: self.config.settings.clone(),
             num_blocks,
+            timeline: self.config.timeline,
         }
     }
 
@@ -333,8 +342,22 @@ impl Bench<'_> {
         for (worker, _) in servers.iter_mut() {
             worker.ask("stats")?;
         }
-        let clients =
+        let mut clients =
             self.measure(&addrs, &replicas, config.clients, tokens, config.seconds, || Ok(()))?;
+        let timeline = match clients.first_mut().and_then(|client| client.calls_traced.take()) {
+            Some((calls, of_client_us)) => {
+                let (mut batches, mut uncertainty_us) = (Vec::new(), of_client_us);
+                for (worker, _) in servers.iter_mut() {
+                    let (of_server, of_server_us): (Vec<BatchTimes>, f64) =
+                        serde_json::from_value(worker.ask("steps")?)?;
+                    batches.push(of_server);
+                    uncertainty_us = uncertainty_us.max(of_client_us + of_server_us);
+                }
+                Some(Timeline::of(tokens, &calls, &batches, uncertainty_us))
+            }
+            None => None,
+        };
+        clients.iter_mut().for_each(|client| client.calls_traced = None);
         let (mut compute_us, mut server_us, mut gather_us) = (0.0f64, 0.0f64, 0.0f64);
         let mut batched = Vec::new();
         for (worker, _) in servers.iter_mut() {
@@ -362,6 +385,7 @@ impl Bench<'_> {
             tokens_per_s,
             clients_per_batch: batched.iter().sum::<f64>() / batched.len() as f64,
             gain: alone.map(|alone| tokens_per_s / rate(&alone)),
+            timeline,
             clients,
         })
     }
@@ -454,6 +478,9 @@ impl fmt::Display for MoeDeviceReport {
                 row.gather_us,
                 row.gain.map_or_else(|| "–".to_owned(), |gain| format!("{gain:.2}"))
             )?;
+        }
+        for timeline in self.rows.iter().filter_map(|row| row.timeline.as_ref()) {
+            write!(f, "{timeline}")?;
         }
         if let Some(killed) = &self.killed {
             writeln!(

@@ -66,7 +66,7 @@ pub struct Args {
     /// GPU: number format of requests, bf16 or fp8. All clients must use it.
     #[arg(long, env = "SWITCHYARD_DEVICE_DTYPE", default_value_t = WireDtype::Bf16)]
     device_dtype: WireDtype,
-    /// GPU: number of batches in progress at a time, 1 or 2.
+    /// GPU: number of recorded graphs in progress at a time, 1 or 2. A graph has four batches.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_BATCHES",

@@ -58,6 +58,6 @@ pub use kernels::{Isa, gemm};
 pub use machine::{BandwidthProbe, gemm_rate, read_bandwidth};
 pub use memory::WeightMemory;
 pub use pool::{ComputePool, Products};
-pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
+pub use store::{ExpertStore, LoadError, LoadProgress, Residency, map_pages};
 pub use team::{Pinning, PoolError, pin_current_thread};
 pub use weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightError, WeightScales};

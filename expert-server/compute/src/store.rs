@@ -343,8 +343,8 @@ fn place(
     Ok(placed)
 }
 
-/// Reads the pages of mapped bytes that are not in memory, and maps all of them.
-fn map_pages(bytes: &[u8]) {
+/// Reads the pages of bytes of a mapped file that are not in memory, and maps all of them together.
+pub fn map_pages(bytes: &[u8]) {
     #[cfg(target_os = "linux")]
     if !bytes.is_empty() {
         let in_page = bytes.as_ptr().addr() % rustix::param::page_size();

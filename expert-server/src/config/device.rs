@@ -12,8 +12,8 @@ pub struct DeviceOptions {
     pub name: DeviceName,
     /// Element type of requests, bf16 or fp8, the same for all clients. Answers are bf16.
     pub dtype: WireDtype,
-    /// Batches in flight at a time, 1 or 2. With two, a batch waits on the GPU for the one before it, never for
-    /// the host.
+    /// Recorded graphs in flight at a time, 1 or 2, of four batches each. With two, a batch waits on the GPU for the
+    /// one before it, never for the host.
     pub batches_in_flight: usize,
     /// Serves random weights that are generated on the GPU, for measuring large models without their files. The
     /// checkpoint then only gives names and shapes.
@@ -29,6 +29,9 @@ pub struct DeviceOptions {
     /// [`batch_observer`](crate::ServerConfig::batch_observer); 0 for none. The answers of such a batch are a
     /// little later, because the kernel that answers starts only after that time.
     pub experts_timed_every: u32,
+    /// Notes the times of every batch's steps, for [`batch_observer`](crate::ServerConfig::batch_observer). Each
+    /// thread block of a kernel then stores a time or two. Without it each tests a pointer.
+    pub timeline: bool,
     /// Threads that post for kernels if clients connect over a network. 0 takes a quarter of the processors next
     /// to GPU and NIC, one to four.
     pub proxy_threads: usize,
@@ -47,6 +50,7 @@ impl DeviceOptions {
             gather,
             num_blocks: 0,
             experts_timed_every: 0,
+            timeline: false,
             proxy_threads: 0,
         }
     }

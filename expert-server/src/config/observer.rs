@@ -3,7 +3,9 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use kernels::abi::BATCH_STAMPS;
 
 /// One batch with rows that has ended. Times are measured by the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +21,19 @@ pub struct BatchReport {
     /// Time from the end of the reception to the last expert's output, in batches that
     /// [`experts_timed_every`](crate::device::DeviceOptions::experts_timed_every) selects.
     pub experts_time: Option<Duration>,
+    /// Times of the batch's steps, with [`timeline`](crate::device::DeviceOptions::timeline).
+    pub timeline: Option<BatchTimeline>,
+}
+
+/// Times of a batch's steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchTimeline {
+    /// Times of the kernels by `kernels::abi::BatchStamp`, nanoseconds of the GPU's global timer.
+    pub stamps: [u64; BATCH_STAMPS],
+    /// Begin and end of the host's launch of the batch.
+    pub launched: [Instant; 2],
+    /// The host saw the end of the batch.
+    pub ended: Instant,
 }
 
 /// A function that receives a report of every batch with rows. The data thread of the GPU calls it, so it must be

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use checkpoint::Checkpoint;
-use kernels::gpu::Gpu;
+use kernels::gpu::{DeviceName, Gpu, GpuError};
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::ListenerConfig;
 use proxy::DeviceTransports;
@@ -20,6 +20,17 @@ use crate::experts::Experts;
 use crate::metrics::ServerMetrics;
 use crate::plane::{DataPlane, ThreadEnd};
 
+/// A GPU that is being opened, which takes the driver a second, while the model's files are.
+#[derive(Debug)]
+pub(crate) struct OpeningGpu(tokio::task::JoinHandle<Result<Gpu, GpuError>>);
+
+impl OpeningGpu {
+    /// Begins to open the GPU of this name. Called within a runtime.
+    pub(crate) fn begin(name: DeviceName) -> Self {
+        Self(tokio::task::spawn_blocking(move || Gpu::open_named(name)))
+    }
+}
+
 pub(crate) struct DeviceBackend {
     gpu: Gpu,
     plan: DevicePlan,
@@ -27,18 +38,18 @@ pub(crate) struct DeviceBackend {
 }
 
 impl DeviceBackend {
-    /// Opens the GPU and checks that the model fits its kernels and a batch fits its memory.
+    /// Waits for the GPU and checks that the model fits its kernels and a batch fits its memory.
     pub(crate) async fn open(
         options: DeviceOptions,
+        opening: OpeningGpu,
         config: &ServerConfig,
         checkpoint: &Checkpoint,
     ) -> Result<Self, StartError> {
-        // Before the GPU is opened, so that an unsupported model is reported on any host.
+        // Before the GPU's errors, so that an unsupported model is reported on any host.
         let mut plan = DevicePlan::new(&options, config.slot, &config.limits, checkpoint.config())?;
         plan.has_networks = !config.transports.networks.is_empty();
-        // The driver takes a second to wake a GPU.
-        let opening = tokio::task::spawn_blocking(move || Gpu::open_named(options.name));
         let gpu = opening
+            .0
             .await
             .map_err(|_| StartError::LoadPanicked)?
             .map_err(|source| DeviceError::Open { device: options.name, source })?;

@@ -1,45 +1,59 @@
-//! The memory and the recorded graphs of one batch at a time. There are as many contexts as batches in flight.
+//! The memory of one batch, and its recording. Batches of a [`Chain`](super::chain::Chain) have a context each.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
     Batch, DEVICE_ABI_VERSION, DevicePtr, ErrorWord, ExpertComputeParams, ExpertLists,
-    ExpertRecvParams, ExpertSendParams, FLAG_PDL, Gather, ServerState, TAG_NONE,
+    ExpertRecvParams, ExpertSendParams, FLAG_CHOSEN, FLAG_EARLY, FLAG_PDL, Gather, STAMPS_OFFSET,
+    ServerState, TAG_NONE,
 };
-use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Piece, Stream};
+use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Piece, Stream};
 
-use super::lru::LruCache;
+use super::BatchTimeline;
 use super::plan::DevicePlan;
 
 /// Memory and graphs of one batch.
 #[derive(Debug)]
 pub(super) struct Context {
-    // First, so that graphs are dropped before the memory that they use.
-    graphs: LruCache<GraphKey, Graph>,
     /// The reception has ended, and the experts begin.
     pub(super) received: Event,
     /// The last expert has ended, in batches that are timed up to there.
     computed: Event,
-    /// All answers are sent.
-    answered: Event,
+    /// In host memory: the time when all answers were sent, stored at the end of a batch.
+    answered: GpuBuffer,
     lists: ExpertLists,
     list_memory: GpuBuffer,
-    rows: GpuBuffer,
-    activation: GpuBuffer,
-    expert_out: GpuBuffer,
-    /// The batch has ended. Recorded behind the graph, not in it, so that it never shows an older run.
-    ended: Event,
+    /// All batches are on one stream, and use it in turn.
+    scratch: Arc<Scratch>,
     /// Description of the last batch, in host memory: its head, expert positions, the server's state.
     report: GpuBuffer,
     /// [`Gather`] of the batch, in host memory. Recorded graphs read it when they run.
     gather: GpuBuffer,
     /// [`ErrorWord`] of a kernel that trapped, in host memory, which outlives the GPU's context.
     trapped: GpuBuffer,
-    pub(super) launched_at: Option<Instant>,
-    /// Batches so far; wraps.
-    pub(super) num_launched: u32,
     /// True if the last batch was timed up to the end of its experts.
     times_experts: bool,
+}
+
+/// Memory of the expert stage.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    rows: GpuBuffer,
+    activation: GpuBuffer,
+    expert_out: GpuBuffer,
+}
+
+impl Scratch {
+    pub(super) fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
+        let [rows, activation, expert_out] = plan.scratch_bytes();
+        Ok(Self {
+            rows: gpu.alloc(rows)?,
+            activation: gpu.alloc(activation)?,
+            expert_out: gpu.alloc(expert_out)?,
+        })
+    }
 }
 
 /// The properties for which a graph was recorded.
@@ -49,8 +63,8 @@ pub(super) struct GraphKey {
     pub(super) num_local_experts: u32,
     /// Rows for which the grids are sized. More rows are computed, too, but not as fast.
     pub(super) bucket_rows: u32,
-    /// True if the end of the experts is an event of its own. The answers begin behind it.
-    pub(super) times_experts: bool,
+    /// Batches whose experts' end is an event of its own, as a mask. The answers begin behind it.
+    pub(super) times_experts: u32,
 }
 
 /// Device memory that all contexts use.
@@ -65,72 +79,73 @@ pub(super) struct SharedTables {
 }
 
 impl Context {
-    pub(super) fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        plan: &DevicePlan,
+        scratch: &Arc<Scratch>,
+    ) -> Result<Self, GpuError> {
         let list_memory = gpu.alloc(plan.lists_bytes())?;
         let base = list_memory.ptr();
-        let (lists, _) = plan.geometry.lists_at(base, plan.num_experts, plan.max_rows);
-        let [rows, activation, expert_out] = plan.scratch_bytes();
+        let (mut lists, _) = plan.geometry.lists_at(base, plan.num_experts, plan.max_rows);
+        if plan.options.timeline {
+            lists.stamps = base.add(STAMPS_OFFSET);
+        }
         Ok(Self {
-            graphs: LruCache::new(MAX_GRAPHS),
             received: gpu.event()?,
             computed: gpu.event()?,
-            answered: gpu.event()?,
-            ended: gpu.event()?,
+            answered: gpu.alloc_host(size_of::<u64>() as u64)?,
             lists,
             list_memory,
-            rows: gpu.alloc(rows)?,
-            activation: gpu.alloc(activation)?,
-            expert_out: gpu.alloc(expert_out)?,
+            scratch: Arc::clone(scratch),
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
             gather: gpu.alloc_host(size_of::<Gather>() as u64)?,
             trapped: gpu.alloc_host(size_of::<ErrorWord>() as u64)?,
-            launched_at: None,
-            num_launched: 0,
             times_experts: false,
         })
     }
 
-    /// Queues a batch. It takes the frames that are ready when it begins, and those of clients that `gather`
-    /// names if they arrive in time. A missing graph is recorded from `recorder`, which runs nothing
-    /// meanwhile. Returns the time that the recording took, if any.
-    pub(super) fn launch(
-        &mut self,
-        (gpu, stream, recorder): (&Gpu, &Stream, &Stream),
-        plan: &DevicePlan,
-        shared: &SharedTables,
-        key: GraphKey,
-        gather: Gather,
-    ) -> Result<Option<Duration>, GpuError> {
-        if let Some(host) = self.gather.host() {
-            // SAFETY: page-locked memory of this size. The last batch that read it has ended.
-            unsafe { host.cast::<Gather>().write_volatile(gather) };
+    /// Prepares the memory of the host for a batch that is launched next. No batch of this context is in flight.
+    pub(super) fn prepare(&mut self, gather: Gather, times_experts: bool) {
+        self.set_gather(gather);
+        if let Some(host) = self.answered.host() {
+            // SAFETY: as for `answered_ns`. No batch is in flight that writes it.
+            unsafe { AtomicU64::from_ptr(host.as_ptr().cast()).store(0, Ordering::Relaxed) };
         }
-        let start = Instant::now();
-        let record_time = if self.graphs.touch(&key) {
-            None
-        } else {
-            let graph = self.record(gpu, recorder, plan, shared, key)?;
-            self.graphs.insert(key, graph);
-            Some(start.elapsed())
-        };
-        if let Some(graph) = self.graphs.newest() {
-            stream.replay(graph)?;
-        }
-        self.times_experts = key.times_experts;
-        self.launched_at = Some(Instant::now());
-        self.num_launched = self.num_launched.wrapping_add(1);
-        stream.record(&self.ended)?;
-        Ok(record_time)
+        self.times_experts = times_experts;
     }
 
-    /// Returns true if a batch is in flight. An error means that a kernel failed.
-    pub(super) fn is_running(&self) -> Result<bool, GpuError> {
-        Ok(self.launched_at.is_some() && !self.ended.is_done()?)
+    /// Says whom the batch waits for. A batch that has begun already knows it.
+    pub(super) fn set_gather(&self, gather: Gather) {
+        let Some(host) = self.gather.host() else { return };
+        let word = u64::from(gather.within_ns) << 32 | u64::from(gather.clients);
+        // SAFETY: an aligned word of page-locked memory, which a kernel reads as a whole.
+        unsafe { AtomicU64::from_ptr(host.as_ptr().cast()).store(word, Ordering::Relaxed) };
+    }
+
+    /// Returns true if the last batch has ended. One with a kernel that failed never ends.
+    pub(super) fn has_ended(&self) -> bool {
+        self.answered_ns() != 0
+    }
+
+    /// Time of the last answer, by the GPU's timer; 0 before the batch has ended.
+    fn answered_ns(&self) -> u64 {
+        // SYNC POINT told: the report is complete when this word is there.
+        // SAFETY: an aligned word of page-locked memory, which a kernel stores as a whole.
+        self.answered.host().map_or(0, |host| unsafe {
+            AtomicU64::from_ptr(host.as_ptr().cast()).load(Ordering::Acquire)
+        })
     }
 
     /// Head of the batch that ended last.
     pub(super) fn batch(&self) -> Batch {
         self.read_report(0)
+    }
+
+    /// Times of the last batch, which was launched in `launched` and seen to have ended at `ended`; `None` if they are
+    /// not noted.
+    pub(super) fn timeline(&self, launched: [Instant; 2], ended: Instant) -> Option<BatchTimeline> {
+        let is_noted = !self.lists.stamps.is_null();
+        is_noted.then(|| BatchTimeline { stamps: self.read_report(STAMPS_OFFSET), launched, ended })
     }
 
     /// The server's state at about the end of the batch. The other batch's kernels may have changed it
@@ -161,8 +176,8 @@ impl Context {
     }
 
     /// Time from the end of the reception to the last answer. The batch must have ended.
-    pub(super) fn compute_time(&self) -> Result<Duration, GpuError> {
-        self.answered.since(&self.received)
+    pub(super) fn compute_time(&self) -> Duration {
+        Duration::from_nanos(self.answered_ns().saturating_sub(self.batch().received_ns))
     }
 
     /// Time from the end of the reception to the last expert's output, if the batch was timed up to there.
@@ -182,42 +197,44 @@ impl Context {
         }
     }
 
-    fn record(
+    /// Records the batch at place `idx` of a graph.
+    pub(super) fn record(
         &self,
-        gpu: &Gpu,
-        recorder: &Stream,
+        (gpu, stream): (&Gpu, &Stream),
         plan: &DevicePlan,
         shared: &SharedTables,
         key: GraphKey,
-    ) -> Result<Graph, GpuError> {
-        let (recv, compute, send) = self.params(plan, shared, key);
+        idx: usize,
+    ) -> Result<(), GpuError> {
+        let times_experts = key.times_experts >> idx & 1 != 0;
+        let (mut recv, compute, send) = self.params(plan, shared, key);
+        if idx > 0 {
+            recv.flags |= FLAG_PDL;
+        }
         // SAFETY: the data thread owns all of this memory, which the same plan has sized, and frees it only after
         // the streams are done. Clients' slots and tables change only while no batch is in flight.
         let (recv, compute, send) =
             unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
-        recorder.capture(|stream| {
-            stream.launch(&recv)?;
+        stream.launch(&recv)?;
+        // An event between two kernels keeps the second from starting early.
+        if times_experts {
             stream.record(&self.received)?;
-            stream.launch(&compute)?;
-            if key.times_experts {
-                stream.record(&self.computed)?;
-            }
-            stream.launch(&send)?;
-            stream.record(&self.answered)?;
-            let report = self.report.ptr();
-            let state_at = report.add(state_offset(plan));
-            // SAFETY: the report has room for both pieces. It is read only while no batch is in flight.
-            unsafe {
-                stream.tell(
-                    Piece { to: report, from: self.list_memory.ptr(), bytes: plan.head_bytes() },
-                    Piece {
-                        to: state_at,
-                        from: shared.state,
-                        bytes: size_of::<ServerState>() as u64,
-                    },
-                )
-            }
-        })
+        }
+        stream.launch(&compute)?;
+        if times_experts {
+            stream.record(&self.computed)?;
+        }
+        stream.launch(&send)?;
+        let report = self.report.ptr();
+        let state_at = report.add(state_offset(plan));
+        // SAFETY: the report has room for both pieces. It is read only when the word behind them is there.
+        unsafe {
+            stream.tell_with_time(
+                Piece { to: report, from: self.list_memory.ptr(), bytes: plan.head_bytes() },
+                Piece { to: state_at, from: shared.state, bytes: size_of::<ServerState>() as u64 },
+                self.answered.ptr(),
+            )
+        }
     }
 
     fn params(
@@ -226,11 +243,12 @@ impl Context {
         shared: &SharedTables,
         key: GraphKey,
     ) -> (ExpertRecvParams, ExpertComputeParams, ExpertSendParams) {
-        let (geometry, lists) = (plan.geometry, self.lists);
+        let geometry = plan.geometry;
+        let lists = ExpertLists { usual_rows: key.bucket_rows, ..self.lists };
         let num_clients = key.num_clients.max(1);
         let recv = ExpertRecvParams {
             version: DEVICE_ABI_VERSION,
-            flags: plan.path_flags(),
+            flags: FLAG_CHOSEN | plan.path_flags(),
             geometry,
             state: shared.state,
             lists,
@@ -249,12 +267,12 @@ impl Context {
         };
         let compute = ExpertComputeParams {
             version: DEVICE_ABI_VERSION,
-            flags: 0,
+            flags: FLAG_PDL,
             geometry,
             lists,
-            rows: self.rows.ptr(),
-            activation: self.activation.ptr(),
-            expert_out: self.expert_out.ptr(),
+            rows: self.scratch.rows.ptr(),
+            activation: self.scratch.activation.ptr(),
+            expert_out: self.scratch.expert_out.ptr(),
             layers: shared.layers,
             inter: plan.inter,
             num_local_experts: key.num_local_experts,
@@ -268,10 +286,10 @@ impl Context {
         };
         let send = ExpertSendParams {
             version: DEVICE_ABI_VERSION,
-            flags: FLAG_PDL | plan.path_flags(),
+            flags: FLAG_PDL | FLAG_EARLY | plan.path_flags(),
             geometry,
             lists,
-            expert_out: self.expert_out.ptr(),
+            expert_out: self.scratch.expert_out.ptr(),
             max_rows: key.bucket_rows,
             num_clients,
             num_blocks: plan.options.num_blocks,
@@ -290,9 +308,6 @@ fn state_offset(plan: &DevicePlan) -> u64 {
 const IDLE_WAIT_NS: u64 = 2_000_000;
 /// Longest wait of a thread block for its own copies. A copy that arrives takes less than a thousandth of it.
 pub(super) const PRODUCT_WAIT_NS: u64 = 10_000_000_000;
-/// Graphs per context: as many as there are numbers of clients and buckets of rows, for one number of local
-/// experts. One more graph evicts the least recently used. In docs/how-to/metrics.md.
-const MAX_GRAPHS: usize = 192;
 
 #[cfg(test)]
 mod tests {
@@ -319,19 +334,16 @@ mod tests {
             abort_mask: DevicePtr::NULL,
             weights_dtype: kernels::abi::DTYPE_BF16,
         };
-        let key = GraphKey {
-            num_clients: 2,
-            num_local_experts: 8,
-            bucket_rows: 2048,
-            times_experts: false,
-        };
+        let key =
+            GraphKey { num_clients: 2, num_local_experts: 8, bucket_rows: 2048, times_experts: 0 };
         for (num_blocks, most) in [(0, None), (3, Some(3))] {
             let name = DeviceName::Emulated(0);
             let options = DeviceOptions { num_blocks, ..DeviceOptions::new(name) };
             let limits = Limits::default();
             let plan = DevicePlan::new(&options, slot, &limits, checkpoint.config());
             let plan = plan.expect("a plan");
-            let context = Context::new(&gpu, &plan).expect("memory");
+            let scratch = Arc::new(Scratch::new(&gpu, &plan).expect("memory"));
+            let context = Context::new(&gpu, &plan, &scratch).expect("memory");
             let (_, compute, send) = context.params(&plan, &shared, key);
             let mut launches = vec![compute.plan(), send.plan()];
             launches.extend(compute.rest());

@@ -26,9 +26,10 @@ use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 use self::bounds::BATCH_LIMIT;
 use self::memory::Memory;
 use super::abort::AbortMask;
+use super::chain::Chain;
 use super::client::Client;
 use super::client_table::ClientTable;
-use super::context::{Context, GraphKey};
+use super::context::{GraphKey, Scratch};
 use super::fault::KernelFault;
 use super::gather::GatherPolicy;
 use super::plan::DevicePlan;
@@ -45,7 +46,7 @@ pub(super) struct DataThread {
     config: DeviceConfig,
     store: Arc<DeviceStore>,
     tables: Arc<ExpertTables>,
-    contexts: Vec<Context>,
+    chains: Vec<Chain>,
     /// The stream of all batches.
     stream: Stream,
     last_launched: Option<usize>,
@@ -101,12 +102,13 @@ impl DataThread {
         load: Arc<LoadCounters>,
         metrics: ServerMetrics,
     ) -> Result<Self, GpuError> {
-        let contexts =
-            (0..plan.num_contexts).map(|_| Context::new(gpu, &plan)).collect::<Result<_, _>>()?;
+        let scratch = Arc::new(Scratch::new(gpu, &plan)?);
+        let chain = |_| Chain::new(gpu, &plan, &scratch);
+        let chains = (0..plan.num_chains).map(chain).collect::<Result<_, _>>()?;
         let num_layers = config.metrics_by_layer.then_some(plan.num_layers);
         let now = Instant::now();
         Ok(Self {
-            contexts,
+            chains,
             stream: gpu.stream()?,
             last_launched: None,
             memory: ManuallyDrop::new(Memory::new(gpu, &plan)?),
@@ -147,7 +149,7 @@ impl DataThread {
     /// Serves until a stop command.
     pub(super) fn run(mut self) -> Result<(), DataError> {
         let ended = self.serve();
-        ended.map_err(|error| explain(error, self.contexts.iter().find_map(Context::trapped)))
+        ended.map_err(|error| explain(error, self.chains.iter().find_map(Chain::trapped)))
     }
 
     fn serve(&mut self) -> Result<(), DataError> {
@@ -198,19 +200,19 @@ impl DataThread {
             || self.store.tables().version != self.tables.version
     }
 
-    /// Launches a batch in every context without one.
+    /// Launches batches in every chain without any.
     fn launch(&mut self) -> Result<(), DataError> {
         let mut key = GraphKey {
             num_clients: self.clients.num_entries(),
             num_local_experts: self.num_local_experts(),
             bucket_rows: self.bucket_rows(),
-            times_experts: false,
+            times_experts: 0,
         };
         let tables = self.memory.shared_tables(&self.aborts, self.store.weights_dtype());
-        for turn in 0..self.contexts.len() {
-            // In turn, so that the contexts alternate also for batches of the same duration.
-            let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.contexts.len();
-            if self.contexts[idx].launched_at.is_some() {
+        for turn in 0..self.chains.len() {
+            // In turn, so that they alternate also for batches of the same duration.
+            let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.chains.len();
+            if self.chains[idx].launched_at.is_some() {
                 continue;
             }
             let streams = (&self.gpu, &self.stream, &self.control);
@@ -219,12 +221,9 @@ impl DataThread {
             if self.last_work.elapsed() < PROXY_AWAKE {
                 self.config.transports.expect_work();
             }
-            let every = self.plan.options.experts_timed_every;
-            // Each context uses its own count. With a common count and an even period, one of two contexts would
-            // never be timed.
-            let context = &mut self.contexts[idx];
-            key.times_experts = every > 0 && context.num_launched.is_multiple_of(every);
-            let launched = context.launch(streams, &self.plan, &tables, key, gather)?;
+            let chain = &mut self.chains[idx];
+            key.times_experts = chain.times_experts(self.plan.options.experts_timed_every);
+            let launched = chain.launch(streams, &self.plan, &tables, key, gather)?;
             self.last_launched = Some(idx);
             if let Some(record_time) = launched {
                 self.metrics.graph_seconds.observe(record_time.as_secs_f64());
@@ -241,6 +240,7 @@ impl DataThread {
             }
             std::hint::spin_loop();
         }
+        self.check_stream()?;
         let now = Instant::now();
         self.show_progress(now)?;
         self.check_bound(now)?;
@@ -252,7 +252,8 @@ impl DataThread {
 
     /// Waits until no batch is in flight.
     fn drain(&mut self) -> Result<(), DataError> {
-        while self.contexts.iter().any(|context| context.launched_at.is_some()) {
+        while self.chains.iter().any(|chain| chain.launched_at.is_some()) {
+            self.chains.iter().for_each(Chain::hurry);
             if self.collect_ended()? {
                 continue;
             }
@@ -260,6 +261,7 @@ impl DataThread {
             self.apply_commands();
             let now = Instant::now();
             self.status.beat(now);
+            self.check_stream()?;
             self.show_progress(now)?;
             self.check_bound(now)?;
             thread::sleep(PAUSE);
@@ -268,22 +270,28 @@ impl DataThread {
         Ok(())
     }
 
+    /// Returns the error of a kernel that failed.
+    fn check_stream(&self) -> Result<(), DataError> {
+        self.stream.is_done()?;
+        Ok(())
+    }
+
     /// Counts the batches that have ended. Returns true if there was one.
     fn collect_ended(&mut self) -> Result<bool, DataError> {
         let mut any = false;
-        for idx in 0..self.contexts.len() {
-            if self.contexts[idx].launched_at.is_some() && !self.contexts[idx].is_running()? {
-                self.contexts[idx].launched_at = None;
+        for idx in 0..self.chains.len() {
+            while let Some(batch) = self.chains[idx].take_ended() {
                 self.last_ended = Instant::now();
-                self.collect(idx)?;
+                self.collect(idx, batch)?;
                 any = true;
             }
         }
         Ok(any)
     }
 
-    fn collect(&mut self, idx: usize) -> Result<(), DataError> {
-        let context = &self.contexts[idx];
+    /// Counts batch `of_chain` of chain `idx`, which has ended.
+    fn collect(&mut self, idx: usize, of_chain: usize) -> Result<(), DataError> {
+        let context = self.chains[idx].batch(of_chain);
         let batch = context.batch();
         let state = context.state_hint(&self.plan);
         self.num_ended = self.num_ended.max(state.num_batches);
@@ -296,7 +304,8 @@ impl DataThread {
             Some(_) => self.has_fault = true,
         }
         self.count_refusals(&state);
-        let context = &self.contexts[idx];
+        let context = self.chains[idx].batch(of_chain);
+        let timeline = self.chains[idx].timeline(of_chain, self.last_ended);
         if batch.clients == 0 {
             // A GPU in software shares the cores of this host, so an idle one leaves them to others.
             if matches!(self.plan.device, DeviceName::Emulated(_)) && self.inbox.is_empty() {
@@ -307,14 +316,16 @@ impl DataThread {
         let now = Instant::now();
         self.last_work = now;
         self.status.frame_taken(now);
-        let (compute, experts_time) = (context.compute_time()?, context.experts_time()?);
+        let (compute, experts_time) = (context.compute_time(), context.experts_time()?);
         let num_local_experts = self.num_local_experts() as usize;
         context.expert_begin(&self.plan, num_local_experts, &mut self.expert_begin);
         self.recent_rows[self.num_batches % NUM_RECENT] = batch.num_rows;
         self.num_batches += 1;
         self.gather_policy.record(batch.clients, batch.expected, compute);
+        let gather = self.gather_policy.next(self.clients.occupied());
+        self.chains.iter().for_each(|chain| chain.set_gather(gather));
         self.count(&batch, compute);
-        self.report(&batch, compute, experts_time);
+        self.report(&batch, compute, experts_time, timeline);
         Ok(())
     }
 
@@ -324,8 +335,8 @@ impl DataThread {
             return Ok(());
         }
         self.last_progress = now;
-        let is_old = |at: &Context| at.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
-        if !self.contexts.iter().any(is_old) {
+        let is_old = |at: &Chain| at.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
+        if !self.chains.iter().any(is_old) {
             (self.is_computing, self.has_requested) = (false, false);
         } else if self.control.is_done()? {
             // A batch that waits for frames looks the same to the host. Its kernels count it once it has frames.
@@ -384,7 +395,7 @@ impl Drop for DataThread {
             unsafe { ManuallyDrop::drop(&mut self.memory) };
             return;
         }
-        std::mem::forget(std::mem::take(&mut self.contexts));
+        std::mem::forget(std::mem::take(&mut self.chains));
         self.clients.leak_slots();
         // The weights, and the mask that kernels poll.
         std::mem::forget(Arc::clone(&self.tables));

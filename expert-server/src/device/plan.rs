@@ -28,8 +28,10 @@ pub(crate) struct DevicePlan {
     pub(crate) num_layers: u32,
     /// Experts per layer.
     pub(crate) num_experts: u32,
-    /// Most batches in flight.
-    pub(crate) num_contexts: usize,
+    /// Most graphs in flight.
+    pub(crate) num_chains: usize,
+    /// Batches of a graph.
+    pub(crate) batches_per_graph: usize,
     /// Most clients.
     pub(crate) max_clients: usize,
     pub(crate) options: DeviceOptions,
@@ -93,7 +95,11 @@ impl DevicePlan {
             inter,
             num_layers: model.num_layers,
             num_experts: model.num_experts,
-            num_contexts: options.batches_in_flight.clamp(1, 2),
+            num_chains: options.batches_in_flight.clamp(1, 2),
+            batches_per_graph: match options.name {
+                DeviceName::Cuda(_) => BATCHES_PER_GRAPH,
+                DeviceName::Emulated(_) => BATCHES_PER_EMULATED_GRAPH,
+            },
             max_clients: limits.max_links.clamp(1, MAX_PEERS),
             options: *options,
             has_networks: false,
@@ -145,12 +151,13 @@ impl DevicePlan {
 
     /// Bytes of GPU memory besides the weights, with the slot of one client.
     pub(crate) fn workspace_bytes(&self) -> u64 {
-        let per_batch = self.lists_bytes() + self.scratch_bytes().iter().sum::<u64>();
+        let num_batches = (self.num_chains * self.batches_per_graph) as u64;
+        let batches = num_batches * self.lists_bytes() + self.scratch_bytes().iter().sum::<u64>();
         let tables = u64::from(self.num_layers)
             * (u64::from(self.num_experts) * 2 + size_of::<LayerWeights>() as u64);
         let state = (size_of::<ServerState>() + size_of::<Batch>()) as u64;
         // The slot of free entries in the client table, and the first client's.
-        per_batch * self.num_contexts as u64 + tables + state + 2 * self.geometry.slot_bytes
+        batches + tables + state + 2 * self.geometry.slot_bytes
     }
 
     /// Returns an error if the GPU has less than `needed_bytes` free for `what`.
@@ -168,5 +175,9 @@ impl DevicePlan {
     }
 }
 
+/// Enough that the time between two graphs hardly counts, and few enough that a change of the tables comes soon.
+const BATCHES_PER_GRAPH: usize = 4;
+/// For tests: more than one, and few for a processor that waits for frames in each.
+const BATCHES_PER_EMULATED_GRAPH: usize = 2;
 /// Any aligned address, because only differences matter.
 const HEAD_BASE: u64 = 1 << 20;

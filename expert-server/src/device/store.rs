@@ -5,6 +5,7 @@
 //! the layer moves to a larger block. Batches in flight go on with the old table until the data thread puts
 //! the new one into service between two batches. Only then is the old block freed.
 
+mod bulk;
 mod tables;
 mod weights;
 
@@ -19,6 +20,7 @@ use checkpoint::Checkpoint;
 use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, LayerWeights};
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
 
+use self::bulk::{Job, load_all};
 pub(super) use self::tables::ExpertTables;
 use self::tables::LayerTable;
 use self::weights::{LayerMemory, WeightShape, fill_randomly, put, refused};
@@ -64,32 +66,36 @@ impl DeviceStore {
         plan.check_memory(gpu, "the experts and the batches", needed_bytes)?;
         let mut uploader = Uploader::new(gpu).map_err(refused)?;
         let mut layers = vec![LayerTable::default(); plan.num_layers as usize];
-        let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
         for (&layer, ids) in experts {
             let Some(table) = layers.get_mut(layer as usize) else { continue };
             let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(refused)?;
-            let mut fill = || {
-                if plan.options.random_weights {
-                    fill_randomly(&mut uploader, &shape, &memory).map_err(refused)?;
-                }
-                for (local_idx, &expert) in ids.iter().enumerate() {
-                    if !plan.options.random_weights {
-                        let what = (layer, expert);
-                        put(&mut uploader, &checkpoint, &shape, &memory, local_idx, what)?;
-                    }
-                    state.num_loaded += 1;
-                    state.loaded_bytes += shape.expert_bytes();
-                    progress(state);
-                }
-                uploader.wait().map_err(refused)
-            };
-            let filled = fill();
-            if let Err(error) = filled {
-                drop_after_copies(&uploader, memory);
-                return Err(error);
-            }
             table.experts.extend_from_slice(ids);
             table.memory = Some(Arc::new(memory));
+        }
+        let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
+        let mut progress = || {
+            state.num_loaded += 1;
+            state.loaded_bytes += shape.expert_bytes();
+            progress(state);
+        };
+        if plan.options.random_weights {
+            for table in &layers {
+                let Some(memory) = &table.memory else { continue };
+                if let Err(error) = fill_randomly(&mut uploader, &shape, memory) {
+                    drop_after_copies(&uploader, layers);
+                    return Err(refused(error));
+                }
+                table.experts.iter().for_each(|_| progress());
+            }
+        } else {
+            let jobs: Vec<Job<'_>> = jobs_of(&layers).collect();
+            if let Err(error) = load_all(gpu, &checkpoint, &shape, &jobs, &mut progress) {
+                if error.is_copying {
+                    tracing::error!("copies of weights did not end: their memory is not freed");
+                    std::mem::forget(layers);
+                }
+                return Err(error.source);
+            }
         }
         // In service from the start, because there is no older version.
         let tables = Arc::new(ExpertTables { version: 1, layers });
@@ -310,6 +316,17 @@ impl fmt::Debug for DeviceStore {
             .field("experts", &self.loaded())
             .finish_non_exhaustive()
     }
+}
+
+/// Every expert of the layers, in their order.
+fn jobs_of(layers: &[LayerTable]) -> impl Iterator<Item = Job<'_>> {
+    (0u32..).zip(layers).flat_map(|(layer, table)| {
+        let memory = table.memory.as_deref().into_iter();
+        memory.flat_map(move |memory| {
+            let experts = table.experts.iter().enumerate();
+            experts.map(move |(local_idx, &expert)| Job { layer, expert, memory, local_idx })
+        })
+    })
 }
 
 /// Drops memory after all copies into and out of it have ended. Leaks it if they do not end.

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 
+use crate::compute::map_pages;
+
 /// Copies to the GPU through two buffers in turn: the host fills one while the GPU reads the other. The
 /// copies are on streams of their own, so no batch waits for them.
 #[derive(Debug)]
@@ -31,9 +33,27 @@ impl Uploader {
 
     /// Starts a copy of `data` to GPU memory at `to`, which is valid for as many bytes and not in use.
     pub(super) fn copy_bytes(&mut self, to: DevicePtr, data: &[u8]) -> Result<(), GpuError> {
+        self.copy_seen(to, data, |_| {})
+    }
+
+    /// Like [`copy_bytes`](Self::copy_bytes). Calls `see` for each part, in order, while the part is in the processor's
+    /// cache.
+    pub(super) fn copy_seen(
+        &mut self,
+        to: DevicePtr,
+        data: &[u8],
+        mut see: impl FnMut(&[u8]),
+    ) -> Result<(), GpuError> {
         let mut at = to;
         for chunk in data.chunks(STAGING_BYTES) {
-            self.chunk(at, chunk.len(), |staging| staging.copy_from_slice(chunk))?;
+            // One by one they take longer than the copy.
+            map_pages(chunk);
+            self.chunk(at, chunk.len(), |staging| {
+                for (to, from) in staging.chunks_mut(SEEN_BYTES).zip(chunk.chunks(SEEN_BYTES)) {
+                    to.copy_from_slice(from);
+                    see(to);
+                }
+            })?;
             at = at.add(chunk.len() as u64);
         }
         Ok(())
@@ -112,6 +132,8 @@ impl Drop for Uploader {
     }
 }
 
+/// Parts that stay in a processor's cache between two passes.
+const SEEN_BYTES: usize = 64 << 10;
 /// Large enough to hide the start of a copy, small enough to be page-locked.
 const STAGING_BYTES: usize = 8 << 20;
 /// The copy of one buffer takes a millisecond. Only a lost GPU takes longer.

@@ -23,7 +23,7 @@ use crate::config::selection::check_assignment;
 use crate::config::{Placement, ServerConfig};
 use crate::cpu::CpuBackend;
 #[cfg(feature = "device")]
-use crate::device::DeviceBackend;
+use crate::device::{DeviceBackend, OpeningGpu};
 use crate::error::StartError;
 use crate::http;
 use crate::loader::Loader;
@@ -47,11 +47,16 @@ pub(super) async fn start(
         tracing::warn!("{exposure}");
     }
     let control = control_client(&config)?;
+    #[cfg(feature = "device")]
+    let opening = config.device.map(|options| OpeningGpu::begin(options.name));
     let model = weights::open_model(&config, control.as_ref()).await?;
     let (checkpoint, fingerprint) = (Arc::clone(&model.checkpoint), model.fingerprint);
     let full = model.digests.as_ref().and_then(|digests| digests.full.as_ref());
     let full_digest = full.map(TensorDigests::fingerprint);
     let shape = shape_of(&checkpoint, fingerprint);
+    #[cfg(feature = "device")]
+    let mut backend = open_backend(&config, &checkpoint, &shape, opening).await?;
+    #[cfg(not(feature = "device"))]
     let mut backend = open_backend(&config, &checkpoint, &shape).await?;
     let (device, frames) = (backend.device_name(), backend.frame_limits());
     if let Placement::Static(selection) = &config.placement {
@@ -242,10 +247,11 @@ async fn open_backend(
     config: &ServerConfig,
     checkpoint: &Checkpoint,
     shape: &ModelShape,
+    #[cfg(feature = "device")] opening: Option<OpeningGpu>,
 ) -> Result<Box<dyn Backend>, StartError> {
     #[cfg(feature = "device")]
-    if let Some(options) = config.device {
-        return Ok(Box::new(DeviceBackend::open(options, config, checkpoint).await?));
+    if let Some((options, opening)) = config.device.zip(opening) {
+        return Ok(Box::new(DeviceBackend::open(options, opening, config, checkpoint).await?));
     }
     Ok(Box::new(CpuBackend::new(config, shape)?))
 }

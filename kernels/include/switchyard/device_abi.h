@@ -10,7 +10,7 @@
 
 #include "switchyard/abi.h"
 
-#define SY_DEVICE_ABI_VERSION UINT32_C(4)
+#define SY_DEVICE_ABI_VERSION UINT32_C(5)
 /* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
@@ -109,6 +109,8 @@
  * graph that is so for combine behind echo or expert_send, and for echo or expert_recv behind
  * dispatch. */
 #define SY_LAUNCH_FLAG_AHEAD UINT32_C(32)
+/* With PDL, for expert_recv: lets the next kernel start when a batch is chosen. */
+#define SY_RECV_FLAG_CHOSEN UINT32_C(64)
 #define SY_LAUNCH_FLAG_ANY_PATH UINT32_C(8) /* some link of the table is not direct */
 #define SY_DISPATCH_FLAG_CONTACT_ALL                                                               \
     UINT32_C(4) /* send empty frames too: lockstep servers need them */
@@ -254,16 +256,52 @@ typedef struct sy_batch {
     uint32_t row_begin[SY_MAX_PEERS + 1]; /* rows of client c: row_begin[c]..row_begin[c + 1] */
     uint32_t expected; /* mask of clients that were waited for, see sy_gather */
     uint32_t waited_ns[SY_MAX_PEERS]; /* from the first sight of a client's frame to the choice */
+    uint64_t received_ns; /* end of the reception, by the GPU's global timer */
 } sy_batch;
 
 /* Clients that a batch waits for, in memory that the host writes between two runs of a recorded
  * launch: those of `clients` that were in the last batch, because a client that was just
  * answered may soon return. The wait ends `within_ns` after the kernel's begin, which is about
- * the end of that batch, if any client has a frame then. */
+ * the end of that batch, if any client has a frame then. With SY_GATHER_NONE in `within_ns` the batch takes what is
+ * there and does not wait at all: the host wants all batches to end. */
+#define SY_GATHER_NONE UINT32_MAX
 typedef struct sy_gather {
     uint32_t clients; /* mask */
     uint32_t within_ns;
 } sy_gather;
+
+/* Times of a call's kernels, ns of the GPU's global timer. A begin is the first block's, an end the last one's. */
+enum {
+    SY_CALL_DISPATCH_START = 0, /* before the wait for the kernel before */
+    SY_CALL_DISPATCH_BEGIN = 1, /* behind it */
+    SY_CALL_DISPATCH_END = 2,
+    SY_CALL_COMBINE_BEGIN = 3,
+    SY_CALL_COMBINE_END = 4,
+    SY_CALL_STAMPS = 8
+};
+
+/* Times of a batch's kernels, likewise. */
+enum {
+    SY_BATCH_RECV_START = 0,
+    SY_BATCH_RECV_SEEN = 1, /* headers are there */
+    SY_BATCH_RECV_CHOSEN = 2,
+    SY_BATCH_RECV_LISTED = 3, /* lists are made */
+    SY_BATCH_RECV_END = 4,
+    SY_BATCH_GATHER_START = 5,
+    SY_BATCH_GATHER_END = 6,
+    SY_BATCH_UP_START = 7,
+    SY_BATCH_UP_BEGIN = 8, /* behind the kernel before */
+    SY_BATCH_UP_END = 9,
+    SY_BATCH_DOWN_START = 10,
+    SY_BATCH_DOWN_BEGIN = 11,
+    SY_BATCH_DOWN_END = 12,
+    SY_BATCH_SEND_START = 13,
+    SY_BATCH_SEND_BEGIN = 14,
+    SY_BATCH_SEND_END = 15,
+    SY_BATCH_STAMPS = 16
+};
+/* Room for them, from the head of the batch. */
+#define SY_STAMPS_OFFSET UINT64_C(576)
 
 typedef struct sy_dispatch_params {
     uint32_t version;
@@ -276,8 +314,7 @@ typedef struct sy_dispatch_params {
     const sy_placement* placement;
     sy_client_state* state;
     sy_handle* handle;
-    uint64_t*
-        trace; /* null, or [trace_len] start times by sequence, ns of the GPU's global timer */
+    uint64_t* trace; /* null, or [trace_len][SY_CALL_STAMPS] times by sequence, see SY_CALL_* */
     uint64_t client_id;
     uint32_t trace_len;
     uint32_t capacity;
@@ -303,8 +340,9 @@ typedef struct sy_combine_params {
     uint32_t capacity;
     uint32_t num_servers;
     uint32_t num_blocks;
-    uint32_t reserved;
+    uint32_t trace_len;
     const sy_server_peer* servers; /* device memory, [num_servers], written by the host */
+    uint64_t* trace; /* as of the dispatch */
 } sy_combine_params;
 
 /* Output of expert_recv for the batch: device memory, sized by sy_expert_lists_bytes. */
@@ -317,7 +355,8 @@ typedef struct sy_expert_lists {
     /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused; aligned to 16 bytes */
     uint32_t* row_position;
     uint32_t max_rows;
-    uint32_t reserved;
+    uint32_t usual_rows; /* for the choice of blocks; 0: max_rows */
+    uint64_t* stamps; /* null, or [SY_BATCH_STAMPS] times of the batch, see SY_BATCH_* */
 } sy_expert_lists;
 
 typedef struct sy_expert_recv_params {
@@ -436,7 +475,8 @@ SY_STATIC_ASSERT(sizeof(sy_server_peer) == 40, "size of sy_server_peer");
 SY_STATIC_ASSERT(sizeof(sy_client_peer) == 48, "size of sy_client_peer");
 SY_STATIC_ASSERT(sizeof(sy_handle) == 408, "size of sy_handle");
 SY_STATIC_ASSERT(offsetof(sy_handle, frame_number) == 24, "frame_number of sy_handle");
-SY_STATIC_ASSERT(sizeof(sy_batch) == 536, "size of sy_batch");
+SY_STATIC_ASSERT(sizeof(sy_batch) == 544, "size of sy_batch");
+SY_STATIC_ASSERT(sizeof(sy_batch) <= SY_STAMPS_OFFSET, "stamps behind the batch");
 SY_STATIC_ASSERT(sizeof(sy_gather) == 8, "size of sy_gather");
 SY_STATIC_ASSERT(SY_WORD_HEADER(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
@@ -445,22 +485,22 @@ SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows f
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
 SY_STATIC_ASSERT(sizeof(sy_client_state) == 3008, "size of sy_client_state");
 SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");
-SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
+SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 64, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");
-SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
-SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 272, "size of sy_expert_recv_params");
-SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
+SY_STATIC_ASSERT(sizeof(sy_combine_params) == 216, "size of sy_combine_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 280, "size of sy_expert_recv_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 232, "size of sy_expert_send_params");
 SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 320, "size of sy_layer_weights");
-SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 272, "size of sy_expert_compute_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 264,
+SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 280, "size of sy_expert_compute_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 272,
                  "clients of sy_expert_compute_params");
 SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
 SY_STATIC_ASSERT(sizeof(sy_p2p_params) == 1336, "size of sy_p2p_params");
 SY_STATIC_ASSERT(offsetof(sy_dispatch_params, servers) == 232, "servers of sy_dispatch_params");
 SY_STATIC_ASSERT(offsetof(sy_combine_params, servers) == 200, "servers of sy_combine_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 264,
+SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 272,
                  "clients of sy_expert_recv_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_send_params, clients) == 216,
+SY_STATIC_ASSERT(offsetof(sy_expert_send_params, clients) == 224,
                  "clients of sy_expert_send_params");
 SY_STATIC_ASSERT(offsetof(sy_echo_params, clients) == 176, "clients of sy_echo_params");
 

@@ -131,6 +131,7 @@ enum Task {
     Copy { to: u64, from: u64, bytes: usize },
     Fill { to: u64, value: u8, bytes: usize },
     AddFlag { flag: u64, value: u64 },
+    Time { to: u64 },
     Convert(Box<[Conversion]>),
     Launch { kernel: &'static str, params: Box<[u64]> },
     Call(Mutex<Option<Box<dyn FnOnce() + Send>>>),
@@ -145,6 +146,7 @@ impl std::fmt::Debug for Task {
             Self::Copy { .. } => "copy",
             Self::Fill { .. } => "fill",
             Self::AddFlag { .. } => "add_flag",
+            Self::Time { .. } => "time",
             Self::Convert(_) => "convert",
             Self::Launch { kernel, .. } => kernel,
             Self::Call(_) => "call",
@@ -406,7 +408,12 @@ impl Stream {
         self.push(Task::AddFlag { flag: flag.0, value })
     }
 
-    pub(super) unsafe fn tell(&self, first: &Piece, last: &Piece) -> Result<(), GpuError> {
+    pub(super) unsafe fn tell(
+        &self,
+        first: &Piece,
+        last: &Piece,
+        began_to: DevicePtr,
+    ) -> Result<(), GpuError> {
         const LAST: u64 = 8;
         let rest = Piece {
             to: last.to.add(LAST),
@@ -417,7 +424,7 @@ impl Stream {
             let (to, from) = (piece.to.0, piece.from.0);
             self.push(Task::Copy { to, from, bytes: piece.bytes as usize })?;
         }
-        Ok(())
+        if began_to.is_null() { Ok(()) } else { self.push(Task::Time { to: began_to.0 }) }
     }
 
     pub(super) unsafe fn convert(&self, pieces: &[Conversion]) -> Result<(), GpuError> {
@@ -593,6 +600,15 @@ impl Task {
                 let flag = unsafe { AtomicU64::from_ptr(*flag as *mut u64) };
                 // SYNC POINT publish: after everything that the stream did before.
                 flag.fetch_add(*value, Ordering::Release);
+            }
+            Self::Time { to } => {
+                // The clock of the kernels.
+                let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+                let now_ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+                // SAFETY: an aligned word in live memory, says who issued it; atomic everywhere.
+                let word = unsafe { AtomicU64::from_ptr(*to as *mut u64) };
+                // SYNC POINT told: after everything that the stream did before.
+                word.store(now_ns, Ordering::Release);
             }
             // SAFETY: the caller of `convert` answers for the matrices.
             Self::Convert(pieces) => pieces.iter().for_each(|piece| unsafe { convert::run(piece) }),

@@ -80,10 +80,31 @@ impl Stream {
     /// # Panics
     /// If a piece is not of whole words of four bytes, or `last` is shorter than 8.
     pub unsafe fn tell(&self, first: Piece, last: Piece) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.tell_with_time(first, last, DevicePtr::NULL) }
+    }
+
+    /// As [`tell`](Self::tell). Stores the time of its begin at `began_to`, nanoseconds of the GPU's timer and never 0,
+    /// behind all else: when earlier work of the stream had ended. Does not store it if `began_to` is null.
+    ///
+    /// # Safety
+    /// As for [`tell`](Self::tell). `began_to` is a word of eight bytes in memory of the host, which no code writes.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    ///
+    /// # Panics
+    /// As [`tell`](Self::tell).
+    pub unsafe fn tell_with_time(
+        &self,
+        first: Piece,
+        last: Piece,
+        began_to: DevicePtr,
+    ) -> Result<(), GpuError> {
         assert!(first.bytes.is_multiple_of(4) && last.bytes.is_multiple_of(4), "whole words");
         assert!(last.bytes >= 8, "what comes last");
         // SAFETY: the caller's promise.
-        unsafe { either!(&self.0, stream => stream.tell(&first, &last)) }
+        unsafe { either!(&self.0, stream => stream.tell(&first, &last, began_to)) }
     }
 
     /// Converts matrices, one launch for all.

@@ -150,7 +150,12 @@ impl Stream {
         match *self {}
     }
 
-    pub(super) const unsafe fn tell(&self, _first: &Piece, _last: &Piece) -> Result<(), GpuError> {
+    pub(super) const unsafe fn tell(
+        &self,
+        _first: &Piece,
+        _last: &Piece,
+        _began_to: DevicePtr,
+    ) -> Result<(), GpuError> {
         match *self {}
     }
 

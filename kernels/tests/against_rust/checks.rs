@@ -194,8 +194,9 @@ fn good_combine(rng: &mut StdRng) -> CombineParams {
         capacity: rng.random_range(1..=geometry.max_tokens),
         num_servers: rng.random_range(1..33),
         num_blocks: blocks(rng),
-        reserved: 0,
+        trace_len: 0,
         servers: pointer(rng),
+        trace: DevicePtr::NULL,
     }
 }
 

@@ -32,16 +32,16 @@ fn header_and_rust_agree_field_by_field() {
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,
             next_client, reserved2, error, refusals;
         Batch as "sy_batch": num_rows, num_entries, layer, clients, frame_number, row_begin,
-            expected, waited_ns;
+            expected, waited_ns, received_ns;
         Gather as "sy_gather": clients, within_ns;
         DispatchParams as "sy_dispatch_params": version, flags, geometry, hidden_states, topk_idx,
             topk_weights, num_tokens, placement, state, handle, trace, client_id, trace_len,
             capacity, layer, num_experts, num_servers, num_blocks, servers;
         CombineParams as "sy_combine_params": version, flags, geometry, handle, state, out,
-            token_missing, abort_mask, timeout_ns, capacity, num_servers, num_blocks, reserved,
-            servers;
+            token_missing, abort_mask, timeout_ns, capacity, num_servers, num_blocks, trace_len,
+            servers, trace;
         ExpertLists as "sy_expert_lists": batch, expert_begin, list_row, list_weight, row_source,
-            row_position, max_rows, reserved;
+            row_position, max_rows, usual_rows, stamps;
         ExpertRecvParams as "sy_expert_recv_params": version, flags, geometry, state, lists,
             local_expert, abort_mask, min_epoch, timeout_ns, min_ready, num_experts,
             num_local_experts, num_layers, num_clients, gather_ns, gather, clients;
@@ -117,8 +117,15 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_LAUNCH_FLAG_PDL", abi::FLAG_PDL.into()),
         ("SY_LAUNCH_FLAG_EARLY", abi::FLAG_EARLY.into()),
         ("SY_LAUNCH_FLAG_AHEAD", abi::FLAG_AHEAD.into()),
+        ("SY_RECV_FLAG_CHOSEN", abi::FLAG_CHOSEN.into()),
         ("SY_DISPATCH_FLAG_CONTACT_ALL", abi::FLAG_CONTACT_ALL.into()),
         ("SY_CONTROL_BYTES", abi::CONTROL_BYTES),
+        ("SY_GATHER_NONE", abi::GATHER_NONE.into()),
+        ("SY_CALL_STAMPS", abi::CALL_STAMPS as u64),
+        ("SY_CALL_COMBINE_END", abi::CallStamp::CombineEnd as u64),
+        ("SY_STAMPS_OFFSET", abi::STAMPS_OFFSET),
+        ("SY_BATCH_STAMPS", abi::BATCH_STAMPS as u64),
+        ("SY_BATCH_SEND_END", abi::BatchStamp::SendEnd as u64),
         ("SY_TAG_NONE", abi::TAG_NONE.into()),
         ("SY_TAG_PRODUCT", abi::TAG_PRODUCT.into()),
         ("sizeof(sy_frame_header)", switchyard_kernels::geometry::HEADER_BYTES),

@@ -413,8 +413,9 @@ impl World {
             capacity: self.capacity,
             num_servers: self.servers.len() as u32,
             num_blocks: 3,
-            reserved: 0,
+            trace_len: 0,
             servers: client.table.address(),
+            trace: DevicePtr::NULL,
         }
     }
 

@@ -1,5 +1,6 @@
 //! The roles of the benchmark's processes or threads: server and client.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,7 +9,9 @@ use anyhow::{Context, Error, Result};
 use attention_client::{ClientModel, DeviceClient, DeviceOptions, LayerTiming};
 use checkpoint::Checkpoint;
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
-use expert_server::device::{BatchObserver, BatchReport, DeviceOptions as ServerDevice};
+use expert_server::device::{
+    BatchObserver, BatchReport, BatchTimeline, DeviceOptions as ServerDevice,
+};
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 use kernels::gpu::{DeviceName, Gpu, Graph, Stream};
 use p2p_core::{SlotConfig, Transports};
@@ -18,6 +21,7 @@ use serde_json::{Value, json};
 
 use super::OpenTransports;
 use super::tensors::Tensors;
+use super::timeline::{self, CallTimes, ClockPair, NUM_KEPT};
 use super::wire::Wire;
 use crate::clock::{monotonic_us, us};
 use crate::stats::{median, percentile};
@@ -41,6 +45,8 @@ pub(super) struct Part {
     pub settings: Value,
     /// Thread blocks of the long kernels; 0 takes their default.
     pub num_blocks: u32,
+    /// Whether times of steps are noted.
+    pub timeline: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -81,6 +87,8 @@ pub(super) struct ServerCounts {
 struct BatchTimes {
     compute: Vec<f64>,
     server: Vec<f64>,
+    /// The last [`NUM_KEPT`] batches, if their steps are noted.
+    last: VecDeque<BatchTimeline>,
 }
 
 /// Figures of one client. Times are in microseconds.
@@ -107,6 +115,9 @@ pub struct ClientFigures {
     pub failed_calls: Vec<FailedCall>,
     /// Outputs that lack an expert's part or have it twice.
     pub wrong: usize,
+    /// The last calls, if their steps are noted, and the uncertainty of their times.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) calls_traced: Option<(Vec<CallTimes>, f64)>,
 }
 
 /// A call that failed over, in microseconds of [`monotonic_us`].
@@ -160,6 +171,7 @@ impl Server {
             random_weights: true,
             num_blocks: self.part.num_blocks,
             experts_timed_every: EXPERTS_TIMED_EVERY,
+            timeline: self.part.timeline,
             ..ServerDevice::new(device)
         };
         if let Some(gather_us) = self.gather_us {
@@ -179,7 +191,22 @@ impl Server {
         let server = runtime.block_on(ExpertServer::start(config, |_| {}))?;
         wire.send(&json!({ "addr": server.data_addr().to_string() }));
         let mut before = ServerCounts::default();
-        while wire.receive()?.is_some_and(|line| line == "stats") {
+        let gpu = match self.part.timeline {
+            true => Some(Gpu::open_named(device)?),
+            false => None,
+        };
+        let mut clocks: Option<ClockPair> = None;
+        while let Some(line) = wire.receive()?.filter(|line| line == "stats" || line == "steps") {
+            if line == "steps" {
+                let last: Vec<_> = lock(&times).last.iter().copied().collect();
+                let (to_us, uncertainty_us) = clocks.as_ref().context("no timeline")?.end()?;
+                let of = |batch| timeline::BatchTimes::of(batch, &to_us);
+                let batches: Vec<_> = last.iter().map(of).collect();
+                wire.send(&serde_json::to_value((batches, uncertainty_us))?);
+                continue;
+            }
+            // Before each measurement, since the clocks do not drift evenly.
+            clocks = gpu.as_ref().map(ClockPair::begin).transpose()?;
             let now = ServerCounts::of(&server.render_metrics()?);
             let times = std::mem::take(&mut *lock(&times));
             wire.send(&serde_json::to_value(now.since(&before, times))?);
@@ -219,6 +246,12 @@ impl ServerCounts {
 
 impl BatchTimes {
     fn add(&mut self, report: &BatchReport) {
+        if let Some(timeline) = report.timeline {
+            self.last.push_back(timeline);
+            if self.last.len() > NUM_KEPT {
+                self.last.pop_front();
+            }
+        }
         match report.experts_time {
             // Its answers begin only after all experts, so its whole time is longer than that of other batches.
             Some(time) => self.compute.push(us(time)),
@@ -239,6 +272,7 @@ impl Client {
         let mut options = DeviceOptions::default();
         options.dtype = self.part.dtype();
         options.num_blocks = self.part.num_blocks;
+        options.timeline = if self.part.timeline { NUM_KEPT as u32 } else { 0 };
         let mut client = DeviceClient::builder(model.clone())
             .placement(self.table(&model))
             .slot(self.part.slot())
@@ -284,8 +318,17 @@ impl Client {
             },
             limit: self.seconds + LEAST_CALLS_LIMIT.as_secs_f64(),
         };
+        let clocks = match self.part.timeline {
+            true => Some(ClockPair::begin(&gpu)?),
+            false => None,
+        };
         let is_right = || Ok(!self.checks || tensors.is_like(&gpu, &expected)?);
         let mut measured = span.measure(|| call(&mut client), is_right)?;
+        if let Some(clocks) = clocks {
+            let stamps = client.call_stamps()?;
+            let (to_us, uncertainty_us) = clocks.end()?;
+            measured.calls_traced = Some((timeline::calls_of(&stamps, &to_us), uncertainty_us));
+        }
         if graph.is_some() {
             // The time is that of a layer, but a failover is that of a replay.
             measured.failed_calls.clear();
@@ -477,6 +520,7 @@ mod tests {
                 num_rows: 8,
                 server_time: us(server),
                 experts_time: experts.map(us),
+                timeline: None,
             });
         }
         let counted = ServerCounts::default().since(&ServerCounts::default(), times);

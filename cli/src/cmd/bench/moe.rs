@@ -70,6 +70,9 @@ pub struct Args {
         value_parser = clap::value_parser!(u64).range(..=2000)
     )]
     device_gather_us: Option<u64>,
+    /// Notes the steps of layers and prints when each begins and ends, with --device. Layers take a little longer.
+    #[arg(long, env = "SWITCHYARD_TIMELINE", conflicts_with = "kill", value_parser = clap::builder::FalseyValueParser::new())]
+    timeline: bool,
     /// Time to spend on each token count, in process and through the service each.
     #[arg(long, env = "SWITCHYARD_SECONDS", default_value_t = 2.0)]
     seconds: f64,
@@ -229,6 +232,7 @@ fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCod
         settings: serde_json::to_value(settings)?,
         open: OPEN,
         gather_us: args.device_gather_us,
+        timeline: args.timeline,
     })?;
     print(global, &report)
 }
@@ -284,7 +288,7 @@ const MAX_PEERS: usize = 8;
 const MAX_TOKENS: usize = 1 << 14;
 const MAX_SECONDS: f64 = 3600.0;
 /// Identifiers of flags that have an effect with --device only, or without it only.
-const ONLY_ON_GPUS: [&str; 4] = ["clients", "kill", "kills", "device_gather_us"];
+const ONLY_ON_GPUS: [&str; 5] = ["clients", "kill", "kills", "device_gather_us", "timeline"];
 const NOT_ON_GPUS: [&str; 7] = [
     "threads",
     "model",

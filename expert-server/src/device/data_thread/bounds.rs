@@ -50,7 +50,7 @@ impl DataThread {
         if self.stopped_at.is_some_and(|at| now.saturating_duration_since(at) > STOP_GRACE) {
             self.abort_remote(DropReason::Shutdown);
         }
-        let launched = self.contexts.iter().filter_map(|context| context.launched_at);
+        let launched = self.chains.iter().filter_map(|chain| chain.launched_at);
         match age_of(launched, self.last_ended, now).map_or(Verdict::Wait, judge) {
             Verdict::Wait => {}
             // The process may have been stopped, not the GPU: batches may have ended since the last poll.

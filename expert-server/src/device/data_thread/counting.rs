@@ -5,7 +5,7 @@ use std::time::Duration;
 use kernels::abi::{Batch, FrameGeometry};
 
 use super::DataThread;
-use crate::device::BatchReport;
+use crate::device::{BatchReport, BatchTimeline};
 
 impl DataThread {
     pub(super) fn count(&self, batch: &Batch, compute: Duration) {
@@ -56,6 +56,7 @@ impl DataThread {
         batch: &Batch,
         server_time: Duration,
         experts_time: Option<Duration>,
+        timeline: Option<BatchTimeline>,
     ) {
         if let Some(observer) = &self.config.observer
             && batch.num_rows > 0
@@ -66,6 +67,7 @@ impl DataThread {
                 num_rows: batch.num_rows,
                 server_time,
                 experts_time,
+                timeline,
             });
         }
     }

@@ -166,7 +166,7 @@ pub(super) fn fill_randomly(
     uploader.wait()
 }
 
-/// Starts to copy an expert to its local index.
+/// Starts to copy an expert to its local index. After an error copies may run.
 pub(super) fn put(
     uploader: &mut Uploader,
     checkpoint: &Checkpoint,
@@ -193,7 +193,8 @@ pub(super) fn put(
         if shape.is_fp8 {
             check_fp8(&view).map_err(|source| LoadError::Weight { layer, expert, source })?;
         }
-        let copied = copy_matrix(uploader, to, &view, shape.is_fp8).and_then(|()| {
+        let mut nan_at = None;
+        let copied = copy_matrix(uploader, to, &view, shape.is_fp8, &mut nan_at).and_then(|()| {
             let Some((pair, factors)) = memory.scales.as_ref().zip(view.scales()) else {
                 return Ok(());
             };
@@ -204,6 +205,10 @@ pub(super) fn put(
             what: format!("layer {layer} expert {expert}"),
             source,
         })?;
+        if let Some(offset) = nan_at {
+            let source = WeightError::NotFinite { rows: view.rows(), cols: view.cols(), offset };
+            return Err(LoadError::Weight { layer, expert, source });
+        }
     }
     Ok(())
 }
@@ -223,10 +228,19 @@ fn copy_matrix(
     to: DevicePtr,
     view: &WeightView<'_>,
     keeps_fp8: bool,
+    nan_at: &mut Option<usize>,
 ) -> Result<(), GpuError> {
     match view.format() {
         WeightFormat::Bf16 => uploader.copy_bytes(to, &view.codes()),
-        WeightFormat::F8E4m3 { .. } if keeps_fp8 => uploader.copy_bytes(to, &view.codes()),
+        WeightFormat::F8E4m3 { .. } if keeps_fp8 => {
+            let mut offset = 0;
+            uploader.copy_seen(to, &view.codes(), |part| {
+                if nan_at.is_none() && has_nan(part) {
+                    *nan_at = part.iter().position(is_nan).map(|at| offset + at);
+                }
+                offset += part.len();
+            })
+        }
         _ => uploader.copy_as_bf16(to, &view.to_f32()),
     }
 }
@@ -235,7 +249,7 @@ fn is_block_fp8(view: &WeightView<'_>) -> bool {
     view.format() == WeightFormat::F8E4m3 { block: FP8_BLOCK }
 }
 
-/// Checks that the kernels can use an fp8 matrix.
+/// Checks that the kernels can use an fp8 matrix, but for its codes.
 fn check_fp8(view: &WeightView<'_>) -> Result<(), WeightError> {
     let (rows, cols, format) = (view.rows(), view.cols(), view.format());
     if !is_block_fp8(view) {
@@ -244,10 +258,17 @@ fn check_fp8(view: &WeightView<'_>) -> Result<(), WeightError> {
         let what = "block scales";
         return Err(WeightError::ScaleSize { rows, cols, format, what, expected, found });
     }
-    match view.codes().iter().position(|byte| byte & 0x7f == 0x7f) {
-        Some(offset) => Err(WeightError::NotFinite { rows, cols, offset }),
-        None => Ok(()),
-    }
+    Ok(())
+}
+
+/// Whether an e4m3 code is no number.
+const fn is_nan(code: &u8) -> bool {
+    *code & 0x7f == 0x7f
+}
+
+/// Whether any code is no number. Without a branch per code, so that the compiler takes many at a time.
+fn has_nan(codes: &[u8]) -> bool {
+    codes.iter().fold(0u8, |found, code| found | u8::from(is_nan(code))) != 0
 }
 
 pub(super) fn refused(source: GpuError) -> LoadError {

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "switchyard/comm/link.cuh"
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
@@ -175,6 +176,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         routes = layout::routes_of(params.handle)[blockIdx.x * geometry.top_k + lane_idx];
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     servers.store(shared.servers, params.num_servers);
+    if (blockIdx.x == 0 && thread_idx == 0 && params.trace != nullptr)
+        comm::stamp(comm::call_stamps(params.trace, params.trace_len, params.handle->sequence - 1),
+                    SY_CALL_COMBINE_BEGIN);
     const bool adds = (params.flags & SY_COMBINE_FLAG_ADD) != 0;
     uint64_t summed = 0; // the last frame that combine took from this place of the ring
     if (thread_idx < 32) {
@@ -242,6 +246,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (Config::kPaths != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
         await_path<Config>(params, shared, thread_idx);
+    if (thread_idx == 0 && params.trace != nullptr)
+        comm::stamp_last(
+            comm::call_stamps(params.trace, params.trace_len, params.handle->sequence - 1),
+            SY_CALL_COMBINE_END);
     if (!lets_at_once)
         comm::let_next_start(params.flags);
     comm::join(params.flags);

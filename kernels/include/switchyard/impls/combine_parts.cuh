@@ -179,8 +179,13 @@ __device__ __forceinline__ bool has_hole(const uint4& words) {
            words.w == SY_ANSWER_HOLE;
 }
 
-// Polls of a row's words before, and between two, checks of the other conditions that may end the
-// wait, and the pause between two polls.
+// Polls of a row's words before the first check of the other conditions that may end the wait, which is most of the
+// experts of a few tokens, and between two such checks; and the pause between two polls.
+#if defined(SY_SIMT)
+constexpr uint32_t kFirstPolls = 64;
+#else
+constexpr uint32_t kFirstPolls = 256;
+#endif
 constexpr uint32_t kQuickPolls = 64;
 constexpr uint32_t kRowPauseNs = 20;
 
@@ -325,7 +330,7 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
             }
             if (!__any_sync(kFullWarp, late != 0))
                 return true;
-            if (num_polls == kQuickPolls)
+            if (num_polls == kFirstPolls)
                 return false;
             __nanosleep(kRowPauseNs);
 #pragma unroll

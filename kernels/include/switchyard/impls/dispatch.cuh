@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "switchyard/comm/link.cuh"
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
@@ -230,6 +231,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     __shared__ DispatchShared shared;
     __shared__ uint4 staging[Config::kStages ? Config::kNumThreads / 32 * Config::kStagedParts : 1];
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
+    uint64_t start_ns = 0, begin_ns = 0;
+    const bool is_traced = params.trace != nullptr && thread_idx == 0;
+    if (is_traced)
+        start_ns = ptx::mov_globaltimer();
     // Tables are the host's: no kernel that this launch may overlap writes them.
     layout::TableCopy<sy_replica_set, Config::kNumThreads, Config::kNumThreads> replicas;
     layout::TableCopy<sy_server_peer, Config::kNumThreads, SY_MAX_PEERS> servers;
@@ -253,9 +258,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     // NOTES: never ahead of the kernel that computes its input.
     ptx::griddepcontrol_wait();
     comm::let_next_start(params.flags);
-    uint64_t start_ns = 0;
-    if (blockIdx.x == gridDim.x - 1 && thread_idx == 0 && params.trace != nullptr)
-        start_ns = ptx::mov_globaltimer();
+    if (is_traced)
+        begin_ns = ptx::mov_globaltimer();
     const uint32_t num_data_blocks = gridDim.x - 1;
     const bool is_head_block = blockIdx.x == num_data_blocks;
     uint4* staged = nullptr;
@@ -301,8 +305,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     bool is_last = false;
     if (is_head_block) {
         __syncthreads();
-        if (thread_idx == 0 && params.trace != nullptr)
-            params.trace[sequence % params.trace_len] = start_ns;
+        if (is_traced) {
+            uint64_t* stamps = comm::call_stamps(params.trace, params.trace_len, sequence);
+            stamps[SY_CALL_DISPATCH_START] = start_ns;
+            stamps[SY_CALL_DISPATCH_BEGIN] = begin_ns;
+        }
         if (is_spread) {
             is_last = send_heads_only<Config>(shared, params, sequence, num_tokens, epoch);
         } else {
@@ -340,6 +347,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     }
     if (is_last)
         params.state->sequence = sequence + 1;
+    if (is_traced)
+        comm::stamp_last(comm::call_stamps(params.trace, params.trace_len, sequence),
+                         SY_CALL_DISPATCH_END);
 }
 
 } // namespace switchyard::impls

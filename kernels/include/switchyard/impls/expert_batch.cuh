@@ -164,6 +164,7 @@ template <uint32_t kPaths>
 __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   sy_gather gather, uint32_t wanted) {
+    const uint64_t timeout_ns = gather.within_ns == SY_GATHER_NONE ? 0 : params.timeout_ns;
     const uint32_t client_idx = threadIdx.x;
     const bool is_client = client_idx < params.num_clients;
     const comm::WaitBound bound = {
@@ -209,7 +210,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         seen.is_dead = is_client && comm::is_aborted(bound, client_idx);
-        if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > params.timeout_ns))
+        if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > timeout_ns))
             return seen;
     }
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/impls/expert_walk.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/ptx/memory.cuh"
@@ -20,6 +21,8 @@ __global__ void __launch_bounds__(kGatherThreads)
     expert_gather_kernel(const __grid_constant__ sy_expert_compute_params params) {
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        comm::stamp(params.lists.stamps, SY_BATCH_GATHER_START);
     const uint32_t hidden = params.geometry.hidden;
     const Panels panels(params.rows, params, hidden * (kFp8Rows ? 2 : 1));
     const SlotRows rows = {params};
@@ -52,6 +55,8 @@ __global__ void __launch_bounds__(kGatherThreads)
             }
         }
     }
+    if (threadIdx.x == 0)
+        comm::stamp_last(params.lists.stamps, SY_BATCH_GATHER_END);
 }
 
 } // namespace switchyard::impls

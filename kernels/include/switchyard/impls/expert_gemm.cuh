@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/expert_plain.cuh"
 #include "switchyard/impls/expert_results.cuh"
@@ -139,6 +140,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                     begin_stage(first, tile, slot, panel);
         }
         wait_kernel_before();
+        stamp_begin();
         for (; tiles.seek(blockIdx.x + slot * gridDim.x, tile); ++slot) {
             if (lane_idx < kFetchingLanes) {
                 const uint32_t num_rows = (tile.num_tokens + 7) / 8 * 8;
@@ -174,13 +176,22 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     __device__ __forceinline__ void fetch_direct() {
         const SlotRows rows = {params};
         wait_kernel_before();
+        stamp_begin();
         ProductWalk tiles = walk();
         ExpertTile tile;
         // This thread's part of every step: one chunk of every 16th row, and a scale.
         const uint32_t thread_idx = threadIdx.x, first = thread_idx / 8, chunk = thread_idx % 8;
         const uint32_t offset = first * kPanelBytes + ((chunk ^ (first & 7)) * 16);
+        // The first weights leave before the addresses of rows are known, which take three loads.
         uint32_t slot = 0;
-        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x, ++slot) {
+        for (; tiles.seek(blockIdx.x + slot * gridDim.x, tile); ++slot) {
+            if (thread_idx == 0 && slot == 0) {
+                StageRing first_stage = ring;
+#pragma unroll 1
+                for (uint32_t panel = 0; panel < min(tokens.num_panels, kGemmStages);
+                     ++panel, first_stage.next())
+                    begin_stage(first_stage, tile, 0, panel);
+            }
             uint64_t source[kTileTokens / 16], scale = 0, of_weights = 0;
 #pragma unroll
             for (uint32_t k = 0; k < kTileTokens / 16; ++k) {
@@ -197,7 +208,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             }
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
                 wait_empty(ring);
-                if (thread_idx == 0)
+                if (thread_idx == 0 && (slot != 0 || panel >= kGemmStages))
                     begin_stage(ring, tile, slot, panel);
 #pragma unroll
                 for (uint32_t k = 0; k < kTileTokens / 16; ++k)
@@ -261,6 +272,11 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         ptx::griddepcontrol_launch_dependents();
         // Its stores are ordinary ones, and the copy engine reads them.
         ptx::fence_proxy_async();
+    }
+
+    __device__ __forceinline__ void stamp_begin() const {
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            comm::stamp(params.lists.stamps, kGateUp ? SY_BATCH_UP_BEGIN : SY_BATCH_DOWN_BEGIN);
     }
 
     // Announces the content of a stage, with the first of a tile the tile, and fetches the weights.
@@ -601,13 +617,18 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Multiplier = Gemm<kFp8, kGateUp, kDirect>;
     if (threadIdx.x == 0) {
+        if (blockIdx.x == 0)
+            comm::stamp(params.lists.stamps, kGateUp ? SY_BATCH_UP_START : SY_BATCH_DOWN_START);
         for (uint32_t stage = 0; stage < kGemmStages; ++stage) {
             ptx::mbarrier_init(shared + kFullAt + stage * 8, Multiplier::kArrivals);
             ptx::mbarrier_init(shared + kEmptyAt + stage * 8, 8);
         }
         ptx::fence_mbarrier_init();
     }
-    // NOTES: counts and layer were there before the kernel before this one began.
+    // NOTES: counts and layer were there before the kernel before this one began, except behind the
+    // reception.
+    if (kDirect)
+        ptx::griddepcontrol_wait();
     const uint32_t layer_idx = params.lists.batch->layer;
     // NOTES: the host rewrites maps in place when experts are loaded, and a multiprocessor's cached
     // copies of the old ones name memory that is freed then. The order of kernels in a stream does
@@ -634,6 +655,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
         ptx::setmaxnreg_inc<224>();
         // From one lane, so that the compiler knows it to be the same in all.
         gemm.multiply(__shfl_sync(kFullWarp, threadIdx.x / 128 - 1, 0));
+        if (threadIdx.x == 128)
+            comm::stamp_last(params.lists.stamps, kGateUp ? SY_BATCH_UP_END : SY_BATCH_DOWN_END);
     }
 #else
     ptx::griddepcontrol_wait();

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "switchyard/comm/link.cuh"
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/comm/stream.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/expert_batch.cuh"
@@ -178,8 +179,12 @@ template <uint32_t kPaths>
 __device__ __forceinline__ void find_batch(RecvShared& shared, const sy_expert_recv_params& params,
                                            uint64_t gather) {
     const uint32_t wanted = min(params.min_ready, params.num_clients);
+    // The host may change it meanwhile, and all lanes must decide alike.
+    gather = __shfl_sync(kFullWarp, gather, 0);
     const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
     const Arrivals seen = await_headers<kPaths>(shared, params, whom, wanted);
+    if (threadIdx.x == 0)
+        comm::stamp(params.lists.stamps, SY_BATCH_RECV_SEEN);
     choose_batch<kPaths>(shared, params, seen, wanted);
     __syncwarp();
     if (kPaths != comm::kDirectOnly && threadIdx.x == 0)
@@ -238,6 +243,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     __shared__ RecvShared shared;
     const uint32_t thread_idx = threadIdx.x, warp_idx = thread_idx / 32;
     const uint32_t rank = ptx::mov_cluster_ctarank();
+    if (rank == 0 && thread_idx == 0)
+        comm::stamp(params.lists.stamps, SY_BATCH_RECV_START);
     // Asked for early: it may lie in the host's memory, a microsecond away.
     uint64_t gather = 0;
     if (params.gather != nullptr && rank == 0 && thread_idx < 32)
@@ -278,6 +285,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         else if (kPaths != comm::kDirectOnly && warp_idx == 1)
             watch_paths<kPaths>(shared, params);
         __syncthreads();
+        if (thread_idx == 0)
+            comm::stamp(params.lists.stamps, SY_BATCH_RECV_CHOSEN);
         // Second meeting. One warp's release is the block's, after its barrier.
         if (warp_idx == 1) {
             end_waits(shared);
@@ -298,6 +307,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
             abort();
 #endif
     }
+    // Its blocks fill multiprocessors: not while there is nothing to do.
+    if ((params.flags & SY_RECV_FLAG_CHOSEN) != 0)
+        ptx::griddepcontrol_launch_dependents();
     if (rank == kRecvBlocks - 1 && warp_idx == 0)
         note_batch<kPaths>(shared, params);
     // NOTES: read again where it is needed, rather than kept in a register.
@@ -342,6 +354,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                 sort_entries<kMostEach, false, kRecvThreads>(shared, params, meet);
             }
         }
+        if (rank == 0 && thread_idx == 0)
+            comm::stamp(params.lists.stamps, SY_BATCH_RECV_LISTED);
         const bool waits =
             is_alone() ? rank == 0 && thread_idx >= kListThreads : rank != 0 || kRecvBlocks == 1;
         if (!is_second && waits) {
@@ -386,6 +400,10 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                        shared.bad_code[client_idx]);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
+    if (rank == 0 && thread_idx == 0)
+        params.lists.batch->received_ns = ptx::mov_globaltimer();
+    if (thread_idx == 0)
+        comm::stamp_last(params.lists.stamps, SY_BATCH_RECV_END);
     comm::join(params.flags);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/stamps.cuh"
 #include "switchyard/comm/stream.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/answer.cuh"
@@ -58,6 +59,9 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     expert_send_kernel(const __grid_constant__ sy_expert_send_params params) {
     __shared__ AnswerShared shared;
+    const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+    if (is_first)
+        comm::stamp(params.lists.stamps, SY_BATCH_SEND_START);
     layout::TableCopy<sy_client_peer, Config::kNumThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     sy_client_peer client = {};
@@ -67,6 +71,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     // kernels.
     comm::let_next_start(params.flags);
     ptx::griddepcontrol_wait();
+    if (is_first)
+        comm::stamp(params.lists.stamps, SY_BATCH_SEND_BEGIN);
     const sy_frame_geometry& geometry = params.geometry;
     const sy_batch* batch = params.lists.batch;
     const uint32_t client_idx = threadIdx.x;
@@ -101,6 +107,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     else
         answer_rows<Config>(shared, geometry, params.num_clients,
                             IdentityRows<Config>{shared, geometry});
+    if (threadIdx.x == 0)
+        comm::stamp_last(params.lists.stamps, SY_BATCH_SEND_END);
 }
 
 } // namespace switchyard::impls

@@ -83,7 +83,8 @@ static inline uint64_t sy_expert_lists_at(uint64_t base, const sy_frame_geometry
     const uint64_t max_entries = (uint64_t)max_rows * geometry->top_k;
     uint64_t at = base;
     out->batch = (sy_batch*)at;
-    at = sy_round_up(at + sizeof(sy_batch), 256);
+    out->stamps = NULL; /* a timeline puts them at SY_STAMPS_OFFSET behind the batch */
+    at = sy_round_up(at + SY_STAMPS_OFFSET + SY_BATCH_STAMPS * sizeof(uint64_t), 256);
     out->expert_begin = (uint32_t*)at;
     at = sy_round_up(at + ((uint64_t)num_local_experts + 1) * sizeof(uint32_t), 256);
     out->list_row = (uint32_t*)at;
@@ -95,7 +96,7 @@ static inline uint64_t sy_expert_lists_at(uint64_t base, const sy_frame_geometry
     out->row_position = (uint32_t*)at;
     at = sy_round_up(at + max_entries * sizeof(uint32_t), 256);
     out->max_rows = max_rows;
-    out->reserved = 0;
+    out->usual_rows = 0;
     return at - base;
 }
 

@@ -78,6 +78,10 @@ __device__ __forceinline__ void red_add_relaxed_sys(uint64_t* address, uint64_t 
     asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ void red_max_relaxed_gpu(uint64_t* address, uint64_t value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void red_or_relaxed_gpu(uint32_t* address, uint32_t value) {
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

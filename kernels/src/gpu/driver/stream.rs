@@ -112,15 +112,25 @@ impl Stream {
         unsafe { self.start("sy_flag_add", &FLAG_ADD_PLAN, &mut arguments) }
     }
 
-    pub(in crate::gpu) unsafe fn tell(&self, first: &Piece, last: &Piece) -> Result<(), GpuError> {
+    pub(in crate::gpu) unsafe fn tell(
+        &self,
+        first: &Piece,
+        last: &Piece,
+        began_to: DevicePtr,
+    ) -> Result<(), GpuError> {
         let mut words = [first, last].map(|piece| (piece.to.0, piece.from.0, piece.bytes / 4));
-        let mut arguments = [null_mut::<c_void>(); 6];
+        let is_silent = began_to.is_null();
+        let mut began_to = began_to.0;
+        let mut arguments = [null_mut::<c_void>(); 7];
+        arguments[6] = (&raw mut began_to).cast();
         let at = words.iter_mut().flat_map(|(to, from, num)| [to, from, num]);
         for (argument, word) in arguments.iter_mut().zip(at) {
             *argument = std::ptr::from_mut(word).cast();
         }
-        // SAFETY: the caller's promise about the addresses; the kernel takes six 64-bit arguments.
-        unsafe { self.start("sy_tell_host", &TELL_HOST_PLAN, &mut arguments) }
+        // With a time it is the last step of a batch, which the next batch's first kernel follows.
+        let plan = LaunchPlan { overlaps: !is_silent, ..TELL_HOST_PLAN };
+        // SAFETY: the caller's promise about the addresses; the kernel takes seven 64-bit arguments.
+        unsafe { self.start("sy_tell_host", &plan, &mut arguments) }
     }
 
     pub(in crate::gpu) unsafe fn convert(&self, pieces: &[Conversion]) -> Result<(), GpuError> {

@@ -226,8 +226,9 @@ impl Client {
             capacity: MAX_TOKENS,
             num_servers: 1,
             num_blocks: 0,
-            reserved: 0,
+            trace_len: 0,
             servers: self.table.at(),
+            trace: DevicePtr::NULL,
         };
         // SAFETY: as for `dispatch`.
         unsafe { run.launch(&self.gpu, &self.stream, params) }?;

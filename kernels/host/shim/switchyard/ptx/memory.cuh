@@ -42,6 +42,12 @@ inline void red_add_release_sys(uint64_t* address, uint64_t value) {
 inline void red_add_relaxed_sys(uint64_t* address, uint64_t value) {
     __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
+inline void red_max_relaxed_gpu(uint64_t* address, uint64_t value) {
+    uint64_t before = __atomic_load_n(address, __ATOMIC_SEQ_CST);
+    while (before < value && !__atomic_compare_exchange_n(address, &before, value, false,
+                                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+}
 inline void red_or_relaxed_gpu(uint32_t* address, uint32_t value) {
     __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
 }
