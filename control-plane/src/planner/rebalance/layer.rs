@@ -478,7 +478,7 @@ impl<'a> Layer<'a> {
 }
 
 /// Least fall of a layer's ratio for which experts move, unless it comes within the tolerance.
-const MARGIN: f64 = 0.02;
+const MARGIN: f64 = 0.05;
 /// Least load of an expert, as a share of the mean.
 const LOAD_FLOOR: f64 = 0.02;
 /// Members that can take load from the busiest one, the least loaded first.

@@ -332,6 +332,34 @@ proptest! {
         }
     }
 
+    /// With more servers than a layer has experts, no layer comes within the tolerance. Moves end all the same while the
+    /// load stays.
+    #[test]
+    fn more_servers_than_experts_come_to_rest(
+        num_experts in 8u32..24,
+        num_members in 24usize..80,
+        loads in prop::collection::vec(prop::collection::vec(50.0f64..100.0, 24), 2),
+        max_moves in prop_oneof![Just(2048), 8usize..40],
+    ) {
+        let model = model(2, num_experts);
+        let goals = PlanGoals { min_replicas: 2, max_moves, ..PlanGoals::default() };
+        let mut fleet = vec![Assignment::default(); num_members];
+        let plan = |fleet: &[Assignment], loads: &[Vec<f64>]| {
+            let members: Vec<PlanMember<'_>> = fleet.iter().map(member).collect();
+            plan_fleet(&model, &members, loads, &goals).unwrap()
+        };
+        let mut num_plans = 0;
+        loop {
+            let next = plan(&fleet, &loads);
+            if next.assignments == fleet {
+                break;
+            }
+            fleet = next.assignments;
+            num_plans += 1;
+            prop_assert!(num_plans < 100, "the plans do not end");
+        }
+    }
+
     /// The bound of list scheduling: the busiest server is at most one expert above the mean.
     #[test]
     fn load_follows_speed(
