@@ -52,6 +52,12 @@ async fn answer(mut stream: TcpStream, table: PlacementTable, reports: Arc<Mutex
         let head = "HTTP/1.1 401 Unauthorized\r\nconnection: close\r\n";
         let text = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
         let _ = stream.write_all(text.as_bytes()).await;
+    } else if request.starts_with("POST /v1/tickets ") {
+        // A control plane of a version without tickets.
+        let body = r#"{"code":"not_found","message":"no such route"}"#;
+        let head = "HTTP/1.1 404 Not Found\r\nconnection: close\r\n";
+        let text = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+        let _ = stream.write_all(text.as_bytes()).await;
     } else if request.starts_with("POST") {
         reports.lock().unwrap().push(request);
         let body = r#"{"must_renew_within_ms":100}"#;

@@ -58,8 +58,8 @@ pub struct ServerConfig {
     pub transports: Transports,
     /// File with the bearer token. When the control plane refuses the token, the server reads the file again.
     pub token_file: Option<PathBuf>,
-    /// Admits clients with a ticket of the control plane only. It needs a control plane, and is the default with one.
-    pub needs_tickets: bool,
+    /// Tickets of clients.
+    pub tickets: TicketMode,
     /// Secret that clients must present if they need no ticket; `None` admits every client that reaches the port. Other
     /// servers that read weights need it in any case.
     pub secret: Option<Secret>,
@@ -104,7 +104,7 @@ impl ServerConfig {
             advertise_addr: None,
             metrics_addr: None,
             token_file: None,
-            needs_tickets: matches!(placement, Placement::ControlPlane { .. }),
+            tickets: TicketMode::Required,
             placement,
             verify: Coverage::Sampled,
             #[cfg(feature = "device")]
@@ -152,6 +152,16 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(…)")
     }
+}
+
+/// Tickets of a server's clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TicketMode {
+    /// A server with a control plane admits clients with a ticket of it only. There are no tickets without one.
+    #[default]
+    Required,
+    /// Clients show the shared secret, if there is one.
+    Off,
 }
 
 /// Source of a server's assignment of experts.

@@ -108,11 +108,6 @@ pub enum StartError {
     /// The server cannot read weights of others.
     #[error("--weights-from peers is not possible: {reason}; use auto or disk")]
     NoPeers { reason: &'static str },
-    /// Tickets need a control plane.
-    #[error(
-        "a server without a control plane cannot ask for tickets: name a control plane, or turn tickets off"
-    )]
-    TicketsWithoutControlPlane,
     /// The control plane is of a version without tickets.
     #[error(
         "the control plane at {url} sends no keys for tickets: update it first, or start this server with --tickets off"

@@ -52,7 +52,7 @@ pub use expert_compute as compute;
 
 pub use config::{
     DEFAULT_READ_LIMIT, ExpertSelection, Limits, Placement, Secret, SelectionError, ServerConfig,
-    WeightsConfig, WeightsFrom,
+    TicketMode, WeightsConfig, WeightsFrom,
 };
 pub use error::{DataError, ServerError, StartError};
 pub use gpu_support::{gpu_lacks, gpu_needs, gpu_reads};

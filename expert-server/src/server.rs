@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::Fingerprint;
 use control_api::{Assignment, LeaseKeeper};
+use p2p_core::bootstrap::ListenerStats;
 use tokio::sync::watch;
 
 use self::supervision::End;
@@ -121,6 +122,12 @@ impl RunningServer {
     /// [`prometheus::Error`] when a metric cannot be encoded.
     pub fn render_metrics(&self) -> Result<String, prometheus::Error> {
         self.health.render_metrics()
+    }
+
+    /// Counts of the handshakes with clients.
+    #[must_use]
+    pub fn handshakes(&self) -> &ListenerStats {
+        &self.health.handshakes
     }
 
     /// The loaded experts.

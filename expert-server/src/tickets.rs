@@ -104,3 +104,6 @@ impl TicketCheck for TicketGate {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

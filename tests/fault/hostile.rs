@@ -14,10 +14,16 @@ use protocol::{
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
+use switchyard_cli::cluster::ClusterOptions;
 use switchyard_tests::churn::handshake;
 use switchyard_tests::worker::{metric, metric_by_label};
 
 use crate::support::{PATIENCE, Setup, runtime};
+
+/// The raw peers of these tests, and clients with a table of their own, have no tickets.
+fn without_tickets(options: &mut ClusterOptions) {
+    options.server_args = vec!["--tickets".to_owned(), "off".to_owned()];
+}
 
 /// Adds to a control word of the peer's slot.
 fn add(channel: &mut Channel<AnyEndpoint>, word: usize, value: u64) {
@@ -66,7 +72,7 @@ fn write_frame(channel: &mut Channel<AnyEndpoint>, frame: &p2p_core::TxFrame, rn
 
 #[test]
 fn a_client_with_impossible_counters_loses_its_own_link_and_no_other() {
-    let mut setup = Setup::start(1, 1, 32, |_| {});
+    let mut setup = Setup::start(1, 1, 32, without_tickets);
     let runtime = runtime();
     let addr = setup.members(&runtime)[0].data_addr.clone();
     for (word, value) in [
@@ -100,7 +106,7 @@ fn a_client_with_impossible_counters_loses_its_own_link_and_no_other() {
 
 #[test]
 fn corrupt_frames_end_the_link_of_their_sender_alone() {
-    let mut setup = Setup::start(1, 1, 32, |_| {});
+    let mut setup = Setup::start(1, 1, 32, without_tickets);
     let runtime = runtime();
     let addr = setup.members(&runtime)[0].data_addr.clone();
     let (hello, config) = handshake(&setup.pool.model, setup.cluster.token(), 77);
@@ -139,7 +145,7 @@ fn a_server_with_impossible_counters_or_garbage_is_retired_and_no_token_is_lost(
     for malice in
         [Malice::Published(3), Malice::Published(u64::MAX), Malice::Consumed(5), Malice::Garbage]
     {
-        let mut setup = Setup::start(1, 1, 32, |_| {});
+        let mut setup = Setup::start(1, 1, 32, without_tickets);
         let runtime = runtime();
         let honest = setup.members(&runtime)[0].data_addr.clone();
         let num_peers = Arc::new(AtomicUsize::new(0));

@@ -75,6 +75,10 @@ pub struct Args {
     /// this time is removed from the placement.
     #[arg(long, env = "SWITCHYARD_LEASE_TTL_MS", default_value_t = 3000)]
     lease_ttl_ms: u64,
+    /// Life of the tickets with which clients connect to servers, in seconds, 10 to 43200. Clients renew them after half
+    /// of it. While no control plane runs, clients can connect for as long as their last ticket lives.
+    #[arg(long, env = "SWITCHYARD_TICKET_LIFE_S", default_value_t = 600)]
+    ticket_life_s: u64,
     /// Store of the state. `embedded` belongs to this process: see --data-dir. `etcd` is shared by several control
     /// planes: one leads, the others take over.
     #[arg(long, env = "SWITCHYARD_STORE", default_value = "embedded")]
@@ -201,6 +205,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.limits.rates.per_member = args.rate_member;
     config.target_share = args.target_share;
     config.metrics_top_experts = args.metrics_top_experts;
+    config.ticket_life = Duration::from_secs(args.ticket_life_s);
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
     if matches!(args.placement, PlacementKind::Load) {
         let mut balance = BalanceSettings::default();

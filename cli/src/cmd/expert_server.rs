@@ -12,7 +12,7 @@ use control_api::placement::is_host_port;
 use expert_server::device::DeviceOptions;
 use expert_server::{
     DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, Secret, ServerConfig,
-    ServerError, StartError, WeightsConfig, WeightsFrom,
+    ServerError, StartError, TicketMode, WeightsConfig, WeightsFrom,
 };
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
@@ -56,6 +56,11 @@ pub struct Args {
     verify: Verify,
     #[command(flatten)]
     control: super::ControlArgs,
+    /// Tickets of clients, for a server with a control plane. `required` admits clients with a ticket of the control
+    /// plane only. `off` admits clients that have the same token as this server; it serves clients of a version without
+    /// tickets while a fleet is updated.
+    #[arg(long, env = "SWITCHYARD_TICKETS", default_value = "required")]
+    tickets: Tickets,
     /// Experts to hold, for use without a control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
     #[arg(long, env = "SWITCHYARD_EXPERTS", value_name = "LIST", conflicts_with = "control_plane")]
     experts: Option<ExpertSelection>,
@@ -215,6 +220,15 @@ fn parse_advertise(text: &str) -> Result<String, String> {
     })
 }
 
+/// Tickets of clients.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Tickets {
+    /// Clients need one.
+    Required,
+    /// Clients need the token.
+    Off,
+}
+
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     // Weights stay in mapped files.
     checkpoint::report_unreadable_files().context("cannot install a handler of SIGBUS")?;
@@ -256,6 +270,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let scheme = if config.security.for_listener().is_some() { "https" } else { "http" };
     config.secret = token.map(Secret::new);
     config.token_file = args.control.token_file().map(Path::to_owned);
+    config.tickets = match args.tickets {
+        Tickets::Required => TicketMode::Required,
+        Tickets::Off => TicketMode::Off,
+    };
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;
     config.zone = args.zone;

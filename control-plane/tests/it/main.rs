@@ -8,6 +8,7 @@ mod kill;
 mod lease;
 mod models;
 mod shared;
+mod tickets;
 mod tls;
 mod watch;
 

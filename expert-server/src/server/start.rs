@@ -20,7 +20,7 @@ use crate::backend::{Backend, LoadedBackend};
 use crate::clients::{Admission, serve_clients};
 use crate::compute::LoadProgress;
 use crate::config::selection::check_assignment;
-use crate::config::{Placement, ServerConfig};
+use crate::config::{Placement, ServerConfig, TicketMode};
 use crate::cpu::CpuBackend;
 #[cfg(feature = "device")]
 use crate::device::{DeviceBackend, OpeningGpu};
@@ -62,7 +62,7 @@ pub(super) async fn start(
     if let Placement::Static(selection) = &config.placement {
         selection.resolve(checkpoint.config())?;
     }
-    let gate = ticket_gate(&config)?;
+    let gate = ticket_gate(&config);
     let listener_config =
         backend.listener_config(&config, listener_config(&config, gate.clone()))?;
     let listener = Listener::bind(config.data_addr, listener_config).await?;
@@ -268,13 +268,12 @@ fn shape_of(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelShape {
 }
 
 /// The check of clients' tickets, if the server wants some.
-fn ticket_gate(config: &ServerConfig) -> Result<Option<Arc<TicketGate>>, StartError> {
-    match (config.needs_tickets, &config.placement) {
-        (false, _) => Ok(None),
-        (true, Placement::ControlPlane { .. }) => {
-            Ok(Some(Arc::new(TicketGate::new(config.name.clone()))))
+fn ticket_gate(config: &ServerConfig) -> Option<Arc<TicketGate>> {
+    match (config.tickets, &config.placement) {
+        (TicketMode::Required, Placement::ControlPlane { .. }) => {
+            Some(Arc::new(TicketGate::new(config.name.clone())))
         }
-        (true, Placement::Static(_)) => Err(StartError::TicketsWithoutControlPlane),
+        _ => None,
     }
 }
 

@@ -16,7 +16,8 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use serde_json::{Value, json};
 use switchyard_expert_server::{
-    ExpertServer, Placement, RunningServer, Secret, ServerConfig, StartError, WeightsFrom,
+    ExpertServer, Placement, RunningServer, Secret, ServerConfig, StartError, TicketMode,
+    WeightsFrom,
 };
 use tempfile::TempDir;
 
@@ -56,6 +57,8 @@ impl Fleet {
         let mut config = ServerConfig::new(dir, name, placement);
         config.num_threads = 1;
         config.secret = self.token.clone().map(Secret::new);
+        // The raw clients of these tests have the secret.
+        config.tickets = TicketMode::Off;
         config.drain_idle = Duration::from_millis(20);
         config.weights.from = from;
         config

@@ -103,6 +103,8 @@ pub fn run(options: &ChurnOptions) -> Result<ChurnReport> {
     cluster_options.num_servers = 1;
     cluster_options.replicas = 1;
     cluster_options.threads = Some(1);
+    // The raw clients have no tickets.
+    cluster_options.server_args = vec!["--tickets".to_owned(), "off".to_owned()];
     let cluster = LocalCluster::start(cluster_options, &mut |_| {})?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

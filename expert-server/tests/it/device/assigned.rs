@@ -12,7 +12,7 @@ use control_api::{
     ReadyRequest, RegisterRequest, RegisterResponse, WantedDigests,
 };
 use protocol::WireDtype;
-use switchyard_expert_server::{ExpertSelection, Placement};
+use switchyard_expert_server::{ExpertSelection, Placement, TicketMode};
 
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
 use crate::device::client::Outcome;
@@ -144,6 +144,8 @@ async fn experts_that_are_assigned_later_are_loaded_onto_the_gpu_while_clients_a
 
     let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
         config.placement = Placement::ControlPlane { url, token: None };
+        // The stub has no keys for them.
+        config.tickets = TicketMode::Off;
     })
     .await;
     server.serving(PATIENCE).await.expect("it serves");
