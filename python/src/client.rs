@@ -154,7 +154,7 @@ impl Client {
     #[new]
     #[pyo3(signature = (control_plane, *, token=None, model=None, device="cpu", wire_dtype=None,
         response_dtype=None, transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
-        slot_bytes=None, slot_frames=None, hedge_budget=0.05))]
+        slot_bytes=None, slot_frames=None, hedge_budget=0.05, tls=None, insecure=false))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -174,6 +174,8 @@ impl Client {
         slot_bytes: Option<i64>,
         slot_frames: Option<i64>,
         hedge_budget: f64,
+        tls: Option<std::path::PathBuf>,
+        insecure: bool,
     ) -> PyResult<Self> {
         logs::start(py)?;
         let dtype = |setting: &str, name: Option<&str>| {
@@ -197,6 +199,7 @@ impl Client {
             slot_bytes: connect::size(py, "slot_bytes", slot_bytes)?,
             slot_frames: connect::size(py, "slot_frames", slot_frames)?,
             hedge_budget: connect::share(py, "hedge_budget", hedge_budget)?,
+            security: connect::security(py, tls.as_deref(), insecure)?,
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);

@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     slot_bytes: int | None
     slot_frames: int | None
     hedge_budget: float
+    insecure: bool
 
 
 class Client(_native.Client):
@@ -57,12 +58,15 @@ class Client(_native.Client):
     work on the current stream of the library of ``x``. bfloat16 is read and written in place, as are indices of int32
     and weights of float32. Other types are converted in a copy on the GPU: tokens and answers travel as bfloat16.
 
-    :param control_plane: URL of the control plane, ``http://HOST:PORT``. Several control planes of one fleet: a list of
-        URLs, or a text with commas between them; ``dns://HOST:PORT``, every address of a name; or
-        ``k8s://NAMESPACE/SERVICE[:PORT]``, every ready endpoint of a Service of Kubernetes. Default:
+    :param control_plane: URL of the control plane, ``https://HOST:PORT``, or ``http://`` on this host. Several control
+        planes of one fleet: a list of URLs, or a text with commas between them; ``dns://HOST:PORT``, every address of a
+        name; or ``k8s://NAMESPACE/SERVICE[:PORT]``, every ready endpoint of a Service of Kubernetes. Default:
         ``SWITCHYARD_CONTROL_PLANE``.
     :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``, or the text of the file
         ``SWITCHYARD_TOKEN_FILE``.
+    :param tls: folder with ``ca.pem``, and with ``cert.pem`` and ``key.pem`` if the client has a certificate, as
+        ``switchyard certs issue`` writes it. Changed files come into force by themselves. Default: ``SWITCHYARD_TLS``.
+    :param insecure: sends the token to other hosts without TLS, too. Default: ``SWITCHYARD_INSECURE``.
     :param model: folder of the model's checkpoint. The servers must serve this model. Without experts in the folder,
         only sizes are compared, otherwise a sample of all experts. Default: the model that the servers serve.
     :param device: memory of the arrays, ``cpu`` or ``cuda:N``. A GPU is opened here, and so is its driver.
@@ -95,6 +99,7 @@ class Client(_native.Client):
         control_plane: str | Sequence[str] | None = None,
         *,
         token: str | None = None,
+        tls: str | os.PathLike[str] | None = None,
         model: str | os.PathLike[str] | None = None,
         **settings: Unpack[Settings],
     ) -> Self:
@@ -106,7 +111,10 @@ class Client(_native.Client):
             control_plane = ",".join(control_plane)
         if token is None:
             token = os.environ.get("SWITCHYARD_TOKEN") or _token_of_file(os.environ.get("SWITCHYARD_TOKEN_FILE"))
-        return super().__new__(cls, control_plane, token=token, model=model, **settings)
+        if tls is None:
+            tls = os.environ.get("SWITCHYARD_TLS") or None
+        settings.setdefault("insecure", _is_set("SWITCHYARD_INSECURE"))
+        return super().__new__(cls, control_plane, token=token, tls=tls, model=model, **settings)
 
     async def aforward(
         self,
@@ -168,3 +176,8 @@ def _token_of_file(path: str | None) -> str | None:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {path} cannot be read: {error}") from error
+
+
+def _is_set(variable: str) -> bool:
+    """Whether a variable is set to something else than the words for no, as the binary reads it."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "n", "no", "f", "false", "off")

@@ -43,6 +43,8 @@ class Client:
         slot_bytes: int | None = None,
         slot_frames: int | None = None,
         hedge_budget: float = 0.05,
+        tls: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
     ) -> Self: ...
     @property
     def hidden(self) -> int:

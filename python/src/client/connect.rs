@@ -1,11 +1,12 @@
 //! Settings of a client, and its connection with the control plane.
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use attention_client::device::{DeviceBuildError, DeviceName, Gpu, GpuError};
+use attention_client::trust::tls::{ClientCertificates, Security, Tls, TlsFiles};
 use attention_client::{
     Checkpoint, ClientModel, DeviceClient, DeviceOptions, ModelError, ModelShape, MoeClient,
     OnMissingExpert, SlotConfig, WireDtype,
@@ -38,6 +39,7 @@ pub struct Settings {
     pub slot_bytes: Option<usize>,
     pub slot_frames: Option<usize>,
     pub hedge_budget: f64,
+    pub security: Security,
 }
 
 /// A failure before there is a client.
@@ -169,6 +171,7 @@ macro_rules! configured {
         let builder = $builder
             .control_plane($settings.control_plane, $settings.token.clone())
             .secret($settings.token)
+            .security($settings.security)
             .transports($transports)
             .replica_wait($settings.timeout)
             .deadline($settings.deadline)
@@ -191,9 +194,10 @@ fn fetch(settings: &Settings, interrupt: &Interrupt) -> Result<ClientModel, Fail
     let until = Instant::now() + settings.timeout;
     loop {
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let result = ClientModel::fetch(
+        let result = ClientModel::fetch_with(
             &settings.control_plane,
             settings.token.clone(),
+            settings.security.clone(),
             ModelShape::UNKNOWN_LAYERS,
             left.min(LONGEST_REQUEST),
         );
@@ -209,6 +213,15 @@ fn fetch(settings: &Settings, interrupt: &Interrupt) -> Result<ClientModel, Fail
             return Err(Failure::Model(failure));
         }
         std::thread::sleep(RETRY_PAUSE);
+    }
+}
+
+/// The certificates in the folder `tls`. A thread follows its files.
+pub fn security(py: Python<'_>, tls: Option<&Path>, insecure: bool) -> PyResult<Security> {
+    let open = |dir| Tls::open(TlsFiles::in_folder(dir)?, ClientCertificates::Optional);
+    match tls.map(open).transpose() {
+        Ok(tls) => Ok(Security { tls, insecure }),
+        Err(failure) => Err(error(py, Kind::Config, format!("tls: {failure}"))),
     }
 }
 
