@@ -129,7 +129,7 @@ impl Context {
 
     /// Time of the last answer, by the GPU's timer; 0 before the batch has ended.
     fn answered_ns(&self) -> u64 {
-        // SYNC POINT told: the report is complete when this word is there.
+        // SYNC POINT `told`: the report is complete when this word is there.
         // SAFETY: an aligned word of page-locked memory, which a kernel stores as a whole.
         self.answered.host().map_or(0, |host| unsafe {
             AtomicU64::from_ptr(host.as_ptr().cast()).load(Ordering::Acquire)

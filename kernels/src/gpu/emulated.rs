@@ -607,7 +607,7 @@ impl Task {
                 let now_ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
                 // SAFETY: an aligned word in live memory, says who issued it; atomic everywhere.
                 let word = unsafe { AtomicU64::from_ptr(*to as *mut u64) };
-                // SYNC POINT told: after everything that the stream did before.
+                // SYNC POINT `told`: after everything that the stream did before.
                 word.store(now_ns, Ordering::Release);
             }
             // SAFETY: the caller of `convert` answers for the matrices.

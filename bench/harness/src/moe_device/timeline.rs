@@ -1,4 +1,4 @@
-//! A timeline of layers: which step of which side takes which part of a layer.
+//! A timeline of layers: the begin and the end of every step on both sides.
 //!
 //! Kernels note times by their GPU's clock, which exchanges convert to the host's. Clients and servers are compared by
 //! the host's clock.
@@ -34,7 +34,7 @@ pub(super) type CallTimes = Vec<f64>;
 pub struct Step {
     /// `client`, `server 0`, …
     pub lane: String,
-    /// What it does.
+    /// The work.
     pub name: &'static str,
     /// Medians in microseconds since the client's dispatch began.
     pub begin_us: f64,
@@ -95,7 +95,7 @@ impl BatchTimes {
     }
 }
 
-/// The calls of a trace in their order, without those that were not made.
+/// The calls of a trace in their order, without records of no call.
 pub(super) fn calls_of(
     stamps: &[[u64; CALL_STAMPS]],
     to_us: &impl Fn(u64) -> f64,
@@ -217,3 +217,52 @@ impl fmt::Display for Timeline {
 const LONGEST_US: f64 = 5000.0;
 /// Calls and batches that are kept.
 pub(super) const NUM_KEPT: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A call whose dispatch begins at `origin` µs.
+    fn call(origin: f64) -> CallTimes {
+        let mut stamps = vec![0.0; CALL_STAMPS];
+        for (stamp, at) in [
+            (CallStamp::DispatchStart, -1.0),
+            (CallStamp::DispatchBegin, 0.0),
+            (CallStamp::DispatchEnd, 4.0),
+            (CallStamp::CombineBegin, 5.0),
+            (CallStamp::CombineEnd, 50.0),
+        ] {
+            stamps[stamp as usize] = origin + at;
+        }
+        stamps
+    }
+
+    /// The batch that takes it: every step of the kernels takes 2 µs, from 3 µs on.
+    fn batch(origin: f64) -> BatchTimes {
+        let mut stamps: Vec<f64> = (0..16).map(|idx| origin + 1.0 + f64::from(idx) * 2.0).collect();
+        stamps[BatchStamp::GatherStart as usize] = 0.0;
+        BatchTimes { stamps, host: [-30.0, -25.0, 40.0].map(|at| origin + at) }
+    }
+
+    #[test]
+    fn each_call_is_shown_with_its_own_batch_and_a_pause_of_the_host_is_left_out() {
+        let origins = [0.0, 60.0, 120.0, 60_000.0, 60_060.0];
+        let calls: Vec<_> = origins.map(call).into();
+        // One server has a batch of each call, the other one none.
+        let batches: Vec<_> = origins.map(batch).into();
+        let timeline = Timeline::of(3, &calls, &[batches, Vec::new()], 0.5);
+        // Of four pairs of calls one has a pause between them.
+        assert_eq!((timeline.tokens, timeline.layers, timeline.layer_us), (3, 3, 60.0));
+        let found = |lane: &str, name: &str| {
+            let mut steps = timeline.steps.iter().filter(|s| s.lane == lane && s.name == name);
+            steps.next().map(|step| (step.begin_us, step.end_us))
+        };
+        assert_eq!(found("client", "dispatch"), Some((0.0, 4.0)));
+        assert_eq!(found("client", "combine"), Some((5.0, 50.0)));
+        assert_eq!(found("server 0", "waits"), Some((1.0, 3.0)));
+        assert_eq!(found("server 0", "answer"), Some((29.0, 31.0)));
+        assert_eq!(found("server 0", "converts"), None, "no batch has this step");
+        assert_eq!(found("server 0, host", "launched"), Some((-30.0, -25.0)));
+        assert!(timeline.steps.iter().all(|step| !step.lane.starts_with("server 1")));
+    }
+}
