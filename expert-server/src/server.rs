@@ -120,7 +120,7 @@ impl RunningServer {
     /// # Errors
     /// [`prometheus::Error`] when a metric cannot be encoded.
     pub fn render_metrics(&self) -> Result<String, prometheus::Error> {
-        self.health.render_metrics()
+        self.health.render_metrics(false)
     }
 
     /// The loaded experts.

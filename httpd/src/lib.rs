@@ -30,7 +30,7 @@ pub use tokio::sync::watch;
 pub use trust;
 
 pub use metrics::Metrics;
-pub use tls_metrics::register_tls_metrics;
+pub use tls_metrics::{TLS_CERTIFICATE_EXPIRY, register_tls_metrics};
 
 use axum::body::{Body, HttpBody};
 use hyper::body::{Frame, Incoming, SizeHint};

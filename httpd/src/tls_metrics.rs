@@ -13,7 +13,7 @@ use trust::tls::Tls;
 /// [`prometheus::Error`] when the registry has them already.
 pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometheus::Error> {
     let expiry = Gauge::new(
-        "switchyard_tls_certificate_expiry_timestamp_seconds",
+        TLS_CERTIFICATE_EXPIRY,
         "End of the TLS certificate of this process, in seconds since 1970.",
     )?;
     let unusable = IntGauge::new(
@@ -34,6 +34,9 @@ pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometh
         reloads: Mutex::new(reloads),
     }))
 }
+
+/// Name of the metric with the end of the certificate.
+pub const TLS_CERTIFICATE_EXPIRY: &str = "switchyard_tls_certificate_expiry_timestamp_seconds";
 
 struct TlsMetrics {
     tls: Tls,

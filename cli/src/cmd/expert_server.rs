@@ -164,6 +164,8 @@ pub struct Args {
     /// Count tokens in the metrics per layer and expert, not only per expert.
     #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
+    #[command(flatten)]
+    trace: super::trace::TraceArgs,
 }
 
 /// Device of a server.
@@ -263,6 +265,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
+    config.recorder = args.trace.start("switchyard-server", &config.name)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

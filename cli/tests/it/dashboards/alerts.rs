@@ -18,7 +18,7 @@ pub struct Alert {
 
 /// All alerts, in the order of the file.
 pub fn all() -> Vec<Alert> {
-    [fleet(), control_plane(), clients()].into_iter().flatten().collect()
+    [fleet(), control_plane(), trust(), clients()].into_iter().flatten().collect()
 }
 
 fn fleet() -> Vec<Alert> {
@@ -125,6 +125,18 @@ fn control_plane() -> Vec<Alert> {
             description: "Free space on the disk of --data-dir, or restore the quorum of etcd. Until then the fleet serves, and servers of new names are refused.",
         },
     ]
+}
+
+/// Of every process with TLS.
+fn trust() -> Vec<Alert> {
+    vec![Alert {
+        name: "SwitchyardCertificateExpires",
+        expr: format!("{} - time() < 7 * 86400", control::TLS_CERTIFICATE_EXPIRY),
+        hold: Some("10m"),
+        severity: "warning",
+        summary: "the TLS certificate of {{ $labels.instance }} ends in {{ $value | humanizeDuration }}",
+        description: "Write a new certificate over the old file: the process reads it without a restart.",
+    }]
 }
 
 fn clients() -> Vec<Alert> {
