@@ -39,6 +39,7 @@ mod pool;
 mod sabotage;
 #[cfg(test)]
 mod stragglers;
+mod trace;
 mod warm_up;
 
 use std::fmt;
@@ -47,6 +48,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::WaitSet;
 use prometheus::Registry;
+use telemetry::{Recorder, TraceContext};
 
 pub use builder::MoeClientBuilder;
 
@@ -85,6 +87,7 @@ pub struct Handle<'x> {
     x: &'x [f32],
     layer: u32,
     num_tokens: usize,
+    began: Instant,
 }
 
 #[derive(Debug)]
@@ -374,6 +377,14 @@ impl MoeClient {
         &self.inner.registry
     }
 
+    /// The metrics as OpenMetrics text, with the trace ids of sampled calls as exemplars. Serve it with the content type
+    /// [`telemetry::openmetrics::CONTENT_TYPE`].
+    #[must_use]
+    pub fn openmetrics(&self) -> String {
+        let exemplars = self.inner.shared.recorder.as_ref().map(Recorder::exemplars);
+        telemetry::openmetrics::encode(&self.inner.registry.gather(), exemplars)
+    }
+
     fn new(inner: Inner) -> Self {
         Self { inner: Arc::new(inner) }
     }
@@ -390,13 +401,15 @@ impl MoeClient {
         let shared = &self.inner.shared;
         let num_tokens = self.check(x, topk_idx, topk_weights)?;
         let layer_idx = self.layer_idx(layer)?;
-        let mut handle = Handle { client: self.clone(), lane: None, x, layer, num_tokens };
+        let mut handle =
+            Handle { client: self.clone(), lane: None, x, layer, num_tokens, began: start };
         if topk_idx.iter().all(|&expert| expert == -1) {
             return Ok(handle);
         }
         let lane = handle.lane.insert(self.take_lane(start, cancelled)?);
         let num_experts = shared.model.shape.num_experts as usize;
         lane.call.begin(layer, layer_idx, num_tokens, num_experts);
+        lane.call.is_traced = lane.begin_sequences(shared.recorder.as_ref());
         let k = topk_idx.len() / num_tokens;
         for (position, (&expert, &weight)) in topk_idx.iter().zip(topk_weights).enumerate() {
             if let Ok(expert) = u32::try_from(expert) {
@@ -516,6 +529,16 @@ impl Handle<'_> {
         self.num_tokens
     }
 
+    /// Puts the call into a trace of the caller. If that trace is sampled, the client records the call in it, whether
+    /// or not the call is in the client's own sample. Has no effect without [`MoeClientBuilder::recorder`].
+    pub fn set_trace_context(&mut self, context: TraceContext) {
+        let has_recorder = self.client.inner.shared.recorder.is_some();
+        if let Some(lane) = self.lane.as_mut().filter(|_| has_recorder) {
+            lane.call.context = Some(context);
+            lane.call.is_traced |= context.is_sampled;
+        }
+    }
+
     /// Returns the call's timing, number of pairs and epoch.
     fn finish(
         &mut self,
@@ -539,7 +562,12 @@ impl Handle<'_> {
             }
             return Ok((LayerTiming::default(), 0, self.client.epoch()));
         };
+        let combining = lane.call.is_traced.then(Instant::now);
         let result = lane.finish_call(&shared, self.x, out, cancelled);
+        if let Some(combining) = combining {
+            let is_ok = result.is_ok();
+            trace::record_call(&shared, &lane.call, lane.client_id, self.began, combining, is_ok);
+        }
         shared.metrics.resent_pairs.inc_by(lane.call.timing.resent_pairs);
         result?;
         if let Some(servers) = servers {

@@ -68,6 +68,7 @@ pub use p2p_core::{SlotConfig, SlotConfigError, SpinPolicy, TransportKind, Trans
 pub use prometheus;
 pub use protocol::geometry::GeometryError;
 pub use protocol::{ErrorCode, ModelShape, WireDtype};
+pub use telemetry::{Recorder, TraceContext, TraceContextError};
 pub use tokio::runtime::Handle as RuntimeHandle;
 pub use tokio::sync::watch;
 

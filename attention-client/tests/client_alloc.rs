@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use client_common::{Fleet, Request, difference, local_reference, metric, poisoned, seeded};
 use p2p_core::SlotConfig;
+use rand::rngs::StdRng;
+use telemetry::{Recorder, Sampler};
 use test_support::allocations::{CountingAllocator, THREAD_ALLOCATIONS};
 
 #[global_allocator]
@@ -15,15 +17,32 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 #[test]
 fn a_call_allocates_nothing_after_warm_up() {
     let mut rng = seeded("a_call_allocates_nothing_after_warm_up");
+    calls_allocate_nothing(&mut rng, None);
+}
+
+/// The ring is full after some calls, and then drops what comes.
+#[test]
+fn a_traced_call_allocates_nothing_after_warm_up() {
+    let mut rng = seeded("a_traced_call_allocates_nothing_after_warm_up");
+    let recorder = Recorder::new(Sampler::new(1.0).unwrap(), 500);
+    calls_allocate_nothing(&mut rng, Some(recorder.clone()));
+    assert!(recorder.take().is_some() && recorder.num_dropped() > 0);
+}
+
+fn calls_allocate_nothing(rng: &mut StdRng, recorder: Option<Recorder>) {
     // Many frames per call, and many servers.
     let fleet = Fleet::start(3, 2, SlotConfig { slot_bytes: 64 << 10, num_frames: 2 });
     // A hedge may grow buffers.
-    let client = fleet.builder().hedge_budget(0.0).build().unwrap();
+    let mut builder = fleet.builder().hedge_budget(0.0);
+    if let Some(recorder) = recorder {
+        builder = builder.recorder(recorder);
+    }
+    let client = builder.build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let requests: Vec<_> = [1, 7, 64, 300]
         .into_iter()
         .flat_map(|num_tokens| [num_tokens; 3])
-        .map(|num_tokens| Request::random(&mut rng, &fleet.model, num_tokens, 4))
+        .map(|num_tokens| Request::random(rng, &fleet.model, num_tokens, 4))
         .collect();
     let mut outs: Vec<_> = requests.iter().map(|request| poisoned(request.x.len())).collect();
     let mut round = || {

@@ -40,6 +40,7 @@ mod tests;
 pub mod tls;
 pub mod token;
 pub mod top;
+pub mod trace;
 
 /// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]
@@ -457,6 +458,8 @@ pub struct ClientArgs {
     pub slot: SlotArgs,
     #[command(flatten)]
     pub transport: TransportArgs,
+    #[command(flatten)]
+    pub trace: trace::TraceArgs,
     /// Transports to the server NAME, instead of --transport. May be given several times.
     #[arg(
         long,
@@ -481,6 +484,7 @@ impl ClientArgs {
             }
         }
         args.extend(self.transport.to_args(&spec));
+        args.extend(self.trace.to_args());
         args
     }
 
@@ -496,6 +500,10 @@ impl ClientArgs {
             for_hosts(&peer.spec).context("--peer-transport")?;
             let transports = networks.open(&peer.spec).context("--peer-transport")?;
             builder = builder.peer_transports(&peer.server, transports);
+        }
+        let instance = format!("client-{}", std::process::id());
+        if let Some(recorder) = self.trace.start("switchyard-client", &instance)? {
+            builder = builder.recorder(recorder);
         }
         Ok(builder
             .transports(self.transport.open(&mut networks)?)

@@ -13,10 +13,11 @@ use prometheus::{
     IntGaugeVec, Opts, Registry,
 };
 
-pub(crate) use expert_load::LayerLoad;
+use telemetry::openmetrics;
 
+use self::expert_load::ExpertLoad;
+pub(crate) use self::expert_load::LayerLoad;
 use crate::table::Coverage;
-use expert_load::ExpertLoad;
 
 /// Handles of the metrics, and the registry that holds them.
 #[derive(Clone, Debug)]
@@ -349,9 +350,17 @@ impl Metrics {
         self.request_seconds.with_label_values(&labels).observe(took.as_secs_f64());
     }
 
-    /// The exposition text.
-    pub(crate) fn render(&self) -> Result<String, prometheus::Error> {
-        prometheus::TextEncoder::new().encode_to_string(&self.registry.gather())
+    /// The content type that an `Accept` header prefers, and the exposition text.
+    pub(crate) fn render_as(
+        &self,
+        accept: Option<&str>,
+    ) -> Result<(&'static str, String), prometheus::Error> {
+        let families = self.registry.gather();
+        if accept.is_some_and(openmetrics::is_preferred) {
+            return Ok((openmetrics::CONTENT_TYPE, openmetrics::encode(&families, None)));
+        }
+        let text = prometheus::TextEncoder::new().encode_to_string(&families)?;
+        Ok(("text/plain; version=0.0.4", text))
     }
 }
 

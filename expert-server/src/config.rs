@@ -15,6 +15,7 @@ use std::time::Duration;
 use checkpoint::Coverage;
 use control_api::Security;
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
+use telemetry::Recorder;
 
 #[cfg(feature = "device")]
 use self::device::DeviceOptions;
@@ -84,6 +85,8 @@ pub struct ServerConfig {
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone. That makes one time series
     /// per held expert.
     pub metrics_by_layer: bool,
+    /// Records the times of sampled calls for traces. A server on a GPU records none.
+    pub recorder: Option<Recorder>,
     /// Receives a report of every batch of a GPU, for measurements.
     #[cfg(feature = "device")]
     pub batch_observer: Option<BatchObserver>,
@@ -124,6 +127,7 @@ impl ServerConfig {
             capacity_experts: None,
             weights: WeightsConfig::default(),
             metrics_by_layer: false,
+            recorder: None,
             #[cfg(feature = "device")]
             batch_observer: None,
         }

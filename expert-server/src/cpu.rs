@@ -19,6 +19,7 @@ use std::sync::Arc;
 use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel, Kicker, SpinPolicy, Transport, WaitSet};
 use protocol::DispatchExpect;
+use telemetry::ServerRecorder;
 use tokio::sync::oneshot;
 
 pub(crate) use self::backend::CpuBackend;
@@ -44,6 +45,8 @@ pub struct CpuConfig {
     pub spin: SpinPolicy,
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone.
     pub metrics_by_layer: bool,
+    /// Records the times of sampled calls for traces.
+    pub recorder: Option<ServerRecorder>,
 }
 
 /// The handle to a data thread on CPUs. Dropping it stops the thread.

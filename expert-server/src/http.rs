@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use telemetry::openmetrics;
 
 use crate::status::Health;
 
@@ -19,9 +20,12 @@ pub(crate) fn router(health: Arc<Health>) -> Router {
         .with_state(health)
 }
 
-async fn metrics(State(health): State<Arc<Health>>) -> Response {
-    match health.render_metrics() {
-        Ok(text) => ([(header::CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
+async fn metrics(State(health): State<Arc<Health>>, headers: HeaderMap) -> Response {
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let is_open = accept.is_some_and(openmetrics::is_preferred);
+    let format = if is_open { openmetrics::CONTENT_TYPE } else { TEXT_FORMAT };
+    match health.render_metrics(is_open) {
+        Ok(text) => ([(header::CONTENT_TYPE, format)], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }
 }

@@ -78,6 +78,7 @@ pub mod reexports {
     pub use protocol::{DispatchExpect, GeometryError, WireDtype};
     #[cfg(feature = "device")]
     pub use proxy::ProxyError;
+    pub use telemetry::{Recorder, ServerRecorder};
     pub use tokio::sync::oneshot;
     pub use tokio::task::JoinError;
 }

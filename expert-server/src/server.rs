@@ -121,7 +121,7 @@ impl RunningServer {
     /// # Errors
     /// [`prometheus::Error`] when a metric cannot be encoded.
     pub fn render_metrics(&self) -> Result<String, prometheus::Error> {
-        self.health.render_metrics()
+        self.health.render_metrics(false)
     }
 
     /// Counts of the handshakes with clients.

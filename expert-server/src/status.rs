@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
+use control_api::{Assignment, ExpertLoad, LoadReport, PhaseTimes, TransportLinks};
 use httpd::trust::tls::Tls;
 use p2p_core::TransportKind;
 use p2p_core::bootstrap::ListenerStats;
+use telemetry::{Recorder, openmetrics};
 
 use crate::loader::LoadingProgress;
 use crate::metrics::ServerMetrics;
@@ -90,6 +91,8 @@ impl DataStatus {
 #[derive(Debug)]
 pub(crate) struct Health {
     pub(crate) metrics: ServerMetrics,
+    /// Has the exemplars of the metrics.
+    pub(crate) recorder: Option<Recorder>,
     pub(crate) handshakes: Arc<ListenerStats>,
     /// Held while metrics are updated and rendered.
     pub(crate) rendering: Mutex<()>,
@@ -143,11 +146,16 @@ impl Health {
         Ok(())
     }
 
-    pub(crate) fn render_metrics(&self) -> Result<String, prometheus::Error> {
+    /// The metrics in the text format of Prometheus, or as OpenMetrics with exemplars.
+    pub(crate) fn render_metrics(&self, is_open: bool) -> Result<String, prometheus::Error> {
         let _guard = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
         self.metrics.set_handshakes(&self.handshakes);
         self.metrics.ready.set(self.ready().is_ok().into());
         self.metrics.lease_held.set(self.has_lease.load(Ordering::Relaxed).into());
+        if is_open {
+            let exemplars = self.recorder.as_ref().map(Recorder::exemplars);
+            return Ok(openmetrics::encode(&self.metrics.registry().gather(), exemplars));
+        }
         self.metrics.render()
     }
 }
@@ -161,6 +169,8 @@ pub(crate) struct LoadCounters {
     num_frames: AtomicU64,
     queued_ns: AtomicU64,
     num_late: AtomicU64,
+    num_batches: AtomicU64,
+    combined_ns: AtomicU64,
     /// `[layer, expert]`, row-major.
     experts: Box<[AtomicU64]>,
     /// Open links, in the order of [`TransportKind::ALL`].
@@ -185,6 +195,8 @@ impl LoadCounters {
             num_frames: AtomicU64::new(0),
             queued_ns: AtomicU64::new(0),
             num_late: AtomicU64::new(0),
+            num_batches: AtomicU64::new(0),
+            combined_ns: AtomicU64::new(0),
             experts,
             links: Default::default(),
             left_out: Mutex::default(),
@@ -255,6 +267,12 @@ impl LoadCounters {
     pub(crate) fn add_batch(&self, num_tokens: usize, busy: Duration) {
         self.num_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
         self.busy_ns.fetch_add(busy.as_nanos() as u64, Ordering::Relaxed);
+        self.num_batches.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts the time in which the answers of a batch were written.
+    pub(crate) fn add_combine(&self, took: Duration) {
+        self.combined_ns.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// Counts a frame that waited for `queued` and was computed `total` after it came.
@@ -294,6 +312,9 @@ pub(crate) struct LoadWindow {
     num_frames: u64,
     queued_ns: u64,
     num_late: u64,
+    num_batches: u64,
+    /// Queue, compute and combine.
+    phases_ns: [u64; 3],
     experts: Vec<u64>,
 }
 
@@ -307,6 +328,8 @@ impl LoadWindow {
             num_frames: 0,
             queued_ns: 0,
             num_late: 0,
+            num_batches: 0,
+            phases_ns: [0; 3],
             experts,
         }
     }
@@ -318,12 +341,20 @@ impl LoadWindow {
         holds: &Assignment,
     ) -> LoadReport {
         let now = Instant::now();
+        let [queue_ns, compute_ns, combine_ns] = &mut self.phases_ns;
+        let phases = PhaseTimes {
+            num_batches: advance(&mut self.num_batches, &counters.num_batches),
+            queue_us: advance_by(1_000, queue_ns, &counters.queued_ns),
+            compute_us: advance_by(1_000, compute_ns, &counters.busy_ns),
+            combine_us: advance_by(1_000, combine_ns, &counters.combined_ns),
+        };
         let mut report = LoadReport {
             window_ms: (now - self.begin).as_millis() as u64,
-            busy_ms: advance_ms(&mut self.busy_ns, &counters.busy_ns),
+            phases: Some(phases),
+            busy_ms: advance_by(1_000_000, &mut self.busy_ns, &counters.busy_ns),
             num_tokens: advance(&mut self.num_tokens, &counters.num_tokens),
             num_frames: advance(&mut self.num_frames, &counters.num_frames),
-            queued_ms: advance_ms(&mut self.queued_ns, &counters.queued_ns),
+            queued_ms: advance_by(1_000_000, &mut self.queued_ns, &counters.queued_ns),
             num_late: advance(&mut self.num_late, &counters.num_late),
             memory_experts: None,
             unreadable: Assignment::default(),
@@ -356,11 +387,12 @@ fn advance(last: &mut u64, counter: &AtomicU64) -> u64 {
     now - std::mem::replace(last, now)
 }
 
-/// The whole milliseconds since the last call. The rest counts in a later window, so that short windows lose nothing.
-fn advance_ms(last_ns: &mut u64, counter: &AtomicU64) -> u64 {
-    let ms = (counter.load(Ordering::Relaxed) - *last_ns) / 1_000_000;
-    *last_ns += ms * 1_000_000;
-    ms
+/// The whole units of `unit_ns` since the last call. The rest counts in a later window, so that short windows lose
+/// nothing.
+fn advance_by(unit_ns: u64, last_ns: &mut u64, counter: &AtomicU64) -> u64 {
+    let units = (counter.load(Ordering::Relaxed) - *last_ns) / unit_ns;
+    *last_ns += units * unit_ns;
+    units
 }
 
 /// Clients take a server without progress for so long for failed, by default.
@@ -383,6 +415,7 @@ mod tests {
         counters.add_batch(5, Duration::from_micros(7_600));
         counters.add_frame(Duration::from_micros(900), Duration::from_millis(8));
         counters.add_frame(Duration::from_micros(900), Duration::from_millis(101));
+        counters.add_combine(Duration::from_nanos(3_999));
         counters.add_expert(2, 3, 5);
         counters.add_expert(9, 9, 5);
         let report = window.next_report(&counters, &holds);
@@ -390,10 +423,15 @@ mod tests {
         assert_eq!(report.device.as_deref(), Some("cuda:1"));
         assert_eq!(report.experts, [ExpertLoad { layer: 2, expert: 3, num_tokens: 5 }]);
         assert_eq!((report.num_frames, report.queued_ms, report.num_late), (2, 1, 1));
+        let phases =
+            PhaseTimes { num_batches: 1, queue_us: 1_800, compute_us: 7_600, combine_us: 3 };
+        assert_eq!(report.phases, Some(phases));
         counters.add_batch(0, Duration::from_micros(400));
         let report = window.next_report(&counters, &holds);
         assert_eq!((report.num_tokens, report.busy_ms, report.experts.len()), (0, 1, 0));
         assert_eq!((report.num_frames, report.queued_ms, report.num_late), (0, 0, 0));
+        let phases = PhaseTimes { num_batches: 1, queue_us: 0, compute_us: 400, combine_us: 0 };
+        assert_eq!(report.phases, Some(phases));
     }
 
     #[test]

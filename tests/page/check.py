@@ -125,6 +125,11 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     text = browser.evaluate("document.body.innerText")
     for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", HOSTILE, "137 of 140", "unreachable: connection refused", "not used: verbs: no device", "server-1 is draining"):
         expect(expected in text, f"the page lacks {expected!r}")
+    cells = "[...document.querySelectorAll('#member-rows tr')].map((row) => [...row.children].slice(6, 9).map((cell) => cell.textContent).join(' '))"
+    # Names sort by number: the hostile one, which reports no phases, comes first.
+    expect(browser.evaluate(cells)[:2] == ["– – –", "37 µs 1.4 ms 9.4 µs"], f"phases: {browser.evaluate(cells)}")
+    charted = "document.querySelector('#chart-phases .u-legend')?.innerText ?? ''"
+    browser.until(f"({charted}).includes('combine')")
     expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
     expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
 

@@ -24,6 +24,11 @@ FILES = {
 }
 
 
+def phases(nth: int) -> dict[str, int]:
+    """Times of 1,000 frames in 100 batches."""
+    return {"num_batches": 100, "queue_us": 37_000 + nth, "compute_us": 141_200 + 1000 * nth, "combine_us": 940 + nth}
+
+
 class Fleet:
     """`num_members` servers that hold `num_experts` experts of `num_layers` layers, and one hostile name."""
 
@@ -63,6 +68,9 @@ class Fleet:
                 "load": {
                     "window_ms": 1000,
                     "busy_ms": random_.randrange(100, 900),
+                    "num_frames": 1000,
+                    # The last server is of a version that does not report them.
+                    **({"phases": phases(nth)} if nth < num_members - 1 else {}),
                     "num_tokens": sum(entry["num_tokens"] for entry in loads[nth]),
                     "experts": loads[nth],
                     "links": [{"transport": "shm" if nth % 2 else "libfabric", "num_links": 3, "left_out": ["verbs: no device"] if nth == 0 else []}],

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use protocol::{ErrorCode, ServerTimes};
+use telemetry::TraceContext;
 
 use super::plan::{Pair, Plan, PlannedFrame};
 #[cfg(feature = "failpoints")]
@@ -56,6 +57,10 @@ pub(crate) struct Call {
     pub no_hedge_before: Option<Instant>,
     /// Frames that are late, while they are looked at.
     pub late: Vec<u32>,
+    /// True if the recorder gets the times of the call.
+    pub is_traced: bool,
+    /// Trace of the caller.
+    pub context: Option<TraceContext>,
 }
 
 /// One frame of a call.
@@ -168,6 +173,8 @@ impl Call {
         self.fatal = None;
         self.hedges.clear();
         self.no_hedge_before = None;
+        self.is_traced = false;
+        self.context = None;
         self.has_unsettled_hedge = false;
     }
 

@@ -13,6 +13,7 @@ use super::lane::{Lane, LinkFault};
 use super::plan::{Penalty, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
+use super::trace;
 use crate::error::ClientError;
 use crate::fail_point;
 use crate::fleet::link::ABANDONED;
@@ -116,7 +117,18 @@ impl Lane {
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
                     Ok(Response::Rows(mut rows)) => {
                         if open.frame != ABANDONED {
-                            self.call.note_times(open, rows.server_times());
+                            let times = rows.server_times();
+                            self.call.note_times(open, times);
+                            if self.call.is_traced {
+                                trace::record_answer(
+                                    shared,
+                                    &self.call,
+                                    self.client_id,
+                                    link,
+                                    open,
+                                    times,
+                                );
+                            }
                             let mut buffer = self.buffers.pop().unwrap_or_default();
                             buffer.resize(rows.num_rows() * rows.hidden(), 0.0);
                             if let Err(error) = rows.read_rows_f32(0..rows.num_rows(), &mut buffer)

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use p2p_core::{ChannelError, WaitSet};
 use protocol::{DispatchMeta, FrameId, ResponseScratch, encode_dispatch};
+use telemetry::Recorder;
+use telemetry::ids::next_call;
 
 use super::call::{Call, FrameState};
 #[cfg(feature = "failpoints")]
@@ -92,6 +94,12 @@ impl Lane {
             watched_at: None,
             futile_wait_at: None,
         }
+    }
+
+    /// Begins the sequence numbers of a call. Returns true if the call is to be traced.
+    pub fn begin_sequences(&mut self, recorder: Option<&Recorder>) -> bool {
+        self.next_sequence = next_call(self.next_sequence);
+        recorder.is_some_and(|recorder| recorder.samples(self.client_id, self.next_sequence + 1))
     }
 
     pub fn next_sequence(&mut self) -> u64 {

@@ -9,6 +9,7 @@ use control_api::{ClientOptions, ControlClient, ModelDescriptor, PlacementTable,
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};
+use telemetry::Recorder;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
@@ -40,6 +41,7 @@ pub(crate) struct FleetBuilder {
     pub max_lanes: NonZeroUsize,
     pub registry: Registry,
     pub observer: Option<LayerObserver>,
+    pub recorder: Option<Recorder>,
     pub runtime: Option<Handle>,
     source: Source,
     control: Option<(String, Option<String>)>,
@@ -72,6 +74,7 @@ impl FleetBuilder {
             max_lanes: DEFAULT_MAX_LANES,
             registry: Registry::new(),
             observer: None,
+            recorder: None,
             runtime: None,
             source: Source::None,
             control: None,
@@ -165,6 +168,7 @@ impl FleetBuilder {
             routing: ArcSwap::from_pointee(Routing::empty(&descriptor)),
             metrics: ClientMetrics::new(&self.registry)?,
             observer: self.observer,
+            recorder: self.recorder,
             commands: commands_tx,
             tickets: control.is_some().then(Tickets::new).transpose()?,
             places_freed: watch::Sender::new(0),

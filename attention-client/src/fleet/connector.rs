@@ -52,6 +52,8 @@ struct ServerConnection {
     transport: Offer,
     left_out: String,
     incarnation: u64,
+    /// [`telemetry::ids::server_key`] of the name in the reply.
+    server_key: u64,
 }
 
 /// Why there is no connection.
@@ -220,6 +222,7 @@ impl Connector {
             transport,
             left_out,
             incarnation: reply.incarnation,
+            server_key: telemetry::ids::server_key(&reply.name),
         })
     }
 
@@ -239,7 +242,8 @@ impl Connector {
 
     /// Hands the link to the lane and completes when the link is over.
     async fn run_link(&mut self, generation: u32, connection: ServerConnection) -> NextStep {
-        let ServerConnection { slots, liveness, transport, left_out, incarnation } = connection;
+        let ServerConnection { slots, liveness, transport, left_out, incarnation, server_key } =
+            connection;
         let (channel, device) = slots.into_inner();
         let channel = BackgroundDrop::new(channel);
         let support = self.shared.settings.device.as_ref();
@@ -253,7 +257,7 @@ impl Connector {
         let liveness = Arc::new(liveness);
         let link = Link::new(
             Arc::clone(&self.server),
-            generation,
+            (generation, server_key),
             channel,
             Arc::clone(&state),
             Arc::clone(&liveness),

@@ -196,6 +196,8 @@ pub(crate) struct LinkReturn {
 pub(crate) struct Link {
     pub server: Arc<Server>,
     pub generation: u32,
+    /// Number of the server in traces.
+    pub server_key: u64,
     pub channel: BackgroundDrop<Channel<AnyEndpoint>>,
     pub state: Arc<LinkState>,
     pub liveness: Arc<Liveness>,
@@ -217,7 +219,7 @@ pub(crate) struct Link {
 impl Link {
     pub fn new(
         server: Arc<Server>,
-        generation: u32,
+        (generation, server_key): (u32, u64),
         channel: BackgroundDrop<Channel<AnyEndpoint>>,
         state: Arc<LinkState>,
         liveness: Arc<Liveness>,
@@ -228,6 +230,7 @@ impl Link {
         Self {
             server,
             generation,
+            server_key,
             activity: channel.peer_activity(),
             channel,
             state,

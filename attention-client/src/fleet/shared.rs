@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use protocol::FrameGeometry;
+use telemetry::Recorder;
 use tokio::sync::{mpsc, watch};
 
 use super::command::Command;
@@ -31,6 +32,8 @@ pub(crate) struct Shared {
     pub metrics: ClientMetrics,
     pub pacing: Pacing,
     pub observer: Option<LayerObserver>,
+    /// Takes the times of traced calls.
+    pub recorder: Option<Recorder>,
     pub commands: mpsc::UnboundedSender<Command>,
     /// `None` without a control plane.
     pub tickets: Option<Tickets>,

@@ -97,6 +97,17 @@ impl Fleet {
 
     /// As [`start`](Self::start) for the checkpoint in `dir`.
     pub fn of(dir: &Path, num_servers: usize, replicas: usize, slot: SlotConfig) -> Self {
+        Self::with(dir, num_servers, replicas, slot, |_| {})
+    }
+
+    /// As [`of`](Self::of), with changes to the settings of each server.
+    pub fn with(
+        dir: &Path,
+        num_servers: usize,
+        replicas: usize,
+        slot: SlotConfig,
+        change: impl Fn(&mut ServerConfig),
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .enable_all()
@@ -114,6 +125,7 @@ impl Fleet {
                 let mut config = ServerConfig::new(dir.to_owned(), name, Placement::Static(held));
                 config.slot = slot;
                 config.num_threads = 1;
+                change(&mut config);
                 let started = runtime.block_on(ExpertServer::start(config, |_| {}));
                 Some(started.expect("server"))
             })

@@ -171,6 +171,8 @@ pub struct Args {
     metrics_by_layer: bool,
     #[command(flatten)]
     listener_tls: super::tls::ListenerTlsArgs,
+    #[command(flatten)]
+    trace: super::trace::TraceArgs,
 }
 
 /// Device of a server.
@@ -285,6 +287,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;
+    config.recorder = args.trace.start("switchyard-server", &config.name)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

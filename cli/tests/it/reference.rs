@@ -32,9 +32,9 @@ fn the_reference_of_the_command_line_is_current() {
 fn the_reference_of_the_metrics_is_current() {
     let mut text = format!(
         "# Metrics\n\n{GENERATED}\n\nExpert servers and the control plane serve their metrics at \
-         `/metrics` in Prometheus' text format. A client registers its metrics in the registry that \
-         its caller gives it. On Linux the control plane also exports the `process_*` metrics of the \
-         Prometheus client library.\n"
+         `/metrics` in Prometheus' text format, or in OpenMetrics if the scraper prefers it. A client \
+         registers its metrics in the registry that its caller gives it. On Linux the control plane \
+         also exports the `process_*` metrics of the Prometheus client library.\n"
     );
     for (component, families) in live_metrics() {
         let _ = write!(

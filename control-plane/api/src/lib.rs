@@ -42,9 +42,9 @@ pub use types::{
     AdviceReason, Assignment, ClusterStatus, DrainRequest, Event, EventList, ExpertLoad,
     FleetGoals, Health, InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse,
     LinkReport, LoadReport, LoadingReport, MemberCounts, MemberId, MemberInfo, MemberList,
-    MemberState, ModelDescriptor, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
-    ScalingAdvice, Severity, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest,
-    TransportLinks, WantedDigests,
+    MemberState, ModelDescriptor, ModelDigests, PhaseTimes, ReadyRequest, RegisterRequest,
+    RegisterResponse, ScalingAdvice, Severity, StoreStatus, SuspectRequest, SuspectResponse,
+    TensorDigest, TransportLinks, WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

@@ -315,6 +315,9 @@ pub struct LoadReport {
     /// Frames among them that were computed later than 100 ms after they came.
     #[serde(default)]
     pub num_late: u64,
+    /// Times by phase. Absent if the member does not report them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phases: Option<PhaseTimes>,
     /// Experts in memory, counted per layer, with old ones that are yet to be freed. Absent if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_experts: Option<u32>,
@@ -333,6 +336,19 @@ pub struct LoadReport {
     /// Load of experts under way. Absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loading: Option<LoadingReport>,
+}
+
+/// Sums of the times of a member's frames and batches in one window, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PhaseTimes {
+    /// Batches computed.
+    pub num_batches: u64,
+    /// Over all frames: from their arrival until their batch began.
+    pub queue_us: u64,
+    /// Over all batches: copying, sorting and computing.
+    pub compute_us: u64,
+    /// Over all batches: writing the sums for the clients. 0 on a GPU, where it is a part of the compute.
+    pub combine_us: u64,
 }
 
 /// Progress of a load of experts.

@@ -2,8 +2,8 @@
 
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
-use axum::http::StatusCode;
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{ACCEPT, CONTENT_TYPE};
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use control_api::{
@@ -63,12 +63,13 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
     }
 }
 
-/// Metrics in Prometheus' text format.
+/// Metrics in Prometheus' text format, or as OpenMetrics if the scraper prefers that.
 #[utoipa::path(get, path = "/metrics", tag = "probes", security(()),
     responses((status = 200, description = "Metrics", body = String)))]
-pub(super) async fn metrics(State(app): State<App>) -> Response {
-    match app.metrics.render() {
-        Ok(text) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
+pub(super) async fn metrics(State(app): State<App>, headers: HeaderMap) -> Response {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    match app.metrics.render_as(accept) {
+        Ok((format, text)) => ([(CONTENT_TYPE, format)], text).into_response(),
         Err(err) => HttpError::new(code::INTERNAL, err.to_string()).into_response(),
     }
 }

@@ -23,7 +23,7 @@ export class Chart {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
-    const strokes = [colour("--accent"), colour("--warn")];
+    const strokes = [colour("--accent"), colour("--warn"), colour("--good")];
     const options = {
       ...this.size(),
       legend: { show: this.names.length > 1 },

@@ -3,7 +3,7 @@
 import { ApiError, call, storedToken, storeToken } from "./api.js";
 import { Chart } from "./charts.js";
 import { Heat } from "./heat.js";
-import { COLUMNS, compact, duration, health, heatmap, layerMap, number, select, severityOfState, summary } from "./model.js";
+import { COLUMNS, compact, duration, health, heatmap, layerMap, micros, number, select, severityOfState, summary } from "./model.js";
 
 const PERIOD_MS = 2000;
 const PAGE_ROWS = 100;
@@ -31,6 +31,7 @@ const charts = {
   tokens: new Chart($("chart-tokens"), ["tokens/s"], compact),
   balance: new Chart($("chart-balance"), ["ratio"], (value) => number(value, 2)),
   busy: new Chart($("chart-busy"), ["mean", "highest"], (value) => `${number(value * 100)} %`),
+  phases: new Chart($("chart-phases"), ["queue", "compute", "combine"], micros),
 };
 
 function make(tag, text, className) {
@@ -76,6 +77,7 @@ async function refresh() {
   charts.tokens.add(now, [totals.tokens]);
   charts.balance.add(now, [totals.balance]);
   charts.busy.add(now, [totals.busyMean, totals.busyMax]);
+  charts.phases.add(now, [totals.phases.queue, totals.phases.compute, totals.phases.combine]);
   show(totals);
 }
 

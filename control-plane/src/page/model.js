@@ -12,9 +12,24 @@ export function rates(member) {
   };
 }
 
+// Mean times by phase in microseconds, over one or more members: of a frame in the queue, of a batch in the others. Null
+// where no member has reported any.
+export function phases(members) {
+  const loads = members.map((member) => member.load).filter((load) => load?.phases);
+  const total = (pick) => sum(loads.map((load) => pick(load)));
+  const mean = (time, count) => (count > 0 ? time / count : null);
+  const batches = total((load) => load.phases.num_batches);
+  return {
+    queue: mean(total((load) => load.phases.queue_us), total((load) => load.num_frames)),
+    compute: mean(total((load) => load.phases.compute_us), batches),
+    combine: mean(total((load) => load.phases.combine_us), batches),
+  };
+}
+
 // Sums over the members that serve.
 export function summary(members) {
-  const serving = members.filter((member) => member.state === "serving").map(rates);
+  const servers = members.filter((member) => member.state === "serving");
+  const serving = servers.map(rates);
   const tokens = serving.map((rate) => rate.tokens);
   const busy = serving.map((rate) => rate.busy);
   const total = sum(tokens);
@@ -24,6 +39,7 @@ export function summary(members) {
     balance: mean > 0 ? Math.max(...tokens) / mean : null,
     busyMean: serving.length ? sum(busy) / serving.length : 0,
     busyMax: serving.length ? Math.max(...busy) : 0,
+    phases: phases(servers),
   };
 }
 
@@ -106,6 +122,17 @@ export function duration(ms) {
   return parts.slice(first, first + 2).map(([value, unit]) => `${value} ${unit}`).join(" ");
 }
 
+export function micros(us) {
+  if (us == null) return "–";
+  const [value, unit] = us < 1000 ? [us, "µs"] : us < 1e6 ? [us / 1000, "ms"] : [us / 1e6, "s"];
+  return `${number(value, value < 10 ? 1 : 0)} ${unit}`;
+}
+
+function phaseColumn(phase, title) {
+  const of = (member) => phases([member])[phase];
+  return { id: `${phase}_us`, title, text: (m) => micros(of(m)), sort: (m) => of(m) ?? -1, isNumber: true };
+}
+
 // One line per column of the table of members: title, text, and the value to sort by.
 export const COLUMNS = [
   { id: "name", title: "Name", text: (m) => m.name, sort: (m) => m.name },
@@ -114,7 +141,10 @@ export const COLUMNS = [
   { id: "links", title: "Clients", text: linksText, sort: (m) => (m.load?.links ?? []).reduce((n, l) => n + l.num_links, 0) },
   { id: "experts", title: "Experts", text: expertsText, sort: (m) => m.experts_held, isNumber: true },
   { id: "tokens", title: "Tokens/s", text: (m) => number(rates(m).tokens), sort: (m) => rates(m).tokens, isNumber: true },
-  { id: "busy", title: "Compute", text: (m) => `${number(rates(m).busy * 100)} %`, sort: (m) => rates(m).busy, isNumber: true },
+  phaseColumn("queue", "Queue"),
+  phaseColumn("compute", "Compute"),
+  phaseColumn("combine", "Combine"),
+  { id: "busy", title: "Busy", text: (m) => `${number(rates(m).busy * 100)} %`, sort: (m) => rates(m).busy, isNumber: true },
   { id: "lease", title: "Lease", text: (m) => `${number(m.lease_remaining_ms / 1000, 1)} s`, sort: (m) => m.lease_remaining_ms, isNumber: true },
   { id: "note", title: "Notes", text: notesText, sort: (m) => notesText(m), isNote: true },
 ];

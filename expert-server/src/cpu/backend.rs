@@ -87,6 +87,7 @@ impl LoadedBackend for LoadedCpu {
             limits: config.limits,
             spin: config.spin,
             metrics_by_layer: config.metrics_by_layer,
+            recorder: config.recorder.as_ref().map(|recorder| recorder.for_server(&config.name)),
         };
         let (data, end) = CpuPlane::start(self.store, config, metrics.clone())?;
         Ok((Arc::new(data), end))

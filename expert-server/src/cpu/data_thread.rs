@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use checkpoint::ModelConfig;
 use p2p_core::{Transport, WaitSet};
 use protocol::{CombineMeta, DispatchScratch, FrameId, decode_dispatch, peek_id};
+use telemetry::{FrameKey, ServedStamp, ServerRecorder, Stamp};
 
 use super::answer::{Answer, BufferPool, Fault};
 use super::batch::BatchBuilder;
@@ -185,6 +186,9 @@ impl<E: Transport> DataThread<E> {
         failpoint!("server::after_compute");
         self.answer(begin, computed - gathered, outcome.err());
         self.count_batch(layer, begin, gathered, computed);
+        if let Some(recorder) = &self.config.recorder {
+            self.record_batch(recorder, begin, gathered, computed);
+        }
     }
 
     /// Copies the next frames of `layer` into the batch, and gives their credit back.
@@ -296,12 +300,47 @@ impl<E: Transport> DataThread<E> {
         metrics.batch_clients.observe(num_clients.into());
         metrics.gather_seconds.observe((gathered - begin).as_secs_f64());
         metrics.compute_seconds.observe((computed - gathered).as_secs_f64());
-        metrics.encode_seconds.observe(computed.elapsed().as_secs_f64());
+        let combined = computed.elapsed();
+        metrics.encode_seconds.observe(combined.as_secs_f64());
+        self.load.add_combine(combined);
         self.load.add_batch(num_tokens, computed - begin);
         for group in self.batch.groups() {
             let num_tokens = u64::from(group.end - group.begin);
             self.load.add_expert(layer, group.expert, num_tokens);
             self.expert_tokens.add(layer, group.expert, num_tokens);
+        }
+    }
+
+    /// Records the times of frames that belong to sampled calls.
+    fn record_batch(
+        &self,
+        ServerRecorder { recorder, server_key }: &ServerRecorder,
+        began: Instant,
+        gathered: Instant,
+        computed: Instant,
+    ) {
+        for item in &self.items {
+            let ItemBody::Rows { meta, num_rows, taken_at, .. } = &item.body else { continue };
+            let id = meta.id;
+            if recorder.samples(id.client_id, id.sequence) {
+                recorder.record(Stamp::Served(ServedStamp {
+                    key: FrameKey {
+                        server_key: *server_key,
+                        client_id: id.client_id,
+                        generation: id.generation,
+                        sequence: id.sequence,
+                        frame_idx: id.frame_idx,
+                    },
+                    layer: id.layer,
+                    num_tokens: *num_rows as u32,
+                    batch_tokens: self.batch.num_tokens() as u32,
+                    arrived: *taken_at,
+                    began,
+                    gathered,
+                    computed,
+                    answered: Instant::now(),
+                }));
+            }
         }
     }
 

@@ -79,6 +79,7 @@ pub(super) async fn start(
     let has_control_plane = matches!(config.placement, Placement::ControlPlane { .. });
     let health = Arc::new(Health {
         metrics: metrics.clone(),
+        recorder: config.recorder.clone(),
         handshakes: listener.stats(),
         rendering: Mutex::new(()),
         data: OnceLock::new(),

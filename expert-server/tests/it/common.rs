@@ -104,6 +104,7 @@ impl Rig {
             limits,
             spin: SpinPolicy { spin: Duration::from_micros(20) },
             metrics_by_layer: true,
+            recorder: None,
         };
         let metrics = ServerMetrics::new(prometheus::Registry::new()).expect("metrics register");
         let (data, end) = CpuPlane::start(Arc::new(store), config, metrics.clone())

@@ -55,6 +55,7 @@ pub const RULES: &[Rule] = &[
             "control-plane/api",
             "message-engine",
             "p2p-core",
+            "telemetry",
             "transports/libfabric",
             "transports/verbs",
             "trust",
@@ -64,11 +65,12 @@ pub const RULES: &[Rule] = &[
     only("softnic/driver", &[]),
     only("softnic/verbs", &["p2p-core", "kernels", "softnic", "transports/ibgda"]),
     Rule { forbidden: &["tokio", "axum", "hyper"], ..only("protocol", &["p2p-core"]) },
+    Rule { forbids_unsafe: true, ..only("telemetry", &[]) },
     only("checkpoint", &[]),
     Rule { forbidden: &["tokio", "axum", "hyper", "reqwest"], ..only("kernels", &[]) },
     Rule {
         ours: Ours::Only(
-            &["protocol", "p2p-core", "control-plane/api", "trust"],
+            &["protocol", "p2p-core", "control-plane/api", "telemetry", "trust"],
             &["checkpoint", "kernels", "transports/proxy", "transports/cuda-ipc"],
         ),
         apart: &[("client", "device")],
@@ -83,7 +85,7 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         forbids_unsafe: true,
-        ..only("control-plane", &["control-plane/api", "httpd", "trust"])
+        ..only("control-plane", &["control-plane/api", "httpd", "telemetry", "trust"])
     },
     Rule { forbids_unsafe: true, ..only("control-plane/api", &["trust"]) },
     only("httpd", &["trust"]),
