@@ -137,7 +137,8 @@ impl Election {
         let store = EtcdStore::new(client, &self.prefix, Handle::current(), Some(fence));
         let settings = self.settings.clone();
         let work = async {
-            let begin = tokio::task::spawn_blocking(move || Editions::restore(settings, Box::new(store)));
+            let begin =
+                tokio::task::spawn_blocking(move || Editions::restore(settings, Box::new(store)));
             // A panic, or the runtime shuts down.
             let begun = begin.await.map_err(|_| StoreError::Deposed)??;
             let editions = Arc::clone(&begun.editions);

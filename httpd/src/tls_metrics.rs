@@ -40,9 +40,6 @@ pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometh
     }))
 }
 
-/// Name of the metric with the end of the certificate.
-pub const TLS_CERTIFICATE_EXPIRY: &str = "switchyard_tls_certificate_expiry_timestamp_seconds";
-
 struct TlsMetrics {
     tls: Tls,
     expiry: Gauge,
