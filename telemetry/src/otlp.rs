@@ -10,7 +10,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SpanData, SpanExporter as _};
 
 use crate::ids::{SampleRatioError, Sampler};
-use crate::recorder::Recorder;
+use crate::recorder::{Exporter, Recorder};
 use crate::spans::SpanMaker;
 
 /// Settings of [`start_export`].
@@ -47,7 +47,7 @@ pub enum TraceError {
 }
 
 #[derive(Debug)]
-pub(crate) struct ExportThread {
+struct ExportThread {
     /// Takes a channel for the answer to a flush. `None` once the thread shall end.
     flushes: Option<mpsc::Sender<mpsc::Sender<()>>>,
     /// In a lock, so that recorders may be shared between threads.
@@ -82,9 +82,8 @@ pub fn start_export(config: &TraceConfig) -> Result<Recorder, TraceError> {
     Ok(recorder.exported_by(ExportThread { flushes: Some(flushes), ended: Mutex::new(ended) }))
 }
 
-impl ExportThread {
-    /// Returns true once all stamps are exported or lost, false if that takes longer than `timeout`.
-    pub(crate) fn flush(&self, timeout: Duration) -> bool {
+impl Exporter for ExportThread {
+    fn flush(&self, timeout: Duration) -> bool {
         let (reply, done) = mpsc::channel();
         let is_sent = self.flushes.as_ref().is_some_and(|flushes| flushes.send(reply).is_ok());
         is_sent && done.recv_timeout(timeout).is_ok()

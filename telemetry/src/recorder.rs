@@ -17,7 +17,14 @@ pub struct Recorder {
     ring: Arc<Ring>,
     /// Ends the thread that exports, when the last clone goes.
     #[cfg(feature = "otlp")]
-    exporter: Option<Arc<crate::otlp::ExportThread>>,
+    exporter: Option<Arc<dyn Exporter>>,
+}
+
+/// A thread that exports stamps. It ends when this is dropped.
+#[cfg(feature = "otlp")]
+pub(crate) trait Exporter: std::fmt::Debug + Send + Sync {
+    /// Returns true once all stamps are exported or lost, false if that takes longer than `timeout`.
+    fn flush(&self, timeout: std::time::Duration) -> bool;
 }
 
 /// A [`Recorder`] for the frames of one server.
@@ -56,7 +63,7 @@ impl Recorder {
 
     /// The same ring, with a thread that ends when the last clone of this goes.
     #[cfg(feature = "otlp")]
-    pub(crate) fn exported_by(&self, thread: crate::otlp::ExportThread) -> Self {
+    pub(crate) fn exported_by(&self, thread: impl Exporter + 'static) -> Self {
         Self { exporter: Some(Arc::new(thread)), ..self.clone() }
     }
 

@@ -46,8 +46,8 @@ struct InitArgs {
 struct IssueArgs {
     /// Folder of the authority.
     dir: PathBuf,
-    /// Role of the holder. server: a control plane or an expert server. client: a process that computes with the experts.
-    /// operator: a person or tool that changes the fleet. viewer: one that looks at it.
+    /// Role of the holder. Control planes and expert servers are servers. Processes that compute with the experts are
+    /// clients. Operators change the fleet, and viewers look at it.
     #[arg(long, env = "SWITCHYARD_CERTS_ROLE", value_name = "server|client|operator|viewer")]
     role: Role,
     /// Name of the holder. Status and audit show it.

@@ -40,15 +40,18 @@ impl Process {
     /// Waits for the event `mark`.
     fn start(args: &[&str], mark: &str) -> Self {
         let mut command = switchyard(args);
-        let mut child = command.arg("--json").stdout(Stdio::piped()).spawn().expect("start");
-        let lines = BufReader::new(child.stdout.take().expect("stdout")).lines();
-        let mut first = None;
+        let child = command.arg("--json").stdout(Stdio::piped()).spawn().expect("start");
+        // Dropped, it kills the child, also after a failed assertion.
+        let mut process = Self { child, first: serde_json::Value::Null };
+        let lines = BufReader::new(process.child.stdout.take().expect("stdout")).lines();
         for line in lines.map_while(Result::ok) {
             let event: serde_json::Value = serde_json::from_str(&line).expect("JSON");
             let is_last = event["event"] == mark;
-            first.get_or_insert(event);
+            if process.first.is_null() {
+                process.first = event;
+            }
             if is_last {
-                return Self { child, first: first.expect("an event") };
+                return process;
             }
         }
         panic!("{args:?} ended");
