@@ -1,5 +1,6 @@
 //! The HTTP interface: routes, authentication, timeouts, errors as JSON.
 
+mod change;
 mod digests;
 mod error;
 mod exposure;

@@ -15,12 +15,14 @@ pub struct Exemplar {
     pub at: SystemTime,
 }
 
+/// By phase, then by the power of two of the nanoseconds: the newest one.
+type ByPhase = BTreeMap<&'static str, [Option<Exemplar>; 64]>;
+
 /// Exemplars by phase. Clones share them. The thread that exports traces writes them, and a scrape reads them, so the
 /// hot path never waits for the lock.
 #[derive(Debug, Clone, Default)]
 pub struct Exemplars {
-    /// By phase, then by the power of two of the nanoseconds: the newest one.
-    phases: Arc<Mutex<BTreeMap<&'static str, [Option<Exemplar>; 64]>>>,
+    phases: Arc<Mutex<ByPhase>>,
 }
 
 impl Exemplars {
@@ -41,7 +43,7 @@ impl Exemplars {
         found.max_by_key(|exemplar| exemplar.at).copied()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, [Option<Exemplar>; 64]>> {
+    fn lock(&self) -> MutexGuard<'_, ByPhase> {
         self.phases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

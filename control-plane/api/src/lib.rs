@@ -23,6 +23,7 @@ mod lease;
 pub mod models;
 pub mod placement;
 mod sse;
+pub mod status;
 pub mod tickets;
 mod token;
 pub mod types;
@@ -37,14 +38,15 @@ pub use models::{
     SwitchRequest,
 };
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
+pub use status::{ClusterStatus, Health};
 pub use tickets::{RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse};
 pub use types::{
-    AdviceReason, Assignment, ClusterStatus, DrainRequest, Event, EventList, ExpertLoad,
-    FleetGoals, Health, InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse,
-    LinkReport, LoadReport, LoadingReport, MemberCounts, MemberId, MemberInfo, MemberList,
-    MemberState, ModelDescriptor, ModelDigests, PhaseTimes, ReadyRequest, RegisterRequest,
-    RegisterResponse, ScalingAdvice, Severity, StoreStatus, SuspectRequest, SuspectResponse,
-    TensorDigest, TransportLinks, WantedDigests,
+    AdviceReason, Assignment, DrainRequest, Event, EventList, ExpertLoad, FleetGoals,
+    InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse, LinkReport,
+    LoadReport, LoadingReport, MemberCounts, MemberId, MemberInfo, MemberList, MemberState,
+    ModelDescriptor, ModelDigests, PhaseTimes, ReadyRequest, RegisterRequest, RegisterResponse,
+    ScalingAdvice, Severity, StoreStatus, SuspectRequest, SuspectResponse, TensorDigest,
+    TransportLinks, WantedDigests,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
 

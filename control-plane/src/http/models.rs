@@ -10,9 +10,9 @@ use control_api::{AddModelRequest, ApiError, ClientsReport, EditionList, SwitchR
 use serde::Deserialize;
 
 use super::App;
+use super::change::{Change, NoArguments};
 use super::error::{Body, HttpError};
 use super::guard::AuditNote;
-use super::routes::{Change, NoArguments};
 use crate::boards::EditionBoard;
 
 type Answer = Result<Json<EditionList>, HttpError>;

@@ -16,6 +16,7 @@ use serde::Deserialize;
 use utoipa::ToSchema;
 
 use super::App;
+use super::change::{Change, NoArguments};
 use super::error::{Body, HttpError};
 use super::forward::no_leader;
 use super::guard::AuditNote;
@@ -24,8 +25,6 @@ use crate::access::Caller;
 use crate::role::{Following, Role};
 
 type Answer<T> = Result<Json<T>, HttpError>;
-/// An answer to a change, with a note for the audit log.
-pub(super) type Change<T> = Result<(Extension<AuditNote>, T), HttpError>;
 
 /// Returns 200 while the process runs.
 #[utoipa::path(get, path = "/healthz", tag = "probes", security(()),
@@ -206,11 +205,6 @@ pub(super) struct GoalsRequest {
     /// Replicas of hot experts beyond the minimum, as a share of all replicas of a layer, 0 to 16.
     spare: f64,
 }
-
-/// The body of a request without arguments: nothing, or `{}`.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct NoArguments {}
 
 /// All members by name.
 #[utoipa::path(get, path = "/v1/members", tag = "members", responses(

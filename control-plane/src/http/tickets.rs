@@ -5,9 +5,9 @@ use axum::{Extension, Json};
 use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse};
 
 use super::App;
+use super::change::{Change, NoArguments};
 use super::error::{Body, HttpError};
 use super::guard::AuditNote;
-use super::routes::{Change, NoArguments};
 
 /// Issues a ticket: a short-lived permission to connect to the servers of the fleet. The client shows it in each
 /// handshake, with a proof by its secret key. After a change of the leader the answer waits until the servers know the

@@ -144,9 +144,7 @@ pub(super) fn secure_client_with(
     let parse = |text: &str| Locator::parse(text, |url| Ok(reqwest::Url::parse(url).unwrap()));
     let locators: Vec<Locator> = urls.split(',').map(|text| parse(text).unwrap()).collect();
     let planes = ControlPlanes::new(locators, scheme, backends);
-    let mut options = ClientOptions::default();
-    options.timeout = TIMEOUT;
-    options.security = security;
+    let options = ClientOptions { timeout: TIMEOUT, security, ..ClientOptions::default() };
     ControlClient::of_planes(planes, options).unwrap()
 }
 
