@@ -23,12 +23,13 @@ use crate::discovery::{ControlPlanes, Snapshot, Target, text_of};
 use crate::error::{ApiError, ConfigError, ControlError, causes};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
+use crate::status::ClusterStatus;
 use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
 use crate::token::TokenSource;
 use crate::types::{
-    ClusterStatus, DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId,
-    MemberInfo, MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse,
-    ScalingAdvice, SuspectRequest, SuspectResponse,
+    DrainRequest, FleetGoals, LeaderInfo, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
+    MemberList, ModelDigests, ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice,
+    SuspectRequest, SuspectResponse,
 };
 
 /// Limits of a [`ControlClient`].
