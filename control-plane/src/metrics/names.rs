@@ -42,5 +42,4 @@ pub const STORE_WRITE_SECONDS: &str = "switchyard_control_store_write_seconds";
 pub const SUSPECTS_TOTAL: &str = "switchyard_control_suspects_total";
 pub const TERMS_TOTAL: &str = "switchyard_control_terms_total";
 pub const TOKEN_FILE_VALID: &str = "switchyard_control_token_file_valid";
-pub const TLS_CERTIFICATE_EXPIRY: &str = httpd::TLS_CERTIFICATE_EXPIRY;
 pub const WATCHERS: &str = "switchyard_control_watchers";
