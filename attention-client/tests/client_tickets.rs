@@ -95,7 +95,7 @@ impl Fleet {
             runtime.block_on(ExpertServer::start(config, |_| {})).expect("a server")
         });
         let servers: Vec<RunningServer> = servers.collect();
-        let checkpoint = Arc::new(Checkpoint::open(&tiny_dir()).expect("a checkpoint"));
+        let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("a checkpoint"));
         let model = ClientModel::with_weights_of(&checkpoint).expect("a fingerprint");
         let local = LocalExperts::new(checkpoint);
         Self { runtime, plane: Some(plane), dir, servers, model, local }
