@@ -22,7 +22,15 @@ fn run(args: &[&str]) -> Output {
 
 /// The only line of a failed command.
 fn failure(args: &[&str]) -> String {
-    let output = run(args);
+    only_line(args, run(args))
+}
+
+/// As [`failure`], without the token, so that the certificate alone says who calls.
+fn failure_by_certificate(args: &[&str]) -> String {
+    only_line(args, switchyard(args).env_remove("SWITCHYARD_TOKEN").output().expect("start"))
+}
+
+fn only_line(args: &[&str], output: Output) -> String {
     assert_eq!(output.status.code(), Some(1), "{args:?}: {output:?}");
     let text = String::from_utf8(output.stderr).expect("text");
     assert_eq!(text.lines().count(), 1, "{text}");
@@ -125,7 +133,7 @@ fn three_commands_make_a_secure_fleet() {
     ]);
     assert!(generated.status.success(), "{generated:?}");
 
-    let line = failure(&["drain", "a", "--control-plane", &url, "--tls", engine]);
+    let line = failure_by_certificate(&["drain", "a", "--control-plane", &url, "--tls", engine]);
     assert!(line.contains("operator"), "{line}");
     let line = failure(&["status", "--control-plane", &url]);
     assert!(line.contains("--tls DIR") && line.contains("SWITCHYARD_TLS"), "{line}");
