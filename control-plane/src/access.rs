@@ -98,6 +98,11 @@ impl Caller {
         }
     }
 
+    /// Returns true if the caller is a server that may change the member.
+    pub(crate) fn acts_for(&self, member: &MemberId) -> bool {
+        self.roles.contains(&Role::Server) && self.owns(member)
+    }
+
     pub(crate) fn role_names(&self) -> Vec<String> {
         self.roles.iter().map(|role| role.name().to_owned()).collect()
     }

@@ -169,6 +169,8 @@ struct Connection {
 
 impl Connection {
     async fn run(mut self, stream: TcpStream) {
+        // Each way out takes the connection out of the table.
+        let end = EndOfConnection(Arc::clone(&self.state));
         // TCP_USER_TIMEOUT detects a peer that is gone: it does not acknowledge data or keep-alives.
         let _ = stream.set_nodelay(true);
         let _ = rustix::net::sockopt::set_tcp_user_timeout(
@@ -204,7 +206,7 @@ impl Connection {
             .max_buf_size(self.limits.max_head_bytes.max(MIN_HEAD_BYTES));
         let mut connection = std::pin::pin!(builder.serve_connection(io, service));
         // Dropped before the connection, whose last response must not make it idle again.
-        let _end = EndOfConnection(self.state);
+        let _end = end;
         let result = tokio::select! {
             result = connection.as_mut() => result,
             () = stopped(&mut self.shutdown) => {

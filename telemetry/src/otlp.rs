@@ -129,6 +129,7 @@ impl Export {
                     break;
                 }
                 let num_spans = spans.len();
+                let is_full = num_spans >= MAX_BATCH;
                 let batch = std::mem::take(&mut spans);
                 if let Err(error) = self.runtime.block_on(self.exporter.export(batch)) {
                     num_failed += num_spans;
@@ -136,6 +137,10 @@ impl Export {
                         warned_at = Some(Instant::now());
                         tracing::warn!(%error, num_failed, "cannot export spans: they are lost");
                     }
+                }
+                // Later stamps wait for the next period.
+                if !is_full {
+                    break;
                 }
             }
             let dropped = self.recorder.num_dropped();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use trust::Role;
 use trust::tokens::{self, TokenEntry};
 
@@ -63,8 +63,12 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     match args.action {
         Action::New(args) => {
             let token = tokens::generate();
-            let end = args.expires_in.map(|time| SystemTime::now().checked_add(time));
-            let end = end.map(|end| end.context("--expires-in is too long")).transpose()?;
+            if args.expires_in.is_some_and(|time| time > LONGEST_LIFE) {
+                bail!(
+                    "--expires-in is more than 100 years: leave it out for a token that never ends"
+                );
+            }
+            let end = args.expires_in.map(|time| SystemTime::now() + time);
             let entry = TokenEntry::new(&args.name, args.role, &token, end).context("--name")?;
             tokens::add(&args.file.file, &entry)?;
             match global.json {
@@ -118,3 +122,6 @@ fn show(entry: &TokenEntry) {
     };
     outln!("{}  {:8}  {}  {end}", entry.hash.id(), entry.role.name(), entry.name);
 }
+
+/// Longest life of a token that ends.
+const LONGEST_LIFE: Duration = Duration::from_secs(100 * 365 * 86_400);

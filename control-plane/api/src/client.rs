@@ -713,7 +713,12 @@ fn check_security(
             "https" if security.for_client().is_none() => {
                 return Err(ConfigError::NeedsTls { url });
             }
-            "http" if has_token && !is_local && !security.insecure => {
+            // With certificates, a plain URL is a slip, and tickets would travel over it.
+            "http"
+                if (has_token || security.for_client().is_some())
+                    && !is_local
+                    && !security.insecure =>
+            {
                 return Err(ConfigError::Insecure { url });
             }
             _ => {}

@@ -78,9 +78,9 @@ pub enum ConfigError {
          --tls-ca FILE (SWITCHYARD_TLS_CA)"
     )]
     NeedsTls { url: String },
-    /// The token would travel unencrypted over a network.
+    /// Tokens or tickets would travel unencrypted over a network.
     #[error(
-        "{url} is plain HTTP to another host, and the token would travel unencrypted: use https:// with --tls DIR \
+        "{url} is plain HTTP to another host, and tokens and tickets would travel unencrypted: use https:// with --tls DIR \
          (SWITCHYARD_TLS), or, on a trusted network, --insecure (SWITCHYARD_INSECURE=1)"
     )]
     Insecure { url: String },

@@ -12,12 +12,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use control_api::{AuditEntry, AuditList};
 use prometheus::IntCounter;
 use tracing::{error, info};
+use trust::log_limit::LogLimit;
 
 /// See the [module](self). Clones share one log.
 #[derive(Clone, Debug)]
 pub(crate) struct AuditLog {
     kept: Arc<Mutex<Kept>>,
     file: Option<FileHandle>,
+    /// A flood of refused attempts must not push the changes out.
+    refusals: Arc<LogLimit>,
 }
 
 #[derive(Debug)]
@@ -45,7 +48,8 @@ impl AuditLog {
         // Numbers rise over restarts as long as clocks do.
         let last_seq = unix_ms() * NUMBERS_PER_MS;
         let kept = Arc::new(Mutex::new(Kept { last_seq, entries: VecDeque::new() }));
-        let Some(path) = path else { return Ok(Self { kept, file: None }) };
+        let refusals = Arc::default();
+        let Some(path) = path else { return Ok(Self { kept, file: None, refusals }) };
         let writer = Writer { path: path.to_owned(), file: open(path)?, must_break: false };
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let handle = FileHandle { lines, error: Arc::default(), lost };
@@ -53,7 +57,7 @@ impl AuditLog {
         std::thread::Builder::new()
             .name("switchyard-audit".to_owned())
             .spawn(move || writer.run(&queue, &error, &lost))?;
-        Ok(Self { kept, file: Some(handle) })
+        Ok(Self { kept, file: Some(handle), refusals })
     }
 
     /// Adds an entry; its number and time are set here. Never waits for the file.
@@ -73,6 +77,12 @@ impl AuditLog {
             kept.entries.pop_front();
         }
         kept.entries.push_back(entry);
+    }
+
+    /// Takes one refused attempt out of the budget of ten in 10 s. Returns the number of attempts before it that have no
+    /// entry, or `None` if this one gets none either.
+    pub(crate) fn allow_refusal(&self) -> Option<u64> {
+        self.refusals.allow()
     }
 
     /// Adds a change that the control plane has made by itself.

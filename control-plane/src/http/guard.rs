@@ -142,7 +142,11 @@ fn admit(
     }
     let member = member.map(Result::as_ref).transpose();
     let (bucket, reason) = match member {
-        Ok(Some(member)) if app.leader().is_ok_and(|leader| leader.has_member(member)) => {
+        // Other callers cannot use up the rate of a member.
+        Ok(Some(member))
+            if caller.acts_for(member)
+                && app.leader().is_ok_and(|leader| leader.has_member(member)) =>
+        {
             (Bucket::Member(member.clone()), RefusalReason::MemberRate)
         }
         _ => caller_bucket(caller),
@@ -216,7 +220,15 @@ fn record(
     }
     let note = extensions.get::<AuditNote>().cloned().unwrap_or_default();
     let member = member.and_then(Result::ok).map(String::from);
-    let detail = failure.map(|failure| failure.message.clone()).or(note.detail);
+    let mut detail = failure.map(|failure| failure.message.clone()).or(note.detail);
+    if failure.is_some_and(|failure| failure.code == code::FORBIDDEN) {
+        let Some(num_skipped) = app.audit.allow_refusal() else { return };
+        if num_skipped > 0 {
+            let text = detail.unwrap_or_default();
+            detail =
+                Some(format!("{text} ({num_skipped} refused attempts before it are not listed)"));
+        }
+    }
     app.audit.add(AuditEntry {
         name: caller.name.clone(),
         roles: caller.role_names(),

@@ -117,14 +117,14 @@ impl Chain {
         self.batches[idx].timeline(self.launched, ended)
     }
 
-    /// Says whom the batches in flight that have not begun wait for.
+    /// Says whom the batches in flight wait for. A batch that has read the value already keeps the old one.
     pub(super) fn set_gather(&self, gather: Gather) {
         if self.launched_at.is_some() {
             self.batches[self.next..].iter().for_each(|batch| batch.set_gather(gather));
         }
     }
 
-    /// Lets the batches in flight that have not begun take what is there, without waiting.
+    /// Lets the batches in flight that have not read the last value take what is there, without waiting.
     pub(super) fn hurry(&self) {
         self.set_gather(Gather { clients: 0, within_ns: GATHER_NONE });
     }

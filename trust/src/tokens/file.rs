@@ -94,7 +94,10 @@ fn lock(path: &Path, options: &mut OpenOptions) -> Result<(File, String), TokenF
         });
         if is_current {
             let mut text = String::new();
-            file.read_to_string(&mut text).map_err(fail)?;
+            (&mut file).take(MAX_FILE_BYTES + 1).read_to_string(&mut text).map_err(fail)?;
+            if text.len() as u64 > MAX_FILE_BYTES {
+                return Err(TokenFileError::TooLarge { path: path.to_owned() });
+            }
             return Ok((file, text));
         }
     }

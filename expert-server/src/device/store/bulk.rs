@@ -44,8 +44,10 @@ pub(super) fn load_all(
     let num_threads = cores.min(MOST_THREADS).min(jobs.len());
     let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
     let work = |started: Sender<()>| {
-        let mut uploader = Uploader::new(gpu)
-            .map_err(|source| BulkError { source: refused(source), is_copying: false })?;
+        let mut uploader = Uploader::new(gpu).map_err(|source| {
+            is_over.store(true, Ordering::Relaxed);
+            BulkError { source: refused(source), is_copying: false }
+        })?;
         let mut load = || {
             while !is_over.load(Ordering::Relaxed)
                 && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
