@@ -433,7 +433,7 @@ mod tests {
         assert_eq!(
             found(&[("p2p-core/Cargo.toml", manifest)], ""),
             [
-                "p2p-core/Cargo.toml:4: p2p-core must not depend on kernels; it may depend on no crate of ours"
+                "p2p-core/Cargo.toml:4: p2p-core must not depend on kernels; it may depend on trust"
             ]
         );
         let manifest = manifest.replace("dependencies", "build-dependencies");
