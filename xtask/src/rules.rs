@@ -432,9 +432,7 @@ mod tests {
         let manifest = "[package]\nname = \"switchyard-p2p-core\"\n[dependencies]\nkernels = { workspace = true }\n";
         assert_eq!(
             found(&[("p2p-core/Cargo.toml", manifest)], ""),
-            [
-                "p2p-core/Cargo.toml:4: p2p-core must not depend on kernels; it may depend on trust"
-            ]
+            ["p2p-core/Cargo.toml:4: p2p-core must not depend on kernels; it may depend on trust"]
         );
         let manifest = manifest.replace("dependencies", "build-dependencies");
         assert_eq!(found(&[("p2p-core/Cargo.toml", &manifest)], "").len(), 1);

@@ -52,9 +52,9 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_PLACEMENT", default_value = "fixed")]
     placement: PlacementKind,
     /// Expert servers. With `--placement fixed` the experts are divided among this many. With `load` it is the number
-    /// that is expected at the start.
-    #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
-    servers: u32,
+    /// that is expected at the start. Default: 1, and with `load` as many as --replicas needs.
+    #[arg(long, env = "SWITCHYARD_SERVERS")]
+    servers: Option<u32>,
     /// Replicas of each expert, on distinct servers. With `--placement load` hot experts get more: see --spare.
     #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 1)]
     replicas: u32,
@@ -196,7 +196,12 @@ pub fn parse_spare(text: &str) -> Result<f64, String> {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let mut config = ServerConfig::new(args.listen, args.servers, args.replicas);
+    let least = match args.placement {
+        PlacementKind::Load => args.replicas.max(1),
+        PlacementKind::Fixed => 1,
+    };
+    let servers = args.servers.unwrap_or(least);
+    let mut config = ServerConfig::new(args.listen, servers, args.replicas);
     config.token = super::given_or_read(args.token.as_ref(), args.token_file.as_deref())?;
     config.tokens = args.tokens;
     config.audit_log = args.audit_log;

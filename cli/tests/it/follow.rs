@@ -1,6 +1,8 @@
 //! A placement that follows the load, with real processes.
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,22 @@ struct Call {
     idx: Vec<i32>,
     weights: Vec<f32>,
     expected: Vec<f32>,
+}
+
+#[test]
+fn a_fleet_that_follows_the_load_needs_no_number_of_servers() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_switchyard"))
+        .args(["control-plane", "--listen", "127.0.0.1:0", "--json"])
+        .args(["--placement", "load", "--replicas", "3"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("start");
+    let mut line = String::new();
+    let read = BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line);
+    child.kill().expect("kill");
+    child.wait().expect("wait");
+    read.expect("a line");
+    assert!(line.contains("\"listening\""), "{line}");
 }
 
 #[test]
