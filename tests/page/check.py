@@ -21,7 +21,6 @@ import websocket
 
 WAIT_SECONDS = 60
 KEYS = {"Escape": 27, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 
 
 class Browser:
@@ -123,7 +122,7 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     refused = [text for text in browser.messages if "401" not in text]
     expect(not refused, f"console: {refused}")
     text = browser.evaluate("document.body.innerText")
-    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", HOSTILE, "137 of 140", "unreachable: connection refused", "not used: verbs: no device", "server-1 is draining"):
+    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
         expect(expected in text, f"the page lacks {expected!r}")
     cells = "[...document.querySelectorAll('#member-rows tr')].map((row) => [...row.children].slice(6, 9).map((cell) => cell.textContent).join(' '))"
     # Names sort by number: the hostile one, which reports no phases, comes first.
@@ -142,7 +141,7 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     browser.evaluate("const box = document.getElementById('layer'); box.value = '5'; box.dispatchEvent(new Event('change'))")
     browser.key("ArrowUp")
     readout = browser.evaluate("document.getElementById('heat-cell').textContent")
-    expect(readout.startswith(f"Expert 0, {HOSTILE}: "), f"the mark says {readout!r}")
+    expect(readout.startswith(f"Expert 0, {mock.HOSTILE}: "), f"the mark says {readout!r}")
 
     # A drain asks first; escape and cancel do nothing.
     drain = "document.querySelector('button[aria-label=\"Drain server-0\"]').click()"
@@ -174,6 +173,14 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
         width = browser.evaluate("document.documentElement.scrollWidth")
         expect(width <= 390, f"the page is {width} pixels wide on a screen of 390")
         browser.picture(out / f"narrow-{'dark' if dark else 'light'}.png")
+
+    # A viewer gets no buttons that change the fleet.
+    fleet.roles = ["viewer"]
+    browser.evaluate("location.reload()")
+    browser.until("document.getElementById('caller')?.textContent.includes('role operator')")
+    buttons = "[...document.querySelectorAll('#member-rows button')].length"
+    browser.until(f"document.querySelectorAll('#member-rows tr').length === 4 && {buttons} === 0")
+    expect(browser.evaluate("document.querySelector('#goals-form button').disabled"), "a viewer may change the goals")
 
     # A control plane that is gone, and one that returns.
     server.shutdown()

@@ -29,6 +29,9 @@ def phases(nth: int) -> dict[str, int]:
     return {"num_batches": 100, "queue_us": 37_000 + nth, "compute_us": 141_200 + 1000 * nth, "combine_us": 940 + nth}
 
 
+HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+
+
 class Fleet:
     """`num_members` servers that hold `num_experts` experts of `num_layers` layers, and one hostile name."""
 
@@ -36,7 +39,7 @@ class Fleet:
         random_ = random.Random(seed)
         self.layers = [3 + nth for nth in range(num_layers)]
         self.num_experts = num_experts
-        names = [f"server-{nth}" for nth in range(num_members - 1)] + ["<img/src=x/onerror=document.title='owned'>"]
+        names = [f"server-{nth}" for nth in range(num_members - 1)] + [HOSTILE]
         placed = [[random_.sample(range(num_members), min(replicas, num_members)) for _ in range(num_experts)] for _ in self.layers]
         loads: list[list[dict]] = [[] for _ in names]
         held = [0] * num_members
@@ -81,6 +84,7 @@ class Fleet:
             for nth, name in enumerate(names)
         ]
         self.token: str | None = None
+        self.roles = ["operator"]
         self.changes: list[tuple[str, str]] = []
 
     def answer(self, method: str, path: str) -> object:
@@ -108,6 +112,15 @@ class Fleet:
             return self.placement
         if path == "/v1/goals" and method == "GET":
             return {"replicas": 2, "spare": 0.25}
+        if path == "/v1/whoami":
+            return {"name": "reader", "roles": self.roles, "credential": "token"}
+        if path.startswith("/v1/audit"):
+            after = int(urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)["after"][0])
+            entries = [
+                {"seq": 1, "unix_ms": int(time.time() * 1000), "name": HOSTILE, "roles": ["operator"], "credential": "token", "address": "10.0.0.9", "action": "drain", "target": "server-1", "outcome": "ok"},
+                {"seq": 2, "unix_ms": int(time.time() * 1000), "name": "reader", "roles": ["viewer"], "credential": "token", "action": "goals", "outcome": "forbidden", "detail": "that needs the role operator"},
+            ]
+            return {"last_seq": 2, "entries": [entry for entry in entries if entry["seq"] > after]}
         if path.startswith("/v1/events"):
             texts = ["server-0 is serving", "server-1 is draining", "cannot connect to server-2: connection refused"]
             after = int(urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)["after"][0])

@@ -1,6 +1,8 @@
 // Lines over the time that this page is open.
 
 const MAX_POINTS = 900;
+// Time axis of a page that has just been opened.
+const LEAST_SECONDS = 60;
 
 export class Chart {
   constructor(element, names, format) {
@@ -28,7 +30,7 @@ export class Chart {
       ...this.size(),
       legend: { show: this.names.length > 1 },
       cursor: { y: false },
-      scales: { y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
+      scales: { x: { range: (_, low, high) => [Math.min(low, high - LEAST_SECONDS), high] }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
       axes: [axis, { ...axis, size: 60, values: (_, values) => values.map(this.format) }],
       series: [
         { value: (_, seconds) => (seconds == null ? "" : new Date(seconds * 1000).toLocaleTimeString()) },

@@ -18,6 +18,11 @@ const state = {
   events: [],
   lastEvent: 0,
   hasEvents: true,
+  changes: [],
+  lastChange: 0,
+  hasAudit: true,
+  caller: null,
+  hasCaller: true,
   hasGoals: true,
   goalsShown: false,
   answeredAt: null,
@@ -46,8 +51,8 @@ async function optional(flag, path) {
   try {
     return await call("GET", path);
   } catch (error) {
-    // Another version of the control plane, or a fleet of fixed parts.
-    if (error instanceof ApiError && (error.status === 404 || error.status === 409)) {
+    // Another version of the control plane, a fleet of fixed parts, or a caller without the right.
+    if (error instanceof ApiError && [403, 404, 409].includes(error.status)) {
       state[flag] = false;
       return null;
     }
@@ -58,10 +63,12 @@ async function optional(flag, path) {
 async function refresh() {
   const status = await call("GET", "/v1/status");
   const wantsTable = !state.placement || state.placement.epoch !== status.epoch || state.placement.cluster_id !== status.cluster_id;
-  const [members, placement, events, goals] = await Promise.all([
+  const [members, placement, events, audit, caller, goals] = await Promise.all([
     call("GET", "/v1/members"),
     wantsTable ? call("GET", "/v1/placement") : state.placement,
     optional("hasEvents", `/v1/events?after=${state.lastEvent}`),
+    optional("hasAudit", `/v1/audit?after=${state.lastChange}`),
+    state.caller ? null : optional("hasCaller", "/v1/whoami"),
     state.goalsShown ? null : optional("hasGoals", "/v1/goals"),
   ]);
   Object.assign(state, { status, members: members.members, placement, answeredAt: Date.now() });
@@ -71,6 +78,12 @@ async function refresh() {
     state.lastEvent = events.last_seq;
     state.events = [...events.events.reverse(), ...state.events].slice(0, MAX_EVENTS);
   }
+  if (audit) {
+    if (audit.last_seq < state.lastChange) state.changes = [];
+    state.lastChange = audit.last_seq;
+    state.changes = [...audit.entries.reverse(), ...state.changes].slice(0, MAX_EVENTS);
+  }
+  if (caller) showCaller(caller);
   if (goals) showGoals(goals);
   const totals = summary(state.members);
   const now = state.answeredAt / 1000;
@@ -88,6 +101,7 @@ function show(totals) {
   showHeat();
   showMembers();
   showEvents();
+  showChanges();
 }
 
 function showHealth() {
@@ -184,7 +198,7 @@ function memberRow(member) {
     }
     row.append(cell);
   }
-  const action = { serving: "drain", draining: "resume" }[member.state];
+  const action = mayChange() ? { serving: "drain", draining: "resume" }[member.state] : undefined;
   const cell = make("td");
   if (action) {
     const button = make("button", action === "drain" ? "Drain" : "Resume");
@@ -234,6 +248,33 @@ function showEvents() {
     return item;
   });
   $("events").replaceChildren(...(items.length ? items : [make("li", "none", "muted")]));
+}
+
+function showChanges() {
+  $("changes").hidden = !state.hasAudit;
+  const rows = state.changes.slice(0, 200).map((entry) => {
+    const row = make("tr");
+    const time = make("td");
+    time.append(make("time", new Date(entry.unix_ms).toLocaleTimeString()));
+    const what = [entry.action, entry.target].filter(Boolean).join(" ");
+    const who = entry.address ? `${entry.name} from ${entry.address}` : entry.name;
+    const outcome = [entry.outcome, entry.detail].filter(Boolean).join(": ");
+    row.append(time, make("td", what, "note"), make("td", who, "note"), make("td", outcome, entry.outcome === "ok" ? "note" : "note bad"));
+    return row;
+  });
+  $("change-rows").replaceChildren(...rows);
+  $("no-changes").hidden = rows.length > 0;
+}
+
+// Without roles the control plane is of an earlier version, and asks for none.
+function mayChange() {
+  return !state.caller || state.caller.roles.includes("operator");
+}
+
+function showCaller(caller) {
+  state.caller = caller;
+  $("caller").textContent = mayChange() ? "" : `${caller.name} may look, and change nothing: that needs the role operator.`;
+  $("goals-form").querySelector("button").disabled = !mayChange();
 }
 
 function showGoals(goals) {
@@ -320,6 +361,7 @@ async function loop() {
 $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   storeToken($("token").value.trim());
+  Object.assign(state, { caller: null, hasCaller: true, hasAudit: true });
   $("token").value = "";
   $("token-dialog").close();
 });
