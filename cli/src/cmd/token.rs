@@ -1,4 +1,4 @@
-//! `switchyard token`: make, list and remove the tokens of a token file.
+//! `switchyard token`: make, list and remove the tokens of a token file, and revoke the tickets of clients.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -25,6 +25,9 @@ enum Action {
     List(FileArgs),
     /// Remove tokens from the file. Control planes refuse them within a second.
     Remove(RemoveArgs),
+    /// Make servers refuse all tickets that the control plane has issued so far. Clients with a valid token or certificate
+    /// get new ones by themselves. Connections that are open stay.
+    RevokeTickets(super::ControlArgs),
 }
 
 /// The token file.
@@ -61,6 +64,21 @@ struct RemoveArgs {
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     match args.action {
+        Action::RevokeTickets(control) => {
+            let url = control.required_url()?;
+            let client = control.client(&url)?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("cannot start the runtime")?;
+            let revoked = runtime.block_on(client.revoke_tickets())?;
+            match global.json {
+                true => ui::print_json(&revoked)?,
+                false => {
+                    outln!("tickets issued so far are revoked: least epoch {}", revoked.least_epoch)
+                }
+            }
+        }
         Action::New(args) => {
             let token = tokens::generate();
             if args.expires_in.is_some_and(|time| time > LONGEST_LIFE) {

@@ -118,7 +118,7 @@ fn three_commands_make_a_secure_fleet() {
     let status = run(&["status", "--control-plane", &url, "--tls", &admin]);
     let status = String::from_utf8_lossy(&status.stdout).into_owned();
     assert!(status.contains("health: healthy") && !status.contains("INSECURE"), "{status}");
-    let generated = run(&[
+    let generate = [
         "generate",
         "--model",
         &model,
@@ -130,7 +130,13 @@ fn three_commands_make_a_secure_fleet() {
         "Ownership is",
         "--max-new-tokens",
         "4",
-    ]);
+    ];
+    let generated = run(&generate);
+    assert!(generated.status.success(), "{generated:?}");
+    // A client gets a new ticket after all are revoked.
+    let revoked = run(&["token", "revoke-tickets", "--control-plane", &url, "--tls", &admin]);
+    assert!(revoked.status.success(), "{revoked:?}");
+    let generated = run(&generate);
     assert!(generated.status.success(), "{generated:?}");
 
     let line = failure_by_certificate(&["drain", "a", "--control-plane", &url, "--tls", engine]);
