@@ -43,6 +43,9 @@ pub(super) async fn start(
     if let Some(addr) = config.metrics_addr {
         security.check_listener(addr)?;
     }
+    if let Some(addr) = weights::source_addr(&config) {
+        security.check_listener(addr)?;
+    }
     if let Some(exposure) = security.exposure(config.data_addr) {
         tracing::warn!("{exposure}");
     }
