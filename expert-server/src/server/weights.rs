@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::{ControlClient, LeaseKeeper, LoadReport};
+use httpd::trust::tls::is_exposed;
 
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
@@ -164,7 +165,7 @@ pub(super) async fn open_source(
 ) -> Result<Option<(WeightSource, String)>, StartError> {
     let Some(bind) = source_addr(config) else { return Ok(None) };
     let secret = config.secret.as_ref().map(WeightsSecret::of);
-    if secret.is_none() && !config.security.insecure && !bind.ip().to_canonical().is_loopback() {
+    if secret.is_none() && !config.security.insecure && is_exposed(bind) {
         tracing::warn!(
             addr = %bind,
             "other servers cannot read weights of this one: their port is reachable from other hosts and checks a \
