@@ -49,6 +49,13 @@ pub enum StartError {
     /// A listener would be open to other hosts without TLS.
     #[error(transparent)]
     Insecure(#[from] InsecureListener),
+    /// Every process of other hosts could be a client.
+    #[error(
+        "{addr} is reachable from other hosts and would admit every client: it asks for no ticket, no token and no \
+         certificate; give --tickets required with --control-plane, --token-file, or --tls-clients required, or, on a \
+         trusted network, --insecure (SWITCHYARD_INSECURE=1)"
+    )]
+    AdmitsAll { addr: SocketAddr },
     /// The metrics port is taken.
     #[error(
         "cannot serve metrics: {addr} is in use by another process; choose another port or stop that process"

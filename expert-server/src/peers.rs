@@ -8,16 +8,19 @@
 //! | [`wire`] | their messages |
 //! | [`manifest`] | layout and digest of an expert |
 //! | [`limit`] | limit on the rate of peers |
+//! | [`secret`] | the secret that they show each other |
 
 mod limit;
 mod manifest;
 mod reader;
+mod secret;
 mod source;
 mod wire;
 
 use checkpoint::{Checkpoint, Fingerprint};
 
 pub(crate) use self::reader::{Fetch, Fetched, Peer};
+pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;
 pub(crate) use self::source::{SourceConfig, WeightSource};
 

@@ -35,7 +35,7 @@ pub use explain::{HandshakeError, Side, explain};
 pub use files::TlsFiles;
 pub use names::{certificate_uri, identity_of, is_loopback_host, is_valid_name};
 pub use records::{NotTls, Records};
-pub use security::{InsecureListener, InsecurePeer, Security};
+pub use security::{InsecureListener, InsecurePeer, Security, is_exposed};
 pub(crate) use state::date;
 // Types of other crates in the signatures of this one.
 pub use rustls;
@@ -154,6 +154,12 @@ impl Tls {
     #[must_use]
     pub fn can_connect(&self) -> bool {
         self.shared.current.load().verifier.is_some()
+    }
+
+    /// The rule for certificates of clients.
+    #[must_use]
+    pub fn clients(&self) -> ClientCertificates {
+        self.shared.clients
     }
 
     /// The files.

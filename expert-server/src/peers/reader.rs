@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use checkpoint::ModelConfig;
 
 use self::session::{ReadError, Session};
-use super::ModelIdentity;
 use super::manifest::ExpertShape;
+use super::{ModelIdentity, WeightsSecret};
 use crate::compute::ExpertWeights;
 
 /// A server that may hold experts.
@@ -34,7 +34,7 @@ pub(crate) struct Fetch {
     /// Address of this host's interface.
     pub(crate) local: IpAddr,
     /// Secret that sources ask for.
-    pub(crate) ticket: Option<String>,
+    pub(crate) secret: Option<WeightsSecret>,
     /// The read ends after this time without a new expert.
     pub(crate) patience: Duration,
     pub(crate) shape: FetchShape,

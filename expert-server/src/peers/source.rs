@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use self::registered::Registered;
 use super::limit::RateLimit;
 use super::wire::{self, Request, Response, VERSION};
-use super::{ModelIdentity, manifest};
+use super::{ModelIdentity, WeightsSecret, manifest};
 use crate::compute::ExpertWeights;
 use crate::experts::Experts;
 use crate::metrics::ServerMetrics;
@@ -29,8 +29,8 @@ pub(crate) struct SourceConfig {
     pub(crate) bind: SocketAddr,
     /// Address of this host for peers, if it is not that of `bind`.
     pub(crate) advertise: Option<IpAddr>,
-    /// Secret that peers must present.
-    pub(crate) ticket: Option<String>,
+    /// Secret that peers must present; `None` admits every peer.
+    pub(crate) secret: Option<WeightsSecret>,
     /// Bytes per second that peers may read.
     pub(crate) limit: u64,
 }
@@ -91,14 +91,14 @@ impl WeightSource {
         identity: ModelIdentity,
         metrics: ServerMetrics,
     ) -> Result<Self, SourceError> {
-        let SourceConfig { bind, advertise, ticket, limit } = config;
+        let SourceConfig { bind, advertise, secret, limit } = config;
         let failed = |detail: String| SourceError { addr: bind, detail };
         let fabrics = default_fabrics(bind.ip(), advertise).map_err(|e| failed(e.to_string()))?;
         let config = EngineConfig {
             bind,
             advertise,
             fabrics,
-            ticket,
+            ticket: secret.map(|secret| secret.reveal().to_owned()),
             max_connections: MAX_READERS,
             max_handshakes: MAX_READERS,
             max_notification_bytes: MAX_REQUEST_BYTES,

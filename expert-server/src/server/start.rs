@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
 use control_api::placement::is_unspecified;
 use control_api::{ControlClient, RegisterRequest};
+use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
 use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -43,6 +44,10 @@ pub(super) async fn start(
     if let Some(addr) = config.metrics_addr {
         security.check_listener(addr)?;
     }
+    if let Some(addr) = weights::source_addr(&config) {
+        security.check_listener(addr)?;
+    }
+    check_admission(&config)?;
     if let Some(exposure) = security.exposure(config.data_addr) {
         tracing::warn!("{exposure}");
     }
@@ -268,14 +273,26 @@ fn shape_of(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelShape {
     }
 }
 
+/// Checks that clients of other hosts need a ticket, the secret or a certificate, unless plain text is allowed.
+fn check_admission(config: &ServerConfig) -> Result<(), StartError> {
+    let security = &config.security;
+    let is_required = |tls: &Tls| tls.clients() == ClientCertificates::Required;
+    let needs_certificate = security.for_listener().is_some_and(is_required);
+    let admits_all = !wants_tickets(config) && config.secret.is_none() && !needs_certificate;
+    match admits_all && !security.insecure && is_exposed(config.data_addr) {
+        true => Err(StartError::AdmitsAll { addr: config.data_addr }),
+        false => Ok(()),
+    }
+}
+
+fn wants_tickets(config: &ServerConfig) -> bool {
+    let is_member = matches!(config.placement, Placement::ControlPlane { .. });
+    is_member && config.tickets == TicketMode::Required
+}
+
 /// The check of clients' tickets, if the server wants some.
 fn ticket_gate(config: &ServerConfig) -> Option<Arc<TicketGate>> {
-    match (config.tickets, &config.placement) {
-        (TicketMode::Required, Placement::ControlPlane { .. }) => {
-            Some(Arc::new(TicketGate::new(config.name.clone())))
-        }
-        _ => None,
-    }
+    wants_tickets(config).then(|| Arc::new(TicketGate::new(config.name.clone())))
 }
 
 fn listener_config(config: &ServerConfig, gate: Option<Arc<TicketGate>>) -> ListenerConfig {
@@ -332,3 +349,6 @@ async fn advertised_addr(
 
 /// Longest wait for the resolver.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests;

@@ -7,16 +7,17 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::{ControlClient, LeaseKeeper, LoadReport};
+use httpd::trust::tls::is_exposed;
 
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
-use crate::config::{ServerConfig, WeightsFrom};
+use crate::config::{Placement, ServerConfig, WeightsFrom};
 use crate::error::StartError;
 use crate::experts::Experts;
 use crate::loader::{Loader, Observer, Pace};
 use crate::members::Digests;
 use crate::metrics::ServerMetrics;
-use crate::peers::{Fetch, ModelIdentity, SourceConfig, WeightSource};
+use crate::peers::{Fetch, ModelIdentity, SourceConfig, WeightSource, WeightsSecret};
 
 /// The model of a server.
 pub(super) struct Model {
@@ -139,29 +140,44 @@ pub(super) fn peers_of(
     let fetch = Fetch {
         identity: ModelIdentity::new(&model.checkpoint, model.fingerprint),
         local: config.data_addr.ip(),
-        ticket: config.secret.as_ref().map(|secret| secret.reveal().to_owned()),
+        secret: config.secret.as_ref().map(WeightsSecret::of),
         patience: config.weights.peer_timeout,
         shape: model.checkpoint.config().into(),
     };
     Some((fetch, control.clone()))
 }
 
-/// Opens the source of weights for other servers, and returns its address for them. `None` if they may not read any.
+/// The address on which the server offers its weights to others. `None` if it offers none.
+pub(super) fn source_addr(config: &ServerConfig) -> Option<SocketAddr> {
+    let is_member = matches!(config.placement, Placement::ControlPlane { .. });
+    let is_offered = is_member && config.weights.read_limit > 0 && !is_on_device(config);
+    let default = SocketAddr::new(config.data_addr.ip(), 0);
+    is_offered.then(|| config.weights.listen.unwrap_or(default))
+}
+
+/// Opens the source of weights for other servers, and returns its address for them. `None` if they may not read any:
+/// the configuration says so, or the port would admit every process of other hosts.
 pub(super) async fn open_source(
     config: &ServerConfig,
     model: &Model,
     advertised: &str,
     metrics: &ServerMetrics,
 ) -> Result<Option<(WeightSource, String)>, StartError> {
-    if config.weights.read_limit == 0 || is_on_device(config) {
+    let Some(bind) = source_addr(config) else { return Ok(None) };
+    let secret = config.secret.as_ref().map(WeightsSecret::of);
+    if secret.is_none() && !config.security.insecure && is_exposed(bind) {
+        tracing::warn!(
+            addr = %bind,
+            "other servers cannot read weights of this one: their port is reachable from other hosts and checks a \
+             token, not certificates; give all servers one token, or listen for them on loopback (--weights-listen)"
+        );
         return Ok(None);
     }
     let host = advertised.rsplit_once(':').map_or(advertised, |(host, _)| host);
-    let bind = config.weights.listen.unwrap_or(SocketAddr::new(config.data_addr.ip(), 0));
     let source_config = SourceConfig {
         bind,
         advertise: ip_of(advertised).await,
-        ticket: config.secret.as_ref().map(|secret| secret.reveal().to_owned()),
+        secret,
         limit: config.weights.read_limit,
     };
     let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);

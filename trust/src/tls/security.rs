@@ -109,6 +109,8 @@ fn without_authority() -> ClientConfig {
         .with_no_client_auth()
 }
 
-fn is_exposed(addr: SocketAddr) -> bool {
+/// Returns true if other hosts can reach a listener on `addr`.
+#[must_use]
+pub fn is_exposed(addr: SocketAddr) -> bool {
     !is_loopback_host(&addr.ip().to_string())
 }

@@ -97,7 +97,7 @@ impl Session {
         let config = EngineConfig {
             bind: SocketAddr::new(fetch.local, 0),
             fabrics,
-            ticket: fetch.ticket.clone(),
+            ticket: fetch.secret.as_ref().map(|secret| secret.reveal().to_owned()),
             ..EngineConfig::default()
         };
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
@@ -488,3 +488,6 @@ const CHUNK_BYTES: u64 = 16 << 20;
 const DIRECT_CHUNK_BYTES: u64 = 256 << 10;
 /// Alignment of parts: a cache line.
 const ALIGN_BYTES: usize = 64;
+
+#[cfg(test)]
+mod tests;

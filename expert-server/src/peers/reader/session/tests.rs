@@ -1,0 +1,58 @@
+//! The bytes that a reader sends before it trusts a peer.
+
+use std::io::Read;
+use std::net::{Ipv4Addr, TcpListener};
+
+use rand::RngExt;
+
+use super::super::FetchShape;
+use super::*;
+use crate::config::Secret;
+use crate::peers::{ModelIdentity, WeightsSecret};
+
+fn contains(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|window| window == text.as_bytes())
+}
+
+/// All bytes that a connecting reader sends until it says nothing for a while. Ends the connection then.
+fn hello_bytes(listener: &TcpListener, secret: &str) -> Vec<u8> {
+    let (mut stream, _) = listener.accept().expect("a reader");
+    let mut received = Vec::new();
+    let mut buffer = [0; 4096];
+    loop {
+        let pause = match contains(&received, secret) {
+            true => Duration::from_millis(100),
+            false => HELLO_TIMEOUT,
+        };
+        stream.set_read_timeout(Some(pause)).expect("a timeout");
+        match stream.read(&mut buffer) {
+            Ok(0) | Err(_) => return received,
+            Ok(len) => received.extend_from_slice(&buffer[..len]),
+        }
+    }
+}
+
+#[test]
+fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
+    let token: String =
+        std::iter::repeat_with(|| rand::rng().random_range('a'..='z')).take(40).collect();
+    let secret = WeightsSecret::of(&Secret::new(&*token));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let addr = listener.local_addr().expect("an address");
+    let shown = secret.reveal().to_owned();
+    let recording = std::thread::spawn(move || hello_bytes(&listener, &shown));
+    let (fingerprint, parameters) = ("f".to_owned(), "p".to_owned());
+    let fetch = Fetch {
+        identity: ModelIdentity { fingerprint, parameters },
+        local: Ipv4Addr::LOCALHOST.into(),
+        secret: Some(secret.clone()),
+        patience: HELLO_TIMEOUT,
+        shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
+    };
+    let peer = Peer { name: "recorder".to_owned(), addr };
+    let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1);
+    assert!(opened.is_err(), "the peer answers nothing");
+    let bytes = recording.join().expect("the recorder ends");
+    assert!(contains(&bytes, secret.reveal()), "token {token}: {bytes:?}");
+    assert!(!contains(&bytes, &token), "token {token}: {bytes:?}");
+}
