@@ -190,28 +190,26 @@ impl Editions {
     /// Starts an edition beside the current one.
     async fn start_edition(&self, record: EditionRecord) -> Result<(), OperationError> {
         let fingerprint = record.fingerprint.clone();
-        let (store, floor) = self.stores.add(record.clone());
-        let entry = Entry::new(store.id(), record, self.now());
         let current = self.current();
         let mut snapshot = Snapshot::fresh(current.cluster_id());
-        snapshot.reserved_epoch = floor;
         snapshot.goals = current.changed_goals();
         let (settings, events) = (self.settings.clone(), self.events.clone());
-        let tickets = Arc::clone(&self.tickets);
+        let (stores, tickets) = (self.stores.clone(), Arc::clone(&self.tickets));
         let board = Arc::new(EditionBoard::new(fingerprint));
-        let id = entry.id;
+        let now = self.now();
         let start = tokio::task::spawn_blocking(move || {
-            let revision = Revision::default();
-            let snapshot = Some(snapshot);
+            let (store, floor) = stores.add(record.clone());
+            let entry = Entry::new(store.id(), record, now);
+            let id = entry.id;
+            let snapshot = Some(Snapshot { reserved_epoch: floor, ..snapshot });
             let (settings, events, tickets) = (&settings, &events, &tickets);
+            let revision = Revision::default();
             let start = Start { settings, events, tickets, snapshot, revision, board };
-            start.run(entry, store)
+            start.run(entry, store).inspect_err(|_| stores.take_back(id))
         });
         let started = start.await.map_err(|_| OperationError::ShuttingDown)?;
-        let (edition, worker) = started.map_err(|err| {
-            self.stores.take_back(id);
-            OperationError::ReadOnly { reason: err.to_string() }
-        })?;
+        let (edition, worker) =
+            started.map_err(|err| OperationError::ReadOnly { reason: err.to_string() })?;
         edition.board.board.set_fresh(true);
         self.settings.boards.push(Arc::clone(&edition.board));
         lock(&self.editions).push(edition);

@@ -64,7 +64,7 @@ pub struct StoredEdition {
 /// Identity of an edition in this process.
 pub(crate) type EditionId = u64;
 
-/// The document of all editions. Clones share it. Methods that write block on the store.
+/// The document of all editions. Clones share it. All methods block while another one writes the store.
 #[derive(Clone, Debug)]
 pub(crate) struct EditionStores {
     document: Arc<Mutex<Document>>,
