@@ -117,11 +117,16 @@ impl Editions {
         EditionList { editions: self.all().iter().map(|edition| self.info(edition)).collect() }
     }
 
-    /// Accepts servers of another model. Durable when it returns.
+    /// Accepts servers of another model. Durable when it returns. Goes on if the caller drops the future.
     pub(crate) async fn add(
-        &self,
+        self: &Arc<Self>,
         request: &AddModelRequest,
     ) -> Result<EditionList, OperationError> {
+        let (editions, request) = (Arc::clone(self), request.clone());
+        to_end(async move { editions.add_now(&request).await }).await
+    }
+
+    async fn add_now(&self, request: &AddModelRequest) -> Result<EditionList, OperationError> {
         let _one = self.changing.lock().await;
         let book = self.book();
         let pinned = self.settings.fleet.pinned_fingerprint.as_deref();
@@ -138,11 +143,17 @@ impl Editions {
         Ok(self.list())
     }
 
-    /// Makes the next edition the current one, or plans that. Durable when it returns.
+    /// Makes the next edition the current one, or plans that. Durable when it returns. Goes on if the caller drops the
+    /// future.
     pub(crate) async fn switch(
-        &self,
+        self: &Arc<Self>,
         request: &SwitchRequest,
     ) -> Result<EditionList, OperationError> {
+        let (editions, request) = (Arc::clone(self), request.clone());
+        to_end(async move { editions.switch_or_plan(&request).await }).await
+    }
+
+    async fn switch_or_plan(&self, request: &SwitchRequest) -> Result<EditionList, OperationError> {
         let _one = self.changing.lock().await;
         let book = self.book();
         let planned = book.plan_switch(request)?;
@@ -164,8 +175,13 @@ impl Editions {
         Ok(self.list())
     }
 
-    /// Ends an update before its switch.
-    pub(crate) async fn abort(&self) -> Result<EditionList, OperationError> {
+    /// Ends an update before its switch. Goes on if the caller drops the future.
+    pub(crate) async fn abort(self: &Arc<Self>) -> Result<EditionList, OperationError> {
+        let editions = Arc::clone(self);
+        to_end(async move { editions.abort_now().await }).await
+    }
+
+    async fn abort_now(&self) -> Result<EditionList, OperationError> {
         let _one = self.changing.lock().await;
         let book = self.book().abort()?;
         self.change(book).await?;
@@ -190,28 +206,26 @@ impl Editions {
     /// Starts an edition beside the current one.
     async fn start_edition(&self, record: EditionRecord) -> Result<(), OperationError> {
         let fingerprint = record.fingerprint.clone();
-        let (store, floor) = self.stores.add(record.clone());
-        let entry = Entry::new(store.id(), record, self.now());
         let current = self.current();
         let mut snapshot = Snapshot::fresh(current.cluster_id());
-        snapshot.reserved_epoch = floor;
         snapshot.goals = current.changed_goals();
         let (settings, events) = (self.settings.clone(), self.events.clone());
-        let tickets = Arc::clone(&self.tickets);
+        let (stores, tickets) = (self.stores.clone(), Arc::clone(&self.tickets));
         let board = Arc::new(EditionBoard::new(fingerprint));
-        let id = entry.id;
+        let now = self.now();
         let start = tokio::task::spawn_blocking(move || {
-            let revision = Revision::default();
-            let snapshot = Some(snapshot);
+            let (store, floor) = stores.add(record.clone());
+            let entry = Entry::new(store.id(), record, now);
+            let id = entry.id;
+            let snapshot = Some(Snapshot { reserved_epoch: floor, ..snapshot });
             let (settings, events, tickets) = (&settings, &events, &tickets);
+            let revision = Revision::default();
             let start = Start { settings, events, tickets, snapshot, revision, board };
-            start.run(entry, store)
+            start.run(entry, store).inspect_err(|_| stores.take_back(id))
         });
         let started = start.await.map_err(|_| OperationError::ShuttingDown)?;
-        let (edition, worker) = started.map_err(|err| {
-            self.stores.take_back(id);
-            OperationError::ReadOnly { reason: err.to_string() }
-        })?;
+        let (edition, worker) =
+            started.map_err(|err| OperationError::ReadOnly { reason: err.to_string() })?;
         edition.board.board.set_fresh(true);
         self.settings.boards.push(Arc::clone(&edition.board));
         lock(&self.editions).push(edition);
@@ -412,6 +426,13 @@ fn open_tickets(settings: &TermSettings, found: &mut [Found]) -> Result<TicketOf
         path: cluster_id.into(),
         source: std::io::Error::other(err),
     })
+}
+
+/// Runs a change to its end, also when the caller goes away: the store and this process must not differ.
+async fn to_end<T: Send + 'static>(
+    change: impl Future<Output = Result<T, OperationError>> + Send + 'static,
+) -> Result<T, OperationError> {
+    tokio::spawn(change).await.map_err(|_| OperationError::ShuttingDown)?
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -152,8 +152,9 @@ fn all_routes() -> Vec<Route> {
     let own = Rule::Owner { any: &[] };
     let own_or_operator = Rule::Owner { any: &[Operator] };
     let reporters = Rule::Roles(&[Client, Server]);
-    // A control plane that follows has the token of the cluster, or one of its own.
-    let planes = Rule::Roles(&[Client, Server, Operator]);
+    // A control plane that follows has the token of the cluster, which stands for all roles. Reports of clients would let
+    // them keep an old model in service.
+    let planes = Rule::Roles(&[Server, Operator]);
     vec![
         open("/healthz", get(routes::healthz)),
         open("/readyz", get(routes::readyz)),

@@ -208,9 +208,9 @@ impl Book {
         book
     }
 
-    /// The book without the edition that was drained.
-    pub(super) fn without_drained(&self) -> Self {
-        let is_kept = |entry: &&Entry| entry.record.state != EditionState::Draining;
+    /// The book without this edition.
+    pub(super) fn without(&self, id: EditionId) -> Self {
+        let is_kept = |entry: &&Entry| entry.id != id;
         Self { entries: self.entries.iter().filter(is_kept).cloned().collect() }
     }
 }

@@ -10,22 +10,31 @@ use control_api::{
     SuspectRequest, TicketRequest, TicketResponse,
 };
 
-use super::{Edition, Editions, lock};
+use super::{Edition, Editions, lock, to_end};
 use crate::admission::Refusal;
 use crate::coordinator::{Coordinator, OperationError};
 
 impl Editions {
     /// Registers a member in the edition of its model. `owner` is the tag of the identity that alone may change it afterwards.
     /// A model that no edition has goes to the current one, which decides.
-    /// A member of the same name in the other edition is replaced.
+    /// A member of the same name in the other edition is replaced, also if the caller drops the future.
     pub(crate) async fn register(
-        &self,
+        self: &Arc<Self>,
         request: RegisterRequest,
         owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
         if !self.is_update() {
             return self.current().register(request, owner, Vec::new()).await;
         }
+        let (editions, owner) = (Arc::clone(self), owner.map(str::to_owned));
+        to_end(async move { editions.register_in_update(request, owner.as_deref()).await }).await
+    }
+
+    async fn register_in_update(
+        &self,
+        request: RegisterRequest,
+        owner: Option<&str>,
+    ) -> Result<RegisterResponse, OperationError> {
         // A name must not be given to two processes of different models at the same time.
         let _one = self.changing.lock().await;
         let editions = self.all();

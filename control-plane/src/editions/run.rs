@@ -179,7 +179,7 @@ impl Editions {
             }
             EditionState::Draining => {
                 if edition.coordinator.drain_all() == 0 {
-                    self.change(self.book().without_drained()).await?;
+                    self.change(self.book().without(edition.entry.id)).await?;
                     info!(fingerprint, "the update of the model is over");
                     self.events.note(
                         Severity::Info,

@@ -1,6 +1,7 @@
 //! Updates of the model in virtual time. The tests call the steps that a term takes with its timers.
 
 use std::future::Future;
+use std::sync::Condvar;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{io, mem};
 
@@ -22,14 +23,46 @@ const TTL: Duration = Duration::from_secs(3);
 const PERIOD: Duration = Duration::from_millis(100);
 const OLD: &str = "00aabbccddeeff11";
 const NEW: &str = "11aabbccddeeff22";
+/// Longer than any wait of a test.
+const BOUND: Duration = Duration::from_secs(30);
 /// Longer than a client may be between two watches.
 const PAST_GRACE: Duration = Duration::from_secs(20);
 
-/// A store in memory that can be full.
+/// A store in memory that can be full or slow.
 #[derive(Clone, Debug, Default)]
 struct Disk {
     inner: MemoryStore,
     is_full: Arc<AtomicBool>,
+    gate: Arc<Gate>,
+}
+
+/// Makes writes wait.
+#[derive(Debug, Default)]
+struct Gate {
+    is_shut: Mutex<bool>,
+    opened: Condvar,
+    has_waiter: AtomicBool,
+}
+
+impl Gate {
+    fn shut(&self) {
+        self.has_waiter.store(false, Ordering::Relaxed);
+        *lock(&self.is_shut) = true;
+    }
+
+    fn open(&self) {
+        *lock(&self.is_shut) = false;
+        self.opened.notify_all();
+    }
+
+    /// Waits until the gate is open.
+    fn pass(&self) {
+        let is_shut = lock(&self.is_shut);
+        self.has_waiter.fetch_or(*is_shut, Ordering::Relaxed);
+        let (is_shut, _) =
+            self.opened.wait_timeout_while(is_shut, BOUND, |is_shut| *is_shut).unwrap();
+        assert!(!*is_shut, "the gate stays shut");
+    }
 }
 
 impl Store for Disk {
@@ -42,6 +75,7 @@ impl Store for Disk {
     }
 
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
+        self.gate.pass();
         if self.is_full.load(Ordering::Relaxed) {
             let source = io::ErrorKind::StorageFull.into();
             return Err(StoreError::Full { path: "disk".into(), source });
@@ -189,6 +223,25 @@ impl World {
 
     async fn switch(&self) -> Result<EditionList, OperationError> {
         self.editions.switch(&SwitchRequest::default()).await
+    }
+
+    /// Drops the future of a change while the store writes, and waits until no change runs any more.
+    async fn interrupt(&self, change: impl Future<Output = Result<EditionList, OperationError>>) {
+        self.disk.gate.shut();
+        let is_blocked = async {
+            let gate = &self.disk.gate;
+            while !gate.has_waiter.load(Ordering::Relaxed)
+                || self.editions.changing.try_lock().is_ok()
+            {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::select! {
+            ended = change => panic!("the store does not block: {ended:?}"),
+            blocked = tokio::time::timeout(BOUND, is_blocked) => blocked.unwrap(),
+        }
+        self.disk.gate.open();
+        drop(self.editions.changing.lock().await);
     }
 
     fn follow(&self, fingerprint: Option<&str>) -> Option<CountedClient> {
@@ -478,6 +531,27 @@ async fn a_full_disk_changes_no_state() {
     world.disk.is_full.store(true, Ordering::Relaxed);
     refused(world.add(OLD), &["no space left"]).await;
     world.expect(&[(NEW, Current)]);
+}
+
+#[tokio::test]
+async fn a_change_ends_without_its_caller() {
+    let mut world = World::new();
+    world.serve_all("old", OLD).await;
+    world.interrupt(world.add(NEW)).await;
+    world.expect(&[(OLD, Current), (NEW, Next)]);
+    world.interrupt(world.editions.abort()).await;
+    world.expect(&[(OLD, Current), (NEW, Draining)]);
+    world = world.restart().await;
+    world.expect(&[(OLD, Current), (NEW, Draining)]);
+    world.pass(TTL).await;
+    world.expect(&[(OLD, Current)]);
+
+    world.add(NEW).await.unwrap();
+    world.serve_all("new", NEW).await;
+    world.interrupt(world.switch()).await;
+    world.expect(&[(NEW, Current), (OLD, Retiring)]);
+    world = world.restart().await;
+    world.expect(&[(NEW, Current), (OLD, Retiring)]);
 }
 
 /// Random servers, clients, operators and restarts. A name has one member, the first edition is the current one, and a

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use control_api::EditionState;
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 
 use super::{Revision, Snapshot, Store, StoreError};
 
@@ -64,7 +65,7 @@ pub struct StoredEdition {
 /// Identity of an edition in this process.
 pub(crate) type EditionId = u64;
 
-/// The document of all editions. Clones share it. Methods that write block on the store.
+/// The document of all editions. Clones share it. All methods block while another one writes the store.
 #[derive(Clone, Debug)]
 pub(crate) struct EditionStores {
     document: Arc<Mutex<Document>>,
@@ -191,12 +192,13 @@ impl Document {
     }
 }
 
-/// The editions inside of a snapshot, the current one first. Their ids are their indices.
+/// The editions inside of a snapshot, one for each fingerprint, the current one first. Their ids are their indices.
 fn split(snapshot: Option<Snapshot>) -> Vec<Part> {
     let Some(mut current) = snapshot else {
         return vec![Part { id: 0, record: EditionRecord::current(None), snapshot: None }];
     };
     let mut others = std::mem::take(&mut current.others);
+    let current_model = current.model.as_ref().map(|model| model.fingerprint.clone());
     // Epochs reserved without a snapshot are those of any edition, and tickets have the epochs of any.
     let reserved = others.iter().map(|other| other.snapshot.reserved_epoch);
     let floor = reserved.fold(current.reserved_epoch, u64::max);
@@ -205,12 +207,40 @@ fn split(snapshot: Option<Snapshot>) -> Vec<Part> {
         other.snapshot.reserved_epoch = floor;
         forget_replaced(&mut current, &mut other.snapshot);
     }
-    let fingerprint = current.model.as_ref().map(|model| model.fingerprint.clone());
-    let record = EditionRecord::current(fingerprint);
+    let others = without_twins(&mut current, current_model.as_deref(), others);
+    let record = EditionRecord::current(current_model);
     let parts = std::iter::once((record, current));
     let parts = parts.chain(others.into_iter().map(|other| (other.record, other.snapshot)));
     let part = |(id, (record, snapshot))| Part { id, record, snapshot: Some(snapshot) };
     (0..).zip(parts).map(part).collect()
+}
+
+/// The other editions, one for each fingerprint: requests could not tell two apart. Among twins the current edition stays,
+/// else the first one that has servers. Servers of the others register again. The keys of tickets of all editions stay.
+fn without_twins(
+    current: &mut Snapshot,
+    current_model: Option<&str>,
+    others: Vec<StoredEdition>,
+) -> Vec<StoredEdition> {
+    let mut kept: Vec<StoredEdition> = Vec::new();
+    for mut other in others {
+        let fingerprint = other.record.fingerprint.clone();
+        if fingerprint.is_some() && fingerprint.as_deref() == current_model {
+            current.tickets.join(&other.snapshot.tickets);
+        } else if let Some(twin) =
+            kept.iter_mut().find(|twin| twin.record.fingerprint == fingerprint)
+        {
+            if twin.snapshot.members.is_empty() && !other.snapshot.members.is_empty() {
+                std::mem::swap(twin, &mut other);
+            }
+            twin.snapshot.tickets.join(&other.snapshot.tickets);
+        } else {
+            kept.push(other);
+            continue;
+        }
+        warn!(fingerprint, "the store had two editions of one model; one was dropped");
+    }
+    kept
 }
 
 /// Removes members that a process of the same name in the other edition has replaced. The write without them was lost.
@@ -364,6 +394,36 @@ mod tests {
         assert_eq!(found[0].snapshot, Some(expected));
         assert_eq!(found.len(), 1);
         assert_eq!(stores.add(record(EditionState::Next)).1, other.reserved_epoch);
+    }
+
+    #[test]
+    fn two_editions_of_one_model_come_back_as_one() {
+        let seed = u64::from(rand::random::<u8>());
+        println!("seed {seed}");
+        let mut current = snapshot(seed);
+        let model = current.model.as_ref().unwrap().fingerprint.clone();
+        let served = next(seed.wrapping_add(1));
+        assert!(!served.members.is_empty());
+        let orphan = Snapshot { members: Vec::new(), ..next(seed.wrapping_add(2)) };
+        let other =
+            |record, snapshot: &Snapshot| StoredEdition { record, snapshot: snapshot.clone() };
+        let same_as_current =
+            EditionRecord { fingerprint: Some(model.clone()), ..record(EditionState::Retiring) };
+        current.others = vec![
+            other(record(EditionState::Next), &orphan),
+            other(same_as_current, &next(seed.wrapping_add(3))),
+            other(record(EditionState::Draining), &served),
+            other(record(EditionState::Next), &orphan),
+        ];
+        let highest = current.others.iter().map(|other| other.snapshot.reserved_epoch).max();
+        let highest = highest.max(Some(current.reserved_epoch)).unwrap();
+        let parts = split(Some(current));
+        let found: Vec<_> = parts.iter().map(|part| (part.id, part.record.clone())).collect();
+        let expected =
+            [(0, EditionRecord::current(Some(model))), (1, record(EditionState::Draining))];
+        assert_eq!(found, expected);
+        assert_eq!(parts[1].snapshot.as_ref().unwrap().members, served.members);
+        assert!(parts.iter().all(|part| part.reserved_epoch() == highest));
     }
 
     #[test]

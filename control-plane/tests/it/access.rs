@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use control_api::{
-    ControlError, DrainRequest, FleetGoals, LeaseKeeper, LeaseOptions, LeaseStatus, MemberState,
-    PlacementWatch, SuspectRequest, WatchOptions, code,
+    ClientsReport, ControlError, DrainRequest, FleetGoals, LeaseKeeper, LeaseOptions, LeaseStatus,
+    MemberState, PlacementWatch, SuspectRequest, WatchOptions, code,
 };
 use switchyard_control_plane::{BindError, EtcdConfig};
 use tempfile::TempDir;
@@ -108,6 +108,10 @@ async fn every_role_may_do_its_work_and_no_more() {
     assert_forbidden(viewer.set_goals(&goals).await, &["wall"]);
     assert_forbidden(server.set_goals(&goals).await, &["gpu-1"]);
     assert_forbidden(server.resume(&member).await, &["operator"]);
+    // Clients do not keep an old model in service by their reports.
+    let clients = ClientsReport { reporter: "engine".to_owned(), clients: Vec::new() };
+    assert_forbidden(client.report_clients(&clients).await, &["server", "engine"]);
+    server.report_clients(&clients).await.unwrap();
 
     // Another server changes nothing about the member, and does not take over its name.
     assert_forbidden(other.drain(&member, &drain).await, &["gpu-2", "another server"]);
