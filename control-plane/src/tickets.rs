@@ -4,6 +4,7 @@
 //! servers trust the tickets of an earlier leader until they expire. A new key signs nothing before the servers have had
 //! the time to learn it with a heartbeat.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -124,9 +125,13 @@ impl TicketOffice {
     /// Revokes all tickets issued so far. `epoch` is that of the placement. Returns the least epoch in force.
     pub(crate) fn revoke(&self, epoch: u64) -> u64 {
         let mut state = self.lock();
-        let highest = state.highest_epoch.max(epoch);
-        let record = &mut state.record;
-        record.least_epoch = record.least_epoch.max(highest) + 1;
+        let State { signer, next, record, highest_epoch, .. } = &mut *state;
+        // This leader does not know the epochs of tickets that other keys have signed, so servers forget those keys.
+        let next = next.as_ref().map(|(key, _)| key);
+        let own: Vec<_> =
+            next.into_iter().chain([&*signer]).map(|k| k.public().to_string()).collect();
+        record.keys.retain(|key| own.contains(&key.key));
+        record.least_epoch = record.least_epoch.max(*highest_epoch).max(epoch) + 1;
         record.least_epoch
     }
 
@@ -161,13 +166,18 @@ impl fmt::Debug for TicketOffice {
 }
 
 impl TicketRecord {
-    /// The keys of both records. Those of this one are the newer ones.
+    /// The keys of both records, which are those of one office at two times. With different least epochs the higher
+    /// record stays alone: the revocation between them has removed the other keys.
     pub(crate) fn join(&mut self, other: &Self) {
+        match self.least_epoch.cmp(&other.least_epoch) {
+            Ordering::Less => return self.clone_from(other),
+            Ordering::Greater => return,
+            Ordering::Equal => {}
+        }
         let is_new = |key: &&TicketKey| !self.keys.iter().any(|known| known.key == key.key);
         let older: Vec<TicketKey> = other.keys.iter().filter(is_new).cloned().collect();
         self.keys.splice(0..0, older);
         self.keys.sort_by_key(|key| key.expires_at);
-        self.least_epoch = self.least_epoch.max(other.least_epoch);
     }
 
     /// Adds a key, and removes the ones that have ended and those beyond the limit.
@@ -242,12 +252,12 @@ mod tests {
         assert_eq!(check(&first, &new.ticket, &client), Err(TicketError::UnknownKey));
 
         assert_eq!(second.revoke(4), 5);
-        for ticket in [&old.ticket, &new.ticket] {
-            let found = check(&second, ticket, &client);
+        let third = office(second.record(), true, WALL);
+        for office in [&second, &third] {
+            assert_eq!(check(office, &old.ticket, &client), Err(TicketError::UnknownKey));
+            let found = check(office, &new.ticket, &client);
             assert!(matches!(found, Err(TicketError::Revoked { least: 5, .. })), "{found:?}");
         }
-        let third = office(second.record(), true, WALL);
-        assert!(matches!(check(&third, &old.ticket, &client), Err(TicketError::Revoked { .. })));
         // The placement's epoch is still lower, and new tickets count all the same.
         let fresh = third.issue(&request(&client), 4, WALL).unwrap();
         assert_eq!((fresh.epoch, check(&third, &fresh.ticket, &client)), (5, Ok(())));
@@ -265,15 +275,39 @@ mod tests {
         assert_eq!((new.epoch, check(&office, &new.ticket, &client)), (501, Ok(())));
     }
 
+    /// Neither the placement nor a new leader knows the epoch of the old tickets.
+    #[test]
+    fn a_revocation_after_a_switch_and_a_restart_covers_the_tickets_of_earlier_leaders() {
+        let client = SecretKey::generate().unwrap();
+        let first = office(TicketRecord::default(), false, WALL);
+        let old = first.issue(&request(&client), 500, WALL).unwrap();
+        let before = first.record();
+        let second = office(before.clone(), true, WALL);
+        assert_eq!(second.tick(KEY_LIFE / 2, WALL), Ok(true));
+        assert_eq!(check(&second, &old.ticket, &client), Ok(()));
+        assert_eq!(second.revoke(7), 8);
+        assert_eq!(check(&second, &old.ticket, &client), Err(TicketError::UnknownKey));
+        assert_eq!(second.keys().keys.len(), 2, "its signer and the next one");
+        let new = second.issue(&request(&client), 7, WALL).unwrap();
+        assert_eq!(check(&second, &new.ticket, &client), Ok(()));
+
+        // The store of another edition still has the keys from before the revocation.
+        for (mut kept, other) in [(second.record(), before.clone()), (before, second.record())] {
+            kept.join(&other);
+            let third = office(kept, true, WALL);
+            assert_eq!(check(&third, &old.ticket, &client), Err(TicketError::UnknownKey));
+            assert_eq!(check(&third, &new.ticket, &client), Ok(()));
+        }
+    }
+
     #[test]
     fn two_records_become_one() {
         let first = office(TicketRecord::default(), false, WALL).record();
         let mut second = office(first.clone(), false, UnixTime(WALL.0 + 5)).record();
         let other = office(first.clone(), false, UnixTime(WALL.0 + 1)).record();
         let expected = [first.keys[0].clone(), other.keys[1].clone(), second.keys[1].clone()];
-        second.least_epoch = 3;
-        second.join(&TicketRecord { least_epoch: 9, ..other });
-        assert_eq!(second, TicketRecord { keys: expected.to_vec(), least_epoch: 9 });
+        second.join(&other);
+        assert_eq!(second, TicketRecord { keys: expected.to_vec(), least_epoch: 0 });
     }
 
     #[test]
