@@ -417,7 +417,8 @@ fn open_tickets(settings: &TermSettings, found: &mut [Found]) -> Result<TicketOf
     }
     let ticket_settings = TicketSettings {
         life: settings.ticket_life,
-        spread: (settings.lease_ttl / 2).min(MAX_KEY_SPREAD),
+        // Servers renew after a third of a lease.
+        spread: settings.lease_ttl / 2,
     };
     let (now, wall) = (settings.clock.now(), SystemTime::now().into());
     let office = TicketOffice::open(&cluster_id, record, ticket_settings, has_servers, now, wall);
@@ -449,8 +450,6 @@ impl From<book::UpdateRefusal> for OperationError {
     }
 }
 
-/// A request for a ticket waits no longer than this for the servers to learn a new key.
-const MAX_KEY_SPREAD: Duration = Duration::from_secs(2);
 const GRACE_LEASES: u32 = 5;
 /// A client reconnects within 2 s, and a control plane that restarts needs some time itself.
 const MIN_GRACE: Duration = Duration::from_secs(5);

@@ -96,6 +96,27 @@ struct Server {
     holds: Assignment,
 }
 
+fn settings(lease_ttl: Duration, clock: &Arc<ManualClock>, boards: &Arc<Boards>) -> TermSettings {
+    let fleet = FleetSettings {
+        lease_ttl,
+        suspect_grace: Duration::from_millis(300),
+        expired_retention: Duration::from_secs(60),
+        max_members: 16,
+        pinned_fingerprint: None,
+        balance: None,
+        target_share: 0.6,
+    };
+    TermSettings {
+        fleet,
+        planner: Arc::new(BalancedPlanner::new(2, 1).unwrap()),
+        lease_ttl,
+        ticket_life: Duration::from_secs(600),
+        clock: Arc::clone(clock) as Arc<dyn Clock>,
+        metrics: Metrics::new(0).unwrap(),
+        boards: Arc::clone(boards),
+    }
+}
+
 /// A control plane on a disk that survives it.
 struct World {
     disk: Disk,
@@ -113,25 +134,8 @@ impl World {
     }
 
     fn start(disk: Disk, clock: Arc<ManualClock>, servers: Vec<Server>) -> Self {
-        let fleet = FleetSettings {
-            lease_ttl: TTL,
-            suspect_grace: Duration::from_millis(300),
-            expired_retention: Duration::from_secs(60),
-            max_members: 16,
-            pinned_fingerprint: None,
-            balance: None,
-            target_share: 0.6,
-        };
         let boards = Arc::new(Boards::new());
-        let settings = TermSettings {
-            fleet,
-            planner: Arc::new(BalancedPlanner::new(2, 1).unwrap()),
-            lease_ttl: TTL,
-            ticket_life: Duration::from_secs(600),
-            clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            metrics: Metrics::new(0).unwrap(),
-            boards: Arc::clone(&boards),
-        };
+        let settings = settings(TTL, &clock, &boards);
         let term = Editions::restore(settings, Box::new(disk.clone())).unwrap();
         boards.set_fresh(true);
         let Term { editions, workers, mut added } = term;
@@ -620,4 +624,20 @@ async fn random_updates_keep_their_promises() {
         }
     }
     println!("{num_switches} switches");
+}
+
+/// Servers renew after a third of a lease. A key must not sign before each of them has done so.
+#[tokio::test]
+async fn a_new_leader_signs_no_ticket_before_all_servers_have_renewed_their_leases() {
+    let mut world = World::new();
+    world.serve_all("server", OLD).await;
+    let World { disk, mut tasks, clock, boards, .. } = world;
+    tasks.shutdown().await;
+    for lease_ttl in [TTL, Duration::from_secs(30), Duration::from_secs(3600)] {
+        let settings = settings(lease_ttl, &clock, &boards);
+        let term = Editions::restore(settings, Box::new(disk.clone())).unwrap();
+        let wait = term.editions.tickets.wait(clock.now());
+        assert!(wait > lease_ttl / 3, "{wait:?} of {lease_ttl:?}");
+        assert!(wait < lease_ttl, "{wait:?} of {lease_ttl:?}");
+    }
 }

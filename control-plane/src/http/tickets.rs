@@ -11,7 +11,8 @@ use super::guard::AuditNote;
 
 /// Issues a ticket: a short-lived permission to connect to the servers of the fleet. The client shows it in each
 /// handshake, with a proof by its secret key. After a change of the leader the answer waits until the servers know the
-/// leader's key, two seconds at most.
+/// leader's key, which is half of a lease. A request that would wait longer than its limit gets `request_timeout`: send it
+/// again.
 #[utoipa::path(post, path = "/v1/tickets", tag = "tickets",
     request_body = TicketRequest, responses(
     (status = 200, description = "The ticket", body = TicketResponse),
