@@ -58,11 +58,11 @@ async fn the_port_for_weights_is_not_opened_to_other_hosts_in_plain_text() {
     let mut config = member();
     config.weights.listen = Some("192.0.2.7:0".parse().expect("an address"));
     let started = start(config.clone(), prometheus::Registry::new(), |_| {}).await;
-    let error = started.err().expect("refused");
+    let error = started.expect_err("refused");
     assert!(matches!(error, StartError::Insecure(_)), "{error}");
     // Other servers may read nothing, so there is no such port.
     config.weights.read_limit = 0;
     let started = start(config, prometheus::Registry::new(), |_| {}).await;
-    let error = started.err().expect("there is no model");
+    let error = started.expect_err("there is no model");
     assert!(matches!(error, StartError::Open(_)), "{error}");
 }
