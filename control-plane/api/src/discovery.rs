@@ -13,7 +13,7 @@ mod locator;
 mod tests;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use reqwest::Url;
@@ -32,8 +32,10 @@ use locator::Locator;
 pub(crate) struct ControlPlanes {
     known: Arc<watch::Sender<Known>>,
     backends: Backends,
-    /// The thread that looks up addresses. The first request starts it.
-    search: OnceLock<Result<Search, String>>,
+    /// The thread that looks up addresses. The first request starts it, and the next one tries again after a failure.
+    search: OnceLock<Search>,
+    /// One start at a time.
+    starting: Mutex<()>,
 }
 
 /// Answers of the lookups, replaced by tests.
@@ -85,7 +87,7 @@ impl ControlPlanes {
 
     fn new(locators: Vec<Locator>, scheme: &'static str, backends: Backends) -> Self {
         let known = Arc::new(watch::Sender::new(Known::new(locators, scheme)));
-        Self { known, backends, search: OnceLock::new() }
+        Self { known, backends, search: OnceLock::new(), starting: Mutex::default() }
     }
 
     /// Returns true if no control plane has to be looked up, so that the list never changes.
@@ -165,10 +167,7 @@ impl ControlPlanes {
     }
 
     async fn look_up(&self, bound: Duration, before: &Known) -> Result<Snapshot, ControlError> {
-        let search = match self.start_search() {
-            Ok(search) => search,
-            Err(reason) => return Err(none_found(before, reason.clone())),
-        };
+        let search = self.start_search().map_err(|err| none_found(before, err.to_string()))?;
         search.refresh.send_modify(|number| *number += 1);
         let mut receiver = self.known.subscribe();
         let all_done = receiver.wait_for(|known| known.has_looked_up_since(before));
@@ -184,9 +183,16 @@ impl ControlPlanes {
         Err(none_found(&known, reason))
     }
 
-    fn start_search(&self) -> Result<&Search, &String> {
-        let start = || Search::start(&self.known, &self.backends).map_err(|err| err.to_string());
-        self.search.get_or_init(start).as_ref()
+    fn start_search(&self) -> std::io::Result<&Search> {
+        if let Some(search) = self.search.get() {
+            return Ok(search);
+        }
+        let _one = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(search) = self.search.get() {
+            return Ok(search);
+        }
+        let search = Search::start(&self.known, &self.backends)?;
+        Ok(self.search.get_or_init(|| search))
     }
 }
 

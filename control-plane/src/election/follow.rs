@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    ClientsReport, ControlClient, ModelClients, PlacementWatch, WatchOptions, WatchStatus, code,
+    ClientsReport, ControlClient, ControlError, EditionList, ModelClients, PlacementWatch,
+    WatchOptions, WatchStatus, code,
 };
 use serde_json::json;
 use tokio::runtime::Handle;
@@ -144,13 +145,8 @@ impl Election {
         let mut tasks = JoinSet::new();
         let mut relays: Vec<(Arc<EditionBoard>, AbortHandle)> = Vec::new();
         loop {
-            let found = match leader.report_clients(&self.clients_report()).await {
-                Ok(list) => list.editions.into_iter().map(|edition| edition.fingerprint).collect(),
-                // A leader of an earlier version has one model.
-                Err(err) if matches!(err.code(), Some(code::NOT_FOUND)) => vec![None],
-                Err(_) => boards.all().iter().map(|edition| edition.fingerprint()).collect(),
-            };
-            let editions = boards.set(&found);
+            let answer = leader.report_clients(&self.clients_report()).await;
+            let editions = boards.set(&fingerprints(answer, boards));
             relays.retain(|(board, relay)| {
                 let is_kept = editions.iter().any(|edition| Arc::ptr_eq(edition, board));
                 if !is_kept {
@@ -185,6 +181,16 @@ impl Election {
             edition.fingerprint().map(|fingerprint| ModelClients { fingerprint, num_clients })
         });
         ClientsReport { reporter: self.own_url.clone(), clients: clients.collect() }
+    }
+}
+
+/// The fingerprints of the leader's editions, from its answer to a report. Those of `boards` if it gives none.
+fn fingerprints(answer: Result<EditionList, ControlError>, boards: &Boards) -> Vec<Option<String>> {
+    match answer {
+        Ok(list) => list.editions.into_iter().map(|edition| edition.fingerprint).collect(),
+        // A leader of an earlier version has one model. Its table may have named that meanwhile.
+        Err(err) if err.code() == Some(code::NOT_FOUND) => vec![boards.current().fingerprint()],
+        Err(_) => boards.all().iter().map(|edition| edition.fingerprint()).collect(),
     }
 }
 
@@ -251,3 +257,47 @@ const RELIST: Duration = Duration::from_secs(5);
 /// Clients are reported to the leader at this rate.
 const REPORT_PERIOD: Duration = Duration::from_millis(500);
 const LIST_BOUND: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use control_api::{ModelDescriptor, PlacementTable};
+
+    use super::*;
+
+    fn table(fingerprint: &str) -> PlacementTable {
+        let model = ModelDescriptor {
+            fingerprint: fingerprint.to_owned(),
+            architecture: "test".to_owned(),
+            hidden: 8,
+            moe_layers: vec![3],
+            num_experts: 4,
+            top_k: 2,
+        };
+        let cluster_id = "c".repeat(32);
+        PlacementTable { cluster_id, epoch: 1, model: Some(model), ..PlacementTable::default() }
+    }
+
+    /// Answer of a leader of an earlier version, which does not have the route.
+    fn no_such_route() -> Result<EditionList, ControlError> {
+        let (code, message) = (code::NOT_FOUND.to_owned(), "no such route".to_owned());
+        Err(ControlError::Rejected { status: 404, code, message })
+    }
+
+    #[test]
+    fn watches_stay_open_under_a_leader_of_an_earlier_version() {
+        let boards = Boards::new();
+        let first = boards.current();
+        first.board.set_fresh(true);
+        for round in 0..4 {
+            let kept = boards.set(&fingerprints(no_such_route(), &boards));
+            assert_eq!(kept.len(), 1);
+            assert!(Arc::ptr_eq(&kept[0], &first), "another board in round {round}");
+            assert!(*first.board.freshness().borrow(), "watches end in round {round}");
+            // The table names the model after the first rounds.
+            if round == 1 {
+                first.board.publish(&table("00aabbccddeeff11"));
+                assert_eq!(first.fingerprint().as_deref(), Some("00aabbccddeeff11"));
+            }
+        }
+    }
+}
