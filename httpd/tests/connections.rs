@@ -20,8 +20,8 @@ async fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     panic!("{what} did not come within {LIMIT:?}");
 }
 
-/// Probes that connect and close leave nothing behind: at the limit of connections a newcomer takes the place of the
-/// silent connection that is there, not of one that has long ended.
+/// Probes that connect and close leave nothing behind. At the limit of connections a newcomer takes the place of the
+/// silent connection that is there, and not of one that has ended.
 #[tokio::test]
 async fn a_newcomer_displaces_a_connection_that_lives() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");

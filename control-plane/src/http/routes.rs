@@ -286,7 +286,7 @@ pub(super) async fn ready(
 /// Removes a member from the placement. Its lease continues.
 #[utoipa::path(post, path = "/v1/members/{id}/drain", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
-    request_body = DrainRequest, responses(
+    request_body = Option<DrainRequest>, responses(
     (status = 200, description = "Removed from the placement", body = MemberInfo),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
