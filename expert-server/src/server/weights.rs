@@ -155,6 +155,11 @@ pub(super) fn source_addr(config: &ServerConfig) -> Option<SocketAddr> {
     is_offered.then(|| config.weights.listen.unwrap_or(default))
 }
 
+/// Returns true if a source on `bind` would admit every process of other hosts, and plain text is not allowed.
+pub(super) fn admits_all(config: &ServerConfig, bind: SocketAddr) -> bool {
+    config.secret.is_none() && !config.security.insecure && is_exposed(bind)
+}
+
 /// Opens the source of weights for other servers, and returns its address for them. `None` if they may not read any:
 /// the configuration says so, or the port would admit every process of other hosts.
 pub(super) async fn open_source(
@@ -164,8 +169,7 @@ pub(super) async fn open_source(
     metrics: &ServerMetrics,
 ) -> Result<Option<(WeightSource, String)>, StartError> {
     let Some(bind) = source_addr(config) else { return Ok(None) };
-    let secret = config.secret.as_ref().map(WeightsSecret::of);
-    if secret.is_none() && !config.security.insecure && is_exposed(bind) {
+    if admits_all(config, bind) {
         tracing::warn!(
             addr = %bind,
             "other servers cannot read weights of this one: their port is reachable from other hosts and checks a \
@@ -177,7 +181,7 @@ pub(super) async fn open_source(
     let source_config = SourceConfig {
         bind,
         advertise: ip_of(advertised).await,
-        secret,
+        secret: config.secret.as_ref().map(WeightsSecret::of),
         limit: config.weights.read_limit,
     };
     let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);

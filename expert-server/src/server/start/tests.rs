@@ -53,6 +53,24 @@ fn a_server_that_would_admit_every_client_of_other_hosts_is_refused() {
     assert!(check_admission(&config).is_err(), "there are no tickets without a control plane");
 }
 
+/// Certificates do not protect the port for weights.
+#[test]
+fn a_server_without_a_token_offers_no_weights_to_other_hosts() {
+    let dir = TempDir::new().expect("a folder");
+    let mut config = member();
+    config.security.tls = Some(tls(&dir, ClientCertificates::Required));
+    for exposed in ["192.0.2.7:0", "0.0.0.0:0", "[::]:0"] {
+        config.data_addr = exposed.parse().expect("an address");
+        let bind = weights::source_addr(&config).expect("it offers weights");
+        assert!(weights::admits_all(&config, bind), "{exposed}");
+        let with_token = ServerConfig { secret: Some(Secret::new("sesame")), ..config.clone() };
+        assert!(!weights::admits_all(&with_token, bind), "{exposed}");
+    }
+    config.weights.listen = Some("127.0.0.1:0".parse().expect("an address"));
+    let bind = weights::source_addr(&config).expect("it offers weights");
+    assert!(!weights::admits_all(&config, bind));
+}
+
 #[tokio::test]
 async fn the_port_for_weights_is_not_opened_to_other_hosts_in_plain_text() {
     let mut config = member();
