@@ -72,6 +72,8 @@ pub struct WatchState {
     pub num_connects: u64,
     /// Number of tables refused because their epoch was older than that of the table in force.
     pub num_stale_tables: u64,
+    /// Number of tables refused because they are for another model than the one that the watch stays with.
+    pub num_other_models: u64,
 }
 
 /// Follows the placement. Dropping it ends the watch; receivers keep the last table.
@@ -81,7 +83,8 @@ pub struct WatchState {
 /// tables are accepted with any epoch, but an incomplete one replaces a complete one only after
 /// [`WatchOptions::new_cluster_grace`].
 ///
-/// A watch stays with one model: with [`WatchOptions::fingerprint`], or with that of its first table.
+/// A watch stays with one model: with [`WatchOptions::fingerprint`], or with that of its first table. It refuses tables of
+/// other models, which a control plane sends once all servers of the model have gone. The last table then stays in force.
 #[derive(Debug)]
 pub struct PlacementWatch {
     tables: watch::Receiver<Arc<PlacementTable>>,
@@ -255,6 +258,13 @@ impl Follower {
     }
 
     fn accept(&mut self, table: PlacementTable) {
+        if let (Some(own), Some(model)) = (&self.options.fingerprint, &table.model)
+            && model.fingerprint != *own
+        {
+            warn!(found = model.fingerprint, expected = own, "placement of another model refused");
+            self.state.send_modify(|state| state.num_other_models += 1);
+            return;
+        }
         let current = self.tables.borrow().clone();
         if current.cluster_id == table.cluster_id {
             if table.epoch < current.epoch {

@@ -146,9 +146,11 @@ impl Election {
         let mut relays: Vec<(Arc<EditionBoard>, AbortHandle)> = Vec::new();
         loop {
             let answer = leader.report_clients(&self.clients_report()).await;
-            let editions = boards.set(&fingerprints(answer, boards));
+            let has_ended = relays.iter().any(|(_, relay)| relay.is_finished());
+            let editions = boards.set(&fingerprints(answer, boards, has_ended));
             relays.retain(|(board, relay)| {
-                let is_kept = editions.iter().any(|edition| Arc::ptr_eq(edition, board));
+                let is_in_list = editions.iter().any(|edition| Arc::ptr_eq(edition, board));
+                let is_kept = is_in_list && !relay.is_finished();
                 if !is_kept {
                     relay.abort();
                 }
@@ -169,7 +171,6 @@ impl Election {
             if let Some(latest) = boards.current().board.latest() {
                 self.settings.metrics.set_epoch(latest.epoch);
             }
-            // Relays end only when they are aborted.
             while tasks.try_join_next().is_some() {}
             sleep(REPORT_PERIOD).await;
         }
@@ -184,17 +185,24 @@ impl Election {
     }
 }
 
-/// The fingerprints of the leader's editions, from its answer to a report. Those of `boards` if it gives none.
-fn fingerprints(answer: Result<EditionList, ControlError>, boards: &Boards) -> Vec<Option<String>> {
+/// The fingerprints of the leader's editions, from its answer to a report. Those of `boards` if it gives none. `has_ended`
+/// says that a relay has ended, because the leader has replaced its model.
+fn fingerprints(
+    answer: Result<EditionList, ControlError>,
+    boards: &Boards,
+    has_ended: bool,
+) -> Vec<Option<String>> {
     match answer {
         Ok(list) => list.editions.into_iter().map(|edition| edition.fingerprint).collect(),
         // A leader of an earlier version has one model. Its table may have named that meanwhile.
-        Err(err) if err.code() == Some(code::NOT_FOUND) => vec![boards.current().fingerprint()],
+        Err(err) if err.code() == Some(code::NOT_FOUND) => {
+            vec![boards.current().fingerprint().filter(|_| !has_ended)]
+        }
         Err(_) => boards.all().iter().map(|edition| edition.fingerprint()).collect(),
     }
 }
 
-/// Publishes the tables of one edition of the leader on its board.
+/// Publishes the tables of one edition of the leader on its board. Ends when the leader sends another model there.
 struct Relay {
     leader: ControlClient,
     edition: Arc<EditionBoard>,
@@ -217,7 +225,13 @@ impl Relay {
         let (mut tables, mut state) = (watch.tables(), watch.state());
         let mut stale_at = Some(Instant::now() + STALE_AFTER);
         loop {
-            let is_connected = state.borrow_and_update().status == WatchStatus::Connected;
+            let (is_connected, has_other_model) = {
+                let state = state.borrow_and_update();
+                (state.status == WatchStatus::Connected, state.num_other_models > 0)
+            };
+            if has_other_model {
+                return;
+            }
             stale_at = match is_connected {
                 true => None,
                 false => Some(stale_at.unwrap_or_else(|| Instant::now() + STALE_AFTER)),
@@ -289,7 +303,7 @@ mod tests {
         let first = boards.current();
         first.board.set_fresh(true);
         for round in 0..4 {
-            let kept = boards.set(&fingerprints(no_such_route(), &boards));
+            let kept = boards.set(&fingerprints(no_such_route(), &boards, false));
             assert_eq!(kept.len(), 1);
             assert!(Arc::ptr_eq(&kept[0], &first), "another board in round {round}");
             assert!(*first.board.freshness().borrow(), "watches end in round {round}");
@@ -299,5 +313,9 @@ mod tests {
                 assert_eq!(first.fingerprint().as_deref(), Some("00aabbccddeeff11"));
             }
         }
+        // The leader has replaced the model: its clients start again with another board.
+        let next = boards.set(&fingerprints(no_such_route(), &boards, true));
+        assert!(!Arc::ptr_eq(&next[0], &first) && next[0].fingerprint().is_none());
+        assert!(!*first.board.freshness().borrow());
     }
 }

@@ -1,7 +1,11 @@
 //! The watch on the placement.
 
-use control_api::{DrainRequest, LeaseRequest, PlacementWatch, WatchOptions, WatchStatus, code};
+use control_api::{
+    DrainRequest, LayerPlacement, LeaseRequest, ModelDescriptor, PlacementTable, PlacementWatch,
+    WatchOptions, WatchStatus, code,
+};
 use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
 
 use super::*;
 
@@ -101,22 +105,19 @@ async fn the_last_table_stays_while_the_control_plane_is_down() {
     plane.stop().await;
 }
 
-/// Made-up events: the watch refuses an older epoch of the same cluster and accepts a newer cluster.
-#[tokio::test]
-async fn an_older_epoch_is_refused_and_a_new_cluster_accepted() {
+fn table(cluster: &str, epoch: u64) -> PlacementTable {
+    PlacementTable { cluster_id: cluster.to_owned(), epoch, ..Default::default() }
+}
+
+/// Sends the tables to one watch. Returns the URL, and the task that keeps the stream open.
+async fn script(tables: impl IntoIterator<Item = PlacementTable>) -> (String, JoinHandle<()>) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let event = |cluster: &str, epoch: u64| {
-        let table = control_api::PlacementTable {
-            cluster_id: cluster.to_owned(),
-            epoch,
-            ..Default::default()
-        };
+    let event = |table: PlacementTable| {
         format!("event: placement\ndata: {}\n\n", serde_json::to_string(&table).unwrap())
     };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let script = [("one", 5), ("one", 4), ("one", 6), ("one", 3), ("two", 1), ("two", 2)];
-    let body: String = script.iter().map(|&(cluster, epoch)| event(cluster, epoch)).collect();
+    let body: String = tables.into_iter().map(event).collect();
     let server = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
         let mut request = [0; 4096];
@@ -128,12 +129,48 @@ async fn an_older_epoch_is_refused_and_a_new_cluster_accepted() {
         std::future::pending::<()>().await;
         drop(stream);
     });
+    (url, server)
+}
+
+/// Made-up events: the watch refuses an older epoch of the same cluster and accepts a newer cluster.
+#[tokio::test]
+async fn an_older_epoch_is_refused_and_a_new_cluster_accepted() {
+    let tables = [("one", 5), ("one", 4), ("one", 6), ("one", 3), ("two", 1), ("two", 2)];
+    let (url, server) = script(tables.map(|(cluster, epoch)| table(cluster, epoch))).await;
     let client = ControlClient::new(&url, None).unwrap();
     let watch = PlacementWatch::spawn_thread(&client, WatchOptions::default()).unwrap();
     let table = watch.wait_for(BOUND, |table| table.cluster_id == "two" && table.epoch == 2).await;
     table.unwrap();
     assert_eq!(watch.state().borrow().num_stale_tables, 2);
     server.abort();
+}
+
+/// Made-up events: the control plane has replaced the model, as it does once all servers of a model have gone.
+#[tokio::test]
+async fn a_table_of_another_model_is_refused() {
+    let of_model = |epoch, fingerprint: &str| {
+        let model = ModelDescriptor { fingerprint: fingerprint.to_owned(), ..model() };
+        let replicas = vec![Vec::new(); model.num_experts as usize];
+        let layer = |&layer: &u32| LayerPlacement { layer, replicas: replicas.clone() };
+        let layers = model.moe_layers.iter().map(layer).collect();
+        PlacementTable { model: Some(model), layers, ..table("one", epoch) }
+    };
+    let (own, other) = ("00aabbccddeeff11", "11aabbccddeeff22");
+    let tables = || [table("one", 1), of_model(2, own), of_model(3, other), table("one", 4)];
+    let mut pinned = WatchOptions::default();
+    pinned.fingerprint = Some(own.to_owned());
+    for options in [WatchOptions::default(), pinned] {
+        let (url, server) = script(tables()).await;
+        let client = ControlClient::new(&url, None).unwrap();
+        let watch = PlacementWatch::spawn(&client, &Handle::current(), options).unwrap();
+        let is_other = |table: &PlacementTable| {
+            table.model.as_ref().is_some_and(|model| model.fingerprint == other)
+        };
+        let seen = watch.wait_for(BOUND, |table| is_other(table) || table.epoch == 4).await;
+        assert_eq!(seen.unwrap_or_else(|last| panic!("{last:?} {:?}", watch.state())).epoch, 4);
+        assert_eq!(watch.state().borrow().num_other_models, 1);
+        server.abort();
+    }
 }
 
 #[tokio::test]
