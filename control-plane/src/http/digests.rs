@@ -16,6 +16,7 @@ use super::models::ModelQuery;
 #[utoipa::path(get, path = "/v1/model/digests", tag = "placement",
     params(("fingerprint" = Option<String>, Query, description = "Model. Default: the current one")), responses(
     (status = 200, description = "The digests", body = ModelDigests),
+    (status = 400, description = "`bad_request`: not a fingerprint", body = ApiError),
     (status = 404, description = "`not_found`: no member has sent them", body = ApiError)))]
 pub(super) async fn model_digests(
     State(app): State<App>,

@@ -77,6 +77,7 @@ pub(super) async fn metrics(State(app): State<App>, headers: HeaderMap) -> Respo
 #[utoipa::path(get, path = "/v1/placement", tag = "placement",
     params(("fingerprint" = Option<String>, Query, description = "Model. Default: the current one")), responses(
     (status = 200, description = "The table", body = PlacementTable),
+    (status = 400, description = "`bad_request`: not a fingerprint", body = ApiError),
     (status = 404, description = "`unknown_model`", body = ApiError),
     (status = 503, description = "`no_leader`: no table is known yet", body = ApiError)))]
 pub(super) async fn placement(

@@ -35,6 +35,7 @@ use httpd::stopped;
         ("observer" = Option<bool>, Query, description = "True for a watch that makes no calls")), responses(
     (status = 200, description = "Server-sent events; data is the table",
         content_type = "text/event-stream", body = PlacementTable),
+    (status = 400, description = "`bad_request`: not a fingerprint", body = ApiError),
     (status = 404, description = "`unknown_model`", body = ApiError),
     (status = 503, description = "`too_many_watchers`, `shutting_down`, `no_leader`", body = ApiError)))]
 pub(super) async fn placement_watch(
