@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crossbeam_queue::ArrayQueue;
+use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -39,7 +40,7 @@ pub fn flush(py: Python<'_>) {
     let Some(queue) = QUEUE.get() else { return };
     while let Some(event) = queue.events.pop() {
         if let Err(failure) = event.hand_over(py) {
-            failure.write_unraisable(py, None);
+            report(py, failure);
         }
     }
     let num_dropped = queue.num_dropped.load(Ordering::Relaxed);
@@ -54,8 +55,19 @@ pub fn flush(py: Python<'_>) {
             at: SystemTime::now(),
         };
         if let Err(failure) = event.hand_over(py) {
-            failure.write_unraisable(py, None);
+            report(py, failure);
         }
+    }
+}
+
+/// Reports the exception of a handler. An interrupt by the user may arrive while a handler runs, and belongs to the call
+/// that passes the events on: it is raised again at that call's next look for signals.
+fn report(py: Python<'_>, failure: PyErr) {
+    if failure.is_instance_of::<PyKeyboardInterrupt>(py) {
+        // SAFETY: it takes no arguments and only notes a signal.
+        unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+    } else {
+        failure.write_unraisable(py, None);
     }
 }
 

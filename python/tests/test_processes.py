@@ -128,6 +128,28 @@ def test_an_interrupt_ends_a_blocked_call(experts: Experts, inputs: Inputs) -> N
         thread.join()
 
 
+def test_an_interrupt_within_a_log_handler_ends_the_call() -> None:
+    class Interrupting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logger.removeHandler(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            # The handler of the signal runs here.
+            time.sleep(1)
+
+    logger = logging.getLogger("switchyard_moe")
+    handler = Interrupting()
+    with switchyard_moe.LocalCluster(TINY, servers=1) as cluster, cluster.client() as client:
+        cluster.kill("server-0")
+        while not_ready(client) is None:
+            pass
+        logger.addHandler(handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                client.wait_ready(30)
+        finally:
+            logger.removeHandler(handler)
+
+
 def test_an_interrupt_ends_the_search_for_a_control_plane() -> None:
     thread = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
