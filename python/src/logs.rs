@@ -60,8 +60,8 @@ pub fn flush(py: Python<'_>) {
     }
 }
 
-/// Reports the exception of a handler. An interrupt by the user may arrive while a handler runs, and belongs to the call
-/// that passes the events on: it is raised again at that call's next look for signals.
+/// Reports the exception of a handler. An interrupt by the user may arrive while a handler runs. It belongs to the call
+/// that passes the events on, so it is raised again at that call's next look for signals.
 fn report(py: Python<'_>, failure: PyErr) {
     if failure.is_instance_of::<PyKeyboardInterrupt>(py) {
         // SAFETY: it takes no arguments and only notes a signal.
