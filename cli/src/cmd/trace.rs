@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use telemetry::{Recorder, TraceConfig};
 
-/// Where traces go, and how many.
+/// Receiver of traces, and the share of calls that are traced.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TraceArgs {
     /// URL of a collector of OpenTelemetry, such as http://127.0.0.1:4318. Traces of sampled layers go there (OTLP
