@@ -288,6 +288,12 @@ impl LoadCounters {
             counter.fetch_add(num_tokens, Ordering::Relaxed);
         }
     }
+
+    /// Tokens computed with an expert so far; 0 for one that the model does not have.
+    pub(crate) fn num_tokens_of(&self, layer: u32, expert: u32) -> u64 {
+        let idx = layer as usize * self.num_experts + expert as usize;
+        self.experts.get(idx).map_or(0, |counter| counter.load(Ordering::Relaxed))
+    }
 }
 
 /// The reason why one client does not use a better transport. Dropped when its link closes.
