@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use attention_client::device::GpuError;
-use attention_client::{ClientError, DeviceError, ModelShape, MoeClient};
+use attention_client::{ClientError, DeviceError, ModelShape, MoeClient, TraceContext};
 use half::slice::HalfFloatSliceExt as _;
 use half::{bf16, f16};
 use pyo3::prelude::*;
@@ -99,11 +99,13 @@ impl From<GpuError> for Failure {
 ///
 /// # Safety
 /// The matrices stay valid, and no other thread writes them meanwhile, nor reads the target.
+#[allow(clippy::too_many_arguments, reason = "the parts of a call")]
 pub unsafe fn forward(
     moe: &MoeClient,
     layer: u32,
     request: RawRequest,
     target: RawTarget,
+    context: Option<TraceContext>,
     copies: &Copies,
     scratch: &mut Scratch,
     interrupt: &Interrupt,
@@ -118,7 +120,10 @@ pub unsafe fn forward(
             floats(request.topk_weights, topk_weights, &copies.topk_weights),
         )
     };
-    let handle = moe.dispatch_unless(layer, x, topk_idx, topk_weights, &cancelled)?;
+    let mut handle = moe.dispatch_unless(layer, x, topk_idx, topk_weights, &cancelled)?;
+    if let Some(context) = context {
+        handle.set_trace_context(context);
+    }
     // SAFETY: The caller keeps the target valid and to this call alone.
     unsafe { finish(moe, handle, target, copies, out, &cancelled) }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use attention_client::MoeClient;
+use attention_client::{MoeClient, TraceContext};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
@@ -94,6 +94,7 @@ pub fn dispatch(
     layer: u32,
     request: Request<'_, '_>,
     x: &Bound<'_, PyAny>,
+    context: Option<TraceContext>,
     shared: &Arc<Shared>,
 ) -> PyResult<Handle> {
     let raw = request.raw();
@@ -113,8 +114,11 @@ pub fn dispatch(
                     floats(raw.topk_weights, &mut scratch.topk_weights, &copies.topk_weights),
                 )
             };
-            let handle =
+            let mut handle =
                 moe.dispatch_unless(layer, x, topk_idx, topk_weights, &|| interrupt.is_due())?;
+            if let Some(context) = context {
+                handle.set_trace_context(context);
+            }
             Ok(Pending::Host(HostCall { handle, moe, _widened: widened, owner }))
         });
         (result, interrupt)
