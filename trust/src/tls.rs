@@ -12,6 +12,7 @@ mod error;
 mod explain;
 mod files;
 mod names;
+mod peer;
 mod records;
 mod security;
 mod state;
@@ -28,12 +29,14 @@ use arc_swap::ArcSwap;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 pub use error::TlsError;
 pub use explain::{HandshakeError, Side, explain};
 pub use files::TlsFiles;
 pub use names::{certificate_uri, identity_of, is_loopback_host, is_valid_name};
+pub use peer::PeerCertificate;
 pub use records::{NotTls, Records};
 pub use security::{InsecureListener, InsecurePeer, Security, is_exposed};
 pub(crate) use state::date;
@@ -71,6 +74,8 @@ struct Shared {
     clients: ClientCertificates,
     clock: Arc<dyn TimeProvider>,
     current: Arc<ArcSwap<State>>,
+    /// Number of the files in force, for those who wait for a change.
+    changed: watch::Sender<u64>,
     /// Looks up the certificates in force at every handshake.
     client_config: Arc<ClientConfig>,
     reload: Mutex<Reload>,
@@ -126,11 +131,12 @@ impl Tls {
         clock: Arc<dyn TimeProvider>,
     ) -> Result<Self, TlsError> {
         files.check()?;
-        let state = State::new(&files, files.read()?, clients, &clock)?;
+        let state = State::new(&files, files.read()?, clients, &clock, 0)?;
         let current = Arc::new(ArcSwap::from_pointee(state));
         let client_config = state::client_config(&current, &clock)?;
-        let reload = Mutex::default();
-        let shared = Arc::new(Shared { files, clients, clock, current, client_config, reload });
+        let (reload, changed) = (Mutex::default(), watch::Sender::new(0));
+        let shared =
+            Arc::new(Shared { files, clients, clock, current, changed, client_config, reload });
         let weak = Arc::downgrade(&shared);
         let follow = move || {
             loop {
@@ -287,7 +293,8 @@ impl Shared {
                 return;
             }
             Ok(contents) => {
-                let loaded = State::new(&self.files, contents.clone(), self.clients, &self.clock);
+                let (files, clock, generation) = (&self.files, &self.clock, before.generation + 1);
+                let loaded = State::new(files, contents.clone(), self.clients, clock, generation);
                 (contents, loaded)
             }
             Err(error) => (Contents::default(), Err(error)),
@@ -295,8 +302,9 @@ impl Shared {
         let mut reload = self.reload();
         match loaded {
             Ok(state) => {
-                let expires_at = state.expires_at;
+                let (expires_at, generation) = (state.expires_at, state.generation);
                 self.current.store(Arc::new(state));
+                self.changed.send_replace(generation);
                 reload.num_reloads += 1;
                 (reload.problem, reload.failed) = (None, None);
                 tracing::info!(files = %self.files, expires_at, "new TLS files are in force");

@@ -398,7 +398,8 @@ impl ControlClient {
         if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
     }
 
-    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again.
+    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again. So
+    /// it does on a new connection if the certificate of the open one has ended.
     async fn send_request(
         &self,
         base: &Url,
@@ -412,7 +413,10 @@ impl ControlClient {
             sent.map_err(|err| unreachable(base, path, &err))
         };
         let token = self.token.current();
-        let response = send(token.clone()).await?;
+        let mut response = send(token.clone()).await?;
+        if response.status() == StatusCode::MISDIRECTED_REQUEST {
+            response = send(token.clone()).await?;
+        }
         if response.status() == StatusCode::UNAUTHORIZED
             && let Some(newer) = self.token.read_again(token).await
         {

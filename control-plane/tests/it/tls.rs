@@ -16,13 +16,13 @@ use trust::tls::{ClientCertificates, Tls, TlsFiles};
 use super::{BOUND, Plane, TOKEN, config, serve};
 
 /// The folders of a server and a client of a fresh authority.
-struct Fleet {
+pub(super) struct Fleet {
     dir: TempDir,
     authority: Authority,
 }
 
 impl Fleet {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let fleet =
             Self { dir: TempDir::new().unwrap(), authority: Authority::generate().unwrap() };
         fleet.issue(Role::Server, &["127.0.0.1"]);
@@ -37,11 +37,19 @@ impl Fleet {
         self.authority.issue_into(&self.folder(role), &request, true).unwrap();
     }
 
-    fn folder(&self, role: Role) -> std::path::PathBuf {
+    pub(super) fn folder(&self, role: Role) -> std::path::PathBuf {
         self.dir.path().join(role.name())
     }
 
-    fn config(&self, clients: ClientCertificates) -> ServerConfig {
+    pub(super) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub(super) fn files(&self, role: Role) -> TlsFiles {
+        TlsFiles::in_folder(&self.folder(role)).unwrap()
+    }
+
+    pub(super) fn config(&self, clients: ClientCertificates) -> ServerConfig {
         let mut config = config();
         config.security = security(&self.folder(Role::Server), clients);
         config
@@ -52,7 +60,7 @@ impl Fleet {
     }
 }
 
-fn security(dir: &Path, clients: ClientCertificates) -> Security {
+pub(super) fn security(dir: &Path, clients: ClientCertificates) -> Security {
     let tls = Tls::open(TlsFiles::in_folder(dir).unwrap(), clients).unwrap();
     Security { tls: Some(tls), insecure: false }
 }

@@ -170,6 +170,29 @@ async fn wrong_certificates_are_refused_with_the_reason_and_the_remedy() {
     assert!(error.contains("issued for another use: issue one with --role server"), "{error}");
 }
 
+/// The certificate may end during the handshake on a slow host, so the handshake is repeated.
+#[tokio::test]
+async fn a_certificate_ends_with_its_validity() {
+    let fleet = Fleet::new();
+    let server = open(&fleet.server(), ClientCertificates::Required);
+    for seconds in [2, 4, 8, 16, 32] {
+        let not_after = SystemTime::now() + Duration::from_secs(seconds);
+        let short = Request { not_after, ..request(Role::Client, "app", &[]) };
+        issue(&fleet.authority, &fleet.client(), &short);
+        let client = open(&fleet.client(), ClientCertificates::Optional);
+        let (Ok(accepted), _) = shake(&server, &client, "10.0.0.5").await else { continue };
+        let certificate = server.peer_certificate(&accepted).expect("a certificate");
+        if let Some(identity) = certificate.identity() {
+            assert_eq!((identity.name.as_str(), identity.role), ("app", Role::Client));
+            certificate.ended().await;
+            assert!(SystemTime::now() >= not_after - Duration::from_secs(1));
+            assert!(!certificate.is_accepted() && certificate.identity().is_none());
+            return;
+        }
+    }
+    panic!("every handshake took longer than its certificate was valid");
+}
+
 #[tokio::test]
 async fn validity_is_judged_by_the_clock_of_each_side() {
     let fleet = Fleet::new();
