@@ -75,7 +75,7 @@ pub(crate) struct Coordinator {
     /// Wakes the writer of the store.
     dirty: Notify,
     /// Wakes the probes.
-    suspected: Notify,
+    probes_due: Notify,
     store_kind: &'static str,
     tickets: Arc<TicketOffice>,
 }
@@ -137,7 +137,7 @@ impl Coordinator {
             model_digests: Mutex::new(None),
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
-            suspected: Notify::new(),
+            probes_due: Notify::new(),
             store_kind: store.kind(),
             tickets,
         };
@@ -195,7 +195,9 @@ impl Coordinator {
         member: &MemberId,
         request: ReadyRequest,
     ) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.ready(member, request, now))?)
+        let info = self.with_fleet(|fleet, now| fleet.ready(member, request, now))?;
+        self.probes_due.notify_one();
+        Ok(info)
     }
 
     /// Starts a drain. It is durable before this returns, unless the store cannot be written.
@@ -232,7 +234,7 @@ impl Coordinator {
         request: SuspectRequest,
     ) -> Result<Duration, OperationError> {
         let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
-        self.suspected.notify_one();
+        self.probes_due.notify_one();
         Ok(left)
     }
 

@@ -4,8 +4,8 @@ use super::*;
 use crate::member::union;
 
 /// A fleet whose placement follows the load, with members that load the experts of their assignment.
-struct Elastic {
-    world: World,
+pub(super) struct Elastic {
+    pub(super) world: World,
     /// Identity, incarnation, loaded experts and their assignment's version, by name.
     processes: HashMap<String, (MemberId, u64, Assignment, u64)>,
     /// Tokens per second of each expert of each layer.
@@ -15,11 +15,11 @@ struct Elastic {
     /// True once every expert has had its replicas.
     was_complete: bool,
     /// True if the test takes away more than the replicas cover.
-    may_lose: bool,
+    pub(super) may_lose: bool,
 }
 
 impl Elastic {
-    fn new(expected_servers: u32, min_replicas: u32) -> Self {
+    pub(super) fn new(expected_servers: u32, min_replicas: u32) -> Self {
         let goals = PlanGoals { min_replicas, ..PlanGoals::default() };
         let balance = BalanceSettings { goals, expected_servers, ..BalanceSettings::default() };
         let world = World::with(FleetSettings { balance: Some(balance), ..settings() }, None);
@@ -33,7 +33,13 @@ impl Elastic {
         }
     }
 
-    fn join(&mut self, name: &str, incarnation: u64) {
+    pub(super) fn join(&mut self, name: &str, incarnation: u64) {
+        self.join_unprobed(name, incarnation);
+        self.world.fleet.record_probe(name, incarnation, Ok(()), self.world.now);
+    }
+
+    /// A member that the control plane has not tried to connect to.
+    pub(super) fn join_unprobed(&mut self, name: &str, incarnation: u64) {
         let response = self.world.register(name, incarnation);
         self.world.ready(&response, incarnation);
         let RegisterResponse { member_id, assignment, assignment_version, .. } = response;
@@ -42,7 +48,7 @@ impl Elastic {
     }
 
     /// One second: every process renews, reports its tokens, and loads newly assigned experts.
-    fn second(&mut self) {
+    pub(super) fn second(&mut self) {
         self.world.advance(Duration::from_secs(1));
         let mut names: Vec<String> = self.processes.keys().cloned().collect();
         names.sort();
@@ -149,7 +155,7 @@ fn steps(fleet: &Fleet) -> HashMap<String, (Assignment, Assignment)> {
         planned.iter().filter(has)
     };
     let has_loaded =
-        |m: &&Member, layer, expert| m.is_serving() && m.placed.contains(layer, expert);
+        |m: &&Member, layer, expert| m.can_take_over() && m.placed.contains(layer, expert);
     let is_pending = |layer, expert| takers(layer, expert).any(|m| !has_loaded(m, layer, expert));
     let select = |wanted: &dyn Fn(u32, u32) -> bool| {
         let entry = |&layer: &u32| {
@@ -362,6 +368,9 @@ fn a_drain_goes_on_after_a_restart() {
     let balance = BalanceSettings { expected_servers: 3, ..BalanceSettings::default() };
     let settings = FleetSettings { balance: Some(balance), ..settings() };
     fleet.world = World::with(settings, Some(snapshot));
+    for (name, incarnation) in [("a", 1), ("c", 3)] {
+        fleet.world.fleet.record_probe(name, incarnation, Ok(()), fleet.world.now);
+    }
     fleet.world.fleet.refresh();
     assert!(fleet.world.fleet.coverage().is_complete());
     let mut seconds = 0;
