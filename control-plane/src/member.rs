@@ -199,8 +199,8 @@ impl Member {
 
     /// Starts a drain. With `drains_by`, the member stays in the placement until then at most.
     pub(crate) fn start_drain(&mut self, drains_by: Option<Duration>) {
-        // A member that was not serving has nothing to hand over.
-        self.drains_by = drains_by.filter(|_| self.is_serving());
+        // A member that was not serving, or serves no expert, has nothing to hand over.
+        self.drains_by = drains_by.filter(|_| self.is_serving() && !self.placed.is_empty());
         self.is_drain_planned = false;
         self.record.phase = Phase::Draining;
     }
@@ -288,7 +288,8 @@ impl Member {
         clients + usize::from(clients > 0 && matches!(self.probe, Some(Err(_))))
     }
 
-    fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
+    /// Reports of the last minute.
+    pub(crate) fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
         let age = move |report: &Report| now.saturating_sub(report.at);
         let recent = self.reports.iter().filter(move |report| age(report) <= REPORT_RETENTION);
         recent.map(move |report| LinkReport {
@@ -334,6 +335,7 @@ impl Member {
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            not_stored: None,
             fingerprint: None,
             reports: self.recent_reports(now).collect(),
         }

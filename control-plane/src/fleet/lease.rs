@@ -145,13 +145,17 @@ impl Fleet {
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports do not fill the log.
+        // Until its next renewal, the member is suspected once.
         let is_first = member.num_observers() == 0;
+        // A client that never reaches a live member reports it again and again.
+        let is_news = member.recent_reports(now).next().is_none();
         let (reporter, reason) = (request.reporter, request.reason);
         member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
         if is_first {
             // This process looks for itself.
             member.probe = None;
+        }
+        if is_news {
             self.events.push(FleetEvent::Suspected { name: name.clone(), reporter, reason });
         }
         self.confirm_suspicion(&name, now);
@@ -200,7 +204,7 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.note_unplanned(now);
+            self.note_loss(now);
             self.mark_changed();
         }
         for name in removed {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use control_api::MemberState;
 
 use super::{Fleet, FleetEvent};
-use crate::member::Member;
+use crate::member::{Lease, Member};
 
 /// Reason why an attempt to connect has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,11 +16,14 @@ pub(crate) struct ProbeError {
 }
 
 impl Fleet {
-    /// Members to connect to: name, incarnation and address. A serving member is due at once, and again
-    /// [`PROBE_PERIOD`] after a failure.
+    /// Members to connect to: name, incarnation and address. A serving member is due at once, again
+    /// [`PROBE_PERIOD`] after a failure, and a few times per heartbeat interval while it is late to renew.
     pub(crate) fn due_probes(&self, now: Duration) -> Vec<(String, u64, String)> {
         let is_due = |member: &&Member| match &member.probe {
             _ if member.state() != MemberState::Serving => false,
+            Some(_) if self.is_late(member, now) => {
+                now >= member.probed_at + self.settings.lease_ttl / LATE_PROBES
+            }
             Some(Ok(())) => false,
             Some(Err(_)) => now >= member.probed_at + PROBE_PERIOD,
             None => true,
@@ -50,11 +53,36 @@ impl Fleet {
             let reason = err.reason.clone();
             self.events.push(FleetEvent::Unreachable { name, data_addr, reason });
         }
+        let was_reached = member.was_reached;
         member.was_reached |= outcome.is_ok();
+        let is_refused = outcome.as_ref().is_err_and(|err| err.is_refused);
         member.probe = Some(outcome.map_err(|err| err.reason));
         member.probed_at = now;
+        if is_refused && was_reached {
+            self.expire_late(name, now);
+        }
         self.confirm_suspicion(name, now);
         self.leave_out_unreached(now);
+    }
+
+    /// True if the member should have renewed by now, with a grace. The lease then has less than two heartbeat intervals
+    /// left.
+    fn is_late(&self, member: &Member, now: Duration) -> bool {
+        let Lease::Until(until) = member.lease else { return false };
+        let slack = (self.settings.lease_ttl * 2 / 3).saturating_sub(self.settings.suspect_grace);
+        until <= now + slack
+    }
+
+    /// Lets a member expire with the next tick that is late to renew, and whose host now refuses connections to an
+    /// address that has accepted them: no process of it is left. A live member that is only late still accepts, and a
+    /// lost path refuses nothing.
+    fn expire_late(&mut self, name: &str, now: Duration) {
+        let Some(member) = self.members.get(name) else { return };
+        if self.is_late(member, now)
+            && let Some(member) = self.members.get_mut(name)
+        {
+            member.renew_by = Some(now);
+        }
     }
 
     /// Leaves out members that this process has never reached, once it has reached any. Until then its own network may
@@ -84,5 +112,7 @@ impl Fleet {
     }
 }
 
+/// Attempts per time to live while a member is late.
+const LATE_PROBES: u32 = 20;
 /// Time between a failed attempt and the next one.
 const PROBE_PERIOD: Duration = Duration::from_secs(2);

@@ -147,7 +147,7 @@ impl Elastic {
 fn steps(fleet: &Fleet) -> HashMap<String, (Assignment, Assignment)> {
     let Some(model) = &fleet.model else { return HashMap::new() };
     let planned: Vec<&Member> = fleet.members.values().filter(|m| m.is_planned()).collect();
-    if fleet.members.values().all(|member| member.target.is_none()) {
+    if !fleet.members.values().any(|m| m.target.is_some() || m.keeps_serving()) {
         return HashMap::new();
     }
     let takers = |layer, expert| {
@@ -382,26 +382,46 @@ fn a_drain_goes_on_after_a_restart() {
     assert!(fleet.world.fleet.coverage().is_complete());
 }
 
+/// No server will take over the experts of the last ones, or those of a server without any: they leave at once.
 #[test]
-fn a_drained_server_that_nothing_can_replace_leaves_after_a_while() {
+fn servers_that_nothing_can_replace_leave_at_once() {
+    for names in [&["a"][..], &["a", "b"], &["a", "b", "c"]] {
+        let mut fleet = Elastic::new(1, 1);
+        let incarnation = |at: usize| at as u64 + 1;
+        for (at, name) in names.iter().enumerate() {
+            fleet.join(name, incarnation(at));
+        }
+        (0..4).for_each(|_| fleet.second());
+        fleet.may_lose = true;
+        for name in names {
+            let id = fleet.processes[*name].0.clone();
+            fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+            fleet.world.fleet.refresh();
+        }
+        (0..2).for_each(|_| fleet.second());
+        for (at, name) in names.iter().enumerate() {
+            let (id, _, _, assignment_version) = fleet.processes[*name].clone();
+            let request =
+                LeaseRequest { incarnation: incarnation(at), assignment_version, load: None };
+            let response = fleet.world.fleet.renew(&id, request, fleet.world.now).unwrap();
+            assert!(!response.keeps_serving, "{name} of {names:?}");
+        }
+        assert!(fleet.world.fleet.table().servers.is_empty());
+    }
+}
+
+/// A server without experts has nothing to hand over, although another one serves them.
+#[test]
+fn a_server_without_experts_leaves_at_once() {
     let mut fleet = Elastic::new(1, 1);
     fleet.join("a", 1);
-    fleet.second();
-    let id = fleet.processes["a"].0.clone();
-    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
-    let request = |fleet: &Elastic| LeaseRequest {
-        incarnation: 1,
-        assignment_version: fleet.processes["a"].3,
-        load: None,
-    };
-    for _ in 0..24 {
-        fleet.world.advance(Duration::from_secs(1));
-        let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
-        assert!(response.keeps_serving);
-    }
-    fleet.world.advance(Duration::from_secs(2));
-    let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
-    assert!(!response.keeps_serving && fleet.world.fleet.table().servers.is_empty());
+    let mut request = World::request("empty", 2);
+    request.capacity_experts = Some(0);
+    let response = fleet.world.fleet.register(request, fleet.world.now).unwrap();
+    assert!(response.assignment.is_empty());
+    fleet.world.ready(&response, 2);
+    let info = fleet.world.fleet.drain(&response.member_id, None, fleet.world.now).unwrap();
+    assert_eq!((info.state, info.keeps_serving), (MemberState::Draining, false));
 }
 
 #[test]
