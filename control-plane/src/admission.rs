@@ -1,6 +1,6 @@
 //! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
-use control_api::placement::{is_host_port, is_unspecified, validate_model};
+use control_api::placement::{cannot_be_reached, is_host_port, validate_model};
 use control_api::{Assignment, FleetGoals, LoadReport, ModelDescriptor, RegisterRequest};
 
 use crate::planner::PlanError;
@@ -98,7 +98,7 @@ pub(crate) fn check_registration(
             "zone {found:?} of member {name}: expected 1 to 128 visible ASCII characters"
         ));
     }
-    if is_unspecified(&request.data_addr) {
+    if cannot_be_reached(&request.data_addr) {
         let found = &request.data_addr;
         return bad(format!(
             "data_addr {found} of member {name}: no client can connect to it; advertise an address of the \

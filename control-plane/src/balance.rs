@@ -246,7 +246,7 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// `members` are all leased members that are not draining.
+    /// `members` are all that take part in plans.
     pub(crate) fn of<'a>(
         model: &ModelDescriptor,
         members: impl Iterator<Item = &'a Member>,
@@ -256,8 +256,8 @@ impl Pending {
         let mut has_target = is_pending.clone();
         for member in members {
             let Some(target) = &member.target else { continue };
-            let is_serving = member.is_serving();
-            let is_loaded = is_serving && Arc::ptr_eq(target, &member.placed);
+            let can_take_over = member.can_take_over();
+            let is_loaded = can_take_over && Arc::ptr_eq(target, &member.placed);
             for entry in &target.layers {
                 let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
                 let first = layer_idx * num_experts;
@@ -270,7 +270,7 @@ impl Pending {
                 let placed = member.placed.experts(entry.layer);
                 for &expert in &entry.experts {
                     is_pending[first + expert as usize] |=
-                        !is_serving || placed.binary_search(&expert).is_err();
+                        !can_take_over || placed.binary_search(&expert).is_err();
                 }
             }
         }
@@ -296,7 +296,7 @@ impl Pending {
 
 /// The assignment of a member on the way to its target: the target, and each placed expert that a member of the
 /// target has yet to load. So an expert is never without the replicas that it had. `None` if the member has that
-/// assignment already, or has no target and keeps what it has. The member is leased and not draining.
+/// assignment already, or has no target and keeps what it has. The member takes part in plans.
 pub(crate) fn next_assignment(member: &Member, pending: &Pending) -> Option<Arc<Assignment>> {
     let target = member.target.as_ref()?;
     let assignment = &member.record.assignment;

@@ -37,6 +37,10 @@ pub(crate) enum OperationError {
     Refused(#[from] Refusal),
     #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
+    #[error(
+        "the store cannot be written, so nothing has changed: {reason}; repeat the request once it can be"
+    )]
+    NotStored { reason: String },
     #[error(transparent)]
     Ticket(#[from] IssueError),
     /// The update of the model does not allow the request.
@@ -75,7 +79,7 @@ pub(crate) struct Coordinator {
     /// Wakes the writer of the store.
     dirty: Notify,
     /// Wakes the probes.
-    suspected: Notify,
+    probes_due: Notify,
     store_kind: &'static str,
     tickets: Arc<TicketOffice>,
 }
@@ -137,7 +141,7 @@ impl Coordinator {
             model_digests: Mutex::new(None),
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
-            suspected: Notify::new(),
+            probes_due: Notify::new(),
             store_kind: store.kind(),
             tickets,
         };
@@ -195,35 +199,68 @@ impl Coordinator {
         member: &MemberId,
         request: ReadyRequest,
     ) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.ready(member, request, now))?)
+        let info = self.with_fleet(|fleet, now| fleet.ready(member, request, now))?;
+        self.probes_due.notify_one();
+        Ok(info)
     }
 
-    /// Starts a drain. It is durable before this returns, unless the store cannot be written.
+    /// Starts a drain. It is durable before this returns, unless the store cannot be written: the answer then says so.
     pub(crate) async fn drain(
         &self,
         member: &MemberId,
         incarnation: Option<u64>,
     ) -> Result<MemberInfo, OperationError> {
-        let (info, revision) = self.with_fleet(|fleet, now| {
+        let (mut info, revision) = self.with_fleet(|fleet, now| {
             let info = fleet.drain(member, incarnation, now)?;
             Ok::<_, Refusal>((info, fleet.revision()))
         })?;
         match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { .. }) => Ok(info),
-            outcome => outcome.map(|()| info),
+            // A server that ends drains whatever the store does.
+            Err(OperationError::ReadOnly { reason }) => info.not_stored = Some(reason),
+            outcome => outcome?,
         }
+        Ok(info)
     }
 
     pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {
         Ok(self.with_fleet(|fleet, _| fleet.goals())?)
     }
 
-    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.set_goals(goals, now))?)
+    /// Changes the goals. They are durable before this returns; a change that cannot be stored is taken back.
+    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+        let (old, revision) = self.with_fleet(|fleet, now| {
+            fleet.check_goals(&goals)?;
+            self.check_writable()?;
+            let old = (fleet.goals()?, fleet.changed_goals());
+            fleet.set_goals(goals, now)?;
+            Ok::<_, OperationError>((old, fleet.revision()))
+        })?;
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { reason }) => {
+                self.with_fleet(|fleet, now| fleet.take_back_goals(goals, old, now));
+                Err(OperationError::NotStored { reason })
+            }
+            outcome => outcome.map(|()| goals),
+        }
     }
 
-    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.resume(member, now))?)
+    /// Takes a drain back. That is durable before this returns; if it cannot be stored, the drain goes on.
+    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        let (info, revision) = self.with_fleet(|fleet, now| {
+            self.check_writable()?;
+            Ok::<_, OperationError>((fleet.resume(member, now)?, fleet.revision()))
+        })?;
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { reason }) => {
+                self.with_fleet(|fleet, now| fleet.drain(member, Some(info.incarnation), now))?;
+                Err(OperationError::NotStored { reason })
+            }
+            outcome => outcome.map(|()| info),
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), OperationError> {
+        self.write_error().map_or(Ok(()), |reason| Err(OperationError::NotStored { reason }))
     }
 
     pub(crate) fn suspect(
@@ -232,7 +269,7 @@ impl Coordinator {
         request: SuspectRequest,
     ) -> Result<Duration, OperationError> {
         let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
-        self.suspected.notify_one();
+        self.probes_due.notify_one();
         Ok(left)
     }
 

@@ -103,6 +103,12 @@ fn describe(event: &FleetEvent) -> (Severity, String) {
         FleetEvent::Unreachable { name, data_addr, reason } => {
             (Warn, format!("cannot connect to {name} at {data_addr}: {reason}"))
         }
+        FleetEvent::LeftOut { name, is_left_out: true } => {
+            (Warn, format!("plans do without {name}: nothing has ever connected to it"))
+        }
+        FleetEvent::LeftOut { name, is_left_out: false } => {
+            (Info, format!("{name} was reached: plans include it"))
+        }
         FleetEvent::Serving { name } => (Info, format!("{name} is serving")),
         FleetEvent::Draining { name } => (Info, format!("{name} is draining")),
         FleetEvent::Resumed { name } => (Info, format!("{name} resumed")),

@@ -6,6 +6,7 @@ mod edition;
 mod event;
 mod follow;
 mod lease;
+mod probe;
 mod register;
 mod view;
 
@@ -26,6 +27,7 @@ use crate::table::{self, Coverage};
 use crate::tickets::TicketRecord;
 
 pub(crate) use event::{ExpiryCause, FleetEvent, RegistrationKind};
+pub(crate) use probe::ProbeError;
 
 /// Settings of a [`Fleet`].
 #[derive(Clone, Debug)]
@@ -84,6 +86,8 @@ pub(crate) struct Fleet {
     first_join: Option<Duration>,
     /// True once every expert has had its replicas.
     was_complete: bool,
+    /// True once this process has connected to any member: an unreachable one is then at fault itself.
+    has_reached_any: bool,
     /// Goals that were changed while the control plane ran.
     changed_goals: Option<FleetGoals>,
     tickets: TicketRecord,
@@ -154,6 +158,7 @@ impl Fleet {
             last_plan: now,
             first_join: None,
             was_complete,
+            has_reached_any: false,
             changed_goals: snapshot.goals,
             tickets: snapshot.tickets,
             shortage: None,
@@ -175,7 +180,7 @@ impl Fleet {
         self.follow_targets();
         let model = self.model.as_ref();
         let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
-        self.coverage = Coverage::of(&next, self.replicas());
+        self.coverage = self.coverage_of(&next, self.replicas());
         self.was_complete |= self.coverage.is_complete();
         if self.table.epoch > 0 && !table::differs(&next, &self.table) {
             self.is_table_stale = false;

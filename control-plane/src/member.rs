@@ -123,6 +123,13 @@ pub(crate) struct Member {
     pub(crate) is_drain_planned: bool,
     /// Outcome of the last attempt to connect to the member: `None` before the first one.
     pub(crate) probe: Option<Result<(), String>>,
+    /// Time of that outcome.
+    pub(crate) probed_at: Duration,
+    /// True once this process has connected to the member's address.
+    pub(crate) was_reached: bool,
+    /// True if this process has never reached the member, and reaches others. Plans do without such a member, its
+    /// experts count as no replicas, and clients try it only for experts that no other member serves.
+    pub(crate) is_left_out: bool,
     /// Until this time, a live process of the same name was heard after this one had replaced it. So two
     /// processes use the name, and no third one may take it over while this one lives.
     pub(crate) contested_until: Option<Duration>,
@@ -147,6 +154,9 @@ impl Member {
             drains_by: None,
             is_drain_planned: false,
             probe: None,
+            probed_at: Duration::ZERO,
+            was_reached: false,
+            is_left_out: false,
             contested_until: None,
         }
     }
@@ -161,7 +171,14 @@ impl Member {
 
     /// True if the member takes part in plans.
     pub(crate) fn is_planned(&self) -> bool {
-        self.is_leased() && self.record.phase != Phase::Draining
+        self.is_leased() && self.record.phase != Phase::Draining && !self.is_left_out
+    }
+
+    /// True if other members may free the experts that this one serves: this process has reached it, or reaches no
+    /// member at all and can judge none.
+    pub(crate) fn can_take_over(&self) -> bool {
+        let is_undecided = self.probe.is_none() && !self.was_reached;
+        self.is_serving() && !self.is_left_out && !is_undecided
     }
 
     /// True if the placement table has the member.
@@ -182,8 +199,8 @@ impl Member {
 
     /// Starts a drain. With `drains_by`, the member stays in the placement until then at most.
     pub(crate) fn start_drain(&mut self, drains_by: Option<Duration>) {
-        // A member that was not serving has nothing to hand over.
-        self.drains_by = drains_by.filter(|_| self.is_serving());
+        // A member that was not serving, or serves no expert, has nothing to hand over.
+        self.drains_by = drains_by.filter(|_| self.is_serving() && !self.placed.is_empty());
         self.is_drain_planned = false;
         self.record.phase = Phase::Draining;
     }
@@ -271,7 +288,8 @@ impl Member {
         clients + usize::from(clients > 0 && matches!(self.probe, Some(Err(_))))
     }
 
-    fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
+    /// Reports of the last minute.
+    pub(crate) fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
         let age = move |report: &Report| now.saturating_sub(report.at);
         let recent = self.reports.iter().filter(move |report| age(report) <= REPORT_RETENTION);
         recent.map(move |report| LinkReport {
@@ -317,6 +335,7 @@ impl Member {
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            not_stored: None,
             fingerprint: None,
             reports: self.recent_reports(now).collect(),
         }

@@ -152,7 +152,7 @@ impl Metrics {
             )?,
             suspects: make.counter(
                 names::SUSPECTS_TOTAL,
-                "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
+                "Suspicions of leased members reported by clients. A report counts if none came in the minute before.",
             )?,
             expert_moves: make.counter(
                 names::EXPERT_MOVES_TOTAL,

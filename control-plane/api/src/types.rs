@@ -499,6 +499,9 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// In the answer to a drain: reason why it is not stored. A restarted control plane does not know of the drain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_stored: Option<String>,
     /// Fingerprint of its model. Absent while the fleet serves one model only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,

@@ -18,7 +18,7 @@ impl Coordinator {
         let fleet = lock(&self.fleet);
         match replicas {
             None => fleet.coverage(),
-            Some(replicas) => Coverage::of(fleet.table(), replicas),
+            Some(replicas) => fleet.coverage_of(fleet.table(), replicas),
         }
     }
 

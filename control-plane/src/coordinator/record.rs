@@ -43,6 +43,12 @@ impl Coordinator {
             FleetEvent::Unreachable { name, data_addr, reason } => {
                 warn!(name, data_addr, reason, "cannot connect to a serving member");
             }
+            FleetEvent::LeftOut { name, is_left_out: true } => {
+                warn!(name, "plans do without this member: nothing has ever connected to it");
+            }
+            FleetEvent::LeftOut { name, is_left_out: false } => {
+                info!(name, "member reached: plans include it");
+            }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
             FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),

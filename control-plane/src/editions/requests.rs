@@ -83,8 +83,8 @@ impl Editions {
         self.of_member(member).drain(member, incarnation).await
     }
 
-    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        self.of_member(member).resume(member)
+    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        self.of_member(member).resume(member).await
     }
 
     pub(crate) fn suspect(
@@ -143,11 +143,11 @@ impl Editions {
     }
 
     /// Changes the goals of all editions.
-    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
         for edition in self.all().iter().skip(1) {
-            edition.coordinator.set_goals(goals)?;
+            edition.coordinator.set_goals(goals).await?;
         }
-        self.current().set_goals(goals)
+        self.current().set_goals(goals).await
     }
 
     /// Issues a ticket for the servers of all editions.

@@ -38,6 +38,11 @@ pub(crate) enum FleetEvent {
         data_addr: String,
         reason: String,
     },
+    /// The placement does without a member that the control plane has never reached, or includes it again.
+    LeftOut {
+        name: String,
+        is_left_out: bool,
+    },
     Serving {
         name: String,
     },

@@ -145,13 +145,17 @@ impl Fleet {
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports do not fill the log.
+        // Until its next renewal, the member is suspected once.
         let is_first = member.num_observers() == 0;
+        // A client that never reaches a live member reports it again and again.
+        let is_news = member.recent_reports(now).next().is_none();
         let (reporter, reason) = (request.reporter, request.reason);
         member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
         if is_first {
             // This process looks for itself.
             member.probe = None;
+        }
+        if is_news {
             self.events.push(FleetEvent::Suspected { name: name.clone(), reporter, reason });
         }
         self.confirm_suspicion(&name, now);
@@ -160,7 +164,7 @@ impl Fleet {
     }
 
     /// Brings forward the deadline of a member that two observers cannot reach.
-    fn confirm_suspicion(&mut self, name: &str, now: Duration) {
+    pub(super) fn confirm_suspicion(&mut self, name: &str, now: Duration) {
         let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
         if let Some(member) = self.members.get_mut(name)
             && member.is_leased()
@@ -169,27 +173,6 @@ impl Fleet {
             // Further reports do not move the deadline.
             member.renew_by.get_or_insert(now + wait);
         }
-    }
-
-    /// Records the outcome of an attempt to connect to a member.
-    pub(crate) fn record_probe(
-        &mut self,
-        name: &str,
-        incarnation: u64,
-        outcome: Result<(), String>,
-        now: Duration,
-    ) {
-        let Some(member) = self.members.get_mut(name) else { return };
-        if member.record.incarnation != incarnation {
-            return;
-        }
-        let was_error = matches!(member.probe, Some(Err(_)));
-        if let (Err(reason), false) = (&outcome, was_error) {
-            let (name, data_addr) = (name.to_owned(), member.record.data_addr.clone());
-            self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
-        }
-        member.probe = Some(outcome);
-        self.confirm_suspicion(name, now);
     }
 
     /// Expires members whose lease has ended, and removes members that expired long ago. The caller calls
@@ -221,7 +204,7 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.note_unplanned(now);
+            self.note_loss(now);
             self.mark_changed();
         }
         for name in removed {

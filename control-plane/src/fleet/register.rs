@@ -106,7 +106,7 @@ impl Fleet {
         member.renew_by = None;
         member.renewed_at = now;
         if member.record.data_addr != request.data_addr {
-            member.probe = None;
+            (member.probe, member.was_reached) = (None, false);
         }
         member.record.data_addr.clone_from(&request.data_addr);
         member.record.capacity_experts = request.capacity_experts;

@@ -1,4 +1,5 @@
 mod follow;
+mod probe;
 
 use std::collections::HashMap;
 
@@ -39,6 +40,10 @@ fn model() -> ModelDescriptor {
         num_experts: 8,
         top_k: 2,
     }
+}
+
+fn refused() -> ProbeError {
+    ProbeError { reason: "refused".to_owned(), is_refused: true }
 }
 
 /// A fleet with a virtual clock and a store that always succeeds at once.
@@ -269,7 +274,7 @@ fn one_observer_alone_expires_no_member() {
     let left = world.report(&member.member_id, None, "client-2");
     assert_eq!(left, TTL - Duration::from_millis(1));
     // This process cannot connect either: the second observer.
-    world.fleet.record_probe("a", 1, Err("refused".to_owned()), world.now);
+    world.fleet.record_probe("a", 1, Err(refused()), world.now);
     world.advance(Duration::from_millis(1300));
     assert_eq!(world.state("a"), Some(MemberState::Expired));
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable, ScalingAdvice,
+    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable,
+    ScalingAdvice, ServerEntry,
 };
 
 use super::Fleet;
@@ -28,6 +29,14 @@ impl Fleet {
         self.coverage
     }
 
+    /// Coverage of a table by members that are not left out. `replicas` is the planned number.
+    pub(crate) fn coverage_of(&self, table: &PlacementTable, replicas: u32) -> Coverage {
+        let counts = |server: &ServerEntry| {
+            self.members.get(&server.name).is_none_or(|member| !member.is_left_out)
+        };
+        Coverage::of(table, replicas, counts)
+    }
+
     pub(crate) fn model(&self) -> Option<&ModelDescriptor> {
         self.model.as_ref()
     }
@@ -46,17 +55,6 @@ impl Fleet {
 
     pub(crate) fn infos(&self, now: Duration) -> Vec<MemberInfo> {
         self.members.values().map(|member| member.info(now)).collect()
-    }
-
-    /// Serving members that nothing has connected to yet: name, incarnation and address.
-    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
-        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
-        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
-        let key = |member: &Member| {
-            let record = &member.record;
-            (record.name.clone(), record.incarnation, record.data_addr.clone())
-        };
-        unprobed.map(key).collect()
     }
 
     /// Serving members that the last attempt to connect to has failed for.

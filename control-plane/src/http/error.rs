@@ -106,7 +106,9 @@ impl From<OperationError> for HttpError {
             },
             OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
             OperationError::Ticket(_) => code::BAD_REQUEST,
-            OperationError::ReadOnly { .. } => code::STORE_READ_ONLY,
+            OperationError::ReadOnly { .. } | OperationError::NotStored { .. } => {
+                code::STORE_READ_ONLY
+            }
             OperationError::Update(_) => code::MODEL_UPDATE,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };

@@ -187,12 +187,13 @@ pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
     request_body = GoalsRequest, responses(
     (status = 200, description = "The new goals", body = FleetGoals),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+    (status = 409, description = "`fixed_placement`", body = ApiError),
+    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
 pub(super) async fn set_goals(
     State(app): State<App>,
     Body(GoalsRequest { replicas, spare }): Body<GoalsRequest>,
 ) -> Change<Json<FleetGoals>> {
-    let goals = app.leader()?.set_goals(FleetGoals { replicas, spare })?;
+    let goals = app.leader()?.set_goals(FleetGoals { replicas, spare }).await?;
     let detail = format!("replicas {}, spare {}", goals.replicas, goals.spare);
     Ok((Extension(AuditNote { target: None, detail: Some(detail) }), Json(goals)))
 }
@@ -306,13 +307,14 @@ pub(super) async fn drain(
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
     (status = 404, description = "`unknown_member`", body = ApiError),
-    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError),
+    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
 pub(super) async fn resume(
     State(app): State<App>,
     Path(id): Path<String>,
     Body(NoArguments {}): Body<NoArguments>,
 ) -> Change<Json<MemberInfo>> {
-    let info = app.leader()?.resume(&member_id(&id)?)?;
+    let info = app.leader()?.resume(&member_id(&id)?).await?;
     Ok((about(&info), Json(info)))
 }
 

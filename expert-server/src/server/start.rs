@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
-use control_api::placement::is_unspecified;
+use control_api::placement::cannot_be_reached;
 use control_api::{ControlClient, RegisterRequest};
 use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
 use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
@@ -332,7 +332,7 @@ async fn advertised_addr(
     if !matches!(config.placement, Placement::ControlPlane { .. }) {
         return Ok(found);
     }
-    if is_unspecified(&found) {
+    if cannot_be_reached(&found) {
         return Err(StartError::Advertise { found });
     }
     let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(found.clone()));
