@@ -1,6 +1,7 @@
 //! Identities of callers and their rights. It knows no routes: each route has a [`Rule`].
 
 pub(crate) mod audit;
+mod audit_budget;
 pub(crate) mod metrics;
 pub(crate) mod rates;
 pub(crate) mod tokens;
@@ -76,6 +77,18 @@ impl Caller {
     /// Returns true if the caller has proved an identity.
     pub(crate) fn is_identified(&self) -> bool {
         self.proof != Proof::None
+    }
+
+    /// Names the caller as an observer of members: its identity at its address. Names in the requests of one caller
+    /// make no others.
+    pub(crate) fn observer(&self) -> String {
+        let name = if self.is_identified() { &self.name } else { "" };
+        format!("{name} {}", rates::site(self.address))
+    }
+
+    /// Name of the caller's budget in the audit log. Callers without an identity have one for each address.
+    pub(crate) fn budget(&self) -> String {
+        if self.is_identified() { self.name.clone() } else { self.observer() }
     }
 
     /// Tag of the members that this caller registers. Only callers with the same tag may change them. `None` for

@@ -58,6 +58,10 @@ pub(crate) enum Refusal {
     Capacity(#[from] PlanError),
     #[error("the fleet has {limit} members, the most that this control plane accepts")]
     TooManyMembers { limit: usize },
+    #[error(
+        "this identity has {share} members, the most that one may have: give servers tokens or certificates of their own"
+    )]
+    TooManyOfOwner { share: usize },
     #[error("{0}")]
     BadRequest(String),
 }

@@ -199,12 +199,13 @@ impl EtcdConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Most members, including expired ones.
+    /// Most members, including expired ones. One identity may have half of them, except for the cluster's own token.
     pub max_members: usize,
-    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit,
-    /// a new connection replaces the one that has been idle longest.
+    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit, a new
+    /// connection replaces one without an identity, of the address with the most of them.
     pub max_connections: usize,
-    /// Most placement watches at a time.
+    /// Most placement watches at a time; three quarters of the connections can be less. One identity may open half of
+    /// them, except for the cluster's own token.
     pub max_watchers: usize,
     /// Largest head of a request in bytes, at least 8192.
     pub max_head_bytes: usize,
@@ -222,6 +223,8 @@ pub struct Limits {
     pub request_timeout: Duration,
     /// Timeout after which a connection is closed because its peer does not read the answer.
     pub write_timeout: Duration,
+    /// Bytes a second that a peer must read while an answer waits for it.
+    pub min_write_rate: u32,
     /// Interval between two keep-alive comments on an idle watch.
     pub watch_keep_alive: Duration,
     /// Longest wait for open requests at shutdown.
@@ -237,6 +240,7 @@ impl Limits {
             max_headers: self.max_headers,
             head_timeout: self.head_timeout,
             write_timeout: self.write_timeout,
+            min_write_rate: self.min_write_rate,
             shutdown_timeout: self.shutdown_timeout,
         }
     }
@@ -256,6 +260,7 @@ impl Default for Limits {
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),
+            min_write_rate: 32 << 10,
             watch_keep_alive: Duration::from_secs(1),
             shutdown_timeout: Duration::from_secs(2),
         }

@@ -41,6 +41,11 @@ pub(crate) enum OperationError {
         "the store cannot be written, so nothing has changed: {reason}; repeat the request once it can be"
     )]
     NotStored { reason: String },
+    /// A change is in force, and a restart would lose it.
+    #[error(
+        "{change}, but a restart of the control plane would lose this, because the store cannot be written: {reason}"
+    )]
+    NotDurable { change: String, reason: String },
     #[error(transparent)]
     Ticket(#[from] IssueError),
     /// The update of the model does not allow the request.
@@ -82,6 +87,7 @@ pub(crate) struct Coordinator {
     probes_due: Notify,
     store_kind: &'static str,
     tickets: Arc<TicketOffice>,
+    member_logs: record::MemberLogs,
 }
 
 /// Digests of the model's tensors, as a member has sent them.
@@ -144,6 +150,7 @@ impl Coordinator {
             probes_due: Notify::new(),
             store_kind: store.kind(),
             tickets,
+            member_logs: Default::default(),
         };
         // Logs and counts the restored members.
         coordinator.with_fleet(|_, _| ());
@@ -267,8 +274,9 @@ impl Coordinator {
         &self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
     ) -> Result<Duration, OperationError> {
-        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
+        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, observer, now))?;
         self.probes_due.notify_one();
         Ok(left)
     }

@@ -87,6 +87,9 @@ pub(crate) enum Lease {
 /// A client's report that it cannot reach a member.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
+    /// Identity and address of the client.
+    pub(crate) observer: String,
+    /// Name that the client gives itself.
     pub(crate) reporter: String,
     pub(crate) reason: String,
     pub(crate) at: Duration,
@@ -274,9 +277,9 @@ impl Member {
         }
     }
 
-    /// Notes a client's report. It replaces an earlier one of the same client.
+    /// Notes a client's report. It replaces an earlier one of the same observer.
     pub(crate) fn note_report(&mut self, report: Report) {
-        self.reports.retain(|known| known.reporter != report.reporter);
+        self.reports.retain(|known| known.observer != report.observer);
         self.reports.push_front(report);
         self.reports.truncate(MAX_REPORTS);
     }

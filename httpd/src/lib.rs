@@ -7,13 +7,16 @@
 //! before, and a stream of events ends.
 //!
 //! A peer cannot delay the accept loop or another connection. The listener closes connections whose
-//! request head is not complete before a timeout, and connections whose peer does not read the response.
-//! At the limit of connections, it evicts the connection that has been idle longest: no request is open on
-//! it.
+//! request head is not complete before a timeout, and connections whose peer reads the response too slowly.
+//! At the limit of connections, a stranger of the address with the most strangers gives way to a newcomer. A
+//! connection is a stranger's until its client shows a certificate or the application calls [`Standing::recognise`].
+//! At their own limit, the known connection that has been idle longest gives way: no request is open on it.
 
-mod idle;
 mod metrics;
+mod places;
+mod rates;
 mod request;
+mod site;
 mod stream;
 mod tls_metrics;
 
@@ -30,6 +33,9 @@ pub use tokio::sync::watch;
 pub use trust;
 
 pub use metrics::Metrics;
+pub use places::Standing;
+pub use rates::{Rates, limit_rates};
+pub use site::site;
 pub use tls_metrics::{
     TLS_CERTIFICATE_EXPIRY, TLS_FILES_UNUSABLE, TLS_RELOADS_TOTAL, register_tls_metrics,
 };
@@ -39,16 +45,16 @@ use hyper_util::service::TowerToHyperService;
 use prometheus::IntGauge;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 use trust::log_limit::LogLimit;
 use trust::tls::{PeerCertificate, Tls};
 
-use idle::{ConnectionState, EndOfConnection, IdleConnections};
+use places::{EndOfConnection, Place, Places};
 use request::TrackRequests;
-use stream::{Stream, WriteTimeout};
+use stream::{Stream, WritePace, WriteTimeout};
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,8 +69,11 @@ pub struct Limits {
     pub max_headers: usize,
     /// Timeout for a complete head, from the start of the connection or the previous response. Default: 5 s.
     pub head_timeout: Duration,
-    /// Timeout of a write: the longest time in which a peer reads nothing of a response. Default: 8 s.
+    /// Longest time for which writes wait for a peer that reads nothing of a response. Default: 8 s.
     pub write_timeout: Duration,
+    /// Bytes a second that a peer must read while writes wait for it: each byte gives back its part of
+    /// `write_timeout`. Default: 32 KiB.
+    pub min_write_rate: u32,
     /// Longest wait for open requests at shutdown. Default: 2 s.
     pub shutdown_timeout: Duration,
 }
@@ -78,8 +87,19 @@ impl Default for Limits {
             max_headers: 64,
             head_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),
+            min_write_rate: 32 << 10,
             shutdown_timeout: Duration::from_secs(2),
         }
+    }
+}
+
+impl Limits {
+    /// Most connections under the process's limit on open files, at least 1.
+    pub fn num_places(&self) -> usize {
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let free = files.unwrap_or(u64::MAX).saturating_sub(RESERVED_FILES);
+        let share = u128::from(free) * u128::from(self.file_share.min(100)) / 100;
+        self.max_connections.min(usize::try_from(share).unwrap_or(usize::MAX)).max(1)
     }
 }
 
@@ -97,8 +117,7 @@ pub async fn serve(
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
 ) {
-    let permits = Arc::new(Semaphore::new(connection_limit(&limits)));
-    let idle = Arc::new(IdleConnections::default());
+    let places = Places::new(limits.num_places(), metrics.clone());
     let mut connections = JoinSet::new();
     let mut warned: Option<Instant> = None;
     loop {
@@ -116,30 +135,28 @@ pub async fn serve(
                     warned = Some(Instant::now());
                     warn!(error = %err, "cannot accept connections");
                 }
-                idle.evict_oldest(&metrics);
+                places.evict();
                 tokio::time::sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
-        let Some(permit) = acquire_permit(&permits, &idle, &metrics).await else {
+        let Some(permit) = places.acquire().await else {
             metrics.culled.with_label_values(&["refused"]).inc();
             continue;
         };
-        let state = Arc::new(ConnectionState::new(&idle));
-        let connection = Connection {
-            state: Arc::clone(&state),
-            router: router.clone(),
-            tls: tls.clone(),
-            addr,
-            limits,
-            open: OpenConnection::new(metrics.connections.clone(), permit),
-            shutdown: shutdown.clone(),
-            metrics: metrics.clone(),
-        };
-        // Under the lock, so that the task's first request finds the entry and removes it.
-        let mut table = idle.lock();
-        let task = connections.spawn(connection.run(stream));
-        table.insert(&state, task);
+        places.insert(site(addr.ip()), |place| {
+            let connection = Connection {
+                place,
+                router: router.clone(),
+                tls: tls.clone(),
+                addr,
+                limits,
+                open: OpenConnection::new(metrics.connections.clone(), permit),
+                shutdown: shutdown.clone(),
+                metrics: metrics.clone(),
+            };
+            connections.spawn(connection.run(stream))
+        });
     }
     drop(listener);
     let finish = async { while connections.join_next().await.is_some() {} };
@@ -155,7 +172,7 @@ pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
 
 /// One connection and its state.
 struct Connection {
-    state: Arc<ConnectionState>,
+    place: Arc<Place>,
     router: Router,
     tls: Option<Tls>,
     addr: SocketAddr,
@@ -168,7 +185,7 @@ struct Connection {
 impl Connection {
     async fn run(mut self, stream: TcpStream) {
         // Each way out takes the connection out of the table.
-        let end = EndOfConnection(Arc::clone(&self.state));
+        let end = EndOfConnection(Arc::clone(&self.place));
         // TCP_USER_TIMEOUT detects a peer that is gone: it does not acknowledge data or keep-alives.
         let _ = stream.set_nodelay(true);
         let _ = rustix::net::sockopt::set_tcp_user_timeout(
@@ -187,15 +204,20 @@ impl Connection {
             Ok(None) => return,
             Err(_) => return self.metrics.culled.with_label_values(&["silent"]).inc(),
         };
+        if certificate.as_ref().is_some_and(|certificate| certificate.identity().is_some()) {
+            self.place.recognise(false);
+        }
         let _open = self.open;
         let service = TrackRequests {
             inner: TowerToHyperService::new(self.router),
-            state: Arc::clone(&self.state),
+            place: Arc::clone(&self.place),
             addr: PeerAddr(self.addr),
             certificate: certificate.clone(),
         };
-        let is_blocked = Arc::clone(&self.state.is_blocked);
-        let io = TokioIo::new(WriteTimeout::new(stream, self.limits.write_timeout, is_blocked));
+        let is_blocked = Arc::clone(&self.place.is_blocked);
+        let pace = WritePace::new(self.limits.write_timeout, self.limits.min_write_rate);
+        let slow = self.metrics.culled.with_label_values(&["slow"]);
+        let io = TokioIo::new(WriteTimeout::new(stream, pace, is_blocked, slow));
         let mut builder = hyper::server::conn::http1::Builder::new();
         builder
             .timer(TokioTimer::new())
@@ -286,23 +308,6 @@ impl Connection {
     }
 }
 
-/// Gets a permit for one more connection. At the limit, evicts the connection that has been idle longest;
-/// returns `None` if there is none.
-async fn acquire_permit(
-    permits: &Arc<Semaphore>,
-    idle: &IdleConnections,
-    metrics: &Metrics,
-) -> Option<OwnedSemaphorePermit> {
-    if let Ok(permit) = Arc::clone(permits).try_acquire_owned() {
-        return Some(permit);
-    }
-    if !idle.evict_oldest(metrics) {
-        return None;
-    }
-    let permit = Arc::clone(permits).acquire_owned();
-    tokio::time::timeout(EVICTION_TIMEOUT, permit).await.ok()?.ok()
-}
-
 /// Counts a connection while it is open.
 struct OpenConnection {
     gauge: IntGauge,
@@ -335,14 +340,6 @@ async fn say_goodbye(stream: &mut TcpStream, answer: &[u8]) {
     let _ = tokio::time::timeout(FAREWELL, farewell).await;
 }
 
-/// Most connections under the process's limit on open files.
-fn connection_limit(limits: &Limits) -> usize {
-    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let free = files.unwrap_or(u64::MAX).saturating_sub(RESERVED_FILES);
-    let share = u128::from(free) * u128::from(limits.file_share.min(100)) / 100;
-    limits.max_connections.min(usize::try_from(share).unwrap_or(usize::MAX)).max(1)
-}
-
 /// Returns true for errors of the accepted connection only.
 fn is_connection_error(err: &io::Error) -> bool {
     matches!(
@@ -367,7 +364,6 @@ const TLS_REFUSAL: &[u8] =
 const FAREWELL: Duration = Duration::from_millis(300);
 /// Peers can cause these lines as often as they like.
 static TLS_LOG: LogLimit = LogLimit::new();
-const EVICTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Descriptors kept for the store, the runtime and the standard streams.
 const RESERVED_FILES: u64 = 64;
 /// Smallest buffer that hyper accepts.

@@ -9,17 +9,16 @@ use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::header::{CONNECTION, CONTENT_LENGTH, HeaderValue};
 use hyper::service::Service;
 use hyper::{Response, StatusCode};
-use tokio::task::AbortHandle;
 use trust::tls::PeerCertificate;
 
 use crate::PeerAddr;
-use crate::idle::ConnectionState;
+use crate::places::{Place, Standing};
 
 /// A service that keeps its connection out of the idle ones while a request is open: from its head to the end
 /// of the response's body.
 pub(crate) struct TrackRequests<S> {
     pub(crate) inner: S,
-    pub(crate) state: Arc<ConnectionState>,
+    pub(crate) place: Arc<Place>,
     pub(crate) addr: PeerAddr,
     /// Of the client, if it has shown one.
     pub(crate) certificate: Option<PeerCertificate>,
@@ -36,6 +35,7 @@ where
 
     fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
         request.extensions_mut().insert(self.addr);
+        request.extensions_mut().insert(Standing(Arc::clone(&self.place)));
         if let Some(certificate) = &self.certificate {
             if !certificate.is_accepted() {
                 return Box::pin(async { Ok(certificate_ended()) });
@@ -44,7 +44,8 @@ where
                 request.extensions_mut().insert(identity.clone());
             }
         }
-        let open = OpenRequest { task: self.state.begin(), state: Arc::clone(&self.state) };
+        self.place.begin();
+        let open = OpenRequest(Arc::clone(&self.place));
         let response = self.inner.call(request);
         let certificate = self.certificate.clone();
         Box::pin(async move {
@@ -71,14 +72,11 @@ fn certificate_ended() -> Response<Body> {
 }
 
 /// A request until its response is complete.
-struct OpenRequest {
-    task: Option<AbortHandle>,
-    state: Arc<ConnectionState>,
-}
+struct OpenRequest(Arc<Place>);
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        self.state.end(self.task.take());
+        self.0.end();
     }
 }
 

@@ -91,6 +91,8 @@ struct Reload {
     /// Contents that failed at the last poll. A failure counts once the same contents have failed twice: files are
     /// replaced one after the other.
     failed: Option<Contents>,
+    /// `problem` says that the certificate in force has expired.
+    is_over: bool,
 }
 
 /// Names in the certificates of listeners that a client reaches by their addresses.
@@ -108,7 +110,8 @@ pub struct TlsStatus {
     pub num_reloads: u64,
     /// Changes of the files that could not be used.
     pub num_failures: u64,
-    /// Why the files on the disk cannot be used. The previous ones stay in force.
+    /// Why the files on the disk cannot be used. The previous ones stay in force. Or that the certificate in force has
+    /// expired.
     pub problem: Option<String>,
 }
 
@@ -277,20 +280,36 @@ impl Shared {
         self.reload.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes that the files are those in force. Their certificate may have expired since.
+    fn note_unchanged(&self, contents: Contents, expires_at: Option<u64>) {
+        let now = self.clock.current_time().map_or(0, |now| now.as_secs());
+        let is_over = expires_at.is_some_and(|end| end < now);
+        // Explains it as at a start.
+        let loaded =
+            is_over.then(|| State::new(&self.files, contents, self.clients, &self.clock, 0));
+        let mut reload = self.reload();
+        reload.failed = None;
+        let was_over = std::mem::replace(&mut reload.is_over, is_over);
+        match loaded.and_then(Result::err) {
+            Some(_) if was_over => {}
+            Some(error) => {
+                tracing::error!(%error, "the certificate in force has expired: its peers refuse it");
+                reload.problem = Some(error.to_string());
+            }
+            None => {
+                if reload.problem.take().is_some() {
+                    tracing::info!("the TLS files are again those in force");
+                }
+            }
+        }
+    }
+
     /// Takes changed files into force.
     fn poll(&self) {
         let before = self.current.load();
         let (contents, loaded) = match self.files.read() {
             Ok(contents) if contents == before.contents => {
-                let recovered = {
-                    let mut reload = self.reload();
-                    reload.failed = None;
-                    reload.problem.take().is_some()
-                };
-                if recovered {
-                    tracing::info!("the TLS files are again those in force");
-                }
-                return;
+                return self.note_unchanged(contents, before.expires_at);
             }
             Ok(contents) => {
                 let (files, clock, generation) = (&self.files, &self.clock, before.generation + 1);
@@ -306,7 +325,7 @@ impl Shared {
                 self.current.store(Arc::new(state));
                 self.changed.send_replace(generation);
                 reload.num_reloads += 1;
-                (reload.problem, reload.failed) = (None, None);
+                (reload.problem, reload.failed, reload.is_over) = (None, None, false);
                 tracing::info!(files = %self.files, expires_at, "new TLS files are in force");
             }
             Err(error) => {
@@ -319,7 +338,7 @@ impl Shared {
                 }
                 tracing::error!(%error, "the TLS files cannot be used: the previous ones stay in force");
                 reload.num_failures += 1;
-                reload.problem = Some(problem);
+                (reload.problem, reload.is_over) = (Some(problem), false);
             }
         }
     }

@@ -24,6 +24,7 @@ use crate::error::{ApiError, ConfigError, ControlError, causes};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::status::ClusterStatus;
+use crate::text::escaped;
 use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
 use crate::token::TokenSource;
 use crate::types::{
@@ -207,7 +208,13 @@ impl ControlClient {
         member: &MemberId,
         request: &SuspectRequest,
     ) -> Result<SuspectResponse, ControlError> {
-        self.call(Method::POST, &format!("v1/members/{member}/suspect"), Some(request)).await
+        // A reason can quote the member, and a control plane refuses such characters.
+        let request = SuspectRequest {
+            reporter: escaped(&request.reporter, &[]).into_owned(),
+            reason: escaped(&request.reason, &[]).into_owned(),
+            incarnation: request.incarnation,
+        };
+        self.call(Method::POST, &format!("v1/members/{member}/suspect"), Some(&request)).await
     }
 
     /// Removes a member for good.

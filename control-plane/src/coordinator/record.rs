@@ -1,9 +1,19 @@
 //! Events of the fleet in the log, the metrics and the list of events.
 
 use tracing::{error, info, warn};
+use trust::log_limit::LogLimit;
 
 use super::{Coordinator, lock};
 use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
+
+/// Budgets of the lines that one identity can cause as often as it registers members.
+#[derive(Debug, Default)]
+pub(super) struct MemberLogs {
+    registered: LogLimit,
+    left: LogLimit,
+    expired: LogLimit,
+    removed: LogLimit,
+}
 
 impl Coordinator {
     pub(super) fn record_event(&self, event: &FleetEvent) {
@@ -17,7 +27,9 @@ impl Coordinator {
                     RegistrationKind::Takeover => "takeover",
                 };
                 metrics.registrations.with_label_values(&[kind]).inc();
-                info!(name, kind, "member registered");
+                if let Some(num_suppressed) = self.member_logs.registered.allow() {
+                    info!(name, kind, num_suppressed, "member registered");
+                }
             }
             FleetEvent::Planned { num_loads, before, after } => {
                 metrics.expert_moves.inc_by(*num_loads as u64);
@@ -52,7 +64,11 @@ impl Coordinator {
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
             FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),
-            FleetEvent::Left { name } => info!(name, "member left"),
+            FleetEvent::Left { name } => {
+                if let Some(num_suppressed) = self.member_logs.left.allow() {
+                    info!(name, num_suppressed, "member left");
+                }
+            }
             FleetEvent::Suspected { name, reporter, reason } => {
                 metrics.suspects.inc();
                 warn!(name, reporter, reason, "member suspected");
@@ -63,9 +79,15 @@ impl Coordinator {
                     ExpiryCause::Suspect => "suspect",
                 };
                 metrics.expirations.with_label_values(&[cause]).inc();
-                warn!(name, cause, "member expired");
+                if let Some(num_suppressed) = self.member_logs.expired.allow() {
+                    warn!(name, cause, num_suppressed, "member expired");
+                }
             }
-            FleetEvent::Removed { name } => info!(name, "expired member removed"),
+            FleetEvent::Removed { name } => {
+                if let Some(num_suppressed) = self.member_logs.removed.allow() {
+                    info!(name, num_suppressed, "expired member removed");
+                }
+            }
             FleetEvent::LeasesExtended { pause } => {
                 warn!(?pause, "this process was paused; all leases extended by the pause");
             }

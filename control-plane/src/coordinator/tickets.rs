@@ -21,8 +21,8 @@ impl Coordinator {
         Ok(self.tickets.issue(request, epoch, SystemTime::now().into())?)
     }
 
-    /// Revokes all tickets. This is durable before it returns, unless the store cannot be written. Returns the least
-    /// epoch of tickets.
+    /// Revokes all tickets. This is in force and durable before it returns the least epoch of tickets. If the store cannot
+    /// be written, it is in force, and the error is [`OperationError::NotDurable`].
     pub(crate) async fn revoke_tickets(&self) -> Result<u64, OperationError> {
         let (least_epoch, revision) = self.with_fleet(|fleet, _| {
             let least_epoch = self.tickets.revoke(fleet.table().epoch);
@@ -31,7 +31,10 @@ impl Coordinator {
         });
         warn!(least_epoch, "all tickets are revoked");
         match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { .. }) => Ok(least_epoch),
+            Err(OperationError::ReadOnly { reason }) => {
+                let change = format!("tickets before epoch {least_epoch} are revoked");
+                Err(OperationError::NotDurable { change, reason })
+            }
             outcome => outcome.map(|()| least_epoch),
         }
     }

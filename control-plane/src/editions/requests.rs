@@ -91,8 +91,9 @@ impl Editions {
         &self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
     ) -> Result<Duration, OperationError> {
-        self.of_member(member).suspect(member, request)
+        self.of_member(member).suspect(member, request, observer)
     }
 
     pub(crate) fn leave(&self, member: &MemberId) -> Result<(), OperationError> {

@@ -132,11 +132,13 @@ impl Fleet {
 
     /// Notes that a client cannot reach a member, and returns the time that the member has left to renew. Once a
     /// second observer agrees (another client, or this process), the member must renew within a heartbeat interval.
-    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault.
+    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault. `observer` is
+    /// the proved name of the client, whatever the request calls it.
     pub(crate) fn suspect(
         &mut self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
         now: Duration,
     ) -> Result<Duration, Refusal> {
         let name = self.name_of(member)?.to_owned();
@@ -150,7 +152,8 @@ impl Fleet {
         // A client that never reaches a live member reports it again and again.
         let is_news = member.recent_reports(now).next().is_none();
         let (reporter, reason) = (request.reporter, request.reason);
-        member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
+        let (by, observer) = (reporter.clone(), observer.to_owned());
+        member.note_report(Report { observer, reporter: by, reason: reason.clone(), at: now });
         if is_first {
             // This process looks for itself.
             member.probe = None;

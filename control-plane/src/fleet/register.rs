@@ -69,7 +69,7 @@ impl Fleet {
             Some(_) => RegistrationKind::Takeover,
         };
         if kind == RegistrationKind::New {
-            self.make_room()?;
+            self.make_room(owner)?;
         }
         if kind == RegistrationKind::Returned {
             self.refresh_member(&request, now);
@@ -195,18 +195,27 @@ impl Fleet {
         Ok(balance::fill(model, room, &others))
     }
 
-    /// Makes room for one more member. At the limit, evicts the member that expired first.
-    fn make_room(&mut self) -> Result<(), Refusal> {
+    /// Makes room for one more member of `owner`. At the limit of the owner or of the fleet, evicts the member that
+    /// expired first, among those of this owner: the names of other owners stay bound.
+    fn make_room(&mut self, owner: Option<&str>) -> Result<(), Refusal> {
         let limit = self.settings.max_members;
-        if self.members.len() < limit {
+        let is_own = |member: &&Member| member.record.member_id.tag() == owner;
+        let num_own = self.members.values().filter(is_own).count();
+        let share = limit.div_ceil(2);
+        let is_owner_full = owner.is_some() && num_own >= share;
+        if self.members.len() < limit && !is_owner_full {
             return Ok(());
         }
-        let expired = self.members.values().filter_map(|member| match member.lease {
-            Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
-            Lease::Until(_) => None,
-        });
+        let expired =
+            self.members.values().filter(is_own).filter_map(|member| match member.lease {
+                Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
+                Lease::Until(_) => None,
+            });
         let Some((_, name)) = expired.min() else {
-            return Err(Refusal::TooManyMembers { limit });
+            return Err(match is_owner_full {
+                true => Refusal::TooManyOfOwner { share },
+                false => Refusal::TooManyMembers { limit },
+            });
         };
         self.remove(&name);
         self.events.push(FleetEvent::Removed { name });

@@ -129,12 +129,22 @@ impl World {
     }
 
     fn report(&mut self, member: &MemberId, incarnation: Option<u64>, reporter: &str) -> Duration {
+        self.report_as(member, incarnation, reporter, reporter)
+    }
+
+    fn report_as(
+        &mut self,
+        member: &MemberId,
+        incarnation: Option<u64>,
+        reporter: &str,
+        observer: &str,
+    ) -> Duration {
         let request = SuspectRequest {
             reporter: reporter.to_owned(),
             reason: "silence".to_owned(),
             incarnation,
         };
-        self.fleet.suspect(member, request, self.now).unwrap()
+        self.fleet.suspect(member, request, observer, self.now).unwrap()
     }
 
     fn epoch(&self) -> u64 {
@@ -247,6 +257,46 @@ fn a_suspected_member_must_renew_within_a_heartbeat() {
     // A report about an earlier process does not affect its successor.
     assert_eq!(world.suspect(&live.member_id, Some(77)), Duration::ZERO);
     assert_eq!(world.suspect(&dead.member_id, None), Duration::ZERO);
+}
+
+/// Names are free text. The observer is who sent the reports.
+#[test]
+fn a_client_with_many_names_is_one_observer_and_pushes_no_report_out() {
+    let mut world = World::new();
+    let member = world.serve("a", 1);
+    world.report(&member.member_id, None, "honest");
+    world.advance(Duration::from_millis(10));
+    world.renew(&member.member_id, 1).unwrap();
+    for idx in 0..100 {
+        world.report_as(&member.member_id, None, &format!("name-{idx}"), "attacker");
+    }
+    assert_eq!(world.fleet.members["a"].renew_by, None);
+    let info = world.fleet.members["a"].info(world.now);
+    let reporters: Vec<_> = info.reports.iter().map(|report| report.reporter.as_str()).collect();
+    assert_eq!(reporters, ["name-99", "honest"]);
+}
+
+/// A name stays bound to its identity while the member is kept, and one identity has a share of the members.
+#[test]
+fn an_identity_that_registers_without_end_evicts_its_own_members_only() {
+    let mut world = World::new();
+    let register = |world: &mut World, name: &str, owner: &str| {
+        world.fleet.register_for(World::request(name, 1), Some(owner), world.now)
+    };
+    register(&mut world, "victim", "aaaaaaaaaaaaaaaa").unwrap();
+    world.advance(TTL);
+    for round in 0..5 {
+        for idx in 0..8 {
+            register(&mut world, &format!("f{round}-{idx}"), "bbbbbbbbbbbbbbbb").unwrap();
+        }
+        let ninth = register(&mut world, "ninth", "bbbbbbbbbbbbbbbb").unwrap_err();
+        assert_eq!(ninth, Refusal::TooManyOfOwner { share: 8 });
+        world.advance(TTL);
+    }
+    let stolen = register(&mut world, "victim", "bbbbbbbbbbbbbbbb").unwrap_err();
+    assert_eq!(stolen, Refusal::NameBound { name: "victim".to_owned() });
+    register(&mut world, "other", "cccccccccccccccc").unwrap();
+    register(&mut world, "victim", "aaaaaaaaaaaaaaaa").unwrap();
 }
 
 #[test]

@@ -101,14 +101,16 @@ impl From<OperationError> for HttpError {
                 | Refusal::BytesMismatch => code::MODEL_MISMATCH,
                 Refusal::FixedPlacement => code::FIXED_PLACEMENT,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
-                Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
+                Refusal::TooManyMembers { .. } | Refusal::TooManyOfOwner { .. } => {
+                    code::TOO_MANY_MEMBERS
+                }
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
             },
             OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
             OperationError::Ticket(_) => code::BAD_REQUEST,
-            OperationError::ReadOnly { .. } | OperationError::NotStored { .. } => {
-                code::STORE_READ_ONLY
-            }
+            OperationError::ReadOnly { .. }
+            | OperationError::NotStored { .. }
+            | OperationError::NotDurable { .. } => code::STORE_READ_ONLY,
             OperationError::Update(_) => code::MODEL_UPDATE,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };

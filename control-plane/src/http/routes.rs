@@ -6,6 +6,7 @@ use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
+use control_api::text::is_disruptive;
 use control_api::{
     ApiError, AuditList, ClusterStatus, DrainRequest, EventList, FleetGoals, LeaderInfo,
     LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest,
@@ -319,7 +320,7 @@ pub(super) async fn resume(
 }
 
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
-/// plus the grace period.
+/// plus the grace period, once two observers agree. All reports of one identity from one address are those of one observer.
 #[utoipa::path(post, path = "/v1/members/{id}/suspect", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = SuspectRequest, responses(
@@ -329,14 +330,16 @@ pub(super) async fn resume(
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn suspect(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Body(request): Body<SuspectRequest>,
 ) -> Answer<SuspectResponse> {
-    if request.reporter.chars().count() > 128 || request.reason.chars().count() > 512 {
-        let text = "reporter may have at most 128 characters, reason at most 512";
+    let is_bad = |text: &str, most| text.chars().count() > most || text.contains(is_disruptive);
+    if is_bad(&request.reporter, 128) || is_bad(&request.reason, 512) {
+        let text = "reporter may have at most 128 characters, reason at most 512, and neither may have control characters";
         return Err(HttpError::new(code::BAD_REQUEST, text));
     }
-    let left = app.leader()?.suspect(&member_id(&id)?, request)?;
+    let left = app.leader()?.suspect(&member_id(&id)?, request, &caller.observer())?;
     Ok(Json(SuspectResponse { must_renew_within_ms: left.as_millis() as u64 }))
 }
 

@@ -25,9 +25,11 @@ pub(super) async fn issue(
 }
 
 /// Revokes all tickets issued so far. Servers refuse them as soon as they have renewed their lease. Open connections
-/// stay open. The revocation is durable before the response is sent, unless the store cannot be written.
+/// stay open. The revocation is durable before the response is sent. With `store_read_only` it is in force, and a restart
+/// of the control plane would lose it: send it again once the store can be written.
 #[utoipa::path(post, path = "/v1/tickets/revoke", tag = "tickets", responses(
-    (status = 200, description = "Revoked", body = RevokeResponse)))]
+    (status = 200, description = "Revoked", body = RevokeResponse),
+    (status = 503, description = "`store_read_only`, `shutting_down`", body = ApiError)))]
 pub(super) async fn revoke(
     State(app): State<App>,
     Body(NoArguments {}): Body<NoArguments>,

@@ -147,6 +147,12 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
     let status = client.status().await.unwrap().store;
     assert!(!status.writable && status.error.is_some());
+    // A revocation is in force, and its caller learns that a restart would lose it.
+    let err = client.revoke_tickets().await.unwrap_err();
+    assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+    assert!(err.to_string().contains("are revoked, but a restart"), "{err}");
+    let keys = client.register(&request("a", 1)).await.unwrap().ticket_keys.unwrap();
+    assert!(keys.least_epoch > 0, "{keys:?}");
     // Everything else works: heartbeats, known processes, expirations, new epochs.
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
     client.renew(&member, &lease).await.unwrap();
