@@ -292,7 +292,7 @@ impl Membership {
                     false => tracing::info!("the drain was taken back"),
                 }
             }
-            self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
+            self.health.set_lease(now.status == LeaseStatus::Leased);
             match now.status {
                 LeaseStatus::Left => return Ok(()),
                 LeaseStatus::Failed => {

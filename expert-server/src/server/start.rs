@@ -1,7 +1,7 @@
 //! The start of a server, step by step. This file alone knows both kinds of data threads.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -92,6 +92,7 @@ pub(super) async fn start(
         keeps_serving: AtomicBool::new(false),
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
+        had_lease: AtomicBool::new(false),
         tls: config.security.tls.clone(),
     });
     // Served before the experts are loaded, so that a monitor can tell a load from a hang.
@@ -186,7 +187,7 @@ pub(super) async fn start(
     data.load().set_loading(Arc::clone(&loader.progress));
     // Cannot be set yet: this is the only place that sets it.
     let _ = health.data.set(Arc::clone(data.status()));
-    health.has_lease.store(keeper.is_some(), Ordering::Relaxed);
+    health.set_lease(keeper.is_some());
     if let Some(keeper) = &keeper {
         keeper.set_ready(held.clone());
     }
