@@ -13,6 +13,7 @@ use std::time::SystemTime;
 
 use control_api::{MemberId, WhoAmI};
 use sha2::{Digest, Sha256};
+use trust::ticket::MAX_HOLDER_BYTES;
 use trust::tokens::{TokenHash, TokenRefusal};
 use trust::{Credential, Identity, Role};
 
@@ -100,6 +101,15 @@ impl Caller {
                 let digest = Sha256::digest(format!("switchyard member of {}", self.name));
                 Some(digest[..8].iter().map(|byte| format!("{byte:02x}")).collect())
             }
+        }
+    }
+
+    /// Identity to which tickets are issued. Callers that share an identity with everyone count by their address.
+    pub(crate) fn holder(&self) -> String {
+        let name = &self.name[..self.name.floor_char_boundary(MAX_HOLDER_NAME)];
+        match (self.proof, self.address) {
+            (Proof::None | Proof::ClusterToken, Some(address)) => format!("{name} at {address}"),
+            _ => name.to_owned(),
         }
     }
 
@@ -315,6 +325,8 @@ pub(crate) fn visible(text: &str, max_chars: usize) -> String {
 const BEARER: &[u8] = b"Bearer ";
 const CLUSTER_TOKEN: &str = "cluster-token";
 const MAX_NAME_CHARS: usize = 128;
+/// Bytes of a name in a holder, with room for an address.
+const MAX_HOLDER_NAME: usize = MAX_HOLDER_BYTES - 64;
 
 #[cfg(test)]
 mod tests {

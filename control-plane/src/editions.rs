@@ -415,11 +415,7 @@ fn open_tickets(settings: &TermSettings, found: &mut [Found]) -> Result<TicketOf
         has_servers |= !snapshot.members.is_empty();
         cluster_id.clone_from(&snapshot.cluster_id);
     }
-    let ticket_settings = TicketSettings {
-        life: settings.ticket_life,
-        // Servers renew after a third of a lease.
-        spread: settings.lease_ttl / 2,
-    };
+    let ticket_settings = TicketSettings::new(settings.ticket_life, settings.lease_ttl);
     let (now, wall) = (settings.clock.now(), SystemTime::now().into());
     let office = TicketOffice::open(&cluster_id, record, ticket_settings, has_servers, now, wall);
     office.map_err(|err| StoreError::Io {

@@ -93,6 +93,12 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
+    /// Whether peers need a ticket of the control plane.
+    pub(crate) fn wants_tickets(&self) -> bool {
+        let is_member = matches!(self.placement, Placement::ControlPlane { .. });
+        is_member && self.tickets == TicketMode::Required
+    }
+
     /// The defaults, on a free port of the loopback interface.
     #[must_use]
     pub fn new(

@@ -233,10 +233,33 @@ impl Tls {
         IO: AsyncRead + AsyncWrite + Unpin,
     {
         let explained = |error: io::Error| HandshakeError::new(Side::Client, &error);
-        let bare = host.trim_start_matches('[').trim_end_matches(']');
-        let name = ServerName::try_from(bare.to_owned()).map_err(|_| HandshakeError::name(host))?;
+        let name = server_name(host)?;
         let connector = TlsConnector::from(self.client_config());
         connector.connect(name, stream).await.map(TlsStream::Client).map_err(explained)
+    }
+
+    /// Begins the handshake of the listening side, for callers that move the bytes themselves.
+    ///
+    /// # Errors
+    /// [`HandshakeError`] without a certificate.
+    pub fn begin_accept(&self) -> Result<rustls::Connection, HandshakeError> {
+        let config = self.server_config().ok_or(HandshakeError::NO_CERTIFICATE)?;
+        let begun = rustls::ServerConnection::new(config);
+        Ok(begun
+            .map_err(|error| HandshakeError::new(Side::Listener, &io::Error::other(error)))?
+            .into())
+    }
+
+    /// Begins the handshake of the connecting side, for callers that move the bytes themselves. `host` is as for
+    /// [`connect`](Self::connect).
+    ///
+    /// # Errors
+    /// [`HandshakeError`] if `host` cannot be in a certificate.
+    pub fn begin_connect(&self, host: &str) -> Result<rustls::Connection, HandshakeError> {
+        let begun = rustls::ClientConnection::new(self.client_config(), server_name(host)?);
+        Ok(begun
+            .map_err(|error| HandshakeError::new(Side::Client, &io::Error::other(error)))?
+            .into())
     }
 
     /// Looks at the files now. For tests: a thread does it every second.
@@ -257,7 +280,18 @@ pub fn peer_identity<IO>(stream: &TlsStream<IO>) -> Option<Identity> {
 /// same, and no other connection has it.
 #[must_use]
 pub fn channel_binding<IO>(stream: &TlsStream<IO>) -> Option<[u8; 32]> {
-    exported(stream, b"EXPORTER-Channel-Binding")
+    exported(stream, CHANNEL_BINDING)
+}
+
+/// As [`channel_binding`], for a connection whose bytes the caller moves. `None` before the end of the handshake.
+#[must_use]
+pub fn binding_of(connection: &rustls::Connection) -> Option<[u8; 32]> {
+    connection.export_keying_material([0; 32], CHANNEL_BINDING, Some(b"")).ok()
+}
+
+fn server_name(host: &str) -> Result<ServerName<'static>, HandshakeError> {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    ServerName::try_from(bare.to_owned()).map_err(|_| HandshakeError::name(host))
 }
 
 /// 32 secret bytes that both sides of `stream` compute from its keys and `label`.
@@ -344,4 +378,6 @@ impl Shared {
     }
 }
 
+/// Label of the exporter, see RFC 9266.
+const CHANNEL_BINDING: &[u8] = b"EXPORTER-Channel-Binding";
 const POLL_PERIOD: Duration = Duration::from_secs(1);

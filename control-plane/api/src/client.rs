@@ -222,7 +222,8 @@ impl ControlClient {
         self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await
     }
 
-    /// Asks for a ticket. After a change of the leader the control plane may answer up to two seconds later.
+    /// Asks for a ticket. After a change of the leader the control plane may answer two seconds later, also with
+    /// [`code::REQUEST_TIMEOUT`](crate::code::REQUEST_TIMEOUT): ask again.
     pub async fn ticket(&self, request: &TicketRequest) -> Result<TicketResponse, ControlError> {
         self.call(Method::POST, "v1/tickets", Some(request)).await
     }

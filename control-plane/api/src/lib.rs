@@ -41,7 +41,9 @@ pub use models::{
 };
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use status::{ClusterStatus, Health};
-pub use tickets::{RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse};
+pub use tickets::{
+    RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse, TicketRole,
+};
 pub use types::{
     AdviceReason, Assignment, DrainRequest, Event, EventList, ExpertLoad, FleetGoals,
     InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse, LinkReport,

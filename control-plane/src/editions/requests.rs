@@ -155,8 +155,10 @@ impl Editions {
     pub(crate) async fn issue_ticket(
         &self,
         request: &TicketRequest,
+        holder: &str,
+        bound: Duration,
     ) -> Result<TicketResponse, OperationError> {
-        self.current().issue_ticket(request).await
+        self.current().issue_ticket(request, holder, bound).await
     }
 
     /// Revokes all tickets. Servers of each edition learn of it with their next renewal.

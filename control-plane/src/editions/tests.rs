@@ -136,7 +136,7 @@ impl World {
     fn start(disk: Disk, clock: Arc<ManualClock>, servers: Vec<Server>) -> Self {
         let boards = Arc::new(Boards::new());
         let settings = settings(TTL, &clock, &boards);
-        let term = Editions::restore(settings, Box::new(disk.clone())).unwrap();
+        let term = Editions::restore(settings.clone(), Box::new(disk.clone())).unwrap();
         boards.set_fresh(true);
         let Term { editions, workers, mut added } = term;
         let mut tasks = JoinSet::new();
@@ -626,7 +626,8 @@ async fn random_updates_keep_their_promises() {
     println!("{num_switches} switches");
 }
 
-/// Servers renew after a third of a lease. A key must not sign before each of them has done so.
+/// Servers renew after a third of a lease, or sooner if tickets end sooner. A key must not sign before each of them has
+/// done so.
 #[tokio::test]
 async fn a_new_leader_signs_no_ticket_before_all_servers_have_renewed_their_leases() {
     let mut world = World::new();
@@ -635,9 +636,11 @@ async fn a_new_leader_signs_no_ticket_before_all_servers_have_renewed_their_leas
     tasks.shutdown().await;
     for lease_ttl in [TTL, Duration::from_secs(30), Duration::from_secs(3600)] {
         let settings = settings(lease_ttl, &clock, &boards);
-        let term = Editions::restore(settings, Box::new(disk.clone())).unwrap();
-        let wait = term.editions.tickets.wait(clock.now());
-        assert!(wait > lease_ttl / 3, "{wait:?} of {lease_ttl:?}");
-        assert!(wait < lease_ttl, "{wait:?} of {lease_ttl:?}");
+        let term = Editions::restore(settings.clone(), Box::new(disk.clone())).unwrap();
+        let tickets = &term.editions.tickets;
+        let (wait, life) = (tickets.wait(clock.now()), settings.ticket_life);
+        let renewal = (lease_ttl / 3).min(Duration::from_millis(tickets.keys().refresh_ms));
+        assert!(wait > renewal, "{wait:?} of {lease_ttl:?}");
+        assert!(wait < lease_ttl && wait <= life / 4, "{wait:?} of {lease_ttl:?} and {life:?}");
     }
 }

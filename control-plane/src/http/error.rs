@@ -107,6 +107,7 @@ impl From<OperationError> for HttpError {
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
             },
             OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
+            OperationError::Ticket(IssueError::NotYet { .. }) => code::REQUEST_TIMEOUT,
             OperationError::Ticket(_) => code::BAD_REQUEST,
             OperationError::ReadOnly { .. }
             | OperationError::NotStored { .. }
@@ -114,7 +115,11 @@ impl From<OperationError> for HttpError {
             OperationError::Update(_) => code::MODEL_UPDATE,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };
-        Self::new(code, err.to_string())
+        let retry_after = match &err {
+            OperationError::Ticket(IssueError::NotYet { seconds }) => Some(*seconds),
+            _ => None,
+        };
+        Self { retry_after, ..Self::new(code, err.to_string()) }
     }
 }
 

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use control_api::{
     ClientsReport, ControlError, DrainRequest, FleetGoals, LeaseKeeper, LeaseOptions, LeaseStatus,
-    MemberState, PlacementWatch, SuspectRequest, WatchOptions, code,
+    MemberState, PlacementWatch, SuspectRequest, TicketRequest, TicketRole, WatchOptions, code,
 };
 use switchyard_control_plane::{BindError, EtcdConfig};
 use tempfile::TempDir;
 use test_support::etcd::EtcdCluster;
 use tokio::runtime::Handle;
 use trust::Role;
+use trust::ticket::SecretKey;
 use trust::tokens::{self, TokenEntry};
 
 use super::*;
@@ -104,6 +105,16 @@ async fn every_role_may_do_its_work_and_no_more() {
     assert_forbidden(client.drain(&member, &drain).await, &["engine", "client"]);
     assert_forbidden(client.members().await.map(drop), &["engine"]);
     assert_forbidden(operator.register(&request("b", 1)).await.map(drop), &["server", "ops"]);
+    // Tickets to compute are for clients and servers, tickets to read weights for servers alone.
+    let key = SecretKey::generate().unwrap().public().to_string();
+    let compute = TicketRequest::new("tester".to_owned(), key);
+    let read = TicketRequest { role: TicketRole::Server, ..compute.clone() };
+    for asking in [&server, &client] {
+        asking.ticket(&compute).await.unwrap();
+    }
+    server.ticket(&read).await.unwrap();
+    assert_forbidden(client.ticket(&read).await, &["engine", "weights", "server"]);
+    assert_forbidden(viewer.ticket(&compute).await, &["wall"]);
     let goals = FleetGoals { replicas: 1, spare: 0.0 };
     assert_forbidden(viewer.set_goals(&goals).await, &["wall"]);
     assert_forbidden(server.set_goals(&goals).await, &["gpu-1"]);

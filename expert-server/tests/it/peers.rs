@@ -1,6 +1,7 @@
 //! Servers that read their weights from the memory of other servers.
 
 mod raw;
+mod tickets;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

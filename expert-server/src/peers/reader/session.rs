@@ -15,6 +15,7 @@ use p2p_core::TransportKind;
 use super::{Fetch, Peer};
 use crate::compute::{ExpertWeights, WeightMemory};
 use crate::peers::manifest::{Digest, ExpertShape, Manifest};
+use crate::peers::ticket::NoPeers;
 use crate::peers::wire::{self, Request, Response, VERSION};
 
 /// Why a peer does not give an expert.
@@ -97,7 +98,9 @@ impl Session {
         let config = EngineConfig {
             bind: SocketAddr::new(fetch.local, 0),
             fabrics,
+            check: Some(Arc::new(NoPeers)),
             ticket: fetch.secret.as_ref().map(|secret| secret.reveal().to_owned()),
+            tls: fetch.security.for_client().cloned(),
             ..EngineConfig::default()
         };
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
@@ -409,7 +412,8 @@ fn connect<'a>(
     });
     let reach = |peer: &Peer| {
         let connect = |_| {
-            let connection = engine.connect(peer.addr, deadline).map_err(|e| e.to_string())?;
+            let connection = engine.connect_with(peer.addr, peer.options.clone(), deadline);
+            let connection = connection.map_err(|error| error.to_string())?;
             connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
             Ok::<_, String>(connection)
         };
