@@ -213,6 +213,9 @@ pub struct RegisterRequest {
     /// True if the member admits clients with a ticket only.
     #[serde(default)]
     pub needs_tickets: bool,
+    /// True if the member speaks to its clients in plain text when they connect, without TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub plain_text: bool,
 }
 
 impl RegisterRequest {
@@ -233,6 +236,7 @@ impl RegisterRequest {
             zone: None,
             holds: Assignment::default(),
             needs_tickets: false,
+            plain_text: false,
         }
     }
 }
@@ -499,6 +503,9 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// The danger of its address, if other hosts reach it in plain text or clients without a ticket are admitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub insecure: Option<String>,
     /// Fingerprint of its model. Absent while the fleet serves one model only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,

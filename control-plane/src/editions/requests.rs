@@ -126,6 +126,9 @@ impl Editions {
         let mut status = self.current().status();
         if self.is_update() {
             status.editions = self.list().editions;
+            for other in self.all().iter().skip(1) {
+                status.problems.extend(other.coordinator.insecure_servers());
+            }
         }
         status
     }

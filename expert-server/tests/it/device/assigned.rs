@@ -55,6 +55,7 @@ impl Book {
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
             unreachable: None,
+            insecure: None,
             fingerprint: None,
             reports: Vec::new(),
         }
