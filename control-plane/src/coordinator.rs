@@ -23,7 +23,7 @@ use crate::board::Board;
 use crate::clock::{Clock, Stopwatch};
 use crate::events::EventLog;
 use crate::fleet::Fleet;
-use crate::member::Predecessor;
+use crate::member::{Danger, Predecessor};
 use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::store::{Revision, Store, StoreError};
@@ -319,7 +319,7 @@ impl Coordinator {
                 tls_error: None,
                 insecure: None,
                 store,
-                problems: Vec::new(),
+                problems: insecure_servers(fleet),
                 editions: Vec::new(),
                 leader: None,
                 followers: Vec::new(),
@@ -398,6 +398,21 @@ impl Coordinator {
         result
     }
 }
+
+/// A sentence for each danger of servers whose listeners other hosts reach. It names the first ones.
+fn insecure_servers(fleet: &Fleet) -> Vec<String> {
+    let sentence = |(danger, names): (Danger, Vec<&str>)| {
+        let shown = names.iter().take(MAX_NAMES).copied().collect::<Vec<_>>().join(", ");
+        let more = match names.len().saturating_sub(MAX_NAMES) {
+            0 => String::new(),
+            more => format!(" and {more} others"),
+        };
+        format!("INSECURE: {shown}{more}: {}", danger.text())
+    };
+    fleet.insecure().into_iter().map(sentence).collect()
+}
+
+const MAX_NAMES: usize = 3;
 
 /// Ignores poisoning: a panic in one task must not stop the others.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -11,6 +11,7 @@
 //! ```
 
 mod book;
+mod names;
 mod requests;
 mod run;
 #[cfg(test)]
@@ -36,6 +37,7 @@ use crate::store::{EditionRecord, Revision, Snapshot, Store, StoreError};
 use crate::term::TermSettings;
 use crate::tickets::{TicketOffice, TicketRecord, TicketSettings};
 use book::{Book, Entry};
+use names::Names;
 pub(crate) use run::Term;
 use run::Worker;
 
@@ -49,8 +51,10 @@ pub(crate) struct Editions {
     tickets: Arc<TicketOffice>,
     /// The current edition first.
     editions: Mutex<Vec<Edition>>,
-    /// One change of the editions, or one registration during an update, at a time.
+    /// One change of the editions at a time.
     changing: tokio::sync::Mutex<()>,
+    /// One registration of a name at a time.
+    names: Names,
     /// Reports of control planes that follow, by reporter, with the time of each.
     followers: Mutex<HashMap<String, (Duration, Vec<ModelClients>)>>,
     /// Editions that were added, for the task that runs them.
@@ -105,6 +109,7 @@ impl Editions {
             tickets,
             editions: Mutex::new(editions),
             changing: tokio::sync::Mutex::default(),
+            names: Names::default(),
             followers: Mutex::default(),
             added,
         };

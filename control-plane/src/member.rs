@@ -9,6 +9,7 @@ use control_api::{
     ServerEntry,
 };
 use serde::{Deserialize, Serialize};
+use trust::tls::is_loopback_host;
 
 use crate::work::Work;
 
@@ -73,6 +74,30 @@ pub struct MemberRecord {
     /// True if it admits clients with a ticket only.
     #[serde(default)]
     pub needs_tickets: bool,
+    /// True if its listener for clients speaks plain text.
+    #[serde(default)]
+    pub plain_text: bool,
+}
+
+/// Danger of a listener for clients that other hosts reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Danger {
+    /// Others can read the handshake, and with it the keys of the memory.
+    PlainText,
+    /// Holders of a token or a certificate get keys that the control plane cannot revoke.
+    NoTickets,
+}
+
+impl Danger {
+    /// The danger and its remedy.
+    pub(crate) fn text(self) -> &'static str {
+        match self {
+            Self::PlainText => "plain text to other hosts (--insecure): give --tls DIR",
+            Self::NoTickets => {
+                "admits clients without a ticket (--tickets off): start it without that option"
+            }
+        }
+    }
 }
 
 /// State of a lease. Times are of the fleet's clock.
@@ -311,6 +336,18 @@ impl Member {
         self.place();
     }
 
+    /// The danger of its listener for clients, if it is on an address that other hosts reach.
+    pub(crate) fn danger(&self) -> Option<Danger> {
+        let MemberRecord { data_addr, plain_text, needs_tickets, .. } = &self.record;
+        let host = data_addr.rsplit_once(':').map_or(&**data_addr, |(host, _)| host);
+        match (*plain_text, *needs_tickets) {
+            (false, true) => None,
+            _ if is_loopback_host(host.trim_start_matches('[').trim_end_matches(']')) => None,
+            (true, _) => Some(Danger::PlainText),
+            (false, false) => Some(Danger::NoTickets),
+        }
+    }
+
     pub(crate) fn entry(&self) -> ServerEntry {
         ServerEntry {
             member_id: self.record.member_id.clone(),
@@ -339,6 +376,7 @@ impl Member {
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
             not_stored: None,
+            insecure: self.danger().map(|danger| danger.text().to_owned()),
             fingerprint: None,
             reports: self.recent_reports(now).collect(),
         }

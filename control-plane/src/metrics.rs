@@ -27,6 +27,7 @@ pub(crate) struct Metrics {
     is_shown: Arc<AtomicBool>,
     members: IntGaugeVec,
     members_unreachable: IntGauge,
+    members_insecure: IntGauge,
     epoch: IntGauge,
     edition_serving: IntGaugeVec,
     edition_missing: IntGaugeVec,
@@ -118,6 +119,10 @@ impl Metrics {
             members_unreachable: make.gauge(
                 names::MEMBERS_UNREACHABLE,
                 "Serving members that the control plane cannot connect to.",
+            )?,
+            members_insecure: make.gauge(
+                names::MEMBERS_INSECURE,
+                "Members that speak plain text to clients of other hosts, or admit them without a ticket.",
             )?,
             epoch: make.gauge(names::EPOCH, "Epoch (version) of the placement table in force.")?,
             is_shown: Arc::new(AtomicBool::new(true)),
@@ -251,6 +256,12 @@ impl Metrics {
         }
     }
 
+    pub(crate) fn set_insecure(&self, num_members: usize) {
+        if self.is_shown() {
+            self.members_insecure.set(num_members as i64);
+        }
+    }
+
     pub(crate) fn set_expert_load(&self, loads: &[LayerLoad]) {
         if self.is_shown() {
             self.expert_load.set(loads);
@@ -334,6 +345,7 @@ impl Metrics {
     pub(crate) fn forget_fleet(&self) {
         self.set_members(MemberCounts::default());
         self.set_unreachable(0);
+        self.set_insecure(0);
         self.set_expert_load(&[]);
         self.set_coverage(Coverage::default());
         self.set_editions(&[]);

@@ -115,6 +115,7 @@ impl ClusterStatus {
         if let Some(reason) = &self.tls_error {
             problems.push(format!("the control plane's TLS files cannot be used: {reason}"));
         }
+        problems.extend(self.insecure.clone());
         for edition in &self.editions {
             let (without, total) = (edition.experts_without_replica, edition.experts_total);
             if edition.state == EditionState::Retiring && edition.num_clients > 0 && without > 0 {
@@ -207,6 +208,7 @@ mod tests {
         check(&retiring, degraded, "retiring model");
         check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
         check(&|s| s.tls_error = Some("no key".to_owned()), degraded, "no key");
+        check(&|s| s.insecure = Some("INSECURE: 0.0.0.0".to_owned()), degraded, "INSECURE");
         check(&|s| s.store.writable = false, degraded, "cannot be written");
         check(&|s| s.problems = vec!["the token file is wrong".to_owned()], degraded, "token file");
         check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");

@@ -42,6 +42,11 @@ impl Coordinator {
         }
     }
 
+    /// A sentence for each danger of its servers: see [`ClusterStatus::problems`](control_api::ClusterStatus).
+    pub(crate) fn insecure_servers(&self) -> Vec<String> {
+        super::insecure_servers(&lock(&self.fleet))
+    }
+
     pub(crate) fn has_predecessor(&self, id: &MemberId) -> bool {
         lock(&self.fleet).has_predecessor(id)
     }

@@ -44,11 +44,13 @@ impl Coordinator {
         let (advice, due) = self.with_fleet(|fleet, now| {
             fleet.tick(now, period);
             let loads = |fleet: &Fleet| fleet.expert_loads(self.metrics.top_experts);
-            let advice = (now >= *advise_at)
-                .then(|| (fleet.advice(), fleet.num_unreachable(), loads(fleet)));
+            let advice = (now >= *advise_at).then(|| {
+                (fleet.advice(), fleet.num_unreachable(), fleet.num_insecure(), loads(fleet))
+            });
             (advice, fleet.take_plan())
         });
-        if let Some((advice, num_unreachable, loads)) = advice {
+        if let Some((advice, num_unreachable, num_insecure, loads)) = advice {
+            self.metrics.set_insecure(num_insecure);
             self.metrics.set_unreachable(num_unreachable);
             self.metrics.set_expert_load(&loads);
             *advise_at = self.clock.now() + ADVICE_PERIOD;

@@ -151,11 +151,32 @@ impl World {
     }
 
     /// Kills the control plane and starts another one on the same disk.
-    async fn restart(mut self) -> Self {
-        self.tasks.shutdown().await;
-        let world = Self::start(self.disk, self.clock, self.servers);
+    async fn restart(self) -> Self {
+        let Self { disk, clock, boards, editions, mut tasks, servers } = self;
+        tasks.shutdown().await;
+        drop((editions, boards));
+        // Writes that the end has cut off hold the disk until they are done.
+        let is_still = async {
+            while Arc::strong_count(&disk.gate) > 1 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(BOUND, is_still).await.expect("the last process has ended");
+        let world = Self::start(disk, clock, servers);
         world.servers.iter().for_each(|server| world.renew(server).unwrap());
         world
+    }
+
+    /// Ends the process in the middle of a step of the update, while the store writes, and starts another one.
+    async fn cut_off(self) -> Self {
+        self.disk.gate.shut();
+        let (_running, stopping) = watch::channel(false);
+        tokio::select! {
+            () = self.editions.run_update(stopping) => {}
+            blocked = tokio::time::timeout(BOUND, self.is_blocked()) => blocked.unwrap(),
+        }
+        self.disk.gate.open();
+        self.restart().await
     }
 
     async fn register(&self, name: &str, fingerprint: &str) -> Result<Server, OperationError> {
@@ -199,17 +220,20 @@ impl World {
 
     /// Lets time pass. Servers that are alive renew.
     async fn pass(&self, time: Duration) {
-        let end = self.clock.now() + time;
-        let mut renew_at = Duration::ZERO;
-        while self.clock.now() < end {
-            if self.clock.now() >= renew_at {
-                self.servers.iter().for_each(|server| self.renew(server).unwrap());
-                renew_at = self.clock.now() + TTL / 3;
-            }
-            self.clock.advance(PERIOD);
-            self.editions.all().iter().for_each(|edition| edition.coordinator.tick_once(PERIOD));
+        for _ in 0..time.as_millis() / PERIOD.as_millis() {
+            self.wait(PERIOD);
             // A full disk delays a step.
             drop(self.editions.step().await);
+        }
+    }
+
+    /// As [`pass`](Self::pass), without a step of the update.
+    fn wait(&self, time: Duration) {
+        let end = self.clock.now() + time;
+        while self.clock.now() < end {
+            self.servers.iter().for_each(|server| self.renew(server).unwrap());
+            self.clock.advance(PERIOD);
+            self.editions.all().iter().for_each(|edition| edition.coordinator.tick_once(PERIOD));
         }
     }
 
@@ -232,20 +256,21 @@ impl World {
     /// Drops the future of a change while the store writes, and waits until no change runs any more.
     async fn interrupt(&self, change: impl Future<Output = Result<EditionList, OperationError>>) {
         self.disk.gate.shut();
-        let is_blocked = async {
-            let gate = &self.disk.gate;
-            while !gate.has_waiter.load(Ordering::Relaxed)
-                || self.editions.changing.try_lock().is_ok()
-            {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        };
         tokio::select! {
             ended = change => panic!("the store does not block: {ended:?}"),
-            blocked = tokio::time::timeout(BOUND, is_blocked) => blocked.unwrap(),
+            blocked = tokio::time::timeout(BOUND, self.is_blocked()) => blocked.unwrap(),
         }
         self.disk.gate.open();
         drop(self.editions.changing.lock().await);
+    }
+
+    /// Waits until a change waits for the store.
+    async fn is_blocked(&self) {
+        while !self.disk.gate.has_waiter.load(Ordering::Relaxed)
+            || self.editions.changing.try_lock().is_ok()
+        {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     fn follow(&self, fingerprint: Option<&str>) -> Option<CountedClient> {
@@ -556,6 +581,87 @@ async fn a_change_ends_without_its_caller() {
     world.expect(&[(NEW, Current), (OLD, Retiring)]);
     world = world.restart().await;
     world.expect(&[(NEW, Current), (OLD, Retiring)]);
+}
+
+/// The end of a process cuts each step of an update off while the store writes. The next process goes on.
+#[tokio::test]
+async fn a_step_that_is_cut_off_goes_on_after_a_restart() {
+    let mut world = World::new();
+    world.serve_all("old", OLD).await;
+    world.add(NEW).await.unwrap();
+    let request = SwitchRequest { when_complete: true, ..SwitchRequest::default() };
+    world.editions.switch(&request).await.unwrap();
+    world.serve_all("new", NEW).await;
+    world = world.cut_off().await;
+    world.pass(TTL).await;
+    world.expect(&[(NEW, Current), (OLD, Retiring)]);
+
+    world.wait(PAST_GRACE);
+    world = world.cut_off().await;
+    world.pass(PAST_GRACE + TTL).await;
+    world.expect(&[(NEW, Current), (OLD, Draining)]);
+
+    world.leave("old");
+    world = world.cut_off().await;
+    world.pass(TTL).await;
+    world.expect(&[(NEW, Current)]);
+    assert!(world.names().iter().all(|(name, _)| name.starts_with("new")), "{:?}", world.names());
+}
+
+/// During an update a write of the store delays the registrations that wait for it, and nothing else.
+#[tokio::test]
+async fn a_registration_that_waits_for_the_store_delays_no_other_member() {
+    let mut world = World::new();
+    world.serve_all("old", OLD).await;
+    world.add(NEW).await.unwrap();
+    world.disk.gate.shut();
+    let is_blocked = async {
+        while !world.disk.gate.has_waiter.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let registering = world.register("new-0", NEW);
+    tokio::pin!(registering);
+    tokio::select! {
+        ended = &mut registering => panic!("the store does not block: {:?}", ended.map(|new| new.id)),
+        blocked = tokio::time::timeout(BOUND, is_blocked) => blocked.unwrap(),
+    }
+    // Members renew, a known process registers again, and the update takes its steps.
+    let server = &world.servers[0];
+    world.renew(server).unwrap();
+    let mut request = RegisterRequest::new(&server.name, "127.0.0.1:1", model(OLD));
+    (request.incarnation, request.holds) = (server.incarnation, server.holds.clone());
+    let again = tokio::time::timeout(BOUND, world.editions.register(request, None)).await;
+    assert_eq!(again.expect("no wait for the store").unwrap().member_id, server.id);
+    tokio::time::timeout(BOUND, world.editions.step()).await.expect("no wait").unwrap();
+    world.disk.gate.open();
+    registering.await.unwrap();
+}
+
+/// A clock that breaks.
+#[derive(Debug)]
+struct BrokenClock(AtomicBool);
+
+impl Clock for BrokenClock {
+    fn now(&self) -> Duration {
+        assert!(!self.0.load(Ordering::Relaxed), "the clock is broken");
+        Duration::ZERO
+    }
+}
+
+/// A leader whose members would never expire must not go on.
+#[tokio::test]
+async fn a_panic_of_the_clock_ends_the_term() {
+    let (clock, boards) = (Arc::new(ManualClock::new()), Arc::new(Boards::new()));
+    let broken = Arc::new(BrokenClock(AtomicBool::new(false)));
+    let settings =
+        TermSettings { clock: Arc::clone(&broken) as _, ..settings(TTL, &clock, &boards) };
+    let term = Editions::restore(settings, Box::new(Disk::default())).unwrap();
+    let (_running, stopping) = watch::channel(false);
+    let running = tokio::spawn(term.run(stopping.clone(), stopping));
+    broken.0.store(true, Ordering::Relaxed);
+    let ended = tokio::time::timeout(BOUND, running).await.expect("the term ends");
+    assert!(ended.unwrap_err().is_panic());
 }
 
 /// Random servers, clients, operators and restarts. A name has one member, the first edition is the current one, and a

@@ -112,6 +112,7 @@ impl Fleet {
         member.record.capacity_experts = request.capacity_experts;
         member.record.zone.clone_from(&request.zone);
         member.record.needs_tickets = request.needs_tickets;
+        member.record.plain_text = request.plain_text;
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         member.record.weights_addr.clone_from(&request.weights_addr);
         self.is_table_stale = true;
@@ -160,6 +161,7 @@ impl Fleet {
             capacity_experts: request.capacity_experts,
             zone: request.zone.clone(),
             needs_tickets: request.needs_tickets,
+            plain_text: request.plain_text,
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);

@@ -1,5 +1,6 @@
 //! State of the fleet, as status, metrics and clients see it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use control_api::{
 
 use super::Fleet;
 use crate::advice::{FleetWork, ServerWork, advise};
-use crate::member::Member;
+use crate::member::{Danger, Member};
 use crate::metrics::LayerLoad;
 use crate::planner::Planner;
 use crate::table::Coverage;
@@ -61,6 +62,23 @@ impl Fleet {
     pub(crate) fn num_unreachable(&self) -> usize {
         let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
         serving.filter(|member| matches!(member.probe, Some(Err(_)))).count()
+    }
+
+    /// Leased members that have a [`Danger`].
+    pub(crate) fn num_insecure(&self) -> usize {
+        let leased = self.members.values().filter(|member| member.is_leased());
+        leased.filter(|member| member.danger().is_some()).count()
+    }
+
+    /// Names of the leased members of each [`Danger`].
+    pub(crate) fn insecure(&self) -> BTreeMap<Danger, Vec<&str>> {
+        let mut found: BTreeMap<Danger, Vec<&str>> = BTreeMap::new();
+        for member in self.members.values().filter(|member| member.is_leased()) {
+            if let Some(danger) = member.danger() {
+                found.entry(danger).or_default().push(&member.record.name);
+            }
+        }
+        found
     }
 
     /// Load of each layer that has had tokens, with its `num_top` busiest experts.

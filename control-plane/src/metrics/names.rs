@@ -24,6 +24,7 @@ pub const FORWARDED_REQUESTS_TOTAL: &str = "switchyard_control_forwarded_request
 pub const LATE_SHARE: &str = "switchyard_control_late_share";
 pub const LEADER: &str = "switchyard_control_leader";
 pub const MEMBERS: &str = "switchyard_control_members";
+pub const MEMBERS_INSECURE: &str = "switchyard_control_members_insecure";
 pub const MEMBERS_UNREACHABLE: &str = "switchyard_control_members_unreachable";
 pub const MODEL_CLIENTS: &str = "switchyard_control_model_clients";
 pub const MODEL_EXPERTS_WITHOUT_REPLICA: &str = "switchyard_control_model_experts_without_replica";

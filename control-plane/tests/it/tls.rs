@@ -158,6 +158,43 @@ async fn secrets_and_ports_stay_off_the_network_without_tls() {
 }
 
 #[tokio::test]
+async fn insecure_servers_are_named_and_counted() {
+    let plane = Plane::start(super::patient_config()).await;
+    let client = plane.client();
+    // Five without tickets, one in plain text, and one that only this host reaches.
+    for nth in 0..7 {
+        let mut request = super::request(&format!("gpu-{nth}"), nth);
+        request.plain_text = nth > 4;
+        request.needs_tickets = nth == 5;
+        if nth < 6 {
+            request.data_addr = "10.255.255.1:7171".to_owned();
+        }
+        client.register(&request).await.unwrap();
+    }
+    let status = client.status().await.unwrap();
+    let expected = [
+        "INSECURE: gpu-5: plain text to other hosts (--insecure): give --tls DIR",
+        "INSECURE: gpu-0, gpu-1, gpu-2 and 2 others: admits clients without a ticket (--tickets off): start it without \
+         that option",
+    ];
+    assert_eq!(status.problems, expected);
+    let members = client.members().await.unwrap();
+    let insecure: Vec<bool> = members.iter().map(|member| member.insecure.is_some()).collect();
+    assert_eq!(insecure, [true, true, true, true, true, true, false]);
+    let counted = async {
+        let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        while !super::raw(plane.addr, request)
+            .await
+            .contains("switchyard_control_members_insecure 6")
+        {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(BOUND, counted).await.expect("the gauge counts them");
+    plane.stop().await;
+}
+
+#[tokio::test]
 async fn a_thousand_silent_handshakes_delay_no_client() {
     let fleet = Fleet::new();
     let mut config = fleet.config(ClientCertificates::Optional);

@@ -136,6 +136,7 @@ pub(super) async fn start(
     registration.capacity_experts = config.capacity_experts;
     registration.zone.clone_from(&config.zone);
     registration.needs_tickets = gate.is_some();
+    registration.plain_text = config.security.for_listener().is_none();
     let incarnation = registration.incarnation;
     let loader = Loader {
         name: config.name.clone(),

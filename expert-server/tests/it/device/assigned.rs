@@ -56,6 +56,7 @@ impl Book {
             load: None,
             unreachable: None,
             not_stored: None,
+            insecure: None,
             fingerprint: None,
             reports: Vec::new(),
         }
