@@ -23,6 +23,8 @@ pub(crate) use self::reader::{Fetch, Fetched, Peer};
 pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;
 pub(crate) use self::source::{SourceConfig, WeightSource};
+#[cfg(feature = "device")]
+pub(crate) use self::wire::{hex, unhex};
 
 /// The properties that two servers must share to exchange weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
