@@ -212,4 +212,5 @@ fn find_nvcc() -> Result<PathBuf, String> {
 }
 
 /// Source files under `cuda/`, without their ending.
-const SOURCES: [&str; 7] = ["dispatch", "combine", "expert", "compute", "p2p", "flag", "proxy"];
+const SOURCES: [&str; 8] =
+    ["dispatch", "combine", "expert", "compute", "p2p", "flag", "proxy", "checksum"];

@@ -61,7 +61,7 @@ pub use router::{ChosenBy, GroupScore, Groups, InputNorm, Normalisation, RouterC
 pub use shard::{TensorFile, TensorFileError};
 pub use tensor::{TensorError, TensorView};
 pub use truncation::{UNREADABLE_FILE_EXIT_CODE, report_unreadable_files};
-pub use weight::{Scales, WeightFormat, WeightView};
+pub use weight::{Scales, WeightFormat, WeightView, dequantize};
 
 /// Rows and columns of one fp8 scale block of DeepSeek's checkpoints.
 pub const FP8_BLOCK: [usize; 2] = [128, 128];

@@ -118,6 +118,12 @@ impl Checkpoint {
         Ok(Checkpoint { dir: dir.to_owned(), config, shards, tensors, layout, warnings })
     }
 
+    /// Returns false if it was opened [without weights](Self::open_without_weights).
+    #[must_use]
+    pub fn has_weights(&self) -> bool {
+        !self.shards.is_empty()
+    }
+
     /// The directory of the checkpoint.
     #[must_use]
     pub fn dir(&self) -> &Path {

@@ -316,39 +316,51 @@ impl<'a> WeightView<'a> {
     /// The matrix as f32, row-major, scales and minima applied.
     #[must_use]
     pub fn to_f32(&self) -> Vec<f32> {
-        let codes = self.codes();
-        let mut out = vec![0.0; self.rows * self.cols];
-        match self.format {
-            WeightFormat::Bf16 => convert::to_f32(DType::Bf16, &codes, &mut out),
-            WeightFormat::F16 => convert::to_f32(DType::F16, &codes, &mut out),
-            WeightFormat::F32 => convert::to_f32(DType::F32, &codes, &mut out),
-            WeightFormat::F8E4m3 { .. } => {
-                out.iter_mut().zip(&*codes).for_each(|(o, c)| *o = f32_from_e4m3(*c));
-            }
-            WeightFormat::Int8 { .. } => {
-                out.iter_mut().zip(&*codes).for_each(|(o, c)| *o = f32::from(*c as i8));
-            }
-            WeightFormat::Int4 { .. } => nibbles(&codes, &mut out, |code| f32::from(code) - 8.0),
-            WeightFormat::Fp4 { .. } => {
-                nibbles(&codes, &mut out, |code| FP4_VALUES[usize::from(code & 15)]);
-            }
-        }
-        if let (Some([block_rows, block_cols]), Some(scales)) =
-            (self.format.scale_block(), &self.scales)
-        {
-            let scales = scales.to_f32();
-            let per_row = self.cols.div_ceil(block_cols);
-            for (row_idx, row) in out.chunks_exact_mut(self.cols).enumerate() {
-                let first = row_idx / block_rows * per_row;
-                for (group_idx, values) in row.chunks_mut(block_cols).enumerate() {
-                    let scale = scales[first + group_idx];
-                    let minimum = self.minima.as_ref().map_or(0.0, |m| m[first + group_idx]);
-                    values.iter_mut().for_each(|value| *value = *value * scale + minimum);
-                }
-            }
-        }
-        out
+        let scales = self.scales.as_ref().map(Scales::to_f32);
+        let minima = self.minima.as_deref();
+        let size = [self.rows, self.cols];
+        dequantize(self.format, size, &self.codes(), scales.as_deref(), minima)
     }
+}
+
+/// A matrix of `[rows, cols]` as f32, row-major, scales and minima applied. The codes are packed as the format says.
+/// There is a scale, and a minimum if there are any, for every [block](WeightFormat::scale_shape).
+#[must_use]
+pub fn dequantize(
+    format: WeightFormat,
+    [rows, cols]: [usize; 2],
+    codes: &[u8],
+    scales: Option<&[f32]>,
+    minima: Option<&[f32]>,
+) -> Vec<f32> {
+    let mut out = vec![0.0; rows * cols];
+    match format {
+        WeightFormat::Bf16 => convert::to_f32(DType::Bf16, codes, &mut out),
+        WeightFormat::F16 => convert::to_f32(DType::F16, codes, &mut out),
+        WeightFormat::F32 => convert::to_f32(DType::F32, codes, &mut out),
+        WeightFormat::F8E4m3 { .. } => {
+            out.iter_mut().zip(codes).for_each(|(o, c)| *o = f32_from_e4m3(*c));
+        }
+        WeightFormat::Int8 { .. } => {
+            out.iter_mut().zip(codes).for_each(|(o, c)| *o = f32::from(*c as i8));
+        }
+        WeightFormat::Int4 { .. } => nibbles(codes, &mut out, |code| f32::from(code) - 8.0),
+        WeightFormat::Fp4 { .. } => {
+            nibbles(codes, &mut out, |code| FP4_VALUES[usize::from(code & 15)]);
+        }
+    }
+    if let (Some([block_rows, block_cols]), Some(scales)) = (format.scale_block(), scales) {
+        let per_row = cols.div_ceil(block_cols);
+        for (row_idx, row) in out.chunks_exact_mut(cols).enumerate() {
+            let first = row_idx / block_rows * per_row;
+            for (group_idx, values) in row.chunks_mut(block_cols).enumerate() {
+                let scale = scales[first + group_idx];
+                let minimum = minima.map_or(0.0, |minima| minima[first + group_idx]);
+                values.iter_mut().for_each(|value| *value = *value * scale + minimum);
+            }
+        }
+    }
+    out
 }
 
 fn nibbles(codes: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {

@@ -29,11 +29,13 @@ pub(crate) trait Backend: Send {
         common: ListenerConfig,
     ) -> Result<ListenerConfig, StartError>;
 
-    /// Loads experts (layer → expert ids) and calls `progress` after each. Blocks while it reads the weights.
+    /// Loads experts (layer → expert ids) and calls `progress` after each. Blocks while it reads the weights. Keeps
+    /// room for `rooms` experts (by layer) in all, these included, for experts that follow.
     fn load(
         self: Box<Self>,
         checkpoint: Arc<Checkpoint>,
         experts: &BTreeMap<u32, Vec<u32>>,
+        rooms: &BTreeMap<u32, usize>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn LoadedBackend>, LoadError>;
 }

@@ -151,10 +151,11 @@ impl Loader {
         let num_wanted = wanted.len();
         let all = wanted.clone();
         let fetching = tokio::task::spawn_blocking(move || {
-            fetch.run(&peers, &wanted, pace.num_reads(), &stop, &|layer, expert, weights| {
-                let bytes = store.insert(layer, expert, weights).map_err(|e| e.to_string())?;
-                count(&metrics, &progress, bytes, true);
-                Ok(())
+            fetch.run(&peers, &wanted, pace.num_reads(), &stop, &store, &|read| {
+                if read.is_from_device {
+                    metrics.weights_device_bytes.inc_by(read.bytes);
+                }
+                count(&metrics, &progress, read.bytes, true);
             })
         });
         let fetched = fetching.await.unwrap_or_else(|error| {

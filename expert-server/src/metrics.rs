@@ -93,6 +93,7 @@ pub struct ServerMetrics {
     pub(crate) expert_bytes: IntGauge,
     pub(crate) load_seconds: Gauge,
     weights_read: [(IntCounter, IntCounter); 2],
+    pub(crate) weights_device_bytes: IntCounter,
     pub(crate) weights_damaged: IntCounter,
     pub(crate) weights_sent_bytes: IntCounter,
     pub(crate) weights_grants: IntGauge,
@@ -267,6 +268,11 @@ impl ServerMetrics {
                     .map(|counter| counter.with_label_values(&[source]));
                 (bytes, experts)
             }),
+            weights_device_bytes: register_int_counter_with_registry!(
+                names::WEIGHTS_DEVICE_BYTES_TOTAL,
+                "Bytes of experts that this server's GPU copied from another server's GPU. Counted as source peer, too.",
+                r
+            )?,
             weights_damaged: register_int_counter_with_registry!(
                 names::WEIGHTS_DAMAGED_TOTAL,
                 "Experts read from another server whose checksum or shape was wrong. They were taken from elsewhere.",

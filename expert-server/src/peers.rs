@@ -26,6 +26,8 @@ pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;
 pub(crate) use self::source::{SourceConfig, WeightSource};
 pub(crate) use self::ticket::ReaderTicket;
+#[cfg(feature = "device")]
+pub(crate) use self::wire::{hex, unhex};
 
 /// The properties that two servers must share to exchange weights.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -120,6 +120,10 @@ if [ "$num_gpus" -ge 2 ]; then
     step 90 "NICs in software of two processes" ./softnic_test --only processes --seed "$seed"
     step 120 "servers on GPUs" \
         ./rust_device_server_test device:: --test-threads 1 --skip timing --skip formats:: --skip families::
+    step 180 "weights between servers, on GPUs and not" \
+        ./rust_device_server_test peers::gpu:: --test-threads 1
+    step 180 "layers where client and server share a GPU" env CUDA_VISIBLE_DEVICES=0 \
+        ./rust_device_server_test device::layers:: device::fp8:: --test-threads 1
     step 300 "clients on GPUs" ./rust_device_client_test --test-threads 1
     step 60 "calls on GPUs allocate nothing" ./rust_device_alloc_test
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
@@ -133,6 +137,8 @@ else
     step 180 "servers on a GPU, clients beside them" \
         ./rust_device_server_test device:: --test-threads 1 --skip timing --skip random:: \
         --skip formats:: --skip families::
+    step 180 "weights between servers, on a GPU and not" \
+        ./rust_device_server_test peers::gpu:: --test-threads 1
     step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1
     step 90 "calls on a GPU allocate nothing" ./rust_device_alloc_test
     skip gpus "layers and NICs between processes, faults, puts" "they need two GPUs"

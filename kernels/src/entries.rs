@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 47] = [
+pub const ENTRIES: [&str; 48] = [
     P2P_PINGPONG,
     P2P_STREAM,
     DISPATCH_TUNED_FP8,
@@ -33,6 +33,7 @@ pub const ENTRIES: [&str; 47] = [
     FLAG_ADD,
     TELL_HOST,
     CONVERT,
+    CHECKSUM,
     PROXY_PRODUCE,
     PEER_COPY,
     LINK_CALLS,
@@ -64,6 +65,8 @@ pub const FLAG_ADD: &str = "sy_flag_add";
 pub const TELL_HOST: &str = "sy_tell_host";
 /// The kernel that converts matrices of a caller in stream order.
 pub const CONVERT: &str = "sy_convert";
+/// The kernel that computes checksums of device memory.
+pub const CHECKSUM: &str = "sy_checksum";
 /// The producer of commands for measurements of the proxy.
 pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
 /// The copy that a relay forwards with.

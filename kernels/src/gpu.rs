@@ -10,6 +10,7 @@
 
 #[macro_use]
 mod kind;
+mod checksum;
 mod convert;
 #[cfg(feature = "cuda")]
 mod driver;
@@ -35,6 +36,7 @@ use crate::plan::{KernelParams, LaunchPlan};
 
 use kind::Kind;
 
+pub use self::checksum::{Checksum, ChecksumRange, MAX_CHECKSUM_RANGES};
 pub use self::convert::{Conversion, ConvertType, MAX_CONVERSIONS};
 pub use self::error::GpuError;
 pub use self::layer::{LayerMatrices, LayerShape, MapShape};

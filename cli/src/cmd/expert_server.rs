@@ -132,8 +132,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
     capacity_experts: Option<u32>,
     /// Source of the experts. auto: the model's files if the system has them in memory. If not, servers that hold them,
-    /// then the disk. peers: servers that hold them. The folder needs only config.json. disk: the model's files. Servers
-    /// on GPUs use the files.
+    /// then the disk. peers: servers that hold them. The folder needs only config.json. disk: the model's files.
     #[arg(
         long,
         env = "SWITCHYARD_WEIGHTS_FROM",

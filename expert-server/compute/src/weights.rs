@@ -157,6 +157,13 @@ impl WeightScales {
         scale * self.factor
     }
 
+    /// All scales as f32, the factor applied.
+    #[must_use]
+    pub fn to_f32(&self) -> Vec<f32> {
+        let size = self.dtype.size_bytes().unwrap_or(1).max(1);
+        (0..self.data.as_slice().len() / size).map(|idx| self.get(idx)).collect()
+    }
+
     fn size_bytes(&self) -> usize {
         self.data.as_slice().len() + size_of_val(&*self.minima)
     }
@@ -241,6 +248,16 @@ impl Weight {
     #[must_use]
     pub fn scales(&self) -> Option<&WeightScales> {
         self.scales.as_ref()
+    }
+
+    /// The matrix as f32, row-major, scales and minima applied.
+    #[must_use]
+    pub fn to_f32(&self) -> Vec<f32> {
+        let scales = self.scales.as_ref().map(WeightScales::to_f32);
+        let minima = self.scales.as_ref().map(|scales| &*scales.minima);
+        let minima = minima.filter(|minima| !minima.is_empty());
+        let size = [self.rows, self.cols];
+        checkpoint::dequantize(self.format, size, self.codes(), scales.as_deref(), minima)
     }
 
     /// Bytes of a row of codes.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Settings of the exchange of weights between servers. It needs a control plane, and servers on CPUs.
+/// Settings of the exchange of weights between servers. It needs a control plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightsConfig {
     /// The source of the experts.

@@ -54,6 +54,7 @@ impl Backend for CpuBackend {
         self: Box<Self>,
         checkpoint: Arc<Checkpoint>,
         experts: &BTreeMap<u32, Vec<u32>>,
+        _rooms: &BTreeMap<u32, usize>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn LoadedBackend>, LoadError> {
         let store = ExpertStore::load(

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::Checkpoint;
 use kernels::gpu::{DeviceName, Gpu, GpuError};
@@ -27,7 +28,12 @@ pub(crate) struct OpeningGpu(tokio::task::JoinHandle<Result<Gpu, GpuError>>);
 impl OpeningGpu {
     /// Begins to open the GPU of this name. Called within a runtime.
     pub(crate) fn begin(name: DeviceName) -> Self {
-        Self(tokio::task::spawn_blocking(move || Gpu::open_named(name)))
+        Self(tokio::task::spawn_blocking(move || {
+            let begin = Instant::now();
+            let opened = Gpu::open_named(name);
+            tracing::debug!(device = %name, seconds = begin.elapsed().as_secs_f64(), "opened the GPU");
+            opened
+        }))
     }
 }
 
@@ -91,10 +97,11 @@ impl Backend for DeviceBackend {
         self: Box<Self>,
         checkpoint: Arc<Checkpoint>,
         experts: &BTreeMap<u32, Vec<u32>>,
+        rooms: &BTreeMap<u32, usize>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn LoadedBackend>, LoadError> {
         let Self { gpu, plan, transports } = *self;
-        let store = Arc::new(DeviceStore::load(&gpu, plan, checkpoint, experts, progress)?);
+        let store = Arc::new(DeviceStore::load(&gpu, plan, checkpoint, experts, rooms, progress)?);
         Ok(Box::new(LoadedDevice { gpu, plan, transports, store }))
     }
 }

@@ -5,29 +5,39 @@
 //! the layer moves to a larger block. Batches in flight go on with the old table until the data thread puts
 //! the new one into service between two batches. Only then is the old block freed.
 
+mod block;
 mod bulk;
+mod exchange;
+mod landing;
+mod reservation;
 mod tables;
 mod weights;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytemuck::Zeroable;
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, WeightFormat};
 use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, LayerWeights};
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
 
+use self::block::{LayerMemory, Part};
 use self::bulk::{Job, load_all};
+use self::exchange::Summer;
+use self::landing::DeviceLanding;
+use self::reservation::Place;
 pub(super) use self::tables::ExpertTables;
 use self::tables::LayerTable;
-use self::weights::{LayerMemory, WeightShape, fill_randomly, put, refused};
+use self::weights::{WeightShape, fill_randomly, put, put_matrices, refused};
+use super::DeviceError;
 use super::plan::DevicePlan;
 use super::upload::Uploader;
 use crate::compute::{ExpertWeights, LoadError, LoadProgress};
-use crate::experts::Experts;
+use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm};
 
 /// The loaded experts of all layers.
 pub(crate) struct DeviceStore {
@@ -35,8 +45,16 @@ pub(crate) struct DeviceStore {
     plan: DevicePlan,
     checkpoint: Arc<Checkpoint>,
     shape: WeightShape,
-    /// Locked during a load, so that loads run one after the other.
-    loader: Mutex<Uploader>,
+    /// For loads of one expert. A load takes one and gives it back.
+    uploaders: Mutex<Vec<Uploader>>,
+    /// The places of all layers. Locked for every change of the tables.
+    places: Mutex<Vec<Vec<Place>>>,
+    /// Blocks by their numbers, for peers that map them.
+    blocks: Mutex<BTreeMap<u64, Weak<LayerMemory>>>,
+    next_block: AtomicU64,
+    summer: Mutex<Option<Summer>>,
+    /// An expert of another form was widened to bf16.
+    has_widened: AtomicBool,
     /// The newest tables.
     tables: ArcSwap<ExpertTables>,
     /// The tables that batches use.
@@ -49,7 +67,8 @@ pub(crate) struct DeviceStore {
 }
 
 impl DeviceStore {
-    /// Loads experts (layer → expert ids) and calls `progress` after each. Blocks until all are in GPU memory.
+    /// Loads experts (layer → expert ids) and calls `progress` after each. Blocks until all are in GPU memory. Keeps
+    /// room for `rooms` experts (by layer) in all, these included, for experts that follow.
     ///
     /// # Errors
     /// [`LoadError`]. With too little memory it loads no expert at all.
@@ -58,19 +77,29 @@ impl DeviceStore {
         plan: DevicePlan,
         checkpoint: Arc<Checkpoint>,
         experts: &BTreeMap<u32, Vec<u32>>,
+        rooms: &BTreeMap<u32, usize>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         let shape = WeightShape::of(&checkpoint, experts)?;
-        let num_experts: usize = experts.values().map(Vec::len).sum();
-        let needed_bytes = num_experts as u64 * shape.expert_bytes() + plan.workspace_bytes();
+        let mut rooms = rooms.clone();
+        for (layer, ids) in experts {
+            let room = rooms.entry(*layer).or_default();
+            *room = ids.len().max(*room);
+        }
+        let (num_experts, num_rooms): (usize, usize) =
+            (experts.values().map(Vec::len).sum(), rooms.values().sum());
+        let needed_bytes = num_rooms as u64 * shape.expert_bytes() + plan.workspace_bytes();
         plan.check_memory(gpu, "the experts and the batches", needed_bytes)?;
         let mut uploader = Uploader::new(gpu).map_err(refused)?;
         let mut layers = vec![LayerTable::default(); plan.num_layers as usize];
-        for (&layer, ids) in experts {
+        let mut blocks = BTreeMap::new();
+        for (id, (&layer, &room)) in (0u64..).zip(&rooms) {
             let Some(table) = layers.get_mut(layer as usize) else { continue };
-            let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(refused)?;
-            table.experts.extend_from_slice(ids);
-            table.memory = Some(Arc::new(memory));
+            let memory = LayerMemory::new(gpu, &shape, room, id).map_err(refused)?;
+            let memory = Arc::new(memory);
+            blocks.insert(id, Arc::downgrade(&memory));
+            table.places.extend(experts.get(&layer).into_iter().flatten().copied().map(Some));
+            table.memory = Some(memory);
         }
         let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
         let mut progress = || {
@@ -85,11 +114,11 @@ impl DeviceStore {
                     drop_after_copies(&uploader, layers);
                     return Err(refused(error));
                 }
-                table.experts.iter().for_each(|_| progress());
+                table.experts().for_each(|_| progress());
             }
         } else {
             let jobs: Vec<Job<'_>> = jobs_of(&layers).collect();
-            if let Err(error) = load_all(gpu, &checkpoint, &shape, &jobs, &mut progress) {
+            if let Err(error) = load_all(gpu, &checkpoint, &jobs, &mut progress) {
                 if error.is_copying {
                     tracing::error!("copies of weights did not end: their memory is not freed");
                     std::mem::forget(layers);
@@ -98,13 +127,20 @@ impl DeviceStore {
             }
         }
         // In service from the start, because there is no older version.
+        let held = |table: &LayerTable| table.experts().map(Place::Held).collect();
+        let places = layers.iter().map(held).collect();
         let tables = Arc::new(ExpertTables { version: 1, layers });
         Ok(Self {
             gpu: gpu.clone(),
             plan,
             checkpoint,
             shape,
-            loader: Mutex::new(uploader),
+            uploaders: Mutex::new(vec![uploader]),
+            places: Mutex::new(places),
+            next_block: AtomicU64::new(blocks.len() as u64),
+            blocks: Mutex::new(blocks),
+            summer: Mutex::default(),
+            has_widened: AtomicBool::new(false),
             served: ArcSwap::new(Arc::clone(&tables)),
             tables: ArcSwap::new(tables),
             in_service: Mutex::new(0),
@@ -134,18 +170,17 @@ impl DeviceStore {
     }
 
     fn describe(&self, memory: &LayerMemory) -> Result<LayerWeights, GpuError> {
-        let scale = |idx: usize| memory.scales.as_ref().map_or(DevicePtr::NULL, |s| s[idx].ptr());
         let shape = LayerShape {
             hidden: self.shape.hidden as u32,
             inter: self.shape.inter as u32,
-            num_local_experts: memory.capacity as u32,
+            num_local_experts: memory.capacity() as u32,
             dtype: self.weights_dtype(),
         };
         let matrices = LayerMatrices {
-            gate_up: memory.gate_up.ptr(),
-            down: memory.down.ptr(),
-            gate_up_scale: scale(0),
-            down_scale: scale(1),
+            gate_up: memory.first(Part::GateUp),
+            down: memory.first(Part::Down),
+            gate_up_scale: memory.first(Part::GateUpScales),
+            down_scale: memory.first(Part::DownScales),
         };
         self.gpu.layer_weights(&shape, &matrices)
     }
@@ -168,75 +203,17 @@ impl DeviceStore {
         self.changed.notify_all();
     }
 
-    fn add(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
-        let mut uploader = lock(&self.loader);
-        let old = self.tables();
-        // Returns an error for an expert that the model does not have.
-        self.checkpoint.expert(layer, expert).map_err(|source| LoadError::Tensor {
-            layer,
-            expert,
-            source,
-        })?;
-        let Some(table) = old.layers.get(layer as usize) else { return Ok(0) };
-        if table.experts.contains(&expert) {
-            // An earlier call may have reached its deadline before the expert was in service.
-            self.announce(old.version)?;
-            return Ok(0);
-        }
-        let local_idx = table.experts.len();
-        let memory = match &table.memory {
-            Some(memory) if local_idx < memory.capacity => Arc::clone(memory),
-            memory => Arc::new(self.grow(&mut uploader, memory.as_ref(), local_idx)?),
-        };
-        let what = (layer, expert);
-        let put = put(&mut uploader, &self.checkpoint, &self.shape, &memory, local_idx, what)
-            .and_then(|()| uploader.wait().map_err(refused));
-        if let Err(error) = put {
-            drop_after_copies(&uploader, memory);
-            return Err(error);
-        }
-        let mut new = ExpertTables::clone(&old);
-        new.version += 1;
-        let version = new.version;
-        if let Some(table) = new.layers.get_mut(layer as usize) {
-            table.experts.push(expert);
-            table.memory = Some(memory);
-        }
-        self.tables.store(Arc::new(new));
-        self.announce(version)?;
-        // Frees the old block here, if this was its last use, because freeing waits for the GPU.
-        drop(old);
-        Ok(self.shape.expert_bytes())
-    }
-
-    /// A larger block for a layer, with the experts of the old one.
-    fn grow(
+    /// Puts an expert into service that `fill` copies to its place. Returns its bytes, or 0 if it is loaded already.
+    fn add(
         &self,
-        uploader: &mut Uploader,
-        old: Option<&Arc<LayerMemory>>,
-        num_used: usize,
-    ) -> Result<LayerMemory, LoadError> {
-        let capacity = (num_used + num_used.div_ceil(8).max(1)).min(self.plan.num_experts as usize);
-        let capacity = capacity.max(num_used + 1);
-        let needed_bytes = capacity as u64 * self.shape.expert_bytes();
-        self.plan.check_memory(&self.gpu, "a layer's experts with one more", needed_bytes)?;
-        let new = LayerMemory::new(&self.gpu, &self.shape, capacity).map_err(refused)?;
-        let Some(old) = old else { return Ok(new) };
-        let mut copy = || {
-            for (to, from) in new.parts().zip(old.parts()) {
-                let bytes = from.len() / old.capacity.max(1) as u64 * num_used as u64;
-                // SAFETY: both blocks have so many bytes. Weights in use are never written again, and no
-                // other code knows the new block. Neither block is freed before the copy has ended.
-                unsafe { uploader.copy_within_gpu(to.ptr(), from.ptr(), bytes)? };
-            }
-            uploader.wait()
-        };
-        let copied = copy();
-        if let Err(error) = copied {
-            drop_after_copies(uploader, (new, Arc::clone(old)));
-            return Err(refused(error));
-        }
-        Ok(new)
+        layer: u32,
+        expert: u32,
+        fill: impl FnOnce(&mut Uploader, &LayerMemory, usize) -> Result<(), LoadError>,
+    ) -> Result<u64, LoadError> {
+        let Some(mut reservation) = self.reserve(layer, expert)? else { return Ok(0) };
+        let (uploader, memory, local_idx) = reservation.parts();
+        fill(uploader, memory, local_idx)?;
+        reservation.publish()
     }
 
     /// Wakes the data thread and waits until it uses `version`, up to [`SERVICE_LIMIT`]. Without a data
@@ -273,37 +250,68 @@ impl Experts for DeviceStore {
         let tables = self.served.load();
         let layers = (0u32..).zip(&tables.layers);
         layers
-            .filter(|(_, table)| !table.experts.is_empty())
             .map(|(layer, table)| {
-                let mut experts = table.experts.clone();
+                let mut experts: Vec<u32> = table.experts().collect();
                 experts.sort_unstable();
                 (layer, experts)
             })
+            .filter(|(_, experts)| !experts.is_empty())
             .collect()
     }
 
     fn has(&self, layer: u32, expert: u32) -> bool {
-        let tables = self.served.load();
-        tables.layers.get(layer as usize).is_some_and(|table| table.experts.contains(&expert))
+        self.served.load().find(layer, expert).is_some()
     }
 
     fn loaded_bytes(&self) -> u64 {
         let num_experts: usize =
-            self.served.load().layers.iter().map(|table| table.experts.len()).sum();
+            self.served.load().layers.iter().map(|table| table.experts().count()).sum();
         num_experts as u64 * self.shape.expert_bytes()
     }
 
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
-        self.add(layer, expert)
+        // Returns an error for an expert that the model does not have.
+        self.checkpoint.expert(layer, expert).map_err(|source| LoadError::Tensor {
+            layer,
+            expert,
+            source,
+        })?;
+        self.add(layer, expert, |uploader, memory, local_idx| {
+            put(uploader, &self.checkpoint, memory, local_idx, (layer, expert))
+        })
     }
 
-    fn insert(&self, _: u32, _: u32, _: ExpertWeights) -> Result<u64, LoadError> {
-        let what = "a server on a GPU reads its experts from files, not from other servers";
-        Err(LoadError::Device(what.into()))
+    fn insert(&self, layer: u32, expert: u32, weights: ExpertWeights) -> Result<u64, LoadError> {
+        let refused = |what: &str| DeviceError::Arithmetic { what: what.to_owned() };
+        let ExpertWeights { gate, up, down, biases } = weights;
+        if biases.is_some() {
+            return Err(refused("biases of experts").into());
+        }
+        let gate = gate.ok_or_else(|| refused("experts without a gate"))?;
+        let matrices = [gate, up, down];
+        if !self.shape.is_fp8 && matrices.iter().any(|m| m.format() != WeightFormat::Bf16) {
+            self.has_widened.store(true, Ordering::Relaxed);
+        }
+        self.add(layer, expert, |uploader, memory, local_idx| {
+            put_matrices(uploader, &matrices, memory, local_idx, (layer, expert))
+        })
     }
 
     fn weights(&self, _: u32, _: u32) -> Option<Arc<ExpertWeights>> {
         None
+    }
+
+    fn landing(
+        &self,
+        layer: u32,
+        expert: u32,
+        forms: &[MatrixForm],
+    ) -> Option<Result<Box<dyn Landing + '_>, LoadError>> {
+        DeviceLanding::open(self, layer, expert, forms)
+    }
+
+    fn device(self: Arc<Self>) -> Option<Arc<dyn DeviceExperts>> {
+        Some(self)
     }
 }
 
@@ -323,8 +331,8 @@ fn jobs_of(layers: &[LayerTable]) -> impl Iterator<Item = Job<'_>> {
     (0u32..).zip(layers).flat_map(|(layer, table)| {
         let memory = table.memory.as_deref().into_iter();
         memory.flat_map(move |memory| {
-            let experts = table.experts.iter().enumerate();
-            experts.map(move |(local_idx, &expert)| Job { layer, expert, memory, local_idx })
+            let experts = table.experts().enumerate();
+            experts.map(move |(local_idx, expert)| Job { layer, expert, memory, local_idx })
         })
     })
 }

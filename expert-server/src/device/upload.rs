@@ -1,6 +1,7 @@
 //! Copies of weights from mapped files to the GPU, through page-locked memory.
 
 use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use kernels::abi::DevicePtr;
@@ -12,6 +13,7 @@ use crate::compute::map_pages;
 /// copies are on streams of their own, so no batch waits for them.
 #[derive(Debug)]
 pub(super) struct Uploader {
+    gpu: Gpu,
     buffers: ManuallyDrop<[StagingBuffer; 2]>,
     next: usize,
 }
@@ -19,16 +21,15 @@ pub(super) struct Uploader {
 #[derive(Debug)]
 struct StagingBuffer {
     stream: Stream,
-    memory: GpuBuffer,
+    /// Allocated for the first copy that needs it: page-locked memory takes its time.
+    memory: Option<GpuBuffer>,
 }
 
 impl Uploader {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
-        let buffer = || {
-            let memory = gpu.alloc_host(STAGING_BYTES as u64)?;
-            Ok(StagingBuffer { stream: gpu.stream()?, memory })
-        };
-        Ok(Self { buffers: ManuallyDrop::new([buffer()?, buffer()?]), next: 0 })
+        let buffer = || Ok(StagingBuffer { stream: gpu.stream()?, memory: None });
+        let buffers = ManuallyDrop::new([buffer()?, buffer()?]);
+        Ok(Self { gpu: gpu.clone(), buffers, next: 0 })
     }
 
     /// Starts a copy of `data` to GPU memory at `to`, which is valid for as many bytes and not in use.
@@ -74,6 +75,54 @@ impl Uploader {
         Ok(())
     }
 
+    /// The two buffers, for a filler that takes them in turn, beginning with [`free_buffer`](Self::free_buffer).
+    pub(super) fn buffers(&mut self) -> Result<[NonNull<[u8]>; 2], GpuError> {
+        let Self { gpu, buffers, .. } = self;
+        let [first, second] = &mut **buffers;
+        Ok([first.host(gpu)?.0, second.host(gpu)?.0])
+    }
+
+    /// The index of the next buffer. Waits until the copy out of it has ended: it may be filled until
+    /// [`copy_buffer`](Self::copy_buffer).
+    pub(super) fn free_buffer(&self) -> Result<usize, GpuError> {
+        self.buffers[self.next].wait()?;
+        Ok(self.next)
+    }
+
+    /// Starts to copy the first `len` bytes of the next buffer to `to`, which is valid for as many bytes and not in
+    /// use. The other buffer is the next one then.
+    pub(super) fn copy_buffer(&mut self, to: DevicePtr, len: usize) -> Result<(), GpuError> {
+        let Self { gpu, buffers, next } = self;
+        let buffer = &mut buffers[*next];
+        *next = (*next + 1) % 2;
+        let (_, from) = buffer.host(gpu)?;
+        // SAFETY: the caller's promise about the target. The buffer does not change until the next wait.
+        unsafe { buffer.stream.copy(to, from, len.min(STAGING_BYTES) as u64) }
+    }
+
+    /// Copies `out.len()` bytes of GPU memory at `from`, and waits for them.
+    ///
+    /// # Safety
+    /// The range is valid, and no code writes it meanwhile.
+    pub(super) unsafe fn read(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), GpuError> {
+        let mut at = from;
+        for chunk in out.chunks_mut(STAGING_BYTES) {
+            let idx = self.free_buffer()?;
+            let Self { gpu, buffers, .. } = self;
+            let (host, staging) = buffers[idx].host(gpu)?;
+            // SAFETY: the caller's promise about the source. The buffer is free, and long enough.
+            unsafe { buffers[idx].stream.copy(staging, at, chunk.len() as u64)? };
+            buffers[idx].wait()?;
+            // SAFETY: as many bytes, initialised by the allocation. The copy into them has ended.
+            let bytes = unsafe {
+                std::slice::from_raw_parts(host.cast::<u8>().as_ptr().cast_const(), chunk.len())
+            };
+            chunk.copy_from_slice(bytes);
+            at = at.add(chunk.len() as u64);
+        }
+        Ok(())
+    }
+
     /// Starts a copy within the GPU.
     ///
     /// # Safety
@@ -100,21 +149,31 @@ impl Uploader {
         len: usize,
         fill: impl FnOnce(&mut [u8]),
     ) -> Result<(), GpuError> {
-        let buffer = &self.buffers[self.next];
-        self.next = (self.next + 1) % self.buffers.len();
+        let Self { gpu, buffers, next } = self;
+        let buffer = &mut buffers[*next];
+        *next = (*next + 1) % 2;
+        let (host, from) = buffer.host(gpu)?;
         // The last copy out of this buffer must have ended before it is filled again.
         buffer.wait()?;
-        if let Some(host) = buffer.memory.host() {
-            // SAFETY: page-locked memory of this process, at least `len` bytes, initialised by its
-            // allocation. The wait above has ended the copy that read it, and no other code knows it.
-            fill(unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), len) });
-        }
+        // SAFETY: page-locked memory of this process, at least `len` bytes, initialised by its allocation. The wait
+        // above has ended the copy that read it, and no other code uses it.
+        fill(unsafe { std::slice::from_raw_parts_mut(host.cast().as_ptr(), len) });
         // SAFETY: the caller's promise about the target. The buffer does not change until the next wait.
-        unsafe { buffer.stream.copy(to, buffer.memory.ptr(), len as u64) }
+        unsafe { buffer.stream.copy(to, from, len as u64) }
     }
 }
 
 impl StagingBuffer {
+    /// Its memory, as the host and as the GPU reaches it.
+    fn host(&mut self, gpu: &Gpu) -> Result<(NonNull<[u8]>, DevicePtr), GpuError> {
+        let memory = match &mut self.memory {
+            Some(memory) => memory,
+            none => none.insert(gpu.alloc_host(STAGING_BYTES as u64)?),
+        };
+        let host = memory.host().ok_or(GpuError::Foreign)?;
+        Ok((NonNull::slice_from_raw_parts(host, STAGING_BYTES), memory.ptr()))
+    }
+
     fn wait(&self) -> Result<(), GpuError> {
         self.stream.wait(Instant::now() + COPY_LIMIT)
     }

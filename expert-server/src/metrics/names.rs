@@ -28,6 +28,7 @@ pub const READY: &str = "switchyard_server_ready";
 pub const SLEEPS_TOTAL: &str = "switchyard_server_sleeps_total";
 pub const TOKENS_TOTAL: &str = "switchyard_server_tokens_total";
 pub const WEIGHTS_DAMAGED_TOTAL: &str = "switchyard_server_weights_damaged_total";
+pub const WEIGHTS_DEVICE_BYTES_TOTAL: &str = "switchyard_server_weights_device_bytes_total";
 pub const WEIGHTS_GRANTS: &str = "switchyard_server_weights_grants";
 pub const WEIGHTS_READ_BYTES_TOTAL: &str = "switchyard_server_weights_read_bytes_total";
 pub const WEIGHTS_READ_EXPERTS_TOTAL: &str = "switchyard_server_weights_read_experts_total";

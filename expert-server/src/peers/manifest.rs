@@ -9,6 +9,7 @@ use crate::compute::{
     DType, ExpertBiases, ExpertWeights, Weight, WeightBytes, WeightFormat, WeightMemory,
     WeightScales,
 };
+use crate::experts::MatrixForm;
 
 /// Sizes and formats of one expert's weights. It determines the [parts](parts) and their lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,6 +69,20 @@ impl Manifest {
             }),
         };
         Self { matrices: matrices.map(layout).collect(), has_biases: weights.biases.is_some() }
+    }
+
+    /// The forms of the matrices, in order. `None` for experts with biases, and for fields that no expert can have.
+    pub(super) fn forms(&self) -> Option<Vec<MatrixForm>> {
+        let form = |matrix: &MatrixLayout| {
+            let scales = matrix.scales.as_ref().map(|scales| {
+                scales.dtype().map(|dtype| (dtype, f32::from_bits(scales.factor_bits)))
+            });
+            Some(MatrixForm {
+                format: matrix.format.decode().ok()?,
+                scales: scales.transpose().ok()?,
+            })
+        };
+        self.matrices.iter().map(form).collect::<Option<_>>().filter(|_| !self.has_biases)
     }
 
     /// Lengths of the parts in bytes, in order.

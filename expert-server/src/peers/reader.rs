@@ -1,7 +1,7 @@
 //! The reader: takes experts from the memory of peers that hold them.
 //!
-//! A few threads work through a list of experts. Each asks a peer for an expert, reads its parts into new memory,
-//! verifies the digest, and hands the expert over. An expert that a peer refuses, or has damaged, comes from another
+//! A few threads work through a list of experts. Each asks a peer for an expert, reads its parts into new memory or
+//! the buffers of a device, verifies the digest, and puts the expert into service. An expert that a peer refuses, or has damaged, comes from another
 //! one. A peer that does not answer, or whose connection ends, is not asked again.
 
 mod session;
@@ -9,7 +9,7 @@ mod session;
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::ModelConfig;
@@ -19,7 +19,7 @@ use message_engine::ConnectOptions;
 use self::session::{ReadError, Session};
 use super::manifest::ExpertShape;
 use super::{ModelIdentity, WeightsSecret};
-use crate::compute::ExpertWeights;
+use crate::experts::Experts;
 
 /// A server that may hold experts.
 #[derive(Debug, Clone)]
@@ -73,13 +73,19 @@ pub(crate) struct Fetched {
     pub(crate) num_damaged: u64,
 }
 
-/// Takes an expert that has been read and verified.
-///
-/// The result is an error if the expert cannot be used.
-pub(crate) type Take<'a> = dyn Fn(u32, u32, ExpertWeights) -> Result<(), String> + Sync + 'a;
+/// An expert that was read and is in service.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReadExpert {
+    pub(crate) bytes: u64,
+    /// A device copied it from a peer's device.
+    pub(crate) is_from_device: bool,
+}
+
+/// Counts an expert.
+pub(crate) type Count<'a> = dyn Fn(ReadExpert) + Sync + 'a;
 
 impl Fetch {
-    /// Reads experts of `peers` and hands each to `take`, on `num_threads` threads. Ends early when `stop` becomes true. Then
+    /// Reads experts of `peers` into `store` and calls `count` for each, on `num_threads` threads. Ends early when `stop` becomes true. Then
     /// the experts that were not read are missing. Blocks until the end: every wait for a peer is bounded, and the read
     /// ends after `patience` without a new expert.
     pub(crate) fn run(
@@ -88,9 +94,11 @@ impl Fetch {
         wanted: &[(u32, u32)],
         num_threads: usize,
         stop: &AtomicBool,
-        take: &Take<'_>,
+        store: &Arc<dyn Experts>,
+        count: &Count<'_>,
     ) -> Fetched {
-        let session = match Session::open(self, peers, wanted, num_threads) {
+        let device = Arc::clone(store).device();
+        let session = match Session::open(self, peers, wanted, num_threads, device.as_ref()) {
             Ok(session) => session,
             Err(reason) => {
                 let missing = wanted.iter().map(|&expert| (expert, reason.clone())).collect();
@@ -101,7 +109,8 @@ impl Fetch {
             session: &session,
             patience: self.patience,
             stop,
-            take,
+            store: &**store,
+            count,
             state: Mutex::new(State {
                 waiting: wanted.iter().map(|&expert| Job::new(expert)).collect(),
                 num_reading: 0,
@@ -147,7 +156,8 @@ struct Work<'a> {
     session: &'a Session,
     patience: Duration,
     stop: &'a AtomicBool,
-    take: &'a Take<'a>,
+    store: &'a dyn Experts,
+    count: &'a Count<'a>,
     state: Mutex<State>,
 }
 
@@ -235,9 +245,10 @@ impl Work<'_> {
         }
     }
 
-    fn read(&self, peer: (usize, usize), (layer, expert): (u32, u32)) -> Result<(), ReadError> {
-        let weights = self.session.read(peer, layer, expert, self.stop)?;
-        (self.take)(layer, expert, weights).map_err(ReadError::Damaged)
+    fn read(&self, peer: (usize, usize), expert: (u32, u32)) -> Result<(), ReadError> {
+        let read = self.session.read(peer, expert, self.store, self.stop)?;
+        (self.count)(read);
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

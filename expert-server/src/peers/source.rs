@@ -3,9 +3,13 @@
 //! A peer asks for an expert and gets a grant: the layout, the digest and descriptors of the memory. While a grant is
 //! in force, it holds the weights and their registration, whatever the store does. A grant ends with the reader's word,
 //! with its connection, or with its lease. Only the rate of grants limits the rate of reads.
+//!
+//! Experts in a device's memory go to readers as copies in host memory. A reader whose device reaches that memory gets
+//! the place instead.
 
 mod registered;
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock, Weak};
@@ -15,7 +19,7 @@ use control_api::LayerAssignment;
 use httpd::trust::tls::Tls;
 use message_engine::{Connection, Engine, EngineConfig, Notification, WaitError, default_fabrics};
 use p2p_core::bootstrap::TicketCheck;
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
 use self::registered::Registered;
@@ -23,7 +27,7 @@ use super::limit::RateLimit;
 use super::wire::{self, Request, Response, VERSION};
 use super::{ModelIdentity, WeightsSecret, manifest};
 use crate::compute::ExpertWeights;
-use crate::experts::Experts;
+use crate::experts::{DeviceExperts, DevicePlace, Experts};
 use crate::metrics::ServerMetrics;
 
 /// Settings of a source.
@@ -64,6 +68,15 @@ pub(crate) struct WeightSource {
     registered: HashMap<(u32, u32), Weak<Registered>>,
     /// Digests of weights that have been read before.
     digests: HashMap<(u32, u32), (Weak<ExpertWeights>, [u8; 32])>,
+    /// The same for experts of a device, which never change: of copies in host memory, and of device memory.
+    copy_digests: HashMap<(u32, u32), [u8; 32]>,
+    device_sums: HashMap<(u32, u32), [u64; 2]>,
+    device_limit: RateLimit,
+    /// For copies of a device's experts in host memory.
+    copies: Arc<Semaphore>,
+    /// The text by which peers on this host find the device's memory.
+    share: Option<String>,
+    sharing: JoinSet<()>,
 }
 
 /// A connected peer.
@@ -76,17 +89,32 @@ struct Reader {
 
 struct Grant {
     /// Keeps the memory readable.
-    _registered: Arc<Registered>,
+    _granted: Granted,
     expires: Instant,
 }
 
-/// A request whose memory is being registered.
+/// The memory of a grant.
+enum Granted {
+    Host(Arc<Registered>),
+    Device { place: DevicePlace, sum: [u64; 2], _memory: Arc<dyn Any + Send + Sync> },
+}
+
+/// The weights that a peer has asked for.
+enum Wanted {
+    Host(Arc<ExpertWeights>),
+    /// To be copied to host memory.
+    Copy(Arc<dyn DeviceExperts>, OwnedSemaphorePermit),
+    Device(Arc<dyn DeviceExperts>),
+}
+
+/// A request whose memory is being prepared.
 struct Job {
     connection: u64,
     id: u64,
     layer: u32,
     expert: u32,
-    outcome: Result<Arc<Registered>, String>,
+    bytes: u64,
+    outcome: Result<Granted, String>,
 }
 
 impl WeightSource {
@@ -127,6 +155,12 @@ impl WeightSource {
             grants: HashMap::new(),
             registered: HashMap::new(),
             digests: HashMap::new(),
+            copy_digests: HashMap::new(),
+            device_sums: HashMap::new(),
+            device_limit: RateLimit::new(limit.saturating_mul(DEVICE_SPEEDUP)),
+            copies: Arc::new(Semaphore::new(MAX_COPIES)),
+            share: None,
+            sharing: JoinSet::new(),
         })
     }
 
@@ -184,15 +218,17 @@ impl WeightSource {
 
     fn answer(&mut self, notification: Notification, jobs: &mut JoinSet<Job>) {
         let connection = notification.connection;
-        let Some(reader) = self.readers.get_mut(&connection) else { return };
+        let Some(reader) = self.readers.get(&connection) else { return };
         match wire::decode(&notification.bytes) {
-            Ok(Request::Hello { version, fingerprint, parameters }) => {
+            Ok(Request::Hello { version, fingerprint, parameters, device }) => {
                 let found = ModelIdentity { fingerprint, parameters };
                 if version == VERSION && found == self.identity {
-                    reader.is_admitted = true;
+                    let device = device.and_then(|form| self.share_with(&form));
                     let experts = self.store.get().map(|store| index(&**store));
                     let experts = experts.unwrap_or_default();
-                    reader.send(&Response::Index { version: VERSION, experts });
+                    let Some(reader) = self.readers.get_mut(&connection) else { return };
+                    reader.is_admitted = true;
+                    reader.send(&Response::Index { version: VERSION, experts, device });
                 } else {
                     let ours = (VERSION, &self.identity);
                     let reason =
@@ -200,30 +236,13 @@ impl WeightSource {
                     reader.send(&Response::Refused { id: None, reason });
                 }
             }
-            Ok(Request::Read { id, layer, expert }) => {
-                if !reader.is_admitted {
-                    let reason = "a request before the hello".to_owned();
-                    return reader.send(&Response::Refused { id: Some(id), reason });
+            Ok(Request::Read { id, layer, expert, on_device }) => {
+                let what = ((connection, id), (layer, expert));
+                if let Err(response) = self.read(what.0, what.1, on_device, jobs)
+                    && let Some(reader) = self.readers.get(&connection)
+                {
+                    reader.send(&response);
                 }
-                let num_granted = self.grants.keys().filter(|(of, _)| *of == connection).count();
-                let num_open = num_granted + reader.preparing.len();
-                if num_open >= MAX_GRANTS_OF_READER || self.grants.len() >= MAX_GRANTS {
-                    let after_ms = BUSY_PAUSE.as_millis() as u64;
-                    return reader.send(&Response::Later { id, after_ms });
-                }
-                let weights = self.store.get().and_then(|store| store.weights(layer, expert));
-                let Some(weights) = weights else {
-                    let reason = format!("expert {expert} of layer {layer} is not loaded here");
-                    return reader.send(&Response::Refused { id: Some(id), reason });
-                };
-                let bytes = weights.size_bytes() as u64;
-                if let Err(pause) = self.limit.admit(bytes, Instant::now()) {
-                    let after_ms = pause.as_millis() as u64 + 1;
-                    return reader.send(&Response::Later { id, after_ms });
-                }
-                reader.preparing.insert(id);
-                self.metrics.weights_sent_bytes.inc_by(bytes);
-                self.prepare((connection, id), (layer, expert), weights, jobs);
             }
             Ok(Request::Done { id }) => drop_later(self.grants.remove(&(connection, id))),
             Err(reason) => {
@@ -233,61 +252,174 @@ impl WeightSource {
         }
     }
 
+    /// The text by which a reader on this host, whose device has experts in this form, finds the device's memory.
+    fn share_with(&mut self, form: &str) -> Option<String> {
+        let device = Arc::clone(self.store.get()?).device()?;
+        if device.form() != form {
+            return None;
+        }
+        if self.share.is_none() {
+            match device.share() {
+                Ok((text, serving)) => {
+                    self.share = Some(text);
+                    self.sharing.spawn(serving);
+                }
+                Err(error) => tracing::warn!(%error, "peers cannot map this device's memory"),
+            }
+        }
+        self.share.clone()
+    }
+
+    /// Begins to prepare an expert.
+    ///
+    /// # Errors
+    /// The answer, if the reader does not get the expert.
+    fn read(
+        &mut self,
+        (connection, id): (u64, u64),
+        (layer, expert): (u32, u32),
+        on_device: bool,
+        jobs: &mut JoinSet<Job>,
+    ) -> Result<(), Response> {
+        let Some(reader) = self.readers.get_mut(&connection) else { return Ok(()) };
+        let refused = |reason: String| Response::Refused { id: Some(id), reason };
+        let later = |pause: Duration| {
+            let after_ms = pause.as_millis() as u64 + 1;
+            Response::Later { id, after_ms }
+        };
+        if !reader.is_admitted {
+            return Err(refused("a request before the hello".to_owned()));
+        }
+        let num_granted = self.grants.keys().filter(|(of, _)| *of == connection).count();
+        let num_open = num_granted + reader.preparing.len();
+        if num_open >= MAX_GRANTS_OF_READER || self.grants.len() >= MAX_GRANTS {
+            return Err(later(BUSY_PAUSE));
+        }
+        let store = self.store.get();
+        let device = store.and_then(|store| Arc::clone(store).device());
+        let on_this = device.and_then(|device| Some((device.size_bytes(layer, expert)?, device)));
+        let weights = store.and_then(|store| store.weights(layer, expert));
+        let (bytes, wanted) = match (weights, on_this) {
+            (_, Some((bytes, device))) if on_device => (bytes, Wanted::Device(device)),
+            (Some(weights), _) if !on_device => {
+                (weights.size_bytes() as u64, Wanted::Host(weights))
+            }
+            (None, Some((bytes, device))) => {
+                let permit = Arc::clone(&self.copies).try_acquire_owned();
+                (bytes, Wanted::Copy(device, permit.map_err(|_| later(BUSY_PAUSE))?))
+            }
+            _ => {
+                let reason = format!("expert {expert} of layer {layer} is not loaded here");
+                return Err(refused(reason));
+            }
+        };
+        let limit = if on_device { &mut self.device_limit } else { &mut self.limit };
+        limit.admit(bytes, Instant::now()).map_err(later)?;
+        reader.preparing.insert(id);
+        self.metrics.weights_sent_bytes.inc_by(bytes);
+        self.prepare((connection, id), (layer, expert), bytes, wanted, jobs);
+        Ok(())
+    }
+
     /// Registers the memory of an expert, and computes its digest if it is not known, on a thread that may block.
     fn prepare(
         &self,
         (connection, id): (u64, u64),
         (layer, expert): (u32, u32),
-        weights: Arc<ExpertWeights>,
+        bytes: u64,
+        wanted: Wanted,
         jobs: &mut JoinSet<Job>,
     ) {
-        let job = move |outcome| Job { connection, id, layer, expert, outcome };
-        let is_same = |registered: &Arc<Registered>| Arc::ptr_eq(registered.weights(), &weights);
-        let known = self.registered.get(&(layer, expert)).and_then(Weak::upgrade).filter(is_same);
-        let digest = self.digests.get(&(layer, expert));
-        let digest = digest.filter(|(of, _)| of.as_ptr() == Arc::as_ptr(&weights));
-        let digest = digest.map(|(_, digest)| *digest);
+        let key = (layer, expert);
+        let job = move |outcome| Job { connection, id, layer, expert, bytes, outcome };
+        let known = self.registered.get(&key).and_then(Weak::upgrade);
         let engine = Arc::clone(&self.engine);
-        jobs.spawn_blocking(move || {
-            if let Some(known) = known {
-                return job(Ok(known));
+        match wanted {
+            Wanted::Host(weights) => {
+                let is_same =
+                    |registered: &Arc<Registered>| Arc::ptr_eq(registered.weights(), &weights);
+                let known = known.filter(is_same);
+                let digest = self.digests.get(&key);
+                let digest = digest.filter(|(of, _)| of.as_ptr() == Arc::as_ptr(&weights));
+                let digest = digest.map(|(_, digest)| *digest);
+                jobs.spawn_blocking(move || {
+                    if let Some(known) = known {
+                        return job(Ok(Granted::Host(known)));
+                    }
+                    job(register(engine, key, weights, digest, None))
+                });
             }
-            let manifest = manifest::Manifest::of(&weights);
-            let digest = digest.unwrap_or_else(|| {
-                manifest::digest(layer, expert, &manifest, &manifest::parts(&weights))
-            });
-            job(Registered::new(engine, weights, manifest, digest).map(Arc::new))
-        });
+            Wanted::Copy(device, permit) => {
+                let digest = self.copy_digests.get(&key).copied();
+                jobs.spawn_blocking(move || {
+                    if let Some(known) = known {
+                        return job(Ok(Granted::Host(known)));
+                    }
+                    let copied = device.copy_to_host(layer, expert).map_err(|e| e.to_string());
+                    job(copied.and_then(|weights| {
+                        register(engine, key, Arc::new(weights), digest, Some(permit))
+                    }))
+                });
+            }
+            Wanted::Device(device) => {
+                let sum = self.device_sums.get(&key).copied();
+                jobs.spawn_blocking(move || {
+                    let gone = || "it is not loaded any more".to_owned();
+                    let placed = device.place(layer, expert).ok_or_else(gone);
+                    job(placed.and_then(|(place, memory)| {
+                        let sum = sum.map_or_else(|| device.checksum(layer, expert), Ok);
+                        let sum = sum.map_err(|error| error.to_string())?;
+                        Ok(Granted::Device { place, sum, _memory: memory })
+                    }))
+                });
+            }
+        }
     }
 
     /// Sends a prepared grant.
     fn grant(&mut self, job: Job) {
-        let Job { connection, id, layer, expert, outcome } = job;
-        if let Ok(registered) = &outcome {
-            self.registered.insert((layer, expert), Arc::downgrade(registered));
-            let weights = Arc::downgrade(registered.weights());
-            self.digests.insert((layer, expert), (weights, registered.digest()));
+        let Job { connection, id, layer, expert, bytes, outcome } = job;
+        match &outcome {
+            Ok(Granted::Host(registered)) => {
+                self.registered.insert((layer, expert), Arc::downgrade(registered));
+                if registered.is_copy() {
+                    self.copy_digests.insert((layer, expert), registered.digest());
+                } else {
+                    let weights = Arc::downgrade(registered.weights());
+                    self.digests.insert((layer, expert), (weights, registered.digest()));
+                }
+            }
+            Ok(Granted::Device { sum, .. }) => {
+                self.device_sums.insert((layer, expert), *sum);
+            }
+            Err(_) => {}
         }
         let Some(reader) = self.readers.get_mut(&connection) else {
             return drop_later(outcome.ok());
         };
         reader.preparing.remove(&id);
-        let described = outcome.and_then(|registered| {
-            let parts = registered.describe(&reader.connection)?;
-            Ok((registered, parts))
-        });
-        match described {
-            Ok((registered, parts)) => {
-                let bytes = registered.weights().size_bytes() as u64;
-                let lease = LEASE + Duration::from_secs(bytes / SLOWEST_BYTES_PER_S);
-                reader.send(&Response::Grant {
+        let lease = LEASE + Duration::from_secs(bytes / SLOWEST_BYTES_PER_S);
+        let lease_ms = lease.as_millis() as u64;
+        let described = outcome.and_then(|granted| {
+            let response = match &granted {
+                Granted::Host(registered) => Response::Grant {
                     id,
                     manifest: registered.manifest().clone(),
                     digest: wire::hex(&registered.digest()),
-                    parts,
-                    lease_ms: lease.as_millis() as u64,
-                });
-                let grant = Grant { _registered: registered, expires: Instant::now() + lease };
+                    parts: registered.describe(&reader.connection)?,
+                    lease_ms,
+                },
+                Granted::Device { place, sum, .. } => {
+                    let checksum = wire::sum_text(*sum);
+                    Response::DeviceGrant { id, place: *place, checksum, lease_ms }
+                }
+            };
+            Ok((granted, response))
+        });
+        match described {
+            Ok((granted, response)) => {
+                reader.send(&response);
+                let grant = Grant { _granted: granted, expires: Instant::now() + lease };
                 drop_later(self.grants.insert((connection, id), grant));
             }
             Err(reason) => {
@@ -330,6 +462,21 @@ impl Reader {
     }
 }
 
+/// Registers weights, and computes their digest if it is not known. Blocks.
+fn register(
+    engine: Arc<Engine>,
+    (layer, expert): (u32, u32),
+    weights: Arc<ExpertWeights>,
+    digest: Option<[u8; 32]>,
+    permit: Option<OwnedSemaphorePermit>,
+) -> Result<Granted, String> {
+    let manifest = manifest::Manifest::of(&weights);
+    let digest = digest
+        .unwrap_or_else(|| manifest::digest(layer, expert, &manifest, &manifest::parts(&weights)));
+    let registered = Registered::new(engine, weights, manifest, digest, permit)?;
+    Ok(Granted::Host(Arc::new(registered)))
+}
+
 /// The experts of a store.
 fn index(store: &dyn Experts) -> Vec<LayerAssignment> {
     let layers = store.loaded().into_iter();
@@ -348,6 +495,11 @@ const MAX_READERS: usize = 256;
 /// Most grants at a time, of one reader and of all.
 const MAX_GRANTS_OF_READER: usize = 8;
 const MAX_GRANTS: usize = 64;
+/// Most experts of a device whose copies in host memory peers read at a time.
+const MAX_COPIES: usize = 16;
+/// The limit for reads of a device's memory by other devices of the host, as a multiple of that for host memory. By
+/// default it is a small part of what the memory of a GPU carries.
+const DEVICE_SPEEDUP: u64 = 25;
 /// Pause of a reader that has reached these limits.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// Least length of a grant.

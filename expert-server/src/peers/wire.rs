@@ -6,6 +6,7 @@ use message_engine::{DESCRIPTOR_BYTES, Descriptor};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::manifest::Manifest;
+use crate::experts::DevicePlace;
 
 /// From the reader.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -18,9 +19,19 @@ pub(super) enum Request {
         fingerprint: String,
         /// Digest of the parameters that define the experts, in hexadecimal digits.
         parameters: String,
+        /// Form of the experts in the memory of the reader's device, if it has one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        device: Option<String>,
     },
     /// Asks for one expert. `id` is new for each request of the connection.
-    Read { id: u64, layer: u32, expert: u32 },
+    Read {
+        id: u64,
+        layer: u32,
+        expert: u32,
+        /// In the memory of the source's device, which the [index](Response::Index) names.
+        #[serde(default, skip_serializing_if = "is_false")]
+        on_device: bool,
+    },
     /// The reader does not use the grant `id` any more.
     Done { id: u64 },
 }
@@ -30,7 +41,13 @@ pub(super) enum Request {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Response {
     /// The answer to [`Request::Hello`]: the experts that the source holds.
-    Index { version: u32, experts: Vec<LayerAssignment> },
+    Index {
+        version: u32,
+        experts: Vec<LayerAssignment>,
+        /// The text by which the reader's device finds the memory of the source's, if it can.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        device: Option<String>,
+    },
     /// The memory of one expert, readable for `lease_ms`.
     Grant {
         id: u64,
@@ -39,6 +56,14 @@ pub(super) enum Response {
         digest: String,
         /// Descriptors of the parts, in hexadecimal digits; empty for an empty part.
         parts: Vec<String>,
+        lease_ms: u64,
+    },
+    /// The place of one expert in the memory of the source's device, which stays as it is for `lease_ms`.
+    DeviceGrant {
+        id: u64,
+        place: DevicePlace,
+        /// The checksum of `kernels::gpu::Checksum`, in hexadecimal digits.
+        checksum: String,
         lease_ms: u64,
     },
     /// The source has reached a limit: ask again after this time.
@@ -63,12 +88,29 @@ pub(super) fn decode<M: DeserializeOwned>(bytes: &[u8]) -> Result<M, String> {
     serde_json::from_slice(bytes).map_err(|error| format!("a malformed message: {error}"))
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The text of a device's checksum.
+pub(super) fn sum_text([first, second]: [u64; 2]) -> String {
+    format!("{first:016x}{second:016x}")
+}
+
+/// Decodes a device's checksum.
+pub(super) fn parse_sum(text: &str) -> Option<[u64; 2]> {
+    let bytes = unhex::<16>(text)?;
+    let (words, _) = bytes.as_chunks::<8>();
+    Some([u64::from_be_bytes(words[0]), u64::from_be_bytes(words[1])])
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+const fn is_false(value: &bool) -> bool {
+    !*value
+}
+
 /// Decodes exactly `N` bytes.
-pub(super) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     if text.len() != 2 * N || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }

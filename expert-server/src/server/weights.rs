@@ -1,5 +1,6 @@
 //! The model and the weights of a server that starts: from the checkpoint's files, or from other servers.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -38,7 +39,6 @@ pub(super) async fn open_model(
     let from = config.weights.from;
     let refusal = match control {
         None => Some("the server has no control plane"),
-        Some(_) if is_on_device(config) => Some("the server is on a GPU"),
         Some(_) => None,
     };
     if let (WeightsFrom::Peers, Some(reason)) = (from, refusal) {
@@ -120,24 +120,13 @@ async fn fleet_fingerprint(
     }
 }
 
-fn is_on_device(config: &ServerConfig) -> bool {
-    #[cfg(feature = "device")]
-    let is_on_device = config.device.is_some();
-    #[cfg(not(feature = "device"))]
-    let is_on_device = {
-        let _ = config;
-        false
-    };
-    is_on_device
-}
-
 /// The way to read weights of other servers, if this server can.
 pub(super) fn peers_of(
     config: &ServerConfig,
     model: &Model,
     control: Option<&ControlClient>,
 ) -> Option<(Fetch, ControlClient)> {
-    let control = control.filter(|_| !is_on_device(config))?;
+    let control = control?;
     let fetch = Fetch {
         identity: ModelIdentity::new(&model.checkpoint, model.fingerprint),
         local: config.data_addr.ip(),
@@ -153,7 +142,7 @@ pub(super) fn peers_of(
 /// The address on which the server offers its weights to others. `None` if it offers none.
 pub(super) fn source_addr(config: &ServerConfig) -> Option<SocketAddr> {
     let is_member = matches!(config.placement, Placement::ControlPlane { .. });
-    let is_offered = is_member && config.weights.read_limit > 0 && !is_on_device(config);
+    let is_offered = is_member && config.weights.read_limit > 0;
     let default = SocketAddr::new(config.data_addr.ip(), 0);
     is_offered.then(|| config.weights.listen.unwrap_or(default))
 }
@@ -249,6 +238,8 @@ async fn load_parts(
     publish: impl FnOnce(&dyn LoadedBackend),
 ) -> Result<Box<dyn LoadedBackend>, StartError> {
     let num_experts = wanted.len();
+    let mut rooms = BTreeMap::<u32, usize>::new();
+    wanted.iter().for_each(|(layer, _)| *rooms.entry(*layer).or_default() += 1);
     let split = loader.split(&model.checkpoint, wanted).await;
     let files = split.files_by_layer();
     let progress = Arc::new(Mutex::new(progress));
@@ -256,7 +247,7 @@ async fn load_parts(
     let (state, metrics) = (Arc::clone(&loader.progress), loader.metrics.clone());
     let loading = tokio::task::spawn_blocking(move || {
         let mut done = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
-        let backend = backend.load(checkpoint, &files, &mut |now| {
+        let backend = backend.load(checkpoint, &files, &rooms, &mut |now| {
             let bytes = now.loaded_bytes - done.loaded_bytes;
             state.add(bytes, false);
             metrics.count_weights_read(bytes, false);

@@ -463,7 +463,8 @@ async fn a_relay_of_tls_is_refused_by_the_channel() {
     let site = Site::start_secured(&signer, Some(of_server)).await;
     let of_client = issue(&authority, &dir, "client", "192.0.2.1");
     let secured = |transport| {
-        let source = proves(signer.ticket(&client, |_| {}), Arc::clone(&client), SERVER, INCARNATION);
+        let source =
+            proves(signer.ticket(&client, |_| {}), Arc::clone(&client), SERVER, INCARNATION);
         ConnectConfig { tls: Some(of_client.clone()), ..config(Some(source), &[transport], &site) }
     };
 

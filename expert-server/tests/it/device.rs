@@ -3,7 +3,7 @@
 //! the last one for clients.
 
 mod assigned;
-mod client;
+pub mod client;
 mod families;
 mod formats;
 mod fp8;

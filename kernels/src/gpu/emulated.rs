@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use super::checksum::{Checksum, ChecksumParams};
 use super::layer::MapShape;
 use super::{Conversion, GpuError, Piece, Reach};
 use crate::abi::DevicePtr;
@@ -133,6 +134,7 @@ enum Task {
     AddFlag { flag: u64, value: u64 },
     Time { to: u64 },
     Convert(Box<[Conversion]>),
+    Checksum(Box<ChecksumParams>),
     Launch { kernel: &'static str, params: Box<[u64]> },
     Call(Mutex<Option<Box<dyn FnOnce() + Send>>>),
     Mark { marks: Arc<Marks>, is_recorded: bool },
@@ -148,6 +150,7 @@ impl std::fmt::Debug for Task {
             Self::AddFlag { .. } => "add_flag",
             Self::Time { .. } => "time",
             Self::Convert(_) => "convert",
+            Self::Checksum(_) => "checksum",
             Self::Launch { kernel, .. } => kernel,
             Self::Call(_) => "call",
             Self::Mark { .. } => "mark",
@@ -431,6 +434,10 @@ impl Stream {
         self.push(Task::Convert(pieces.into()))
     }
 
+    pub(super) unsafe fn checksum(&self, params: &ChecksumParams) -> Result<(), GpuError> {
+        self.push(Task::Checksum(Box::new(*params)))
+    }
+
     pub(super) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
         if self.is_capturing()? {
             return Err(failed("recording of a host call", rustix::io::Errno::PERM));
@@ -612,6 +619,18 @@ impl Task {
             }
             // SAFETY: the caller of `convert` answers for the matrices.
             Self::Convert(pieces) => pieces.iter().for_each(|piece| unsafe { convert::run(piece) }),
+            Self::Checksum(params) => {
+                let parts = params.ranges.each_ref().map(|range| match range.words() as usize {
+                    0 => &[][..],
+                    // SAFETY: the caller of `checksum` answers for the memory.
+                    words => unsafe {
+                        std::slice::from_raw_parts(range.from().0 as *const u8, words * 4)
+                    },
+                });
+                let sum = Checksum::of(&parts);
+                // SAFETY: 16 bytes, aligned to 8, says who issued it.
+                unsafe { (params.to.0 as *mut Checksum).write(sum) };
+            }
             Self::Launch { kernel, params } => {
                 let name = CString::new(*kernel).unwrap_or_default();
                 // SAFETY: `prepare` checked these parameters of the kernel of this name, and its caller

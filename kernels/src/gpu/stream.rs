@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use super::checksum::ChecksumParams;
 use super::kind::Kind;
 use super::{
-    Conversion, DeviceName, Event, GpuError, Graph, MAX_CONVERSIONS, PreparedKernel, Stream,
+    Checksum, ChecksumRange, Conversion, DeviceName, Event, GpuError, Graph, MAX_CHECKSUM_RANGES,
+    MAX_CONVERSIONS, PreparedKernel, Stream,
 };
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
@@ -126,6 +128,27 @@ impl Stream {
         }
         // SAFETY: the caller's promise.
         unsafe { either!(&self.0, stream => stream.convert(pieces)) }
+    }
+
+    /// Computes the [`Checksum`](super::Checksum) of ranges of memory and stores it at `to`.
+    ///
+    /// # Safety
+    /// All ranges are valid. `to` is 16 bytes of device memory, aligned to 8. No code writes the ranges or accesses `to`
+    /// before a [`wait`](Self::wait) that covers this call, except earlier and later work of this stream.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_CHECKSUM_RANGES`].
+    pub unsafe fn checksum(&self, ranges: &[ChecksumRange], to: DevicePtr) -> Result<(), GpuError> {
+        assert!(ranges.len() <= MAX_CHECKSUM_RANGES, "as many as a launch takes");
+        let params = ChecksumParams::new(ranges, to);
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.fill(to, 0, size_of::<Checksum>() as u64)?;
+            either!(&self.0, stream => stream.checksum(&params))
+        }
     }
 
     /// Calls `action` on a thread of the driver when all earlier work is done. It must be short and use no CUDA.

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
+use super::checksum::ChecksumParams;
 use super::layer::MapShape;
 use super::{Conversion, GpuError, Piece, Reach};
 use crate::abi::DevicePtr;
@@ -160,6 +161,10 @@ impl Stream {
     }
 
     pub(super) const unsafe fn convert(&self, _pieces: &[Conversion]) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const unsafe fn checksum(&self, _params: &ChecksumParams) -> Result<(), GpuError> {
         match *self {}
     }
 

@@ -118,8 +118,8 @@ fn guessed_keys_open_nothing_and_the_victim_goes_on() {
         };
         // The attacker's own memory is no attack.
         let start = attacker.granted.address;
-        let is_own = key == attacker.granted.rkey
-            && (start..start + OWN_BYTES as u64).contains(&address);
+        let is_own =
+            key == attacker.granted.rkey && (start..start + OWN_BYTES as u64).contains(&address);
         if !is_own {
             attacks.push((rng.random_range(0..4), key, address));
         }
@@ -131,10 +131,7 @@ fn guessed_keys_open_nothing_and_the_victim_goes_on() {
         let operation = attacker.operation(kind, Remote { address, rkey });
         let outcome = attacker.attempt(&rig, operation);
         assert!(
-            matches!(
-                outcome,
-                Err(QueueError::Completion { syndrome: Syndrome::RemoteAccess, .. })
-            ),
+            matches!(outcome, Err(QueueError::Completion { syndrome: Syndrome::RemoteAccess, .. })),
             "attack {num} with key {rkey:#x} at {address:#x}: {outcome:?}"
         );
         // The victim's queue pair works all the time.

@@ -23,6 +23,7 @@
 mod channel;
 mod endpoint;
 mod memory;
+mod share;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -40,6 +41,7 @@ pub use channel::DeviceChannel;
 pub use endpoint::DeviceEndpoint;
 pub use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
 pub use memory::GpuMemory;
+pub use share::{BlockShare, request_block};
 
 use p2p_core::backend::shm::{ShmError, pass};
 use p2p_core::channel::ChannelError;
@@ -75,7 +77,7 @@ pub enum DeviceError {
     Channel(#[from] ChannelError),
 }
 
-/// Bytes of an [`Invitation`] on the wire.
+/// Bytes of an [`Invitation`], and of a [`BlockShare`], on the wire.
 pub const INVITATION_BYTES: usize = 32;
 
 /// A socket at which one peer exchanges descriptors with this process. Only a peer with the

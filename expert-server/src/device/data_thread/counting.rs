@@ -41,11 +41,12 @@ impl DataThread {
         metrics.compute_seconds.observe(compute.as_secs_f64());
         self.load.add_batch(num_rows as usize, compute);
         let Some(table) = self.tables.layers.get(batch.layer as usize) else { return };
-        for (pair, expert) in self.expert_begin.windows(2).zip(&table.experts) {
+        for (pair, expert) in self.expert_begin.windows(2).zip(&table.places) {
+            let Some(expert) = *expert else { continue };
             let num_tokens = u64::from(pair[1].saturating_sub(pair[0]));
             if num_tokens > 0 {
-                self.load.add_expert(batch.layer, *expert, num_tokens);
-                self.expert_tokens.add(batch.layer, *expert, num_tokens);
+                self.load.add_expert(batch.layer, expert, num_tokens);
+                self.expert_tokens.add(batch.layer, expert, num_tokens);
             }
         }
     }

@@ -9,7 +9,8 @@ use std::thread;
 use checkpoint::Checkpoint;
 use kernels::gpu::Gpu;
 
-use super::weights::{LayerMemory, WeightShape, put, refused};
+use super::block::LayerMemory;
+use super::weights::{put, refused};
 use crate::compute::LoadError;
 use crate::device::upload::Uploader;
 
@@ -36,7 +37,6 @@ pub(super) struct BulkError {
 pub(super) fn load_all(
     gpu: &Gpu,
     checkpoint: &Checkpoint,
-    shape: &WeightShape,
     jobs: &[Job<'_>],
     progress: &mut dyn FnMut(),
 ) -> Result<(), BulkError> {
@@ -53,7 +53,7 @@ pub(super) fn load_all(
                 && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
             {
                 let what = (job.layer, job.expert);
-                put(&mut uploader, checkpoint, shape, job.memory, job.local_idx, what)?;
+                put(&mut uploader, checkpoint, job.memory, job.local_idx, what)?;
                 // The receiver lives as long as the threads.
                 let _ = started.send(());
             }

@@ -8,16 +8,21 @@ use p2p_core::SlotConfig;
 use super::*;
 use crate::config::Limits;
 use crate::device::DeviceOptions;
+use crate::experts::{CopyError, DevicePlace};
 
 fn empty() -> DeviceStore {
+    empty_on(0)
+}
+
+fn empty_on(gpu: u32) -> DeviceStore {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe");
     let checkpoint = Arc::new(Checkpoint::open(dir).expect("the trained checkpoint"));
-    let options = DeviceOptions::new(DeviceName::Emulated(0));
+    let options = DeviceOptions::new(DeviceName::Emulated(gpu));
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
     let plan = DevicePlan::new(&options, slot, &Limits::default(), checkpoint.config());
-    let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+    let gpu = Gpu::open_emulated(gpu).expect("a GPU in software");
     let plan = plan.expect("a plan");
-    DeviceStore::load(&gpu, plan, checkpoint, &BTreeMap::new(), &mut |_| {})
+    DeviceStore::load(&gpu, plan, checkpoint, &BTreeMap::new(), &BTreeMap::new(), &mut |_| {})
         .expect("an empty store")
 }
 
@@ -48,4 +53,80 @@ fn an_expert_is_held_from_when_it_is_in_service() {
     });
     assert!(store.has(0, 1));
     assert_eq!(store.load_one(0, 1).expect("held"), 0);
+}
+
+/// Asserts that the GPU has an expert's weights, bit by bit.
+fn check_weights(store: &DeviceStore, layer: u32, expert: u32) {
+    let held = store.copy_to_host(layer, expert).expect("copied");
+    let stored = store.checkpoint.expert(layer, expert).expect("in the files");
+    let [gate, up, down] = weights::gated(stored).expect("gated");
+    for (held, stored) in
+        [(held.gate.as_ref(), gate), (Some(&held.up), up), (Some(&held.down), down)]
+    {
+        assert_eq!(held.expect("a matrix").codes(), &*stored.codes(), "layer {layer} {expert}");
+    }
+}
+
+#[test]
+fn an_expert_that_arrives_while_its_layer_moves_keeps_its_weights() {
+    let store = empty();
+    let mut early = store.reserve(0, 1).expect("a place").expect("not loaded");
+    let (uploader, memory, local_idx) = early.parts();
+    put(uploader, &store.checkpoint, memory, local_idx, (0, 1)).expect("copied");
+    assert!(store.reserve(0, 1).is_err(), "it is being loaded");
+    // A place that is given back is the next one's.
+    drop(store.reserve(0, 2).expect("a place"));
+    for expert in 2..6 {
+        store.load_one(0, expert).expect("loaded");
+    }
+    assert!(!store.has(0, 1));
+    early.publish().expect("published");
+    for expert in 1..6 {
+        check_weights(&store, 0, expert);
+    }
+    assert_eq!(store.loaded()[&0], [1, 2, 3, 4, 5]);
+    let places = &store.tables().layers[0].places;
+    assert_eq!(places.len(), 5, "{places:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
+    let (source, reader) = (Arc::new(empty_on(0)), Arc::new(empty_on(1)));
+    source.load_one(0, 3).expect("loaded");
+    source.load_one(0, 1).expect("loaded");
+    assert_eq!(source.form(), reader.form());
+    let (text, serving) = Arc::clone(&source).share().expect("a socket");
+    tokio::spawn(serving);
+    let copying = tokio::task::spawn_blocking(move || {
+        let (place, _memory) = source.place(0, 1).expect("loaded");
+        let sum = source.checksum(0, 1).expect("a checksum");
+        let memory = Arc::clone(&reader).reach(&text).expect("reached");
+        let damaged = memory.take(0, 1, &place, [sum[0], sum[1] ^ 1]);
+        assert!(matches!(damaged, Err(CopyError::Damaged { .. })), "{damaged:?}");
+        for wrong in [
+            DevicePlace { block: place.block + 1000, ..place },
+            DevicePlace { local_idx: place.capacity, ..place },
+            DevicePlace { capacity: u32::MAX, ..place },
+            DevicePlace { capacity: place.capacity + 100, ..place },
+        ] {
+            let refused = memory.take(0, 1, &wrong, sum);
+            let fresh = Arc::clone(&reader).reach(&text).expect("reached");
+            let again = fresh.take(0, 1, &wrong, sum);
+            for refused in [refused, again] {
+                assert!(
+                    matches!(refused, Err(CopyError::Unreachable(_) | CopyError::Load(_))),
+                    "{wrong:?}: {refused:?}"
+                );
+            }
+        }
+        assert!(reader.loaded().is_empty());
+        // The next expert's place is not taken by what failed.
+        assert_eq!(memory.take(0, 1, &place, sum).expect("copied"), reader.shape.expert_bytes());
+        check_weights(&reader, 0, 1);
+        assert_eq!(reader.checksum(0, 1).expect("a checksum"), sum);
+        assert_eq!(reader.place(0, 1).expect("loaded").0.local_idx, 0);
+        let malformed = Arc::clone(&reader).reach("no share");
+        assert!(malformed.is_err());
+    });
+    copying.await.expect("it ends");
 }

@@ -1,26 +1,18 @@
-//! Weights in GPU memory: sizes, memory of a layer, and copies from the checkpoint.
+//! Weights in GPU memory: sizes, and copies from the checkpoint or from memory of this process.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use checkpoint::{Checkpoint, ExpertTensors, FP8_BLOCK, WeightFormat, WeightView};
+use checkpoint::{
+    Checkpoint, ExpertTensors, FP8_BLOCK, ModelConfig, Scales, WeightFormat, WeightView,
+};
 use kernels::abi::DevicePtr;
-use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use kernels::gpu::GpuError;
 
-use crate::compute::{LoadError, WeightError};
+use super::block::{LayerMemory, Part};
+use crate::compute::{LoadError, Weight, WeightError, WeightScales};
 use crate::device::DeviceError;
 use crate::device::upload::Uploader;
-
-/// GPU memory for the weights of one layer. Experts have local indices below `capacity`.
-#[derive(Debug)]
-pub(crate) struct LayerMemory {
-    /// `[capacity, 2, inter, hidden]`: gate, then up.
-    pub(crate) gate_up: GpuBuffer,
-    /// `[capacity, hidden, inter]`.
-    pub(crate) down: GpuBuffer,
-    /// Scales of fp8 weights: those of gate and up, then those of down.
-    pub(crate) scales: Option<[GpuBuffer; 2]>,
-    pub(super) capacity: usize,
-}
 
 /// Sizes of an expert in GPU memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +26,8 @@ pub(crate) struct WeightShape {
 impl WeightShape {
     /// Sizes of the model's experts. The type is fp8 if all experts of the model are fp8 with blocks that the
     /// kernels support; otherwise it is bf16, to which all formats can be rounded. The type does not depend on the
-    /// experts that are loaded first, because any other may be assigned later.
+    /// experts that are loaded first, because any other may be assigned later. Without weight files, the configuration
+    /// says it.
     ///
     /// Returns an error if the checkpoint lacks one of `experts`, which are to be loaded, or if the kernels do not
     /// compute experts of this kind.
@@ -48,6 +41,10 @@ impl WeightShape {
         for (layer, expert) in wanted {
             let missing = |source| LoadError::Tensor { layer, expert, source };
             gated(checkpoint.expert(layer, expert).map_err(missing)?)?;
+        }
+        if !checkpoint.has_weights() {
+            let is_fp8 = declares_block_fp8(model);
+            return Ok(Self { hidden: model.hidden, inter: model.moe_intermediate, is_fp8 });
         }
         let layers = model.moe_layers().into_iter();
         let mut all = layers.flat_map(|layer| (0..model.num_experts).map(move |id| (layer, id)));
@@ -79,7 +76,7 @@ impl WeightShape {
     }
 
     /// Bytes of one matrix: gate, up and down have the same size.
-    fn matrix_bytes(&self) -> u64 {
+    pub(super) const fn matrix_bytes(&self) -> u64 {
         self.hidden as u64 * self.inter as u64 * if self.is_fp8 { 1 } else { 2 }
     }
 
@@ -92,30 +89,8 @@ impl WeightShape {
     }
 
     /// Bytes of one expert.
-    pub(crate) fn expert_bytes(&self) -> u64 {
+    pub(crate) const fn expert_bytes(&self) -> u64 {
         3 * (self.matrix_bytes() + self.num_scales() * 4)
-    }
-}
-
-impl LayerMemory {
-    pub(super) fn new(gpu: &Gpu, shape: &WeightShape, capacity: usize) -> Result<Self, GpuError> {
-        let capacity = capacity.max(1);
-        let num = capacity as u64;
-        let scales = match shape.num_scales() * 4 {
-            0 => None,
-            bytes => Some([gpu.alloc(num * 2 * bytes)?, gpu.alloc(num * bytes)?]),
-        };
-        Ok(Self {
-            gate_up: gpu.alloc(num * 2 * shape.matrix_bytes())?,
-            down: gpu.alloc(num * shape.matrix_bytes())?,
-            scales,
-            capacity,
-        })
-    }
-
-    /// All buffers, in the same order for every layer.
-    pub(super) fn parts(&self) -> impl Iterator<Item = &GpuBuffer> {
-        [&self.gate_up, &self.down].into_iter().chain(self.scales.iter().flatten())
     }
 }
 
@@ -136,41 +111,95 @@ pub(super) fn fill_randomly(
     // Keeps outputs at about the magnitude of inputs.
     let scale = (shape.hidden as f32).sqrt().recip();
     let mut value = move || (next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-    for buffer in [&memory.gate_up, &memory.down] {
-        let block_bytes = buffer.len().min(RANDOM_BYTES);
+    let layout = memory.layout();
+    let len_of = |part| memory.capacity() as u64 * layout.part_bytes(part);
+    for part in [Part::GateUp, Part::Down] {
+        let (first, len) = (memory.first(part), len_of(part));
+        let block_bytes = len.min(RANDOM_BYTES);
         if shape.is_fp8 {
             // All codes except NaN.
             let code = |value: f32| ((value * 126.0).abs() as u8) | (u8::from(value < 0.0) << 7);
             let block: Vec<u8> = (0..block_bytes).map(|_| code(value())).collect();
-            uploader.copy_bytes(buffer.ptr(), &block)?;
+            uploader.copy_bytes(first, &block)?;
         } else {
             let block: Vec<f32> = (0..block_bytes / 2).map(|_| value() * scale).collect();
-            uploader.copy_as_bf16(buffer.ptr(), &block)?;
+            uploader.copy_as_bf16(first, &block)?;
         }
         uploader.wait()?;
         let mut filled = block_bytes;
-        while filled < buffer.len() {
-            let bytes = filled.min(buffer.len() - filled);
-            // SAFETY: both ranges lie in the buffer and do not overlap. No other code uses the buffer yet.
-            unsafe { uploader.copy_within_gpu(buffer.at(filled, bytes)?, buffer.ptr(), bytes)? };
+        while filled < len {
+            let bytes = filled.min(len - filled);
+            // SAFETY: both ranges lie in the block and do not overlap. No other code uses the block yet.
+            unsafe { uploader.copy_within_gpu(first.add(filled), first, bytes)? };
             uploader.wait()?;
             filled += bytes;
         }
     }
-    for scales in memory.scales.iter().flatten() {
+    for part in [Part::GateUpScales, Part::DownScales] {
         // The largest code represents 448.
-        let factors = vec![scale / 64.0; (scales.len() / 4) as usize];
-        let bytes: Vec<u8> = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
-        uploader.copy_bytes(scales.ptr(), &bytes)?;
+        let factors = vec![scale / 64.0; (len_of(part) / 4) as usize];
+        uploader.copy_bytes(memory.first(part), &le_bytes(&factors))?;
     }
     uploader.wait()
 }
 
-/// Starts to copy an expert to its local index. After an error copies may run.
+/// A matrix of an expert, in a checkpoint or in memory of this process.
+pub(super) trait Matrix {
+    fn format(&self) -> WeightFormat;
+    fn size(&self) -> [usize; 2];
+    fn codes(&self) -> Cow<'_, [u8]>;
+    fn scales(&self) -> Option<Vec<f32>>;
+    fn to_f32(&self) -> Vec<f32>;
+}
+
+impl Matrix for WeightView<'_> {
+    fn format(&self) -> WeightFormat {
+        self.format()
+    }
+
+    fn size(&self) -> [usize; 2] {
+        [self.rows(), self.cols()]
+    }
+
+    fn codes(&self) -> Cow<'_, [u8]> {
+        self.codes()
+    }
+
+    fn scales(&self) -> Option<Vec<f32>> {
+        self.scales().map(Scales::to_f32)
+    }
+
+    fn to_f32(&self) -> Vec<f32> {
+        self.to_f32()
+    }
+}
+
+impl Matrix for Weight {
+    fn format(&self) -> WeightFormat {
+        self.format()
+    }
+
+    fn size(&self) -> [usize; 2] {
+        [self.rows(), self.cols()]
+    }
+
+    fn codes(&self) -> Cow<'_, [u8]> {
+        self.codes().into()
+    }
+
+    fn scales(&self) -> Option<Vec<f32>> {
+        self.scales().map(WeightScales::to_f32)
+    }
+
+    fn to_f32(&self) -> Vec<f32> {
+        self.to_f32()
+    }
+}
+
+/// Starts to copy an expert of the checkpoint to its local index. After an error copies may run.
 pub(super) fn put(
     uploader: &mut Uploader,
     checkpoint: &Checkpoint,
-    shape: &WeightShape,
     memory: &LayerMemory,
     local_idx: usize,
     (layer, expert): (u32, u32),
@@ -180,33 +209,43 @@ pub(super) fn put(
         expert,
         source,
     })?;
-    let [gate, up, down] = gated(tensors)?;
-    let local_idx = local_idx as u64;
-    let (bytes, scales) = (shape.matrix_bytes(), shape.num_scales() * 4);
-    let at = |buffer: &GpuBuffer, idx: u64, len: u64| buffer.at(idx * len, len);
-    for (view, buffer, scale_idx, idx) in [
-        (gate, &memory.gate_up, 0, local_idx * 2),
-        (up, &memory.gate_up, 0, local_idx * 2 + 1),
-        (down, &memory.down, 1, local_idx),
+    put_matrices(uploader, &gated(tensors)?, memory, local_idx, (layer, expert))
+}
+
+/// Starts to copy gate, up and down of an expert to its local index. After an error copies may run.
+pub(super) fn put_matrices<M: Matrix>(
+    uploader: &mut Uploader,
+    [gate, up, down]: &[M; 3],
+    memory: &LayerMemory,
+    local_idx: usize,
+    (layer, expert): (u32, u32),
+) -> Result<(), LoadError> {
+    let shape = memory.layout().shape;
+    let (bytes, scale_bytes) = (shape.matrix_bytes(), shape.num_scales() * 4);
+    let (inputs, outputs) = ([shape.inter, shape.hidden], [shape.hidden, shape.inter]);
+    for (matrix, size, [codes_part, scales_part], idx) in [
+        (gate, inputs, [Part::GateUp, Part::GateUpScales], 0),
+        (up, inputs, [Part::GateUp, Part::GateUpScales], 1),
+        (down, outputs, [Part::Down, Part::DownScales], 0),
     ] {
-        let to = at(buffer, idx, bytes).map_err(refused)?;
+        let to = memory.at(codes_part, local_idx).map_err(refused)?.add(idx * bytes);
+        check_size(matrix, size).map_err(|source| LoadError::Weight { layer, expert, source })?;
         if shape.is_fp8 {
-            check_fp8(&view).map_err(|source| LoadError::Weight { layer, expert, source })?;
+            check_fp8(matrix).map_err(|source| LoadError::Weight { layer, expert, source })?;
         }
         let mut nan_at = None;
-        let copied = copy_matrix(uploader, to, &view, shape.is_fp8, &mut nan_at).and_then(|()| {
-            let Some((pair, factors)) = memory.scales.as_ref().zip(view.scales()) else {
-                return Ok(());
-            };
-            let factors: Vec<u8> = factors.to_f32().iter().flat_map(|f| f.to_le_bytes()).collect();
-            uploader.copy_bytes(at(&pair[scale_idx], idx, scales)?, &factors)
+        let copied = copy_matrix(uploader, to, matrix, shape.is_fp8, &mut nan_at).and_then(|()| {
+            let Some(factors) = matrix.scales().filter(|_| shape.is_fp8) else { return Ok(()) };
+            let to = memory.at(scales_part, local_idx)?.add(idx * scale_bytes);
+            uploader.copy_bytes(to, &le_bytes(&factors))
         });
         copied.map_err(|source| DeviceError::Weights {
             what: format!("layer {layer} expert {expert}"),
             source,
         })?;
         if let Some(offset) = nan_at {
-            let source = WeightError::NotFinite { rows: view.rows(), cols: view.cols(), offset };
+            let [rows, cols] = size;
+            let source = WeightError::NotFinite { rows, cols, offset };
             return Err(LoadError::Weight { layer, expert, source });
         }
     }
@@ -214,7 +253,7 @@ pub(super) fn put(
 }
 
 /// Gate, up and down of an expert that the kernels compute.
-fn gated(tensors: ExpertTensors<'_>) -> Result<[WeightView<'_>; 3], DeviceError> {
+pub(super) fn gated(tensors: ExpertTensors<'_>) -> Result<[WeightView<'_>; 3], DeviceError> {
     let refused = |what: &str| DeviceError::Arithmetic { what: what.to_owned() };
     if tensors.biases.is_some() {
         return Err(refused("biases of experts"));
@@ -223,10 +262,10 @@ fn gated(tensors: ExpertTensors<'_>) -> Result<[WeightView<'_>; 3], DeviceError>
     Ok([gate, tensors.up, tensors.down])
 }
 
-fn copy_matrix(
+fn copy_matrix<M: Matrix>(
     uploader: &mut Uploader,
     to: DevicePtr,
-    view: &WeightView<'_>,
+    view: &M,
     keeps_fp8: bool,
     nan_at: &mut Option<usize>,
 ) -> Result<(), GpuError> {
@@ -245,14 +284,28 @@ fn copy_matrix(
     }
 }
 
+/// Whether the configuration says that experts are fp8 with blocks that the kernels support.
+fn declares_block_fp8(model: &ModelConfig) -> bool {
+    model.quantization.as_ref().is_some_and(|found| found.fp8_block == Some(FP8_BLOCK))
+}
+
 fn is_block_fp8(view: &WeightView<'_>) -> bool {
-    view.format() == WeightFormat::F8E4m3 { block: FP8_BLOCK }
+    view.format() == BLOCK_FP8
+}
+
+fn check_size(matrix: &impl Matrix, size: [usize; 2]) -> Result<(), WeightError> {
+    if matrix.size() == size {
+        return Ok(());
+    }
+    let ([rows, cols], format) = (size, matrix.format());
+    let expected = rows * cols * format.code_bits() / 8;
+    Err(WeightError::DataSize { rows, cols, format, expected, found: matrix.codes().len() })
 }
 
 /// Checks that the kernels can use an fp8 matrix, but for its codes.
-fn check_fp8(view: &WeightView<'_>) -> Result<(), WeightError> {
-    let (rows, cols, format) = (view.rows(), view.cols(), view.format());
-    if !is_block_fp8(view) {
+fn check_fp8(matrix: &impl Matrix) -> Result<(), WeightError> {
+    let ([rows, cols], format) = (matrix.size(), matrix.format());
+    if format != BLOCK_FP8 {
         let expected = rows.div_ceil(SCALE_BLOCK) * cols.div_ceil(SCALE_BLOCK);
         let found = format.scale_shape(rows, cols).map_or(0, |[rows, cols]| rows * cols);
         let what = "block scales";
@@ -261,13 +314,17 @@ fn check_fp8(view: &WeightView<'_>) -> Result<(), WeightError> {
     Ok(())
 }
 
+fn le_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
 /// Whether an e4m3 code is no number.
-const fn is_nan(code: &u8) -> bool {
+pub(super) const fn is_nan(code: &u8) -> bool {
     *code & 0x7f == 0x7f
 }
 
 /// Whether any code is no number. Without a branch per code, so that the compiler takes many at a time.
-fn has_nan(codes: &[u8]) -> bool {
+pub(super) fn has_nan(codes: &[u8]) -> bool {
     codes.iter().fold(0u8, |found, code| found | u8::from(is_nan(code))) != 0
 }
 
@@ -275,6 +332,8 @@ pub(super) fn refused(source: GpuError) -> LoadError {
     DeviceError::Weights { what: "experts".to_owned(), source }.into()
 }
 
+/// The form of fp8 weights that the kernels compute.
+pub(super) const BLOCK_FP8: WeightFormat = WeightFormat::F8E4m3 { block: FP8_BLOCK };
 /// Side of the blocks that share a scale in the kernels' fp8 weights.
 const SCALE_BLOCK: usize = 128;
 /// Bytes of the block of random weights that is repeated.

@@ -1,20 +1,18 @@
 //! Connections to the peers of one read, and the read of one expert.
 
+mod transfer;
+
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use message_engine::{
-    Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, WaitError, default_fabrics,
-};
-use p2p_core::TransportKind;
+use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabrics};
 
-use super::{Fetch, Peer};
-use crate::compute::{ExpertWeights, WeightMemory};
-use crate::peers::manifest::{Digest, ExpertShape, Manifest};
+use super::{Fetch, Peer, ReadExpert};
+use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
+use crate::peers::manifest::{ExpertShape, Manifest};
 use crate::peers::ticket::NoPeers;
 use crate::peers::wire::{self, Request, Response, VERSION};
 
@@ -33,6 +31,9 @@ pub(super) enum ReadError {
     Failed(String),
     #[error("there is no memory for the expert: {0}")]
     Memory(String),
+    /// The memory of the peer's device cannot be reached.
+    #[error("{0}")]
+    Unreachable(String),
     #[error("the read was stopped")]
     Stopped,
 }
@@ -60,6 +61,8 @@ struct Source {
     /// One for each thread, because the threads of one connection take turns.
     connections: Vec<Connection>,
     holds: HashSet<(u32, u32)>,
+    /// The memory of its device, if this server's device reaches it.
+    device: Option<Box<dyn PeerMemory>>,
     state: Mutex<SourceState>,
 }
 
@@ -67,6 +70,8 @@ struct Source {
 struct SourceState {
     num_reading: usize,
     has_failed: bool,
+    /// Its device cannot be reached after all.
+    has_lost_device: bool,
     /// It has reached its limit until this time.
     ready_at: Option<Instant>,
 }
@@ -90,6 +95,7 @@ impl Session {
         peers: &[Peer],
         wanted: &[(u32, u32)],
         num_threads: usize,
+        device: Option<&Arc<dyn DeviceExperts>>,
     ) -> Result<Self, String> {
         if peers.is_empty() {
             return Err("no server of the fleet lets others read its weights".to_owned());
@@ -111,7 +117,7 @@ impl Session {
             if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
                 break;
             }
-            for (peer, outcome) in connect(&engine, fetch, group, num_threads) {
+            for (peer, outcome) in connect(&engine, fetch, group, num_threads, device) {
                 match outcome {
                     Ok(source) => sources.push(source),
                     Err(reason) => {
@@ -181,7 +187,9 @@ impl Session {
             match wire::decode::<Response>(&notification.bytes) {
                 Ok(response) => {
                     let id = match &response {
-                        Response::Grant { id, .. } | Response::Later { id, .. } => Some(*id),
+                        Response::Grant { id, .. }
+                        | Response::DeviceGrant { id, .. }
+                        | Response::Later { id, .. } => Some(*id),
                         Response::Refused { id, .. } => *id,
                         Response::Index { .. } => None,
                     };
@@ -202,20 +210,20 @@ impl Session {
         self.lock_waiting().clear();
     }
 
-    /// Reads an expert of a peer on the thread with the index `thread`. Blocks until it is verified, at most for the time of the grant and
-    /// [`REPLY_TIMEOUT`].
+    /// Reads an expert of a peer into `store` on the thread with the index `thread`, and returns it. Blocks until it
+    /// is verified and in service, at most for the time of the grant and [`REPLY_TIMEOUT`].
     pub(super) fn read(
         &self,
         (peer, thread): (usize, usize),
-        layer: u32,
-        expert: u32,
+        expert: (u32, u32),
+        store: &dyn Experts,
         stop: &AtomicBool,
-    ) -> Result<ExpertWeights, ReadError> {
+    ) -> Result<ReadExpert, ReadError> {
         let source = &self.sources[peer];
         source.lock().num_reading += 1;
         let connection = source.connections.get(thread % source.connections.len().max(1));
         let outcome = match connection {
-            Some(connection) => self.read_from(connection, layer, expert, stop),
+            Some(connection) => self.read_from(source, connection, expert, store, stop),
             None => Err(ReadError::Failed("it has no connection".to_owned())),
         };
         let mut state = source.lock();
@@ -226,22 +234,68 @@ impl Session {
 
     fn read_from(
         &self,
+        source: &Source,
         connection: &Connection,
-        layer: u32,
-        expert: u32,
+        (layer, expert): (u32, u32),
+        store: &dyn Experts,
         stop: &AtomicBool,
-    ) -> Result<ExpertWeights, ReadError> {
+    ) -> Result<ReadExpert, ReadError> {
+        if let Some(device) = source.device.as_deref().filter(|_| !source.lock().has_lost_device) {
+            match self.copy_from(device, connection, (layer, expert)) {
+                Err(ReadError::Unreachable(reason)) => {
+                    let peer = &source.name;
+                    tracing::warn!(peer, reason, "experts of a device come through the host");
+                    source.lock().has_lost_device = true;
+                }
+                outcome => {
+                    return outcome.map(|bytes| ReadExpert { bytes, is_from_device: true });
+                }
+            }
+        }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let grant = self.ask(connection, &Request::Read { id, layer, expert }, id)?;
-        let weights = self.read_granted(connection, layer, expert, &grant, stop);
-        let deadline = Instant::now() + REPLY_TIMEOUT;
-        // If it is lost, the source takes the grant back at the end of the connection.
-        let _ = connection.start_notify(&wire::encode(&Request::Done { id }), deadline);
-        weights
+        let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
+            Response::Grant { manifest, digest, parts, lease_ms, .. } => {
+                let deadline = Instant::now() + Duration::from_millis(lease_ms.min(MAX_LEASE_MS));
+                Grant { manifest, digest, parts, deadline }
+            }
+            _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
+        };
+        let outcome = self.read_granted(connection, (layer, expert), &grant, store, stop);
+        give_back(connection, id);
+        outcome.map(|bytes| ReadExpert { bytes, is_from_device: false })
     }
 
-    /// Sends a request and waits for its grant.
-    fn ask(&self, connection: &Connection, request: &Request, id: u64) -> Result<Grant, ReadError> {
+    /// Copies an expert from the memory of a peer's device.
+    fn copy_from(
+        &self,
+        device: &dyn PeerMemory,
+        connection: &Connection,
+        (layer, expert): (u32, u32),
+    ) -> Result<u64, ReadError> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let response = self.ask(connection, &request(id, layer, expert, true), id)?;
+        let Response::DeviceGrant { place, checksum, .. } = response else {
+            return Err(ReadError::Failed("an unexpected answer".to_owned()));
+        };
+        let outcome = match wire::parse_sum(&checksum) {
+            Some(sum) => device.take(layer, expert, &place, sum).map_err(|error| match error {
+                CopyError::Damaged { .. } => ReadError::Damaged(error.to_string()),
+                CopyError::Unreachable(reason) => ReadError::Unreachable(reason),
+                CopyError::Load(error) => ReadError::Memory(error.to_string()),
+            }),
+            None => Err(ReadError::Damaged("a malformed checksum".to_owned())),
+        };
+        give_back(connection, id);
+        outcome
+    }
+
+    /// Sends a request and waits for its grant, of either kind.
+    fn ask(
+        &self,
+        connection: &Connection,
+        request: &Request,
+        id: u64,
+    ) -> Result<Response, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.lock_waiting().insert(id, sender);
         let begin = Instant::now();
@@ -268,10 +322,7 @@ impl Session {
         };
         self.lock_waiting().remove(&id);
         match response.map_err(ReadError::Failed)? {
-            Response::Grant { manifest, digest, parts, lease_ms, .. } => {
-                let lease = Duration::from_millis(lease_ms.min(MAX_LEASE_MS));
-                Ok(Grant { manifest, digest, parts, deadline: begin + lease })
-            }
+            granted @ (Response::Grant { .. } | Response::DeviceGrant { .. }) => Ok(granted),
             Response::Later { after_ms, .. } => {
                 Err(ReadError::Later(Duration::from_millis(after_ms.min(MAX_LEASE_MS))))
             }
@@ -280,73 +331,20 @@ impl Session {
         }
     }
 
-    fn read_granted(
-        &self,
-        connection: &Connection,
-        layer: u32,
-        expert: u32,
-        grant: &Grant,
-        stop: &AtomicBool,
-    ) -> Result<ExpertWeights, ReadError> {
-        let lens = grant.manifest.part_lens(self.shape).map_err(ReadError::Damaged)?;
-        let descriptors = grant.parts.iter().map(|text| wire::descriptor(text));
-        let descriptors = descriptors.collect::<Result<Vec<_>, _>>().map_err(ReadError::Damaged)?;
-        let found = descriptors.iter().map(|part| part.map_or(0, |part| part.bytes as usize));
-        if !found.eq(lens.iter().copied()) {
-            return Err(ReadError::Damaged("parts of other lengths than the layout's".to_owned()));
-        }
-        let mut ranges = Vec::with_capacity(lens.len());
-        let mut offset = 0usize;
-        for len in lens {
-            ranges.push(offset..offset + len);
-            offset += len.next_multiple_of(ALIGN_BYTES);
-        }
-        let memory = WeightMemory::new(offset.max(ALIGN_BYTES));
-        let memory = memory.map_err(|error| ReadError::Memory(error.to_string()))?;
-        let mut digest = Digest::new(layer, expert, &grant.manifest);
-        let parts: Vec<_> = ranges.iter().cloned().zip(descriptors).collect();
-        let memory = self.fill(connection, memory, &parts, grant.deadline, &mut digest, stop)?;
-        let found = wire::hex(&digest.finish());
-        if found != grant.digest {
-            let expected = &grant.digest;
-            let text = format!("checksum {found:.16}…, expected {expected:.16}…");
-            return Err(ReadError::Damaged(text));
-        }
-        grant.manifest.assemble(&Arc::new(memory), &ranges).map_err(ReadError::Damaged)
-    }
-
-    /// Reads the parts of a grant into `memory` and adds them to `digest`. Returns the memory when no operation uses it
-    /// any more.
-    fn fill(
-        &self,
-        connection: &Connection,
-        mut memory: WeightMemory,
-        parts: &[(Range<usize>, Option<Descriptor>)],
-        deadline: Instant,
-        digest: &mut Digest,
-        stop: &AtomicBool,
-    ) -> Result<WeightMemory, ReadError> {
-        let bytes = memory.as_slice().len();
-        let first = memory.as_mut_ptr();
-        // SAFETY: the memory is writable, and stays mapped until `dereg` below has succeeded, or for ever. Only
-        // `read_part` makes references to it before, and those to bytes that no transfer uses.
-        let region = unsafe { self.engine.reg(first, bytes, Access::Local) };
-        let region = region.map_err(|error| ReadError::Memory(error.to_string()))?;
-        let outcome = parts.iter().try_for_each(|(range, part)| match part {
-            Some(part) => read_part(connection, &region, range, part, deadline, digest, stop),
-            None => Ok(()),
-        });
-        if let Err(error) = self.engine.dereg(region) {
-            // An operation may still write.
-            std::mem::forget(memory);
-            return Err(ReadError::Failed(error.to_string()));
-        }
-        outcome.map(|()| memory)
-    }
-
     fn lock_waiting(&self) -> MutexGuard<'_, HashMap<u64, mpsc::SyncSender<Response>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn request(id: u64, layer: u32, expert: u32, on_device: bool) -> Request {
+    Request::Read { id, layer, expert, on_device }
+}
+
+/// Tells a source that a grant is not used any more.
+fn give_back(connection: &Connection, id: u64) {
+    let deadline = Instant::now() + REPLY_TIMEOUT;
+    // If it is lost, the source takes the grant back at the end of the connection.
+    let _ = connection.start_notify(&wire::encode(&Request::Done { id }), deadline);
 }
 
 impl Source {
@@ -359,56 +357,20 @@ impl Source {
     }
 }
 
-/// Reads one part into its range of `region`, on the caller's thread if the transport allows it. Adds each chunk to the
-/// digest while it is in the processor's cache.
-fn read_part(
-    connection: &Connection,
-    region: &MemoryRegion,
-    range: &Range<usize>,
-    part: &Descriptor,
-    deadline: Instant,
-    digest: &mut Digest,
-    stop: &AtomicBool,
-) -> Result<(), ReadError> {
-    let failed = |error: &dyn std::error::Error| ReadError::Failed(error.to_string());
-    let is_direct = connection.transport().kind == TransportKind::Cma;
-    let chunk_bytes = if is_direct { DIRECT_CHUNK_BYTES } else { CHUNK_BYTES };
-    let mut done = 0;
-    while done < part.bytes {
-        if stop.load(Ordering::Relaxed) {
-            return Err(ReadError::Stopped);
-        }
-        let len = (part.bytes - done).min(chunk_bytes);
-        let first = range.start as u64 + done;
-        let span = region.span(first, len).map_err(|error| failed(&error))?;
-        let remote = part.sub(done, len).map_err(|error| failed(&error))?;
-        let read = connection
-            .read_directly(&span, &remote, deadline)
-            .unwrap_or_else(|| connection.read(&span, &remote, deadline));
-        read.map_err(|error| failed(&error))?;
-        // SAFETY: the bytes are within the region, as `span` has checked, and initialised: the memory was zeroed. Their
-        // transfer has ended, later transfers write other bytes, and peers have no right to the region.
-        let bytes = unsafe {
-            std::slice::from_raw_parts(region.as_ptr().as_ptr().add(first as usize), len as usize)
-        };
-        digest.update(bytes);
-        done += len;
-    }
-    Ok(())
-}
-
 /// Connects to some peers at the same time.
 fn connect<'a>(
     engine: &Engine,
     fetch: &Fetch,
     peers: &'a [Peer],
     num_threads: usize,
+    device: Option<&Arc<dyn DeviceExperts>>,
 ) -> Vec<(&'a Peer, Result<Source, String>)> {
     let deadline = Instant::now() + HELLO_TIMEOUT;
     let hello = wire::encode(&Request::Hello {
         version: VERSION,
         fingerprint: fetch.identity.fingerprint.clone(),
         parameters: fetch.identity.parameters.clone(),
+        device: device.map(|device| device.form()),
     });
     let reach = |peer: &Peer| {
         let connect = |_| {
@@ -426,7 +388,7 @@ fn connect<'a>(
         };
         reaching.into_iter().map(join).collect()
     });
-    let mut answers: HashMap<u64, Result<HashSet<(u32, u32)>, String>> = HashMap::new();
+    let mut answers: HashMap<u64, Result<PeerIndex, String>> = HashMap::new();
     // All connections of a peer get the same answer.
     let num_awaited = |answers: &HashMap<u64, _>| {
         let first = reached.iter().flatten().filter_map(|connections| connections.first());
@@ -448,23 +410,36 @@ fn connect<'a>(
                 Some(reason) => Err(reason.to_string()),
                 None => Err(format!("no answer within {} s", HELLO_TIMEOUT.as_secs())),
             };
-            let holds = answers.remove(&connection.id()).unwrap_or_else(no_answer)?;
+            let answer = answers.remove(&connection.id()).unwrap_or_else(no_answer)?;
+            let PeerIndex { holds, share } = answer;
             let (name, state) = (peer.name.clone(), Mutex::default());
-            Ok(Source { name, connections, holds, state })
+            let device = device.zip(share).and_then(|(device, share)| {
+                let reached = Arc::clone(device).reach(&share);
+                let warn = |error: &_| tracing::warn!(peer = name, %error, "a device is not used");
+                reached.inspect_err(warn).ok()
+            });
+            Ok(Source { name, connections, holds, device, state })
         });
         (peer, source)
     });
     sources.collect()
 }
 
-/// The experts of a peer, from its answer to the hello.
-fn index(bytes: &[u8]) -> Result<HashSet<(u32, u32)>, String> {
+/// What a peer holds.
+struct PeerIndex {
+    holds: HashSet<(u32, u32)>,
+    /// The text by which its device's memory is found.
+    share: Option<String>,
+}
+
+/// The answer of a peer to the hello.
+fn index(bytes: &[u8]) -> Result<PeerIndex, String> {
     match wire::decode(bytes)? {
-        Response::Index { version: VERSION, experts } => {
+        Response::Index { version: VERSION, experts, device: share } => {
             let of_layer = experts.into_iter();
             let pairs = of_layer
                 .flat_map(|entry| entry.experts.into_iter().map(move |id| (entry.layer, id)));
-            Ok(pairs.collect())
+            Ok(PeerIndex { holds: pairs.collect(), share })
         }
         Response::Index { version, .. } => Err(format!("version {version}, expected {VERSION}")),
         Response::Refused { reason, .. } => Err(reason),
@@ -486,12 +461,6 @@ const CLOSE_PERIOD: Duration = Duration::from_millis(50);
 const ROUTE_PERIOD: Duration = Duration::from_millis(20);
 /// Longest lease and pause that a peer can name.
 const MAX_LEASE_MS: u64 = 3_600_000;
-/// Bytes that are read at once, and then added to the digest.
-const CHUNK_BYTES: u64 = 16 << 20;
-/// The same for copies on the reader's thread, which cost no round trip: less than a processor's cache.
-const DIRECT_CHUNK_BYTES: u64 = 256 << 10;
-/// Alignment of parts: a cache line.
-const ALIGN_BYTES: usize = 64;
 
 #[cfg(test)]
 mod tests;

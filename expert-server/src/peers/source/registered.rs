@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use message_engine::{Access, Connection, DeregisterError, Engine, MemoryRegion};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::compute::ExpertWeights;
 use crate::peers::manifest::{Manifest, parts};
@@ -18,6 +19,8 @@ pub(super) struct Registered {
     /// One for each part; `None` for an empty part.
     regions: Vec<Option<MemoryRegion>>,
     weights: Arc<ExpertWeights>,
+    /// For a copy of a device's expert.
+    permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Registered {
@@ -30,9 +33,11 @@ impl Registered {
         weights: Arc<ExpertWeights>,
         manifest: Manifest,
         digest: [u8; 32],
+        permit: Option<OwnedSemaphorePermit>,
     ) -> Result<Self, String> {
         // Holds the weights from the first registration on.
-        let mut registered = Self { engine, manifest, digest, regions: Vec::new(), weights };
+        let mut registered =
+            Self { engine, manifest, digest, regions: Vec::new(), weights, permit };
         for part in parts(&registered.weights) {
             let region = if part.is_empty() {
                 None
@@ -51,6 +56,11 @@ impl Registered {
 
     pub(super) fn weights(&self) -> &Arc<ExpertWeights> {
         &self.weights
+    }
+
+    /// Returns true for a copy of a device's expert.
+    pub(super) const fn is_copy(&self) -> bool {
+        self.permit.is_some()
     }
 
     pub(super) fn manifest(&self) -> &Manifest {

@@ -9,7 +9,8 @@ use cudarc::driver::sys::{self, CUresult};
 
 use super::{Context, Gpu, check, ignore};
 use crate::abi::DevicePtr;
-use crate::entries::{CONVERT, FLAG_ADD, TELL_HOST};
+use crate::entries::{CHECKSUM, CONVERT, FLAG_ADD, TELL_HOST};
+use crate::gpu::checksum::{ChecksumParams, ChecksumRange};
 use crate::gpu::convert::Conversions;
 use crate::gpu::{Conversion, GpuError, Piece};
 use crate::plan::LaunchPlan;
@@ -140,6 +141,14 @@ impl Stream {
         let params = Conversions::of(pieces);
         // SAFETY: the caller's promise about the matrices; the kernel takes this structure.
         unsafe { self.launch("sy_convert", &plan, bytemuck::bytes_of(&params)) }
+    }
+
+    pub(in crate::gpu) unsafe fn checksum(&self, params: &ChecksumParams) -> Result<(), GpuError> {
+        let words: u64 = params.ranges.iter().map(ChecksumRange::words).sum();
+        let blocks = words.div_ceil(CHECKSUM_PLAN.num_threads.into()).clamp(1, CHECKSUM_BLOCKS);
+        let plan = LaunchPlan { num_blocks: blocks as u32, ..CHECKSUM_PLAN };
+        // SAFETY: the caller's promise about the memory; the kernel takes this structure.
+        unsafe { self.launch("sy_checksum", &plan, bytemuck::bytes_of(params)) }
     }
 
     pub(in crate::gpu) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
@@ -377,6 +386,9 @@ const FLAG_ADD_PLAN: LaunchPlan = LaunchPlan {
 const TELL_HOST_PLAN: LaunchPlan =
     LaunchPlan { num_threads: 256, entry: TELL_HOST, ..FLAG_ADD_PLAN };
 const CONVERT_PLAN: LaunchPlan = LaunchPlan { num_threads: 256, entry: CONVERT, ..FLAG_ADD_PLAN };
+const CHECKSUM_PLAN: LaunchPlan = LaunchPlan { num_threads: 256, entry: CHECKSUM, ..FLAG_ADD_PLAN };
+/// Enough for most of the bandwidth of a GPU's memory, and few beside kernels that serve.
+const CHECKSUM_BLOCKS: u64 = 264;
 /// Enough for the bandwidth of a GPU's memory.
 const CONVERT_BLOCKS: u64 = 1024;
 const SPIN: Duration = Duration::from_micros(200);

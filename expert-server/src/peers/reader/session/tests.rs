@@ -54,7 +54,7 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
         shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
     };
     let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
-    let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1);
+    let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None);
     assert!(opened.is_err(), "the peer answers nothing");
     let bytes = recording.join().expect("the recorder ends");
     assert!(contains(&bytes, secret.reveal()), "token {token}: {bytes:?}");
