@@ -127,14 +127,14 @@ impl UsedProofs {
 
     /// Evicts the holder with the most nonces. Among equals it prefers `asking`. Returns true if it is `asking`.
     fn evict(&mut self, asking: &str) -> bool {
-        let size =
-            |(name, holder): &(&Box<str>, &mut Holder)| (holder.num_used, ***name == *asking);
-        let Some((name, holder)) = self.holders.iter_mut().max_by_key(size) else { return false };
+        let holders = self.holders.iter_mut().map(|(name, holder)| (&**name, holder));
+        let largest = holders.max_by_key(|(name, holder)| (holder.num_used, *name == asking));
+        let Some((name, holder)) = largest else { return false };
         let latest = holder.tickets.values().map(|uses| uses.expires_at).max();
         holder.evicted_until = holder.evicted_until.max(latest);
         self.num_used -= holder.num_used;
         (holder.tickets, holder.num_used) = (HashMap::new(), 0);
-        **name == *asking
+        name == asking
     }
 
     fn sweep(&mut self, now: UnixTime) {
