@@ -144,10 +144,13 @@ fn plain_peers_and_wrong_certificates_are_refused_and_counted() {
     assert!(error.contains("the listener does not speak TLS"), "{error}");
 }
 
+/// The channel and the hello of each handshake.
+type Handshakes = Mutex<Vec<(Option<[u8; 32]>, Vec<u8>)>>;
+
 /// Remembers the handshakes that it has seen, and admits those with the right word.
 #[derive(Debug, Default)]
 struct Doorman {
-    seen: Mutex<Vec<(Option<[u8; 32]>, Vec<u8>)>>,
+    seen: Handshakes,
 }
 
 impl TicketCheck for Doorman {
@@ -170,7 +173,7 @@ impl TicketCheck for Doorman {
 #[derive(Debug)]
 struct Holder {
     ticket: &'static str,
-    seen: Mutex<Vec<(Option<[u8; 32]>, Vec<u8>)>>,
+    seen: Handshakes,
 }
 
 impl TicketSource for Holder {
