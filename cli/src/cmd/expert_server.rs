@@ -80,7 +80,7 @@ pub struct Args {
     )]
     device_batches: usize,
     /// GPU: longest time in microseconds that a batch waits for the clients of the previous batch, 0 to 2000.
-    /// The wait is at most half of the previous batch's time. 0 does not wait.
+    /// The wait is at most half of the previous batch's time and 15 µs. 0 does not wait.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_GATHER_US",
