@@ -36,6 +36,11 @@ pub(crate) enum Refusal {
     )]
     ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
     #[error(
+        "{refusal}; all servers of the fleet's model are dead: it gives way once no client follows it any more, or \
+         {retention_s} s after its last server"
+    )]
+    DeadModel { refusal: String, retention_s: u64 },
+    #[error(
         "member {name} has the model {fingerprint}, whose servers are being drained: start it with the fleet's current \
          checkpoint"
     )]

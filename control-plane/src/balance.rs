@@ -197,6 +197,35 @@ impl PlanJob {
     }
 }
 
+/// Names what `members`, which take part in plans, lack for `replicas` replicas of each expert. No member holds an
+/// expert twice. With room for all copies there is a plan with all replicas.
+pub(crate) fn replica_shortage<'a>(
+    model: &ModelDescriptor,
+    members: impl Iterator<Item = &'a Member>,
+    replicas: u32,
+) -> Option<String> {
+    let num_experts = model.num_experts as usize * model.moe_layers.len();
+    let (mut num_members, mut room) = (0, 0);
+    for member in members {
+        num_members += 1;
+        let capacity = member.record.capacity_experts.map_or(num_experts, |most| most as usize);
+        room += capacity.min(num_experts);
+    }
+    if num_members < replicas as usize {
+        return Some(format!(
+            "{replicas} replicas of each expert need {replicas} servers, and the fleet has {num_members}: add servers, \
+             or ask for fewer replicas"
+        ));
+    }
+    let needed = num_experts * replicas as usize;
+    (room < needed).then(|| {
+        format!(
+            "{replicas} replicas of each expert are {needed} copies, and the {num_members} servers have room for \
+             {room}: give servers more memory, add some, or ask for fewer replicas"
+        )
+    })
+}
+
 /// The `num_pairs` (layer, expert) pairs with the fewest holders among `others`. They are spread over the layers,
 /// because each layer's calls wait for its busiest server.
 pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignment]) -> Assignment {

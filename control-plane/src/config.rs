@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use control_api::{ClientOptions, ControlClient};
+use control_api::{ClientOptions, ControlClient, FleetGoals};
 use trust::tls::Security;
 
 use crate::access::rates::RateLimits;
+use crate::admission::check_goals;
 use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
 use crate::store::EtcdCredentials;
@@ -85,6 +86,13 @@ impl ServerConfig {
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
+        }
+        if let Some(balance) = &self.balance {
+            if !(MIN_PLAN_PERIOD..=MAX_PLAN_PERIOD).contains(&balance.period) {
+                return Err(ConfigError::PlanPeriod { found: balance.period });
+            }
+            let goals = FleetGoals { replicas: self.replicas, spare: balance.goals.spare };
+            check_goals(&goals).map_err(|refusal| ConfigError::Goals(refusal.to_string()))?;
         }
         if !(MIN_TICKET_LIFE..=MAX_TICKET_LIFE).contains(&self.ticket_life) {
             return Err(ConfigError::TicketLife { found: self.ticket_life });
@@ -278,6 +286,12 @@ pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
     LeaseTtl { found: Duration },
+    /// See [`BalanceSettings::period`].
+    #[error("a plan period of {found:?}: expected {MIN_PLAN_PERIOD:?} to {MAX_PLAN_PERIOD:?}")]
+    PlanPeriod { found: Duration },
+    /// See [`BalanceSettings::goals`].
+    #[error("goals: {0}")]
+    Goals(String),
     /// See [`ServerConfig::ticket_life`].
     #[error("a life of {found:?} for tickets: expected {MIN_TICKET_LIFE:?} to {MAX_TICKET_LIFE:?}")]
     TicketLife { found: Duration },
@@ -327,4 +341,6 @@ const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
 const MIN_TICKET_LIFE: Duration = Duration::from_secs(10);
 /// Half of the life of the key that signs a ticket must be longer.
 const MAX_TICKET_LIFE: Duration = Duration::from_secs(12 * 3600);
+const MIN_PLAN_PERIOD: Duration = Duration::from_millis(100);
+const MAX_PLAN_PERIOD: Duration = Duration::from_secs(24 * 3600);
 const MAX_LEASE_TTL: Duration = Duration::from_secs(3600);

@@ -91,8 +91,16 @@ fn describe(event: &FleetEvent) -> (Severity, String) {
             let spare = goals.spare * 100.0;
             (Info, format!("new goals: {} replicas at least, {spare:.0} % beyond", goals.replicas))
         }
+        FleetEvent::GoalsKept { goals, .. } => {
+            let spare = goals.spare * 100.0;
+            let text = format!(
+                "the stored goals stay, not those of the start: {} replicas at least, {spare:.0} % beyond",
+                goals.replicas
+            );
+            (Warn, text)
+        }
         FleetEvent::Short { shortage } => {
-            (Error, format!("the fleet cannot be planned: {shortage}"))
+            (Error, format!("the fleet cannot be planned as wanted: {shortage}"))
         }
         FleetEvent::NameContested { name } => {
             (Error, format!("two live processes use the name {name}: the later one keeps it"))

@@ -86,6 +86,8 @@ pub(crate) struct Fleet {
     first_join: Option<Duration>,
     /// True once every expert has had its replicas.
     was_complete: bool,
+    /// False if no client follows the placement, as far as the control plane knows.
+    has_clients: bool,
     /// True once this process has connected to any member: an unreachable one is then at fault itself.
     has_reached_any: bool,
     /// Goals that were changed while the control plane ran.
@@ -126,7 +128,13 @@ impl Fleet {
         let drains = members.values().any(Member::keeps_serving);
         // By then every live member has renewed its lease, with a report of its load.
         let plans_from = if members.is_empty() { now } else { now + settings.lease_ttl };
+        let mut events = Vec::new();
         if let (Some(balance), Some(goals)) = (&mut settings.balance, snapshot.goals) {
+            let asked =
+                FleetGoals { replicas: balance.goals.min_replicas, spare: balance.goals.spare };
+            if asked != goals {
+                events.push(FleetEvent::GoalsKept { asked, goals });
+            }
             balance.goals.min_replicas = goals.replicas;
             balance.goals.spare = goals.spare;
         }
@@ -158,11 +166,12 @@ impl Fleet {
             last_plan: now,
             first_join: None,
             was_complete,
+            has_clients: true,
             has_reached_any: false,
             changed_goals: snapshot.goals,
             tickets: snapshot.tickets,
             shortage: None,
-            events: Vec::new(),
+            events,
         }
     }
 

@@ -28,6 +28,7 @@ pub(crate) struct Metrics {
     members: IntGaugeVec,
     members_unreachable: IntGauge,
     members_insecure: IntGauge,
+    plan_short: IntGauge,
     epoch: IntGauge,
     edition_serving: IntGaugeVec,
     edition_missing: IntGaugeVec,
@@ -123,6 +124,10 @@ impl Metrics {
             members_insecure: make.gauge(
                 names::MEMBERS_INSECURE,
                 "Members that speak plain text to clients of other hosts, or admit them without a ticket.",
+            )?,
+            plan_short: make.gauge(
+                names::PLAN_SHORT,
+                "1 while the servers allow no plan, or none with all replicas, 0 otherwise.",
             )?,
             epoch: make.gauge(names::EPOCH, "Epoch (version) of the placement table in force.")?,
             is_shown: Arc::new(AtomicBool::new(true)),
@@ -262,6 +267,12 @@ impl Metrics {
         }
     }
 
+    pub(crate) fn set_plan_short(&self, is_short: bool) {
+        if self.is_shown() {
+            self.plan_short.set(i64::from(is_short));
+        }
+    }
+
     pub(crate) fn set_expert_load(&self, loads: &[LayerLoad]) {
         if self.is_shown() {
             self.expert_load.set(loads);
@@ -346,6 +357,7 @@ impl Metrics {
         self.set_members(MemberCounts::default());
         self.set_unreachable(0);
         self.set_insecure(0);
+        self.set_plan_short(false);
         self.set_expert_load(&[]);
         self.set_coverage(Coverage::default());
         self.set_editions(&[]);

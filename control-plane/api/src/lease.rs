@@ -99,8 +99,11 @@ pub enum LeaseError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The lease has ended: the keeper has failed or left.
-    #[error("the lease has ended: {reason}")]
-    Ended { reason: String, code: Option<String> },
+    #[error(
+        "{}: {reason}",
+        if *was_leased { "the lease has ended" } else { "the registration has failed" }
+    )]
+    Ended { reason: String, code: Option<String>, was_leased: bool },
     /// The control plane did not confirm within the caller's time limit.
     #[error("the control plane did not confirm within {bound_ms} ms (last error: {last_error})")]
     Timeout { bound_ms: u64, last_error: String },
@@ -246,7 +249,8 @@ impl LeaseKeeper {
             return Ok(settled);
         }
         let reason = settled.last_error.unwrap_or_else(|| "the member has left".to_owned());
-        Err(LeaseError::Ended { reason, code: settled.last_error_code })
+        let was_leased = settled.num_registrations > 0;
+        Err(LeaseError::Ended { reason, code: settled.last_error_code, was_leased })
     }
 }
 

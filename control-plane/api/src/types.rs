@@ -585,6 +585,8 @@ pub enum AdviceReason {
     LateFrames,
     /// The memory does not hold every expert and its replicas.
     Memory,
+    /// Each replica of an expert needs a server of its own.
+    Replicas,
     /// Fewer servers can carry the load.
     Surplus,
     /// Members have not reported for long enough: the advice is the present number.
@@ -601,6 +603,7 @@ impl AdviceReason {
             Self::Queue => "queue",
             Self::LateFrames => "late_frames",
             Self::Memory => "memory",
+            Self::Replicas => "replicas",
             Self::Surplus => "surplus",
             Self::TooLittleData => "too_little_data",
         }

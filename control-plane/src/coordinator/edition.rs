@@ -47,6 +47,11 @@ impl Coordinator {
         super::insecure_servers(&lock(&self.fleet))
     }
 
+    /// Notes whether any client follows the placement of this edition.
+    pub(crate) fn note_clients(&self, has_clients: bool) {
+        lock(&self.fleet).note_clients(has_clients);
+    }
+
     pub(crate) fn has_predecessor(&self, id: &MemberId) -> bool {
         lock(&self.fleet).has_predecessor(id)
     }

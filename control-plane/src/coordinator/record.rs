@@ -38,8 +38,17 @@ impl Coordinator {
             FleetEvent::GoalsChanged { goals } => {
                 info!(replicas = goals.replicas, spare = goals.spare, "the goals have changed");
             }
+            FleetEvent::GoalsKept { asked, goals } => {
+                warn!(
+                    replicas = goals.replicas,
+                    spare = goals.spare,
+                    asked_replicas = asked.replicas,
+                    asked_spare = asked.spare,
+                    "the goals that were set while the fleet ran stay: `switchyard scale` changes them"
+                );
+            }
             FleetEvent::Short { shortage } => {
-                error!(shortage, "the fleet cannot be planned: the placement stays as it is");
+                error!(shortage, "the fleet cannot be planned as wanted");
             }
             FleetEvent::NameContested { name } => {
                 metrics.name_conflicts.inc();

@@ -41,17 +41,18 @@ impl Coordinator {
     /// Expires members. Returns the plan to compute, if one is due.
     pub(super) fn tick(&self, period: Duration, advise_at: &mut Duration) -> Option<PlanJob> {
         self.renew_ticket_key();
-        let (advice, due) = self.with_fleet(|fleet, now| {
+        let (advice, is_short, due) = self.with_fleet(|fleet, now| {
             fleet.tick(now, period);
             let loads = |fleet: &Fleet| fleet.expert_loads(self.metrics.top_experts);
             let advice = (now >= *advise_at).then(|| {
                 (fleet.advice(), fleet.num_unreachable(), fleet.num_insecure(), loads(fleet))
             });
-            (advice, fleet.take_plan())
+            (advice, fleet.shortage().is_some(), fleet.take_plan())
         });
         if let Some((advice, num_unreachable, num_insecure, loads)) = advice {
             self.metrics.set_insecure(num_insecure);
             self.metrics.set_unreachable(num_unreachable);
+            self.metrics.set_plan_short(is_short);
             self.metrics.set_expert_load(&loads);
             *advise_at = self.clock.now() + ADVICE_PERIOD;
             self.metrics.set_advice(&advice);

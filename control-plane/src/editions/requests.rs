@@ -55,6 +55,8 @@ impl Editions {
                 holders.push(other);
             }
         }
+        let is_followed = |edition| self.num_clients(edition) > 0;
+        target.coordinator.note_clients(editions.len() > 1 || editions.iter().any(is_followed));
         let response = target.coordinator.register(request, owner, replaced).await?;
         holders.iter().for_each(|holder| holder.coordinator.release(&name));
         Ok(response)

@@ -24,6 +24,11 @@ pub(crate) enum FleetEvent {
     GoalsChanged {
         goals: FleetGoals,
     },
+    /// The stored goals stay in force, although the control plane was started with others.
+    GoalsKept {
+        asked: FleetGoals,
+        goals: FleetGoals,
+    },
     /// The members have too little memory for a plan.
     Short {
         shortage: String,

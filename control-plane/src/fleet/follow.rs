@@ -53,7 +53,7 @@ impl Fleet {
         }
     }
 
-    /// Reason why the last plan failed, if it did.
+    /// Reason why the last plan failed or gives experts too few replicas, if so.
     pub(crate) fn shortage(&self) -> Option<String> {
         self.shortage.clone()
     }
@@ -176,7 +176,14 @@ impl Fleet {
     }
 
     fn set_targets(&mut self, plan: FleetPlan) {
-        self.set_shortage(plan.shortage());
+        let planned = self.members.values().filter(|member| member.is_planned());
+        let replicas = self.replicas();
+        let shortage = plan.shortage().or_else(|| {
+            self.model
+                .as_ref()
+                .and_then(|model| balance::replica_shortage(model, planned, replicas))
+        });
+        self.set_shortage(shortage);
         let FleetPlan { assignments, num_loads, imbalance, .. } = plan;
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         for (member, target) in planned.zip(assignments) {

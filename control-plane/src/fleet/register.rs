@@ -30,15 +30,28 @@ impl Fleet {
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
         // The model belongs to its members, the expired ones included: an outage of all must not let another model in.
-        // A model that never served as a whole gives way as soon as no member lives.
+        // A model that never served as a whole gives way as soon as no member lives. One that has served does so if no
+        // client lives either. After a restart, clients and members first have the time of a lease to return.
+        let is_dead = !self.members.values().any(Member::is_leased);
+        let has_returned = now >= self.plans_from;
+        let is_unused = is_dead && !self.has_clients && has_returned;
         let is_free = match self.was_complete {
-            true => self.members.is_empty(),
-            false => !self.members.values().any(Member::is_leased),
+            true => self.members.is_empty() || is_unused,
+            false => is_dead,
         };
         let is_replaced =
             is_free && self.model.as_ref().is_some_and(|model| *model != request.model);
         let model = self.model.as_ref().filter(|_| !is_replaced);
-        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
+        let is_pinned = self.settings.pinned_fingerprint.is_some();
+        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref()).map_err(
+            |refusal| match refusal {
+                Refusal::ModelMismatch { .. } if is_dead && !is_pinned => {
+                    let retention_s = self.settings.expired_retention.as_secs();
+                    Refusal::DeadModel { refusal: refusal.to_string(), retention_s }
+                }
+                refusal => refusal,
+            },
+        )?;
         let known = self.members.get(&request.name);
         let bound_to = known.and_then(|member| member.record.member_id.tag());
         if owner.is_some() && bound_to.is_some() && owner != bound_to {
@@ -93,6 +106,11 @@ impl Fleet {
             assignment_version: member.record.assignment_version,
             ticket_keys: None,
         })
+    }
+
+    /// Notes whether any client follows the placement. Without this call the fleet assumes so.
+    pub(crate) fn note_clients(&mut self, has_clients: bool) {
+        self.has_clients = has_clients;
     }
 
     /// Registers a known process again: same identity, same assignment, fresh lease.

@@ -443,16 +443,48 @@ fn an_outage_of_all_members_lets_no_other_model_in() {
     wrong.model.fingerprint = "deadbeefdeadbeef".to_owned();
     world.advance(TTL * 2);
     let err = world.fleet.register(wrong.clone(), world.now).unwrap_err();
-    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+    assert!(matches!(err, Refusal::DeadModel { .. }), "{err}");
+    let text = err.to_string();
+    assert!(text.contains("all servers") && text.contains("deadbeefdeadbeef"), "{text}");
     // Also after a restart of the control plane.
     let (snapshot, _) = world.fleet.snapshot();
     let mut restored = World::with(settings(), Some(snapshot));
     restored.advance(TTL * 2);
     let err = restored.fleet.register(wrong.clone(), restored.now).unwrap_err();
-    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+    assert!(matches!(err, Refusal::DeadModel { .. }), "{err}");
     // The members are forgotten after the retention, and the model with them.
     world.advance(Duration::from_secs(60));
     world.fleet.register(wrong, world.now).unwrap();
+}
+
+/// Without members and clients nothing needs the model. After a restart, both first have the time to return.
+#[test]
+fn a_model_without_members_and_clients_gives_way_at_once() {
+    let mut world = World::new();
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        world.serve(name, incarnation);
+    }
+    assert!(world.fleet.coverage().is_complete());
+    let mut other = World::request("other", 9);
+    other.model.fingerprint = "deadbeefdeadbeef".to_owned();
+    world.fleet.note_clients(false);
+    let err = world.fleet.register(other.clone(), world.now).unwrap_err();
+    assert!(matches!(err, Refusal::ModelMismatch { .. }), "{err}");
+    world.advance(TTL * 2);
+    let (snapshot, _) = world.fleet.snapshot();
+    let mut restored = World::with(settings(), Some(snapshot));
+    for has_clients in [true, false] {
+        restored.fleet.note_clients(has_clients);
+        restored.fleet.register(other.clone(), restored.now).unwrap_err();
+    }
+    restored.advance(TTL);
+    for world in [&mut world, &mut restored] {
+        world.fleet.note_clients(true);
+        world.fleet.register(other.clone(), world.now).unwrap_err();
+        world.fleet.note_clients(false);
+        world.fleet.register(other.clone(), world.now).unwrap();
+        assert_eq!(world.fleet.model(), Some(&other.model));
+    }
 }
 
 #[test]

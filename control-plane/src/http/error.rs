@@ -96,6 +96,7 @@ impl From<OperationError> for HttpError {
                 Refusal::NameInUse { .. } => code::NAME_IN_USE,
                 Refusal::NameBound { .. } => code::FORBIDDEN,
                 Refusal::ModelMismatch { .. }
+                | Refusal::DeadModel { .. }
                 | Refusal::ModelLeaves { .. }
                 | Refusal::DescriptorMismatch { .. }
                 | Refusal::BytesMismatch => code::MODEL_MISMATCH,

@@ -45,10 +45,20 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
     }
     match app.roles.current() {
         Role::Leader { editions, .. } => {
-            Ok(match (editions.write_error(), app.exposure.tls_error()) {
-                (Some(reason), _) => format!("ok, but the store cannot be written: {reason}\n"),
-                (None, Some(reason)) => format!("ok, but the TLS files cannot be used: {reason}\n"),
-                (None, None) => "ok\n".to_owned(),
+            let status = editions.status();
+            let store = editions.write_error();
+            let problems = [
+                store.map(|reason| format!("the store cannot be written: {reason}")),
+                app.exposure
+                    .tls_error()
+                    .map(|reason| format!("the TLS files cannot be used: {reason}")),
+                status.lost_experts(),
+                status.plan_problem(),
+            ];
+            let problems: Vec<String> = problems.into_iter().flatten().collect();
+            Ok(match problems.is_empty() {
+                true => "ok\n".to_owned(),
+                false => format!("ok, but {}\n", problems.join("; ")),
             })
         }
         // The table of a follower turns stale if the leader does not answer.

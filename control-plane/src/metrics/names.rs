@@ -31,6 +31,7 @@ pub const MODEL_EXPERTS_WITHOUT_REPLICA: &str = "switchyard_control_model_expert
 pub const MODEL_SERVING_MEMBERS: &str = "switchyard_control_model_serving_members";
 pub const NAME_CONFLICTS_TOTAL: &str = "switchyard_control_name_conflicts_total";
 pub const PLACEMENT_CHANGES_TOTAL: &str = "switchyard_control_placement_changes_total";
+pub const PLAN_SHORT: &str = "switchyard_control_plan_short";
 pub const PLACEMENT_SECONDS: &str = "switchyard_control_placement_seconds";
 pub const PLAN_SECONDS: &str = "switchyard_control_plan_seconds";
 pub const QUEUE_FRAMES: &str = "switchyard_control_queue_frames";

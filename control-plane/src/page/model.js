@@ -253,7 +253,7 @@ export function health(status) {
   if (!status.store.writable) {
     problems.push(["bad", `The store cannot be written${status.store.error ? `: ${status.store.error}` : ""}. Servers of new names are refused.`]);
   }
-  if (status.plan_error) problems.push(["warn", `The fleet cannot be planned: ${status.plan_error}`]);
+  if (status.plan_error) problems.push(["warn", `The fleet cannot be planned as wanted: ${status.plan_error}`]);
   if (status.tls_error) problems.push(["warn", `The control plane's TLS files cannot be used: ${status.tls_error}`]);
   if (status.insecure) problems.push(["warn", status.insecure]);
   for (const edition of status.editions ?? []) {

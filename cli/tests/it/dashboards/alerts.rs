@@ -77,6 +77,14 @@ fn fleet() -> Vec<Alert> {
             description: "`switchyard status` names the members and the reason. Check --advertise and the network.",
         },
         Alert {
+            name: "SwitchyardPlanShort",
+            expr: format!("{} > 0", control::PLAN_SHORT),
+            hold: Some("2m"),
+            severity: "warning",
+            summary: "the servers allow no plan with all replicas",
+            description: "`switchyard status` says what is short: memory, servers, or files that can be read.",
+        },
+        Alert {
             name: "SwitchyardNameConflict",
             expr: format!("increase({}[10m]) > 0", control::NAME_CONFLICTS_TOTAL),
             hold: None,

@@ -382,6 +382,52 @@ fn a_drain_goes_on_after_a_restart() {
     assert!(fleet.world.fleet.coverage().is_complete());
 }
 
+/// Replicas that memory or the number of servers does not allow are named as long as they are missing.
+#[test]
+fn replicas_that_do_not_fit_are_named() {
+    let mut fleet = Elastic::new(2, 1);
+    let join = |fleet: &mut Elastic, name: &str, incarnation| {
+        fleet.join(name, incarnation);
+        let member = fleet.world.fleet.members.get_mut(name).unwrap();
+        member.record.capacity_experts = Some(20);
+    };
+    join(&mut fleet, "a", 1);
+    join(&mut fleet, "b", 2);
+    let shortage = |fleet: &mut Elastic, replicas| {
+        let goals = FleetGoals { replicas, spare: 0.0 };
+        fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+        (0..5).for_each(|_| fleet.second());
+        fleet.world.fleet.shortage().unwrap_or_default()
+    };
+    assert_eq!(shortage(&mut fleet, 1), "");
+    let text = shortage(&mut fleet, 2);
+    assert!(text.contains("48 copies") && text.contains("room for 40"), "{text}");
+    let text = shortage(&mut fleet, 3);
+    assert!(text.contains("need 3 servers") && text.contains("has 2"), "{text}");
+    let is_event = |event: &FleetEvent| matches!(event, FleetEvent::Short { .. });
+    assert_eq!(fleet.world.fleet.take_events().iter().filter(|event| is_event(event)).count(), 2);
+    join(&mut fleet, "c", 3);
+    assert_eq!(shortage(&mut fleet, 2), "");
+    assert!(fleet.world.fleet.coverage().is_complete());
+}
+
+/// A control plane that starts with other goals than those that were set while it ran says which ones hold.
+#[test]
+fn stored_goals_that_win_over_those_of_the_start_are_an_event() {
+    for (stored, is_event) in [(1, false), (2, true)] {
+        let mut fleet = Elastic::new(1, 1);
+        let asked = fleet.world.fleet.goals().unwrap();
+        let goals = FleetGoals { replicas: stored, ..asked };
+        fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+        let (snapshot, _) = fleet.world.fleet.snapshot();
+        let balance = Some(BalanceSettings::default());
+        let mut next = World::with(FleetSettings { balance, ..settings() }, Some(snapshot));
+        assert_eq!(next.fleet.goals().unwrap(), goals);
+        let event = FleetEvent::GoalsKept { asked, goals };
+        assert_eq!(next.fleet.take_events().contains(&event), is_event);
+    }
+}
+
 /// No server will take over the experts of the last ones, or those of a server without any: they leave at once.
 #[test]
 fn servers_that_nothing_can_replace_leave_at_once() {
