@@ -4,6 +4,7 @@ mod change;
 mod digests;
 mod error;
 mod exposure;
+mod extract;
 mod forward;
 mod guard;
 mod models;

@@ -14,6 +14,7 @@ use httpd::PeerAddr;
 use trust::{Identity, Role};
 
 use super::error::{Failure, HttpError};
+use super::extract::member_id;
 use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, DIGESTS_PATH, Route, forward, page};
 use crate::access::metrics::RefusalReason;
@@ -178,7 +179,7 @@ fn take(app: &App, bucket: Bucket, reason: RefusalReason) -> Result<(), HttpErro
 fn member_of(route: Option<&str>, path: &str) -> Option<Result<MemberId, HttpError>> {
     let rest = route?.strip_prefix(MEMBER_PREFIX).and(path.strip_prefix(MEMBERS))?;
     let text = rest.split('/').next().unwrap_or_default();
-    Some(MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string())))
+    Some(member_id(text))
 }
 
 /// Runs the route, with limits on the announced body and on the time for body and answer.

@@ -6,7 +6,8 @@ use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse};
 
 use super::App;
 use super::change::{Change, NoArguments};
-use super::error::{Body, HttpError};
+use super::error::HttpError;
+use super::extract::Body;
 use super::guard::AuditNote;
 
 /// Issues a ticket: a short-lived permission to connect to the servers of the fleet. The client shows it in each
