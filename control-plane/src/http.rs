@@ -5,6 +5,7 @@ mod cross_site;
 mod digests;
 mod error;
 mod exposure;
+mod extract;
 mod forward;
 mod guard;
 mod models;

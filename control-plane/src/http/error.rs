@@ -1,15 +1,11 @@
-//! Errors as HTTP responses, and JSON bodies of requests.
+//! Errors as HTTP responses.
 
 use axum::Json;
-use axum::body::Bytes;
-use axum::extract::{FromRequest, Request};
-use axum::http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, code};
-use serde::de::DeserializeOwned;
 
-use super::App;
 use crate::admission::Refusal;
 use crate::coordinator::OperationError;
 use crate::tickets::IssueError;
@@ -121,48 +117,5 @@ impl From<OperationError> for HttpError {
             _ => None,
         };
         Self { retry_after, ..Self::new(code, err.to_string()) }
-    }
-}
-
-/// A JSON body. An empty one stands for `{}`.
-pub(crate) struct Body<T>(pub(crate) T);
-
-impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
-    type Rejection = HttpError;
-
-    async fn from_request(request: Request, state: &App) -> Result<Self, HttpError> {
-        // Requiring the content type stops web pages from posting here without the browser's CORS
-        // preflight request.
-        let content_type = request.headers().get(CONTENT_TYPE).cloned();
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| {
-            let text = rejection.body_text();
-            match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    HttpError::body_too_large(state.limits.max_body_bytes)
-                }
-                _ => HttpError::new(code::BAD_REQUEST, format!("the body cannot be read: {text}")),
-            }
-        })?;
-        let is_json = content_type.is_some_and(|value| {
-            value.as_bytes().to_ascii_lowercase().starts_with(b"application/json")
-        });
-        if !bytes.is_empty() && !is_json {
-            let text = "the body must be JSON: send the header `Content-Type: application/json`";
-            return Err(HttpError::new(code::BAD_REQUEST, text));
-        }
-        let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
-        // An array would be read as the fields in their order.
-        let is_array = text.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
-        match serde_json::from_slice(text) {
-            Ok(_) if is_array => {
-                let text = "the body is not the JSON that this route expects: expected an object";
-                Err(HttpError::new(code::BAD_REQUEST, text))
-            }
-            Ok(value) => Ok(Self(value)),
-            Err(err) => {
-                let text = format!("the body is not the JSON that this route expects: {err}");
-                Err(HttpError::new(code::BAD_REQUEST, text))
-            }
-        }
     }
 }

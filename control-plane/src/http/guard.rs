@@ -15,6 +15,7 @@ use trust::{Identity, Role};
 
 use super::cross_site::{self, Foreign};
 use super::error::{Failure, HttpError};
+use super::extract::member_id;
 use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, DIGESTS_PATH, Route, forward, page};
 use crate::access::audit::Kind;
@@ -220,7 +221,7 @@ fn take(app: &App, bucket: Bucket, reason: RefusalReason) -> Result<(), HttpErro
 fn member_of(route: Option<&str>, path: &str) -> Option<Result<MemberId, HttpError>> {
     let rest = route?.strip_prefix(MEMBER_PREFIX).and(path.strip_prefix(MEMBERS))?;
     let text = rest.split('/').next().unwrap_or_default();
-    Some(MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string())))
+    Some(member_id(text))
 }
 
 /// Runs the route, with limits on the announced body and on the time for body and answer.

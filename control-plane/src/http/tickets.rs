@@ -9,7 +9,8 @@ use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse, Ticke
 use trust::Role;
 
 use super::change::{Change, NoArguments};
-use super::error::{Body, HttpError};
+use super::error::HttpError;
+use super::extract::Body;
 use super::guard::AuditNote;
 use super::{App, forward};
 use crate::access::{Caller, Rule};

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, PlacementTable, code};
@@ -16,6 +15,7 @@ use tokio::sync::broadcast;
 
 use super::App;
 use super::error::HttpError;
+use super::extract::Checked;
 use super::forward::no_leader;
 use super::models::ModelQuery;
 use super::watch_permits::WatchPermit;
@@ -41,12 +41,11 @@ use httpd::stopped;
 pub(super) async fn placement_watch(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-    query: Result<Query<ModelQuery>, QueryRejection>,
+    Checked(query): Checked<ModelQuery>,
 ) -> Result<Response, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    let query = ModelQuery::checked(query)?;
     let edition = query.edition(&app)?;
     let freshness = edition.board.freshness();
     if !*freshness.borrow() {
