@@ -421,9 +421,16 @@ impl Io {
         self.close_opened(handshake);
         let message = match failure {
             Failure::Io(_) | Failure::Ticket(_) | Failure::Rejected(_) => return Outcome::Ended,
+            Failure::Tls(_) if is_rejected => return Outcome::Ended,
             Failure::Tls(reason) => {
                 self.warn_refused(&reason);
-                return Outcome::Ended;
+                // The socket stays until the peer has read the alert: a socket with unread bytes would reset it away.
+                handshake.step = Step::Rejected;
+                handshake.out.clear();
+                handshake.socket.finish();
+                let received = handshake.socket.received().len();
+                handshake.socket.consume(received);
+                return Outcome::InProgress;
             }
             Failure::Foreign(message) | Failure::Refuse(message) => message,
         };

@@ -18,6 +18,9 @@ use trust::tls::{Side, binding_of, explain};
 pub(super) struct ControlSocket {
     stream: TcpStream,
     tls: Option<Box<TlsConnection>>,
+    /// TLS has failed. Nothing is written any more, so that no message leaves without encryption, and received bytes are
+    /// for the caller to discard.
+    has_failed: bool,
     data: u64,
     wants_out: bool,
     rx: Vec<u8>,
@@ -31,7 +34,7 @@ pub(super) enum ReadOutcome {
     Data,
     WouldBlock,
     Closed(String),
-    /// TLS failed, with the reason and the remedy.
+    /// TLS failed, with the reason and the remedy. The peer has been told; its further bytes mean nothing.
     TlsFailed(String),
     /// A listener with TLS got other bytes. The socket goes on without TLS, so that the peer can be told.
     NotTls(String),
@@ -57,7 +60,7 @@ impl ControlSocket {
         sockopt::set_tcp_user_timeout(&stream, timeout.as_millis() as u32)?;
         epoll::add(set, &stream, epoll::EventData::new_u64(data), interest(wants_out))?;
         let rx = vec![0; FIRST_BUFFER_BYTES];
-        Ok(Self { stream, tls: None, data, wants_out, rx, start: 0, end: 0 })
+        Ok(Self { stream, tls: None, has_failed: false, data, wants_out, rx, start: 0, end: 0 })
     }
 
     /// Speaks TLS from here on.
@@ -102,7 +105,7 @@ impl ControlSocket {
         if self.rx.len() < wanted {
             self.rx.resize(wanted.max(GROWN_BUFFER_BYTES), 0);
         }
-        if self.tls.is_some() {
+        if self.tls.is_some() && !self.has_failed {
             return self.read_records();
         }
         loop {
@@ -178,12 +181,13 @@ impl ControlSocket {
         }
         // The alert tells the peer. It may be gone.
         let _ = self.push_records();
+        self.has_failed = true;
         ReadOutcome::TlsFailed(reason)
     }
 
     /// Writes TLS records that wait, as far as the socket takes them.
     pub(super) fn push_records(&mut self) -> io::Result<()> {
-        let Some(tls) = &mut self.tls else { return Ok(()) };
+        let Some(tls) = self.tls.as_mut().filter(|_| !self.has_failed) else { return Ok(()) };
         while tls.wants_write() {
             match tls.write_tls(&mut self.stream) {
                 Ok(_) => {}
@@ -197,11 +201,14 @@ impl ControlSocket {
 
     /// Returns true if TLS records wait to be written.
     pub(super) fn has_records(&self) -> bool {
-        self.tls.as_ref().is_some_and(|tls| tls.wants_write())
+        !self.has_failed && self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
     /// Writes as many bytes as the socket takes without blocking.
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.has_failed {
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "TLS has failed"));
+        }
         if self.tls.is_some() {
             self.push_records()?;
             let has_room = !self.has_records();
@@ -234,7 +241,7 @@ impl ControlSocket {
 
     /// Shuts down the sending direction. Records that the system has not taken are lost.
     pub(super) fn finish(&mut self) {
-        if let Some(tls) = &mut self.tls {
+        if let Some(tls) = self.tls.as_mut().filter(|_| !self.has_failed) {
             tls.send_close_notify();
             let _ = self.push_records();
         }
