@@ -40,8 +40,8 @@ impl Fleet {
         check_goals(goals)
     }
 
-    /// Returns from `goals` to the goals before, which are `old`: those in force, and those that were changed while
-    /// the control plane ran. Does nothing if the goals have changed again.
+    /// Returns from `goals` to the goals before, which are `old`: the goals in force, and the ones that
+    /// were changed while the control plane ran. Does nothing if the goals have changed again.
     pub(crate) fn take_back_goals(
         &mut self,
         goals: FleetGoals,

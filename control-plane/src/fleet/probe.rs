@@ -73,8 +73,8 @@ impl Fleet {
         until <= now + slack
     }
 
-    /// Lets a member expire with the next tick that is late to renew, and whose host now refuses connections to an
-    /// address that has accepted them: no process of it is left. A live member that is only late still accepts, and a
+    /// Lets a late member expire with the next tick. Its host refuses connections to an address that has accepted them,
+    /// so no process of it is left. A live member that is only late still accepts, and a
     /// lost path refuses nothing.
     fn expire_late(&mut self, name: &str, now: Duration) {
         let Some(member) = self.members.get(name) else { return };

@@ -112,6 +112,12 @@ fn zipf_loads_of_a_large_model_are_balanced_within_three_plans() {
     let moved: usize = plans.iter().map(|plan| plan.num_loads).sum();
     println!("busiest {before:.3} -> {after:.3}, {moved} experts loaded in {} plans", plans.len());
     assert!(before > 1.1 && after <= 1.05, "{before} -> {after}");
+    // A call waits for the busiest server of its layer, which the sum over all layers does not show.
+    for (layer, loads) in model.moe_layers.iter().zip(&loads) {
+        let model = ModelDescriptor { moe_layers: vec![*layer], ..model.clone() };
+        let of_layer = busiest(&model, fleet, std::slice::from_ref(loads));
+        assert!(of_layer <= goals.start_above + 1e-9, "layer {layer}: {of_layer}");
+    }
     for &layer in &model.moe_layers {
         for expert in 0..256 {
             assert!(num_holders(fleet, layer, expert) >= 2);
@@ -204,12 +210,13 @@ prop_compose! {
     fn any_member()(
         capacity in prop::option::of(0u32..120),
         speed in prop_oneof![Just(1.0), 0.01f64..100.0],
+        zone in prop::option::of(prop::sample::select(vec!["a", "b", "c"])),
         current in any_assignment(),
         held in any_assignment(),
         hidden in prop_oneof![Just(0), 0u32..50],
         unreadable in prop_oneof![Just(Assignment::default()), any_assignment()],
-    ) -> (Option<u32>, f64, [Assignment; 3], u32) {
-        (capacity, speed, [current, held, unreadable], hidden)
+    ) -> (Option<u32>, f64, Option<&'static str>, [Assignment; 3], u32) {
+        (capacity, speed, zone, [current, held, unreadable], hidden)
     }
 }
 
@@ -225,9 +232,9 @@ proptest! {
         loads in prop::collection::vec(prop::collection::vec(0.0f64..100.0, 0..40), 0..4),
     ) {
         let model = model(num_layers, num_experts);
-        let members: Vec<PlanMember<'_>> = members.iter().map(|(capacity, speed, [current, held, unreadable], hidden)| {
+        let members: Vec<PlanMember<'_>> = members.iter().map(|(capacity, speed, zone, [current, held, unreadable], hidden)| {
             PlanMember {
-                capacity_experts: *capacity, speed: *speed, zone: None, current, held, hidden: *hidden, unreadable,
+                capacity_experts: *capacity, speed: *speed, zone: *zone, current, held, hidden: *hidden, unreadable,
             }
         }).collect();
         let goals = PlanGoals { min_replicas, spare, max_moves, ..PlanGoals::default() };
