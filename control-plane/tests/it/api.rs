@@ -351,7 +351,8 @@ fn urls_that_cannot_work_are_named() {
 /// A control plane does not start with goals that it would refuse later.
 #[tokio::test]
 async fn goals_and_plan_periods_out_of_range_are_refused_at_the_start() {
-    let cases: [(fn(&mut ServerConfig), &str); 4] = [
+    type Change = fn(&mut ServerConfig);
+    let cases: [(Change, &str); 4] = [
         (|config| config.replicas = 65, "replicas 65: expected 1 to 64"),
         (|config| config.balance.as_mut().unwrap().goals.spare = 17.0, "spare 17"),
         (|config| config.balance.as_mut().unwrap().period = Duration::ZERO, "plan period of 0ns"),
