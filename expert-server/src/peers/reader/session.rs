@@ -425,7 +425,7 @@ fn connect<'a>(
     sources.collect()
 }
 
-/// What a peer holds.
+/// Experts of a peer.
 struct PeerIndex {
     holds: HashSet<(u32, u32)>,
     /// The text by which its device's memory is found.
