@@ -172,7 +172,7 @@ impl Launcher {
         LayerSize::of_client(num_tokens, self.options.max_servers as u32).starts()
     }
 
-    /// The blocks that the options ask for, else those that the table chose.
+    /// The blocks that the options ask for, else the table's.
     const fn blocks(&self, chosen: u32) -> u32 {
         if self.options.num_blocks == 0 { chosen } else { self.options.num_blocks }
     }
