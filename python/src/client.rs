@@ -21,7 +21,7 @@ use crate::errors::{Kind, error};
 use crate::interrupt::Interrupt;
 use crate::logs;
 use arguments::{Request, Target};
-use call::{Failure, Finished, Scratch};
+use call::{Failure, Finished, LayerCall, Scratch};
 use gpu::GpuClient;
 use handle::Handle;
 use report::{CallReport, Report, ServerReport};
@@ -415,7 +415,7 @@ impl Client {
     ) -> PyResult<Bound<'py, PyAny>> {
         let backend = self.open(py)?;
         let context = self.shared.traces.context(py, traceparent)?;
-        let layer = arguments::layer(layer)?;
+        let layer = LayerCall { number: arguments::layer(layer)?, context };
         let place = backend.place(x);
         let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, false)?;
         let target = Target::new(&request, x, out)?;
@@ -469,13 +469,11 @@ impl Client {
     ) -> PyResult<Handle> {
         let backend = self.open(py)?;
         let context = self.shared.traces.context(py, traceparent)?;
-        let layer = arguments::layer(layer)?;
+        let layer = LayerCall { number: arguments::layer(layer)?, context };
         let place = backend.place(x);
         let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, true)?;
         match backend {
-            Backend::Host(moe) => {
-                handle::dispatch(py, moe, layer, request, x, context, &self.shared)
-            }
+            Backend::Host(moe) => handle::dispatch(py, moe, layer, request, x, &self.shared),
             Backend::Gpu(gpu) => {
                 let work = (request, place.stream());
                 let arrays = [x, topk_idx, topk_weights];

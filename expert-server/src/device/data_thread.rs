@@ -326,6 +326,9 @@ impl DataThread {
         let gather = self.gather_policy.next(self.clients.occupied());
         self.chains.iter().for_each(|chain| chain.set_gather(gather));
         self.count(&batch, compute);
+        if let Some(recorder) = &self.config.recorder {
+            self.record(recorder, &batch, compute, self.last_ended);
+        }
         self.report(&batch, compute, experts_time, timeline);
         Ok(())
     }

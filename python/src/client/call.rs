@@ -95,17 +95,22 @@ impl From<GpuError> for Failure {
     }
 }
 
+/// The layer of a call, and the trace of its caller.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerCall {
+    pub number: u32,
+    pub context: Option<TraceContext>,
+}
+
 /// Dispatches and combines one layer.
 ///
 /// # Safety
 /// The matrices stay valid, and no other thread writes them meanwhile, nor reads the target.
-#[allow(clippy::too_many_arguments, reason = "the parts of a call")]
 pub unsafe fn forward(
     moe: &MoeClient,
-    layer: u32,
+    layer: LayerCall,
     request: RawRequest,
     target: RawTarget,
-    context: Option<TraceContext>,
     copies: &Copies,
     scratch: &mut Scratch,
     interrupt: &Interrupt,
@@ -120,8 +125,8 @@ pub unsafe fn forward(
             floats(request.topk_weights, topk_weights, &copies.topk_weights),
         )
     };
-    let mut handle = moe.dispatch_unless(layer, x, topk_idx, topk_weights, &cancelled)?;
-    if let Some(context) = context {
+    let mut handle = moe.dispatch_unless(layer.number, x, topk_idx, topk_weights, &cancelled)?;
+    if let Some(context) = layer.context {
         handle.set_trace_context(context);
     }
     // SAFETY: The caller keeps the target valid and to this call alone.

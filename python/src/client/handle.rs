@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use attention_client::{MoeClient, TraceContext};
+use attention_client::MoeClient;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use super::arguments::{RawRequest, Request, Target};
-use super::call::{Finished, Scratch, finish, floats, indices, raise};
+use super::call::{Finished, LayerCall, Scratch, finish, floats, indices, raise};
 use super::gpu::{GpuCall, GpuClient};
 use super::report::{CallReport, Report};
 use super::{Shared, release};
@@ -91,10 +91,9 @@ impl Drop for Handle {
 pub fn dispatch(
     py: Python<'_>,
     moe: MoeClient,
-    layer: u32,
+    layer: LayerCall,
     request: Request<'_, '_>,
     x: &Bound<'_, PyAny>,
-    context: Option<TraceContext>,
     shared: &Arc<Shared>,
 ) -> PyResult<Handle> {
     let raw = request.raw();
@@ -115,8 +114,10 @@ pub fn dispatch(
                 )
             };
             let mut handle =
-                moe.dispatch_unless(layer, x, topk_idx, topk_weights, &|| interrupt.is_due())?;
-            if let Some(context) = context {
+                moe.dispatch_unless(layer.number, x, topk_idx, topk_weights, &|| {
+                    interrupt.is_due()
+                })?;
+            if let Some(context) = layer.context {
                 handle.set_trace_context(context);
             }
             Ok(Pending::Host(HostCall { handle, moe, _widened: widened, owner }))
@@ -131,7 +132,7 @@ pub fn dispatch(
             shared: Arc::clone(shared),
             x: x.clone().unbind(),
             matrix: raw,
-            layer,
+            layer: layer.number,
             result: PyOnceLock::new(),
         }),
         Err(failure) => {
@@ -146,7 +147,7 @@ pub fn dispatch(
 pub fn dispatch_on_gpu(
     py: Python<'_>,
     gpu: Arc<GpuClient>,
-    layer: u32,
+    layer: LayerCall,
     (request, stream): (Request<'_, '_>, u64),
     [x, topk_idx, topk_weights]: [&Bound<'_, PyAny>; 3],
     shared: &Arc<Shared>,
@@ -176,7 +177,7 @@ pub fn dispatch_on_gpu(
         shared: Arc::clone(shared),
         x: x.clone().unbind(),
         matrix: raw,
-        layer,
+        layer: layer.number,
         result: PyOnceLock::new(),
     })
 }
