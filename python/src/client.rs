@@ -433,16 +433,7 @@ impl Client {
             let result = Scratch::with(|scratch| {
                 // SAFETY: The arrays live in `request` and `target` until after this call.
                 unsafe {
-                    call::forward(
-                        &moe,
-                        layer,
-                        request_raw,
-                        target_raw,
-                        context,
-                        copies,
-                        scratch,
-                        &interrupt,
-                    )
+                    call::forward(&moe, layer, request_raw, target_raw, copies, scratch, &interrupt)
                 }
             });
             drop(moe);
