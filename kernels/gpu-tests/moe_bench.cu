@@ -311,10 +311,10 @@ int run_rank(Comrade& comrade, const std::string& set, const std::string& shape,
                 test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
                 test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
                 test.answer_blocks, test.combine_blocks, pdl_of(test), dispatch_blocks_of(test),
-                answer_blocks_of(test), combine_blocks_of(test), test.num_sms,
-                worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us, worst.mean_us,
-                worst.bytes_sent, link_bytes(test.topology, results), worst.num_wrong,
-                worst.error_tag, worst.error_peer);
+                answer_blocks_of(test), combine_blocks_of(test), test.num_sms, worst.num_samples,
+                worst.median_us, worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent,
+                link_bytes(test.topology, results), worst.num_wrong, worst.error_tag,
+                worst.error_peer);
             fflush(stdout);
         }
         if (num_bad > 3)

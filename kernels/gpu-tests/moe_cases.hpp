@@ -46,8 +46,8 @@ bool asks_for_blocks(const Case& test) {
 // Of the requested start, where a case requests one: kernels beside one another leave each other
 // room.
 uint32_t blocks_of(const Case& test, uint32_t asked) {
-    const bool is_beside = pdl_of(test) >= SY_START_COMBINE_AHEAD ||
-                           (test.pdl < 0 && !test.topology.is_colocated());
+    const bool is_beside =
+        pdl_of(test) >= SY_START_COMBINE_AHEAD || (test.pdl < 0 && !test.topology.is_colocated());
     return asked == 0 && is_beside && test.num_tokens > 128 ? SY_BLOCKS_BESIDE : asked;
 }
 

@@ -102,8 +102,8 @@ static inline sy_starts sy_starts_for(sy_layer_size size) {
     sy_starts starts;
     const uint32_t run = sy_run_for(size);
     const uint32_t beside = size.num_tokens > 128 ? SY_BLOCKS_BESIDE : 0;
-    const uint32_t answers_few = size.is_colocated && !size.makes_lists &&
-                                 size.num_tokens > 48 && size.num_tokens <= 128;
+    const uint32_t answers_few =
+        size.is_colocated && !size.makes_lists && size.num_tokens > 48 && size.num_tokens <= 128;
     starts.start = sy_start_for(size);
     starts.dispatch_blocks = run == 0 ? 0 : (size.num_tokens + run - 1) / run;
     starts.answer_blocks = answers_few ? SY_ANSWERS_BESIDE : beside;

@@ -377,9 +377,9 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             ptx::cp_async_bulk_tensor_5d(target, layer.gate_up_map, full, x, row, 0, 0,
                                          block % 2 * 4);
         } else {
-            ptx::cp_async_bulk_tensor_5d(
-                target, layer.down_map, full, x, 0, 0, 0,
-                (tile.expert * num_outs + tile.column * kOuts) / 32 + block * 2);
+            ptx::cp_async_bulk_tensor_5d(target, layer.down_map, full, x, 0, 0, 0,
+                                         (tile.expert * num_outs + tile.column * kOuts) / 32 +
+                                             block * 2);
         }
     }
 

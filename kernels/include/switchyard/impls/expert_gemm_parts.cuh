@@ -118,8 +118,8 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
             return;
         // This thread's part of every step: a chunk of one row, in every second panel; and a scale.
         const uint32_t token = thread_idx / 8 % kPartTokens, chunk = thread_idx % 8;
-        const uint32_t offset = thread_idx / 64 * kPartTokenBytes + token * kPanelBytes +
-                                (chunk ^ token) * 16;
+        const uint32_t offset =
+            thread_idx / 64 * kPartTokenBytes + token * kPanelBytes + (chunk ^ token) * 16;
         const auto position = [&](uint32_t of) {
             return tile.position + min(of, tile.num_tokens - 1);
         };
@@ -145,9 +145,9 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
                 ptx::cp_async_ca_4(ring.scales() + thread_idx * 4,
                                    scale + step * kParts * sizeof(float));
             if (kFp8 && thread_idx - kScaleThreads < kParts * 2)
-                ptx::cp_async_ca_4(
-                    ring.scales() + kPartWeightScalesAt + (thread_idx - kScaleThreads) * 4,
-                    of_weights + step * kParts * sizeof(float));
+                ptx::cp_async_ca_4(ring.scales() + kPartWeightScalesAt +
+                                       (thread_idx - kScaleThreads) * 4,
+                                   of_weights + step * kParts * sizeof(float));
             ptx::cp_async_mbarrier_arrive_noinc(ring.full());
         }
         wait_multiplied();
@@ -242,8 +242,7 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
 
     __device__ __forceinline__ void begin_stage(const StageRing& stage, uint32_t step) const {
         constexpr uint32_t kTokenBytes =
-            kDirect ? 0
-                    : kPartTokenBytes + (kFp8 ? kPartTokens * uint32_t{sizeof(float)} : 0);
+            kDirect ? 0 : kPartTokenBytes + (kFp8 ? kPartTokens * uint32_t{sizeof(float)} : 0);
         ptx::mbarrier_arrive_expect_tx(stage.full(), kWeightBytes + kParts * kTokenBytes);
 #pragma unroll
         for (uint32_t i = 0; i < kParts; ++i)
@@ -305,8 +304,8 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
             if (panel < target.num_panels)
                 *reinterpret_cast<uint4*>(target.chunk(panel, tile.row + token, chunk)) = bits;
         } else {
-            const uint32_t out = tile.column * Whole::kOuts +
-                                 (kGateUp ? half : block(group_idx)) * 64 + chunk * 8;
+            const uint32_t out =
+                tile.column * Whole::kOuts + (kGateUp ? half : block(group_idx)) * 64 + chunk * 8;
             if (out < num_outs)
                 *reinterpret_cast<uint4*>(result(token, out)) = bits;
         }

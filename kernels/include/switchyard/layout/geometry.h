@@ -144,11 +144,11 @@ static inline sy_map_shape sy_down_map(uint32_t hidden, uint32_t inter, uint32_t
                                        uint32_t dtype) {
     const uint64_t row = inter * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
     const uint64_t num_groups = hidden / 32 * (uint64_t)num_local_experts;
-    const sy_map_shape map = {
-        5,
-        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 4, SY_TILE_WEIGHTS / 32 / SY_MOST_PARTS},
-        {inter, 2, 4, 4, num_groups},
-        {row, row * 8, row * 2, row * 32}};
+    const sy_map_shape map = {5,
+                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 4,
+                               SY_TILE_WEIGHTS / 32 / SY_MOST_PARTS},
+                              {inter, 2, 4, 4, num_groups},
+                              {row, row * 8, row * 2, row * 32}};
     return map;
 }
 
