@@ -4,8 +4,10 @@
 #
 #   bench/run-fleet.sh bench/runs/2026-01-31-fleet [--quick]
 #
-# Needs a release build:
-#   cargo build --release -p switchyard-cli --bin switchyard --example fleet_figures
+# Needs a release build. The binary has a command of its own: beside examples it would be built with the emulation of
+# GPUs for tests, whose thread-local memory makes each start slower.
+#   cargo build --release -p switchyard-cli --bin switchyard
+#   cargo build --release -p switchyard-cli --example fleet_figures
 #   cargo build --release -p switchyard-bench-harness --example peer_weights --example fleet_sim
 # RELEASE names another folder than target/release. The whole needs 16 CPUs, 64 GB of memory and 10 minutes; the
 # simulator runs beside the joins and layers, on CPUs of its own. It needs root for weights over TCP.

@@ -148,7 +148,7 @@ impl TensorFile {
     /// If the bytes are not of this file's mapping.
     pub(crate) fn is_cached(&self, data: &[u8]) -> bool {
         let start = data.as_ptr().addr() - self.map.as_ptr().addr();
-        let num_samples = data.len().div_ceil(PAGE_BYTES).min(CACHE_SAMPLES);
+        let num_samples = data.len().div_ceil(CACHE_SAMPLE_BYTES).min(CACHE_SAMPLES);
         (0..num_samples).all(|idx| {
             let place = start + data.len() * idx / num_samples;
             self.read_cached(place, &mut [0]) == Some(1)
@@ -244,6 +244,8 @@ const LENGTH_WORD_BYTES: usize = 8;
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Usual size of a page. On systems with larger ones, pages may stay.
 const PAGE_BYTES: usize = 4096;
-/// Places of a matrix at which [`TensorFile::is_cached`] looks.
+/// Most places of a matrix at which [`TensorFile::is_cached`] looks.
 const CACHE_SAMPLES: usize = 8;
+/// Bytes for each of those places: the system reads ahead at least as much, and each look is a system call.
+const CACHE_SAMPLE_BYTES: usize = 64 << 10;
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";

@@ -342,6 +342,6 @@ impl Drop for StopOnDrop {
 }
 
 /// Most experts of peers that are read at a time.
-const MAX_READS: usize = 8;
+const MAX_READS: usize = 16;
 /// Longest wait for the address of one peer.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);

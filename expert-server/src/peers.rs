@@ -24,7 +24,7 @@ use checkpoint::{Checkpoint, Fingerprint};
 pub(crate) use self::reader::{Fetch, Fetched, Peer};
 pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;
-pub(crate) use self::source::{SourceConfig, WeightSource};
+pub(crate) use self::source::{ListeningSource, SourceConfig, WeightSource};
 pub(crate) use self::ticket::ReaderTicket;
 #[cfg(feature = "device")]
 pub(crate) use self::wire::{hex, unhex};

@@ -307,4 +307,4 @@ const TOKENS: usize = 4;
 /// Length of a window without a change.
 const WINDOW: Duration = Duration::from_secs(8);
 /// Threads with which a server reads weights of others, at most.
-const MAX_READS: usize = 8;
+const MAX_READS: usize = 16;

@@ -124,12 +124,17 @@ impl Fetch {
             // Set after a panic, too: the scope waits for the thread above.
             let end = SetOnDrop(&is_over);
             let work = &work;
-            let helpers: Vec<_> = (1..num_threads.min(wanted.len()))
-                .map(|thread| scope.spawn(move || work.run(thread)))
+            // None runs on the caller's thread: a thread that has given way to others cannot take that back.
+            let threads: Vec<_> = (0..num_threads.min(wanted.len()))
+                .map(|thread| {
+                    scope.spawn(move || {
+                        give_way();
+                        work.run(thread);
+                    })
+                })
                 .collect();
-            work.run(0);
-            for helper in helpers {
-                if helper.join().is_err() {
+            for thread in threads {
+                if thread.join().is_err() {
                     tracing::error!("a thread that reads weights of peers panicked");
                 }
             }
@@ -139,6 +144,16 @@ impl Fetch {
             work.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         fetched.missing.extend(waiting.into_iter().map(Job::into_missing));
         fetched
+    }
+}
+
+/// Lets other threads of the host run before the calling one, for good: servers of this host that compute meanwhile have
+/// clients that wait.
+fn give_way() {
+    // Best effort: without it, other servers slow down during the read.
+    #[cfg(target_os = "linux")]
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!(%error, "cannot lower the priority of a thread that reads weights");
     }
 }
 
@@ -256,6 +271,9 @@ impl Work<'_> {
     }
 }
 
+/// Nice value of the threads. On a busy processor they get a tenth of what a computing thread gets.
+#[cfg(target_os = "linux")]
+const NICE: i32 = 10;
 /// Pause of a thread without work.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Longest pause before another look at the list.

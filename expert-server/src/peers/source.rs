@@ -7,51 +7,28 @@
 //! Experts in a device's memory go to readers as copies in host memory. A reader whose device reaches that memory gets
 //! the place instead.
 
+mod listening;
 mod registered;
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
-use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use control_api::LayerAssignment;
-use httpd::trust::tls::Tls;
-use message_engine::{Connection, Engine, EngineConfig, Notification, WaitError, default_fabrics};
-use p2p_core::bootstrap::TicketCheck;
+use message_engine::{Connection, Engine, Notification, WaitError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
+pub use self::listening::SourceError;
+pub(crate) use self::listening::{ListeningSource, SourceConfig};
 use self::registered::Registered;
 use super::limit::RateLimit;
 use super::wire::{self, Request, Response, VERSION};
-use super::{ModelIdentity, WeightsSecret, manifest};
+use super::{ModelIdentity, manifest};
 use crate::compute::ExpertWeights;
 use crate::experts::{DeviceExperts, DevicePlace, Experts};
 use crate::metrics::ServerMetrics;
-
-/// Settings of a source.
-pub(crate) struct SourceConfig {
-    pub(crate) bind: SocketAddr,
-    /// Address of this host for peers, if it is not that of `bind`.
-    pub(crate) advertise: Option<IpAddr>,
-    /// Check of the tickets of peers; `None` asks for none.
-    pub(crate) check: Option<Arc<dyn TicketCheck>>,
-    /// Secret that peers must present; `None` asks for none.
-    pub(crate) secret: Option<WeightsSecret>,
-    /// Certificates. With them, peers without TLS are refused.
-    pub(crate) tls: Option<Tls>,
-    /// Bytes per second that peers may read.
-    pub(crate) limit: u64,
-}
-
-/// Why a source cannot be opened.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot listen for servers that read weights on {addr}: {detail}")]
-pub struct SourceError {
-    addr: SocketAddr,
-    detail: String,
-}
 
 /// A source that listens. It serves peers once it [runs](Self::run).
 pub(crate) struct WeightSource {
@@ -118,33 +95,14 @@ struct Job {
 }
 
 impl WeightSource {
-    /// Listens. Blocks for the time of a few system calls.
-    ///
-    /// # Errors
-    /// [`SourceError`].
-    pub(crate) fn open(
-        config: SourceConfig,
+    /// A source of the weights of one model.
+    pub(crate) fn new(
+        listening: ListeningSource,
         identity: ModelIdentity,
         metrics: ServerMetrics,
-    ) -> Result<Self, SourceError> {
-        let SourceConfig { bind, advertise, check, secret, tls, limit } = config;
-        let failed = |detail: String| SourceError { addr: bind, detail };
-        let fabrics = default_fabrics(bind.ip(), advertise).map_err(|e| failed(e.to_string()))?;
-        let config = EngineConfig {
-            bind,
-            advertise,
-            fabrics,
-            check,
-            ticket: secret.map(|secret| secret.reveal().to_owned()),
-            tls,
-            max_connections: MAX_READERS,
-            max_handshakes: MAX_READERS,
-            max_notification_bytes: MAX_REQUEST_BYTES,
-            notify_window_bytes: REQUEST_WINDOW_BYTES,
-            ..EngineConfig::default()
-        };
-        let engine = Engine::start(config).map_err(|error| failed(error.to_string()))?;
-        Ok(Self {
+    ) -> Self {
+        let ListeningSource { engine, limit } = listening;
+        Self {
             engine: Arc::new(engine),
             identity,
             limit: RateLimit::new(limit),
@@ -161,7 +119,7 @@ impl WeightSource {
             copies: Arc::new(Semaphore::new(MAX_COPIES)),
             share: None,
             sharing: JoinSet::new(),
-        })
+        }
     }
 
     /// Port on which it listens.
@@ -490,8 +448,6 @@ fn drop_later<T: Send + 'static>(grants: Option<T>) {
     }
 }
 
-/// Most peers that read at a time.
-const MAX_READERS: usize = 256;
 /// Most grants at a time, of one reader and of all.
 const MAX_GRANTS_OF_READER: usize = 8;
 const MAX_GRANTS: usize = 64;
@@ -506,9 +462,6 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 const LEASE: Duration = Duration::from_secs(30);
 /// A reader at this rate can still use a grant.
 const SLOWEST_BYTES_PER_S: u64 = 1 << 20;
-/// Longest request, and most bytes of requests of one reader that wait.
-const MAX_REQUEST_BYTES: u64 = 4096;
-const REQUEST_WINDOW_BYTES: u64 = 64 << 10;
 /// Longest wait for room in a reader's window of notifications.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between two checks for new and closed connections.

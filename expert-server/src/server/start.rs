@@ -57,6 +57,11 @@ pub(super) async fn start(
     let control = control_client(&config)?;
     #[cfg(feature = "device")]
     let opening = config.device.map(|options| OpeningGpu::begin(options.name));
+    let gate = ticket_gate(&config, Role::Client);
+    let weights_gate = ticket_gate(&config, Role::Server);
+    // While the model is opened, which takes as long on small models.
+    let check = weights_gate.clone().map(|gate| gate as Arc<dyn TicketCheck>);
+    let opening_source = weights::begin_source(&config, check);
     let model = weights::open_model(&config, control.as_ref()).await?;
     let (checkpoint, fingerprint) = (Arc::clone(&model.checkpoint), model.fingerprint);
     let full = model.digests.as_ref().and_then(|digests| digests.full.as_ref());
@@ -70,8 +75,6 @@ pub(super) async fn start(
     if let Placement::Static(selection) = &config.placement {
         selection.resolve(checkpoint.config())?;
     }
-    let gate = ticket_gate(&config, Role::Client);
-    let weights_gate = ticket_gate(&config, Role::Server);
     let listener_config =
         backend.listener_config(&config, listener_config(&config, gate.clone()))?;
     let listener = Listener::bind(config.data_addr, listener_config).await?;
@@ -113,10 +116,9 @@ pub(super) async fn start(
     }
 
     let advertised = advertised_addr(&config, data_addr).await?;
-    let source = match &control {
-        Some(_) => {
-            let check = weights_gate.clone().map(|gate| gate as Arc<dyn TicketCheck>);
-            weights::open_source(&config, &model, &advertised, check, &metrics).await?
+    let source = match opening_source {
+        Some(opening) => {
+            Some(weights::finish_source(opening, &model, &advertised, &metrics).await?)
         }
         None => None,
     };

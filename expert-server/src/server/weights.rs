@@ -10,6 +10,7 @@ use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::{ControlClient, LeaseKeeper, LoadReport};
 use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
 use p2p_core::bootstrap::TicketCheck;
+use tokio::task::JoinHandle;
 
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
@@ -19,7 +20,9 @@ use crate::experts::Experts;
 use crate::loader::{Loader, Observer, Pace};
 use crate::members::Digests;
 use crate::metrics::ServerMetrics;
-use crate::peers::{Fetch, ModelIdentity, SourceConfig, WeightSource, WeightsSecret};
+use crate::peers::{
+    Fetch, ListeningSource, ModelIdentity, SourceConfig, WeightSource, WeightsSecret,
+};
 
 /// The model of a server.
 pub(super) struct Model {
@@ -162,40 +165,54 @@ pub(super) fn admits_all(config: &ServerConfig, addr: SocketAddr) -> bool {
     !needs_proof && !security.insecure && is_exposed(addr)
 }
 
-/// Opens the source of weights for other servers, and returns its address for them. `None` if they may not read any:
-/// the configuration says so, or the port would admit every process of other hosts.
-pub(super) async fn open_source(
+/// A source of weights whose engine starts on a thread of its own.
+pub(super) struct OpeningSource(JoinHandle<Result<ListeningSource, StartError>>);
+
+/// Begins to open the source of weights for other servers, while the caller opens the model. `None` if they may not read
+/// any: the configuration says so, or the port would admit every process of other hosts.
+pub(super) fn begin_source(
     config: &ServerConfig,
-    model: &Model,
-    advertised: &str,
     check: Option<Arc<dyn TicketCheck>>,
-    metrics: &ServerMetrics,
-) -> Result<Option<(WeightSource, String)>, StartError> {
-    let Some(bind) = source_addr(config) else { return Ok(None) };
+) -> Option<OpeningSource> {
+    let bind = source_addr(config)?;
     if admits_all(config, bind) {
         tracing::warn!(
             addr = %bind,
             "other servers cannot read weights of this one: their port is reachable from other hosts, and nothing says \
              who may read; use tickets, give all servers one token, or listen for them on loopback (--weights-listen)"
         );
-        return Ok(None);
+        return None;
     }
-    let host = advertised.rsplit_once(':').map_or(advertised, |(host, _)| host);
-    let source_config = SourceConfig {
-        bind,
-        advertise: ip_of(advertised).await,
-        check,
-        secret: secret_of(config),
-        tls: config.security.for_listener().cloned(),
-        limit: config.weights.read_limit,
-    };
-    let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);
-    let source = WeightSource::open(source_config, identity, metrics.clone())?;
-    let addr = format!("{host}:{}", source.port());
-    Ok(Some((source, addr)))
+    let (advertised, data_ip) = (config.advertise_addr.clone(), config.data_addr.ip());
+    let (secret, tls) = (secret_of(config), config.security.for_listener().cloned());
+    let limit = config.weights.read_limit;
+    Some(OpeningSource(tokio::spawn(async move {
+        let advertise = match advertised {
+            Some(addr) => ip_of(&addr).await,
+            None => Some(data_ip),
+        };
+        let source = SourceConfig { bind, advertise, check, secret, tls, limit };
+        let listening = tokio::task::spawn_blocking(move || source.listen()).await;
+        Ok(listening.map_err(|_| StartError::LoadPanicked)??)
+    })))
 }
 
-/// The IP address of an advertised address, which has been checked before.
+/// Waits for a source that is being opened, and returns it with its address for other servers.
+pub(super) async fn finish_source(
+    opening: OpeningSource,
+    model: &Model,
+    advertised: &str,
+    metrics: &ServerMetrics,
+) -> Result<(WeightSource, String), StartError> {
+    let listening = opening.0.await.map_err(|_| StartError::LoadPanicked)??;
+    let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);
+    let source = WeightSource::new(listening, identity, metrics.clone());
+    let host = advertised.rsplit_once(':').map_or(advertised, |(host, _)| host);
+    let addr = format!("{host}:{}", source.port());
+    Ok((source, addr))
+}
+
+/// The IP address of an advertised address. `None` if its name has none.
 async fn ip_of(advertised: &str) -> Option<IpAddr> {
     if let Ok(addr) = advertised.parse::<SocketAddr>() {
         return Some(addr.ip());
