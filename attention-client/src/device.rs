@@ -39,6 +39,7 @@ mod calls;
 mod choices;
 mod error;
 mod executor;
+mod lateness;
 mod launcher;
 mod link;
 mod memory;
@@ -78,6 +79,7 @@ use crate::model::ClientModel;
 use crate::timing::{LayerReport, LayerTiming, elapsed_ns};
 use calls::{Layer, Phase};
 use executor::Executor;
+use lateness::Running;
 use parts::Parts;
 use repair::Repair;
 use replay::Replays;
@@ -515,7 +517,8 @@ impl DeviceClient {
         let idx = executor.calls.redeem_pending(&pending)?;
         executor.check_stream(stream, executor.calls.get(idx).stream)?;
         // After an error the record stays taken: its kernels may still run. The next call waits for them.
-        executor.poll(stream)?;
+        let started = executor.calls.get(idx).started.unwrap_or(start);
+        executor.poll(stream, Running::Call(idx), started)?;
         executor.wait_for_call(stream, idx)?;
         let status = executor.launcher.memory.status(idx);
         let is_good = status.error.tag == TAG_NONE
