@@ -50,6 +50,7 @@ mod repair;
 mod replay;
 mod tensor;
 mod tensor_type;
+mod trace;
 mod watch;
 
 use std::fmt;
@@ -57,6 +58,7 @@ use std::time::{Duration, Instant};
 
 use kernels::abi::{CALL_STAMPS, TAG_NONE};
 use prometheus::Registry;
+use telemetry::TraceContext;
 
 // Types of other crates that occur in this module's signatures.
 pub use kernels::abi::DevicePtr;
@@ -170,6 +172,13 @@ impl DeviceClient {
         let result = unsafe { self.try_dispatch(stream, layer, input, start) };
         self.count_failure(&result);
         result
+    }
+
+    /// Puts a call into a trace of the caller. If that trace is sampled, the client records the call in it when it is
+    /// [finished](Self::finish). Has no effect without [`DeviceClientBuilder::recorder`], and on recorded calls, whose
+    /// replays are not traced.
+    pub fn set_trace_context(&mut self, handle: &DeviceHandle, context: TraceContext) {
+        self.executor.calls.set_context(handle, context);
     }
 
     /// Sums the servers' rows into `out`, bf16 `[capacity, hidden]`: one kernel. Rows beyond the number of tokens
@@ -553,6 +562,12 @@ impl DeviceClient {
         timing.num_frames += timing.num_servers;
         self.last_failed.clone_from(&call.failed);
         let (layer, epoch) = (call.layer.number, call.tables.epoch);
+        if repaired.is_ok()
+            && let Some(recorder) = &executor.shared.recorder
+        {
+            let (call, handle) = (executor.calls.get(idx), &status.handle);
+            trace::record_call(recorder, &executor.peers, call, handle, &timing, start);
+        }
         executor.end(idx);
         pending.disarm();
         repaired?;

@@ -217,7 +217,7 @@ fn attacks_get_no_key_while_the_legitimate_client_computes() {
     let (victim, thief) =
         (Arc::new(SecretKey::generate().unwrap()), Arc::new(SecretKey::generate().unwrap()));
     let control = fleet.plane().client();
-    let request = TicketRequest { client: "victim".to_owned(), key: victim.public().to_string() };
+    let request = TicketRequest::new("victim".to_owned(), victim.public().to_string());
     let stolen = fleet.runtime.block_on(control.ticket(&request)).expect("a ticket").ticket;
     let is_over = Arc::new(AtomicBool::new(false));
     let attackers = fleet.runtime.spawn({
@@ -307,7 +307,7 @@ fn connections_survive_an_outage_a_restart_and_a_revocation_of_the_control_plane
     fleet.compute(&client, &mut rng);
     // A second ticket of the first leader, for a client that keeps it.
     let key = Arc::new(SecretKey::generate().unwrap());
-    let request = TicketRequest { client: "keeper".to_owned(), key: key.public().to_string() };
+    let request = TicketRequest::new("keeper".to_owned(), key.public().to_string());
     let control = fleet.plane().client();
     let old = fleet.runtime.block_on(control.ticket(&request)).expect("a ticket").ticket;
     let target = fleet.placement().servers[0].clone();

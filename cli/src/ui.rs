@@ -4,6 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use control_api::text::escaped;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::EnvFilter;
@@ -56,7 +57,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
             line = format!("{line}: {text}");
         }
     }
-    line.replace('\n', " ")
+    escaped(&line.replace('\n', " "), &[]).into_owned()
 }
 
 /// Prints a value as one JSON document on standard output.
@@ -73,11 +74,20 @@ pub fn print_json_line(value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Writes to standard output and flushes it. If the reader has closed the pipe, ends the process with exit
-/// code 0 and without a message, as filters do. Its child processes end with it.
+/// Writes to standard output and flushes it, with control characters of foreign text escaped. If the reader has closed
+/// the pipe, ends the process with exit code 0 and without a message, as filters do. Its child processes end with it.
 pub fn write_out(text: std::fmt::Arguments<'_>) {
+    write_raw(&escaped(&text.to_string(), LAYOUT));
+}
+
+/// As [`write_out`], with the text in the style of an ANSI code, such as `1;31`.
+pub fn write_styled(code: &str, text: &str) {
+    write_raw(&format!("\x1b[{code}m{}\x1b[0m", escaped(text, LAYOUT)));
+}
+
+fn write_raw(text: &str) {
     let mut out = std::io::stdout().lock();
-    if let Err(error) = out.write_fmt(text).and_then(|()| out.flush()) {
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
             std::process::exit(0);
         }
@@ -86,11 +96,15 @@ pub fn write_out(text: std::fmt::Arguments<'_>) {
     }
 }
 
-/// Writes to standard error, if it can be written.
+/// Writes to standard error, if it can be written, with control characters of foreign text escaped.
 pub fn write_err(text: std::fmt::Arguments<'_>) {
     // An error here cannot be reported.
-    let _ = std::io::stderr().lock().write_fmt(text);
+    let text = text.to_string();
+    let _ = std::io::stderr().lock().write_all(escaped(&text, LAYOUT).as_bytes());
 }
+
+/// Characters that lay out lines.
+const LAYOUT: &[char] = &['\n', '\t'];
 
 /// `print!` through [`write_out`].
 macro_rules! out {

@@ -1,6 +1,7 @@
 //! Identities of callers and their rights. It knows no routes: each route has a [`Rule`].
 
 pub(crate) mod audit;
+mod audit_budget;
 pub(crate) mod metrics;
 pub(crate) mod rates;
 pub(crate) mod tokens;
@@ -12,6 +13,7 @@ use std::time::SystemTime;
 
 use control_api::{MemberId, WhoAmI};
 use sha2::{Digest, Sha256};
+use trust::ticket::MAX_HOLDER_BYTES;
 use trust::tokens::{TokenHash, TokenRefusal};
 use trust::{Credential, Identity, Role};
 
@@ -78,6 +80,18 @@ impl Caller {
         self.proof != Proof::None
     }
 
+    /// Names the caller as an observer of members: its identity at its address. Names in the requests of one caller
+    /// make no others.
+    pub(crate) fn observer(&self) -> String {
+        let name = if self.is_identified() { &self.name } else { "" };
+        format!("{name} {}", rates::site(self.address))
+    }
+
+    /// Name of the caller's budget in the audit log. Callers without an identity have one for each address.
+    pub(crate) fn budget(&self) -> String {
+        if self.is_identified() { self.name.clone() } else { self.observer() }
+    }
+
     /// Tag of the members that this caller registers. Only callers with the same tag may change them. `None` for
     /// callers that share an identity with everyone.
     pub(crate) fn member_tag(&self) -> Option<String> {
@@ -87,6 +101,15 @@ impl Caller {
                 let digest = Sha256::digest(format!("switchyard member of {}", self.name));
                 Some(digest[..8].iter().map(|byte| format!("{byte:02x}")).collect())
             }
+        }
+    }
+
+    /// Identity to which tickets are issued. Callers that share an identity with everyone count by their address.
+    pub(crate) fn holder(&self) -> String {
+        let name = &self.name[..self.name.floor_char_boundary(MAX_HOLDER_NAME)];
+        match (self.proof, self.address) {
+            (Proof::None | Proof::ClusterToken, Some(address)) => format!("{name} at {address}"),
+            _ => name.to_owned(),
         }
     }
 
@@ -302,6 +325,8 @@ pub(crate) fn visible(text: &str, max_chars: usize) -> String {
 const BEARER: &[u8] = b"Bearer ";
 const CLUSTER_TOKEN: &str = "cluster-token";
 const MAX_NAME_CHARS: usize = 128;
+/// Bytes of a name in a holder, with room for an address.
+const MAX_HOLDER_NAME: usize = MAX_HOLDER_BYTES - 64;
 
 #[cfg(test)]
 mod tests {

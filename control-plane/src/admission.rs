@@ -1,6 +1,6 @@
 //! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
-use control_api::placement::{is_host_port, is_unspecified, validate_model};
+use control_api::placement::{cannot_be_reached, is_host_port, validate_model};
 use control_api::{Assignment, FleetGoals, LoadReport, ModelDescriptor, RegisterRequest};
 
 use crate::planner::PlanError;
@@ -36,6 +36,11 @@ pub(crate) enum Refusal {
     )]
     ModelMismatch { name: String, found: String, expected: String, is_same_shape: bool },
     #[error(
+        "{refusal}; all servers of the fleet's model are dead: it gives way once no client follows it any more, or \
+         {retention_s} s after its last server"
+    )]
+    DeadModel { refusal: String, retention_s: u64 },
+    #[error(
         "member {name} has the model {fingerprint}, whose servers are being drained: start it with the fleet's current \
          checkpoint"
     )]
@@ -58,6 +63,10 @@ pub(crate) enum Refusal {
     Capacity(#[from] PlanError),
     #[error("the fleet has {limit} members, the most that this control plane accepts")]
     TooManyMembers { limit: usize },
+    #[error(
+        "this identity has {share} members, the most that one may have: give servers tokens or certificates of their own"
+    )]
+    TooManyOfOwner { share: usize },
     #[error("{0}")]
     BadRequest(String),
 }
@@ -98,7 +107,7 @@ pub(crate) fn check_registration(
             "zone {found:?} of member {name}: expected 1 to 128 visible ASCII characters"
         ));
     }
-    if is_unspecified(&request.data_addr) {
+    if cannot_be_reached(&request.data_addr) {
         let found = &request.data_addr;
         return bad(format!(
             "data_addr {found} of member {name}: no client can connect to it; advertise an address of the \

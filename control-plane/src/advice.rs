@@ -89,7 +89,8 @@ pub fn advise(fleet: &FleetWork, target_share: f64) -> ScalingAdvice {
     let evidence = |server: &ServerWork| (server.window_ms / full_window_ms).min(1.0);
     let confidence = over(fleet.servers.iter().map(evidence).sum(), fleet.servers.len() as f64);
 
-    let min_servers = fewest(fleet);
+    let (by_replicas, by_memory) = fewest(fleet);
+    let min_servers = by_replicas.max(by_memory);
     let scaled = |factor: f64| (f64::from(current) * factor - ROUNDING).ceil().max(0.0) as u32;
     let most = scaled(MAX_GROWTH).max(current + 1);
     // One more server at least, if a figure exceeds its limit.
@@ -98,19 +99,20 @@ pub fn advise(fleet: &FleetWork, target_share: f64) -> ScalingAdvice {
         false => 0,
     };
     let mut wishes = [
-        (min_servers, AdviceReason::Memory),
+        (by_replicas, AdviceReason::Replicas),
+        (by_memory, AdviceReason::Memory),
         (scaled(compute_share / target_share), AdviceReason::Compute),
         (above(busiest_share, MAX_BUSIEST_SHARE, MAX_GROWTH), AdviceReason::BusiestServer),
         (above(queue_frames, MAX_QUEUE_FRAMES, 1.5), AdviceReason::Queue),
         (above(late_share, MAX_LATE_SHARE, 1.25), AdviceReason::LateFrames),
     ];
-    if fleet.is_short {
-        wishes[0].0 = min_servers.max(current + 1);
+    if fleet.is_short && by_replicas <= current {
+        wishes[1].0 = by_memory.max(current + 1);
     }
     let is_known = confidence >= MIN_CONFIDENCE;
     if !is_known {
-        // Memory is a matter of the present members and needs no history.
-        wishes[1..].iter_mut().for_each(|wish| wish.0 = 0);
+        // Memory and replicas are a matter of the present members and needs no history.
+        wishes[2..].iter_mut().for_each(|wish| wish.0 = 0);
     }
     let (mut wanted, mut why) = wishes[0];
     for wish in wishes {
@@ -154,8 +156,9 @@ pub fn advise(fleet: &FleetWork, target_share: f64) -> ScalingAdvice {
     }
 }
 
-/// Fewest servers of the present kind that hold every expert `replicas` times.
-fn fewest(fleet: &FleetWork) -> u32 {
+/// Fewest servers that hold every expert `replicas` times: because no server holds an expert twice, and with the memory
+/// of the present servers.
+fn fewest(fleet: &FleetWork) -> (u32, u32) {
     let replicas = u64::from(fleet.replicas.max(1));
     let copies = fleet.num_experts.saturating_mul(replicas);
     let rooms = fleet.servers.iter().filter(|server| !server.is_draining);
@@ -165,7 +168,7 @@ fn fewest(fleet: &FleetWork) -> u32 {
         .collect();
     let mean = rooms.iter().sum::<u64>().checked_div(rooms.len() as u64).unwrap_or(0);
     let by_memory = if mean > 0 { copies.div_ceil(mean) } else { 0 };
-    u32::try_from(by_memory.max(replicas)).unwrap_or(u32::MAX)
+    (u32::try_from(replicas).unwrap_or(u32::MAX), u32::try_from(by_memory).unwrap_or(u32::MAX))
 }
 
 /// The busiest server should compute for at most this share of the time.
@@ -231,6 +234,12 @@ mod tests {
         assert_eq!(advice(vec![late; 4]), (5, AdviceReason::LateFrames));
         let small = ServerWork { capacity_experts: Some(30), ..server(0.1) };
         assert_eq!(advice(vec![small; 3]), (4, AdviceReason::Memory));
+        // 64 replicas on 2 servers are a matter of their number, whether the plan says so yet or not.
+        for is_short in [false, true] {
+            let fleet = FleetWork { replicas: 64, is_short, ..fleet(vec![server(0.6); 2]) };
+            let advice = advise(&fleet, 0.6);
+            assert_eq!((advice.min_servers, advice.reason), (64, AdviceReason::Replicas));
+        }
         let fresh = ServerWork { window_ms: 1000.0, busy_ms: 1000.0, ..server(0.0) };
         assert_eq!(advice(vec![fresh; 3]), (3, AdviceReason::TooLittleData));
         let leaving = ServerWork { is_draining: true, ..server(0.6) };

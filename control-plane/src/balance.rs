@@ -197,6 +197,35 @@ impl PlanJob {
     }
 }
 
+/// Names what `members`, which take part in plans, lack for `replicas` replicas of each expert. No member holds an
+/// expert twice. With room for all copies there is a plan with all replicas.
+pub(crate) fn replica_shortage<'a>(
+    model: &ModelDescriptor,
+    members: impl Iterator<Item = &'a Member>,
+    replicas: u32,
+) -> Option<String> {
+    let num_experts = model.num_experts as usize * model.moe_layers.len();
+    let (mut num_members, mut room) = (0, 0);
+    for member in members {
+        num_members += 1;
+        let capacity = member.record.capacity_experts.map_or(num_experts, |most| most as usize);
+        room += capacity.min(num_experts);
+    }
+    if num_members < replicas as usize {
+        return Some(format!(
+            "{replicas} replicas of each expert need {replicas} servers, and the fleet has {num_members}: add servers, \
+             or ask for fewer replicas"
+        ));
+    }
+    let needed = num_experts * replicas as usize;
+    (room < needed).then(|| {
+        format!(
+            "{replicas} replicas of each expert are {needed} copies, and the {num_members} servers have room for \
+             {room}: give servers more memory, add some, or ask for fewer replicas"
+        )
+    })
+}
+
 /// The `num_pairs` (layer, expert) pairs with the fewest holders among `others`. They are spread over the layers,
 /// because each layer's calls wait for its busiest server.
 pub(crate) fn fill(model: &ModelDescriptor, num_pairs: u32, others: &[&Assignment]) -> Assignment {
@@ -246,7 +275,7 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// `members` are all leased members that are not draining.
+    /// `members` are all that take part in plans.
     pub(crate) fn of<'a>(
         model: &ModelDescriptor,
         members: impl Iterator<Item = &'a Member>,
@@ -256,8 +285,8 @@ impl Pending {
         let mut has_target = is_pending.clone();
         for member in members {
             let Some(target) = &member.target else { continue };
-            let is_serving = member.is_serving();
-            let is_loaded = is_serving && Arc::ptr_eq(target, &member.placed);
+            let can_take_over = member.can_take_over();
+            let is_loaded = can_take_over && Arc::ptr_eq(target, &member.placed);
             for entry in &target.layers {
                 let Ok(layer_idx) = model.moe_layers.binary_search(&entry.layer) else { continue };
                 let first = layer_idx * num_experts;
@@ -270,7 +299,7 @@ impl Pending {
                 let placed = member.placed.experts(entry.layer);
                 for &expert in &entry.experts {
                     is_pending[first + expert as usize] |=
-                        !is_serving || placed.binary_search(&expert).is_err();
+                        !can_take_over || placed.binary_search(&expert).is_err();
                 }
             }
         }
@@ -296,7 +325,7 @@ impl Pending {
 
 /// The assignment of a member on the way to its target: the target, and each placed expert that a member of the
 /// target has yet to load. So an expert is never without the replicas that it had. `None` if the member has that
-/// assignment already, or has no target and keeps what it has. The member is leased and not draining.
+/// assignment already, or has no target and keeps what it has. The member takes part in plans.
 pub(crate) fn next_assignment(member: &Member, pending: &Pending) -> Option<Arc<Assignment>> {
     let target = member.target.as_ref()?;
     let assignment = &member.record.assignment;

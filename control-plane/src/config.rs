@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use control_api::{ClientOptions, ControlClient};
+use control_api::{ClientOptions, ControlClient, FleetGoals};
 use trust::tls::Security;
 
 use crate::access::rates::RateLimits;
+use crate::admission::check_goals;
 use crate::balance::BalanceSettings;
 use crate::planner::{BalancedPlanner, PlannerConfigError};
 use crate::store::EtcdCredentials;
@@ -85,6 +86,13 @@ impl ServerConfig {
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
             return Err(ConfigError::LeaseTtl { found: self.lease_ttl });
+        }
+        if let Some(balance) = &self.balance {
+            if !(MIN_PLAN_PERIOD..=MAX_PLAN_PERIOD).contains(&balance.period) {
+                return Err(ConfigError::PlanPeriod { found: balance.period });
+            }
+            let goals = FleetGoals { replicas: self.replicas, spare: balance.goals.spare };
+            check_goals(&goals).map_err(|refusal| ConfigError::Goals(refusal.to_string()))?;
         }
         if !(MIN_TICKET_LIFE..=MAX_TICKET_LIFE).contains(&self.ticket_life) {
             return Err(ConfigError::TicketLife { found: self.ticket_life });
@@ -199,12 +207,13 @@ impl EtcdConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Most members, including expired ones.
+    /// Most members, including expired ones. One identity may have half of them, except for the cluster's own token.
     pub max_members: usize,
-    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit,
-    /// a new connection replaces the one that has been idle longest.
+    /// Most connections at a time; nine tenths of the process's limit on open files can be less. At the limit, a new
+    /// connection replaces one without an identity, of the address with the most of them.
     pub max_connections: usize,
-    /// Most placement watches at a time.
+    /// Most placement watches at a time; three quarters of the connections can be less. One identity may open half of
+    /// them, except for the cluster's own token.
     pub max_watchers: usize,
     /// Largest head of a request in bytes, at least 8192.
     pub max_head_bytes: usize,
@@ -222,6 +231,8 @@ pub struct Limits {
     pub request_timeout: Duration,
     /// Timeout after which a connection is closed because its peer does not read the answer.
     pub write_timeout: Duration,
+    /// Bytes a second that a peer must read while an answer waits for it.
+    pub min_write_rate: u32,
     /// Interval between two keep-alive comments on an idle watch.
     pub watch_keep_alive: Duration,
     /// Longest wait for open requests at shutdown.
@@ -237,6 +248,7 @@ impl Limits {
             max_headers: self.max_headers,
             head_timeout: self.head_timeout,
             write_timeout: self.write_timeout,
+            min_write_rate: self.min_write_rate,
             shutdown_timeout: self.shutdown_timeout,
         }
     }
@@ -256,6 +268,7 @@ impl Default for Limits {
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(8),
+            min_write_rate: 32 << 10,
             watch_keep_alive: Duration::from_secs(1),
             shutdown_timeout: Duration::from_secs(2),
         }
@@ -273,6 +286,12 @@ pub enum ConfigError {
     /// See [`ServerConfig::lease_ttl`].
     #[error("a lease of {found:?}: expected {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}")]
     LeaseTtl { found: Duration },
+    /// See [`BalanceSettings::period`].
+    #[error("a plan period of {found:?}: expected {MIN_PLAN_PERIOD:?} to {MAX_PLAN_PERIOD:?}")]
+    PlanPeriod { found: Duration },
+    /// See [`BalanceSettings::goals`].
+    #[error("goals: {0}")]
+    Goals(String),
     /// See [`ServerConfig::ticket_life`].
     #[error("a life of {found:?} for tickets: expected {MIN_TICKET_LIFE:?} to {MAX_TICKET_LIFE:?}")]
     TicketLife { found: Duration },
@@ -322,4 +341,6 @@ const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
 const MIN_TICKET_LIFE: Duration = Duration::from_secs(10);
 /// Half of the life of the key that signs a ticket must be longer.
 const MAX_TICKET_LIFE: Duration = Duration::from_secs(12 * 3600);
+const MIN_PLAN_PERIOD: Duration = Duration::from_millis(100);
+const MAX_PLAN_PERIOD: Duration = Duration::from_secs(24 * 3600);
 const MAX_LEASE_TTL: Duration = Duration::from_secs(3600);

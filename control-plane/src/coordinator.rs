@@ -23,7 +23,7 @@ use crate::board::Board;
 use crate::clock::{Clock, Stopwatch};
 use crate::events::EventLog;
 use crate::fleet::Fleet;
-use crate::member::Predecessor;
+use crate::member::{Danger, Predecessor};
 use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::store::{Revision, Store, StoreError};
@@ -37,6 +37,15 @@ pub(crate) enum OperationError {
     Refused(#[from] Refusal),
     #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
+    #[error(
+        "the store cannot be written, so nothing has changed: {reason}; repeat the request once it can be"
+    )]
+    NotStored { reason: String },
+    /// A change is in force, and a restart would lose it.
+    #[error(
+        "{change}, but a restart of the control plane would lose this, because the store cannot be written: {reason}"
+    )]
+    NotDurable { change: String, reason: String },
     #[error(transparent)]
     Ticket(#[from] IssueError),
     /// The update of the model does not allow the request.
@@ -75,9 +84,10 @@ pub(crate) struct Coordinator {
     /// Wakes the writer of the store.
     dirty: Notify,
     /// Wakes the probes.
-    suspected: Notify,
+    probes_due: Notify,
     store_kind: &'static str,
     tickets: Arc<TicketOffice>,
+    member_logs: record::MemberLogs,
 }
 
 /// Digests of the model's tensors, as a member has sent them.
@@ -137,9 +147,10 @@ impl Coordinator {
             model_digests: Mutex::new(None),
             writes: watch::Sender::new(state),
             dirty: Notify::new(),
-            suspected: Notify::new(),
+            probes_due: Notify::new(),
             store_kind: store.kind(),
             tickets,
+            member_logs: Default::default(),
         };
         // Logs and counts the restored members.
         coordinator.with_fleet(|_, _| ());
@@ -195,44 +206,78 @@ impl Coordinator {
         member: &MemberId,
         request: ReadyRequest,
     ) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.ready(member, request, now))?)
+        let info = self.with_fleet(|fleet, now| fleet.ready(member, request, now))?;
+        self.probes_due.notify_one();
+        Ok(info)
     }
 
-    /// Starts a drain. It is durable before this returns, unless the store cannot be written.
+    /// Starts a drain. It is durable before this returns, unless the store cannot be written: the answer then says so.
     pub(crate) async fn drain(
         &self,
         member: &MemberId,
         incarnation: Option<u64>,
     ) -> Result<MemberInfo, OperationError> {
-        let (info, revision) = self.with_fleet(|fleet, now| {
+        let (mut info, revision) = self.with_fleet(|fleet, now| {
             let info = fleet.drain(member, incarnation, now)?;
             Ok::<_, Refusal>((info, fleet.revision()))
         })?;
         match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { .. }) => Ok(info),
-            outcome => outcome.map(|()| info),
+            // A server that ends drains whatever the store does.
+            Err(OperationError::ReadOnly { reason }) => info.not_stored = Some(reason),
+            outcome => outcome?,
         }
+        Ok(info)
     }
 
     pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {
         Ok(self.with_fleet(|fleet, _| fleet.goals())?)
     }
 
-    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.set_goals(goals, now))?)
+    /// Changes the goals. They are durable before this returns; a change that cannot be stored is taken back.
+    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+        let (old, revision) = self.with_fleet(|fleet, now| {
+            fleet.check_goals(&goals)?;
+            self.check_writable()?;
+            let old = (fleet.goals()?, fleet.changed_goals());
+            fleet.set_goals(goals, now)?;
+            Ok::<_, OperationError>((old, fleet.revision()))
+        })?;
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { reason }) => {
+                self.with_fleet(|fleet, now| fleet.take_back_goals(goals, old, now));
+                Err(OperationError::NotStored { reason })
+            }
+            outcome => outcome.map(|()| goals),
+        }
     }
 
-    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        Ok(self.with_fleet(|fleet, now| fleet.resume(member, now))?)
+    /// Takes a drain back. That is durable before this returns; if it cannot be stored, the drain goes on.
+    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        let (info, revision) = self.with_fleet(|fleet, now| {
+            self.check_writable()?;
+            Ok::<_, OperationError>((fleet.resume(member, now)?, fleet.revision()))
+        })?;
+        match self.wait_durable(revision).await {
+            Err(OperationError::ReadOnly { reason }) => {
+                self.with_fleet(|fleet, now| fleet.drain(member, Some(info.incarnation), now))?;
+                Err(OperationError::NotStored { reason })
+            }
+            outcome => outcome.map(|()| info),
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), OperationError> {
+        self.write_error().map_or(Ok(()), |reason| Err(OperationError::NotStored { reason }))
     }
 
     pub(crate) fn suspect(
         &self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
     ) -> Result<Duration, OperationError> {
-        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?;
-        self.suspected.notify_one();
+        let left = self.with_fleet(|fleet, now| fleet.suspect(member, request, observer, now))?;
+        self.probes_due.notify_one();
         Ok(left)
     }
 
@@ -274,7 +319,7 @@ impl Coordinator {
                 tls_error: None,
                 insecure: None,
                 store,
-                problems: Vec::new(),
+                problems: insecure_servers(fleet),
                 editions: Vec::new(),
                 leader: None,
                 followers: Vec::new(),
@@ -353,6 +398,21 @@ impl Coordinator {
         result
     }
 }
+
+/// A sentence for each danger of servers whose listeners other hosts reach. It names the first ones.
+fn insecure_servers(fleet: &Fleet) -> Vec<String> {
+    let sentence = |(danger, names): (Danger, Vec<&str>)| {
+        let shown = names.iter().take(MAX_NAMES).copied().collect::<Vec<_>>().join(", ");
+        let more = match names.len().saturating_sub(MAX_NAMES) {
+            0 => String::new(),
+            more => format!(" and {more} others"),
+        };
+        format!("INSECURE: {shown}{more}: {}", danger.text())
+    };
+    fleet.insecure().into_iter().map(sentence).collect()
+}
+
+const MAX_NAMES: usize = 3;
 
 /// Ignores poisoning: a panic in one task must not stop the others.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -11,6 +11,7 @@
 //! ```
 
 mod book;
+mod names;
 mod requests;
 mod run;
 #[cfg(test)]
@@ -36,6 +37,7 @@ use crate::store::{EditionRecord, Revision, Snapshot, Store, StoreError};
 use crate::term::TermSettings;
 use crate::tickets::{TicketOffice, TicketRecord, TicketSettings};
 use book::{Book, Entry};
+use names::Names;
 pub(crate) use run::Term;
 use run::Worker;
 
@@ -49,8 +51,10 @@ pub(crate) struct Editions {
     tickets: Arc<TicketOffice>,
     /// The current edition first.
     editions: Mutex<Vec<Edition>>,
-    /// One change of the editions, or one registration during an update, at a time.
+    /// One change of the editions at a time.
     changing: tokio::sync::Mutex<()>,
+    /// One registration of a name at a time.
+    names: Names,
     /// Reports of control planes that follow, by reporter, with the time of each.
     followers: Mutex<HashMap<String, (Duration, Vec<ModelClients>)>>,
     /// Editions that were added, for the task that runs them.
@@ -105,6 +109,7 @@ impl Editions {
             tickets,
             editions: Mutex::new(editions),
             changing: tokio::sync::Mutex::default(),
+            names: Names::default(),
             followers: Mutex::default(),
             added,
         };
@@ -415,11 +420,7 @@ fn open_tickets(settings: &TermSettings, found: &mut [Found]) -> Result<TicketOf
         has_servers |= !snapshot.members.is_empty();
         cluster_id.clone_from(&snapshot.cluster_id);
     }
-    let ticket_settings = TicketSettings {
-        life: settings.ticket_life,
-        // Servers renew after a third of a lease.
-        spread: settings.lease_ttl / 2,
-    };
+    let ticket_settings = TicketSettings::new(settings.ticket_life, settings.lease_ttl);
     let (now, wall) = (settings.clock.now(), SystemTime::now().into());
     let office = TicketOffice::open(&cluster_id, record, ticket_settings, has_servers, now, wall);
     office.map_err(|err| StoreError::Io {

@@ -60,13 +60,16 @@ impl Election {
     /// `writer_stopping` has turned true, the last change was written, and the leadership was given up.
     ///
     /// # Errors
-    /// [`StoreError`] when the stored state cannot be used. A store that does not answer is no error.
+    /// [`StoreError`] when the stored state cannot be used at the start. A store that does not answer is no error, and
+    /// neither is one that turns bad later: its state may come back.
     pub(crate) async fn run(
         self,
         stopping: watch::Receiver<bool>,
         writer_stopping: watch::Receiver<bool>,
     ) -> Result<(), StoreError> {
         let mut session = Session::default();
+        // True once this process has led or followed: then the store was good, and it waits for a good one again.
+        let mut has_served = false;
         loop {
             let mut stopped = stopping.clone();
             let fence = tokio::select! {
@@ -76,6 +79,10 @@ impl Election {
                     self.give_up(&session).await;
                     return Ok(());
                 }
+            };
+            has_served |= match self.roles.current() {
+                Role::Follower(following) => following.leader_url.is_some(),
+                Role::Leader { .. } => true,
             };
             let outcome = self.lead(&mut session, fence, &stopping, &writer_stopping).await;
             self.step_down();
@@ -103,7 +110,11 @@ impl Election {
                 }
                 Err(err) => {
                     self.give_up(&session).await;
-                    return Err(err);
+                    if !has_served {
+                        return Err(err);
+                    }
+                    self.note_problem(&err);
+                    sleep(STORE_RETRY).await;
                 }
             }
             session = Session::default();
@@ -239,12 +250,12 @@ impl Election {
     }
 
     /// Notes why no leader can be elected or found.
-    fn note_problem(&self, err: &EtcdError) {
+    fn note_problem(&self, err: &impl std::fmt::Display) {
         self.settings.metrics.election_errors.inc();
         let Role::Follower(mut following) = self.roles.current() else { return };
         let problem = Some(err.to_string());
         if following.problem != problem {
-            error!(error = %err, "cannot take part in the election");
+            error!(error = %err, "cannot lead or follow");
             following.problem = problem;
             self.roles.set(Role::Follower(following));
         }
@@ -257,6 +268,8 @@ impl Election {
 }
 
 const RETRY: Duration = Duration::from_millis(300);
+/// Time between two attempts to lead with a store whose contents cannot be used.
+const STORE_RETRY: Duration = Duration::from_secs(2);
 /// Leases for which another control plane is remembered that is on no list any more.
 const REMEMBERED_LEASES: u32 = 10;
 const PEER_TIMEOUT: Duration = Duration::from_millis(500);

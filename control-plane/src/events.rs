@@ -91,8 +91,16 @@ fn describe(event: &FleetEvent) -> (Severity, String) {
             let spare = goals.spare * 100.0;
             (Info, format!("new goals: {} replicas at least, {spare:.0} % beyond", goals.replicas))
         }
+        FleetEvent::GoalsKept { goals, .. } => {
+            let spare = goals.spare * 100.0;
+            let text = format!(
+                "the stored goals stay, not those of the start: {} replicas at least, {spare:.0} % beyond",
+                goals.replicas
+            );
+            (Warn, text)
+        }
         FleetEvent::Short { shortage } => {
-            (Error, format!("the fleet cannot be planned: {shortage}"))
+            (Error, format!("the fleet cannot be planned as wanted: {shortage}"))
         }
         FleetEvent::NameContested { name } => {
             (Error, format!("two live processes use the name {name}: the later one keeps it"))
@@ -102,6 +110,12 @@ fn describe(event: &FleetEvent) -> (Severity, String) {
         }
         FleetEvent::Unreachable { name, data_addr, reason } => {
             (Warn, format!("cannot connect to {name} at {data_addr}: {reason}"))
+        }
+        FleetEvent::LeftOut { name, is_left_out: true } => {
+            (Warn, format!("plans do without {name}: nothing has ever connected to it"))
+        }
+        FleetEvent::LeftOut { name, is_left_out: false } => {
+            (Info, format!("{name} was reached: plans include it"))
         }
         FleetEvent::Serving { name } => (Info, format!("{name} is serving")),
         FleetEvent::Draining { name } => (Info, format!("{name} is draining")),

@@ -6,6 +6,7 @@ mod edition;
 mod event;
 mod follow;
 mod lease;
+mod probe;
 mod register;
 mod view;
 
@@ -26,6 +27,7 @@ use crate::table::{self, Coverage};
 use crate::tickets::TicketRecord;
 
 pub(crate) use event::{ExpiryCause, FleetEvent, RegistrationKind};
+pub(crate) use probe::ProbeError;
 
 /// Settings of a [`Fleet`].
 #[derive(Clone, Debug)]
@@ -84,6 +86,10 @@ pub(crate) struct Fleet {
     first_join: Option<Duration>,
     /// True once every expert has had its replicas.
     was_complete: bool,
+    /// False if no client follows the placement, as far as the control plane knows.
+    has_clients: bool,
+    /// True once this process has connected to any member: an unreachable one is then at fault itself.
+    has_reached_any: bool,
     /// Goals that were changed while the control plane ran.
     changed_goals: Option<FleetGoals>,
     tickets: TicketRecord,
@@ -122,7 +128,13 @@ impl Fleet {
         let drains = members.values().any(Member::keeps_serving);
         // By then every live member has renewed its lease, with a report of its load.
         let plans_from = if members.is_empty() { now } else { now + settings.lease_ttl };
+        let mut events = Vec::new();
         if let (Some(balance), Some(goals)) = (&mut settings.balance, snapshot.goals) {
+            let asked =
+                FleetGoals { replicas: balance.goals.min_replicas, spare: balance.goals.spare };
+            if asked != goals {
+                events.push(FleetEvent::GoalsKept { asked, goals });
+            }
             balance.goals.min_replicas = goals.replicas;
             balance.goals.spare = goals.spare;
         }
@@ -154,10 +166,12 @@ impl Fleet {
             last_plan: now,
             first_join: None,
             was_complete,
+            has_clients: true,
+            has_reached_any: false,
             changed_goals: snapshot.goals,
             tickets: snapshot.tickets,
             shortage: None,
-            events: Vec::new(),
+            events,
         }
     }
 
@@ -175,7 +189,7 @@ impl Fleet {
         self.follow_targets();
         let model = self.model.as_ref();
         let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
-        self.coverage = Coverage::of(&next, self.replicas());
+        self.coverage = self.coverage_of(&next, self.replicas());
         self.was_complete |= self.coverage.is_complete();
         if self.table.epoch > 0 && !table::differs(&next, &self.table) {
             self.is_table_stale = false;

@@ -1,9 +1,11 @@
 //! The HTTP interface: routes, authentication, timeouts, errors as JSON.
 
 mod change;
+mod cross_site;
 mod digests;
 mod error;
 mod exposure;
+mod extract;
 mod forward;
 mod guard;
 mod models;
@@ -13,6 +15,7 @@ mod request_id;
 mod routes;
 mod tickets;
 mod watch;
+mod watch_permits;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -38,6 +41,7 @@ use crate::role::{Role, Roles};
 use error::HttpError;
 pub(crate) use exposure::Exposure;
 use guard::{ANY_ROLE, Rules};
+use watch_permits::WatchPermits;
 
 /// State shared by all handlers.
 #[derive(Clone, Debug)]
@@ -56,7 +60,7 @@ pub(crate) struct App {
     pub(crate) audit: AuditLog,
     rates: Arc<Rates>,
     rules: Arc<Rules>,
-    watch_permits: Arc<Semaphore>,
+    watch_permits: Arc<WatchPermits>,
     /// Requests that may hold digests in memory at a time.
     digest_permits: Arc<Semaphore>,
     /// Turns true at shutdown: watches end, and `/readyz` fails.
@@ -100,7 +104,7 @@ impl App {
             audit: guarding.audit,
             rates: Arc::new(Rates::new(limits.rates)),
             rules: Arc::new(Rules::new(&all_routes())),
-            watch_permits: Arc::new(Semaphore::new(limits.max_watchers)),
+            watch_permits: WatchPermits::new(&limits),
             digest_permits: Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS)),
             limits,
             exposure,

@@ -9,6 +9,7 @@ use control_api::{
     ServerEntry,
 };
 use serde::{Deserialize, Serialize};
+use trust::tls::is_loopback_host;
 
 use crate::work::Work;
 
@@ -73,6 +74,30 @@ pub struct MemberRecord {
     /// True if it admits clients with a ticket only.
     #[serde(default)]
     pub needs_tickets: bool,
+    /// True if its listener for clients speaks plain text.
+    #[serde(default)]
+    pub plain_text: bool,
+}
+
+/// Danger of a listener for clients that other hosts reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Danger {
+    /// Others can read the handshake, and with it the keys of the memory.
+    PlainText,
+    /// Holders of a token or a certificate get keys that the control plane cannot revoke.
+    NoTickets,
+}
+
+impl Danger {
+    /// The danger and its remedy.
+    pub(crate) fn text(self) -> &'static str {
+        match self {
+            Self::PlainText => "plain text to other hosts (--insecure): give --tls DIR",
+            Self::NoTickets => {
+                "admits clients without a ticket (--tickets off): start it without that option"
+            }
+        }
+    }
 }
 
 /// State of a lease. Times are of the fleet's clock.
@@ -87,6 +112,9 @@ pub(crate) enum Lease {
 /// A client's report that it cannot reach a member.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
+    /// Identity and address of the client.
+    pub(crate) observer: String,
+    /// Name that the client gives itself.
     pub(crate) reporter: String,
     pub(crate) reason: String,
     pub(crate) at: Duration,
@@ -123,6 +151,13 @@ pub(crate) struct Member {
     pub(crate) is_drain_planned: bool,
     /// Outcome of the last attempt to connect to the member: `None` before the first one.
     pub(crate) probe: Option<Result<(), String>>,
+    /// Time of that outcome.
+    pub(crate) probed_at: Duration,
+    /// True once this process has connected to the member's address.
+    pub(crate) was_reached: bool,
+    /// True if this process has never reached the member, and reaches others. Plans do without such a member, its
+    /// experts count as no replicas, and clients try it only for experts that no other member serves.
+    pub(crate) is_left_out: bool,
     /// Until this time, a live process of the same name was heard after this one had replaced it. So two
     /// processes use the name, and no third one may take it over while this one lives.
     pub(crate) contested_until: Option<Duration>,
@@ -147,6 +182,9 @@ impl Member {
             drains_by: None,
             is_drain_planned: false,
             probe: None,
+            probed_at: Duration::ZERO,
+            was_reached: false,
+            is_left_out: false,
             contested_until: None,
         }
     }
@@ -161,7 +199,14 @@ impl Member {
 
     /// True if the member takes part in plans.
     pub(crate) fn is_planned(&self) -> bool {
-        self.is_leased() && self.record.phase != Phase::Draining
+        self.is_leased() && self.record.phase != Phase::Draining && !self.is_left_out
+    }
+
+    /// True if other members may free the experts that this one serves: this process has reached it, or reaches no
+    /// member at all and can judge none.
+    pub(crate) fn can_take_over(&self) -> bool {
+        let is_undecided = self.probe.is_none() && !self.was_reached;
+        self.is_serving() && !self.is_left_out && !is_undecided
     }
 
     /// True if the placement table has the member.
@@ -182,8 +227,8 @@ impl Member {
 
     /// Starts a drain. With `drains_by`, the member stays in the placement until then at most.
     pub(crate) fn start_drain(&mut self, drains_by: Option<Duration>) {
-        // A member that was not serving has nothing to hand over.
-        self.drains_by = drains_by.filter(|_| self.is_serving());
+        // A member that was not serving, or serves no expert, has nothing to hand over.
+        self.drains_by = drains_by.filter(|_| self.is_serving() && !self.placed.is_empty());
         self.is_drain_planned = false;
         self.record.phase = Phase::Draining;
     }
@@ -257,9 +302,9 @@ impl Member {
         }
     }
 
-    /// Notes a client's report. It replaces an earlier one of the same client.
+    /// Notes a client's report. It replaces an earlier one of the same observer.
     pub(crate) fn note_report(&mut self, report: Report) {
-        self.reports.retain(|known| known.reporter != report.reporter);
+        self.reports.retain(|known| known.observer != report.observer);
         self.reports.push_front(report);
         self.reports.truncate(MAX_REPORTS);
     }
@@ -271,7 +316,8 @@ impl Member {
         clients + usize::from(clients > 0 && matches!(self.probe, Some(Err(_))))
     }
 
-    fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
+    /// Reports of the last minute.
+    pub(crate) fn recent_reports(&self, now: Duration) -> impl Iterator<Item = LinkReport> {
         let age = move |report: &Report| now.saturating_sub(report.at);
         let recent = self.reports.iter().filter(move |report| age(report) <= REPORT_RETENTION);
         recent.map(move |report| LinkReport {
@@ -288,6 +334,18 @@ impl Member {
             self.record.holds = Arc::new(holds);
         }
         self.place();
+    }
+
+    /// The danger of its listener for clients, if it is on an address that other hosts reach.
+    pub(crate) fn danger(&self) -> Option<Danger> {
+        let MemberRecord { data_addr, plain_text, needs_tickets, .. } = &self.record;
+        let host = data_addr.rsplit_once(':').map_or(&**data_addr, |(host, _)| host);
+        match (*plain_text, *needs_tickets) {
+            (false, true) => None,
+            _ if is_loopback_host(host.trim_start_matches('[').trim_end_matches(']')) => None,
+            (true, _) => Some(Danger::PlainText),
+            (false, false) => Some(Danger::NoTickets),
+        }
     }
 
     pub(crate) fn entry(&self) -> ServerEntry {
@@ -317,6 +375,8 @@ impl Member {
             experts_assigned: self.record.assignment.num_experts() as u64,
             load: self.load.clone(),
             unreachable: self.probe.clone().and_then(Result::err),
+            not_stored: None,
+            insecure: self.danger().map(|danger| danger.text().to_owned()),
             fingerprint: None,
             reports: self.recent_reports(now).collect(),
         }

@@ -27,6 +27,8 @@ pub(crate) struct Metrics {
     is_shown: Arc<AtomicBool>,
     members: IntGaugeVec,
     members_unreachable: IntGauge,
+    members_insecure: IntGauge,
+    plan_short: IntGauge,
     epoch: IntGauge,
     edition_serving: IntGaugeVec,
     edition_missing: IntGaugeVec,
@@ -119,6 +121,14 @@ impl Metrics {
                 names::MEMBERS_UNREACHABLE,
                 "Serving members that the control plane cannot connect to.",
             )?,
+            members_insecure: make.gauge(
+                names::MEMBERS_INSECURE,
+                "Members that speak plain text to clients of other hosts, or admit them without a ticket.",
+            )?,
+            plan_short: make.gauge(
+                names::PLAN_SHORT,
+                "1 while the servers allow no plan, or none with all replicas, 0 otherwise.",
+            )?,
             epoch: make.gauge(names::EPOCH, "Epoch (version) of the placement table in force.")?,
             is_shown: Arc::new(AtomicBool::new(true)),
             edition_serving: make.gauges(
@@ -152,7 +162,7 @@ impl Metrics {
             )?,
             suspects: make.counter(
                 names::SUSPECTS_TOTAL,
-                "Suspicions of leased members reported by clients. Repeated reports count once until the member renews or expires.",
+                "Suspicions of leased members reported by clients. A report counts if none came in the minute before.",
             )?,
             expert_moves: make.counter(
                 names::EXPERT_MOVES_TOTAL,
@@ -251,6 +261,18 @@ impl Metrics {
         }
     }
 
+    pub(crate) fn set_insecure(&self, num_members: usize) {
+        if self.is_shown() {
+            self.members_insecure.set(num_members as i64);
+        }
+    }
+
+    pub(crate) fn set_plan_short(&self, is_short: bool) {
+        if self.is_shown() {
+            self.plan_short.set(i64::from(is_short));
+        }
+    }
+
     pub(crate) fn set_expert_load(&self, loads: &[LayerLoad]) {
         if self.is_shown() {
             self.expert_load.set(loads);
@@ -334,6 +356,8 @@ impl Metrics {
     pub(crate) fn forget_fleet(&self) {
         self.set_members(MemberCounts::default());
         self.set_unreachable(0);
+        self.set_insecure(0);
+        self.set_plan_short(false);
         self.set_expert_load(&[]);
         self.set_coverage(Coverage::default());
         self.set_editions(&[]);

@@ -163,7 +163,11 @@ impl Server {
         let limits = config.limits.clone();
         let http_metrics = metrics.http.clone();
         let tls = config.security.for_listener().cloned();
-        let exposure = Exposure { security: config.security.clone(), local_addr };
+        let exposure = Exposure {
+            security: config.security.clone(),
+            listen: config.listen.clone(),
+            local_addr,
+        };
         let following = guarding.access.tokens.clone().map(|tokens| {
             let task = tokens.follow(guarding.metrics.clone(), guarding.audit.clone());
             AbortOnDrop(tokio::spawn(task))

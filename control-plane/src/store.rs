@@ -150,7 +150,7 @@ pub enum StoreError {
     /// Another program keeps data where the store should be.
     #[error(
         "etcd has data of another program under the prefix {prefix}, such as the key {key}: choose a prefix of its \
-         own"
+         own, or delete the key if it is not needed"
     )]
     Foreign { prefix: String, key: String },
     /// etcd cannot be used.

@@ -9,8 +9,9 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use control_api::{TicketKey, TicketKeys, TicketRequest, TicketResponse};
+use control_api::{TicketKey, TicketKeys, TicketRequest, TicketResponse, TicketRole};
 use serde::{Deserialize, Serialize};
+use trust::Role;
 use trust::ticket::{Claims, MAX_CLIENT_BYTES, PublicKey, SecretKey, SignError, UnixTime};
 
 /// The durable part: no secret is in it.
@@ -32,9 +33,7 @@ impl TicketRecord {
 /// Signs the tickets of one term.
 pub(crate) struct TicketOffice {
     fleet: String,
-    life: Duration,
-    /// Servers have learned a published key after this time.
-    spread: Duration,
+    settings: TicketSettings,
     state: Mutex<State>,
 }
 
@@ -62,6 +61,10 @@ pub(crate) enum IssueError {
     Key(#[from] trust::ticket::InvalidKey),
     #[error("the ticket cannot be signed: {0}")]
     Sign(#[from] SignError),
+    #[error(
+        "servers do not know the key of this control plane yet, which has just begun to lead: ask again in {seconds} s"
+    )]
+    NotYet { seconds: u64 },
 }
 
 impl TicketOffice {
@@ -77,11 +80,10 @@ impl TicketOffice {
     ) -> Result<Self, SignError> {
         let signer = SecretKey::generate()?;
         record.publish(signer.public(), wall);
-        let TicketSettings { life, spread } = settings;
-        let signs_from = if has_servers { now + spread } else { now };
+        let signs_from = if has_servers { now + settings.spread() } else { now };
         let renew_at = now + KEY_LIFE / 2;
         let state = State { signer, next: None, signs_from, renew_at, record, highest_epoch: 0 };
-        Ok(Self { fleet: fleet.to_owned(), life, spread, state: Mutex::new(state) })
+        Ok(Self { fleet: fleet.to_owned(), settings, state: Mutex::new(state) })
     }
 
     /// The durable part.
@@ -93,7 +95,8 @@ impl TicketOffice {
     pub(crate) fn keys(&self) -> TicketKeys {
         let state = self.lock();
         let TicketRecord { keys, least_epoch } = state.record.clone();
-        TicketKeys { fleet: self.fleet.clone(), keys, least_epoch }
+        let refresh_ms = self.settings.refresh.as_millis() as u64;
+        TicketKeys { fleet: self.fleet.clone(), keys, least_epoch, refresh_ms }
     }
 
     /// Time until the signer may sign.
@@ -101,14 +104,15 @@ impl TicketOffice {
         self.lock().signs_from.saturating_sub(now)
     }
 
-    /// Issues a ticket. `epoch` is that of the placement.
+    /// Issues a ticket to `holder`, an identity that has the role of the request. `epoch` is that of the placement.
     pub(crate) fn issue(
         &self,
         request: &TicketRequest,
+        holder: &str,
         epoch: u64,
         wall: UnixTime,
     ) -> Result<TicketResponse, IssueError> {
-        let TicketRequest { client, key } = request;
+        let TicketRequest { client, key, role } = request;
         let is_printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
         if !(1..=MAX_CLIENT_BYTES).contains(&client.len()) || !client.bytes().all(is_printable) {
             return Err(IssueError::Name { found: client.chars().count() });
@@ -117,9 +121,13 @@ impl TicketOffice {
         let mut state = self.lock();
         let epoch = epoch.max(state.record.least_epoch).max(state.highest_epoch);
         state.highest_epoch = epoch;
-        let claims = Claims::new(self.fleet.clone(), client.clone(), key, epoch, wall, self.life);
+        let claims = Claims {
+            holder: holder.to_owned(),
+            role: role_of(*role),
+            ..Claims::new(self.fleet.clone(), client.clone(), key, epoch, wall, self.settings.life)
+        };
         let ticket = claims.sign(&state.signer)?;
-        Ok(TicketResponse { ticket, epoch, expires_in_ms: self.life.as_millis() as u64 })
+        Ok(TicketResponse { ticket, epoch, expires_in_ms: self.settings.life.as_millis() as u64 })
     }
 
     /// Revokes all tickets issued so far. `epoch` is that of the placement. Returns the least epoch in force.
@@ -148,7 +156,7 @@ impl TicketOffice {
         }
         let signer = SecretKey::generate()?;
         state.record.publish(signer.public(), wall);
-        state.next = Some((signer, now + self.spread));
+        state.next = Some((signer, now + self.settings.spread()));
         state.renew_at = now + KEY_LIFE / 2;
         Ok(true)
     }
@@ -156,6 +164,13 @@ impl TicketOffice {
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code that holds the lock can leave the state half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub(crate) const fn role_of(role: TicketRole) -> Role {
+    match role {
+        TicketRole::Client => Role::Client,
+        TicketRole::Server => Role::Server,
     }
 }
 
@@ -194,9 +209,22 @@ impl TicketRecord {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TicketSettings {
     /// Life of a ticket.
-    pub(crate) life: Duration,
-    /// A server has renewed its lease after this time.
-    pub(crate) spread: Duration,
+    life: Duration,
+    /// Longest time between two heartbeats of a server.
+    refresh: Duration,
+}
+
+impl TicketSettings {
+    /// Clients renew after half of a life, so their tickets last for another half when a leader fails. The servers learn
+    /// the next leader's key within a quarter, however long their leases are.
+    pub(crate) fn new(life: Duration, lease_ttl: Duration) -> Self {
+        Self { life, refresh: (lease_ttl / 3).min(life / 6) }
+    }
+
+    /// Servers have learned a published key after this time: they have sent a heartbeat, and had time for another one.
+    fn spread(self) -> Duration {
+        self.refresh * 3 / 2
+    }
 }
 
 /// Life of a signing key. A new one is made after half of it.
@@ -211,7 +239,7 @@ mod tests {
     use super::*;
 
     const SETTINGS: TicketSettings =
-        TicketSettings { life: Duration::from_secs(600), spread: Duration::from_secs(1) };
+        TicketSettings { life: Duration::from_secs(600), refresh: Duration::from_secs(1) };
     const WALL: UnixTime = UnixTime(1_800_000_000);
 
     fn office(record: TicketRecord, has_servers: bool, wall: UnixTime) -> TicketOffice {
@@ -219,7 +247,16 @@ mod tests {
     }
 
     fn check(office: &TicketOffice, ticket: &str, client: &SecretKey) -> Result<(), TicketError> {
-        let TicketKeys { fleet, keys, least_epoch } = office.keys();
+        check_at(&office.keys(), ticket, client, WALL)
+    }
+
+    fn check_at(
+        keys: &TicketKeys,
+        ticket: &str,
+        client: &SecretKey,
+        now: UnixTime,
+    ) -> Result<(), TicketError> {
+        let TicketKeys { fleet, keys, least_epoch, .. } = keys.clone();
         let keys: Vec<TrustedKey> = keys
             .iter()
             .map(|found| TrustedKey {
@@ -231,11 +268,11 @@ mod tests {
         let handshake = Handshake { server: "s", incarnation: 1, channel: None, hello: b"h" };
         let proof = prove(ticket, &handshake, client).unwrap();
         let gate = Gate::default();
-        gate.check(ticket, &proof, &handshake, &keys, least_epoch, WALL).map(drop)
+        gate.check(ticket, &proof, &handshake, Role::Client, &keys, least_epoch, now).map(drop)
     }
 
     fn request(client: &SecretKey) -> TicketRequest {
-        TicketRequest { client: "c".to_owned(), key: client.public().to_string() }
+        TicketRequest::new("c".to_owned(), client.public().to_string())
     }
 
     #[test]
@@ -243,12 +280,12 @@ mod tests {
         let client = SecretKey::generate().unwrap();
         let first = office(TicketRecord::default(), false, WALL);
         assert_eq!(first.wait(Duration::ZERO), Duration::ZERO);
-        let old = first.issue(&request(&client), 3, WALL).unwrap();
+        let old = first.issue(&request(&client), "tester", 3, WALL).unwrap();
         assert_eq!(check(&first, &old.ticket, &client), Ok(()));
         let second = office(first.record(), true, WALL);
-        assert_eq!(second.wait(Duration::ZERO), SETTINGS.spread);
+        assert_eq!(second.wait(Duration::ZERO), SETTINGS.spread());
         assert_eq!(check(&second, &old.ticket, &client), Ok(()));
-        let new = second.issue(&request(&client), 4, WALL).unwrap();
+        let new = second.issue(&request(&client), "tester", 4, WALL).unwrap();
         assert_eq!(check(&first, &new.ticket, &client), Err(TicketError::UnknownKey));
 
         assert_eq!(second.revoke(4), 5);
@@ -259,7 +296,7 @@ mod tests {
             assert!(matches!(found, Err(TicketError::Revoked { least: 5, .. })), "{found:?}");
         }
         // The placement's epoch is still lower, and new tickets count all the same.
-        let fresh = third.issue(&request(&client), 4, WALL).unwrap();
+        let fresh = third.issue(&request(&client), "tester", 4, WALL).unwrap();
         assert_eq!((fresh.epoch, check(&third, &fresh.ticket, &client)), (5, Ok(())));
     }
 
@@ -268,10 +305,10 @@ mod tests {
     fn a_lower_epoch_of_the_placement_revokes_all_the_same() {
         let client = SecretKey::generate().unwrap();
         let office = office(TicketRecord::default(), false, WALL);
-        let old = office.issue(&request(&client), 500, WALL).unwrap();
+        let old = office.issue(&request(&client), "tester", 500, WALL).unwrap();
         assert_eq!(office.revoke(7), 501);
         assert!(matches!(check(&office, &old.ticket, &client), Err(TicketError::Revoked { .. })));
-        let new = office.issue(&request(&client), 8, WALL).unwrap();
+        let new = office.issue(&request(&client), "tester", 8, WALL).unwrap();
         assert_eq!((new.epoch, check(&office, &new.ticket, &client)), (501, Ok(())));
     }
 
@@ -280,7 +317,7 @@ mod tests {
     fn a_revocation_after_a_switch_and_a_restart_covers_the_tickets_of_earlier_leaders() {
         let client = SecretKey::generate().unwrap();
         let first = office(TicketRecord::default(), false, WALL);
-        let old = first.issue(&request(&client), 500, WALL).unwrap();
+        let old = first.issue(&request(&client), "tester", 500, WALL).unwrap();
         let before = first.record();
         let second = office(before.clone(), true, WALL);
         assert_eq!(second.tick(KEY_LIFE / 2, WALL), Ok(true));
@@ -288,7 +325,7 @@ mod tests {
         assert_eq!(second.revoke(7), 8);
         assert_eq!(check(&second, &old.ticket, &client), Err(TicketError::UnknownKey));
         assert_eq!(second.keys().keys.len(), 2, "its signer and the next one");
-        let new = second.issue(&request(&client), 7, WALL).unwrap();
+        let new = second.issue(&request(&client), "tester", 7, WALL).unwrap();
         assert_eq!(check(&second, &new.ticket, &client), Ok(()));
 
         // The store of another edition still has the keys from before the revocation.
@@ -297,6 +334,43 @@ mod tests {
             let third = office(kept, true, WALL);
             assert_eq!(check(&third, &old.ticket, &client), Err(TicketError::UnknownKey));
             assert_eq!(check(&third, &new.ticket, &client), Ok(()));
+        }
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(48))]
+
+        /// On a clock of its own: a leader fails at any moment of a ticket's first half and of a server's heartbeat.
+        #[test]
+        fn a_takeover_leaves_no_client_without_a_ticket(
+            lease_ms in 100u64..=3_600_000,
+            life_s in 10u64..=43_200,
+            age in 0.0f64..=1.0,
+            phase in 0.0f64..=1.0,
+        ) {
+            let life = Duration::from_secs(life_s);
+            let settings = TicketSettings::new(life, Duration::from_millis(lease_ms));
+            let open = |record, has_servers, now| {
+                TicketOffice::open("fleet", record, settings, has_servers, now, WALL).unwrap()
+            };
+            let client = SecretKey::generate().unwrap();
+            let first = open(TicketRecord::default(), false, Duration::ZERO);
+            let old = first.issue(&request(&client), "tester", 1, WALL).unwrap();
+            let known = first.keys();
+            // The client renews after half of the life at the latest, and the leader fails just before that.
+            let taken_over = (life / 2).mul_f64(age);
+            let second = open(first.record(), true, taken_over);
+            let heartbeat = taken_over + Duration::from_millis(known.refresh_ms).mul_f64(phase);
+            let issued = taken_over + second.wait(taken_over);
+            proptest::prop_assert!(heartbeat < issued, "a key signs before the servers know it");
+            let learned = second.keys();
+            let new = second.issue(&request(&client), "tester", 1, WALL.plus(issued)).unwrap();
+            // The old ticket serves without the tolerance for clocks until the new one is there.
+            proptest::prop_assert!(issued < life);
+            for keys in [&known, &learned] {
+                proptest::prop_assert_eq!(check_at(keys, &old.ticket, &client, WALL.plus(issued)), Ok(()));
+            }
+            proptest::prop_assert_eq!(check_at(&learned, &new.ticket, &client, WALL.plus(issued)), Ok(()));
         }
     }
 
@@ -319,7 +393,7 @@ mod tests {
         assert_eq!(office.tick(KEY_LIFE / 2, WALL), Ok(true));
         assert_eq!(office.keys().keys.len(), 2);
         assert_eq!(signer(), first, "servers do not know the new key yet");
-        assert_eq!(office.tick(KEY_LIFE / 2 + SETTINGS.spread, WALL), Ok(false));
+        assert_eq!(office.tick(KEY_LIFE / 2 + SETTINGS.spread(), WALL), Ok(false));
         assert_eq!(signer(), office.keys().keys[1].key);
     }
 
@@ -340,9 +414,9 @@ mod tests {
         let good = request(&SecretKey::generate().unwrap());
         for client in ["", "a\u{1b}[2J", "\u{e9}", &"c".repeat(MAX_CLIENT_BYTES + 1)] {
             let bad = TicketRequest { client: client.to_owned(), ..good.clone() };
-            assert!(matches!(office.issue(&bad, 1, WALL), Err(IssueError::Name { .. })));
+            assert!(matches!(office.issue(&bad, "tester", 1, WALL), Err(IssueError::Name { .. })));
         }
         let bad = TicketRequest { key: "k4.public.x".to_owned(), ..good };
-        assert!(matches!(office.issue(&bad, 1, WALL), Err(IssueError::Key(_))));
+        assert!(matches!(office.issue(&bad, "tester", 1, WALL), Err(IssueError::Key(_))));
     }
 }

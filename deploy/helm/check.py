@@ -18,6 +18,8 @@ import yaml
 
 FOLDER = pathlib.Path(__file__).parent
 CHART = FOLDER / "switchyard"
+RULES = FOLDER.parent / "prometheus" / "rules.yml"
+RUNBOOKS = "https://runbooks.example/switchyard"
 REFERENCE = FOLDER.parent.parent / "docs" / "reference" / "cli.md"
 LINT_WARNING = 2
 KUBERNETES_VERSIONS = ["1.29", "1.32", "1.35"]
@@ -37,15 +39,28 @@ GOOD = {
         "serviceAccount": {"name": "experts"},
         "expertServers": {"kind": "DaemonSet"},
     },
+    "tokens with roles, and alerts": {
+        **BASE,
+        "token": {"existingSecret": "cluster", "rolesKey": "tokens"},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "networkPolicy": {"transportPorts": None},
+    },
     "a GPU and an RDMA device per node": {
         **BASE,
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "runbookUrl": RUNBOOKS + "/"},
+        "controlPlane": {"priorityClassName": "system-cluster-critical", "annotations": {"team": "experts"}},
         "networkPolicy": {"clientNamespaces": {"matchLabels": {"team": "engines"}}},
         "expertServers": {
             "kind": "DaemonSet",
             "device": "cuda:0",
             "hostNetwork": True,
             "capabilities": ["IPC_LOCK"],
+            "runAsUser": 0,
+            "runtimeClassName": "nvidia",
+            "priorityClassName": "system-node-critical",
+            "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
             "shmSize": "2Gi",
             "nodeSelector": {"nvidia.com/gpu.present": "true"},
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
@@ -66,6 +81,12 @@ BAD = {
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
     "a port out of range": ({**BASE, "controlPlane": {"port": 70000}}, "port"),
     "an unknown discovery": ({**BASE, "discovery": "consul"}, "discovery"),
+    "half a range of ports": (
+        {**BASE, "networkPolicy": {"transportPorts": {"first": 1, "last": None}}},
+        "transportPorts",
+    ),
+    "a page of alerts that is no URL": ({**BASE, "prometheusRule": {"runbookUrl": "wiki"}}, "runbookUrl"),
+    "an annotation that is no text": ({**BASE, "expertServers": {"annotations": {"a": 1}}}, "annotations"),
     "a device that does not exist": ({**BASE, "expertServers": {"device": "gpu"}}, "device"),
 }
 
@@ -86,8 +107,11 @@ def render(chart: helm_python.Chart, values: dict) -> list[dict]:
 
 def check_object(name: str, item: dict) -> None:
     label = f"{name}: {item['kind']} {item['metadata']['name']}"
-    if item["apiVersion"] == "monitoring.coreos.com/v1":
-        # The operator's own schema is not part of Kubernetes.
+    # The operator's own schemas are not part of Kubernetes.
+    if item["kind"] == "PrometheusRule":
+        check_rules(label, item["spec"])
+        return
+    if item["kind"] == "PodMonitor":
         if not item["spec"]["podMetricsEndpoints"]:
             fail(f"{label}: no endpoints")
         return
@@ -96,6 +120,82 @@ def check_object(name: str, item: dict) -> None:
             kubernetes_validate.validate(item, version, strict=True)
         except kubernetes_validate.ValidationError as error:
             fail(f"{label}, Kubernetes {version}: {error}")
+
+
+def check_rules(label: str, spec: dict) -> None:
+    """The rules are those of Prometheus' own file, apart from the address of their pages."""
+    [path] = [path for path in (CHART / "files").iterdir()]
+    if path.read_text() != RULES.read_text():
+        fail(f"{path.name} of the chart is out of date: run cargo xtask dashboards")
+    expected = yaml.safe_load(RULES.read_text())
+    for group, own in zip(expected["groups"], spec["groups"], strict=True):
+        for rule, own_rule in zip(group["rules"], own["rules"], strict=True):
+            url = own_rule.get("annotations", {}).get("runbook_url")
+            if url is None:
+                continue
+            folder, _, page = url.rpartition("/")
+            if page != f"{rule['alert']}.md" or not folder.startswith("https://"):
+                fail(f"{label}: {rule['alert']} has the page {url}")
+            if folder == RUNBOOKS:
+                rule["annotations"]["runbook_url"] = url
+    if spec != expected:
+        fail(f"{label}: the rules differ from {RULES.name}")
+
+
+def check_security(name: str, values: dict, objects: list[dict]) -> None:
+    """No pod can change its files or gain rights, secrets are files of no other user, and ports are closed."""
+    for pod in pods_of(objects):
+        spec, container = pod["spec"], pod["spec"]["containers"][0]
+        label = f"{name}: {container['name']}"
+        user = 10001
+        if container["name"] == "expert-server":
+            user = values.get("expertServers", {}).get("runAsUser", user)
+        context = spec["securityContext"]
+        if context["runAsUser"] != user or context["runAsNonRoot"] != (user != 0):
+            fail(f"{label}: runs as {context}")
+        if context["seccompProfile"] != {"type": "RuntimeDefault"}:
+            fail(f"{label}: {context['seccompProfile']}")
+        own = container["securityContext"]
+        if (
+            own["allowPrivilegeEscalation"]
+            or not own["readOnlyRootFilesystem"]
+            or own["capabilities"]["drop"] != ["ALL"]
+        ):
+            fail(f"{label}: {own}")
+        if spec["enableServiceLinks"]:
+            fail(f"{label}: variables of Services can look like settings")
+        env = {entry["name"]: entry for entry in container["env"]}
+        if any("valueFrom" in entry and "secretKeyRef" in entry["valueFrom"] for entry in env.values()):
+            fail(f"{label}: a secret is in a variable, which does not follow its changes")
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        files = {
+            f"{mounts[volume]['mountPath']}/{item['path']}"
+            for volume in volumes
+            for item in volumes[volume].get("secret", {}).get("items", [])
+        }
+        roles = bool(values["token"].get("rolesKey")) and container["name"] == "control-plane"
+        wanted = {env["SWITCHYARD_TOKENS_FILE" if roles else "SWITCHYARD_TOKEN_FILE"]["value"]}
+        if wanted != files:
+            fail(f"{label}: expects the secrets {sorted(wanted)}, and {sorted(files)} are mounted")
+        for volume in volumes.values():
+            if volume.get("secret", {"defaultMode": 0o440})["defaultMode"] != 0o440:
+                fail(f"{label}: other users can read {volume['name']}")
+    policies = [item for item in objects if item["kind"] == "NetworkPolicy"]
+    [servers] = [item for item in policies if item["metadata"]["name"].endswith("expert-server")]
+    own, clients, monitoring = servers["spec"]["ingress"]
+    if (
+        "ports" in own
+        or "weights" in str(clients["ports"])
+        or [port["port"] for port in monitoring["ports"]] != ["metrics"]
+    ):
+        fail(f"{name}: the policy of servers is {servers['spec']['ingress']}")
+    for pod in pods_of(objects):
+        for port in pod["spec"]["containers"][0]["ports"]:
+            ranges = [entry for entry in clients["ports"] if "endPort" in entry]
+            is_open = any(entry["port"] <= port["containerPort"] <= entry["endPort"] for entry in ranges)
+            if is_open and port["name"] in ("weights", "metrics"):
+                fail(f"{name}: clients reach the port {port['name']}")
 
 
 def pods_of(objects: list[dict]) -> list[dict]:
@@ -126,6 +226,8 @@ def check_references(name: str, objects: list[dict], known_variables: set[str]) 
         wanted = [port["targetPort"] for port in spec.get("ports", [])]
         wanted += [port["port"] for port in spec.get("podMetricsEndpoints", [])]
         wanted += [port["port"] for rule in spec.get("ingress", []) for port in rule.get("ports", [])]
+        # Numbers are ports that the system gives out.
+        wanted = [port for port in wanted if isinstance(port, str)]
         if not ports.issuperset(wanted):
             fail(f"{label} names the ports {wanted}, the container has {sorted(ports)}")
     for pod in pods:
@@ -193,6 +295,7 @@ def main() -> None:
                 check_object(name, item)
             check_references(name, objects, known_variables)
             check_discovery(name, values, objects)
+            check_security(name, values, objects)
             num_objects += len(objects)
         for name, (values, expected) in BAD.items():
             try:

@@ -85,7 +85,7 @@ pub struct ServerConfig {
     /// Counts tokens by layer and expert in the metrics, instead of by expert alone. That makes one time series
     /// per held expert.
     pub metrics_by_layer: bool,
-    /// Records the times of sampled calls for traces. A server on a GPU records none.
+    /// Records the times of sampled calls for traces. A server on a GPU samples frames instead of calls.
     pub recorder: Option<Recorder>,
     /// Receives a report of every batch of a GPU, for measurements.
     #[cfg(feature = "device")]
@@ -93,6 +93,12 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
+    /// Whether peers need a ticket of the control plane.
+    pub(crate) fn wants_tickets(&self) -> bool {
+        let is_member = matches!(self.placement, Placement::ControlPlane { .. });
+        is_member && self.tickets == TicketMode::Required
+    }
+
     /// The defaults, on a free port of the loopback interface.
     #[must_use]
     pub fn new(

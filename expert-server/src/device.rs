@@ -34,6 +34,7 @@ use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel, SpinPolicy};
 use protocol::DispatchExpect;
 use proxy::DeviceTransports;
+use telemetry::ServerRecorder;
 use tokio::sync::oneshot;
 
 pub(crate) use self::backend::{DeviceBackend, OpeningGpu};
@@ -66,6 +67,8 @@ struct DeviceConfig {
     /// The proxy's threads. The data thread announces answers to them.
     transports: DeviceTransports,
     observer: Option<BatchObserver>,
+    /// Records the times of sampled frames for traces.
+    recorder: Option<ServerRecorder>,
 }
 
 /// The handle to a data thread on a GPU. Dropping it stops the thread.

@@ -13,11 +13,12 @@ use crate::status::Health;
 
 /// The routes of a server.
 pub(crate) fn router(health: Arc<Health>) -> Router {
-    Router::new()
+    let routes = Router::new()
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(health)
+        .with_state(health);
+    httpd::limit_rates(routes, MAX_REQUESTS_PER_SECOND)
 }
 
 async fn metrics(State(health): State<Arc<Health>>, headers: HeaderMap) -> Response {
@@ -35,11 +36,9 @@ async fn healthz(State(health): State<Arc<Health>>) -> Response {
 }
 
 async fn readyz(State(health): State<Arc<Health>>) -> Response {
-    match health.tls_error() {
-        Some(reason) if health.ready().is_ok() => {
-            format!("ok, but the TLS files cannot be used: {reason}\n").into_response()
-        }
-        _ => answer(health.ready()),
+    match (health.ready(), health.reservation()) {
+        (Ok(()), Some(reason)) => format!("ok, but {reason}\n").into_response(),
+        (verdict, _) => answer(verdict),
     }
 }
 
@@ -50,4 +49,6 @@ fn answer(verdict: Result<(), String>) -> Response {
     }
 }
 
+/// Of one address. Monitors ask a few times a second.
+const MAX_REQUESTS_PER_SECOND: u32 = 100;
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";

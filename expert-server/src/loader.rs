@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, LoadingReport, MemberState};
+use message_engine::ConnectOptions;
 
 use crate::config::WeightsFrom;
 use crate::experts::Experts;
 use crate::metrics::ServerMetrics;
-use crate::peers::{Fetch, Fetched, Peer};
+use crate::peers::{Fetch, Fetched, Peer, ReaderTicket};
 
 /// An expert that was not loaded, with the reason.
 pub(crate) type Missing = ((u32, u32), String);
@@ -91,7 +92,7 @@ impl Loader {
             Split { files, peers }
         });
         match looking.await {
-            Ok(split) if split.peers.is_empty() || !self.peers().await.is_empty() => split,
+            Ok(split) if split.peers.is_empty() || !self.peers(None).await.is_empty() => split,
             _ => from_files(wanted),
         }
     }
@@ -130,8 +131,20 @@ impl Loader {
         pace: Pace,
         stop: &Arc<AtomicBool>,
     ) -> Fetched {
-        let Some((fetch, _)) = &self.peers else { return Fetched::default() };
-        let peers = self.peers().await;
+        let Some((fetch, control)) = &self.peers else { return Fetched::default() };
+        let ticket = match fetch.wants_ticket {
+            true => match ReaderTicket::fetch(control, &self.name).await {
+                Ok(ticket) => Some(ticket),
+                Err(reason) => {
+                    tracing::warn!(reason, "no ticket to read weights of other servers");
+                    let reason = format!("no ticket from the control plane: {reason}");
+                    let missing = wanted.into_iter().map(|expert| (expert, reason.clone()));
+                    return Fetched { missing: missing.collect(), ..Fetched::default() };
+                }
+            },
+            false => None,
+        };
+        let peers = self.peers(ticket.as_ref()).await;
         let (fetch, store, stop) = (fetch.clone(), Arc::clone(store), Arc::clone(stop));
         let (metrics, progress) = (self.metrics.clone(), Arc::clone(&self.progress));
         let begin = Instant::now();
@@ -189,8 +202,8 @@ impl Loader {
         })
     }
 
-    /// Servers that let others read their weights.
-    async fn peers(&self) -> Vec<Peer> {
+    /// Servers that let others read their weights. Without a ticket they are counted only.
+    async fn peers(&self, ticket: Option<&ReaderTicket>) -> Vec<Peer> {
         let Some((fetch, control)) = &self.peers else { return Vec::new() };
         let members = match control.members().await {
             Ok(members) => members,
@@ -205,12 +218,23 @@ impl Loader {
                 continue;
             }
             // During an update of the model, servers of the other model have other weights.
-            if member.fingerprint.is_some_and(|found| found != fetch.identity.fingerprint()) {
+            if member
+                .fingerprint
+                .as_ref()
+                .is_some_and(|found| found != fetch.identity.fingerprint())
+            {
                 continue;
             }
-            let Some(weights_addr) = member.weights_addr else { continue };
-            if let Some(addr) = resolve(&weights_addr).await {
-                peers.push(Peer { name: member.name, addr });
+            let Some(weights_addr) = &member.weights_addr else { continue };
+            let host = weights_addr.rsplit_once(':').map_or(&**weights_addr, |(host, _)| host);
+            if let Err(error) = fetch.security.check_peer(host) {
+                tracing::warn!(peer = member.name, %error, "weights of a server are not read");
+                continue;
+            }
+            if let Some(addr) = resolve(weights_addr).await {
+                let tickets = ticket.map(|ticket| ticket.for_member(&member));
+                let options = ConnectOptions { host: Some(host.to_owned()), tickets };
+                peers.push(Peer { name: member.name, addr, options });
             }
         }
         // Servers that start at the same time do not all begin with the same peer.

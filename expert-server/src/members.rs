@@ -22,6 +22,10 @@ use crate::loader::{Loader, Pace};
 use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
+use self::surplus::{Keep, Surplus};
+
+mod surplus;
+
 /// The description of the model for the control plane.
 pub(crate) fn describe(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelDescriptor {
     let model = checkpoint.config();
@@ -259,15 +263,15 @@ impl Membership {
     /// digests of all bytes are there by then, the membership ends: the fleet has other weights.
     ///
     /// Experts that are assigned later are loaded in the background, and reported as they come. A drain or another
-    /// assignment stops a load after the experts that it is reading. Experts that are no longer assigned stay loaded for
-    /// [`UNLOAD_AFTER`], because clients with an older placement may still ask for them.
+    /// assignment stops a load after the experts that it is reading. Experts that are no longer assigned stay loaded
+    /// while clients with an older placement ask for them: see [`Surplus`].
     pub(crate) async fn run(self) -> Result<(), MembershipEnd> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
         let mut held = holds(&*self.store);
         let mut num_renewals = 0;
         let mut was_draining = false;
-        let mut surplus = HashMap::new();
+        let mut surplus = Surplus::default();
         let mut unreadable = HashMap::new();
         let mut sending = None;
         let mut loading: Option<Loading> = None;
@@ -288,7 +292,7 @@ impl Membership {
                     false => tracing::info!("the drain was taken back"),
                 }
             }
-            self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
+            self.health.set_lease(now.status == LeaseStatus::Leased);
             match now.status {
                 LeaseStatus::Left => return Ok(()),
                 LeaseStatus::Failed => {
@@ -350,34 +354,42 @@ impl Membership {
         }
     }
 
-    /// The loaded experts without those to be unloaded. An expert that has not been assigned for [`REPORT_AFTER`] is no
-    /// longer reported, so that no plan counts on it. It is unloaded after [`UNLOAD_AFTER`]. `surplus` has the time
-    /// since when an expert is not assigned.
-    fn kept_experts(
-        &self,
-        state: &LeaseState,
-        surplus: &mut HashMap<(u32, u32), Instant>,
-    ) -> Assignment {
+    /// The loaded experts that plans may count on. Frees those that no client needs any more.
+    fn kept_experts(&self, state: &LeaseState, surplus: &mut Surplus) -> Assignment {
         let mut kept = holds(&*self.store);
         let Some(assignment) = state.assignment.as_deref().filter(|found| !found.is_empty()) else {
             return kept;
         };
-        surplus.retain(|&(layer, expert), _| !assignment.contains(layer, expert));
+        surplus.retain(|layer, expert| assignment.contains(layer, expert));
         let now = Instant::now();
+        let mut num_still_asked = 0;
         for entry in &mut kept.layers {
             let layer = entry.layer;
             entry.experts.retain(|&expert| {
                 if assignment.contains(layer, expert) {
                     return true;
                 }
-                let age = now.duration_since(*surplus.entry((layer, expert)).or_insert(now));
-                if age >= UNLOAD_AFTER && self.store.unload(layer, expert) {
-                    surplus.remove(&(layer, expert));
-                    self.health.metrics.experts_loaded.dec();
-                    self.health.metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
+                match surplus.look(layer, expert, self.load.num_tokens_of(layer, expert), now) {
+                    Keep::Reported => return true,
+                    Keep::Unreported => {}
+                    Keep::StillAsked => num_still_asked += 1,
+                    Keep::Free => {
+                        if self.store.unload(layer, expert) {
+                            surplus.remove(layer, expert);
+                            self.health.metrics.experts_loaded.dec();
+                            self.health.metrics.expert_bytes.set(self.store.loaded_bytes() as i64);
+                        }
+                    }
                 }
-                age < REPORT_AFTER
+                false
             });
+        }
+        if num_still_asked > 0 {
+            tracing::warn!(
+                num_experts = num_still_asked,
+                "a client with an older placement still asks for experts that were taken from this server; they stay \
+                 loaded meanwhile. Check that every client reaches the control plane"
+            );
         }
         kept.layers.retain(|entry| !entry.experts.is_empty());
         kept
@@ -478,10 +490,6 @@ const DIGESTS_PAUSE: Duration = Duration::from_millis(250);
 const RESEND_PAUSE: Duration = Duration::from_secs(60);
 /// Tensors that an error names.
 const MAX_DIFFERENCES: usize = 5;
-/// An expert that is not assigned is reported as loaded for so long.
-const REPORT_AFTER: Duration = Duration::from_secs(15);
-/// Clients with an older placement have moved by then, and the control plane knows that the expert will go.
-const UNLOAD_AFTER: Duration = Duration::from_secs(30);
 /// Pause between two tries to load an expert.
 const RELOAD_PAUSE: Duration = Duration::from_secs(10);
 /// A failed expert is reported for so long after the last try. The control plane may then assign it again.

@@ -97,6 +97,7 @@ pub struct ServerMetrics {
     pub(crate) weights_damaged: IntCounter,
     pub(crate) weights_sent_bytes: IntCounter,
     pub(crate) weights_grants: IntGauge,
+    pub(crate) weights_refused: IntCounter,
     pub(crate) ready: IntGauge,
     pub(crate) lease_held: IntGauge,
 }
@@ -280,6 +281,11 @@ impl ServerMetrics {
             weights_sent_bytes: register_int_counter_with_registry!(
                 names::WEIGHTS_SENT_BYTES_TOTAL,
                 "Bytes of experts that other servers were allowed to read of this server's memory.",
+                r
+            )?,
+            weights_refused: register_int_counter_with_registry!(
+                names::WEIGHTS_REFUSED_TOTAL,
+                "Peers that the port for weights has refused: a failed TLS handshake, no ticket or a wrong one.",
                 r
             )?,
             weights_grants: register_int_gauge_with_registry!(

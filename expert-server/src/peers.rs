@@ -8,13 +8,15 @@
 //! | [`wire`] | their messages |
 //! | [`manifest`] | layout and digest of an expert |
 //! | [`limit`] | limit on the rate of peers |
-//! | [`secret`] | the secret that they show each other |
+//! | [`ticket`] | the ticket that a reader shows |
+//! | [`secret`] | the secret that they show each other without tickets |
 
 mod limit;
 mod manifest;
 mod reader;
 mod secret;
 mod source;
+mod ticket;
 mod wire;
 
 use checkpoint::{Checkpoint, Fingerprint};
@@ -23,6 +25,7 @@ pub(crate) use self::reader::{Fetch, Fetched, Peer};
 pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;
 pub(crate) use self::source::{SourceConfig, WeightSource};
+pub(crate) use self::ticket::ReaderTicket;
 #[cfg(feature = "device")]
 pub(crate) use self::wire::{hex, unhex};
 

@@ -104,6 +104,8 @@ pub(crate) struct Health {
     /// True if the server has a control plane.
     pub(crate) needs_lease: bool,
     pub(crate) has_lease: AtomicBool,
+    /// True from the first lease on.
+    pub(crate) had_lease: AtomicBool,
     pub(crate) tls: Option<Tls>,
 }
 
@@ -140,10 +142,27 @@ impl Health {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err("draining".to_owned());
         }
-        if self.needs_lease && !self.has_lease.load(Ordering::Relaxed) {
-            return Err("the control plane's lease is not held".to_owned());
+        // Without a control plane the last placement stays in force, and data flows.
+        if self.needs_lease && !self.had_lease.load(Ordering::Relaxed) {
+            return Err("the control plane has given no lease yet".to_owned());
         }
         Ok(())
+    }
+
+    /// What is wrong with a server that is ready all the same.
+    pub(crate) fn reservation(&self) -> Option<String> {
+        if let Some(reason) = self.tls_error() {
+            return Some(format!("the TLS files cannot be used: {reason}"));
+        }
+        let is_lost = self.needs_lease && !self.has_lease.load(Ordering::Relaxed);
+        is_lost.then(|| "the control plane's lease is not held".to_owned())
+    }
+
+    pub(crate) fn set_lease(&self, has_lease: bool) {
+        self.has_lease.store(has_lease, Ordering::Relaxed);
+        if has_lease {
+            self.had_lease.store(true, Ordering::Relaxed);
+        }
     }
 
     /// The metrics in the text format of Prometheus, or as OpenMetrics with exemplars.
@@ -287,6 +306,12 @@ impl LoadCounters {
         if let Some(counter) = self.experts.get(idx) {
             counter.fetch_add(num_tokens, Ordering::Relaxed);
         }
+    }
+
+    /// Tokens computed with an expert so far; 0 for one that the model does not have.
+    pub(crate) fn num_tokens_of(&self, layer: u32, expert: u32) -> u64 {
+        let idx = layer as usize * self.num_experts + expert as usize;
+        self.experts.get(idx).map_or(0, |counter| counter.load(Ordering::Relaxed))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The server's check of tickets, with the keys that the control plane sends with each heartbeat. It needs no control
+//! The server's checks of tickets, with the keys that the control plane sends with each heartbeat. It needs no control
 //! plane at the time of the check.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -7,12 +7,15 @@ use std::time::SystemTime;
 use control_api::{LeaseState, TicketKeys};
 use p2p_core::bootstrap::{HandshakeBinding, Reject, RejectCode, ShownTicket, TicketCheck};
 use tokio::sync::watch;
+use trust::Role;
 use trust::ticket::{Gate, Handshake, TrustedKey, UnixTime};
 
-/// Admits clients with a ticket for this process.
+/// Admits peers with a ticket for this process: clients to the data plane, servers to the port for weights.
 #[derive(Debug)]
 pub(crate) struct TicketGate {
     server: String,
+    /// Role whose tickets it admits.
+    role: Role,
     gate: Gate,
     member: OnceLock<Member>,
     keys: Mutex<Option<Arc<ParsedKeys>>>,
@@ -33,9 +36,10 @@ struct ParsedKeys {
 }
 
 impl TicketGate {
-    /// A gate that refuses every client until [`follow`](Self::follow).
-    pub(crate) fn new(server: String) -> Self {
-        Self { server, gate: Gate::default(), member: OnceLock::new(), keys: Mutex::new(None) }
+    /// A gate for tickets of `role` that refuses every peer until [`follow`](Self::follow).
+    pub(crate) fn new(server: String, role: Role) -> Self {
+        let (gate, member, keys) = (Gate::default(), OnceLock::new(), Mutex::new(None));
+        Self { server, role, gate, member, keys }
     }
 
     /// Takes the keys of tickets from the lease of the process with this incarnation.
@@ -77,7 +81,7 @@ impl TicketCheck for TicketGate {
         let refused = |message: String| Err(Reject::new(RejectCode::TICKET, message));
         let Some(shown) = shown else {
             return refused(
-                "no ticket was shown; this server admits clients with a ticket of its control plane only"
+                "no ticket was shown; this port admits peers with a ticket of the fleet's control plane only"
                     .to_owned(),
             );
         };
@@ -95,7 +99,7 @@ impl TicketCheck for TicketGate {
         let (keys, least_epoch) = (&known.keys, known.source.least_epoch);
         let now = SystemTime::now().into();
         let ShownTicket { ticket, proof } = shown;
-        match self.gate.check(ticket, proof, &handshake, keys, least_epoch, now) {
+        match self.gate.check(ticket, proof, &handshake, self.role, keys, least_epoch, now) {
             Ok(claims) => {
                 tracing::debug!(client = claims.client, epoch = claims.epoch, "a ticket is used");
                 Ok(())

@@ -7,7 +7,7 @@ use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts};
 pub struct Metrics {
     /// Open connections.
     pub connections: IntGauge,
-    /// Connections closed by the listener, by `reason`: `refused`, `silent` or `crowded`.
+    /// Connections closed by the listener, by `reason`: `refused`, `silent`, `slow` or `crowded`.
     pub culled: IntCounterVec,
     /// TLS handshakes that failed, and connections that spoke TLS or plain HTTP to a port for the other.
     pub tls_failures: IntCounter,
@@ -24,11 +24,11 @@ impl Metrics {
         let culled = IntCounterVec::new(
             Opts::new(
                 format!("{prefix}_connections_culled_total"),
-                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), crowded (idle longest, replaced by a new connection).",
+                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), slow (the peer reads too slowly), crowded (gave way to another connection at the limit).",
             ),
             &["reason"],
         )?;
-        for reason in ["refused", "silent", "crowded"] {
+        for reason in ["refused", "silent", "slow", "crowded"] {
             culled.with_label_values(&[reason]);
         }
         let tls_failures = IntCounter::new(

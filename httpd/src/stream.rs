@@ -1,4 +1,4 @@
-//! The byte stream of a connection: plain or TLS, with a timeout of writes.
+//! The byte stream of a connection: plain or TLS, with a least rate of reading.
 
 use std::io;
 use std::pin::Pin;
@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use prometheus::IntCounter;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
@@ -71,35 +72,85 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// A stream whose writes fail after `timeout` without progress.
+/// The time that a peer has left for reading. It runs while a write waits, and each byte gives some of it back.
+#[derive(Debug)]
+pub(crate) struct WritePace {
+    most: Duration,
+    per_byte: Duration,
+    left: Duration,
+    /// Begin of the present wait.
+    waits_since: Option<Instant>,
+}
+
+impl WritePace {
+    /// A peer may read nothing for `timeout`, and at least `min_rate` bytes a second on average.
+    pub(crate) fn new(timeout: Duration, min_rate: u32) -> Self {
+        let per_byte = Duration::from_secs(1) / min_rate.max(1);
+        Self { most: timeout, per_byte, left: timeout, waits_since: None }
+    }
+
+    /// Notes that a write waits. Returns the deadline if it did not wait before.
+    fn wait(&mut self, now: Instant) -> Option<Instant> {
+        if self.waits_since.is_some() {
+            return None;
+        }
+        self.waits_since = Some(now);
+        Some(now + self.left)
+    }
+
+    /// Notes that the peer took `num_bytes`.
+    fn progress(&mut self, now: Instant, num_bytes: usize) {
+        if let Some(since) = self.waits_since.take() {
+            self.left = self.left.saturating_sub(now - since);
+        }
+        let given = self.per_byte.saturating_mul(u32::try_from(num_bytes).unwrap_or(u32::MAX));
+        self.left = self.left.saturating_add(given).min(self.most);
+    }
+}
+
+/// A stream whose writes fail if the peer reads too slowly: see [`WritePace`].
 pub(crate) struct WriteTimeout<IO> {
     io: IO,
-    timeout: Duration,
-    /// Runs while a write is blocked.
+    pace: WritePace,
+    /// Runs while a write waits.
     timer: Pin<Box<Sleep>>,
     is_blocked: Arc<AtomicBool>,
+    /// Counts the failure.
+    slow: IntCounter,
 }
 
 impl<IO> WriteTimeout<IO> {
-    pub(crate) fn new(io: IO, timeout: Duration, is_blocked: Arc<AtomicBool>) -> Self {
-        Self { io, timeout, timer: Box::pin(tokio::time::sleep(timeout)), is_blocked }
+    pub(crate) fn new(
+        io: IO,
+        pace: WritePace,
+        is_blocked: Arc<AtomicBool>,
+        slow: IntCounter,
+    ) -> Self {
+        let timer = Box::pin(tokio::time::sleep(pace.most));
+        Self { io, pace, timer, is_blocked, slow }
     }
 
+    /// Passes on the outcome of a write, unless the peer has no time left. `num_bytes` is what the peer took.
     fn watch<T>(
         &mut self,
         cx: &mut Context<'_>,
         outcome: Poll<io::Result<T>>,
+        num_bytes: impl FnOnce(&T) -> usize,
     ) -> Poll<io::Result<T>> {
-        if outcome.is_ready() {
+        if let Poll::Ready(outcome) = outcome {
             self.is_blocked.store(false, Ordering::Relaxed);
-            return outcome;
+            self.pace.progress(Instant::now(), outcome.as_ref().map_or(0, num_bytes));
+            return Poll::Ready(outcome);
         }
-        if !self.is_blocked.swap(true, Ordering::Relaxed) {
-            self.timer.as_mut().reset(Instant::now() + self.timeout);
+        self.is_blocked.store(true, Ordering::Relaxed);
+        if let Some(deadline) = self.pace.wait(Instant::now()) {
+            self.timer.as_mut().reset(deadline);
         }
         match self.timer.as_mut().poll(cx) {
             Poll::Ready(()) => {
-                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer does not read")))
+                self.slow.inc();
+                let reason = "the peer reads too slowly";
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, reason)))
             }
             Poll::Pending => Poll::Pending,
         }
@@ -123,7 +174,7 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let outcome = Pin::new(&mut self.io).poll_write(cx, buf);
-        self.watch(cx, outcome)
+        self.watch(cx, outcome, |written| *written)
     }
 
     fn poll_write_vectored(
@@ -132,7 +183,7 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let outcome = Pin::new(&mut self.io).poll_write_vectored(cx, bufs);
-        self.watch(cx, outcome)
+        self.watch(cx, outcome, |written| *written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -141,12 +192,12 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<IO> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let outcome = Pin::new(&mut self.io).poll_flush(cx);
-        self.watch(cx, outcome)
+        self.watch(cx, outcome, |()| 0)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         // The end of TLS is a message, too.
         let outcome = Pin::new(&mut self.io).poll_shutdown(cx);
-        self.watch(cx, outcome)
+        self.watch(cx, outcome, |()| 0)
     }
 }

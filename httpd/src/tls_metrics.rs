@@ -25,7 +25,7 @@ pub fn register_tls_metrics(registry: &Registry, tls: Tls) -> Result<(), prometh
     )?;
     let unusable = IntGauge::new(
         TLS_FILES_UNUSABLE,
-        "1 while the TLS files on the disk cannot be used and the previous ones stay in force.",
+        "1 while the TLS files on the disk cannot be used and the previous ones stay in force, and once the certificate in force has expired.",
     )?;
     let reloads =
         IntCounter::new(TLS_RELOADS_TOTAL, "Changes of the TLS files that came into force.")?;

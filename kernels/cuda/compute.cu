@@ -6,7 +6,7 @@
 #include "launch.cuh"
 
 #include "switchyard/impls/expert_gather.cuh"
-#include "switchyard/impls/expert_gemm.cuh"
+#include "switchyard/impls/expert_product.cuh"
 
 using namespace switchyard;
 

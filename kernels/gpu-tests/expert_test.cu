@@ -1,6 +1,7 @@
 // The expert stage against double precision on the host, and its speed.
 //
 //   expert_test [--seed N]                        correctness, small shapes
+//   expert_test --few [--dtype bf16|fp8] [--seed N]   the same, of tiles in parts only
 //   expert_test --expire [--seed N]               copies that never complete
 //   expert_test --bench [--bf16-rate TFLOP/s] [--fp8-rate TFLOP/s] [--dtype bf16|fp8] [--tokens N]
 //                                                 one JSON line per model, type and tokens per
@@ -134,6 +135,8 @@ struct Stage {
         params.weights_dtype = c.weights_dtype;
         params.timeout_ns = 10'000'000'000;
         params.clients = table;
+        params.tile_arrivals = device_alloc<uint32_t>(SY_TILE_ARRIVALS);
+        CHECK_CUDA(cudaMemset(params.tile_arrivals, 0, SY_TILE_ARRIVALS * sizeof(uint32_t)));
         CHECK_CUDA(cudaDeviceSynchronize());
     }
     ~Stage() {
@@ -141,7 +144,8 @@ struct Stage {
              {static_cast<void*>(slot), static_cast<void*>(lists), static_cast<void*>(gate_up),
               static_cast<void*>(down), static_cast<void*>(gate_up_scale),
               static_cast<void*>(down_scale), static_cast<void*>(layers), static_cast<void*>(table),
-              params.rows, params.activation, params.expert_out})
+              static_cast<void*>(params.tile_arrivals), params.rows, params.activation,
+              params.expert_out})
             CHECK_CUDA(cudaFree(pointer));
     }
     Stage(const Stage&) = delete;
@@ -485,6 +489,19 @@ void bench(const char* model, uint32_t hidden, uint32_t inter, uint32_t num_expe
     }
 }
 
+// Fewer tiles than multiprocessors: in halves and in quarters, of both products and of one; the last
+// tile is half a one; an expert of two groups of eight entries.
+void few(uint32_t rows, uint32_t weights, uint64_t seed) {
+    check({2048, 768, rows, weights, 1, 8, {1, 0, 1, 1, 1, 1, 1, 1, 1}}, seed + 7);
+    check({2048, 768, rows, weights, 2, 8, {0, 2, 0, 1}}, seed + 8);
+    check({1024, 576, rows, weights, 4, 8, {3, 1}}, seed + 9);
+    check({512, 512, rows, weights, 8, 8, {0, 9, 0, 1}}, seed + 10);
+    check({3072, 1024, rows, weights, 3, 2, {1, 0, 2}}, seed + 11);
+    check({384, 128, rows, weights, 2, 4, {1, 2}}, seed + 12);
+    // Parts that meet in memory need room there.
+    check({256, 512, rows, weights, 2, 4, {1, 2}}, seed + 13);
+}
+
 void correctness(uint64_t seed) {
     constexpr uint32_t kBf16 = SY_DTYPE_BF16, kFp8 = SY_DTYPE_F8_E4M3;
     for (const uint32_t weights : {kBf16, kFp8})
@@ -500,6 +517,7 @@ void correctness(uint64_t seed) {
                 scattered[i] = i % 3 == 0 ? 0 : i * 7 % 41;
             check({128, 64, rows, weights, 400, 8, scattered}, seed + 5);
             check({256, 128, rows, weights, 16, 2, {0, 0, 0}}, seed + 6);
+            few(rows, weights, seed);
         }
 }
 
@@ -536,8 +554,10 @@ void halve_boxes(Stage& stage, const Case& c) {
 }
 
 // Copies that never complete end the kernel with a trap, which says where it waited.
-void expire(uint32_t rows_dtype, uint32_t weights_dtype, uint64_t seed) {
-    const Case c = {256, 128, rows_dtype, weights_dtype, 100, 8, {3, 0, 130}};
+void expire(uint32_t rows_dtype, uint32_t weights_dtype, bool is_few, uint64_t seed) {
+    const Case many = {256, 128, rows_dtype, weights_dtype, 100, 8, {3, 0, 130}};
+    const Case few = {512, 128, rows_dtype, weights_dtype, 4, 8, {3, 0, 1}}; // in parts
+    const Case c = is_few ? few : many;
     Stage stage(c, seed);
     halve_boxes(stage, c);
     sy_error_word* trapped;
@@ -553,8 +573,8 @@ void expire(uint32_t rows_dtype, uint32_t weights_dtype, uint64_t seed) {
           "tag %u, reason %u", word.tag, word.reason);
     CHECK(word.observed < 4 && word.expected < 2, "stage %" PRIu64 ", parity %" PRIu64,
           word.observed, word.expected);
-    printf("rows %u, weights %u: block %u gave stage %" PRIu64 " up\n", rows_dtype, weights_dtype,
-           word.peer, word.observed);
+    printf("rows %u, weights %u, %s tokens: block %u gave stage %" PRIu64 " up\n", rows_dtype,
+           weights_dtype, is_few ? "few" : "many", word.peer, word.observed);
     // The context is lost, and nothing of it can be freed.
     fflush(stdout);
     _Exit(0);
@@ -563,10 +583,12 @@ void expire(uint32_t rows_dtype, uint32_t weights_dtype, uint64_t seed) {
 // Each in a process of its own, which must be born before this one knows the driver.
 void expiries(uint64_t seed) {
     for (const uint32_t weights : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3})
-        for (const uint32_t rows : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3}) {
+        for (const auto& [rows, is_few] :
+             {std::pair{SY_DTYPE_BF16, false}, std::pair{SY_DTYPE_BF16, true},
+              std::pair{SY_DTYPE_F8_E4M3, false}, std::pair{SY_DTYPE_F8_E4M3, true}}) {
             const pid_t child = fork();
             if (child == 0)
-                expire(rows, weights, seed);
+                expire(rows, weights, is_few, seed);
             int status = 0;
             CHECK(child > 0 && waitpid(child, &status, 0) == child, "no child");
             CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rows %u, weights %u: status %#x",
@@ -578,7 +600,7 @@ void expiries(uint64_t seed) {
 
 int main(int argc, char** argv) {
     uint64_t seed = 1;
-    bool is_bench = false, expires = false;
+    bool is_bench = false, expires = false, is_few = false;
     std::vector<uint32_t> sizes = {1, 4, 16, 64, 256, 1024};
     std::vector<uint32_t> dtypes = {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3};
     // Dense products of 8192 cubed by a library, measured apart; a run that measures them says so.
@@ -589,6 +611,8 @@ int main(int argc, char** argv) {
             is_bench = true;
         else if (arg == "--expire")
             expires = true;
+        else if (arg == "--few")
+            is_few = true;
         else if (arg == "--seed" && i + 1 < argc)
             seed = strtoull(argv[++i], nullptr, 10);
         else if (arg == "--bf16-rate" && i + 1 < argc)
@@ -618,8 +642,14 @@ int main(int argc, char** argv) {
         printf("expert_test: all ok\n");
         return 0;
     }
-    correctness(seed);
-    refusals(seed);
+    if (is_few) {
+        for (const uint32_t weights : dtypes)
+            for (const uint32_t rows : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3})
+                few(rows, weights, seed);
+    } else {
+        correctness(seed);
+        refusals(seed);
+    }
     CHECK(num_bad == 0, "%d cases are off", num_bad);
     printf("expert_test: all ok\n");
     return 0;

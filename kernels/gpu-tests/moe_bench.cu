@@ -2,8 +2,8 @@
 // timed by the GPU's clock over replayed graphs. Prints one JSON line per case. With one rank a client and a
 // server are one process, and nothing goes over a link.
 //
-//   moe_bench [--ranks N] [--set check|table|lists|short|sms|few|partition|tune] [--shape 4r|2to2|...]
-//             [--limit SECONDS] [--seed N]
+//   moe_bench [--ranks N] [--set check|table|sizes|least|lists|short|sms|few|partition|tune]
+//             [--shape 4r|2to2|...] [--limit SECONDS] [--seed N]
 //
 // A layer's time is the distance between the starts of two consecutive dispatches in one graph. A
 // case's time is the median over all of them, 200 at least, of the slowest client. The requested
@@ -120,7 +120,7 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         roles.client->trace = buffers.trace;
         roles.client->trace_len = kTraceLen;
         roles.client->dispatch_blocks = dispatch_blocks_of(test);
-        roles.client->combine_blocks = blocks_of(test, test.combine_blocks);
+        roles.client->combine_blocks = combine_blocks_of(test);
         roles.client->timeout_ns = 3'000'000'000;
     }
     if (roles.server != nullptr) {
@@ -311,7 +311,7 @@ int run_rank(Comrade& comrade, const std::string& set, const std::string& shape,
                 test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
                 test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
                 test.answer_blocks, test.combine_blocks, pdl_of(test), dispatch_blocks_of(test),
-                answer_blocks_of(test), blocks_of(test, test.combine_blocks), test.num_sms,
+                answer_blocks_of(test), combine_blocks_of(test), test.num_sms,
                 worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us, worst.mean_us,
                 worst.bytes_sent, link_bytes(test.topology, results), worst.num_wrong,
                 worst.error_tag, worst.error_peer);

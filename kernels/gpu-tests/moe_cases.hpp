@@ -1,13 +1,13 @@
-// The cases of each set that moe_bench measures, and the start of a case's kernels.
+// The cases of each set that moe_bench measures, and the starts of their kernels.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "rank.hpp"
+#include "switchyard/starts.h"
 
 namespace {
 
@@ -27,77 +27,46 @@ struct Case {
 
 bool has_lists(const Case& test) { return std::string(test.server) == "lists"; }
 
-// Choices where a case requests nothing (blocks also where it requests only a start): the fastest
-// on four H200s.
+// Where a case requests nothing, the table that services use, too, chooses.
+
+sy_starts chosen(const Case& test) {
+    return sy_starts_for({test.num_tokens, static_cast<uint32_t>(test.topology.clients.size()),
+                          static_cast<uint32_t>(test.topology.servers.size()),
+                          test.topology.is_colocated(), has_lists(test)});
+}
 
 int pdl_of(const Case& test) {
-    if (test.pdl >= 0)
-        return test.pdl;
-    // With lists, 4,096 tokens gain 1 to 3 % where each kernel starts after the one before; with 1,024 it hardly
-    // matters.
-    if (!test.topology.is_colocated())
-        return has_lists(test) && test.num_tokens >= 1024 ? 0 : 2;
-    return !has_lists(test) && test.num_tokens > 256 && test.num_tokens <= 2048 ? 3 : 4;
+    return test.pdl >= 0 ? test.pdl : static_cast<int>(chosen(test).start);
 }
 
-// One block per multiprocessor, which leaves room for one of another kernel. On split shapes two of the same kernel are
-// slower than one.
-constexpr uint32_t kBlocksBeside = 132;
+bool asks_for_blocks(const Case& test) {
+    return (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) != 0;
+}
 
+// Of the requested start, where a case requests one: kernels beside one another leave each other
+// room.
 uint32_t blocks_of(const Case& test, uint32_t asked) {
-    const bool is_beside = pdl_of(test) >= 3 || (test.pdl < 0 && !test.topology.is_colocated());
-    return asked == 0 && is_beside && test.num_tokens > 128 ? kBlocksBeside : asked;
-}
-
-bool asks_nothing(const Case& test) {
-    return test.pdl < 0 && (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) == 0;
-}
-
-// Blocks that answer are few enough for combine's to find room beside them.
-uint32_t answer_blocks_of(const Case& test) {
-    constexpr uint32_t kAnswersBeside = 64;
-    const bool is_some = test.num_tokens > 48 && test.num_tokens <= 128;
-    if (asks_nothing(test) && test.topology.is_colocated() && !has_lists(test) && is_some)
-        return kAnswersBeside;
-    return blocks_of(test, test.answer_blocks);
-}
-
-// Tokens that a block of dispatch sends one after the other, 0 where the launcher chooses. Header and entries of a
-// frame leave by one block, which has its share of the link only: with fewer blocks beside it a server that makes lists
-// begins sooner.
-uint32_t tokens_per_block(const Case& test) {
-    struct Runs {
-        uint32_t num_clients, num_servers;
-        bool is_colocated;
-        uint32_t of[6];
-    };
-    static constexpr uint32_t kFrom[] = {24, 48, 96, 160, 224, 384};
-    static constexpr Runs kRuns[] = {
-        {4, 4, true, {0, 6, 9, 14, 14, 14}},   {2, 2, true, {0, 0, 4, 8, 10, 14}},
-        {2, 2, false, {0, 6, 8, 12, 14, 14}},  {1, 3, false, {4, 6, 10, 14, 8, 8}},
-        {3, 1, false, {4, 8, 12, 14, 14, 14}}, {1, 1, false, {0, 0, 8, 8, 10, 14}},
-    };
-    if (!has_lists(test) || test.num_tokens < kFrom[0] || test.num_tokens >= 1024)
-        return 0;
-    const uint32_t place =
-        std::upper_bound(std::begin(kFrom), std::end(kFrom), test.num_tokens) - kFrom - 1;
-    for (const Runs& runs : kRuns)
-        if (runs.num_clients == test.topology.clients.size() &&
-            runs.num_servers == test.topology.servers.size() &&
-            runs.is_colocated == test.topology.is_colocated())
-            return runs.of[place];
-    return 0;
+    const bool is_beside = pdl_of(test) >= SY_START_COMBINE_AHEAD ||
+                           (test.pdl < 0 && !test.topology.is_colocated());
+    return asked == 0 && is_beside && test.num_tokens > 128 ? SY_BLOCKS_BESIDE : asked;
 }
 
 uint32_t dispatch_blocks_of(const Case& test) {
-    const uint32_t run = asks_nothing(test) ? tokens_per_block(test) : 0;
-    return run == 0 ? test.dispatch_blocks : (test.num_tokens + run - 1) / run;
+    return test.pdl < 0 && !asks_for_blocks(test) ? chosen(test).dispatch_blocks
+                                                  : test.dispatch_blocks;
 }
 
-uint32_t pdl_flags(const Case& test) {
-    const int pdl = pdl_of(test);
-    return pdl == 0 ? 0 : pdl == 1 ? SY_LAUNCH_FLAG_PDL : SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
+uint32_t answer_blocks_of(const Case& test) {
+    return test.pdl < 0 && !asks_for_blocks(test) ? chosen(test).answer_blocks
+                                                  : blocks_of(test, test.answer_blocks);
 }
+
+uint32_t combine_blocks_of(const Case& test) {
+    return test.pdl < 0 && !asks_for_blocks(test) ? chosen(test).combine_blocks
+                                                  : blocks_of(test, test.combine_blocks);
+}
+
+uint32_t pdl_flags(const Case& test) { return sy_flags_of_start(pdl_of(test)); }
 
 std::vector<Case> cases_of(const std::string& set, const std::string& shape, uint32_t num_ranks) {
     std::vector<Case> cases;
@@ -133,6 +102,14 @@ std::vector<Case> cases_of(const std::string& set, const std::string& shape, uin
                  {1u, 2u, 4u, 8u, 16u, 32u, 48u, 64u, 96u, 128u, 192u, 256u})
                 for (const char* server : {"echo", "lists"})
                     add(topology, tokens, true, false, server, -1);
+        } else if (set == "least") {
+            // Starts and blocks of the smallest sizes.
+            for (const uint32_t tokens : {1u, 2u, 4u, 8u})
+                for (const int pdl : {-1, 0, 2, 3, 4})
+                    for (const uint32_t blocks : {0u, 1u, 2u, 4u})
+                        if (pdl < 3 || topology.is_colocated())
+                            add(topology, tokens, true, false, "lists", pdl, blocks, blocks,
+                                blocks);
         } else if (set == "lists") {
             for (const uint32_t tokens : {1u, 8u, 32u, 128u}) {
                 add(topology, tokens, true, false, "echo", -1);

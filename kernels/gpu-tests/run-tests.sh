@@ -111,6 +111,8 @@ if command -v compute-sanitizer > /dev/null; then
         expert_outputs_are_weighted_and_summed two_frames_in_flight_keep_apart; do
         sanitize 180 "racecheck: $test" racecheck ./kernels_test --quick --seed "$seed" --only "$test"
     done
+    # With fp8 it does not follow the arrival that ends reads of scales: docs/explanation/gpu-experts.md.
+    sanitize 180 "racecheck: experts, tiles in parts" racecheck ./expert_test --few --dtype bf16 --seed "$seed"
 else
     skip sanitizer "memcheck, racecheck" "compute-sanitizer is not on the PATH"
 fi

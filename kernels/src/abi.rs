@@ -6,7 +6,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 /// `version` of every parameter struct.
-pub const DEVICE_ABI_VERSION: u32 = 5;
+pub const DEVICE_ABI_VERSION: u32 = 6;
 /// `"SYDF"` as a little-endian word: the magic of a device frame's header.
 pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
 /// Most peers of one client or server: one bit per peer in a 32-bit mask.
@@ -39,6 +39,8 @@ pub const COMPUTE_THREADS: u32 = 256;
 pub const PRODUCT_THREADS: u32 = 384;
 /// Dynamic shared memory of those, bytes.
 pub const PRODUCT_SHARED_BYTES: u32 = 231_680;
+/// `SY_TILE_ARRIVALS`: words of [`ExpertComputeParams::tile_arrivals`].
+pub const TILE_ARRIVALS: u32 = 256;
 /// Bits of an entry's rank among those of its expert in a batch.
 pub const RANK_BITS: u32 = 22;
 /// Blocks of `expert_recv`: one cluster.
@@ -640,6 +642,9 @@ pub struct ExpertComputeParams {
     pub trapped: DevicePtr,
     /// [`ClientPeer`] `[num_clients]`.
     pub clients: DevicePtr,
+    /// Null, or [`TILE_ARRIVALS`] words, zeroed once. With weights of fp8, the first product of few tokens divides its
+    /// tiles only with it.
+    pub tile_arrivals: DevicePtr,
 }
 
 /// Parameters of `expert_send`.
@@ -722,5 +727,5 @@ const _: () = assert!(offset_of!(ExpertSendParams, clients) == 224);
 const _: () = assert!(size_of::<EchoParams>() == 184);
 const _: () = assert!(offset_of!(EchoParams, clients) == 176);
 const _: () = assert!(size_of::<LayerWeights>() == 320);
-const _: () = assert!(size_of::<ExpertComputeParams>() == 280);
+const _: () = assert!(size_of::<ExpertComputeParams>() == 288);
 const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 272);

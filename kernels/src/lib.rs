@@ -15,6 +15,7 @@
 //! | [`mlx5`] | send queues that kernels post RDMA requests on |
 //! | [`proxy`] | measurements of commands to a proxy, and the copy that a relay forwards with |
 //! | [`slots`] | the device slots of a connection |
+//! | [`starts`] | how kernels start, and in how many blocks, by size |
 //! | [`mod@probe`] | report of this host's GPUs |
 //!
 //! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
@@ -36,6 +37,7 @@ pub mod plan;
 pub mod probe;
 pub mod proxy;
 pub mod slots;
+pub mod starts;
 
 pub use probe::{CudaState, Gpu, GpuReport, NicAccess, ReportLine, probe};
 

@@ -214,6 +214,7 @@ impl KernelParams for ExpertComputeParams {
             ("layers", self.layers),
             ("trapped", self.trapped),
             ("clients", self.clients),
+            ("tile_arrivals", self.tile_arrivals),
         ]
     }
 }

@@ -56,11 +56,12 @@ mod transfer;
 mod wire;
 
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-pub use config::{EngineConfig, default_fabrics, open_fabric};
+pub use config::{ConnectOptions, EngineConfig, default_fabrics, open_fabric};
 pub use connection::Connection;
 pub use descriptor::{DESCRIPTOR_BYTES, Descriptor, DescriptorError};
 pub use error::{
@@ -117,6 +118,9 @@ pub struct EngineStats {
     pub num_transfers: usize,
     /// Rounds of the thread so far. In a round it checks commands, sockets, fabrics and connections once.
     pub num_rounds: u64,
+    /// Handshakes of peers that were refused: a failed TLS handshake, a wrong secret or ticket, or another reason that this
+    /// side has told the peer.
+    pub num_refused: u64,
 }
 
 /// One engine. Dropping it closes its connections and fails their transfers.
@@ -185,7 +189,20 @@ impl Engine {
     /// # Errors
     /// [`ConnectError`].
     pub fn connect(&self, addr: SocketAddr, deadline: Instant) -> Result<Connection, ConnectError> {
-        let (command, reply) = connect_command(addr, deadline);
+        self.connect_with(addr, ConnectOptions::default(), deadline)
+    }
+
+    /// As [`connect`](Self::connect), with options.
+    ///
+    /// # Errors
+    /// [`ConnectError`].
+    pub fn connect_with(
+        &self,
+        addr: SocketAddr,
+        options: ConnectOptions,
+        deadline: Instant,
+    ) -> Result<Connection, ConnectError> {
+        let (command, reply) = connect_command(addr, options, deadline);
         let pushed = self.shared.push_until(command, deadline);
         pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
         reply.pop(reply_deadline(deadline)).unwrap_or_else(|error| Err(no_reply(addr, error)))
@@ -200,7 +217,7 @@ impl Engine {
         addr: SocketAddr,
         deadline: Instant,
     ) -> Result<Connection, ConnectError> {
-        let (command, reply) = connect_command(addr, deadline);
+        let (command, reply) = connect_command(addr, ConnectOptions::default(), deadline);
         let pushed = self.shared.push_until_async(command, deadline).await;
         pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
         let popped = reply.pop_async(reply_deadline(deadline)).await;
@@ -358,6 +375,7 @@ impl Engine {
             num_connections: self.connections().count(),
             num_transfers: self.shared.transfers.num_in_use(),
             num_rounds: self.shared.transfers.pulse.num_rounds(),
+            num_refused: self.shared.num_refused.load(Ordering::Relaxed),
         }
     }
 
@@ -458,10 +476,11 @@ impl Drop for Engine {
 /// A command to connect, and the mailbox of its reply.
 fn connect_command(
     addr: SocketAddr,
+    options: ConnectOptions,
     deadline: Instant,
 ) -> (Command, Arc<Mailbox<shared::ConnectReply>>) {
     let reply = Arc::new(Mailbox::default());
-    (Command::Connect { addr, deadline, reply: Arc::clone(&reply) }, reply)
+    (Command::Connect { addr, options, deadline, reply: Arc::clone(&reply) }, reply)
 }
 
 /// Time until which the thread must have answered a command with this deadline.

@@ -7,6 +7,7 @@ mod gpu;
 mod handle;
 mod on_gpu;
 mod report;
+mod traces;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -20,10 +21,11 @@ use crate::errors::{Kind, error};
 use crate::interrupt::Interrupt;
 use crate::logs;
 use arguments::{Request, Target};
-use call::{Failure, Finished, Scratch};
+use call::{Failure, Finished, LayerCall, Scratch};
 use gpu::GpuClient;
 use handle::Handle;
 use report::{CallReport, Report, ServerReport};
+use traces::Traces;
 
 /// Adds the classes of this file to `module`.
 ///
@@ -88,6 +90,7 @@ pub struct Shared {
     /// Process that the client belongs to.
     pid: u32,
     copies: Copies,
+    traces: Traces,
     last: Mutex<Option<CallReport>>,
 }
 
@@ -152,14 +155,16 @@ impl Shared {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (control_plane, *, token=None, model=None, device="cpu", wire_dtype=None,
+    #[pyo3(signature = (control_plane, *, token=None, token_file=None, model=None, device="cpu", wire_dtype=None,
         response_dtype=None, transports="auto", max_lanes=16, timeout=30.0, deadline=0.1, work_limit=60.0, on_missing="fail", name=None,
-        slot_bytes=None, slot_frames=None, hedge_budget=0.05, tls=None, insecure=false))]
+        slot_bytes=None, slot_frames=None, hedge_budget=0.05, tls=None, insecure=false,
+        otlp_endpoint=None, trace_sample_ratio=0.001))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
         control_plane: String,
         token: Option<String>,
+        token_file: Option<std::path::PathBuf>,
         model: Option<std::path::PathBuf>,
         device: &str,
         wire_dtype: Option<&str>,
@@ -176,15 +181,20 @@ impl Client {
         hedge_budget: f64,
         tls: Option<std::path::PathBuf>,
         insecure: bool,
+        otlp_endpoint: Option<String>,
+        trace_sample_ratio: f64,
     ) -> PyResult<Self> {
         logs::start(py)?;
         let dtype = |setting: &str, name: Option<&str>| {
             name.map(|name| connect::dtype(py, setting, name)).transpose()
         };
         let device = connect::device(py, device)?;
+        let name = name.unwrap_or_else(|| format!("client-{}", std::process::id()));
+        let traces = Traces::start(py, otlp_endpoint, trace_sample_ratio, &name)?;
         let settings = connect::Settings {
             control_plane,
             token,
+            token_file,
             model,
             device,
             wire_dtype: dtype("wire_dtype", wire_dtype)?,
@@ -200,6 +210,7 @@ impl Client {
             slot_frames: connect::size(py, "slot_frames", slot_frames)?,
             hedge_budget: connect::share(py, "hedge_budget", hedge_budget)?,
             security: connect::security(py, tls.as_deref(), insecure)?,
+            recorder: traces.recorder().cloned(),
         };
         let control_plane = settings.control_plane.clone();
         let connected = connect::connect(py, settings);
@@ -213,6 +224,7 @@ impl Client {
             device: device.map_or_else(|| "cpu".to_owned(), |device| device.to_string()),
             pid: std::process::id(),
             copies,
+            traces,
             last: Mutex::new(None),
         };
         Ok(Self { backend: Mutex::new(Some(backend)), shared: Arc::new(shared) })
@@ -384,11 +396,11 @@ impl Client {
     /// ``x`` is ``[tokens, hidden]`` of float32, bfloat16 or float16, in C order in host memory; it must not be written
     /// during the call. ``topk_idx`` is ``[tokens, k]`` of int32 or int64; -1 masks an entry. ``topk_weights`` is
     /// ``[tokens, k]`` of float32, bfloat16 or float16. ``out`` takes the result; it has shape and type of ``x``.
-    /// ``report`` is filled in.
+    /// ``report`` is filled in. ``traceparent`` is the caller's trace, as W3C Trace Context writes it.
     ///
     /// Blocks until every answer is there, and meanwhile lets other Python threads run. Resends tokens of failed servers
     /// to replicas. Raises ArgumentError, NoReplicaError, BusyError, RefusedError, PeerError, ClosedError or ForkedError.
-    #[pyo3(signature = (layer, x, topk_idx, topk_weights, *, out=None, report=None))]
+    #[pyo3(signature = (layer, x, topk_idx, topk_weights, *, out=None, report=None, traceparent=None))]
     #[allow(clippy::too_many_arguments, reason = "the call's tensors")]
     fn forward<'py>(
         &self,
@@ -399,9 +411,11 @@ impl Client {
         topk_weights: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
         report: Option<&Bound<'py, Report>>,
+        traceparent: Option<&str>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let backend = self.open(py)?;
-        let layer = arguments::layer(layer)?;
+        let context = self.shared.traces.context(py, traceparent)?;
+        let layer = LayerCall { number: arguments::layer(layer)?, context };
         let place = backend.place(x);
         let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, false)?;
         let target = Target::new(&request, x, out)?;
@@ -433,6 +447,8 @@ impl Client {
     ///
     /// ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
     /// takes a lane. Deleting a handle abandons its call.
+    #[pyo3(signature = (layer, x, topk_idx, topk_weights, *, traceparent=None))]
+    #[allow(clippy::too_many_arguments, reason = "the call's tensors")]
     fn dispatch<'py>(
         &self,
         py: Python<'py>,
@@ -440,9 +456,11 @@ impl Client {
         x: &Bound<'py, PyAny>,
         topk_idx: &Bound<'py, PyAny>,
         topk_weights: &Bound<'py, PyAny>,
+        traceparent: Option<&str>,
     ) -> PyResult<Handle> {
         let backend = self.open(py)?;
-        let layer = arguments::layer(layer)?;
+        let context = self.shared.traces.context(py, traceparent)?;
+        let layer = LayerCall { number: arguments::layer(layer)?, context };
         let place = backend.place(x);
         let request = Request::new(&self.shared.model, place, x, topk_idx, topk_weights, true)?;
         match backend {
@@ -515,14 +533,18 @@ impl Client {
         Ok(stats)
     }
 
-    /// End the connections. Calls in progress go on. Blocks for 2 s at most.
+    /// End the connections. Calls in progress go on. Blocks for 2 s at most, and with traces for 3 s more, until the
+    /// collector has the last spans.
     fn close(&self, py: Python<'_>) {
         let backend = self.lock().take();
         if self.shared.is_forked() {
             // Its threads are in the parent only: waiting for them would never end.
             std::mem::forget(backend);
         } else {
-            py.detach(|| drop(backend));
+            py.detach(|| {
+                drop(backend);
+                self.shared.traces.flush();
+            });
             logs::flush(py);
         }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from switchyard_moe._arrays import Array
 from switchyard_moe._errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from typing_extensions import Self, Unpack
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Settings"]
 
 ArrayT = TypeVar("ArrayT", bound=Array)
+ResultT = TypeVar("ResultT")
 
 
 class Settings(TypedDict, total=False):
@@ -42,6 +44,8 @@ class Settings(TypedDict, total=False):
     slot_frames: int | None
     hedge_budget: float
     insecure: bool
+    otlp_endpoint: str | None
+    trace_sample_ratio: float
 
 
 class Client(_native.Client):
@@ -62,8 +66,9 @@ class Client(_native.Client):
         planes of one fleet: a list of URLs, or a text with commas between them; ``dns://HOST:PORT``, every address of a
         name; or ``k8s://NAMESPACE/SERVICE[:PORT]``, every ready endpoint of a Service of Kubernetes. Default:
         ``SWITCHYARD_CONTROL_PLANE``.
-    :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``, or the text of the file
-        ``SWITCHYARD_TOKEN_FILE``.
+    :param token: secret of the cluster. Default: ``SWITCHYARD_TOKEN``.
+    :param token_file: file with the token, if no token is given. The client reads it again when the control plane
+        refuses the token, so a rotation needs no new client. Default: ``SWITCHYARD_TOKEN_FILE``.
     :param tls: folder with ``ca.pem``, and with ``cert.pem`` and ``key.pem`` if the client has a certificate, as
         ``switchyard certs issue`` writes it. Changed files come into force by themselves. Default: ``SWITCHYARD_TLS``.
     :param insecure: sends the token to other hosts without TLS, too. Default: ``SWITCHYARD_INSECURE``.
@@ -86,6 +91,11 @@ class Client(_native.Client):
     :param slot_frames: frames per slot. Clients and servers need the same. Default: the servers' default.
     :param hedge_budget: most frames, per frame, that are sent to another replica because an answer is late. 0 turns
         that off.
+    :param otlp_endpoint: URL of a collector of OpenTelemetry, such as ``http://127.0.0.1:4318``, which gets spans of
+        sampled calls by OTLP over HTTP. An empty text turns traces off. Default: ``SWITCHYARD_OTLP_ENDPOINT``, or else
+        ``OTEL_EXPORTER_OTLP_ENDPOINT``; without any there are no traces.
+    :param trace_sample_ratio: share of the calls to trace, 0 to 1. Give servers the same. Calls in a sampled trace of
+        the caller are recorded in that trace besides. Default: ``SWITCHYARD_TRACE_SAMPLE_RATIO``, or else 0.001.
 
     :raises ConfigError: a setting is malformed, or the GPU cannot be used: this build has no kernels, the host has no
         driver, or there is no such GPU.
@@ -99,6 +109,7 @@ class Client(_native.Client):
         control_plane: str | Sequence[str] | None = None,
         *,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         tls: str | os.PathLike[str] | None = None,
         model: str | os.PathLike[str] | None = None,
         **settings: Unpack[Settings],
@@ -110,11 +121,26 @@ class Client(_native.Client):
         if not isinstance(control_plane, str):
             control_plane = ",".join(control_plane)
         if token is None:
-            token = os.environ.get("SWITCHYARD_TOKEN") or _token_of_file(os.environ.get("SWITCHYARD_TOKEN_FILE"))
+            if token_file is None:
+                token = os.environ.get("SWITCHYARD_TOKEN") or None
+                token_file = os.environ.get("SWITCHYARD_TOKEN_FILE") or None
+            if token is None and token_file is not None:
+                # The process may change its folder before the file is read again.
+                token_file = os.path.abspath(token_file)
+                token = read_token(token_file)
+            else:
+                token_file = None
+        else:
+            token_file = None
         if tls is None:
             tls = os.environ.get("SWITCHYARD_TLS") or None
         settings.setdefault("insecure", _is_set("SWITCHYARD_INSECURE"))
-        return super().__new__(cls, control_plane, token=token, tls=tls, model=model, **settings)
+        endpoint = settings.get("otlp_endpoint")
+        if endpoint is None:
+            endpoint = os.environ.get("SWITCHYARD_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        settings["otlp_endpoint"] = endpoint or None
+        settings.setdefault("trace_sample_ratio", _ratio("SWITCHYARD_TRACE_SAMPLE_RATIO", 0.001))
+        return super().__new__(cls, control_plane, token=token, token_file=token_file, tls=tls, model=model, **settings)
 
     async def aforward(
         self,
@@ -125,6 +151,7 @@ class Client(_native.Client):
         *,
         out: ArrayT | None = None,
         report: Report | None = None,
+        traceparent: str | None = None,
     ) -> ArrayT:
         """As :meth:`forward`, on a thread of the event loop's executor.
 
@@ -132,10 +159,10 @@ class Client(_native.Client):
         the task does not end the call: the arrays must stay unchanged until it has ended by itself.
         """
         if self.device != "cpu":
-            handle = self.dispatch(layer, x, topk_idx, topk_weights)
+            handle = self.dispatch(layer, x, topk_idx, topk_weights, traceparent=traceparent)
             return await self.acombine(handle, out=out, report=report)
-        call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report)
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+        call = partial(self.forward, layer, x, topk_idx, topk_weights, out=out, report=report, traceparent=traceparent)
+        return await _in_thread(call)
 
     async def acombine(
         self, handle: Handle[ArrayT], *, out: ArrayT | None = None, report: Report | None = None
@@ -145,13 +172,12 @@ class Client(_native.Client):
             # The current stream, and the order of launches, are those of this thread.
             self._begin_combine(handle, out=out)
             wait = partial(self._end_combine, handle, report=report)
-            return await asyncio.get_running_loop().run_in_executor(None, wait)
-        call = partial(self.combine, handle, out=out, report=report)
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+            return await _in_thread(wait)
+        return await _in_thread(partial(self.combine, handle, out=out, report=report))
 
     async def await_ready(self, timeout: float = 30.0) -> None:
         """As :meth:`wait_ready`, on a thread of the event loop's executor."""
-        await asyncio.get_running_loop().run_in_executor(None, partial(self.wait_ready, timeout))
+        await _in_thread(partial(self.wait_ready, timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -169,13 +195,31 @@ class Client(_native.Client):
         return f"<switchyard_moe.Client of {self.control_plane}, {state}>"
 
 
-def _token_of_file(path: str | None) -> str | None:
-    if not path:
-        return None
+def read_token(path: str | os.PathLike[str]) -> str:
+    """Return the token in a file. Raises ConfigError if it cannot be read or is empty."""
     try:
-        return Path(path).read_text().strip()
+        token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {path} cannot be read: {error}") from error
+        raise ConfigError(f"the token file {os.fspath(path)} cannot be read: {error}") from error
+    if not token:
+        raise ConfigError(f"the token file {os.fspath(path)} is empty: expected one line with the token")
+    return token
+
+
+async def _in_thread(call: Callable[[], ResultT]) -> ResultT:
+    """Run ``call`` on a thread of the event loop's executor, with the context variables of the task."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(None, context.run, call)
+
+
+def _ratio(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable} is {text!r}, expected a number from 0 to 1") from error
 
 
 def _is_set(variable: str) -> bool:

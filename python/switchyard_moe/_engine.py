@@ -25,6 +25,7 @@ from switchyard_moe import (
     NotReady,
     RefusedError,
 )
+from switchyard_moe._client import read_token
 
 log = logging.getLogger("switchyard_moe.engines")
 
@@ -57,7 +58,7 @@ class Settings:
     control_plane: str = ""
     """URL of the control plane: ``SWITCHYARD_CONTROL_PLANE``."""
     token: str | None = dataclasses.field(default=None, repr=False)
-    """Cluster token: ``SWITCHYARD_TOKEN``, or the content of the file ``SWITCHYARD_TOKEN_FILE``."""
+    """Cluster token: ``SWITCHYARD_TOKEN``."""
     model: str | None = None
     """Checkpoint folder whose experts the servers must have: ``SWITCHYARD_MODEL``. None: the engine's folder."""
     wire_dtype: str | None = None
@@ -75,28 +76,31 @@ class Settings:
     """Seconds that the engine's start waits for a replica of every expert: ``SWITCHYARD_READY_TIMEOUT``."""
     outage_timeout: float = 60.0
     """Seconds that a call repeats attempts that fail: ``SWITCHYARD_OUTAGE_TIMEOUT``."""
+    token_file: str | None = None
+    """File with the token, if there is no token: ``SWITCHYARD_TOKEN_FILE``. It is read again when the control plane
+    refuses the token."""
 
     @classmethod
     def load(cls, given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Settings:
         """Merges ``given`` over the environment.
 
-        ``given`` may hold ``token_file`` in place of ``token``. Raises ConfigError for an unknown key, a value out
-        of range, a token file that cannot be read, and a missing control plane.
+        Raises ConfigError for an unknown key, a value out of range, a token file that cannot be read, and a missing
+        control plane.
         """
         env = os.environ if env is None else env
         given = dict(given)
-        names = {field.name for field in dataclasses.fields(cls)} | {"token_file"}
+        names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(given) - names):
             raise ConfigError(
                 f"setting {unknown[0]!r} of switchyard is unknown, expected one of {', '.join(sorted(names))}"
             )
         values: dict[str, Any] = {
             "control_plane": _pick(given, "control_plane", env, "SWITCHYARD_CONTROL_PLANE") or "",
-            "token": _token(given, env),
             "model": _pick(given, "model", env, "SWITCHYARD_MODEL"),
             "wire_dtype": _pick(given, "wire_dtype", env, "SWITCHYARD_WIRE_DTYPE"),
             "device": _pick(given, "device", env, "SWITCHYARD_ENGINE_DEVICE") or cls.device,
         }
+        values["token"], values["token_file"] = _token(given, env)
         for name, variable in (
             ("timeout", "SWITCHYARD_ENGINE_TIMEOUT"),
             ("ready_timeout", "SWITCHYARD_READY_TIMEOUT"),
@@ -351,6 +355,7 @@ def _connect(settings: Settings, engine: str) -> Any:
                 client = switchyard_moe.Client(
                     settings.control_plane,
                     token=settings.token,
+                    token_file=settings.token_file,
                     model=settings.model,
                     device=settings.device,
                     wire_dtype=settings.wire_dtype,
@@ -386,20 +391,19 @@ def _pick(given: Mapping[str, Any], name: str, env: Mapping[str, str], variable:
     return value if value is not None else env.get(variable) or None
 
 
-def _token(given: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
+def _token(given: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Returns the token, or else its file, which can be read."""
     if given.get("token") is not None:
-        return str(given["token"])
+        return str(given["token"]), None
     file = given.get("token_file")
     if file is None:
         if token := env.get("SWITCHYARD_TOKEN"):
-            return token
+            return token, None
         file = env.get("SWITCHYARD_TOKEN_FILE")
     if not file:
-        return None
-    try:
-        return Path(file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {file} cannot be read: {error}") from error
+        return None, None
+    read_token(file)
+    return None, os.fspath(file)
 
 
 def _seconds(name: str, value: Any, default: float) -> float:

@@ -29,6 +29,7 @@ class Client:
         control_plane: str,
         *,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         model: str | os.PathLike[str] | None = None,
         device: str = "cpu",
         wire_dtype: str | None = None,
@@ -45,6 +46,8 @@ class Client:
         hedge_budget: float = 0.05,
         tls: str | os.PathLike[str] | None = None,
         insecure: bool = False,
+        otlp_endpoint: str | None = None,
+        trace_sample_ratio: float = 0.001,
     ) -> Self: ...
     @property
     def hidden(self) -> int:
@@ -114,6 +117,7 @@ class Client:
         *,
         out: _ArrayT | None = None,
         report: Report | None = None,
+        traceparent: str | None = None,
     ) -> _ArrayT:
         """Return the weighted sums of the experts' answers, ``[tokens, hidden]``, of the type of ``x``.
 
@@ -131,6 +135,8 @@ class Client:
         :param topk_weights: ``[tokens, k]`` of float32, bfloat16 or float16: their weights.
         :param out: array for the result, of shape and type of ``x``. Default: a new one.
         :param report: report to fill in.
+        :param traceparent: trace that the call belongs to, as W3C Trace Context writes it. Default: the current span of
+            the package ``opentelemetry``, if it is installed. Counts only with ``otlp_endpoint``.
 
         :raises ArgumentError: an argument cannot be used. Nothing was sent.
         :raises NoReplicaError: no live server holds an expert.
@@ -139,7 +145,9 @@ class Client:
         :raises ClosedError: the client is closed.
         :raises ForkedError: the client belongs to the parent process.
         """
-    def dispatch(self, layer: int, x: _ArrayT, topk_idx: Array, topk_weights: Array) -> Handle[_ArrayT]:
+    def dispatch(
+        self, layer: int, x: _ArrayT, topk_idx: Array, topk_weights: Array, *, traceparent: str | None = None
+    ) -> Handle[_ArrayT]:
         """Send the tokens of a layer and return without waiting for answers. Arguments as for :meth:`forward`.
 
         ``x`` stays alive, and must not be written, until the handle is combined or deleted. Each outstanding handle
@@ -161,7 +169,10 @@ class Client:
         The keys are ``x_copies``, ``topk_idx_copies``, ``topk_weights_copies`` and ``out_copies``.
         """
     def close(self) -> None:
-        """End the connections. Calls in progress go on. Blocks for 2 s at most."""
+        """End the connections. Calls in progress go on.
+
+        Blocks for 2 s at most, and with traces for 3 s more, until the collector has the last spans.
+        """
 
 @final
 class Handle(Generic[_ArrayT]):

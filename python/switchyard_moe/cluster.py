@@ -51,6 +51,7 @@ class LocalCluster:
         servers. Default: all on processors. Clients of servers on GPUs need a ``device`` as well.
     :param env: more environment variables for the servers.
     :param server_args: more arguments for each server, see ``switchyard expert-server --help``.
+    :param control_plane_args: more arguments for the control plane, see ``switchyard control-plane --help``.
     :param lease_ttl: seconds after which the control plane removes a server that does not renew its lease.
     :param timeout: longest time in seconds for one process to start, or to end when it is asked to.
     :param binary: path of the ``switchyard`` binary. Default: the one of this installation.
@@ -76,6 +77,7 @@ class LocalCluster:
         devices: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         server_args: Sequence[str] = (),
+        control_plane_args: Sequence[str] = (),
         lease_ttl: float = 2.0,
         timeout: float = 60.0,
         binary: str | os.PathLike[str] | None = None,
@@ -99,6 +101,7 @@ class LocalCluster:
         self._binary = os.fspath(binary) if binary is not None else find_binary()
         self._env = dict(env or {})
         self._server_args = list(server_args)
+        self._control_plane_args = list(control_plane_args)
         self._threads = threads
         self._devices = {name: devices[idx % len(devices)] for idx, name in enumerate(self.names) if devices}
         self._replicas = replicas
@@ -222,7 +225,7 @@ class LocalCluster:
         arguments = ["control-plane", "--listen", self._address, "--servers", str(len(self.names))]
         arguments += ["--replicas", str(self._replicas), "--lease-ttl-ms", str(self._lease_ttl_ms)]
         arguments += ["--data-dir", str(self._processes.folder / CONTROL_PLANE)]
-        process = self._spawn(CONTROL_PLANE, arguments, {})
+        process = self._spawn(CONTROL_PLANE, arguments + self._control_plane_args, {})
         event = process.wait_event("listening", self._timeout, lambda: None)
         self._address = str(event["addr"])
         self.url = f"http://{self._address}"

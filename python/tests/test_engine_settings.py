@@ -19,10 +19,11 @@ def test_settings_come_from_arguments_then_the_environment(tmp_path: Path) -> No
     file.write_text("abc\n")
     env = {"SWITCHYARD_CONTROL_PLANE": URL, "SWITCHYARD_TOKEN_FILE": str(file), "SWITCHYARD_READY_TIMEOUT": "7"}
     found = engine.Settings.load({"wire_dtype": "bf16", "control_plane": None}, env)
-    assert found == engine.Settings(URL, "abc", None, "bf16", ready_timeout=7.0)
+    assert found == engine.Settings(URL, None, None, "bf16", ready_timeout=7.0, token_file=str(file))
     assert engine.Settings.load({"control_plane": "http://other:1"}, env).control_plane == "http://other:1"
-    assert engine.Settings.load({}, {**env, "SWITCHYARD_TOKEN": "first"}).token == "first"
-    assert "abc" not in repr(found)
+    first = engine.Settings.load({}, {**env, "SWITCHYARD_TOKEN": "first"})
+    assert (first.token, first.token_file) == ("first", None)
+    assert "first" not in repr(first)
     assert engine.Settings.load({"control_plane": URL}, {}).device == "cpu"
     assert engine.Settings.load({"control_plane": URL}, {"SWITCHYARD_ENGINE_DEVICE": "cuda:1"}).device == "cuda:1"
 

@@ -31,6 +31,13 @@ pub fn server_key(name: &str) -> u64 {
     words.fold(name.len() as u64, mix)
 }
 
+/// Number in place of the client's, for frames to a server on a GPU. Such a server knows the numbers of the frames of
+/// each connection, and not the calls that they belong to.
+#[must_use]
+pub const fn connection(server_key: u64, client_id: u64, generation: u32) -> u64 {
+    not_zero(mix(mix(mix(CONNECTION, server_key), client_id), generation as u64))
+}
+
 /// Trace id of a call.
 #[must_use]
 pub const fn trace(client_id: u64, call: u64) -> u128 {
@@ -115,6 +122,9 @@ const fn not_zero(id: u64) -> u64 {
     if id == 0 { 1 } else { id }
 }
 
+/// Start of the hash in [`connection`]. No purpose of [`of_call`].
+const CONNECTION: u64 = 0x636f_6e6e;
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -129,6 +139,7 @@ mod tests {
             format!("{:032x}", trace(7, 5)),
             format!("{:016x}", layer_span(7, 5)),
             format!("{:016x}", frame_span(server_key("server-0"), 7, 1, 5 << 10 | 1, 2)),
+            format!("{:016x}", connection(server_key("server-0"), 7, 1)),
         ];
         assert_eq!(found, FIXED);
     }
@@ -175,6 +186,10 @@ mod tests {
         assert_eq!(spans.len(), 2000, "client {client_id}");
     }
 
-    const FIXED: [&str; 3] =
-        ["15a0d428ff02d32834ae76bf21690681", "ec4fee088277bccc", "99a021ad2d60407d"];
+    const FIXED: [&str; 4] = [
+        "15a0d428ff02d32834ae76bf21690681",
+        "ec4fee088277bccc",
+        "99a021ad2d60407d",
+        "5fe5af0be22275d5",
+    ];
 }

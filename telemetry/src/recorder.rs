@@ -137,6 +137,7 @@ mod tests {
                 gathered: now,
                 computed: now,
                 answered: now,
+                is_on_gpu: false,
             };
             Stamp::Served(times)
         };

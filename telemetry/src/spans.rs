@@ -66,16 +66,22 @@ impl SpanMaker {
             }
             Stamp::Sent(frame) => {
                 let trace_id = trace_of(frame.key.client_id, frame.key.sequence, frame.context);
-                let nanos = |ns: u32| Duration::from_nanos(ns.into());
-                exemplars.note("server_queue", nanos(frame.queue_ns), trace_id);
-                exemplars.note("server_compute", nanos(frame.compute_ns), trace_id);
+                let times =
+                    [("server_queue", frame.queue_ns), ("server_compute", frame.compute_ns)];
+                for (phase, ns) in times {
+                    if let Some(ns) = ns {
+                        exemplars.note(phase, Duration::from_nanos(ns.into()), trace_id);
+                    }
+                }
             }
             Stamp::Served(frame) => {
                 let trace_id = trace_of(frame.key.client_id, frame.key.sequence, None);
                 exemplars.note("queue", frame.began - frame.arrived, trace_id);
-                exemplars.note("gather", frame.gathered - frame.began, trace_id);
                 exemplars.note("compute", frame.computed - frame.gathered, trace_id);
-                exemplars.note("encode", frame.answered - frame.computed, trace_id);
+                if !frame.is_on_gpu {
+                    exemplars.note("gather", frame.gathered - frame.began, trace_id);
+                    exemplars.note("encode", frame.answered - frame.computed, trace_id);
+                }
             }
         }
     }
@@ -151,9 +157,20 @@ impl SpanMaker {
         span.attributes = vec![
             KeyValue::new("switchyard.server", frame.server.to_string()),
             KeyValue::new("switchyard.tokens", i64::from(frame.num_tokens)),
-            KeyValue::new("switchyard.server_queue_ns", i64::from(frame.queue_ns)),
-            KeyValue::new("switchyard.server_compute_ns", i64::from(frame.compute_ns)),
         ];
+        let times = [
+            ("switchyard.server_queue_ns", frame.queue_ns),
+            ("switchyard.server_compute_ns", frame.compute_ns),
+        ];
+        let known = times.into_iter().filter_map(|(name, ns)| Some((name, ns?)));
+        span.attributes.extend(known.map(|(name, ns)| KeyValue::new(name, i64::from(ns))));
+        if let Some(key) = frame.served_as
+            && self.sampler.samples(key.client_id, call_of(key.sequence))
+        {
+            let trace_id = ids::trace(key.client_id, call_of(key.sequence));
+            let served = context_of(trace_id, ids::child_span(span_of(key), SERVED), true);
+            span.links.links.push(Link::with_context(served));
+        }
         span
     }
 
@@ -179,7 +196,12 @@ impl SpanMaker {
             ("compute", frame.gathered, frame.computed),
             ("combine", frame.computed, frame.answered),
         ];
-        self.add_phases(place, &phases, spans);
+        if frame.is_on_gpu {
+            let [queue, _, compute, _] = phases;
+            self.add_phases(place, &[queue, compute], spans);
+        } else {
+            self.add_phases(place, &phases, spans);
+        }
     }
 
     fn add_phases(

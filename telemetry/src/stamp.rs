@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::TraceContext;
+use crate::{TraceContext, ids};
 
 /// One record.
 #[derive(Debug, Clone)]
@@ -29,6 +29,17 @@ pub struct FrameKey {
     pub sequence: u64,
     /// Index among the request's frames to this server.
     pub frame_idx: u32,
+}
+
+impl FrameKey {
+    /// The key of a frame to a server on a GPU, which knows its number on the connection only. The frame counts as a
+    /// call of its own: see [`ids::connection`].
+    #[must_use]
+    pub const fn on_gpu(server_key: u64, client_id: u64, generation: u32, number: u64) -> Self {
+        let client_id = ids::connection(server_key, client_id, generation);
+        let sequence = number.wrapping_mul(ids::SEQUENCES_PER_CALL);
+        Self { server_key, client_id, generation, sequence, frame_idx: 0 }
+    }
 }
 
 /// A call of a client.
@@ -79,10 +90,12 @@ pub struct SentStamp {
     pub published: Instant,
     /// Time at which the answer was read.
     pub answered: Instant,
-    /// Time in the server's queue, as the answer says, in nanoseconds.
-    pub queue_ns: u32,
-    /// Time of the server's compute, as the answer says, in nanoseconds.
-    pub compute_ns: u32,
+    /// Time in the server's queue in nanoseconds, if the answer says it.
+    pub queue_ns: Option<u32>,
+    /// Time of the server's compute in nanoseconds, if the answer says it.
+    pub compute_ns: Option<u32>,
+    /// Key by which the server records the frame, if it is another one.
+    pub served_as: Option<FrameKey>,
     /// Trace of the caller.
     pub context: Option<TraceContext>,
 }
@@ -108,4 +121,6 @@ pub struct ServedStamp {
     pub computed: Instant,
     /// All answers of the batch are written.
     pub answered: Instant,
+    /// True for a GPU: gathering, compute and combine are one time, from `began` until `answered`.
+    pub is_on_gpu: bool,
 }

@@ -79,6 +79,14 @@ class Browser:
                 sys.exit(f"error: not true after {WAIT_SECONDS} s: {expression}; console: {self.messages}")
             time.sleep(0.1)
 
+    def open(self, port: int) -> None:
+        """Opens the page of a control plane. What the last page has said, whose control plane is gone, is dropped."""
+        self.send("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
+        self.messages.clear()
+        self.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        self.until("location.href !== 'about:blank'")
+
     def key(self, name: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=KEYS[name])
@@ -113,7 +121,7 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     fleet.token = "correct horse"
     server = mock.serve(fleet)
     browser.shape(1300, 1500, dark=False)
-    browser.send("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+    browser.open(server.server_port)
     # A wrong token is asked for again, the right one is kept by the tab.
     for token in ("wrong", fleet.token):
         browser.until("document.getElementById('token-dialog')?.open")
@@ -122,8 +130,9 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     refused = [text for text in browser.messages if "401" not in text]
     expect(not refused, f"console: {refused}")
     text = browser.evaluate("document.body.innerText")
-    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
+    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "INSECURE: plain text", "INSECURE: server-0: plain text to other hosts", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
         expect(expected in text, f"the page lacks {expected!r}")
+    expect(browser.evaluate("document.getElementById('models').hidden"), "a fleet with one model shows an update")
     cells = "[...document.querySelectorAll('#member-rows tr')].map((row) => [...row.children].slice(6, 9).map((cell) => cell.textContent).join(' '))"
     # Names sort by number: the hostile one, which reports no phases, comes first.
     expect(browser.evaluate(cells)[:2] == ["– – –", "37 µs 1.4 ms 9.4 µs"], f"phases: {browser.evaluate(cells)}")
@@ -188,11 +197,65 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     browser.until("document.getElementById('health').textContent === 'no contact'")
 
 
+def update(browser: Browser, out: pathlib.Path, num_members: int, num_layers: int, num_experts: int) -> None:
+    """An update of the model: both editions with their members, progress and placements."""
+    fleet = mock.Update(3, num_members, num_layers, num_experts)
+    server = mock.serve(fleet)
+    browser.shape(1300, 1700, dark=False)
+    browser.open(server.server_port)
+    browser.until(f"document.querySelectorAll('#member-rows tr').length === {min(num_members, 100)}")
+    browser.until("document.querySelectorAll('#editions article').length === 2")
+    cards = browser.evaluate("[...document.querySelectorAll('#editions article')].map((card) => card.innerText.replace(/\\s+/g, ' '))")
+    total = num_layers * num_experts
+    placed = num_layers // 2 * num_experts
+    num_new = num_members - num_members // 2
+    for card, words in zip(cards, (
+        ("000000000000", "current", f"{total:,} of {total:,} experts", "clients 12"),
+        ("111111111111", "next", f"{placed:,} of {total:,} experts", f"serving {num_new - 1}", "draining 1", "as soon as it is complete"),
+    )):
+        for word in words:
+            expect(word in card, f"the card {card!r} lacks {word!r}")
+    values = "[...document.querySelectorAll('#editions progress')].map((bar) => bar.value / bar.max)"
+    expect(browser.evaluate(values) == [1, placed / total], f"progress: {browser.evaluate(values)}")
+
+    # Members have their model, which the filter finds, too.
+    titles = "[...document.querySelectorAll('#member-head button')].map((button) => button.innerText).join()"
+    expect("Model" in browser.evaluate(titles), f"columns: {browser.evaluate(titles)}")
+    browser.evaluate("var filter = document.getElementById('filter'); filter.value = '111111111111'; filter.dispatchEvent(new Event('input'))")
+    browser.until(f"document.getElementById('member-count').textContent === '{num_new:,} of {num_members:,} members'")
+    browser.evaluate("filter.value = ''; filter.dispatchEvent(new Event('input'))")
+
+    # The map shows the chosen model, with the servers of that model only.
+    mark = "document.getElementById('heat-cell').textContent"
+    browser.evaluate("document.getElementById('heat').focus()")
+    browser.key("ArrowRight")
+    expect("Replicas: server-" in browser.evaluate(mark) and "new-" not in browser.evaluate(mark), f"the mark says {browser.evaluate(mark)!r}")
+    browser.evaluate("var choice = document.getElementById('model-choice'); choice.selectedIndex = 1; choice.dispatchEvent(new Event('change'))")
+    browser.until(f"{mark}.includes('Replicas: new-')")
+    expect(browser.evaluate("choice.selectedIndex") == 1, "the choice of the model was lost")
+    expect(not browser.messages, f"console: {browser.messages}")
+    browser.picture(out / f"update-{num_members}.png")
+    for dark in (False, True):
+        browser.shape(390, 2200, dark)
+        time.sleep(0.5)
+        width = browser.evaluate("document.documentElement.scrollWidth")
+        expect(width <= 390, f"during an update the page is {width} pixels wide on a screen of 390")
+        browser.picture(out / f"update-{num_members}-narrow-{'dark' if dark else 'light'}.png")
+
+    # After the update the page is as before.
+    fleet.answer = lambda method, path: mock.Fleet.answer(fleet, method, path.split("?fingerprint")[0])
+    for member in fleet.members:
+        del member["fingerprint"]
+    browser.until("document.getElementById('models').hidden && document.getElementById('shown-model').hidden")
+    browser.until(f"!({titles}).includes('Model')")
+    server.shutdown()
+    server.server_close()
+
+
 def large_fleet(browser: Browser, out: pathlib.Path) -> None:
     server = mock.serve(mock.Fleet(2, num_members=1000, num_layers=61, num_experts=256))
-    browser.messages.clear()
     browser.shape(1300, 1700, dark=True)
-    browser.send("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+    browser.open(server.server_port)
     browser.until("document.querySelectorAll('#member-rows tr').length === 100")
     expect(not browser.messages, f"console: {browser.messages}")
     expect("page 1 of 10" in browser.evaluate("document.getElementById('pages').innerText"), "1,000 members have no ten pages")
@@ -212,9 +275,11 @@ def main() -> None:
         try:
             small_fleet(browser, out)
             large_fleet(browser, out)
+            update(browser, out, num_members=6, num_layers=8, num_experts=32)
+            update(browser, out, num_members=1000, num_layers=61, num_experts=256)
         finally:
             browser.close()
-    print(f"the page works with 4 and 1,000 members; pictures are in {out}")
+    print(f"the page works with 4 and 1,000 members, and in an update; pictures are in {out}")
 
 
 if __name__ == "__main__":

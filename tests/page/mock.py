@@ -35,11 +35,13 @@ HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 class Fleet:
     """`num_members` servers that hold `num_experts` experts of `num_layers` layers, and one hostile name."""
 
-    def __init__(self, seed: int, num_members: int, num_layers: int, num_experts: int, replicas: int = 2):
+    fingerprint = "0" * 64
+
+    def __init__(self, seed: int, num_members: int, num_layers: int, num_experts: int, replicas: int = 2, prefix: str = "server"):
         random_ = random.Random(seed)
         self.layers = [3 + nth for nth in range(num_layers)]
         self.num_experts = num_experts
-        names = [f"server-{nth}" for nth in range(num_members - 1)] + [HOSTILE]
+        names = [f"{prefix}-{nth}" for nth in range(num_members - 1)] + [HOSTILE]
         placed = [[random_.sample(range(num_members), min(replicas, num_members)) for _ in range(num_experts)] for _ in self.layers]
         loads: list[list[dict]] = [[] for _ in names]
         held = [0] * num_members
@@ -80,6 +82,7 @@ class Fleet:
                     "device": f"cuda:{nth % 8}",
                 },
                 **({"unreachable": "connection refused"} if nth == 2 else {}),
+                **({"insecure": "plain text to other hosts (--insecure): give --tls DIR"} if nth == 0 else {}),
             }
             for nth, name in enumerate(names)
         ]
@@ -95,7 +98,7 @@ class Fleet:
                 "version": "0.1.0",
                 "uptime_ms": 93784000,
                 "epoch": 7,
-                "model": {"fingerprint": "0" * 64, "architecture": "deepseek_v3", "hidden": 7168, "moe_layers": self.layers, "num_experts": self.num_experts, "top_k": 8},
+                "model": {"fingerprint": self.fingerprint, "architecture": "deepseek_v3", "hidden": 7168, "moe_layers": self.layers, "num_experts": self.num_experts, "top_k": 8},
                 "num_servers": len(self.members),
                 "replicas": 2,
                 "lease_ttl_ms": 3000,
@@ -105,6 +108,7 @@ class Fleet:
                 "experts_under_replicated": 5,
                 "num_watchers": 9,
                 "store": {"kind": "snapshot", "writable": True, "error": None},
+                "problems": ["INSECURE: server-0: plain text to other hosts (--insecure): give --tls DIR"],
             }
         if path == "/v1/members":
             return {"members": self.members}
@@ -130,6 +134,54 @@ class Fleet:
             self.changes.append((method, path))
             return {}
         return None
+
+
+class Update(Fleet):
+    """A fleet that moves to another model: half of the members serve each, and the new model is half complete."""
+
+    new_fingerprint = "1" * 64
+
+    def __init__(self, seed: int, num_members: int, num_layers: int, num_experts: int):
+        num_old = num_members // 2
+        super().__init__(seed, num_old, num_layers, num_experts)
+        self.new = Fleet(seed + 1, num_members - num_old, num_layers, num_experts, prefix="new")
+        self.new.fingerprint = self.new_fingerprint
+        self.new.placement["epoch"] = 3
+        for entry in self.new.placement["layers"][num_layers // 2 :]:
+            entry["replicas"] = [[] for _ in entry["replicas"]]
+        for part in (self, self.new):
+            for nth, member in enumerate(part.members):
+                member["fingerprint"] = part.fingerprint
+                member["member_id"] = f"{part.fingerprint[0]}{nth:031x}"
+        self.num_clients = 12
+
+    def edition(self, part: Fleet, state: str, **more: object) -> dict:
+        counts = {state: sum(member["state"] == state for member in part.members) for state in ("loading", "serving", "draining", "expired")}
+        missing = sum(not servers for entry in part.placement["layers"] for servers in entry["replicas"])
+        model = super().answer("GET", "/v1/status")["model"] | {"fingerprint": part.fingerprint}
+        return {
+            "fingerprint": part.fingerprint,
+            "state": state,
+            "model": model,
+            "epoch": part.placement["epoch"],
+            "members": counts,
+            "experts_total": len(part.layers) * part.num_experts,
+            "experts_without_replica": missing,
+            "experts_under_replicated": 0,
+            "num_clients": self.num_clients if state == "current" else 0,
+            **more,
+        }
+
+    def answer(self, method: str, path: str) -> object:
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)
+        if path == "/v1/status":
+            editions = [self.edition(self, "current"), self.edition(self.new, "next", switches_when_complete=True)]
+            return {**super().answer(method, path), "editions": editions}
+        if path == "/v1/members":
+            return {"members": self.members + self.new.members}
+        if path.startswith("/v1/placement"):
+            return self.new.placement if query.get("fingerprint") == [self.new_fingerprint] else self.placement
+        return super().answer(method, path)
 
 
 def serve(fleet: Fleet) -> http.server.ThreadingHTTPServer:

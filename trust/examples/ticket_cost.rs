@@ -7,6 +7,7 @@
 use std::error::Error;
 use std::time::{Duration, Instant, SystemTime};
 
+use switchyard_trust::Role;
 use switchyard_trust::ticket::{
     Claims, DEFAULT_LIFE, Gate, Handshake, SecretKey, TrustedKey, UnixTime, prove,
 };
@@ -37,7 +38,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (proof, took) = timed(|| prove(&ticket, &handshake, &client));
         proves.push(took);
         let proof = proof?;
-        let (claims, took) = timed(|| gate.check(&ticket, &proof, &handshake, &keys, 0, now));
+        let (claims, took) =
+            timed(|| gate.check(&ticket, &proof, &handshake, Role::Client, &keys, 0, now));
         checks.push(took);
         claims?;
     }

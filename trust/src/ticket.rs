@@ -24,6 +24,8 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
+use crate::Role;
+
 pub use gate::{Gate, TicketError, TrustedKey};
 pub use key::{InvalidKey, KeyId, PublicKey, SecretKey};
 pub use used::{UseError, UsedProofs};
@@ -40,6 +42,8 @@ pub const MAX_PROOF_BYTES: usize = 256;
 pub const MAX_CLIENT_BYTES: usize = 128;
 /// Longest identity of a fleet in a ticket, in bytes.
 pub const MAX_FLEET_BYTES: usize = 128;
+/// Longest identity of a holder in a ticket, in bytes.
+pub const MAX_HOLDER_BYTES: usize = 256;
 
 /// Wall-clock time in whole seconds since 1970, UTC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -103,8 +107,12 @@ impl TicketId {
 pub struct Claims {
     /// Identity of the fleet whose servers admit the ticket.
     pub fleet: String,
-    /// Name of the client, for logs.
+    /// Name that the client has given itself, for logs.
     pub client: String,
+    /// Identity that has asked for the ticket, as the control plane has verified it.
+    pub holder: String,
+    /// Use of the ticket: [`Role::Client`] sends tokens to servers, [`Role::Server`] reads weights of servers.
+    pub role: Role,
     /// The client process proves that it has the secret part of this key.
     pub key: PublicKey,
     /// Number of the ticket.
@@ -120,7 +128,7 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// Claims of a new ticket that counts from now on for `life`.
+    /// Claims of a new ticket of a client that counts from now on for `life`. The holder is the client.
     pub fn new(
         fleet: String,
         client: String,
@@ -131,7 +139,9 @@ impl Claims {
     ) -> Self {
         let id = TicketId::random();
         let expires_at = now.plus(life);
-        Self { fleet, client, key, id, epoch, issued_at: now, not_before: now, expires_at }
+        let (holder, role) = (client.clone(), Role::Client);
+        let (issued_at, not_before) = (now, now);
+        Self { fleet, client, holder, role, key, id, epoch, issued_at, not_before, expires_at }
     }
 
     /// Signs the ticket.
@@ -139,7 +149,11 @@ impl Claims {
     /// # Errors
     /// [`SignError`] if a text is too long, or a time is beyond year 9999.
     pub fn sign(&self, signer: &SecretKey) -> Result<String, SignError> {
-        for (text, max) in [(&self.client, MAX_CLIENT_BYTES), (&self.fleet, MAX_FLEET_BYTES)] {
+        for (text, max) in [
+            (&self.client, MAX_CLIENT_BYTES),
+            (&self.fleet, MAX_FLEET_BYTES),
+            (&self.holder, MAX_HOLDER_BYTES),
+        ] {
             if text.len() > max {
                 return Err(SignError::TooLong { found: text.len(), max });
             }
@@ -155,6 +169,8 @@ impl Claims {
             jti: format!("{:032x}", u128::from_be_bytes(self.id.0)),
             epoch: self.epoch,
             key: self.key.to_string(),
+            holder: self.holder.clone(),
+            role: self.role,
         };
         let payload = serde_json::to_vec(&payload).map_err(|_| SignError::Library)?;
         let footer = Footer { kid: signer.public().id().to_string() };
@@ -170,6 +186,8 @@ impl Claims {
         Some(Self {
             fleet: payload.aud,
             client: payload.sub,
+            holder: payload.holder,
+            role: payload.role,
             key: payload.key.parse().ok()?,
             id: TicketId(number(&payload.jti)?),
             epoch: payload.epoch,
@@ -250,6 +268,8 @@ struct Payload {
     jti: String,
     epoch: u64,
     key: String,
+    holder: String,
+    role: Role,
 }
 
 /// JSON of a proof.

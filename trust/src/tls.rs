@@ -12,6 +12,7 @@ mod error;
 mod explain;
 mod files;
 mod names;
+mod peer;
 mod records;
 mod security;
 mod state;
@@ -28,12 +29,14 @@ use arc_swap::ArcSwap;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 pub use error::TlsError;
 pub use explain::{HandshakeError, Side, explain};
 pub use files::TlsFiles;
 pub use names::{certificate_uri, identity_of, is_loopback_host, is_valid_name};
+pub use peer::PeerCertificate;
 pub use records::{NotTls, Records};
 pub use security::{InsecureListener, InsecurePeer, Security, is_exposed};
 pub(crate) use state::date;
@@ -71,6 +74,8 @@ struct Shared {
     clients: ClientCertificates,
     clock: Arc<dyn TimeProvider>,
     current: Arc<ArcSwap<State>>,
+    /// Number of the files in force, for those who wait for a change.
+    changed: watch::Sender<u64>,
     /// Looks up the certificates in force at every handshake.
     client_config: Arc<ClientConfig>,
     reload: Mutex<Reload>,
@@ -86,6 +91,8 @@ struct Reload {
     /// Contents that failed at the last poll. A failure counts once the same contents have failed twice: files are
     /// replaced one after the other.
     failed: Option<Contents>,
+    /// `problem` says that the certificate in force has expired.
+    is_over: bool,
 }
 
 /// Names in the certificates of listeners that a client reaches by their addresses.
@@ -103,7 +110,8 @@ pub struct TlsStatus {
     pub num_reloads: u64,
     /// Changes of the files that could not be used.
     pub num_failures: u64,
-    /// Why the files on the disk cannot be used. The previous ones stay in force.
+    /// Why the files on the disk cannot be used. The previous ones stay in force. Or that the certificate in force has
+    /// expired.
     pub problem: Option<String>,
 }
 
@@ -126,11 +134,12 @@ impl Tls {
         clock: Arc<dyn TimeProvider>,
     ) -> Result<Self, TlsError> {
         files.check()?;
-        let state = State::new(&files, files.read()?, clients, &clock)?;
+        let state = State::new(&files, files.read()?, clients, &clock, 0)?;
         let current = Arc::new(ArcSwap::from_pointee(state));
         let client_config = state::client_config(&current, &clock)?;
-        let reload = Mutex::default();
-        let shared = Arc::new(Shared { files, clients, clock, current, client_config, reload });
+        let (reload, changed) = (Mutex::default(), watch::Sender::new(0));
+        let shared =
+            Arc::new(Shared { files, clients, clock, current, changed, client_config, reload });
         let weak = Arc::downgrade(&shared);
         let follow = move || {
             loop {
@@ -224,10 +233,33 @@ impl Tls {
         IO: AsyncRead + AsyncWrite + Unpin,
     {
         let explained = |error: io::Error| HandshakeError::new(Side::Client, &error);
-        let bare = host.trim_start_matches('[').trim_end_matches(']');
-        let name = ServerName::try_from(bare.to_owned()).map_err(|_| HandshakeError::name(host))?;
+        let name = server_name(host)?;
         let connector = TlsConnector::from(self.client_config());
         connector.connect(name, stream).await.map(TlsStream::Client).map_err(explained)
+    }
+
+    /// Begins the handshake of the listening side, for callers that move the bytes themselves.
+    ///
+    /// # Errors
+    /// [`HandshakeError`] without a certificate.
+    pub fn begin_accept(&self) -> Result<rustls::Connection, HandshakeError> {
+        let config = self.server_config().ok_or(HandshakeError::NO_CERTIFICATE)?;
+        let begun = rustls::ServerConnection::new(config);
+        Ok(begun
+            .map_err(|error| HandshakeError::new(Side::Listener, &io::Error::other(error)))?
+            .into())
+    }
+
+    /// Begins the handshake of the connecting side, for callers that move the bytes themselves. `host` is as for
+    /// [`connect`](Self::connect).
+    ///
+    /// # Errors
+    /// [`HandshakeError`] if `host` cannot be in a certificate.
+    pub fn begin_connect(&self, host: &str) -> Result<rustls::Connection, HandshakeError> {
+        let begun = rustls::ClientConnection::new(self.client_config(), server_name(host)?);
+        Ok(begun
+            .map_err(|error| HandshakeError::new(Side::Client, &io::Error::other(error)))?
+            .into())
     }
 
     /// Looks at the files now. For tests: a thread does it every second.
@@ -248,7 +280,18 @@ pub fn peer_identity<IO>(stream: &TlsStream<IO>) -> Option<Identity> {
 /// same, and no other connection has it.
 #[must_use]
 pub fn channel_binding<IO>(stream: &TlsStream<IO>) -> Option<[u8; 32]> {
-    exported(stream, b"EXPORTER-Channel-Binding")
+    exported(stream, CHANNEL_BINDING)
+}
+
+/// As [`channel_binding`], for a connection whose bytes the caller moves. `None` before the end of the handshake.
+#[must_use]
+pub fn binding_of(connection: &rustls::Connection) -> Option<[u8; 32]> {
+    connection.export_keying_material([0; 32], CHANNEL_BINDING, Some(b"")).ok()
+}
+
+fn server_name(host: &str) -> Result<ServerName<'static>, HandshakeError> {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    ServerName::try_from(bare.to_owned()).map_err(|_| HandshakeError::name(host))
 }
 
 /// 32 secret bytes that both sides of `stream` compute from its keys and `label`.
@@ -271,23 +314,40 @@ impl Shared {
         self.reload.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes that the files are those in force. Their certificate may have expired since.
+    fn note_unchanged(&self, contents: Contents, expires_at: Option<u64>) {
+        let now = self.clock.current_time().map_or(0, |now| now.as_secs());
+        let is_over = expires_at.is_some_and(|end| end < now);
+        // Explains it as at a start.
+        let loaded =
+            is_over.then(|| State::new(&self.files, contents, self.clients, &self.clock, 0));
+        let mut reload = self.reload();
+        reload.failed = None;
+        let was_over = std::mem::replace(&mut reload.is_over, is_over);
+        match loaded.and_then(Result::err) {
+            Some(_) if was_over => {}
+            Some(error) => {
+                tracing::error!(%error, "the certificate in force has expired: its peers refuse it");
+                reload.problem = Some(error.to_string());
+            }
+            None => {
+                if reload.problem.take().is_some() {
+                    tracing::info!("the TLS files are again those in force");
+                }
+            }
+        }
+    }
+
     /// Takes changed files into force.
     fn poll(&self) {
         let before = self.current.load();
         let (contents, loaded) = match self.files.read() {
             Ok(contents) if contents == before.contents => {
-                let recovered = {
-                    let mut reload = self.reload();
-                    reload.failed = None;
-                    reload.problem.take().is_some()
-                };
-                if recovered {
-                    tracing::info!("the TLS files are again those in force");
-                }
-                return;
+                return self.note_unchanged(contents, before.expires_at);
             }
             Ok(contents) => {
-                let loaded = State::new(&self.files, contents.clone(), self.clients, &self.clock);
+                let (files, clock, generation) = (&self.files, &self.clock, before.generation + 1);
+                let loaded = State::new(files, contents.clone(), self.clients, clock, generation);
                 (contents, loaded)
             }
             Err(error) => (Contents::default(), Err(error)),
@@ -295,10 +355,11 @@ impl Shared {
         let mut reload = self.reload();
         match loaded {
             Ok(state) => {
-                let expires_at = state.expires_at;
+                let (expires_at, generation) = (state.expires_at, state.generation);
                 self.current.store(Arc::new(state));
+                self.changed.send_replace(generation);
                 reload.num_reloads += 1;
-                (reload.problem, reload.failed) = (None, None);
+                (reload.problem, reload.failed, reload.is_over) = (None, None, false);
                 tracing::info!(files = %self.files, expires_at, "new TLS files are in force");
             }
             Err(error) => {
@@ -311,10 +372,12 @@ impl Shared {
                 }
                 tracing::error!(%error, "the TLS files cannot be used: the previous ones stay in force");
                 reload.num_failures += 1;
-                reload.problem = Some(problem);
+                (reload.problem, reload.is_over) = (Some(problem), false);
             }
         }
     }
 }
 
+/// Label of the exporter, see RFC 9266.
+const CHANNEL_BINDING: &[u8] = b"EXPORTER-Channel-Binding";
 const POLL_PERIOD: Duration = Duration::from_secs(1);

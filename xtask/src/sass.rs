@@ -39,6 +39,8 @@ const FLAG_ADD: &str = "REDG.E.ADD.64.STRONG.SYS|RED.E.ADD.64.STRONG.SYS";
 const COMMAND: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
 /// Drops the multiprocessor's cached data, in kernels that run beside the kernel before them.
 const DROP_CACHE: &str = "CCTL.IVALL";
+/// A counter of blocks that starts over.
+const COUNT_ARRIVALS: &str = "ATOMG.E.INC|ATOM.E.INC";
 /// A NIC's doorbell.
 const DOORBELL: &str = "STG.E.64.MMIO.SYS|ST.E.64.MMIO.SYS";
 const TO_FP8: &str = "F2FP.SATFINITE.E4M3";
@@ -127,6 +129,8 @@ const FILES: [(&str, &[Rule]); 7] = [
                 ],
             ),
             rule(&["18expert_gemm_kernelILb1ELb1E"], &[TO_FP8]),
+            // Blocks with results in common count their arrivals, and the last one drops cached data.
+            rule(&["18expert_gemm_kernelILb1ELb1E"], &[COUNT_ARRIVALS, DROP_CACHE]),
             rule(&["18expert_gemm_kernel", "ELb0EEEv"], &["UBLKCP"]),
             rule(&["18expert_gemm_kernel", "ELb1EEEv"], &["LDGSTS.E.BYPASS"]),
         ],

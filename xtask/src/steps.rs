@@ -351,11 +351,24 @@ fn verify_units() -> Result<Outcome> {
     let output = verify.output().context("cannot start systemd-analyze")?;
     // An unknown or misplaced setting is only a warning that names the unit.
     let messages = String::from_utf8_lossy(&output.stderr);
-    Ok(if output.status.success() && !messages.contains("switchyard-") {
-        Outcome::Passed
-    } else {
-        Outcome::Failed(format!("systemd-analyze verify: {}", messages.trim()))
-    })
+    if !output.status.success() || messages.contains("switchyard-") {
+        return Ok(Outcome::Failed(format!("systemd-analyze verify: {}", messages.trim())));
+    }
+    // systemd's measure of what a service could do to its host, times ten: 0 to 100.
+    for (name, limit) in
+        [("switchyard-control-plane.service", 20), ("switchyard-expert-server@.service", 30)]
+    {
+        let mut security = Command::new("systemd-analyze");
+        security.args(["security", "--offline=true", "--no-pager"]);
+        security.arg(format!("--threshold={limit}")).arg(folder.join(name));
+        let output = security.output().context("cannot start systemd-analyze")?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let last = text.trim().lines().last().unwrap_or("no answer").to_owned();
+            return Ok(Outcome::Failed(format!("systemd-analyze security, limit {limit}: {last}")));
+        }
+    }
+    Ok(Outcome::Passed)
 }
 
 /// Builds the binary `switchyard` as the step `unit` does.

@@ -5,7 +5,6 @@ use std::num::NonZeroUsize;
 
 use p2p_core::SpinPolicy;
 use protocol::WireDtype;
-use telemetry::Recorder;
 
 use super::{Inner, MoeClient};
 use crate::error::BuildError;
@@ -41,12 +40,6 @@ impl MoeClientBuilder {
     /// every server, whose memory is committed as it is touched. Default 16.
     pub fn max_lanes(mut self, max_lanes: NonZeroUsize) -> Self {
         self.fleet.max_lanes = max_lanes;
-        self
-    }
-
-    /// Records the times of sampled calls for traces. Off by default.
-    pub fn recorder(mut self, recorder: Recorder) -> Self {
-        self.fleet.recorder = Some(recorder);
         self
     }
 

@@ -31,8 +31,9 @@ pub(super) fn record_answer(
         num_tokens: open.num_tokens,
         published: open.published_at,
         answered: Instant::now(),
-        queue_ns: times.queue_ns,
-        compute_ns: times.compute_ns,
+        queue_ns: Some(times.queue_ns),
+        compute_ns: Some(times.compute_ns),
+        served_as: None,
         context: call.context,
     }));
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kernels::abi::DevicePtr;
+use telemetry::TraceContext;
 
 use super::peers::{LinkUse, Tables};
 use super::{DeviceError, DeviceInput};
@@ -129,6 +130,8 @@ pub(super) struct Call {
     pub timing: LayerTiming,
     /// Links that failed before they answered: place, and number of the link there.
     pub failed: Vec<(usize, u64)>,
+    /// Trace of the caller.
+    pub context: Option<TraceContext>,
 }
 
 impl Call {
@@ -182,6 +185,7 @@ impl Calls {
             is_suspect: false,
             timing: LayerTiming::default(),
             failed: Vec::new(),
+            context: None,
         };
         Self {
             num_frames,
@@ -288,6 +292,7 @@ impl Calls {
         (call.started, call.until) = (None, None);
         call.timing = LayerTiming::default();
         call.failed.clear();
+        call.context = None;
     }
 
     pub fn handle(&self, idx: usize) -> DeviceHandle {
@@ -332,6 +337,13 @@ impl Calls {
                 Err(DeviceError::Order { found: call_ref.serial, expected })
             }
             _ => Ok(call_ref.idx),
+        }
+    }
+
+    /// Notes the trace of a call's caller. A handle of another client has no effect.
+    pub fn set_context(&mut self, handle: &DeviceHandle, context: TraceContext) {
+        if let Ok(idx) = self.check(&handle.call, Phase::Dispatched) {
+            self.calls[idx].context = Some(context);
         }
     }
 

@@ -9,6 +9,7 @@ use kernels::abi::{
     FLAG_EARLY, FLAG_PDL, FrameGeometry,
 };
 use kernels::gpu::{Gpu, PreparedKernel, Stream};
+use kernels::starts::{LayerSize, Starts};
 use proxy::DeviceTransports;
 
 use super::calls::Layer;
@@ -145,7 +146,7 @@ impl Launcher {
     ) -> DispatchParams {
         DispatchParams {
             version: DEVICE_ABI_VERSION,
-            flags: self.flags(),
+            flags: self.flags(input.capacity),
             geometry: self.geometry,
             hidden_states: input.hidden_states.ptr,
             topk_idx: input.topk_idx.ptr,
@@ -161,9 +162,19 @@ impl Launcher {
             layer: layer.number,
             num_experts: self.num_experts,
             num_servers: self.options.max_servers as u32,
-            num_blocks: self.options.num_blocks,
+            num_blocks: self.blocks(self.starts(input.capacity).dispatch_blocks),
             servers: self.memory.servers(),
         }
+    }
+
+    /// The table's choice for calls of up to `num_tokens` tokens.
+    fn starts(&self, num_tokens: u32) -> Starts {
+        LayerSize::of_client(num_tokens, self.options.max_servers as u32).starts()
+    }
+
+    /// The blocks that the options ask for, else the table's.
+    const fn blocks(&self, chosen: u32) -> u32 {
+        if self.options.num_blocks == 0 { chosen } else { self.options.num_blocks }
     }
 
     /// Checks that kernels reach all rows of an output.
@@ -190,9 +201,9 @@ impl Launcher {
             let params = CombineParams {
                 version: DEVICE_ABI_VERSION,
                 flags: if adds {
-                    FLAG_ADD | (self.flags() & !(FLAG_PDL | FLAG_EARLY))
+                    FLAG_ADD | (self.flags(capacity) & !(FLAG_PDL | FLAG_EARLY))
                 } else {
-                    self.flags()
+                    self.flags(capacity)
                 },
                 geometry: self.geometry,
                 handle: memory.handle.ptr(),
@@ -203,7 +214,7 @@ impl Launcher {
                 timeout_ns: u64::try_from(self.deadline.as_nanos()).unwrap_or(u64::MAX),
                 capacity,
                 num_servers: self.options.max_servers as u32,
-                num_blocks: self.options.num_blocks,
+                num_blocks: self.blocks(self.starts(capacity).combine_blocks),
                 trace_len: self.options.timeline,
                 servers: self.memory.servers(),
                 trace: self.memory.trace_ptr(),
@@ -222,8 +233,8 @@ impl Launcher {
         u64::from(num_rows) * u64::from(self.geometry.hidden) * 2
     }
 
-    const fn flags(&self) -> u32 {
-        let overlap = if self.options.overlap { FLAG_PDL | FLAG_EARLY } else { 0 };
+    fn flags(&self, num_tokens: u32) -> u32 {
+        let overlap = if self.options.overlap { self.starts(num_tokens).flags() } else { 0 };
         let paths = if self.transports.has_networks() { FLAG_ANY_PATH } else { 0 };
         overlap | paths
     }

@@ -360,6 +360,12 @@ macro_rules! fleet_setters {
             self
         }
 
+        /// Records the times of sampled calls for traces. Off by default.
+        pub fn recorder(mut self, recorder: telemetry::Recorder) -> Self {
+            self.fleet.recorder = Some(recorder);
+            self
+        }
+
         /// Runs connections on this runtime. It needs time and I/O enabled, and other threads than the callers'
         /// must drive it. Default: a thread of the client's own.
         pub fn runtime(mut self, handle: tokio::runtime::Handle) -> Self {

@@ -42,8 +42,7 @@ impl Tickets {
 
     /// Fetches tickets until it is dropped.
     pub async fn run(&self, control: ControlClient, client: String) {
-        let request =
-            TicketRequest { client: printable(&client), key: self.key.public().to_string() };
+        let request = TicketRequest::new(printable(&client), self.key.public().to_string());
         let mut pause = FIRST_PAUSE;
         // Grows while servers refuse fresh tickets, for instance because their clock is wrong.
         let mut least = LEAST_PAUSE;

@@ -18,6 +18,7 @@ mod parts;
 mod places;
 mod rig;
 mod stuck;
+mod traces;
 mod without;
 
 test_support::child_processes! { "server" => rig::child::run }

@@ -1,11 +1,14 @@
 //! Servers that read their weights from another server's memory. Measures the time of a join beside a copy of the same
 //! bytes, and layer times of a client while servers join, load and leave. Prints a line of JSON for each measurement.
 //!
-//! `peer_weights join|fleet SWITCHYARD MODEL FOLDER LIMIT ROUNDS`: the binary, a complete checkpoint, a folder with its
-//! `config.json` alone, the sources' `--peer-read-limit`, and the number of rounds.
+//! `peer_weights join|join-tcp|fleet SWITCHYARD MODEL FOLDER LIMIT ROUNDS`: the binary, a complete checkpoint, a folder with
+//! its `config.json` alone, the sources' `--peer-read-limit`, and the number of rounds. With `join-tcp` the joining servers
+//! belong to user 65534, so that they share no memory with the source; root only.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,20 +73,24 @@ impl Setup {
     }
 
     fn server(&self, name: &str, dir: &Path, from: &str) -> Result<Process> {
+        Process::start(&mut self.server_command(name, dir, from))
+    }
+
+    fn server_command(&self, name: &str, dir: &Path, from: &str) -> Command {
         let mut command = Command::new(&self.binary);
         command
             .args(["--json", "expert-server", "--name", name, "--listen", "127.0.0.1:0"])
             .args(["--weights-from", from, "--peer-read-limit", &self.limit])
             .args(["--control-plane", &self.url, "--model"])
             .arg(dir);
-        Process::start(&mut command)
+        command
     }
 }
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [mode, binary, full, bare, limit, rounds] = args.as_slice() else {
-        bail!("expected: join|fleet SWITCHYARD MODEL FOLDER LIMIT ROUNDS");
+        bail!("expected: join|join-tcp|fleet SWITCHYARD MODEL FOLDER LIMIT ROUNDS");
     };
     let setup = Setup {
         binary: binary.into(),
@@ -95,16 +102,18 @@ fn main() -> Result<()> {
     let checkpoint = Arc::new(Checkpoint::open(&setup.full)?);
     for round in 0..rounds.parse()? {
         match mode.as_str() {
-            "join" => join(&setup, &checkpoint, round)?,
+            "join" => join(&setup, &checkpoint, round, false)?,
+            "join-tcp" => join(&setup, &checkpoint, round, true)?,
             "fleet" => fleet(&setup, &checkpoint, round)?,
-            _ => bail!("mode {mode}: expected join or fleet"),
+            _ => bail!("mode {mode}: expected join, join-tcp or fleet"),
         }
     }
     Ok(())
 }
 
-/// Times of two joins, the second with checksums that the source knows, and of a copy by two threads.
-fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> {
+/// Times of two joins, the second with checksums that the source knows. Beside them, copies of the same bytes by one
+/// thread, two threads and as many as the server has, and for TCP a transfer of the same bytes over as many connections.
+fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32, is_tcp: bool) -> Result<()> {
     let _control = setup.control_plane(&["--servers", "2", "--replicas", "2"])?;
     let mut source = setup.server("a", &setup.full, "disk")?;
     source.wait_for("serving")?;
@@ -120,25 +129,70 @@ fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> {
             ExpertStore::load(Arc::clone(checkpoint), &all, residency, threads, &mut |_| {})?;
         Ok::<_, anyhow::Error>((store.size_bytes(), begin.elapsed().as_secs_f64()))
     };
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_READS);
     // Maps the files, so that the copies find them.
-    let (bytes, _) = load(Residency::Mapped, 2)?;
+    let (bytes, _) = load(Residency::Mapped, cpus)?;
     let (_, copy_1) = load(Residency::Copied, 1)?;
     let (_, copy_2) = load(Residency::Copied, 2)?;
+    let (_, copy_all) = load(Residency::Copied, cpus)?;
+    let tcp_s = if is_tcp { transfer(bytes as usize, cpus)? } else { 0.0 };
     let mut times = Vec::new();
+    let loopback = loopback_bytes()?;
     for _ in 0..2 {
+        let mut command = setup.server_command("b", &setup.bare, "peers");
+        if is_tcp {
+            command.uid(65534).gid(65534);
+        }
         let begin = Instant::now();
-        let mut server = setup.server("b", &setup.bare, "peers")?;
+        let mut server = Process::start(&mut command)?;
         server.wait_for("serving")?;
         times.push(begin.elapsed().as_secs_f64());
         drop(server);
         std::thread::sleep(Duration::from_secs(1));
     }
     println!(
-        "{{\"round\":{round},\"bytes\":{bytes},\"copy_1_thread_s\":{copy_1:.3},\"copy_2_threads_s\":{copy_2:.3},\
-         \"first_join_s\":{:.3},\"second_join_s\":{:.3}}}",
-        times[0], times[1]
+        "{{\"round\":{round},\"tcp\":{is_tcp},\"bytes\":{bytes},\"copy_1_thread_s\":{copy_1:.3},\"copy_2_threads_s\":{copy_2:.3},\
+         \"threads\":{cpus},\"copy_s\":{copy_all:.3},\"tcp_transfer_s\":{tcp_s:.3},\"first_join_s\":{:.3},\
+         \"second_join_s\":{:.3},\"loopback_gb\":{:.2}}}",
+        times[0],
+        times[1],
+        (loopback_bytes()? - loopback) as f64 / 1e9
     );
     Ok(())
+}
+
+/// Bytes that the loopback interface has carried.
+fn loopback_bytes() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/net/dev")?;
+    let line = text.lines().find_map(|line| line.trim().strip_prefix("lo:"));
+    let received = line.and_then(|line| line.split_whitespace().next());
+    Ok(received.context("no interface lo in /proc/net/dev")?.parse()?)
+}
+
+/// Seconds for `bytes` from one memory to another over `num_connections` TCP connections of this host.
+fn transfer(bytes: usize, num_connections: usize) -> Result<f64> {
+    let part = bytes / num_connections;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let addr = listener.local_addr()?;
+    let source = vec![1u8; part];
+    let source = &source;
+    std::thread::scope(|scope| {
+        let begin = Instant::now();
+        let mut readers = Vec::new();
+        for _ in 0..num_connections {
+            let mut to = TcpStream::connect(addr)?;
+            let (mut from, _) = listener.accept()?;
+            scope.spawn(move || to.write_all(source));
+            readers.push(scope.spawn(move || {
+                let mut memory = vec![0u8; part];
+                from.read_exact(&mut memory)
+            }));
+        }
+        for reader in readers {
+            reader.join().map_err(|_| anyhow::anyhow!("a reader panicked"))??;
+        }
+        Ok(begin.elapsed().as_secs_f64())
+    })
 }
 
 /// Layer times of a client, in windows.
@@ -252,3 +306,5 @@ fn fleet(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32) -> Result<()> 
 const TOKENS: usize = 4;
 /// Length of a window without a change.
 const WINDOW: Duration = Duration::from_secs(8);
+/// Threads with which a server reads weights of others, at most.
+const MAX_READS: usize = 8;

@@ -58,12 +58,14 @@ pub struct Args {
     /// Replicas of each expert, on distinct servers. With `--placement load` hot experts get more: see --spare.
     #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 1)]
     replicas: u32,
-    /// With `--placement load`: replicas of hot experts beyond --replicas, as a share of all replicas, 0 to 16.
-    #[arg(long, env = "SWITCHYARD_SPARE", default_value_t = 0.25, value_parser = parse_spare)]
-    spare: f64,
-    /// With `--placement load`: time between two plans, in milliseconds. A change of the servers is planned at once.
-    #[arg(long, env = "SWITCHYARD_PLAN_PERIOD_MS", default_value_t = 10_000)]
-    plan_period_ms: u64,
+    /// With `--placement load`: replicas of hot experts beyond --replicas, as a share of all replicas, 0 to 16. Default:
+    /// 0.25.
+    #[arg(long, env = "SWITCHYARD_SPARE", value_parser = parse_spare)]
+    spare: Option<f64>,
+    /// With `--placement load`: time between two plans, in milliseconds, 100 to 86400000. A change of the servers is
+    /// planned at once. Default: 10000.
+    #[arg(long, env = "SWITCHYARD_PLAN_PERIOD_MS", value_parser = clap::value_parser!(u64).range(100..=86_400_000))]
+    plan_period_ms: Option<u64>,
     /// Share of the time for which servers should compute, 0.05 to 0.95: the number of servers in `/v1/advice` aims at it.
     #[arg(long, env = "SWITCHYARD_TARGET_SHARE", default_value_t = 0.6)]
     target_share: f64,
@@ -212,11 +214,17 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.metrics_top_experts = args.metrics_top_experts;
     config.ticket_life = Duration::from_secs(args.ticket_life_s);
     config.lease_ttl = Duration::from_millis(args.lease_ttl_ms);
-    if matches!(args.placement, PlacementKind::Load) {
-        let mut balance = BalanceSettings::default();
-        balance.goals.spare = args.spare;
-        balance.period = Duration::from_millis(args.plan_period_ms);
-        config.balance = Some(balance);
+    match args.placement {
+        PlacementKind::Load => {
+            let mut balance = BalanceSettings::default();
+            balance.goals.spare = args.spare.unwrap_or(balance.goals.spare);
+            balance.period = args.plan_period_ms.map_or(balance.period, Duration::from_millis);
+            config.balance = Some(balance);
+        }
+        PlacementKind::Fixed if args.spare.is_some() || args.plan_period_ms.is_some() => {
+            bail!("--spare and --plan-period-ms need --placement load");
+        }
+        PlacementKind::Fixed => {}
     }
     config.data_dir = args.data_dir;
     config.etcd = args.etcd.config(args.store)?;

@@ -433,12 +433,12 @@ fn print_report(report: &Report, say: &Narrator) {
         report.lost_requests,
         report.duplicated_requests
     );
-    let verdict = if report.verified {
-        say.paint("32", "every token equals the reference")
+    if report.verified {
+        say.styled("32", "every token equals the reference");
     } else {
-        say.paint("31", "the tokens DIFFER from the reference")
-    };
-    outln!("{verdict} ({})", report.reference);
+        say.styled("31", "the tokens DIFFER from the reference");
+    }
+    outln!(" ({})", report.reference);
 }
 
 /// Prints progress and text. Silent with `--json`.
@@ -457,17 +457,19 @@ impl Narrator {
     }
 
     fn prompt(&self, text: &str) {
-        self.raw(&self.paint("1", text));
+        self.styled("1", text);
     }
 
     fn token(&self, text: &str, after_kill: bool) {
-        let text = if after_kill { self.paint("36", text) } else { text.to_owned() };
-        self.raw(&text);
+        match after_kill {
+            true => self.styled("36", text),
+            false => self.raw(text),
+        }
     }
 
     fn kill(&self, server_idx: usize) {
         let name = LocalCluster::server_name(server_idx);
-        self.raw(&self.paint("1;31", &format!("⟦{name} killed⟧")));
+        self.styled("1;31", &format!("⟦{name} killed⟧"));
     }
 
     fn raw(&self, text: &str) {
@@ -476,8 +478,11 @@ impl Narrator {
         }
     }
 
-    fn paint(&self, code: &str, text: &str) -> String {
-        if self.color { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+    fn styled(&self, code: &str, text: &str) {
+        match self.on && self.color {
+            true => ui::write_styled(code, text),
+            false => self.raw(text),
+        }
     }
 }
 

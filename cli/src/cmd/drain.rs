@@ -37,6 +37,11 @@ pub fn run(global: &Global, args: Args, action: Action) -> Result<ExitCode> {
         let names = if found.is_empty() { "none".to_owned() } else { found.join(", ") };
         bail!("the fleet at {url} has no server '{}'; its servers are: {names}", args.server);
     };
+    if let Some(reason) = &info.not_stored {
+        ui::write_err(format_args!(
+            "warning: the drain is not stored ({reason}): a restart of the control plane takes it back\n"
+        ));
+    }
     if global.json {
         ui::print_json(&info)?;
     } else {

@@ -80,7 +80,7 @@ pub struct Args {
     )]
     device_batches: usize,
     /// GPU: longest time in microseconds that a batch waits for the clients of the previous batch, 0 to 2000.
-    /// The wait is at most half of the previous batch's time. 0 does not wait.
+    /// The wait is at most half of the previous batch's time and 15 µs. 0 does not wait.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_GATHER_US",
@@ -126,10 +126,10 @@ pub struct Args {
     max_links: usize,
     /// Failure domain of this host, such as a rack. With `--placement load` the control plane spreads replicas of an
     /// expert over zones.
-    #[arg(long, env = "SWITCHYARD_ZONE")]
+    #[arg(long, env = "SWITCHYARD_ZONE", value_parser = parse_zone)]
     zone: Option<String>,
-    /// Largest number of experts that the control plane may assign, counted per layer. Default: no limit.
-    #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
+    /// Largest number of experts that the control plane may assign, counted per layer, at least 1. Default: no limit.
+    #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS", value_parser = clap::value_parser!(u32).range(1..))]
     capacity_experts: Option<u32>,
     /// Source of the experts. auto: the model's files if the system has them in memory. If not, servers that hold them,
     /// then the disk. peers: servers that hold them. The folder needs only config.json. disk: the model's files.
@@ -219,6 +219,14 @@ fn parse_advertise(text: &str) -> Result<String, String> {
         true => format!("expected {form} without a zone, which means nothing on other hosts"),
         false => format!("expected {form}"),
     })
+}
+
+fn parse_zone(text: &str) -> Result<String, String> {
+    let is_visible = text.bytes().all(|byte| byte.is_ascii_graphic());
+    match (1..=128).contains(&text.len()) && is_visible {
+        true => Ok(text.to_owned()),
+        false => Err("expected 1 to 128 visible ASCII characters".to_owned()),
+    }
 }
 
 /// Tickets of clients.

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::FleetGoals;
+use control_api::{ControlError, FleetGoals};
 
 use crate::{Global, ui};
 
@@ -26,14 +26,22 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    let goals = runtime.block_on(async {
+    let (goals, advice) = runtime.block_on(async {
         let old = client.goals().await?;
         let new = FleetGoals {
             replicas: args.replicas.unwrap_or(old.replicas),
             spare: args.spare.unwrap_or(old.spare),
         };
-        if new == old { Ok(old) } else { client.set_goals(&new).await }
+        let goals = if new == old { old } else { client.set_goals(&new).await? };
+        Ok::<_, ControlError>((goals, client.advice().await?))
     })?;
+    if advice.min_servers > advice.current_servers {
+        ui::write_err(format_args!(
+            "warning: {} replicas of each expert need {} servers of the present kind, and the fleet has {}; until then \
+             experts have as many replicas as fit\n",
+            goals.replicas, advice.min_servers, advice.current_servers
+        ));
+    }
     if global.json {
         ui::print_json(&goals)?;
     } else {

@@ -74,9 +74,6 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             status.num_servers,
             status.replicas
         );
-        if let Some(insecure) = &status.insecure {
-            outln!("{insecure}");
-        }
         outln!("health: {}", health.as_str());
         for problem in &problems {
             outln!("  {problem}");

@@ -1,4 +1,4 @@
-//! `deploy/grafana` and `deploy/prometheus/rules.yml` are generated from the names of the metrics, and every alert
+//! `deploy/grafana`, `deploy/prometheus/rules.yml` and the chart's copy of it are generated from the names of the metrics, and every alert
 //! has a page in `docs/runbooks`.
 //!
 //! `cargo xtask dashboards` runs these tests with `SWITCHYARD_BLESS=1`: then they write the files instead of
@@ -32,6 +32,8 @@ fn the_dashboard_is_current() {
 #[test]
 fn the_rules_are_current() {
     compare("deploy/prometheus/rules.yml", &rules::rules());
+    // A chart reads only files of its own folder.
+    compare("deploy/helm/switchyard/files/rules.yml", &rules::rules());
 }
 
 #[test]

@@ -10,4 +10,5 @@ mod secrets;
 mod secure;
 mod service;
 mod shared;
+mod terminal;
 mod update;

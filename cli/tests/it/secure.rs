@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use control_api::{ControlClient, ModelDescriptor, ReadyRequest, RegisterRequest};
 use tempfile::TempDir;
 
 const TOKEN: &str = "not-for-strangers";
@@ -190,6 +191,59 @@ fn plain_text_to_other_hosts_is_refused_with_both_remedies() {
     for args in [&["status", "--control-plane", &url][..], &["doctor", "--control-plane", &url]] {
         let output = String::from_utf8_lossy(&run(args).stdout).into_owned();
         assert!(output.contains("INSECURE: 0.0.0.0:"), "{output}");
+    }
+}
+
+/// A server that other hosts reach in plain text, or without a ticket, makes a fleet degraded that serves every expert.
+#[test]
+fn the_status_names_insecure_servers() {
+    for (data_addr, needs_tickets, plain_text, expected) in [
+        ("10.255.255.1:7171", true, true, Some("plain text to other hosts")),
+        ("10.255.255.1:7171", false, false, Some("admits clients without a ticket")),
+        ("[::1]:7171", false, true, None),
+    ] {
+        let args =
+            ["control-plane", "--listen", "127.0.0.1:0", "--servers", "1", "--replicas", "1"];
+        let args = [&args[..], &["--lease-ttl-ms", "3600000"]].concat();
+        let plane = Process::start(&args, "listening");
+        let url = format!("http://{}", plane.first["addr"].as_str().expect("an address"));
+        let request = RegisterRequest {
+            needs_tickets,
+            plain_text,
+            ..RegisterRequest::new("gpu-1", data_addr, small_model())
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(async {
+            let client = ControlClient::new(&url, Some(TOKEN.to_owned())).expect("a client");
+            let answer = client.register(&request).await.expect("a member");
+            let (incarnation, holds) = (request.incarnation, answer.assignment);
+            let ready = ReadyRequest { incarnation, holds };
+            client.ready(&answer.member_id, &ready).await.expect("ready");
+        });
+        let output = run(&["status", "--control-plane", &url]);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let json = run(&["status", "--control-plane", &url, "--json"]);
+        let json: serde_json::Value = serde_json::from_slice(&json.stdout).expect("JSON");
+        let problems = json["problems"].to_string();
+        match expected {
+            Some(expected) => {
+                assert_eq!(output.status.code(), Some(3), "{text}");
+                let line = format!("INSECURE: gpu-1: {expected}");
+                assert!(text.contains(&line) && problems.contains(&line), "{text}\n{problems}");
+            }
+            None => assert!(!text.contains("INSECURE"), "{text}"),
+        }
+    }
+}
+
+fn small_model() -> ModelDescriptor {
+    ModelDescriptor {
+        fingerprint: "0123456789abcdef".to_owned(),
+        architecture: "qwen3_moe".to_owned(),
+        hidden: 64,
+        moe_layers: vec![0],
+        num_experts: 4,
+        top_k: 2,
     }
 }
 

@@ -24,6 +24,7 @@ use crate::error::{ApiError, ConfigError, ControlError, causes};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::status::ClusterStatus;
+use crate::text::escaped;
 use crate::tickets::{RevokeResponse, TicketRequest, TicketResponse};
 use crate::token::TokenSource;
 use crate::types::{
@@ -207,7 +208,13 @@ impl ControlClient {
         member: &MemberId,
         request: &SuspectRequest,
     ) -> Result<SuspectResponse, ControlError> {
-        self.call(Method::POST, &format!("v1/members/{member}/suspect"), Some(request)).await
+        // A reason can quote the member, and a control plane refuses such characters.
+        let request = SuspectRequest {
+            reporter: escaped(&request.reporter, &[]).into_owned(),
+            reason: escaped(&request.reason, &[]).into_owned(),
+            incarnation: request.incarnation,
+        };
+        self.call(Method::POST, &format!("v1/members/{member}/suspect"), Some(&request)).await
     }
 
     /// Removes a member for good.
@@ -215,7 +222,8 @@ impl ControlClient {
         self.send::<()>(Method::DELETE, &format!("v1/members/{member}"), None).await
     }
 
-    /// Asks for a ticket. After a change of the leader the control plane may answer up to two seconds later.
+    /// Asks for a ticket. After a change of the leader the control plane may answer two seconds later, also with
+    /// [`code::REQUEST_TIMEOUT`](crate::code::REQUEST_TIMEOUT): ask again.
     pub async fn ticket(&self, request: &TicketRequest) -> Result<TicketResponse, ControlError> {
         self.call(Method::POST, "v1/tickets", Some(request)).await
     }
@@ -398,7 +406,8 @@ impl ControlClient {
         if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
     }
 
-    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again.
+    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again. So
+    /// it does on a new connection if the certificate of the open one has ended.
     async fn send_request(
         &self,
         base: &Url,
@@ -412,7 +421,10 @@ impl ControlClient {
             sent.map_err(|err| unreachable(base, path, &err))
         };
         let token = self.token.current();
-        let response = send(token.clone()).await?;
+        let mut response = send(token.clone()).await?;
+        if response.status() == StatusCode::MISDIRECTED_REQUEST {
+            response = send(token.clone()).await?;
+        }
         if response.status() == StatusCode::UNAUTHORIZED
             && let Some(newer) = self.token.read_again(token).await
         {

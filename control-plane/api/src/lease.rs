@@ -99,8 +99,11 @@ pub enum LeaseError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The lease has ended: the keeper has failed or left.
-    #[error("the lease has ended: {reason}")]
-    Ended { reason: String, code: Option<String> },
+    #[error(
+        "{}: {reason}",
+        if *was_leased { "the lease has ended" } else { "the registration has failed" }
+    )]
+    Ended { reason: String, code: Option<String>, was_leased: bool },
     /// The control plane did not confirm within the caller's time limit.
     #[error("the control plane did not confirm within {bound_ms} ms (last error: {last_error})")]
     Timeout { bound_ms: u64, last_error: String },
@@ -246,7 +249,8 @@ impl LeaseKeeper {
             return Ok(settled);
         }
         let reason = settled.last_error.unwrap_or_else(|| "the member has left".to_owned());
-        Err(LeaseError::Ended { reason, code: settled.last_error_code })
+        let was_leased = settled.num_registrations > 0;
+        Err(LeaseError::Ended { reason, code: settled.last_error_code, was_leased })
     }
 }
 
@@ -412,7 +416,8 @@ impl Worker {
         };
         let sent_at = Instant::now();
         // Retry rather than wait longer than a heartbeat interval for a response.
-        let client = self.client.with_timeout(self.client.options().timeout.min(self.ttl() / 3));
+        let client =
+            self.client.with_timeout(self.client.options().timeout.min(self.longest_interval()));
         match client.renew(member, &request).await {
             Ok(response) => {
                 self.backoff.reset();
@@ -575,10 +580,19 @@ impl Worker {
         if ttl.is_zero() { FALLBACK_TTL } else { ttl }
     }
 
-    /// A third of the time to live, minus a random part of up to 10 %, so that heartbeats of a fleet spread
-    /// over time.
+    /// A third of the time to live or the limit of the keys of tickets, minus a random part of up to 10 %, so that
+    /// heartbeats of a fleet spread over time.
     fn interval(&self) -> Duration {
-        (self.ttl() / 3).mul_f64(rand::random_range(0.9..=1.0))
+        self.longest_interval().mul_f64(rand::random_range(0.9..=1.0))
+    }
+
+    fn longest_interval(&self) -> Duration {
+        let of_lease = self.ttl() / 3;
+        let refresh_ms = self.state.borrow().ticket_keys.as_ref().map_or(0, |keys| keys.refresh_ms);
+        match refresh_ms {
+            0 => of_lease,
+            ms => of_lease.min(Duration::from_millis(ms).max(LEAST_REFRESH)),
+        }
     }
 
     fn until_renewal(&self) -> Duration {
@@ -616,6 +630,8 @@ fn clamp_ttl(ttl_ms: u64) -> Duration {
     Duration::from_millis(ttl_ms.clamp(30, 3_600_000))
 }
 
+/// The keeper does not renew more often for the keys of tickets, whatever the control plane asks for.
+const LEAST_REFRESH: Duration = Duration::from_millis(10);
 /// A name that stays in use for so many leases belongs to a live process.
 const NAME_WAIT_LEASES: u32 = 2;
 /// Time to live before the control plane has sent one.

@@ -5,6 +5,7 @@
 //! * [`models`]: bodies about the models that a fleet serves side by side during an update.
 //! * [`tickets`]: bodies about tickets.
 //! * [`placement`]: the placement table and its validation.
+//! * [`text`]: checks and escapes of text that people read in a terminal.
 //! * [`ControlClient`]: one call per request, with a timeout and a typed error.
 //! * [`PlacementWatch`]: the newest placement table, kept through outages of the control plane.
 //! * [`LeaseKeeper`]: heartbeats of a member, on their own thread.
@@ -24,6 +25,7 @@ pub mod models;
 pub mod placement;
 mod sse;
 pub mod status;
+pub mod text;
 pub mod tickets;
 mod token;
 pub mod types;
@@ -39,7 +41,9 @@ pub use models::{
 };
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use status::{ClusterStatus, Health};
-pub use tickets::{RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse};
+pub use tickets::{
+    RevokeResponse, TicketKey, TicketKeys, TicketRequest, TicketResponse, TicketRole,
+};
 pub use types::{
     AdviceReason, Assignment, DrainRequest, Event, EventList, ExpertLoad, FleetGoals,
     InvalidMemberId, LayerAssignment, LeaderInfo, LeaseRequest, LeaseResponse, LinkReport,

@@ -209,13 +209,17 @@ pub fn is_host_port(text: &str) -> bool {
     host_ok && digits && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Returns true if the host of `text` (`host:port`) is the unspecified address, `0.0.0.0` or `[::]`. A process can
-/// listen on it, and no other process can connect to it.
-pub fn is_unspecified(text: &str) -> bool {
+/// Returns true if no process can connect to the host of `text` (`host:port`): it is the unspecified address (`0.0.0.0`
+/// or `[::]`, on which a process can listen), a multicast address, or the broadcast address.
+pub fn cannot_be_reached(text: &str) -> bool {
     let host = text.rsplit_once(':').map_or(text, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']');
     match host.parse::<std::net::IpAddr>() {
-        Ok(addr) => addr.to_canonical().is_unspecified(),
+        Ok(addr) => {
+            let addr = addr.to_canonical();
+            let is_broadcast = matches!(addr, std::net::IpAddr::V4(addr) if addr.is_broadcast());
+            addr.is_unspecified() || addr.is_multicast() || is_broadcast
+        }
         // The forms `0` and `0.0`, which resolvers take for 0.0.0.0.
         Err(_) => !host.is_empty() && host.bytes().all(|byte| matches!(byte, b'0' | b'.')),
     }
@@ -347,10 +351,18 @@ mod tests {
     fn addresses_are_told_from_other_texts() {
         for good in ["h:1", "10.0.0.1:65535", "[::1]:80", "a-b.c_d:9"] {
             assert!(is_host_port(good), "{good}");
-            assert!(!is_unspecified(good), "{good}");
+            assert!(!cannot_be_reached(good), "{good}");
         }
-        for none in ["0.0.0.0:7171", "[::]:7171", "0:7171", "[::ffff:0.0.0.0]:1"] {
-            assert!(is_unspecified(none), "{none}");
+        for none in [
+            "0.0.0.0:7171",
+            "[::]:7171",
+            "0:7171",
+            "[::ffff:0.0.0.0]:1",
+            "255.255.255.255:7171",
+            "224.0.0.1:7171",
+            "[ff02::1]:7171",
+        ] {
+            assert!(cannot_be_reached(none), "{none}");
         }
         for bad in [
             "", "h", "h:", ":1", "h:0", "h:65536", "h:-1", "h:+1", "::1:80", "[h]:1", "a b:1",

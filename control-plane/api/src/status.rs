@@ -35,7 +35,7 @@ pub struct ClusterStatus {
     pub experts_under_replicated: u64,
     /// Open placement watches.
     pub num_watchers: u64,
-    /// Reason why the last plan failed, if the placement follows the load.
+    /// Reason why the last plan failed or gives experts too few replicas, if the placement follows the load.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan_error: Option<String>,
     /// Reason why the control plane's TLS files on the disk cannot be used. The previous ones are in force.
@@ -84,6 +84,18 @@ impl Health {
 }
 
 impl ClusterStatus {
+    /// A sentence that counts the experts without a live replica, if there are any.
+    pub fn lost_experts(&self) -> Option<String> {
+        let (without, total) = (self.experts_without_replica, self.experts_total);
+        (without > 0).then(|| format!("{without} of {total} experts have no live replica"))
+    }
+
+    /// A sentence with the reason why the plan is not as wanted, if it is not.
+    pub fn plan_problem(&self) -> Option<String> {
+        let reason = self.plan_error.as_ref()?;
+        Some(format!("the fleet cannot be planned as wanted: {reason}"))
+    }
+
     /// The condition of the fleet, and each deviation from the plan as a sentence.
     pub fn health(&self) -> (Health, Vec<String>) {
         let mut problems = Vec::new();
@@ -91,8 +103,7 @@ impl ClusterStatus {
         if self.model.is_none() {
             problems.push("no expert server has registered".to_owned());
         } else if is_down {
-            let (without, total) = (self.experts_without_replica, self.experts_total);
-            problems.push(format!("{without} of {total} experts have no live replica"));
+            problems.extend(self.lost_experts());
         }
         if self.experts_under_replicated > 0 {
             let (under, planned) = (self.experts_under_replicated, self.replicas);
@@ -109,12 +120,11 @@ impl ClusterStatus {
         } else if expired > 0 {
             problems.push(format!("{expired} expired members have not come back"));
         }
-        if let Some(reason) = &self.plan_error {
-            problems.push(format!("the fleet cannot be planned: {reason}"));
-        }
+        problems.extend(self.plan_problem());
         if let Some(reason) = &self.tls_error {
             problems.push(format!("the control plane's TLS files cannot be used: {reason}"));
         }
+        problems.extend(self.insecure.clone());
         for edition in &self.editions {
             let (without, total) = (edition.experts_without_replica, edition.experts_total);
             if edition.state == EditionState::Retiring && edition.num_clients > 0 && without > 0 {
@@ -207,6 +217,7 @@ mod tests {
         check(&retiring, degraded, "retiring model");
         check(&|s| s.plan_error = Some("no room".to_owned()), degraded, "no room");
         check(&|s| s.tls_error = Some("no key".to_owned()), degraded, "no key");
+        check(&|s| s.insecure = Some("INSECURE: 0.0.0.0".to_owned()), degraded, "INSECURE");
         check(&|s| s.store.writable = false, degraded, "cannot be written");
         check(&|s| s.problems = vec!["the token file is wrong".to_owned()], degraded, "token file");
         check(&|s| s.experts_without_replica = 1, Health::Down, "no live replica");

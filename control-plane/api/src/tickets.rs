@@ -21,6 +21,21 @@ pub struct TicketKeys {
     pub keys: Vec<TicketKey>,
     /// Servers refuse tickets of lower epochs.
     pub least_epoch: u64,
+    /// Longest time in milliseconds between two heartbeats of a server, so that it learns new keys in time. 0 sets no
+    /// limit beside that of the lease.
+    #[serde(default)]
+    pub refresh_ms: u64,
+}
+
+/// Use of a ticket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TicketRole {
+    /// Sends tokens to servers.
+    #[default]
+    Client,
+    /// Reads weights of servers. Only callers with the role server get such a ticket.
+    Server,
 }
 
 /// `POST /v1/tickets`: asks for a ticket.
@@ -30,6 +45,16 @@ pub struct TicketRequest {
     pub client: String,
     /// PASERK of the client's public key. Servers admit the ticket only with a proof by its secret part.
     pub key: String,
+    /// Use of the ticket.
+    #[serde(default)]
+    pub role: TicketRole,
+}
+
+impl TicketRequest {
+    /// A request of a client.
+    pub fn new(client: String, key: String) -> Self {
+        Self { client, key, role: TicketRole::Client }
+    }
 }
 
 /// Response to [`TicketRequest`].

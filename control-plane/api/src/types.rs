@@ -213,6 +213,9 @@ pub struct RegisterRequest {
     /// True if the member admits clients with a ticket only.
     #[serde(default)]
     pub needs_tickets: bool,
+    /// True if the member speaks to its clients in plain text when they connect, without TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub plain_text: bool,
 }
 
 impl RegisterRequest {
@@ -233,6 +236,7 @@ impl RegisterRequest {
             zone: None,
             holds: Assignment::default(),
             needs_tickets: false,
+            plain_text: false,
         }
     }
 }
@@ -499,6 +503,12 @@ pub struct MemberInfo {
     /// Reason why the control plane cannot connect to `data_addr`. Absent if it can, and before the first attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreachable: Option<String>,
+    /// In the answer to a drain: reason why it is not stored. A restarted control plane does not know of the drain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_stored: Option<String>,
+    /// The danger of its address, if other hosts reach it in plain text or clients without a ticket are admitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub insecure: Option<String>,
     /// Fingerprint of its model. Absent while the fleet serves one model only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
@@ -575,6 +585,8 @@ pub enum AdviceReason {
     LateFrames,
     /// The memory does not hold every expert and its replicas.
     Memory,
+    /// Each replica of an expert needs a server of its own.
+    Replicas,
     /// Fewer servers can carry the load.
     Surplus,
     /// Members have not reported for long enough: the advice is the present number.
@@ -591,6 +603,7 @@ impl AdviceReason {
             Self::Queue => "queue",
             Self::LateFrames => "late_frames",
             Self::Memory => "memory",
+            Self::Replicas => "replicas",
             Self::Surplus => "surplus",
             Self::TooLittleData => "too_little_data",
         }

@@ -244,7 +244,7 @@ impl Follower {
                 }
             };
             backoff.reset();
-            self.accept(table);
+            let refusal = self.accept(table);
             if self.state.borrow().status != WatchStatus::Connected {
                 info!(url = %self.client.base_url(), "placement watch connected");
                 self.state.send_modify(|state| {
@@ -254,16 +254,27 @@ impl Follower {
                     state.num_connects += 1;
                 });
             }
+            // The stream goes on: the control plane may return to a table that fits.
+            self.state.send_if_modified(|state| {
+                let has_changed = state.last_error != refusal;
+                state.last_error = refusal;
+                has_changed
+            });
         }
     }
 
-    fn accept(&mut self, table: PlacementTable) {
+    /// Takes a table, or gives the reason, for people, why it does not fit this watch.
+    fn accept(&mut self, table: PlacementTable) -> Option<String> {
         if let (Some(own), Some(model)) = (&self.options.fingerprint, &table.model)
             && model.fingerprint != *own
         {
             warn!(found = model.fingerprint, expected = own, "placement of another model refused");
             self.state.send_modify(|state| state.num_other_models += 1);
-            return;
+            return Some(format!(
+                "the placement is for the model {} from now on, and this client has {own}: it takes no newer one; \
+                 start the client again with the new model",
+                model.fingerprint
+            ));
         }
         let current = self.tables.borrow().clone();
         if current.cluster_id == table.cluster_id {
@@ -287,6 +298,7 @@ impl Follower {
         } else {
             self.publish(table);
         }
+        None
     }
 
     /// Accepts the incomplete table after the grace period.

@@ -1,6 +1,6 @@
 //! The audit log: each change of the fleet with its caller, in memory and as JSON lines in a file.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -12,21 +12,37 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use control_api::{AuditEntry, AuditList};
 use prometheus::IntCounter;
 use tracing::{error, info};
-use trust::log_limit::LogLimit;
+
+use super::audit_budget::Budgets;
+pub(crate) use super::audit_budget::Kind;
 
 /// See the [module](self). Clones share one log.
 #[derive(Clone, Debug)]
 pub(crate) struct AuditLog {
     kept: Arc<Mutex<Kept>>,
     file: Option<FileHandle>,
-    /// A flood of refused attempts must not push the changes out.
-    refusals: Arc<LogLimit>,
+    budgets: Arc<Budgets>,
 }
 
 #[derive(Debug)]
 struct Kept {
     last_seq: u64,
     entries: VecDeque<AuditEntry>,
+}
+
+impl Kept {
+    /// Drops the oldest entry of the caller with the most entries. The entries of others stay.
+    fn drop_one(&mut self) {
+        let mut counts: HashMap<&str, usize> = HashMap::new();
+        for entry in &self.entries {
+            *counts.entry(&entry.name).or_default() += 1;
+        }
+        let most = counts.values().copied().max().unwrap_or(0);
+        let is_most = |entry: &AuditEntry| counts.get(entry.name.as_str()) == Some(&most);
+        if let Some(idx) = self.entries.iter().position(is_most) {
+            self.entries.remove(idx);
+        }
+    }
 }
 
 /// The sending side of the thread that writes the file.
@@ -48,8 +64,8 @@ impl AuditLog {
         // Numbers rise over restarts as long as clocks do.
         let last_seq = unix_ms() * NUMBERS_PER_MS;
         let kept = Arc::new(Mutex::new(Kept { last_seq, entries: VecDeque::new() }));
-        let refusals = Arc::default();
-        let Some(path) = path else { return Ok(Self { kept, file: None, refusals }) };
+        let budgets = Arc::new(Budgets::new());
+        let Some(path) = path else { return Ok(Self { kept, file: None, budgets }) };
         let writer = Writer { path: path.to_owned(), file: open(path)?, must_break: false };
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let handle = FileHandle { lines, error: Arc::default(), lost };
@@ -57,7 +73,7 @@ impl AuditLog {
         std::thread::Builder::new()
             .name("switchyard-audit".to_owned())
             .spawn(move || writer.run(&queue, &error, &lost))?;
-        Ok(Self { kept, file: Some(handle), refusals })
+        Ok(Self { kept, file: Some(handle), budgets })
     }
 
     /// Adds an entry; its number and time are set here. Never waits for the file.
@@ -74,15 +90,15 @@ impl AuditLog {
             }
         }
         if kept.entries.len() == CAPACITY {
-            kept.entries.pop_front();
+            kept.drop_one();
         }
         kept.entries.push_back(entry);
     }
 
-    /// Takes one refused attempt out of the budget of ten in 10 s. Returns the number of attempts before it that have no
-    /// entry, or `None` if this one gets none either.
-    pub(crate) fn allow_refusal(&self) -> Option<u64> {
-        self.refusals.allow()
+    /// Takes an entry out of the budget of a [caller](crate::access::Caller::budget). Returns the number of the caller's
+    /// attempts before it that have no entry, or `None` if this one gets none either.
+    pub(crate) fn allow(&self, caller: &str, kind: Kind) -> Option<u64> {
+        self.budgets.take(caller, kind)
     }
 
     /// Adds a change that the control plane has made by itself.
@@ -223,6 +239,23 @@ mod tests {
         std::fs::rename(&path, dir.path().join("audit.1")).unwrap();
         log.add(entry("later"));
         assert_eq!(await_lines(&path, 1)[0].detail.as_deref(), Some("later"));
+    }
+
+    #[test]
+    fn one_caller_pushes_no_entry_of_another_out() {
+        let log = AuditLog::open(None, lost()).unwrap();
+        let entry = |name: &str| AuditEntry { name: name.to_owned(), ..AuditEntry::default() };
+        log.add(entry("ops"));
+        for _ in 0..3 * CAPACITY {
+            log.add(entry("server"));
+        }
+        log.add(entry("ops"));
+        let names: Vec<_> = log.after(0).entries.into_iter().map(|entry| entry.name).collect();
+        assert_eq!(names.len(), CAPACITY);
+        assert_eq!(
+            (names[0].as_str(), names[1].as_str(), names[CAPACITY - 1].as_str()),
+            ("ops", "server", "ops")
+        );
     }
 
     /// `/dev/full` answers every write as a full disk does.

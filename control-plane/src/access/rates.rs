@@ -1,10 +1,7 @@
 //! Limits on the rate of requests, by address, identity and member.
 
-use std::collections::HashMap;
-use std::hash::Hash;
 use std::net::{IpAddr, Ipv6Addr};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use control_api::MemberId;
 
@@ -36,8 +33,6 @@ pub(crate) enum Bucket {
     Identity(String, IpAddr),
     /// A member that exists.
     Member(MemberId),
-    /// All that find the table full.
-    Others,
 }
 
 impl Bucket {
@@ -54,95 +49,40 @@ impl Bucket {
     }
 }
 
-/// The part of an address that one host cannot change at will.
-fn site(address: Option<IpAddr>) -> IpAddr {
-    match address {
-        None => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {
-            Some(address) => IpAddr::V4(address),
-            None => {
-                let [a, b, c, d, ..] = address.segments();
-                IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
-            }
-        },
-        Some(address) => address,
-    }
+/// The host behind an address.
+pub(super) fn site(address: Option<IpAddr>) -> IpAddr {
+    address.map_or(IpAddr::V6(Ipv6Addr::UNSPECIFIED), httpd::site)
 }
 
-/// The requests of the recent past, as one time per bucket: when the bucket will be empty again. This is the
-/// "virtual scheduling" form of the generic cell rate algorithm (ITU-T I.371, annex A).
+/// The requests of the recent past.
 #[derive(Debug)]
 pub(crate) struct Rates {
     limits: RateLimits,
-    origin: Instant,
-    strangers: Mutex<Table>,
+    strangers: httpd::Rates<Bucket>,
     /// Identities and members: strangers cannot fill this table.
-    known: Mutex<Table>,
-}
-
-#[derive(Debug, Default)]
-struct Table {
-    empty_at: HashMap<Bucket, Duration>,
-    /// A full table is searched for empty buckets at most so often.
-    next_sweep: Duration,
-}
-
-impl Table {
-    /// The bucket, or the common one if the table has no room.
-    fn place(&mut self, bucket: Bucket, now: Duration) -> Bucket {
-        if self.empty_at.contains_key(&bucket) || self.empty_at.len() < MAX_BUCKETS {
-            return bucket;
-        }
-        if now >= self.next_sweep {
-            self.next_sweep = now + SWEEP_PERIOD;
-            // An empty bucket is as good as none.
-            self.empty_at.retain(|_, empty_at| *empty_at > now);
-        }
-        if self.empty_at.len() < MAX_BUCKETS { bucket } else { Bucket::Others }
-    }
+    known: httpd::Rates<Bucket>,
 }
 
 impl Rates {
     pub(crate) fn new(limits: RateLimits) -> Self {
         let (strangers, known) = Default::default();
-        Self { limits, origin: Instant::now(), strangers, known }
+        Self { limits, strangers, known }
     }
 
     /// Counts a request. An error is the time after which the next one is accepted.
     pub(crate) fn take(&self, bucket: Bucket) -> Result<(), Duration> {
-        self.take_at(bucket, self.origin.elapsed())
+        let (rates, per_second) = self.of(&bucket);
+        rates.take(bucket, per_second)
     }
 
-    fn take_at(&self, bucket: Bucket, now: Duration) -> Result<(), Duration> {
-        let (per_second, table) = match &bucket {
-            Bucket::Probes(_) | Bucket::Address(_) | Bucket::Others => {
-                (self.limits.per_address, &self.strangers)
-            }
-            Bucket::Identity(..) => (self.limits.per_identity, &self.known),
-            Bucket::Member(_) => (self.limits.per_member, &self.known),
-        };
-        if per_second == 0 {
-            return Ok(());
+    fn of(&self, bucket: &Bucket) -> (&httpd::Rates<Bucket>, u32) {
+        match bucket {
+            Bucket::Probes(_) | Bucket::Address(_) => (&self.strangers, self.limits.per_address),
+            Bucket::Identity(..) => (&self.known, self.limits.per_identity),
+            Bucket::Member(_) => (&self.known, self.limits.per_member),
         }
-        let interval = Duration::from_secs(1) / per_second;
-        let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
-        let bucket = table.place(bucket, now);
-        let empty_at = table.empty_at.entry(bucket).or_default();
-        let next = (*empty_at).max(now) + interval;
-        let ahead = next.saturating_sub(now);
-        if ahead > BURST {
-            return Err(ahead - BURST);
-        }
-        *empty_at = next;
-        Ok(())
     }
 }
-
-/// A bucket holds the requests of this time.
-const BURST: Duration = Duration::from_secs(2);
-const SWEEP_PERIOD: Duration = Duration::from_millis(100);
-/// Bounds the memory of a table: about 2 MB.
-const MAX_BUCKETS: usize = 16_384;
 
 #[cfg(test)]
 mod tests {
@@ -150,6 +90,13 @@ mod tests {
 
     fn rates(per_address: u32) -> Rates {
         Rates::new(RateLimits { per_address, per_identity: 50, per_member: 5 })
+    }
+
+    impl Rates {
+        fn take_at(&self, bucket: Bucket, now: Duration) -> Result<(), Duration> {
+            let (rates, per_second) = self.of(&bucket);
+            rates.take_at(bucket, per_second, now)
+        }
     }
 
     fn address(host: u32) -> Bucket {
@@ -193,18 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_stays_small_and_every_caller_limited() {
-        let rates = rates(10);
-        let mut refused = 0;
-        for host in 0..100_000 {
-            refused += u32::from(rates.take_at(address(host), Duration::ZERO).is_err());
-        }
-        assert!(rates.strangers.lock().unwrap().empty_at.len() <= MAX_BUCKETS + 1);
-        assert!(refused > 80_000, "{refused}");
-        // Later the table has room again.
-        assert_eq!(rates.take_at(address(100_001), Duration::from_secs(3)), Ok(()));
-        assert_eq!(rates.strangers.lock().unwrap().empty_at.len(), 1);
-        // A host that changes the lower half of its IPv6 address stays the same.
+    fn a_host_that_changes_the_lower_half_of_its_address_stays_the_same() {
         let at = |text: &str| Bucket::address(Some(text.parse().unwrap()));
         assert_eq!(at("2001:db8::1"), at("2001:db8::ffff:2"));
         assert_ne!(at("2001:db8::1"), at("2001:db8:0:1::1"));

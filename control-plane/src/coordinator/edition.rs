@@ -18,7 +18,7 @@ impl Coordinator {
         let fleet = lock(&self.fleet);
         match replicas {
             None => fleet.coverage(),
-            Some(replicas) => Coverage::of(fleet.table(), replicas),
+            Some(replicas) => fleet.coverage_of(fleet.table(), replicas),
         }
     }
 
@@ -40,6 +40,16 @@ impl Coordinator {
             switches_when_complete: false,
             retires_within_ms: None,
         }
+    }
+
+    /// A sentence for each danger of its servers: see [`ClusterStatus::problems`](control_api::ClusterStatus).
+    pub(crate) fn insecure_servers(&self) -> Vec<String> {
+        super::insecure_servers(&lock(&self.fleet))
+    }
+
+    /// Notes whether any client follows the placement of this edition.
+    pub(crate) fn note_clients(&self, has_clients: bool) {
+        lock(&self.fleet).note_clients(has_clients);
     }
 
     pub(crate) fn has_predecessor(&self, id: &MemberId) -> bool {

@@ -1,9 +1,19 @@
 //! Events of the fleet in the log, the metrics and the list of events.
 
 use tracing::{error, info, warn};
+use trust::log_limit::LogLimit;
 
 use super::{Coordinator, lock};
 use crate::fleet::{ExpiryCause, FleetEvent, RegistrationKind};
+
+/// Budgets of the lines that one identity can cause as often as it registers members.
+#[derive(Debug, Default)]
+pub(super) struct MemberLogs {
+    registered: LogLimit,
+    left: LogLimit,
+    expired: LogLimit,
+    removed: LogLimit,
+}
 
 impl Coordinator {
     pub(super) fn record_event(&self, event: &FleetEvent) {
@@ -17,7 +27,9 @@ impl Coordinator {
                     RegistrationKind::Takeover => "takeover",
                 };
                 metrics.registrations.with_label_values(&[kind]).inc();
-                info!(name, kind, "member registered");
+                if let Some(num_suppressed) = self.member_logs.registered.allow() {
+                    info!(name, kind, num_suppressed, "member registered");
+                }
             }
             FleetEvent::Planned { num_loads, before, after } => {
                 metrics.expert_moves.inc_by(*num_loads as u64);
@@ -26,8 +38,17 @@ impl Coordinator {
             FleetEvent::GoalsChanged { goals } => {
                 info!(replicas = goals.replicas, spare = goals.spare, "the goals have changed");
             }
+            FleetEvent::GoalsKept { asked, goals } => {
+                warn!(
+                    replicas = goals.replicas,
+                    spare = goals.spare,
+                    asked_replicas = asked.replicas,
+                    asked_spare = asked.spare,
+                    "the goals that were set while the fleet ran stay: `switchyard scale` changes them"
+                );
+            }
             FleetEvent::Short { shortage } => {
-                error!(shortage, "the fleet cannot be planned: the placement stays as it is");
+                error!(shortage, "the fleet cannot be planned as wanted");
             }
             FleetEvent::NameContested { name } => {
                 metrics.name_conflicts.inc();
@@ -43,10 +64,20 @@ impl Coordinator {
             FleetEvent::Unreachable { name, data_addr, reason } => {
                 warn!(name, data_addr, reason, "cannot connect to a serving member");
             }
+            FleetEvent::LeftOut { name, is_left_out: true } => {
+                warn!(name, "plans do without this member: nothing has ever connected to it");
+            }
+            FleetEvent::LeftOut { name, is_left_out: false } => {
+                info!(name, "member reached: plans include it");
+            }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),
             FleetEvent::Resumed { name } => info!(name, "member resumed: its drain was taken back"),
-            FleetEvent::Left { name } => info!(name, "member left"),
+            FleetEvent::Left { name } => {
+                if let Some(num_suppressed) = self.member_logs.left.allow() {
+                    info!(name, num_suppressed, "member left");
+                }
+            }
             FleetEvent::Suspected { name, reporter, reason } => {
                 metrics.suspects.inc();
                 warn!(name, reporter, reason, "member suspected");
@@ -57,9 +88,15 @@ impl Coordinator {
                     ExpiryCause::Suspect => "suspect",
                 };
                 metrics.expirations.with_label_values(&[cause]).inc();
-                warn!(name, cause, "member expired");
+                if let Some(num_suppressed) = self.member_logs.expired.allow() {
+                    warn!(name, cause, num_suppressed, "member expired");
+                }
             }
-            FleetEvent::Removed { name } => info!(name, "expired member removed"),
+            FleetEvent::Removed { name } => {
+                if let Some(num_suppressed) = self.member_logs.removed.allow() {
+                    info!(name, num_suppressed, "expired member removed");
+                }
+            }
             FleetEvent::LeasesExtended { pause } => {
                 warn!(?pause, "this process was paused; all leases extended by the pause");
             }

@@ -51,8 +51,7 @@ fn start() -> (Coordinator, Arc<ManualClock>) {
     let now: Arc<dyn Clock> = clock.clone();
     let (mut store, revision) = (MemoryStore::new(), Revision::default());
     let (wall, cluster) = (std::time::SystemTime::now().into(), fleet.cluster_id().to_owned());
-    let settings =
-        TicketSettings { life: Duration::from_secs(600), spread: Duration::from_secs(1) };
+    let settings = TicketSettings::new(Duration::from_secs(600), Duration::from_secs(2));
     let record = crate::tickets::TicketRecord::default();
     let tickets = TicketOffice::open(&cluster, record, settings, false, now.now(), wall).unwrap();
     let context = Context {

@@ -1,28 +1,33 @@
 //! Tickets: issue, revocation and new keys.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use control_api::{TicketRequest, TicketResponse};
 use tracing::{debug, info, warn};
 
 use super::{Coordinator, OperationError, lock};
+use crate::tickets::IssueError;
 
 impl Coordinator {
-    /// Issues a ticket, once servers have had the time to learn the key of this term.
+    /// Issues a ticket to `holder`, once servers have had the time to learn the key of this term. Waits for that up to
+    /// `bound`.
     pub(crate) async fn issue_ticket(
         &self,
         request: &TicketRequest,
+        holder: &str,
+        bound: Duration,
     ) -> Result<TicketResponse, OperationError> {
         let wait = self.tickets.wait(self.clock.now());
-        if !wait.is_zero() {
-            tokio::time::sleep(wait).await;
+        tokio::time::sleep(wait.min(bound)).await;
+        if let Some(rest) = wait.checked_sub(bound).filter(|rest| !rest.is_zero()) {
+            return Err(IssueError::NotYet { seconds: rest.as_secs() + 1 }.into());
         }
         let epoch = lock(&self.fleet).table().epoch;
-        Ok(self.tickets.issue(request, epoch, SystemTime::now().into())?)
+        Ok(self.tickets.issue(request, holder, epoch, SystemTime::now().into())?)
     }
 
-    /// Revokes all tickets. This is durable before it returns, unless the store cannot be written. Returns the least
-    /// epoch of tickets.
+    /// Revokes all tickets. This is in force and durable before it returns the least epoch of tickets. If the store cannot
+    /// be written, it is in force, and the error is [`OperationError::NotDurable`].
     pub(crate) async fn revoke_tickets(&self) -> Result<u64, OperationError> {
         let (least_epoch, revision) = self.with_fleet(|fleet, _| {
             let least_epoch = self.tickets.revoke(fleet.table().epoch);
@@ -31,7 +36,10 @@ impl Coordinator {
         });
         warn!(least_epoch, "all tickets are revoked");
         match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { .. }) => Ok(least_epoch),
+            Err(OperationError::ReadOnly { reason }) => {
+                let change = format!("tickets before epoch {least_epoch} are revoked");
+                Err(OperationError::NotDurable { change, reason })
+            }
             outcome => outcome.map(|()| least_epoch),
         }
     }

@@ -15,28 +15,29 @@ use crate::admission::Refusal;
 use crate::coordinator::{Coordinator, OperationError};
 
 impl Editions {
-    /// Registers a member in the edition of its model. `owner` is the tag of the identity that alone may change it afterwards.
-    /// A model that no edition has goes to the current one, which decides.
-    /// A member of the same name in the other edition is replaced, also if the caller drops the future.
+    /// Registers a member in the edition of its model. `owner` is the tag of the identity that alone may change it
+    /// afterwards. A model that no edition has goes to the current one, which decides.
+    /// A member of the same name in the other edition is replaced, also if the caller drops the future. Waits for the
+    /// store, and for other registrations of the name.
     pub(crate) async fn register(
         self: &Arc<Self>,
         request: RegisterRequest,
         owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
-        if !self.is_update() {
-            return self.current().register(request, owner, Vec::new()).await;
-        }
         let (editions, owner) = (Arc::clone(self), owner.map(str::to_owned));
-        to_end(async move { editions.register_in_update(request, owner.as_deref()).await }).await
+        to_end(async move { editions.register_now(request, owner.as_deref()).await }).await
     }
 
-    async fn register_in_update(
+    async fn register_now(
         &self,
         request: RegisterRequest,
         owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
-        // A name must not be given to two processes of different models at the same time.
-        let _one = self.changing.lock().await;
+        // A name must not be given to two processes of different models at the same time. A write of the store that
+        // takes long delays the registrations of this name only. A change of the editions meanwhile does no harm: a
+        // member of an edition that leaves is drained, and one of a forgotten edition registers again.
+        let name_lock = self.names.lock_of(&request.name);
+        let _one = name_lock.lock().await;
         let editions = self.all();
         let (name, incarnation) = (request.name.clone(), request.incarnation);
         let found = &request.model.fingerprint;
@@ -54,6 +55,8 @@ impl Editions {
                 holders.push(other);
             }
         }
+        let is_followed = |edition| self.num_clients(edition) > 0;
+        target.coordinator.note_clients(editions.len() > 1 || editions.iter().any(is_followed));
         let response = target.coordinator.register(request, owner, replaced).await?;
         holders.iter().for_each(|holder| holder.coordinator.release(&name));
         Ok(response)
@@ -83,16 +86,17 @@ impl Editions {
         self.of_member(member).drain(member, incarnation).await
     }
 
-    pub(crate) fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        self.of_member(member).resume(member)
+    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
+        self.of_member(member).resume(member).await
     }
 
     pub(crate) fn suspect(
         &self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
     ) -> Result<Duration, OperationError> {
-        self.of_member(member).suspect(member, request)
+        self.of_member(member).suspect(member, request, observer)
     }
 
     pub(crate) fn leave(&self, member: &MemberId) -> Result<(), OperationError> {
@@ -125,6 +129,9 @@ impl Editions {
         let mut status = self.current().status();
         if self.is_update() {
             status.editions = self.list().editions;
+            for other in self.all().iter().skip(1) {
+                status.problems.extend(other.coordinator.insecure_servers());
+            }
         }
         status
     }
@@ -143,19 +150,21 @@ impl Editions {
     }
 
     /// Changes the goals of all editions.
-    pub(crate) fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
         for edition in self.all().iter().skip(1) {
-            edition.coordinator.set_goals(goals)?;
+            edition.coordinator.set_goals(goals).await?;
         }
-        self.current().set_goals(goals)
+        self.current().set_goals(goals).await
     }
 
     /// Issues a ticket for the servers of all editions.
     pub(crate) async fn issue_ticket(
         &self,
         request: &TicketRequest,
+        holder: &str,
+        bound: Duration,
     ) -> Result<TicketResponse, OperationError> {
-        self.current().issue_ticket(request).await
+        self.current().issue_ticket(request, holder, bound).await
     }
 
     /// Revokes all tickets. Servers of each edition learn of it with their next renewal.

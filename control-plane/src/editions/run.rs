@@ -41,10 +41,14 @@ impl Term {
     }
 
     /// Expires members, goes on with an update, and writes the store. Once `stopping` turns true no member expires any
-    /// more. Returns after `writer_stopping` has turned true and the last change was written or has failed.
+    /// more. Returns after `writer_stopping` has turned true and the last change was written or has failed. A step of an
+    /// update that `stopping` cuts off is in the store as a whole or not at all, and the next term goes on from there.
     ///
     /// # Errors
     /// [`StoreError`] when another control plane has taken over the store.
+    ///
+    /// # Panics
+    /// When one of its tasks has panicked.
     pub(crate) async fn run(
         self,
         stopping: watch::Receiver<bool>,
@@ -93,22 +97,29 @@ impl Worker {
             let coordinator = Arc::clone(&coordinator);
             async move { coordinator.run_probes().await }
         });
-        let until_stopped = async {
-            httpd::stopped(&mut stopping).await;
-            tasks.abort_all();
-            std::future::pending::<()>().await;
-        };
-        tokio::select! {
-            outcome = coordinator.run_writer(store, revision, writer_stopping) => outcome,
-            () = until_stopped => Ok(()),
-            _ = is_over.wait_for(|&is_over| is_over) => Ok(()),
+        let writing = coordinator.run_writer(store, revision, writer_stopping);
+        tokio::pin!(writing);
+        let mut is_stopping = false;
+        loop {
+            tokio::select! {
+                outcome = &mut writing => return outcome,
+                () = httpd::stopped(&mut stopping), if !is_stopping => {
+                    is_stopping = true;
+                    tasks.abort_all();
+                }
+                _ = is_over.wait_for(|&is_over| is_over) => return Ok(()),
+                Some(Err(err)) = tasks.join_next() => if err.is_panic() {
+                    // Without its clock a leader would never expire a member. Another one takes over.
+                    std::panic::resume_unwind(err.into_panic());
+                },
+            }
         }
     }
 }
 
 impl Editions {
     /// Goes on with an update until `stopping` turns true, and then waits for ever.
-    async fn run_update(&self, mut stopping: watch::Receiver<bool>) {
+    pub(super) async fn run_update(&self, mut stopping: watch::Receiver<bool>) {
         let period = (self.settings.lease_ttl / 30).clamp(MIN_PERIOD, MAX_PERIOD);
         let steps = async {
             let mut last_error = None;

@@ -24,6 +24,11 @@ pub(crate) enum FleetEvent {
     GoalsChanged {
         goals: FleetGoals,
     },
+    /// The stored goals stay in force, although the control plane was started with others.
+    GoalsKept {
+        asked: FleetGoals,
+        goals: FleetGoals,
+    },
     /// The members have too little memory for a plan.
     Short {
         shortage: String,
@@ -37,6 +42,11 @@ pub(crate) enum FleetEvent {
         name: String,
         data_addr: String,
         reason: String,
+    },
+    /// The placement does without a member that the control plane has never reached, or includes it again.
+    LeftOut {
+        name: String,
+        is_left_out: bool,
     },
     Serving {
         name: String,

@@ -8,6 +8,7 @@ use control_api::FleetGoals;
 use super::{Fleet, FleetEvent};
 use crate::admission::{Refusal, check_goals};
 use crate::balance::{self, Pending, PlanJob, PlanOutcome};
+use crate::member::Member;
 use crate::planner::rebalance::FleetPlan;
 use crate::work;
 
@@ -22,8 +23,8 @@ impl Fleet {
         goals: FleetGoals,
         now: Duration,
     ) -> Result<FleetGoals, Refusal> {
+        self.check_goals(&goals)?;
         let balance = self.settings.balance.as_mut().ok_or(Refusal::FixedPlacement)?;
-        check_goals(&goals)?;
         balance.goals.min_replicas = goals.replicas;
         balance.goals.spare = goals.spare;
         self.changed_goals = Some(goals);
@@ -33,7 +34,26 @@ impl Fleet {
         Ok(goals)
     }
 
-    /// Reason why the last plan failed, if it did.
+    /// Refuses goals that this fleet cannot have.
+    pub(crate) fn check_goals(&self, goals: &FleetGoals) -> Result<(), Refusal> {
+        self.goals()?;
+        check_goals(goals)
+    }
+
+    /// Returns from `goals` to the goals before, which are `old`: the goals in force, and the ones that
+    /// were changed while the control plane ran. Does nothing if the goals have changed again.
+    pub(crate) fn take_back_goals(
+        &mut self,
+        goals: FleetGoals,
+        old: (FleetGoals, Option<FleetGoals>),
+        now: Duration,
+    ) {
+        if self.changed_goals == Some(goals) && self.set_goals(old.0, now).is_ok() {
+            self.changed_goals = old.1;
+        }
+    }
+
+    /// Reason why the last plan failed or gives experts too few replicas, if so.
     pub(crate) fn shortage(&self) -> Option<String> {
         self.shortage.clone()
     }
@@ -56,7 +76,13 @@ impl Fleet {
         let is_starting = !self.was_complete
             && num_live < settings.expected_servers as usize
             && self.first_join.is_some_and(|at| now < at + settings.start_grace);
-        if !(is_settled || is_due) || is_starting || num_live == 0 {
+        if !(is_settled || is_due) || is_starting {
+            return;
+        }
+        if num_live == 0 {
+            // No member will take over what the draining ones serve.
+            self.unplanned_since = None;
+            self.set_drains_planned();
             return;
         }
         let basis = self.plan_basis;
@@ -101,6 +127,14 @@ impl Fleet {
         self.plan_basis += 1;
     }
 
+    /// Notes that a member is lost. The next plan comes soon, because experts have lost replicas.
+    pub(super) fn note_loss(&mut self, now: Duration) {
+        self.note_unplanned(now);
+        let settle = self.settings.balance.unwrap_or_default().settle;
+        let since = now.saturating_sub(settle.saturating_sub(LOSS_SETTLE));
+        self.unplanned_since = self.unplanned_since.map(|known| known.min(since));
+    }
+
     fn set_shortage(&mut self, shortage: Option<String>) {
         if let Some(shortage) = &shortage
             && self.shortage.as_ref() != Some(shortage)
@@ -142,7 +176,14 @@ impl Fleet {
     }
 
     fn set_targets(&mut self, plan: FleetPlan) {
-        self.set_shortage(plan.shortage());
+        let planned = self.members.values().filter(|member| member.is_planned());
+        let replicas = self.replicas();
+        let shortage = plan.shortage().or_else(|| {
+            self.model
+                .as_ref()
+                .and_then(|model| balance::replica_shortage(model, planned, replicas))
+        });
+        self.set_shortage(shortage);
         let FleetPlan { assignments, num_loads, imbalance, .. } = plan;
         let planned = self.members.values_mut().filter(|member| member.is_planned());
         for (member, target) in planned.zip(assignments) {
@@ -153,9 +194,7 @@ impl Fleet {
                 member.target = Some(Arc::new(target));
             }
         }
-        for member in self.members.values_mut().filter(|member| member.keeps_serving()) {
-            member.is_drain_planned = true;
-        }
+        self.set_drains_planned();
         if num_loads > 0 {
             let (before, after) = imbalance;
             self.events.push(FleetEvent::Planned { num_loads, before, after });
@@ -164,10 +203,19 @@ impl Fleet {
         self.is_table_stale = true;
     }
 
+    /// Notes that the plan in force does without the draining members.
+    fn set_drains_planned(&mut self) {
+        for member in self.members.values_mut().filter(|member| member.keeps_serving()) {
+            member.is_drain_planned = true;
+            self.is_table_stale = true;
+        }
+    }
+
     /// Brings the assignments closer to the targets, as far as the members have loaded their experts.
     pub(super) fn follow_targets(&mut self) {
         let Some(model) = &self.model else { return };
-        if self.members.values().all(|member| member.target.is_none()) {
+        let has_step = |member: &Member| member.target.is_some() || member.keeps_serving();
+        if !self.members.values().any(has_step) {
             return;
         }
         let planned = self.members.values().filter(|member| member.is_planned());
@@ -196,5 +244,7 @@ impl Fleet {
 
 /// Decay is computed in steps of this length.
 const DECAY_STEP: Duration = Duration::from_secs(1);
+/// Losses of members within this time are planned together.
+const LOSS_SETTLE: Duration = Duration::from_millis(100);
 /// After so many plans in a row that were discarded, one is computed under the lock.
 const MAX_DISCARDED: u32 = 2;

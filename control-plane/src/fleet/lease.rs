@@ -132,11 +132,13 @@ impl Fleet {
 
     /// Notes that a client cannot reach a member, and returns the time that the member has left to renew. Once a
     /// second observer agrees (another client, or this process), the member must renew within a heartbeat interval.
-    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault.
+    /// A live member does, and stays. One observer alone changes nothing: its own network may be at fault. `observer` is
+    /// the proved name of the client, whatever the request calls it.
     pub(crate) fn suspect(
         &mut self,
         member: &MemberId,
         request: SuspectRequest,
+        observer: &str,
         now: Duration,
     ) -> Result<Duration, Refusal> {
         let name = self.name_of(member)?.to_owned();
@@ -145,13 +147,18 @@ impl Fleet {
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports do not fill the log.
+        // Until its next renewal, the member is suspected once.
         let is_first = member.num_observers() == 0;
+        // A client that never reaches a live member reports it again and again.
+        let is_news = member.recent_reports(now).next().is_none();
         let (reporter, reason) = (request.reporter, request.reason);
-        member.note_report(Report { reporter: reporter.clone(), reason: reason.clone(), at: now });
+        let (by, observer) = (reporter.clone(), observer.to_owned());
+        member.note_report(Report { observer, reporter: by, reason: reason.clone(), at: now });
         if is_first {
             // This process looks for itself.
             member.probe = None;
+        }
+        if is_news {
             self.events.push(FleetEvent::Suspected { name: name.clone(), reporter, reason });
         }
         self.confirm_suspicion(&name, now);
@@ -160,7 +167,7 @@ impl Fleet {
     }
 
     /// Brings forward the deadline of a member that two observers cannot reach.
-    fn confirm_suspicion(&mut self, name: &str, now: Duration) {
+    pub(super) fn confirm_suspicion(&mut self, name: &str, now: Duration) {
         let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
         if let Some(member) = self.members.get_mut(name)
             && member.is_leased()
@@ -169,27 +176,6 @@ impl Fleet {
             // Further reports do not move the deadline.
             member.renew_by.get_or_insert(now + wait);
         }
-    }
-
-    /// Records the outcome of an attempt to connect to a member.
-    pub(crate) fn record_probe(
-        &mut self,
-        name: &str,
-        incarnation: u64,
-        outcome: Result<(), String>,
-        now: Duration,
-    ) {
-        let Some(member) = self.members.get_mut(name) else { return };
-        if member.record.incarnation != incarnation {
-            return;
-        }
-        let was_error = matches!(member.probe, Some(Err(_)));
-        if let (Err(reason), false) = (&outcome, was_error) {
-            let (name, data_addr) = (name.to_owned(), member.record.data_addr.clone());
-            self.events.push(FleetEvent::Unreachable { name, data_addr, reason: reason.clone() });
-        }
-        member.probe = Some(outcome);
-        self.confirm_suspicion(name, now);
     }
 
     /// Expires members whose lease has ended, and removes members that expired long ago. The caller calls
@@ -221,7 +207,7 @@ impl Fleet {
         }
         for (name, cause) in expired {
             self.events.push(FleetEvent::Expired { name, cause });
-            self.note_unplanned(now);
+            self.note_loss(now);
             self.mark_changed();
         }
         for name in removed {

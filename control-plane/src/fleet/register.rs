@@ -30,15 +30,28 @@ impl Fleet {
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
         // The model belongs to its members, the expired ones included: an outage of all must not let another model in.
-        // A model that never served as a whole gives way as soon as no member lives.
+        // A model that never served as a whole gives way as soon as no member lives. One that has served does so if no
+        // client lives either. After a restart, clients and members first have the time of a lease to return.
+        let is_dead = !self.members.values().any(Member::is_leased);
+        let has_returned = now >= self.plans_from;
+        let is_unused = is_dead && !self.has_clients && has_returned;
         let is_free = match self.was_complete {
-            true => self.members.is_empty(),
-            false => !self.members.values().any(Member::is_leased),
+            true => self.members.is_empty() || is_unused,
+            false => is_dead,
         };
         let is_replaced =
             is_free && self.model.as_ref().is_some_and(|model| *model != request.model);
         let model = self.model.as_ref().filter(|_| !is_replaced);
-        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref())?;
+        let is_pinned = self.settings.pinned_fingerprint.is_some();
+        check_registration(&request, model, self.settings.pinned_fingerprint.as_deref()).map_err(
+            |refusal| match refusal {
+                Refusal::ModelMismatch { .. } if is_dead && !is_pinned => {
+                    let retention_s = self.settings.expired_retention.as_secs();
+                    Refusal::DeadModel { refusal: refusal.to_string(), retention_s }
+                }
+                refusal => refusal,
+            },
+        )?;
         let known = self.members.get(&request.name);
         let bound_to = known.and_then(|member| member.record.member_id.tag());
         if owner.is_some() && bound_to.is_some() && owner != bound_to {
@@ -69,7 +82,7 @@ impl Fleet {
             Some(_) => RegistrationKind::Takeover,
         };
         if kind == RegistrationKind::New {
-            self.make_room()?;
+            self.make_room(owner)?;
         }
         if kind == RegistrationKind::Returned {
             self.refresh_member(&request, now);
@@ -95,6 +108,11 @@ impl Fleet {
         })
     }
 
+    /// Notes whether any client follows the placement. Without this call the fleet assumes so.
+    pub(crate) fn note_clients(&mut self, has_clients: bool) {
+        self.has_clients = has_clients;
+    }
+
     /// Registers a known process again: same identity, same assignment, fresh lease.
     fn refresh_member(&mut self, request: &RegisterRequest, now: Duration) {
         let lease_ttl = self.settings.lease_ttl;
@@ -106,12 +124,13 @@ impl Fleet {
         member.renew_by = None;
         member.renewed_at = now;
         if member.record.data_addr != request.data_addr {
-            member.probe = None;
+            (member.probe, member.was_reached) = (None, false);
         }
         member.record.data_addr.clone_from(&request.data_addr);
         member.record.capacity_experts = request.capacity_experts;
         member.record.zone.clone_from(&request.zone);
         member.record.needs_tickets = request.needs_tickets;
+        member.record.plain_text = request.plain_text;
         member.record.metrics_addr.clone_from(&request.metrics_addr);
         member.record.weights_addr.clone_from(&request.weights_addr);
         self.is_table_stale = true;
@@ -160,6 +179,7 @@ impl Fleet {
             capacity_experts: request.capacity_experts,
             zone: request.zone.clone(),
             needs_tickets: request.needs_tickets,
+            plain_text: request.plain_text,
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);
@@ -195,18 +215,27 @@ impl Fleet {
         Ok(balance::fill(model, room, &others))
     }
 
-    /// Makes room for one more member. At the limit, evicts the member that expired first.
-    fn make_room(&mut self) -> Result<(), Refusal> {
+    /// Makes room for one more member of `owner`. At the limit of the owner or of the fleet, evicts the member that
+    /// expired first, among those of this owner: the names of other owners stay bound.
+    fn make_room(&mut self, owner: Option<&str>) -> Result<(), Refusal> {
         let limit = self.settings.max_members;
-        if self.members.len() < limit {
+        let is_own = |member: &&Member| member.record.member_id.tag() == owner;
+        let num_own = self.members.values().filter(is_own).count();
+        let share = limit.div_ceil(2);
+        let is_owner_full = owner.is_some() && num_own >= share;
+        if self.members.len() < limit && !is_owner_full {
             return Ok(());
         }
-        let expired = self.members.values().filter_map(|member| match member.lease {
-            Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
-            Lease::Until(_) => None,
-        });
+        let expired =
+            self.members.values().filter(is_own).filter_map(|member| match member.lease {
+                Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
+                Lease::Until(_) => None,
+            });
         let Some((_, name)) = expired.min() else {
-            return Err(Refusal::TooManyMembers { limit });
+            return Err(match is_owner_full {
+                true => Refusal::TooManyOfOwner { share },
+                false => Refusal::TooManyMembers { limit },
+            });
         };
         self.remove(&name);
         self.events.push(FleetEvent::Removed { name });

@@ -1,15 +1,17 @@
 //! State of the fleet, as status, metrics and clients see it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use control_api::{
-    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable, ScalingAdvice,
+    MemberCounts, MemberId, MemberInfo, MemberState, ModelDescriptor, PlacementTable,
+    ScalingAdvice, ServerEntry,
 };
 
 use super::Fleet;
 use crate::advice::{FleetWork, ServerWork, advise};
-use crate::member::Member;
+use crate::member::{Danger, Member};
 use crate::metrics::LayerLoad;
 use crate::planner::Planner;
 use crate::table::Coverage;
@@ -26,6 +28,14 @@ impl Fleet {
 
     pub(crate) fn coverage(&self) -> Coverage {
         self.coverage
+    }
+
+    /// Coverage of a table by members that are not left out. `replicas` is the planned number.
+    pub(crate) fn coverage_of(&self, table: &PlacementTable, replicas: u32) -> Coverage {
+        let counts = |server: &ServerEntry| {
+            self.members.get(&server.name).is_none_or(|member| !member.is_left_out)
+        };
+        Coverage::of(table, replicas, counts)
     }
 
     pub(crate) fn model(&self) -> Option<&ModelDescriptor> {
@@ -48,21 +58,27 @@ impl Fleet {
         self.members.values().map(|member| member.info(now)).collect()
     }
 
-    /// Serving members that nothing has connected to yet: name, incarnation and address.
-    pub(crate) fn unprobed(&self) -> Vec<(String, u64, String)> {
-        let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
-        let unprobed = serving.filter(|member| !matches!(member.probe, Some(Ok(()))));
-        let key = |member: &Member| {
-            let record = &member.record;
-            (record.name.clone(), record.incarnation, record.data_addr.clone())
-        };
-        unprobed.map(key).collect()
-    }
-
     /// Serving members that the last attempt to connect to has failed for.
     pub(crate) fn num_unreachable(&self) -> usize {
         let serving = self.members.values().filter(|member| member.state() == MemberState::Serving);
         serving.filter(|member| matches!(member.probe, Some(Err(_)))).count()
+    }
+
+    /// Leased members that have a [`Danger`].
+    pub(crate) fn num_insecure(&self) -> usize {
+        let leased = self.members.values().filter(|member| member.is_leased());
+        leased.filter(|member| member.danger().is_some()).count()
+    }
+
+    /// Names of the leased members of each [`Danger`].
+    pub(crate) fn insecure(&self) -> BTreeMap<Danger, Vec<&str>> {
+        let mut found: BTreeMap<Danger, Vec<&str>> = BTreeMap::new();
+        for member in self.members.values().filter(|member| member.is_leased()) {
+            if let Some(danger) = member.danger() {
+                found.entry(danger).or_default().push(&member.record.name);
+            }
+        }
+        found
     }
 
     /// Load of each layer that has had tokens, with its `num_top` busiest experts.

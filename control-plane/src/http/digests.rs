@@ -1,8 +1,7 @@
 //! The digests of the model's tensors: kept in memory, for members that serve other weights. After a restart members
 //! are asked for them with their next renewals.
 
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, Request, State};
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
@@ -10,6 +9,7 @@ use control_api::{ApiError, ModelDigests, code};
 
 use super::App;
 use super::error::HttpError;
+use super::extract::Checked;
 use super::models::ModelQuery;
 
 /// The digests of the model's tensors.
@@ -20,9 +20,8 @@ use super::models::ModelQuery;
     (status = 404, description = "`not_found`: no member has sent them", body = ApiError)))]
 pub(super) async fn model_digests(
     State(app): State<App>,
-    query: Result<Query<ModelQuery>, QueryRejection>,
+    Checked(query): Checked<ModelQuery>,
 ) -> Result<Response, HttpError> {
-    let query = ModelQuery::checked(query)?;
     let missing = "no member has sent digests of the model's tensors";
     let json = app.leader()?.model_digests(query.fingerprint.as_deref());
     let json = json.ok_or_else(|| HttpError::new(code::NOT_FOUND, missing))?;

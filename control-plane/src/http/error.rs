@@ -1,15 +1,11 @@
-//! Errors as HTTP responses, and JSON bodies of requests.
+//! Errors as HTTP responses.
 
 use axum::Json;
-use axum::body::Bytes;
-use axum::extract::{FromRequest, Request};
-use axum::http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, code};
-use serde::de::DeserializeOwned;
 
-use super::App;
 use crate::admission::Refusal;
 use crate::coordinator::OperationError;
 use crate::tickets::IssueError;
@@ -96,63 +92,30 @@ impl From<OperationError> for HttpError {
                 Refusal::NameInUse { .. } => code::NAME_IN_USE,
                 Refusal::NameBound { .. } => code::FORBIDDEN,
                 Refusal::ModelMismatch { .. }
+                | Refusal::DeadModel { .. }
                 | Refusal::ModelLeaves { .. }
                 | Refusal::DescriptorMismatch { .. }
                 | Refusal::BytesMismatch => code::MODEL_MISMATCH,
                 Refusal::FixedPlacement => code::FIXED_PLACEMENT,
                 Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
-                Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
+                Refusal::TooManyMembers { .. } | Refusal::TooManyOfOwner { .. } => {
+                    code::TOO_MANY_MEMBERS
+                }
                 Refusal::BadRequest(_) => code::BAD_REQUEST,
             },
             OperationError::Ticket(IssueError::Sign(_)) => code::INTERNAL,
+            OperationError::Ticket(IssueError::NotYet { .. }) => code::REQUEST_TIMEOUT,
             OperationError::Ticket(_) => code::BAD_REQUEST,
-            OperationError::ReadOnly { .. } => code::STORE_READ_ONLY,
+            OperationError::ReadOnly { .. }
+            | OperationError::NotStored { .. }
+            | OperationError::NotDurable { .. } => code::STORE_READ_ONLY,
             OperationError::Update(_) => code::MODEL_UPDATE,
             OperationError::ShuttingDown => code::SHUTTING_DOWN,
         };
-        Self::new(code, err.to_string())
-    }
-}
-
-/// A JSON body. An empty one stands for `{}`.
-pub(crate) struct Body<T>(pub(crate) T);
-
-impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
-    type Rejection = HttpError;
-
-    async fn from_request(request: Request, state: &App) -> Result<Self, HttpError> {
-        // Requiring the content type stops web pages from posting here without the browser's CORS
-        // preflight request.
-        let content_type = request.headers().get(CONTENT_TYPE).cloned();
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| {
-            let text = rejection.body_text();
-            match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    HttpError::body_too_large(state.limits.max_body_bytes)
-                }
-                _ => HttpError::new(code::BAD_REQUEST, format!("the body cannot be read: {text}")),
-            }
-        })?;
-        let is_json = content_type.is_some_and(|value| {
-            value.as_bytes().to_ascii_lowercase().starts_with(b"application/json")
-        });
-        if !bytes.is_empty() && !is_json {
-            let text = "the body must be JSON: send the header `Content-Type: application/json`";
-            return Err(HttpError::new(code::BAD_REQUEST, text));
-        }
-        let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
-        // An array would be read as the fields in their order.
-        let is_array = text.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
-        match serde_json::from_slice(text) {
-            Ok(_) if is_array => {
-                let text = "the body is not the JSON that this route expects: expected an object";
-                Err(HttpError::new(code::BAD_REQUEST, text))
-            }
-            Ok(value) => Ok(Self(value)),
-            Err(err) => {
-                let text = format!("the body is not the JSON that this route expects: {err}");
-                Err(HttpError::new(code::BAD_REQUEST, text))
-            }
-        }
+        let retry_after = match &err {
+            OperationError::Ticket(IssueError::NotYet { seconds }) => Some(*seconds),
+            _ => None,
+        };
+        Self { retry_after, ..Self::new(code, err.to_string()) }
     }
 }

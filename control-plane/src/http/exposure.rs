@@ -8,6 +8,8 @@ use trust::tls::Security;
 #[derive(Clone, Debug)]
 pub(crate) struct Exposure {
     pub(crate) security: Security,
+    /// The address of the settings.
+    pub(crate) listen: String,
     pub(crate) local_addr: SocketAddr,
 }
 

@@ -189,13 +189,15 @@ pub(super) const LOCAL: [&str; 8] = [
     "/v1/whoami",
 ];
 /// Marks a request of a follower, so that it is forwarded only once.
-const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
+pub(super) const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
 /// The cluster's own token, from a follower.
 const CONTROL_TOKEN: HeaderName = HeaderName::from_static("x-switchyard-control-token");
 /// A [`Vouched`] as JSON in Base64.
 const CALLER: HeaderName = HeaderName::from_static("x-switchyard-caller");
 /// Shorter than the timeout of clients with one URL, so that they learn the reason.
 const FORWARD_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Longest time for which a leader lets a follower's request wait on purpose, so that the follower does not give it up.
+pub(super) const MAX_FORWARDED_WAIT: Duration = Duration::from_secs(1);
 /// Longest time for which a request waits for an election.
 const ELECTION_WAIT: Duration = Duration::from_millis(500);
 const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(3);

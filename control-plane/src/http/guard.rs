@@ -10,15 +10,18 @@ use axum::http::{HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use control_api::{AuditEntry, MemberId, code};
-use httpd::PeerAddr;
+use httpd::{PeerAddr, Standing};
 use trust::{Identity, Role};
 
+use super::cross_site::{self, Foreign};
 use super::error::{Failure, HttpError};
+use super::extract::member_id;
 use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, DIGESTS_PATH, Route, forward, page};
+use crate::access::audit::Kind;
 use crate::access::metrics::RefusalReason;
 use crate::access::rates::Bucket;
-use crate::access::{Caller, Rule, visible};
+use crate::access::{Caller, Proof, Rule, visible};
 
 /// The rules of all routes, by method and path.
 #[derive(Debug, Default)]
@@ -74,8 +77,11 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
     let mut response = match identify(&app, &entry, path.as_deref(), &request) {
         Err(refusal) => refusal.into_response(),
         Ok(caller) => {
+            recognise(&entry, &request);
             let member = member_of(path.as_deref(), request.uri().path());
-            let response = match admit(&app, &entry, &caller, member.as_ref()) {
+            let response = match admit(&app, &entry, &caller, member.as_ref())
+                .and_then(|()| check_site(&app, &entry, &caller, &request))
+            {
                 Err(refusal) => refusal.into_response(),
                 Ok(()) => {
                     request.extensions_mut().insert(caller.clone());
@@ -130,6 +136,15 @@ fn identify(
     })
 }
 
+/// Keeps the connection of a caller who may use the interface apart from those of strangers.
+fn recognise(entry: &Entry, request: &Request) {
+    if entry.rule != Rule::Open
+        && let Some(standing) = request.extensions().get::<Standing>()
+    {
+        standing.recognise();
+    }
+}
+
 /// Checks the rate and the role of a caller.
 fn admit(
     app: &App,
@@ -160,6 +175,34 @@ fn admit(
     })
 }
 
+/// Refuses requests that a page of another site makes a browser send with the rights of its user.
+fn check_site(
+    app: &App,
+    entry: &Entry,
+    caller: &Caller,
+    request: &Request,
+) -> Result<(), HttpError> {
+    if entry.rule == Rule::Open {
+        return Ok(());
+    }
+    let refuse = |reason: Foreign| {
+        app.access_metrics.count_refusal(RefusalReason::Forbidden);
+        Err(HttpError::new(code::FORBIDDEN, format!("{}: {reason}", entry.what)))
+    };
+    // Such a name can stand for this address after the browser has loaded a page from another one (DNS rebinding). With
+    // an identity, that page has neither token nor certificate.
+    if caller.proof == Proof::None
+        && app.exposure.local_addr.ip().is_loopback()
+        && let Err(reason) = cross_site::check_local_host(request.headers(), &app.exposure)
+    {
+        return refuse(reason);
+    }
+    match request.method().is_safe() {
+        true => Ok(()),
+        false => cross_site::check_origin(request.headers()).or_else(refuse),
+    }
+}
+
 fn caller_bucket(caller: &Caller) -> (Bucket, RefusalReason) {
     match caller.is_identified() {
         true => (Bucket::identity(&caller.name, caller.address), RefusalReason::IdentityRate),
@@ -178,7 +221,7 @@ fn take(app: &App, bucket: Bucket, reason: RefusalReason) -> Result<(), HttpErro
 fn member_of(route: Option<&str>, path: &str) -> Option<Result<MemberId, HttpError>> {
     let rest = route?.strip_prefix(MEMBER_PREFIX).and(path.strip_prefix(MEMBERS))?;
     let text = rest.split('/').next().unwrap_or_default();
-    Some(MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string())))
+    Some(member_id(text))
 }
 
 /// Runs the route, with limits on the announced body and on the time for body and answer.
@@ -221,13 +264,15 @@ fn record(
     let note = extensions.get::<AuditNote>().cloned().unwrap_or_default();
     let member = member.and_then(Result::ok).map(String::from);
     let mut detail = failure.map(|failure| failure.message.clone()).or(note.detail);
-    if failure.is_some_and(|failure| failure.code == code::FORBIDDEN) {
-        let Some(num_skipped) = app.audit.allow_refusal() else { return };
-        if num_skipped > 0 {
-            let text = detail.unwrap_or_default();
-            detail =
-                Some(format!("{text} ({num_skipped} refused attempts before it are not listed)"));
-        }
+    let (kind, what) = match failure {
+        None => (Kind::Change, "changes"),
+        Some(_) => (Kind::Failure, "failed attempts"),
+    };
+    let Some(num_skipped) = app.audit.allow(&caller.budget(), kind) else { return };
+    if num_skipped > 0 {
+        let text = detail.unwrap_or_default();
+        let name = &caller.name;
+        detail = Some(format!("{text} ({num_skipped} {what} of {name} before it are not listed)"));
     }
     app.audit.add(AuditEntry {
         name: caller.name.clone(),

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::{Extension, Json};
 use control_api::models::is_fingerprint;
 use control_api::{AddModelRequest, ApiError, ClientsReport, EditionList, SwitchRequest, code};
@@ -11,7 +10,8 @@ use serde::Deserialize;
 
 use super::App;
 use super::change::{Change, NoArguments};
-use super::error::{Body, HttpError};
+use super::error::HttpError;
+use super::extract::{Arguments, Body};
 use super::guard::AuditNote;
 use crate::boards::EditionBoard;
 
@@ -97,18 +97,6 @@ pub(super) struct ModelQuery {
 }
 
 impl ModelQuery {
-    pub(super) fn checked(query: Result<Query<Self>, QueryRejection>) -> Result<Self, HttpError> {
-        let bad = |text: String| HttpError::new(code::BAD_REQUEST, text);
-        let Query(query) = query.map_err(|rejection| bad(rejection.body_text()))?;
-        match &query.fingerprint {
-            Some(found) if !is_fingerprint(found) => {
-                let found: String = found.chars().take(80).collect();
-                Err(bad(format!("fingerprint {found:?}: expected 8 to 128 lowercase hex digits")))
-            }
-            _ => Ok(query),
-        }
-    }
-
     /// The board of the model.
     pub(super) fn edition(&self, app: &App) -> Result<Arc<EditionBoard>, HttpError> {
         app.boards.of(self.fingerprint.as_deref()).ok_or_else(|| {
@@ -120,6 +108,20 @@ impl ModelQuery {
             );
             HttpError::new(code::UNKNOWN_MODEL, text)
         })
+    }
+}
+
+impl Arguments for ModelQuery {
+    const FORM: &'static str = "?fingerprint=FINGERPRINT";
+
+    fn check(&self) -> Result<(), String> {
+        match &self.fingerprint {
+            Some(found) if !is_fingerprint(found) => {
+                let found: String = found.chars().take(80).collect();
+                Err(format!("fingerprint {found:?}: expected 8 to 128 lowercase hex digits"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

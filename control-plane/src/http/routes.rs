@@ -1,11 +1,11 @@
 //! The handlers.
 
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
+use control_api::text::is_disruptive;
 use control_api::{
     ApiError, AuditList, ClusterStatus, DrainRequest, EventList, FleetGoals, LeaderInfo,
     LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberList, PlacementTable, ReadyRequest,
@@ -17,7 +17,8 @@ use utoipa::ToSchema;
 
 use super::App;
 use super::change::{Change, NoArguments};
-use super::error::{Body, HttpError};
+use super::error::HttpError;
+use super::extract::{Arguments, Body, Checked, Target};
 use super::forward::no_leader;
 use super::guard::AuditNote;
 use super::models::ModelQuery;
@@ -44,10 +45,20 @@ pub(super) async fn readyz(State(app): State<App>) -> Result<String, HttpError> 
     }
     match app.roles.current() {
         Role::Leader { editions, .. } => {
-            Ok(match (editions.write_error(), app.exposure.tls_error()) {
-                (Some(reason), _) => format!("ok, but the store cannot be written: {reason}\n"),
-                (None, Some(reason)) => format!("ok, but the TLS files cannot be used: {reason}\n"),
-                (None, None) => "ok\n".to_owned(),
+            let status = editions.status();
+            let store = editions.write_error();
+            let problems = [
+                store.map(|reason| format!("the store cannot be written: {reason}")),
+                app.exposure
+                    .tls_error()
+                    .map(|reason| format!("the TLS files cannot be used: {reason}")),
+                status.lost_experts(),
+                status.plan_problem(),
+            ];
+            let problems: Vec<String> = problems.into_iter().flatten().collect();
+            Ok(match problems.is_empty() {
+                true => "ok\n".to_owned(),
+                false => format!("ok, but {}\n", problems.join("; ")),
             })
         }
         // The table of a follower turns stale if the leader does not answer.
@@ -82,9 +93,9 @@ pub(super) async fn metrics(State(app): State<App>, headers: HeaderMap) -> Respo
     (status = 503, description = "`no_leader`: no table is known yet", body = ApiError)))]
 pub(super) async fn placement(
     State(app): State<App>,
-    query: Result<Query<ModelQuery>, QueryRejection>,
+    Checked(query): Checked<ModelQuery>,
 ) -> Result<Response, HttpError> {
-    let edition = ModelQuery::checked(query)?.edition(&app)?;
+    let edition = query.edition(&app)?;
     let latest = edition.board.latest().ok_or_else(|| no_leader("no placement is known"))?;
     Ok(([(CONTENT_TYPE, "application/json")], latest.json.clone()).into_response())
 }
@@ -117,9 +128,9 @@ pub(super) async fn whoami(Extension(caller): Extension<Caller>) -> Json<WhoAmI>
     (status = 400, description = "`bad_request`", body = ApiError)))]
 pub(super) async fn audit(
     State(app): State<App>,
-    query: Result<Query<AfterQuery>, QueryRejection>,
+    Checked(query): Checked<AfterQuery>,
 ) -> Answer<AuditList> {
-    Ok(Json(app.audit.after(after(query)?)))
+    Ok(Json(app.audit.after(query.after)))
 }
 
 /// Overview of the cluster.
@@ -152,9 +163,9 @@ pub(super) async fn advice(State(app): State<App>) -> Answer<ScalingAdvice> {
     (status = 400, description = "`bad_request`", body = ApiError)))]
 pub(super) async fn events(
     State(app): State<App>,
-    query: Result<Query<AfterQuery>, QueryRejection>,
+    Checked(query): Checked<AfterQuery>,
 ) -> Answer<EventList> {
-    Ok(Json(app.leader()?.events_after(after(query)?)))
+    Ok(Json(app.leader()?.events_after(query.after)))
 }
 
 /// Query of [`events`] and [`audit`].
@@ -164,14 +175,8 @@ pub(super) struct AfterQuery {
     after: u64,
 }
 
-fn after(query: Result<Query<AfterQuery>, QueryRejection>) -> Result<u64, HttpError> {
-    match query {
-        Ok(Query(query)) => Ok(query.after),
-        Err(rejection) => {
-            let text = format!("{}: expected ?after=NUMBER", rejection.body_text());
-            Err(HttpError::new(code::BAD_REQUEST, text))
-        }
-    }
+impl Arguments for AfterQuery {
+    const FORM: &'static str = "?after=NUMBER";
 }
 
 /// Goals of a placement that follows the load.
@@ -187,12 +192,13 @@ pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
     request_body = GoalsRequest, responses(
     (status = 200, description = "The new goals", body = FleetGoals),
     (status = 400, description = "`bad_request`", body = ApiError),
-    (status = 409, description = "`fixed_placement`", body = ApiError)))]
+    (status = 409, description = "`fixed_placement`", body = ApiError),
+    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
 pub(super) async fn set_goals(
     State(app): State<App>,
     Body(GoalsRequest { replicas, spare }): Body<GoalsRequest>,
 ) -> Change<Json<FleetGoals>> {
-    let goals = app.leader()?.set_goals(FleetGoals { replicas, spare })?;
+    let goals = app.leader()?.set_goals(FleetGoals { replicas, spare }).await?;
     let detail = format!("replicas {}, spare {}", goals.replicas, goals.spare);
     Ok((Extension(AuditNote { target: None, detail: Some(detail) }), Json(goals)))
 }
@@ -244,10 +250,10 @@ pub(super) async fn register(
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn leave(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Target(member): Target,
     Body(NoArguments {}): Body<NoArguments>,
 ) -> Result<StatusCode, HttpError> {
-    app.leader()?.leave(&member_id(&id)?)?;
+    app.leader()?.leave(&member)?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -262,10 +268,10 @@ pub(super) async fn leave(
         body = ApiError)))]
 pub(super) async fn renew(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Target(member): Target,
     Body(request): Body<LeaseRequest>,
 ) -> Answer<LeaseResponse> {
-    Ok(Json(app.leader()?.renew(&member_id(&id)?, request)?))
+    Ok(Json(app.leader()?.renew(&member, request)?))
 }
 
 /// Reports the loaded experts and adds the member to the placement.
@@ -278,10 +284,10 @@ pub(super) async fn renew(
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
 pub(super) async fn ready(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Target(member): Target,
     Body(request): Body<ReadyRequest>,
 ) -> Answer<MemberInfo> {
-    Ok(Json(app.leader()?.ready(&member_id(&id)?, request)?))
+    Ok(Json(app.leader()?.ready(&member, request)?))
 }
 
 /// Removes a member from the placement. Its lease continues.
@@ -294,10 +300,10 @@ pub(super) async fn ready(
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
 pub(super) async fn drain(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Target(member): Target,
     Body(request): Body<DrainRequest>,
 ) -> Change<Json<MemberInfo>> {
-    let info = app.leader()?.drain(&member_id(&id)?, request.incarnation).await?;
+    let info = app.leader()?.drain(&member, request.incarnation).await?;
     Ok((about(&info), Json(info)))
 }
 
@@ -306,18 +312,19 @@ pub(super) async fn drain(
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
     (status = 404, description = "`unknown_member`", body = ApiError),
-    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError),
+    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
 pub(super) async fn resume(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Target(member): Target,
     Body(NoArguments {}): Body<NoArguments>,
 ) -> Change<Json<MemberInfo>> {
-    let info = app.leader()?.resume(&member_id(&id)?)?;
+    let info = app.leader()?.resume(&member).await?;
     Ok((about(&info), Json(info)))
 }
 
 /// Reports that a member seems to have failed. It expires unless it renews within one heartbeat interval
-/// plus the grace period.
+/// plus the grace period, once two observers agree. All reports of one identity from one address are those of one observer.
 #[utoipa::path(post, path = "/v1/members/{id}/suspect", tag = "members",
     params(("id" = MemberId, Path, description = "Member")),
     request_body = SuspectRequest, responses(
@@ -327,14 +334,16 @@ pub(super) async fn resume(
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn suspect(
     State(app): State<App>,
-    Path(id): Path<String>,
+    Extension(caller): Extension<Caller>,
+    Target(member): Target,
     Body(request): Body<SuspectRequest>,
 ) -> Answer<SuspectResponse> {
-    if request.reporter.chars().count() > 128 || request.reason.chars().count() > 512 {
-        let text = "reporter may have at most 128 characters, reason at most 512";
+    let is_bad = |text: &str, most| text.chars().count() > most || text.contains(is_disruptive);
+    if is_bad(&request.reporter, 128) || is_bad(&request.reason, 512) {
+        let text = "reporter may have at most 128 characters, reason at most 512, and neither may have control characters";
         return Err(HttpError::new(code::BAD_REQUEST, text));
     }
-    let left = app.leader()?.suspect(&member_id(&id)?, request)?;
+    let left = app.leader()?.suspect(&member, request, &caller.observer())?;
     Ok(Json(SuspectResponse { must_renew_within_ms: left.as_millis() as u64 }))
 }
 
@@ -342,8 +351,4 @@ pub(super) async fn suspect(
 fn about(info: &MemberInfo) -> Extension<AuditNote> {
     let detail = format!("member {}, {}", info.member_id, info.state);
     Extension(AuditNote { target: Some(info.name.clone()), detail: Some(detail) })
-}
-
-fn member_id(text: &str) -> Result<MemberId, HttpError> {
-    MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string()))
 }

@@ -1,33 +1,51 @@
 //! The handlers of tickets.
 
-use axum::extract::State;
-use axum::{Extension, Json};
-use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse};
+use std::time::Duration;
 
-use super::App;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::{Extension, Json};
+use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse, TicketRole, code};
+use trust::Role;
+
 use super::change::{Change, NoArguments};
-use super::error::{Body, HttpError};
+use super::error::HttpError;
+use super::extract::Body;
 use super::guard::AuditNote;
+use super::{App, forward};
+use crate::access::{Caller, Rule};
 
 /// Issues a ticket: a short-lived permission to connect to the servers of the fleet. The client shows it in each
 /// handshake, with a proof by its secret key. After a change of the leader the answer waits until the servers know the
-/// leader's key, which is half of a lease. A request that would wait longer than its limit gets `request_timeout`: send it
-/// again.
+/// leader's key. A request that would wait for more than two seconds gets `request_timeout`: send it again.
 #[utoipa::path(post, path = "/v1/tickets", tag = "tickets",
     request_body = TicketRequest, responses(
     (status = 200, description = "The ticket", body = TicketResponse),
     (status = 400, description = "`bad_request`", body = ApiError)))]
 pub(super) async fn issue(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
     Body(request): Body<TicketRequest>,
 ) -> Result<Json<TicketResponse>, HttpError> {
-    Ok(Json(app.leader()?.issue_ticket(&request).await?))
+    if request.role == TicketRole::Server {
+        Rule::Roles(&[Role::Server])
+            .check(&caller, "a ticket to read weights", None)
+            .map_err(|refusal| HttpError::new(code::FORBIDDEN, refusal.to_string()))?;
+    }
+    let bound = match headers.contains_key(forward::FORWARDED) {
+        true => forward::MAX_FORWARDED_WAIT,
+        false => MAX_WAIT,
+    };
+    Ok(Json(app.leader()?.issue_ticket(&request, &caller.holder(), bound).await?))
 }
 
 /// Revokes all tickets issued so far. Servers refuse them as soon as they have renewed their lease. Open connections
-/// stay open. The revocation is durable before the response is sent, unless the store cannot be written.
+/// stay open. The revocation is durable before the response is sent. With `store_read_only` it is in force, and a restart
+/// of the control plane would lose it: send it again once the store can be written.
 #[utoipa::path(post, path = "/v1/tickets/revoke", tag = "tickets", responses(
-    (status = 200, description = "Revoked", body = RevokeResponse)))]
+    (status = 200, description = "Revoked", body = RevokeResponse),
+    (status = 503, description = "`store_read_only`, `shutting_down`", body = ApiError)))]
 pub(super) async fn revoke(
     State(app): State<App>,
     Body(NoArguments {}): Body<NoArguments>,
@@ -36,3 +54,6 @@ pub(super) async fn revoke(
     let detail = Some(format!("tickets before epoch {least_epoch}"));
     Ok((Extension(AuditNote { target: None, detail }), Json(RevokeResponse { least_epoch })))
 }
+
+/// Longest wait until the servers know the leader's key: less than the timeout of clients.
+const MAX_WAIT: Duration = Duration::from_secs(2);

@@ -6,19 +6,19 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, PlacementTable, code};
 use prometheus::IntGauge;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::broadcast;
 
 use super::App;
 use super::error::HttpError;
+use super::extract::Checked;
 use super::forward::no_leader;
 use super::models::ModelQuery;
+use super::watch_permits::WatchPermit;
 use crate::access::Caller;
 use crate::board::{Board, EncodedTable};
 use crate::boards::CountedClient;
@@ -41,22 +41,18 @@ use httpd::stopped;
 pub(super) async fn placement_watch(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-    query: Result<Query<ModelQuery>, QueryRejection>,
+    Checked(query): Checked<ModelQuery>,
 ) -> Result<Response, HttpError> {
     if *app.shutdown.borrow() {
         return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
     }
-    let query = ModelQuery::checked(query)?;
     let edition = query.edition(&app)?;
     let freshness = edition.board.freshness();
     if !*freshness.borrow() {
         return Err(no_leader("the placement is not confirmed"));
     }
-    let permit = Arc::clone(&app.watch_permits).try_acquire_owned().map_err(|_| {
-        let limit = app.limits.max_watchers;
-        let text = format!("{limit} placement watches are open, which is the limit");
-        HttpError::new(code::TOO_MANY_WATCHERS, text)
-    })?;
+    let permit = app.watch_permits.take(&caller);
+    let permit = permit.map_err(|text| HttpError::new(code::TOO_MANY_WATCHERS, text))?;
     let (latest, changes) = edition.board.subscribe();
     let watcher = Watcher {
         pending: latest.iter().map(|latest| latest.event.clone()).collect(),
@@ -114,11 +110,11 @@ impl Watcher {
 /// Counts a watch for as long as it is open.
 struct OpenWatch {
     gauge: IntGauge,
-    _permit: OwnedSemaphorePermit,
+    _permit: WatchPermit,
 }
 
 impl OpenWatch {
-    fn new(gauge: IntGauge, permit: OwnedSemaphorePermit) -> Self {
+    fn new(gauge: IntGauge, permit: WatchPermit) -> Self {
         gauge.inc();
         Self { gauge, _permit: permit }
     }

@@ -3,7 +3,7 @@
 import { ApiError, call, storedToken, storeToken } from "./api.js";
 import { Chart } from "./charts.js";
 import { Heat } from "./heat.js";
-import { COLUMNS, compact, duration, health, heatmap, layerMap, micros, number, select, severityOfState, summary } from "./model.js";
+import { columnsOf, compact, duration, editionsOf, health, heatmap, layerMap, micros, number, select, severityOfState, shortened, summary } from "./model.js";
 
 const PERIOD_MS = 2000;
 const PAGE_ROWS = 100;
@@ -15,6 +15,10 @@ const state = {
   status: null,
   members: [],
   placement: null,
+  // Fingerprints of the model that the viewer has chosen, and of the placement. Null while the fleet serves one model.
+  chosenModel: null,
+  shownModel: null,
+  columns: [],
   events: [],
   lastEvent: 0,
   hasEvents: true,
@@ -62,16 +66,21 @@ async function optional(flag, path) {
 
 async function refresh() {
   const status = await call("GET", "/v1/status");
-  const wantsTable = !state.placement || state.placement.epoch !== status.epoch || state.placement.cluster_id !== status.cluster_id;
+  const editions = status.editions ?? [];
+  const edition = editions.find((candidate) => candidate.fingerprint === state.chosenModel) ?? editions[0];
+  const shownModel = edition?.fingerprint ?? null;
+  const { epoch } = edition ?? status;
+  const table = state.placement;
+  const wantsTable = !table || table.epoch !== epoch || table.cluster_id !== status.cluster_id || state.shownModel !== shownModel;
   const [members, placement, events, audit, caller, goals] = await Promise.all([
     call("GET", "/v1/members"),
-    wantsTable ? call("GET", "/v1/placement") : state.placement,
+    wantsTable ? call("GET", shownModel ? `/v1/placement?fingerprint=${encodeURIComponent(shownModel)}` : "/v1/placement") : table,
     optional("hasEvents", `/v1/events?after=${state.lastEvent}`),
     optional("hasAudit", `/v1/audit?after=${state.lastChange}`),
     state.caller ? null : optional("hasCaller", "/v1/whoami"),
     state.goalsShown ? null : optional("hasGoals", "/v1/goals"),
   ]);
-  Object.assign(state, { status, members: members.members, placement, answeredAt: Date.now() });
+  Object.assign(state, { status, members: members.members, placement, shownModel, answeredAt: Date.now() });
   if (events) {
     // A control plane with a slow clock has taken over: its numbers may be lower.
     if (events.last_seq < state.lastEvent) state.events = [];
@@ -97,6 +106,7 @@ async function refresh() {
 function show(totals) {
   showHealth();
   showTiles(totals);
+  showEditions();
   showLayers();
   showHeat();
   showMembers();
@@ -129,34 +139,67 @@ function showTiles(totals) {
     ["watches", number(status.num_watchers)],
     ["up for", duration(status.uptime_ms)],
   ];
-  $("tiles").replaceChildren(
-    ...tiles.map(([title, value]) => {
-      const tile = make("div");
-      tile.append(make("dt", title), make("dd", value));
-      return tile;
-    }),
-  );
+  $("tiles").replaceChildren(...figures(tiles));
+}
+
+function figures(pairs) {
+  return pairs.map(([title, value]) => {
+    const figure = make("div");
+    figure.append(make("dt", title), make("dd", value));
+    return figure;
+  });
+}
+
+function showEditions() {
+  const editions = editionsOf(state.status);
+  $("models").hidden = editions.length === 0;
+  $("editions").replaceChildren(...editions.map(editionCard));
+  $("shown-model").hidden = editions.length === 0;
+  const options = editions.map((edition) => [edition.fingerprint ?? "", `${shortened(edition.fingerprint)}, ${edition.state}`]);
+  setOptions($("model-choice"), options, state.chosenModel ?? state.shownModel ?? "");
+}
+
+function editionCard(edition) {
+  const card = make("article");
+  const title = make("h3");
+  title.append(make("span", edition.title), make("span", edition.state, `badge ${edition.severity}`));
+  const placed = make("progress");
+  placed.max = Math.max(edition.total, 1);
+  placed.value = edition.placed;
+  placed.setAttribute("aria-label", `Experts of ${edition.title} with a live replica`);
+  const counts = make("dl");
+  counts.append(...figures(edition.counts.map(([name, count]) => [name, number(count)])));
+  card.append(title, placed, make("p", `${number(edition.placed)} of ${number(edition.total)} experts have a live replica`, "muted"), counts);
+  card.append(...edition.notes.map((note) => make("p", note, "muted")));
+  return card;
+}
+
+// Replaces the options of a box, if others are wanted: an open box would close.
+function setOptions(box, options, chosen) {
+  const texts = options.map((option) => option.join()).join();
+  if (box.dataset.shown !== texts) {
+    box.dataset.shown = texts;
+    box.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+  }
+  if (options.some(([value]) => value === chosen)) box.value = chosen;
 }
 
 function showLayers() {
   const layers = [ALL_LAYERS, ...state.placement.layers.map((entry) => String(entry.layer))];
-  const box = $("layer");
-  const shown = [...box.options].map((option) => option.value);
-  if (shown.join() === layers.join()) return;
-  const chosen = box.value;
-  box.replaceChildren(...layers.map((layer) => new Option(layer, layer)));
-  if (layers.includes(chosen)) box.value = chosen;
+  setOptions($("layer"), layers.map((layer) => [layer, layer]), $("layer").value);
 }
 
 function showHeat() {
   if (!state.placement) return;
   const layer = $("layer").value;
   $("server-order").disabled = layer === ALL_LAYERS;
-  const { placement, members } = state;
+  const { placement, shownModel } = state;
+  const members = state.members.filter((member) => !shownModel || member.fingerprint === shownModel);
   heat.show(layer === ALL_LAYERS ? layerMap(placement, members) : heatmap(placement, members, Number(layer), $("server-order").value));
 }
 
 function showMembers() {
+  if (columnsOf(state.members).length !== state.columns.length) showHead();
   const rows = select(state.members, $("filter").value, state.column, state.descending);
   const numPages = Math.max(1, Math.ceil(rows.length / PAGE_ROWS));
   state.page = Math.min(state.page, numPages - 1);
@@ -189,7 +232,7 @@ function showMembers() {
 
 function memberRow(member) {
   const row = make("tr");
-  for (const column of COLUMNS) {
+  for (const column of state.columns) {
     const cell = make("td", column.text(member), column.isNumber ? "number" : column.isNote ? "note" : "");
     if (column.id === "state") {
       const severity = severityOfState(member);
@@ -213,7 +256,8 @@ function memberRow(member) {
 }
 
 function showHead() {
-  const cells = COLUMNS.map((column) => {
+  state.columns = columnsOf(state.members);
+  const cells = state.columns.map((column) => {
     const cell = make("th", undefined, column.isNumber ? "number" : "");
     cell.scope = "col";
     const button = make("button", column.title);
@@ -227,7 +271,7 @@ function showHead() {
       state.column = column.id;
       showHead();
       showMembers();
-      $("member-head").querySelectorAll("button")[COLUMNS.indexOf(column)].focus();
+      $("member-head").querySelectorAll("button")[state.columns.indexOf(column)].focus();
     });
     cell.append(button);
     return cell;
@@ -383,6 +427,10 @@ $("goals-form").addEventListener("submit", async (event) => {
   if (await confirm("Change the goals?", text, "Change")) await act(() => call("PUT", "/v1/goals", goals), "The goals have changed.");
 });
 $("layer").addEventListener("change", showHeat);
+$("model-choice").addEventListener("change", () => {
+  // Its placement comes with the next answers.
+  state.chosenModel = $("model-choice").value;
+});
 $("server-order").addEventListener("change", showHeat);
 $("filter").addEventListener("input", () => {
   state.page = 0;

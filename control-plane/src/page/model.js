@@ -134,7 +134,7 @@ function phaseColumn(phase, title) {
 }
 
 // One line per column of the table of members: title, text, and the value to sort by.
-export const COLUMNS = [
+const COLUMNS = [
   { id: "name", title: "Name", text: (m) => m.name, sort: (m) => m.name },
   { id: "state", title: "State", text: stateText, sort: (m) => stateText(m) },
   { id: "data_addr", title: "Address", text: (m) => m.data_addr, sort: (m) => m.data_addr },
@@ -148,6 +148,48 @@ export const COLUMNS = [
   { id: "lease", title: "Lease", text: (m) => `${number(m.lease_remaining_ms / 1000, 1)} s`, sort: (m) => m.lease_remaining_ms, isNumber: true },
   { id: "note", title: "Notes", text: notesText, sort: (m) => notesText(m), isNote: true },
 ];
+
+// Members have a model of their own only while the fleet serves two.
+const MODEL_COLUMN = { id: "model", title: "Model", text: (m) => shortened(m.fingerprint), sort: (m) => m.fingerprint ?? "" };
+
+export function columnsOf(members) {
+  const hasModels = members.some((member) => member.fingerprint);
+  return hasModels ? [...COLUMNS.slice(0, 2), MODEL_COLUMN, ...COLUMNS.slice(2)] : COLUMNS;
+}
+
+export function shortened(fingerprint) {
+  return (fingerprint ?? "?").slice(0, 12);
+}
+
+// The editions of the model as the page shows them: none while the fleet serves one model.
+export function editionsOf(status) {
+  return (status.editions ?? []).map((edition) => {
+    const { members, experts_total: total, experts_without_replica: missing } = edition;
+    const notes = [];
+    if (total === 0) notes.push("No server of this model has registered.");
+    else if (edition.experts_under_replicated > 0) notes.push(`${number(edition.experts_under_replicated)} experts have fewer replicas than planned.`);
+    if (edition.switches_when_complete) notes.push("It becomes the current model as soon as it is complete.");
+    if (edition.retires_within_ms != null) notes.push(`Its servers are drained once no client follows it, within ${duration(edition.retires_within_ms)}.`);
+    if (edition.plan_error) notes.push(`It cannot be planned: ${edition.plan_error}`);
+    return {
+      fingerprint: edition.fingerprint,
+      title: `${edition.model?.architecture ?? "model"} ${shortened(edition.fingerprint)}`,
+      state: edition.state,
+      severity: { current: "good", draining: "muted" }[edition.state] ?? "warn",
+      placed: total - missing,
+      total,
+      counts: [
+        ["serving", members.serving],
+        ["loading", members.loading],
+        ["draining", members.draining],
+        ["expired", members.expired],
+        ["clients", edition.num_clients],
+        ["epoch", edition.epoch],
+      ],
+      notes,
+    };
+  });
+}
 
 function stateText(member) {
   return member.suspected ? `${member.state}, suspected` : member.state;
@@ -167,6 +209,7 @@ function notesText(member) {
   const notes = [];
   if (member.load?.device) notes.push(member.load.device);
   if (member.unreachable) notes.push(`unreachable: ${member.unreachable}`);
+  if (member.insecure) notes.push(`INSECURE: ${member.insecure}`);
   for (const link of member.load?.links ?? []) {
     for (const reason of link.left_out ?? []) notes.push(`not used: ${reason}`);
   }
@@ -180,12 +223,13 @@ export function severityOfState(member) {
 
 // The members that a filter leaves, in order.
 export function select(members, filter, column, descending) {
+  const columns = columnsOf(members);
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
   const kept = members.filter((member) => {
-    const text = COLUMNS.map((entry) => entry.text(member)).join(" ").toLowerCase();
+    const text = columns.map((entry) => entry.text(member)).join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  const { sort } = COLUMNS.find((entry) => entry.id === column) ?? COLUMNS[0];
+  const { sort } = columns.find((entry) => entry.id === column) ?? columns[0];
   kept.sort((a, b) => {
     const [x, y] = [sort(a), sort(b)];
     const order = typeof x === "number" ? x - y : compareNames(x, y);
@@ -209,7 +253,15 @@ export function health(status) {
   if (!status.store.writable) {
     problems.push(["bad", `The store cannot be written${status.store.error ? `: ${status.store.error}` : ""}. Servers of new names are refused.`]);
   }
-  if (status.plan_error) problems.push(["warn", `The fleet cannot be planned: ${status.plan_error}`]);
+  if (status.plan_error) problems.push(["warn", `The fleet cannot be planned as wanted: ${status.plan_error}`]);
+  if (status.tls_error) problems.push(["warn", `The control plane's TLS files cannot be used: ${status.tls_error}`]);
+  if (status.insecure) problems.push(["warn", status.insecure]);
+  for (const edition of status.editions ?? []) {
+    if (edition.state === "retiring" && edition.num_clients > 0 && edition.experts_without_replica > 0) {
+      problems.push(["bad", `${number(edition.experts_without_replica)} experts of the retiring model have no live replica, and ${number(edition.num_clients)} clients follow it.`]);
+    }
+  }
+  for (const text of status.problems ?? []) problems.push(["warn", text]);
   const down = !status.model || status.experts_without_replica > 0;
   return { word: down ? "down" : problems.length ? "degraded" : "healthy", problems };
 }

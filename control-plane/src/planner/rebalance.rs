@@ -138,7 +138,8 @@ pub fn plan_fleet(
 ) -> Result<FleetPlan, NoRoom> {
     let num_experts = model.num_experts as usize;
     let needed = num_experts * model.moe_layers.len();
-    let mut fleet = Memory::of(members, needed);
+    let traits = Traits::of(members);
+    let mut fleet = Memory::of(members, &traits, needed);
     let room = fleet.room.iter().sum();
     if needed > room {
         return Err(NoRoom { num_members: members.len(), room, needed });
@@ -148,7 +149,8 @@ pub fn plan_fleet(
         .iter()
         .enumerate()
         .map(|(idx, &number)| {
-            Layer::new(number, num_experts, members, loads.get(idx).map_or(&[], Vec::as_slice))
+            let loads = loads.get(idx).map_or(&[][..], Vec::as_slice);
+            Layer::new(number, num_experts, members, &traits, loads)
         })
         .collect();
     for layer in &layers {
@@ -204,18 +206,43 @@ pub fn plan_fleet(
     Ok(FleetPlan { assignments, num_loads, num_waiting, unplaced, imbalance: (before, after) })
 }
 
+/// Properties of the members that a plan does not change.
+struct Traits {
+    /// 1 over the speed.
+    slowness: Vec<f64>,
+    /// Zones as numbers.
+    zones: Vec<Option<usize>>,
+}
+
+impl Traits {
+    fn of(members: &[PlanMember<'_>]) -> Self {
+        let mut names: Vec<&str> = members.iter().filter_map(|member| member.zone).collect();
+        names.sort_unstable();
+        names.dedup();
+        let zone =
+            |member: &PlanMember<'_>| member.zone.and_then(|zone| names.binary_search(&zone).ok());
+        Self {
+            slowness: members.iter().map(|member| 1.0 / member.speed).collect(),
+            zones: members.iter().map(zone).collect(),
+        }
+    }
+}
+
 /// Memory of the members in experts.
 #[derive(Clone)]
-struct Memory {
+struct Memory<'a> {
+    traits: &'a Traits,
     room: Vec<usize>,
     /// Experts of the plan, with room that is reserved.
     used: Vec<usize>,
+    /// [`used`](Self::used) over the speed.
+    fill: Vec<f64>,
     /// Experts that fit beside all that are in memory now. Below 0 if the plan already loads more.
     free: Vec<isize>,
 }
 
-impl Memory {
-    fn of(members: &[PlanMember<'_>], needed: usize) -> Self {
+impl<'a> Memory<'a> {
+    fn of(members: &[PlanMember<'_>], traits: &'a Traits, needed: usize) -> Self {
         let room = |member: &PlanMember<'_>| {
             member.capacity_experts.map_or(needed, |most| needed.min(most as usize))
         };
@@ -226,8 +253,10 @@ impl Memory {
             }
         };
         Self {
+            traits,
             room: members.iter().map(room).collect(),
             used: vec![0; members.len()],
+            fill: vec![0.0; members.len()],
             free: members.iter().map(free).collect(),
         }
     }
@@ -237,15 +266,25 @@ impl Memory {
     }
 
     fn insert(&mut self, member: usize, is_held: bool) {
-        self.used[member] += 1;
+        self.set_used(member, self.used[member] + 1);
         self.free[member] -= isize::from(!is_held);
     }
 
     /// An expert that is in memory stays there until the member frees it, so only a load that is not made gives
     /// memory back.
     fn remove(&mut self, member: usize, is_held: bool) {
-        self.used[member] -= 1;
+        self.set_used(member, self.used[member] - 1);
         self.free[member] += isize::from(!is_held);
+    }
+
+    /// Keeps room for an expert that no layer has placed yet.
+    fn reserve(&mut self, member: usize) {
+        self.set_used(member, self.used[member] + 1);
+    }
+
+    fn set_used(&mut self, member: usize, used: usize) {
+        self.used[member] = used;
+        self.fill[member] = used as f64 * self.traits.slowness[member];
     }
 }
 
@@ -264,7 +303,7 @@ fn place_first(
     layers: &mut [Layer<'_>],
     layer_idx: usize,
     expert: usize,
-    fleet: &mut Memory,
+    fleet: &mut Memory<'_>,
 ) -> First {
     let num_members = fleet.room.len();
     let readable: Vec<usize> =
@@ -281,13 +320,13 @@ fn place_first(
     // The room is reserved, so that this plan and the next ones do not give it to another expert.
     let reserved = readable.into_iter().filter(|&member| fleet.has_room(member));
     if let Some(member) = reserved.max_by_key(|&member| fleet.room[member] - fleet.used[member]) {
-        fleet.used[member] += 1;
+        fleet.reserve(member);
     }
     First::Waits
 }
 
 /// Removes a replica from one of `members`: the one of the least load, of an expert that has another one.
-fn remove_cheapest(layers: &mut [Layer<'_>], members: &[usize], fleet: &mut Memory) {
+fn remove_cheapest(layers: &mut [Layer<'_>], members: &[usize], fleet: &mut Memory<'_>) {
     let mut best: Option<(f64, usize, usize)> = None;
     for (idx, layer) in layers.iter().enumerate() {
         for (expert, holders) in layer.holders.iter().enumerate() {

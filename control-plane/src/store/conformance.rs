@@ -49,6 +49,7 @@ pub(super) fn snapshot(seed: u64) -> Snapshot {
             capacity_experts: (seed > 1).then_some(7),
             zone: (seed > 2).then(|| "rack-1".to_owned()),
             needs_tickets: seed > 1,
+            plain_text: seed > 2,
         }],
         goals: (seed > 2).then_some(FleetGoals { replicas: 2, spare: 0.125 }),
         tickets: tickets(seed),

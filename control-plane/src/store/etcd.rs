@@ -207,7 +207,14 @@ impl EtcdStore {
                 }
             }
             let revision = Revision(head.map_or(0, |head| head.mod_revision as u64));
-            let written = head.and_then(|head| self.parse_head(head).ok()).map(|(nonce, ..)| nonce);
+            // Another program's value is no sign of another control plane: this one goes on without the store.
+            let written =
+                head.map(|head| self.parse_head(head)).transpose()?.map(|(nonce, ..)| nonce);
+            if self.fence.is_some() && head.is_none() && known > revision {
+                // The key was deleted, and this process still leads: its state is the newest.
+                known = revision;
+                continue;
+            }
             if written.as_ref() == Some(&nonce) {
                 // An endpoint carried the write out without an answer, and the next one was asked again.
                 self.is_unsure = false;

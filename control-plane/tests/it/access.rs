@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use control_api::{
     ClientsReport, ControlError, DrainRequest, FleetGoals, LeaseKeeper, LeaseOptions, LeaseStatus,
-    MemberState, PlacementWatch, SuspectRequest, WatchOptions, code,
+    MemberState, PlacementWatch, SuspectRequest, TicketRequest, TicketRole, WatchOptions, code,
 };
 use switchyard_control_plane::{BindError, EtcdConfig};
 use tempfile::TempDir;
 use test_support::etcd::EtcdCluster;
 use tokio::runtime::Handle;
 use trust::Role;
+use trust::ticket::SecretKey;
 use trust::tokens::{self, TokenEntry};
 
 use super::*;
@@ -104,6 +105,16 @@ async fn every_role_may_do_its_work_and_no_more() {
     assert_forbidden(client.drain(&member, &drain).await, &["engine", "client"]);
     assert_forbidden(client.members().await.map(drop), &["engine"]);
     assert_forbidden(operator.register(&request("b", 1)).await.map(drop), &["server", "ops"]);
+    // Tickets to compute are for clients and servers, tickets to read weights for servers alone.
+    let key = SecretKey::generate().unwrap().public().to_string();
+    let compute = TicketRequest::new("tester".to_owned(), key);
+    let read = TicketRequest { role: TicketRole::Server, ..compute.clone() };
+    for asking in [&server, &client] {
+        asking.ticket(&compute).await.unwrap();
+    }
+    server.ticket(&read).await.unwrap();
+    assert_forbidden(client.ticket(&read).await, &["engine", "weights", "server"]);
+    assert_forbidden(viewer.ticket(&compute).await, &["wall"]);
     let goals = FleetGoals { replicas: 1, spare: 0.0 };
     assert_forbidden(viewer.set_goals(&goals).await, &["wall"]);
     assert_forbidden(server.set_goals(&goals).await, &["gpu-1"]);
@@ -441,4 +452,111 @@ async fn a_follower_passes_the_caller_on() {
     for plane in planes {
         plane.stop().await;
     }
+}
+
+/// Watches keep their connections for good, so neither one identity nor all watches together can take them all.
+#[tokio::test]
+async fn watches_of_one_identity_leave_room_for_the_others() {
+    let tokens = Tokens::new();
+    let (engine, other) = (tokens.add("engine", Role::Client), tokens.add("other", Role::Client));
+    let server = tokens.add("gpu-1", Role::Server);
+    let mut config = tokens.config();
+    config.limits.max_connections = 16;
+    let plane = Plane::start(config).await;
+    let [engine, other, server] = [engine, other, server].map(|token| client_of(&plane, &token));
+    let mut watches = Vec::new();
+    for _ in 0..6 {
+        watches.push(engine.watch_placement().await.unwrap());
+    }
+    let Err(err) = engine.watch_placement().await else { panic!("a seventh watch is open") };
+    assert_eq!(err.code(), Some(code::TOO_MANY_WATCHERS), "{err}");
+    assert!(err.to_string().contains("engine has 6 placement watches open"), "{err}");
+    for _ in 0..6 {
+        watches.push(other.watch_placement().await.unwrap());
+    }
+    let Err(err) = server.watch_placement().await else { panic!("a 13th watch is open") };
+    assert!(err.to_string().contains("12 placement watches are open"), "{err}");
+    // All other requests are answered, and a watch that ends makes room.
+    serve(&server, "a", 1).await;
+    assert!(
+        raw(plane.addr, b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            .await
+            .ends_with("ok\n")
+    );
+    drop(watches.remove(0));
+    eventually(async || engine.watch_placement().await.ok()).await;
+    plane.stop().await;
+}
+
+/// A browser adds certificates and reaches loopback ports by itself, so the control plane looks where a change comes from.
+#[tokio::test]
+async fn pages_of_other_sites_change_nothing() {
+    let tokens = Tokens::new();
+    let operator = tokens.add("ops", Role::Operator);
+    let plane = Plane::start(tokens.config()).await;
+    let revoke = async |more: &str| {
+        let request = format!(
+            "POST /v1/tickets/revoke HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {operator}\r\n{more}connection: close\r\n\r\n",
+            plane.addr
+        );
+        raw(plane.addr, request.as_bytes()).await
+    };
+    for foreign in ["origin: https://evil.example\r\n", "sec-fetch-site: cross-site\r\n"] {
+        let answer = revoke(foreign).await;
+        assert!(answer.starts_with("HTTP/1.1 403") && answer.contains("another site"), "{answer}");
+    }
+    assert!(revoke("sec-fetch-site: same-origin\r\n").await.starts_with("HTTP/1.1 200"));
+    assert!(revoke("").await.starts_with("HTTP/1.1 200"));
+    let log = client_of(&plane, &operator).audit(0).await.unwrap();
+    let outcomes: Vec<_> = log.entries.iter().map(|entry| entry.outcome.as_str()).collect();
+    assert_eq!(outcomes, ["forbidden", "forbidden", "ok", "ok"]);
+    plane.stop().await;
+
+    let mut config = patient_config();
+    config.token = None;
+    let plane = Plane::start(config).await;
+    let ask = async |host: &str| {
+        let request =
+            format!("GET /v1/status HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+        raw(plane.addr, request.as_bytes()).await
+    };
+    let answer = ask("evil.example").await;
+    assert!(answer.starts_with("HTTP/1.1 403") && answer.contains("header Host"), "{answer}");
+    assert!(ask("localhost:7070").await.starts_with("HTTP/1.1 200"));
+    assert!(ask(&plane.addr.to_string()).await.starts_with("HTTP/1.1 200"));
+    plane.stop().await;
+}
+
+/// What a client says about a server reaches terminals and logs.
+#[tokio::test]
+async fn reports_with_control_characters_are_refused_or_escaped_before() {
+    let plane = Plane::start(patient_config()).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    for bad in ["\\u001b[2J", "\\u0007", "\\u009b", "\\u202e", "line\\nhealth: healthy"] {
+        for body in [
+            format!(r#"{{"reporter": "x", "reason": "{bad}"}}"#),
+            format!(r#"{{"reporter": "{bad}", "reason": "x"}}"#),
+        ] {
+            let request = format!(
+                "POST /v1/members/{member}/suspect HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\
+                 content-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+                body.len()
+            );
+            let answer = raw(plane.addr, request.as_bytes()).await;
+            assert!(answer.starts_with("HTTP/1.1 400"), "{bad}: {answer}");
+            assert!(answer.contains("control characters"), "{answer}");
+        }
+    }
+    // An honest client quotes a peer.
+    let report = SuspectRequest {
+        reporter: "engine".to_owned(),
+        reason: "it sent \u{1b}[2J\n".to_owned(),
+        incarnation: None,
+    };
+    client.suspect(&member, &report).await.unwrap();
+    let reports = &client.members().await.unwrap()[0].reports;
+    assert_eq!(reports.len(), 1);
+    assert_eq!(reports[0].reason, "it sent \\u001b[2J\\u000a");
+    plane.stop().await;
 }

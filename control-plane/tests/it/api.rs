@@ -4,7 +4,7 @@ use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
     ModelDigests, SuspectRequest, TensorDigest, WantedDigests, code,
 };
-use switchyard_control_plane::{BindError, Server, ServerConfig};
+use switchyard_control_plane::{BalanceSettings, BindError, Server, ServerConfig};
 
 use super::*;
 
@@ -346,4 +346,56 @@ fn urls_that_cannot_work_are_named() {
         ControlClient::new("http://h:1", Some(token.to_owned())).unwrap_err();
     }
     ControlClient::new("http://[::1]:80/prefix/", Some("t".to_owned())).unwrap();
+}
+
+/// A control plane does not start with goals that it would refuse later.
+#[tokio::test]
+async fn goals_and_plan_periods_out_of_range_are_refused_at_the_start() {
+    type Change = fn(&mut ServerConfig);
+    let cases: [(Change, &str); 4] = [
+        (|config| config.replicas = 65, "replicas 65: expected 1 to 64"),
+        (|config| config.balance.as_mut().unwrap().goals.spare = 17.0, "spare 17"),
+        (|config| config.balance.as_mut().unwrap().period = Duration::ZERO, "plan period of 0ns"),
+        (|config| config.balance.as_mut().unwrap().period = Duration::MAX, "expected 100ms to"),
+    ];
+    for (change, wanted) in cases {
+        let mut config = config();
+        config.num_servers = 80;
+        config.balance = Some(BalanceSettings::default());
+        change(&mut config);
+        let text = Server::bind(config).await.unwrap_err().to_string();
+        assert!(text.contains(wanted), "{text}");
+    }
+}
+
+/// `/readyz` stays 200, because clients and servers need the control plane, and names what the fleet lacks.
+#[tokio::test]
+async fn readiness_names_lost_experts_and_plans_that_cannot_be() {
+    let mut config = patient_config();
+    let mut balance = BalanceSettings::default();
+    balance.goals.min_replicas = 2;
+    balance.start_grace = Duration::ZERO;
+    config.balance = Some(balance);
+    let plane = Plane::start(config).await;
+    let readyz = async |wanted: &str| {
+        let request = b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        let seen = async {
+            loop {
+                let text = raw(plane.addr, request).await;
+                if text.contains(wanted) {
+                    return text;
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            }
+        };
+        let text = tokio::time::timeout(BOUND, seen).await.expect(wanted);
+        assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    };
+    readyz("ok\n").await;
+    let client = plane.client();
+    client.register(&request("a", 1)).await.unwrap();
+    readyz("ok, but 64 of 64 experts have no live replica").await;
+    serve(&client, "a", 1).await;
+    readyz("2 replicas of each expert need 2 servers, and the fleet has 1").await;
+    plane.stop().await;
 }

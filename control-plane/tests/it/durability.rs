@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use control_api::{DrainRequest, LeaseRequest, MemberState, code};
-use switchyard_control_plane::BindError;
+use control_api::{DrainRequest, FleetGoals, LeaseRequest, MemberState, code};
 use switchyard_control_plane::clock::MonotonicClock;
 use switchyard_control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
+use switchyard_control_plane::{BalanceSettings, BindError};
 
 use super::*;
 
@@ -147,6 +147,12 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
     let status = client.status().await.unwrap().store;
     assert!(!status.writable && status.error.is_some());
+    // A revocation is in force, and its caller learns that a restart would lose it.
+    let err = client.revoke_tickets().await.unwrap_err();
+    assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+    assert!(err.to_string().contains("are revoked, but a restart"), "{err}");
+    let keys = client.register(&request("a", 1)).await.unwrap().ticket_keys.unwrap();
+    assert!(keys.least_epoch > 0, "{keys:?}");
     // Everything else works: heartbeats, known processes, expirations, new epochs.
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
     client.renew(&member, &lease).await.unwrap();
@@ -155,7 +161,8 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     let back = serve(&client, "a", 9).await;
     assert_ne!(back, member);
     let epoch = client.placement().await.unwrap().epoch;
-    client.drain(&other, &DrainRequest::default()).await.unwrap();
+    let drained = client.drain(&other, &DrainRequest::default()).await.unwrap();
+    assert!(drained.not_stored.unwrap().contains("no space left"));
     let table = client.placement().await.unwrap();
     assert_eq!((table.epoch, table.servers.len()), (epoch + 1, 1));
 
@@ -223,6 +230,46 @@ async fn a_full_disk_stops_no_recovery() {
     let plane = start().await;
     let table = plane.client().placement().await.unwrap();
     assert!(table.epoch > last.epoch, "{} after {}", table.epoch, last.epoch);
+    plane.stop().await;
+}
+
+/// Goals and the end of a drain are in the store before the answer comes, or nothing changes.
+#[tokio::test]
+async fn changes_that_cannot_be_stored_are_taken_back() {
+    let is_full = Arc::new(AtomicBool::new(false));
+    let inner = MemoryStore::new();
+    let start = async || {
+        let store = Moody { inner: inner.clone(), is_full: Arc::clone(&is_full) };
+        let mut config = config();
+        config.lease_ttl = Duration::from_secs(60);
+        config.balance = Some(BalanceSettings::default());
+        let clock = Arc::new(MonotonicClock::new());
+        let server = switchyard_control_plane::Server::bind_with(config, Box::new(store), clock);
+        Plane::run(server.await.unwrap())
+    };
+    let plane = start().await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let drained = client.drain(&member, &DrainRequest::default()).await.unwrap();
+    assert_eq!((drained.state, drained.not_stored), (MemberState::Draining, None));
+    let stored = FleetGoals { replicas: 2, spare: 0.25 };
+    assert_eq!(client.set_goals(&stored).await.unwrap(), stored);
+    is_full.store(true, Ordering::SeqCst);
+    // The first of them meets the full disk; the second knows of it.
+    for _ in 0..2 {
+        let err = client.set_goals(&FleetGoals { replicas: 3, spare: 0.5 }).await.unwrap_err();
+        assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+        assert!(err.to_string().contains("nothing has changed"), "{err}");
+        assert_eq!(client.goals().await.unwrap(), stored);
+        let err = client.resume(&member).await.unwrap_err();
+        assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+        assert_eq!(client.members().await.unwrap()[0].state, MemberState::Draining);
+    }
+    is_full.store(false, Ordering::SeqCst);
+    plane.stop().await;
+    let plane = start().await;
+    assert_eq!(plane.client().goals().await.unwrap(), stored);
+    assert_eq!(plane.client().members().await.unwrap()[0].state, MemberState::Draining);
     plane.stop().await;
 }
 

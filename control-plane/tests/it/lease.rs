@@ -69,7 +69,7 @@ async fn a_refused_first_registration_is_final() {
     other.model.fingerprint = "feedfeedfeedfeed".to_owned();
     let keeper = LeaseKeeper::spawn(&client, other, LeaseOptions::default()).unwrap();
     match keeper.registered(BOUND).await.unwrap_err() {
-        LeaseError::Ended { reason, code } => {
+        LeaseError::Ended { reason, code, was_leased: false } => {
             assert_eq!(code.as_deref(), Some(code::MODEL_MISMATCH));
             assert!(reason.contains("feedfeedfeedfeed"), "{reason}");
         }

@@ -2,6 +2,7 @@
 
 mod access;
 mod api;
+mod certificates;
 mod durability;
 mod hostile;
 mod kill;

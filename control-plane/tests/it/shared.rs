@@ -397,6 +397,45 @@ async fn without_a_quorum_the_leader_is_read_only() {
     }
 }
 
+/// Another program's value under the key of the state ends no control plane. The leader serves what it knows and names
+/// the key; one that is elected meanwhile waits until the key is gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_foreign_value_in_etcd_stops_no_control_plane() {
+    const KEY: &str = "/switchyard/snapshot";
+    let etcd = EtcdCluster::start(1);
+    let mut planes = start(&etcd, 2);
+    let client = client_of(&planes);
+    let keepers = keepers(&client, &["a", "b", "c", "d"]).await;
+    let leader = leader_of(&planes, |_| true).await;
+    eventually("follower", || async {
+        planes[leader].client().status().await.is_ok_and(|status| status.followers.len() == 1)
+    })
+    .await;
+    etcd.control(&["put", KEY, "garbage"]);
+    let err = client.register(&request("stranger", 1)).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::STORE_READ_ONLY), "{err}");
+    assert!(err.to_string().contains(KEY), "{err}");
+    assert!(client.placement().await.unwrap().is_complete());
+    etcd.control(&["del", KEY]);
+    eventually("recovery", || async {
+        client.status().await.is_ok_and(|status| status.store.writable)
+    })
+    .await;
+    assert_eq!(leader_of(&planes, |_| true).await, leader);
+    for keeper in &keepers {
+        assert_eq!(keeper.state().borrow().num_registrations, 1);
+    }
+
+    etcd.control(&["put", KEY, "garbage"]);
+    planes[leader].child.kill().unwrap();
+    let other = 1 - leader;
+    let addr: SocketAddr = planes[other].url[7..].parse().unwrap();
+    let request = b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    eventually("reason", || async { raw(addr, request).await.contains(KEY) }).await;
+    etcd.control(&["del", KEY]);
+    leader_of(&planes, |index| index == other).await;
+}
+
 /// Passes connections on to an address until it is cut.
 struct Relay {
     url: String,

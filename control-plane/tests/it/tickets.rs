@@ -3,6 +3,7 @@
 use std::time::SystemTime;
 
 use control_api::{LeaseRequest, TicketKeys, TicketRequest, code};
+use trust::Role;
 use trust::ticket::{Gate, Handshake, SecretKey, TicketError, TrustedKey, UnixTime, prove};
 
 use super::*;
@@ -21,11 +22,11 @@ fn check(keys: &TicketKeys, ticket: &str, client: &SecretKey) -> Result<(), Tick
     let handshake = Handshake { server: "a", incarnation: 1, channel: None, hello: b"hello" };
     let proof = prove(ticket, &handshake, client).expect("a proof");
     let (gate, now) = (Gate::default(), SystemTime::now().into());
-    gate.check(ticket, &proof, &handshake, &trusted, keys.least_epoch, now).map(drop)
+    gate.check(ticket, &proof, &handshake, Role::Client, &trusted, keys.least_epoch, now).map(drop)
 }
 
 fn ask(client: &SecretKey) -> TicketRequest {
-    TicketRequest { client: "tester".to_owned(), key: client.public().to_string() }
+    TicketRequest::new("tester".to_owned(), client.public().to_string())
 }
 
 #[tokio::test]

@@ -16,13 +16,13 @@ use trust::tls::{ClientCertificates, Tls, TlsFiles};
 use super::{BOUND, Plane, TOKEN, config, serve};
 
 /// The folders of a server and a client of a fresh authority.
-struct Fleet {
+pub(super) struct Fleet {
     dir: TempDir,
     authority: Authority,
 }
 
 impl Fleet {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let fleet =
             Self { dir: TempDir::new().unwrap(), authority: Authority::generate().unwrap() };
         fleet.issue(Role::Server, &["127.0.0.1"]);
@@ -37,11 +37,19 @@ impl Fleet {
         self.authority.issue_into(&self.folder(role), &request, true).unwrap();
     }
 
-    fn folder(&self, role: Role) -> std::path::PathBuf {
+    pub(super) fn folder(&self, role: Role) -> std::path::PathBuf {
         self.dir.path().join(role.name())
     }
 
-    fn config(&self, clients: ClientCertificates) -> ServerConfig {
+    pub(super) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub(super) fn files(&self, role: Role) -> TlsFiles {
+        TlsFiles::in_folder(&self.folder(role)).unwrap()
+    }
+
+    pub(super) fn config(&self, clients: ClientCertificates) -> ServerConfig {
         let mut config = config();
         config.security = security(&self.folder(Role::Server), clients);
         config
@@ -52,7 +60,7 @@ impl Fleet {
     }
 }
 
-fn security(dir: &Path, clients: ClientCertificates) -> Security {
+pub(super) fn security(dir: &Path, clients: ClientCertificates) -> Security {
     let tls = Tls::open(TlsFiles::in_folder(dir).unwrap(), clients).unwrap();
     Security { tls: Some(tls), insecure: false }
 }
@@ -146,6 +154,43 @@ async fn secrets_and_ports_stay_off_the_network_without_tls() {
     let url = format!("http://127.0.0.1:{}", plane.addr.port());
     let status = ControlClient::new(&url, Some(TOKEN.to_owned())).unwrap().status().await.unwrap();
     assert!(status.insecure.is_some_and(|text| text.starts_with("INSECURE: 0.0.0.0")), "named");
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn insecure_servers_are_named_and_counted() {
+    let plane = Plane::start(super::patient_config()).await;
+    let client = plane.client();
+    // Five without tickets, one in plain text, and one that only this host reaches.
+    for nth in 0..7 {
+        let mut request = super::request(&format!("gpu-{nth}"), nth);
+        request.plain_text = nth > 4;
+        request.needs_tickets = nth == 5;
+        if nth < 6 {
+            request.data_addr = "10.255.255.1:7171".to_owned();
+        }
+        client.register(&request).await.unwrap();
+    }
+    let status = client.status().await.unwrap();
+    let expected = [
+        "INSECURE: gpu-5: plain text to other hosts (--insecure): give --tls DIR",
+        "INSECURE: gpu-0, gpu-1, gpu-2 and 2 others: admits clients without a ticket (--tickets off): start it without \
+         that option",
+    ];
+    assert_eq!(status.problems, expected);
+    let members = client.members().await.unwrap();
+    let insecure: Vec<bool> = members.iter().map(|member| member.insecure.is_some()).collect();
+    assert_eq!(insecure, [true, true, true, true, true, true, false]);
+    let counted = async {
+        let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        while !super::raw(plane.addr, request)
+            .await
+            .contains("switchyard_control_members_insecure 6")
+        {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(BOUND, counted).await.expect("the gauge counts them");
     plane.stop().await;
 }
 

@@ -169,8 +169,25 @@ async fn a_table_of_another_model_is_refused() {
         let seen = watch.wait_for(BOUND, |table| is_other(table) || table.epoch == 4).await;
         assert_eq!(seen.unwrap_or_else(|last| panic!("{last:?} {:?}", watch.state())).epoch, 4);
         assert_eq!(watch.state().borrow().num_other_models, 1);
+        let mut state = watch.state();
+        let cleared = state.wait_for(|state| state.last_error.is_none());
+        tokio::time::timeout(BOUND, cleared).await.expect("a table fits again").unwrap();
         server.abort();
     }
+
+    // The stream stays open, and the state says what is wrong.
+    let (url, server) = script([of_model(2, own), of_model(3, other)]).await;
+    let client = ControlClient::new(&url, None).unwrap();
+    let watch =
+        PlacementWatch::spawn(&client, &Handle::current(), WatchOptions::default()).unwrap();
+    let mut state = watch.state();
+    let refused = state.wait_for(|state| state.num_other_models == 1 && state.last_error.is_some());
+    let refused = tokio::time::timeout(BOUND, refused).await.expect("it is told").unwrap().clone();
+    let error = refused.last_error.unwrap_or_default();
+    assert!(error.contains(own) && error.contains(other), "{error}");
+    assert_eq!((refused.status, refused.num_connects), (WatchStatus::Connected, 1));
+    assert_eq!(watch.tables().borrow().epoch, 2);
+    server.abort();
 }
 
 #[tokio::test]

@@ -19,7 +19,7 @@ pub struct DeviceOptions {
     /// checkpoint then only gives names and shapes.
     pub random_weights: bool,
     /// Longest time that a batch waits for clients of the previous batch. A batch never waits for more than half
-    /// of the previous one's duration. Zero turns the wait off.
+    /// of the previous one's duration and 15 µs. Zero turns the wait off.
     pub gather: Duration,
     /// Most multiprocessors for the products of experts and for the kernel that answers; 0 for all. A lower
     /// number leaves multiprocessors to other users of the GPU. The reception uses a few more. Kernels that wait

@@ -339,6 +339,7 @@ impl<E: Transport> DataThread<E> {
                     gathered,
                     computed,
                     answered: Instant::now(),
+                    is_on_gpu: false,
                 }));
             }
         }

@@ -130,6 +130,7 @@ impl LoadedBackend for LoadedDevice {
             metrics_by_layer: config.metrics_by_layer,
             transports,
             observer: config.batch_observer.clone(),
+            recorder: config.recorder.as_ref().map(|recorder| recorder.for_server(&config.name)),
         };
         let (data, end) = DevicePlane::start(&gpu, plan, config, store, metrics.clone())?;
         Ok((Arc::new(data), end))

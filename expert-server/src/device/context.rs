@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use kernels::abi::{
     Batch, DEVICE_ABI_VERSION, DevicePtr, ErrorWord, ExpertComputeParams, ExpertLists,
     ExpertRecvParams, ExpertSendParams, FLAG_CHOSEN, FLAG_EARLY, FLAG_PDL, Gather, STAMPS_OFFSET,
-    ServerState, TAG_NONE,
+    ServerState, TAG_NONE, TILE_ARRIVALS,
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Piece, Stream};
+use kernels::starts::LayerSize;
 
 use super::BatchTimeline;
 use super::plan::DevicePlan;
@@ -43,6 +44,8 @@ pub(super) struct Scratch {
     rows: GpuBuffer,
     activation: GpuBuffer,
     expert_out: GpuBuffer,
+    /// Counts the parts of tiles that are done. Each kernel leaves it as it was, zeroed.
+    tile_arrivals: GpuBuffer,
 }
 
 impl Scratch {
@@ -52,6 +55,7 @@ impl Scratch {
             rows: gpu.alloc(rows)?,
             activation: gpu.alloc(activation)?,
             expert_out: gpu.alloc(expert_out)?,
+            tile_arrivals: gpu.alloc(u64::from(TILE_ARRIVALS) * 4)?,
         })
     }
 }
@@ -283,6 +287,12 @@ impl Context {
             timeout_ns: PRODUCT_WAIT_NS,
             trapped: self.trapped.ptr(),
             clients: shared.clients,
+            tile_arrivals: self.scratch.tile_arrivals.ptr(),
+        };
+        let starts = LayerSize::of_server(key.bucket_rows, num_clients).starts();
+        let num_blocks = match plan.options.num_blocks {
+            0 => starts.answer_blocks,
+            asked => asked,
         };
         let send = ExpertSendParams {
             version: DEVICE_ABI_VERSION,
@@ -292,7 +302,7 @@ impl Context {
             expert_out: self.scratch.expert_out.ptr(),
             max_rows: key.bucket_rows,
             num_clients,
-            num_blocks: plan.options.num_blocks,
+            num_blocks,
             reserved: 0,
             clients: shared.clients,
         };

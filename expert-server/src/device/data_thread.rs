@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use kernels::abi::ErrorWord;
 use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
+use kernels::starts::BUCKETS;
 
 use self::bounds::BATCH_LIMIT;
 use self::memory::Memory;
@@ -325,6 +326,9 @@ impl DataThread {
         let gather = self.gather_policy.next(self.clients.occupied());
         self.chains.iter().for_each(|chain| chain.set_gather(gather));
         self.count(&batch, compute);
+        if let Some(recorder) = &self.config.recorder {
+            self.record(recorder, &batch, compute, self.last_ended);
+        }
         self.report(&batch, compute, experts_time, timeline);
         Ok(())
     }
@@ -411,8 +415,6 @@ fn explain(error: DataError, word: Option<ErrorWord>) -> DataError {
     }
 }
 
-/// Row counts for which graphs are recorded, besides the plan's largest.
-const BUCKETS: [u32; 5] = [32, 128, 512, 2048, 8192];
 /// Batches that the choice of a bucket considers.
 const NUM_RECENT: usize = 16;
 /// Polls of the batches between two readings of the clock.

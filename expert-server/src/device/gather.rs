@@ -61,7 +61,10 @@ impl GatherPolicy {
 
     /// The clients of `occupied` that the next batch may wait for, and how long from its begin on.
     pub(super) fn next(&self, occupied: u32) -> Gather {
-        let within = self.most.min(self.last_compute / SHARE);
+        if self.last_compute.is_zero() {
+            return Gather::default();
+        }
+        let within = self.most.min(self.last_compute / SHARE + RETURN);
         let within_ns = u32::try_from(within.as_nanos()).unwrap_or(u32::MAX);
         if within_ns == 0 {
             return Gather::default();
@@ -91,8 +94,11 @@ impl GatherPolicy {
     }
 }
 
-/// A batch waits for at most the previous one's duration divided by this.
+/// A batch waits for at most the previous one's duration divided by this, and the time of a return.
 const SHARE: u32 = 2;
+/// A client's time from the last answer to its next frame at the server, if it has nothing else to do: the rest of
+/// combine, dispatch and the link. A shorter wait would never meet a client whose batches are short.
+const RETURN: Duration = Duration::from_micros(15);
 /// Weight of the latest wait in the rate.
 const LATEST_WEIGHT: f32 = 0.25;
 /// A wait of half a batch that saves a whole one pays from this rate on.
@@ -126,7 +132,7 @@ mod tests {
         let mut policy = policy(Duration::from_micros(150));
         assert_eq!(policy.next(u32::MAX), Gather::default());
         policy.record(1, 0, Duration::from_micros(100));
-        assert_eq!(policy.next(u32::MAX), Gather { clients: u32::MAX, within_ns: 50_000 });
+        assert_eq!(policy.next(u32::MAX), Gather { clients: u32::MAX, within_ns: 65_000 });
         policy.record(1, 0, COMPUTE);
         assert_eq!(policy.next(u32::MAX), Gather { clients: u32::MAX, within_ns: 150_000 });
     }

@@ -32,4 +32,5 @@ pub const WEIGHTS_DEVICE_BYTES_TOTAL: &str = "switchyard_server_weights_device_b
 pub const WEIGHTS_GRANTS: &str = "switchyard_server_weights_grants";
 pub const WEIGHTS_READ_BYTES_TOTAL: &str = "switchyard_server_weights_read_bytes_total";
 pub const WEIGHTS_READ_EXPERTS_TOTAL: &str = "switchyard_server_weights_read_experts_total";
+pub const WEIGHTS_REFUSED_TOTAL: &str = "switchyard_server_weights_refused_total";
 pub const WEIGHTS_SENT_BYTES_TOTAL: &str = "switchyard_server_weights_sent_bytes_total";

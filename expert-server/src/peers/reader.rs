@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::ModelConfig;
+use httpd::trust::tls::Security;
+use message_engine::ConnectOptions;
 
 use self::session::{ReadError, Session};
 use super::manifest::ExpertShape;
@@ -20,11 +22,13 @@ use super::{ModelIdentity, WeightsSecret};
 use crate::experts::Experts;
 
 /// A server that may hold experts.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Peer {
     pub(crate) name: String,
     /// Address of its [source](super::source).
     pub(crate) addr: SocketAddr,
+    /// Its name for certificates, and the ticket for it.
+    pub(crate) options: ConnectOptions,
 }
 
 /// Settings of a read of experts from peers.
@@ -33,8 +37,12 @@ pub(crate) struct Fetch {
     pub(crate) identity: ModelIdentity,
     /// Address of this host's interface.
     pub(crate) local: IpAddr,
-    /// Secret that sources ask for.
+    /// Secret that sources ask for where there are no tickets.
     pub(crate) secret: Option<WeightsSecret>,
+    /// Protection of the connections.
+    pub(crate) security: Security,
+    /// Whether sources ask for a ticket.
+    pub(crate) wants_ticket: bool,
     /// The read ends after this time without a new expert.
     pub(crate) patience: Duration,
     pub(crate) shape: FetchShape,

@@ -1,4 +1,4 @@
-//! The secret that servers show each other on the port for weights.
+//! The secret that servers show each other on the port for weights where there are no tickets.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use crate::config::Secret;
 
 /// The secret of the port for weights. It is derived from the token that the servers of a fleet share.
 ///
-/// The message engine sends its secret unencrypted. A reader of the network can therefore learn this secret, and read
+/// Without TLS the message engine sends it unencrypted. A reader of the network can then learn this secret, and read
 /// weights with it. The reader cannot compute the token, which opens the control plane and the servers.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct WeightsSecret(String);

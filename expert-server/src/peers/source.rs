@@ -16,7 +16,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use control_api::LayerAssignment;
+use httpd::trust::tls::Tls;
 use message_engine::{Connection, Engine, EngineConfig, Notification, WaitError, default_fabrics};
+use p2p_core::bootstrap::TicketCheck;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
@@ -33,8 +35,12 @@ pub(crate) struct SourceConfig {
     pub(crate) bind: SocketAddr,
     /// Address of this host for peers, if it is not that of `bind`.
     pub(crate) advertise: Option<IpAddr>,
-    /// Secret that peers must present; `None` admits every peer.
+    /// Check of the tickets of peers; `None` asks for none.
+    pub(crate) check: Option<Arc<dyn TicketCheck>>,
+    /// Secret that peers must present; `None` asks for none.
     pub(crate) secret: Option<WeightsSecret>,
+    /// Certificates. With them, peers without TLS are refused.
+    pub(crate) tls: Option<Tls>,
     /// Bytes per second that peers may read.
     pub(crate) limit: u64,
 }
@@ -53,6 +59,8 @@ pub(crate) struct WeightSource {
     identity: ModelIdentity,
     limit: RateLimit,
     metrics: ServerMetrics,
+    /// Refused peers that the metrics have.
+    num_refused: u64,
     store: Arc<OnceLock<Arc<dyn Experts>>>,
     readers: HashMap<u64, Reader>,
     grants: HashMap<(u64, u64), Grant>,
@@ -119,14 +127,16 @@ impl WeightSource {
         identity: ModelIdentity,
         metrics: ServerMetrics,
     ) -> Result<Self, SourceError> {
-        let SourceConfig { bind, advertise, secret, limit } = config;
+        let SourceConfig { bind, advertise, check, secret, tls, limit } = config;
         let failed = |detail: String| SourceError { addr: bind, detail };
         let fabrics = default_fabrics(bind.ip(), advertise).map_err(|e| failed(e.to_string()))?;
         let config = EngineConfig {
             bind,
             advertise,
             fabrics,
+            check,
             ticket: secret.map(|secret| secret.reveal().to_owned()),
+            tls,
             max_connections: MAX_READERS,
             max_handshakes: MAX_READERS,
             max_notification_bytes: MAX_REQUEST_BYTES,
@@ -139,6 +149,7 @@ impl WeightSource {
             identity,
             limit: RateLimit::new(limit),
             metrics,
+            num_refused: 0,
             store: Arc::default(),
             readers: HashMap::new(),
             grants: HashMap::new(),
@@ -434,6 +445,9 @@ impl WeightSource {
         self.registered.retain(|_, registered| registered.strong_count() > 0);
         self.digests.retain(|_, (weights, _)| weights.strong_count() > 0);
         self.metrics.weights_grants.set(self.grants.len() as i64);
+        let num_refused = self.engine.stats().num_refused;
+        self.metrics.weights_refused.inc_by(num_refused - self.num_refused);
+        self.num_refused = num_refused;
     }
 }
 

@@ -1,14 +1,14 @@
 //! The start of a server, step by step. This file alone knows both kinds of data threads.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Fingerprint, TensorDigests};
-use control_api::placement::is_unspecified;
+use control_api::placement::cannot_be_reached;
 use control_api::{ControlClient, RegisterRequest};
-use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
+use httpd::trust::Role;
 use p2p_core::bootstrap::{Listener, ListenerConfig, TicketCheck};
 use protocol::ModelShape;
 use tokio::net::TcpListener;
@@ -21,7 +21,7 @@ use crate::backend::{Backend, LoadedBackend};
 use crate::clients::{Admission, serve_clients};
 use crate::compute::LoadProgress;
 use crate::config::selection::check_assignment;
-use crate::config::{Placement, ServerConfig, TicketMode};
+use crate::config::{Placement, ServerConfig};
 use crate::cpu::CpuBackend;
 #[cfg(feature = "device")]
 use crate::device::{DeviceBackend, OpeningGpu};
@@ -48,8 +48,11 @@ pub(super) async fn start(
         security.check_listener(addr)?;
     }
     check_admission(&config)?;
-    if let Some(exposure) = security.exposure(config.data_addr) {
-        tracing::warn!("{exposure}");
+    let other = weights::source_addr(&config).filter(|addr| addr.ip() != config.data_addr.ip());
+    for addr in [Some(config.data_addr), other].into_iter().flatten() {
+        if let Some(exposure) = security.exposure(addr) {
+            tracing::warn!("{exposure}");
+        }
     }
     let control = control_client(&config)?;
     #[cfg(feature = "device")]
@@ -67,7 +70,8 @@ pub(super) async fn start(
     if let Placement::Static(selection) = &config.placement {
         selection.resolve(checkpoint.config())?;
     }
-    let gate = ticket_gate(&config);
+    let gate = ticket_gate(&config, Role::Client);
+    let weights_gate = ticket_gate(&config, Role::Server);
     let listener_config =
         backend.listener_config(&config, listener_config(&config, gate.clone()))?;
     let listener = Listener::bind(config.data_addr, listener_config).await?;
@@ -92,6 +96,7 @@ pub(super) async fn start(
         keeps_serving: AtomicBool::new(false),
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
+        had_lease: AtomicBool::new(false),
         tls: config.security.tls.clone(),
     });
     // Served before the experts are loaded, so that a monitor can tell a load from a hang.
@@ -109,7 +114,10 @@ pub(super) async fn start(
 
     let advertised = advertised_addr(&config, data_addr).await?;
     let source = match &control {
-        Some(_) => weights::open_source(&config, &model, &advertised, &metrics).await?,
+        Some(_) => {
+            let check = weights_gate.clone().map(|gate| gate as Arc<dyn TicketCheck>);
+            weights::open_source(&config, &model, &advertised, check, &metrics).await?
+        }
         None => None,
     };
     let (source, weights_addr) = source.unzip();
@@ -128,6 +136,7 @@ pub(super) async fn start(
     registration.capacity_experts = config.capacity_experts;
     registration.zone.clone_from(&config.zone);
     registration.needs_tickets = gate.is_some();
+    registration.plain_text = config.security.for_listener().is_none();
     let incarnation = registration.incarnation;
     let loader = Loader {
         name: config.name.clone(),
@@ -141,7 +150,7 @@ pub(super) async fn start(
         Placement::ControlPlane { url, token } => {
             let digests = model.digests.clone();
             let joined = members::join(&config, url, token.clone(), registration, digests).await?;
-            if let Some(gate) = &gate {
+            for gate in gate.iter().chain(&weights_gate) {
                 let lease = joined.keeper.state();
                 if lease.borrow().ticket_keys.is_none() {
                     return Err(StartError::NoTicketKeys { url: url.clone() });
@@ -186,7 +195,7 @@ pub(super) async fn start(
     data.load().set_loading(Arc::clone(&loader.progress));
     // Cannot be set yet: this is the only place that sets it.
     let _ = health.data.set(Arc::clone(data.status()));
-    health.has_lease.store(keeper.is_some(), Ordering::Relaxed);
+    health.set_lease(keeper.is_some());
     if let Some(keeper) = &keeper {
         keeper.set_ready(held.clone());
     }
@@ -275,24 +284,15 @@ fn shape_of(checkpoint: &Checkpoint, fingerprint: Fingerprint) -> ModelShape {
 
 /// Checks that clients of other hosts need a ticket, the secret or a certificate, unless plain text is allowed.
 fn check_admission(config: &ServerConfig) -> Result<(), StartError> {
-    let security = &config.security;
-    let is_required = |tls: &Tls| tls.clients() == ClientCertificates::Required;
-    let needs_certificate = security.for_listener().is_some_and(is_required);
-    let admits_all = !wants_tickets(config) && config.secret.is_none() && !needs_certificate;
-    match admits_all && !security.insecure && is_exposed(config.data_addr) {
+    match weights::admits_all(config, config.data_addr) {
         true => Err(StartError::AdmitsAll { addr: config.data_addr }),
         false => Ok(()),
     }
 }
 
-fn wants_tickets(config: &ServerConfig) -> bool {
-    let is_member = matches!(config.placement, Placement::ControlPlane { .. });
-    is_member && config.tickets == TicketMode::Required
-}
-
-/// The check of clients' tickets, if the server wants some.
-fn ticket_gate(config: &ServerConfig) -> Option<Arc<TicketGate>> {
-    wants_tickets(config).then(|| Arc::new(TicketGate::new(config.name.clone())))
+/// The check of the tickets of `role`, if the server wants some.
+fn ticket_gate(config: &ServerConfig, role: Role) -> Option<Arc<TicketGate>> {
+    config.wants_tickets().then(|| Arc::new(TicketGate::new(config.name.clone(), role)))
 }
 
 fn listener_config(config: &ServerConfig, gate: Option<Arc<TicketGate>>) -> ListenerConfig {
@@ -332,7 +332,7 @@ async fn advertised_addr(
     if !matches!(config.placement, Placement::ControlPlane { .. }) {
         return Ok(found);
     }
-    if is_unspecified(&found) {
+    if cannot_be_reached(&found) {
         return Err(StartError::Advertise { found });
     }
     let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(found.clone()));

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, Coverage, Fingerprint, TensorDigests};
 use control_api::{ControlClient, LeaseKeeper, LoadReport};
-use httpd::trust::tls::is_exposed;
+use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
+use p2p_core::bootstrap::TicketCheck;
 
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
@@ -129,7 +130,9 @@ pub(super) fn peers_of(
     let fetch = Fetch {
         identity: ModelIdentity::new(&model.checkpoint, model.fingerprint),
         local: config.data_addr.ip(),
-        secret: config.secret.as_ref().map(WeightsSecret::of),
+        secret: secret_of(config),
+        security: config.security.clone(),
+        wants_ticket: config.wants_tickets(),
         patience: config.weights.peer_timeout,
         shape: model.checkpoint.config().into(),
     };
@@ -144,9 +147,19 @@ pub(super) fn source_addr(config: &ServerConfig) -> Option<SocketAddr> {
     is_offered.then(|| config.weights.listen.unwrap_or(default))
 }
 
-/// Returns true if a source on `bind` would admit every process of other hosts, and plain text is not allowed.
-pub(super) fn admits_all(config: &ServerConfig, bind: SocketAddr) -> bool {
-    config.secret.is_none() && !config.security.insecure && is_exposed(bind)
+/// The secret of the port for weights. There is none where tickets decide.
+fn secret_of(config: &ServerConfig) -> Option<WeightsSecret> {
+    let token = config.secret.as_ref().filter(|_| !config.wants_tickets());
+    token.map(WeightsSecret::of)
+}
+
+/// Returns true if a listener on `addr` would admit every process of other hosts, and plain text is not allowed.
+pub(super) fn admits_all(config: &ServerConfig, addr: SocketAddr) -> bool {
+    let security = &config.security;
+    let is_required = |tls: &Tls| tls.clients() == ClientCertificates::Required;
+    let needs_certificate = security.for_listener().is_some_and(is_required);
+    let needs_proof = config.wants_tickets() || config.secret.is_some() || needs_certificate;
+    !needs_proof && !security.insecure && is_exposed(addr)
 }
 
 /// Opens the source of weights for other servers, and returns its address for them. `None` if they may not read any:
@@ -155,14 +168,15 @@ pub(super) async fn open_source(
     config: &ServerConfig,
     model: &Model,
     advertised: &str,
+    check: Option<Arc<dyn TicketCheck>>,
     metrics: &ServerMetrics,
 ) -> Result<Option<(WeightSource, String)>, StartError> {
     let Some(bind) = source_addr(config) else { return Ok(None) };
     if admits_all(config, bind) {
         tracing::warn!(
             addr = %bind,
-            "other servers cannot read weights of this one: their port is reachable from other hosts and checks a \
-             token, not certificates; give all servers one token, or listen for them on loopback (--weights-listen)"
+            "other servers cannot read weights of this one: their port is reachable from other hosts, and nothing says \
+             who may read; use tickets, give all servers one token, or listen for them on loopback (--weights-listen)"
         );
         return Ok(None);
     }
@@ -170,7 +184,9 @@ pub(super) async fn open_source(
     let source_config = SourceConfig {
         bind,
         advertise: ip_of(advertised).await,
-        secret: config.secret.as_ref().map(WeightsSecret::of),
+        check,
+        secret: secret_of(config),
+        tls: config.security.for_listener().cloned(),
         limit: config.weights.read_limit,
     };
     let identity = ModelIdentity::new(&model.checkpoint, model.fingerprint);

@@ -7,7 +7,7 @@ mod stand_in;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Mutex as StdMutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use control_api::TicketKey;
@@ -26,7 +26,9 @@ use rand::seq::SliceRandom;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use trust::certs::{Authority, Request, validity_from_now};
 use trust::ticket::{CLOCK_SKEW, Claims, DEFAULT_LIFE, SecretKey, prove};
+use trust::tls::{ClientCertificates, Tls, TlsFiles};
 
 use self::stand_in::StandIn;
 use super::*;
@@ -94,13 +96,18 @@ struct Site {
 
 impl Site {
     async fn start(signer: &Signer) -> Self {
+        Self::start_secured(signer, None).await
+    }
+
+    async fn start_secured(signer: &Signer, tls: Option<Tls>) -> Self {
         let network = StandIn::new(TransportKind::Verbs, "stand-in");
-        let gate = Arc::new(TicketGate::new(SERVER.to_owned()));
+        let gate = Arc::new(TicketGate::new(SERVER.to_owned(), Role::Client));
         let config = ListenerConfig {
             slot: SLOT,
             transports: vec![TransportKind::Verbs, TransportKind::Local, TransportKind::Shm],
             networks: vec![Arc::clone(&network) as Arc<dyn Network>],
             tickets: Some(Arc::clone(&gate) as Arc<dyn TicketCheck>),
+            tls,
             ..ListenerConfig::default()
         };
         let mut state = LeaseState::default();
@@ -140,7 +147,7 @@ impl Site {
 fn keys(signer: &Signer, life: Duration) -> TicketKeys {
     let expires_at = UnixTime::from(SystemTime::now()).plus(life).0;
     let key = TicketKey { key: signer.0.public().to_string(), expires_at };
-    TicketKeys { fleet: FLEET.to_owned(), keys: vec![key], least_epoch: LEAST_EPOCH }
+    TicketKeys { fleet: FLEET.to_owned(), keys: vec![key], least_epoch: LEAST_EPOCH, refresh_ms: 0 }
 }
 
 fn config(source: Option<Shows>, kinds: &[TransportKind], site: &Site) -> ConnectConfig {
@@ -411,6 +418,85 @@ async fn a_server_that_relays_its_clients_is_refused() {
     let reject = refusal(relay_addr, config(Some(source), &[TransportKind::Shm], &site)).await;
     assert!(reject.message.contains("does not fit"), "{reject}");
     assert_eq!(site.welcomed(), 0);
+}
+
+/// Certificates of one authority, for processes on the address `address` as far as they say.
+fn issue(authority: &Authority, dir: &tempfile::TempDir, name: &str, address: &str) -> Tls {
+    let (not_before, not_after) = validity_from_now(30);
+    let addresses = vec![address.to_owned()];
+    let folder = dir.path().join(name);
+    let name = name.to_owned();
+    let request = Request { name, role: Role::Server, addresses, not_before, not_after };
+    authority.issue_into(&folder, &request, false).unwrap();
+    Tls::open(TlsFiles::in_folder(&folder).unwrap(), ClientCertificates::Optional).unwrap()
+}
+
+/// A process between client and server that ends TLS on both sides with a certificate of its own, and passes every byte
+/// on. Returns its address and the number of bytes that it has passed on from clients.
+async fn tls_relay(own: Tls, target: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (addr, passed) = (listener.local_addr().unwrap(), Arc::new(AtomicU64::new(0)));
+    let num_passed = Arc::clone(&passed);
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            let Ok(mut near) = own.accept(near).await else { continue };
+            let far = TcpStream::connect(target).await.unwrap();
+            let mut far = own.connect("127.0.0.1", far).await.unwrap();
+            let mut bytes = vec![0; 64 << 10];
+            let len = near.read(&mut bytes).await.unwrap_or(0);
+            num_passed.fetch_add(len as u64, Ordering::Relaxed);
+            if far.write_all(&bytes[..len]).await.is_ok() {
+                drop(tokio::io::copy_bidirectional(&mut near, &mut far).await);
+            }
+        }
+    });
+    (addr, passed)
+}
+
+/// A relay with a valid certificate of the fleet reads everything in the middle, and gets nothing for its clients: the
+/// proof covers the TLS channel that the client sees, and the server sees another one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_relay_of_tls_is_refused_by_the_channel() {
+    let (dir, authority) = (tempfile::tempdir().unwrap(), Authority::generate().unwrap());
+    let (signer, client) = (Signer::new(), Arc::new(SecretKey::generate().unwrap()));
+    let of_server = issue(&authority, &dir, "server", "127.0.0.1");
+    let site = Site::start_secured(&signer, Some(of_server)).await;
+    let of_client = issue(&authority, &dir, "client", "192.0.2.1");
+    let secured = |transport| {
+        let source =
+            proves(signer.ticket(&client, |_| {}), Arc::clone(&client), SERVER, INCARNATION);
+        ConnectConfig { tls: Some(of_client.clone()), ..config(Some(source), &[transport], &site) }
+    };
+
+    // Its certificate is for another address: the client goes no further than TLS.
+    let elsewhere = issue(&authority, &dir, "elsewhere", "192.0.2.7");
+    let (addr, passed) = tls_relay(elsewhere, site.addr).await;
+    match connect(addr, hello(), secured(TransportKind::Shm)).await {
+        Err(ConnectError::Tls { reason, .. }) => assert!(reason.contains("192.0.2.7"), "{reason}"),
+        other => panic!("an error of TLS was expected, not {other:?}"),
+    }
+    assert_eq!(passed.load(Ordering::Relaxed), 0);
+
+    // It has taken over the address of the server, and has a certificate for it.
+    let mallory = issue(&authority, &dir, "mallory", "127.0.0.1");
+    let (addr, passed) = tls_relay(mallory, site.addr).await;
+    for kind in [TransportKind::Shm, TransportKind::Local, TransportKind::Verbs] {
+        let before = passed.load(Ordering::Relaxed);
+        let reject = refusal(addr, secured(kind)).await;
+        assert_eq!(reject.code, RejectCode::TICKET, "{reject}");
+        assert!(reject.message.contains("does not fit"), "{reject}");
+        assert!(passed.load(Ordering::Relaxed) > before + 500, "ticket and proof went through");
+    }
+    // A client that speaks plainly to the relay, or to the server, is refused, too.
+    for addr in [addr, site.addr] {
+        let plain = ConnectConfig { tls: None, ..secured(TransportKind::Shm) };
+        let error = connect(addr, hello(), plain).await.expect_err("refused").to_string();
+        assert!(!error.is_empty() && site.welcomed() == 0, "{error}");
+    }
+    assert_eq!((site.welcomed(), site.network.opened()), (0, 0));
+    let connection = connect(site.addr, hello(), secured(TransportKind::Shm)).await;
+    connection.expect("the client itself is admitted").liveness.close();
+    assert_eq!(site.welcomed(), 1);
 }
 
 /// The keys decide, not the control plane's presence: new keys and revocations count at once, ended keys do not.

@@ -2,6 +2,7 @@
 
 mod gpu;
 mod raw;
+mod tickets;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -10,7 +10,7 @@
 
 #include "switchyard/abi.h"
 
-#define SY_DEVICE_ABI_VERSION UINT32_C(5)
+#define SY_DEVICE_ABI_VERSION UINT32_C(6)
 /* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
@@ -26,6 +26,8 @@
 #endif
 #define SY_RECV_THREADS 1024 /* of each of them */
 #define SY_TILE_WEIGHTS UINT32_C(256) /* rows of weights in a tile of the expert stage */
+#define SY_MOST_PARTS UINT32_C(4) /* into which a tile of few tokens is divided */
+#define SY_TILE_ARRIVALS UINT32_C(256) /* words of sy_expert_compute_params.tile_arrivals */
 #define SY_COMPUTE_THREADS 256  /* of the expert stage's first kernel */
 #define SY_PRODUCT_THREADS 384  /* of the other two */
 #define SY_PRODUCT_SHARED_BYTES 231680 /* of those, dynamic */
@@ -430,6 +432,9 @@ typedef struct sy_expert_compute_params {
     /* null, or mapped host memory, which outlives a context that is lost: why a kernel trapped */
     sy_error_word* trapped;
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
+    /* null, or device memory of SY_TILE_ARRIVALS words, zeroed once: with weights of fp8, the first
+     * product of few tokens divides its tiles only with it */
+    uint32_t* tile_arrivals;
 } sy_expert_compute_params;
 
 /* expert_recv, identity experts and expert_send in one kernel without lists or validation, for
@@ -491,7 +496,7 @@ SY_STATIC_ASSERT(sizeof(sy_combine_params) == 216, "size of sy_combine_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 280, "size of sy_expert_recv_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 232, "size of sy_expert_send_params");
 SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 320, "size of sy_layer_weights");
-SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 280, "size of sy_expert_compute_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 288, "size of sy_expert_compute_params");
 SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 272,
                  "clients of sy_expert_compute_params");
 SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");

@@ -35,7 +35,7 @@ const fn mix(x: u64, [first, second]: [u64; 2]) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Memory of which [`Stream::checksum`](super::Stream::checksum) computes a checksum.
+/// Memory for [`Stream::checksum`](super::Stream::checksum).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ChecksumRange {

@@ -78,7 +78,7 @@ impl LayerShape {
         Ok(())
     }
 
-    /// Gate and up: a box is half a tile, a group of 64 rows of gate and of as many of up, by eight in
+    /// Gate and up: a box is a quarter of a tile, half a group of 64 rows of gate and of as many of up, by eight in
     /// turn. Both maps put rows into the order that leaves a thread of the matrix units with neighbouring
     /// results.
     #[must_use]
@@ -87,20 +87,20 @@ impl LayerShape {
         let (inter, experts) = (u64::from(self.inter), u64::from(self.num_local_experts));
         MapShape {
             rank: 5,
-            extent: [self.panel_values(), 2, 4, 2, 8],
+            extent: [self.panel_values(), 2, 4, 2, 4],
             dims: [self.hidden.into(), inter * 2 * experts, 4, 2, 8],
             strides: [row, row * 16, row * inter, row * 2],
         }
     }
 
-    /// Down: a box is a tile, eight groups of 32 rows.
+    /// Down: a box is a quarter of a tile, two groups of 32 rows.
     #[must_use]
     pub fn down_map(&self) -> MapShape {
         let row = u64::from(self.inter) * self.value_bytes();
         let (hidden, experts) = (u64::from(self.hidden), u64::from(self.num_local_experts));
         MapShape {
             rank: 5,
-            extent: [self.panel_values(), 2, 4, 4, TILE_WEIGHTS / 32],
+            extent: [self.panel_values(), 2, 4, 4, TILE_WEIGHTS / 32 / 4],
             dims: [self.inter.into(), 2, 4, 4, hidden / 32 * experts],
             strides: [row, row * 8, row * 2, row * 32],
         }

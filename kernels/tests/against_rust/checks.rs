@@ -262,6 +262,7 @@ fn good_compute(rng: &mut StdRng) -> ExpertComputeParams {
         timeout_ns: rng.random_range(1..1 << 31),
         trapped: DevicePtr::NULL,
         clients: recv.clients,
+        tile_arrivals: if rng.random() { DevicePtr::NULL } else { pointer(rng) },
     }
 }
 

@@ -1,5 +1,6 @@
 //! `device_abi.h` compiled by the C and C++ compilers of this machine says the same as `abi.rs`.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use switchyard_kernels::abi::{
@@ -8,6 +9,7 @@ use switchyard_kernels::abi::{
     Handle, LayerWeights, Link, MaskCache, Placement, ReplicaSet, ServerPeer, ServerState,
 };
 use switchyard_kernels::gpu::LayerShape;
+use switchyard_kernels::starts::{BUCKETS, LayerSize};
 use test_support::c_fields;
 use test_support::c_header::check_c_header;
 
@@ -51,7 +53,7 @@ fn header_and_rust_agree_field_by_field() {
             gate_up_map, down_map;
         ExpertComputeParams as "sy_expert_compute_params": version, flags, geometry, lists, rows,
             activation, expert_out, layers, inter, num_local_experts, num_layers, num_clients,
-            num_blocks, weights_dtype, timeout_ns, trapped, clients;
+            num_blocks, weights_dtype, timeout_ns, trapped, clients, tile_arrivals;
         EchoParams as "sy_echo_params": version, flags, geometry, state, abort_mask, timeout_ns,
             capacity, num_clients, num_blocks, reserved, clients;
     };
@@ -59,6 +61,41 @@ fn header_and_rust_agree_field_by_field() {
     values.extend(constants().into_iter().map(|(name, value)| (name.to_owned(), value)));
     let include = Path::new(switchyard_kernels::INCLUDE_DIR);
     check_c_header(include, "switchyard/layout/geometry.h", fields, values);
+}
+
+#[test]
+fn the_table_of_starts_is_the_same_in_c() {
+    let tokens = [
+        1, 2, 4, 8, 16, 23, 24, 32, 47, 48, 64, 95, 96, 128, 129, 160, 223, 224, 256, 257, 384,
+        512, 1023, 1024, 2048, 2049, 4096,
+    ];
+    let mut values = Vec::new();
+    for (num_clients, num_servers) in [(1, 1), (2, 2), (1, 3), (3, 1), (4, 4), (2, 3)] {
+        for num_tokens in tokens {
+            for (is_colocated, makes_lists) in
+                [(false, false), (false, true), (true, false), (true, true)]
+            {
+                let size =
+                    LayerSize { num_tokens, num_clients, num_servers, is_colocated, makes_lists };
+                let starts = size.starts();
+                let (beside, lists) = (u8::from(is_colocated), u8::from(makes_lists));
+                let call = format!(
+                    "sy_starts_for(sy_make_layer_size({num_tokens}, {num_clients}, {num_servers}, {beside}, {lists}))"
+                );
+                values.push((format!("{call}.start"), starts.start.into()));
+                values.push((format!("{call}.dispatch_blocks"), starts.dispatch_blocks.into()));
+                values.push((format!("{call}.answer_blocks"), starts.answer_blocks.into()));
+                values.push((format!("{call}.combine_blocks"), starts.combine_blocks.into()));
+                values.push((format!("sy_flags_of_start({call}.start)"), starts.flags().into()));
+            }
+        }
+    }
+    values.extend(
+        BUCKETS.iter().enumerate().map(|(i, rows)| (format!("sy_buckets[{i}]"), (*rows).into())),
+    );
+    values.push(("SY_NUM_BUCKETS".to_owned(), BUCKETS.len() as u64));
+    let include = Path::new(switchyard_kernels::INCLUDE_DIR);
+    check_c_header(include, "switchyard/starts.h", BTreeMap::new(), values);
 }
 
 /// Each number of the descriptors of a layer's matrices for the copy engine.
@@ -106,6 +143,7 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_COMPUTE_THREADS", abi::COMPUTE_THREADS.into()),
         ("SY_PRODUCT_THREADS", abi::PRODUCT_THREADS.into()),
         ("SY_PRODUCT_SHARED_BYTES", abi::PRODUCT_SHARED_BYTES.into()),
+        ("SY_TILE_ARRIVALS", abi::TILE_ARRIVALS.into()),
         ("SY_RECV_BLOCKS", abi::RECV_BLOCKS.into()),
         ("SY_RECV_THREADS", abi::RECV_THREADS.into()),
         ("SY_DTYPE_BF16", abi::DTYPE_BF16.into()),

@@ -7,7 +7,7 @@ use bytemuck::Zeroable;
 use kernels::abi::{
     ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
     ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, PATH_DIRECT,
-    REASON_TIMEOUT, TAG_COMBINE_ROW,
+    REASON_TIMEOUT, TAG_COMBINE_ROW, TILE_ARRIVALS,
 };
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape, Piece};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
@@ -213,6 +213,7 @@ fn check_experts(
     };
     let (rows, activation) = (scratch(g.hidden), scratch(inter));
     let expert_out = Memory::filled(runner, entries * u64::from(g.hidden) * 2, POISON);
+    let tile_arrivals = Memory::filled(runner, u64::from(TILE_ARRIVALS) * 4, 0);
     let recv = world.recv_params(0, 1);
     let compute = ExpertComputeParams {
         version: DEVICE_ABI_VERSION,
@@ -232,6 +233,7 @@ fn check_experts(
         timeout_ns: 10_000_000_000,
         trapped: DevicePtr::NULL,
         clients: recv.clients,
+        tile_arrivals: tile_arrivals.address(),
     };
     // SAFETY: the world's memory and this function's are as large as documented.
     unsafe {

@@ -262,6 +262,22 @@ pub enum ConnectError {
         /// Details of the failure.
         detail: String,
     },
+    /// The TLS handshake failed.
+    #[error("{addr}: {reason}")]
+    Tls {
+        /// Address of the attempt.
+        addr: String,
+        /// Reason and remedy.
+        reason: String,
+    },
+    /// There is no ticket to show.
+    #[error("no ticket for {addr}: {reason}")]
+    Ticket {
+        /// Address of the attempt.
+        addr: String,
+        /// Reason.
+        reason: String,
+    },
     /// The endpoint's metadata cannot be used.
     #[error("endpoint metadata: {0}")]
     Metadata(String),

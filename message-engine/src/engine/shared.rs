@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
 
-use super::config::EngineConfig;
+use super::config::{ConnectOptions, EngineConfig};
 use super::connection::Connection;
 use super::deregistration::DeregistrationReply;
 use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
@@ -28,10 +28,24 @@ use p2p_core::wait::signal_event;
 #[derive(Debug)]
 pub(super) enum Command {
     Transfer(TransferPart),
-    Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
-    Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
+    Notify {
+        conn: ConnKey,
+        transfer: u32,
+        deadline_ns: u64,
+        notification: Vec<u8>,
+    },
+    Connect {
+        addr: SocketAddr,
+        options: ConnectOptions,
+        deadline: Instant,
+        reply: Arc<Mailbox<ConnectReply>>,
+    },
     Register(Register),
-    Release { idx: u32, is_full: bool, reply: DeregistrationReply },
+    Release {
+        idx: u32,
+        is_full: bool,
+        reply: DeregistrationReply,
+    },
     Stop,
 }
 
@@ -172,6 +186,8 @@ pub(super) struct Shared {
     /// Cost of the notifications in the inbox.
     untaken: AtomicU64,
     pub(super) accepted: Mailbox<Connection>,
+    /// Handshakes of peers that were refused.
+    pub(super) num_refused: AtomicU64,
     deferred: Mutex<DeferredCommands>,
     has_deferred: AtomicBool,
     pub(super) connections: Mutex<Vec<Weak<ConnShared>>>,
@@ -207,6 +223,7 @@ impl Shared {
             inbox: Mailbox::default(),
             untaken: AtomicU64::new(0),
             accepted: Mailbox::default(),
+            num_refused: AtomicU64::new(0),
             deferred: Mutex::default(),
             has_deferred: AtomicBool::new(false),
             connections: Mutex::default(),

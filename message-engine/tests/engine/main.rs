@@ -14,6 +14,7 @@ mod killed;
 mod large;
 mod pending_handshakes;
 mod resets;
+mod secure;
 mod settings;
 mod sharing;
 mod stuck;

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use attention_client::device::GpuError;
-use attention_client::{ClientError, DeviceError, ModelShape, MoeClient};
+use attention_client::{ClientError, DeviceError, ModelShape, MoeClient, TraceContext};
 use half::slice::HalfFloatSliceExt as _;
 use half::{bf16, f16};
 use pyo3::prelude::*;
@@ -95,13 +95,20 @@ impl From<GpuError> for Failure {
     }
 }
 
+/// The layer of a call, and the trace of its caller.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerCall {
+    pub number: u32,
+    pub context: Option<TraceContext>,
+}
+
 /// Dispatches and combines one layer.
 ///
 /// # Safety
 /// The matrices stay valid, and no other thread writes them meanwhile, nor reads the target.
 pub unsafe fn forward(
     moe: &MoeClient,
-    layer: u32,
+    layer: LayerCall,
     request: RawRequest,
     target: RawTarget,
     copies: &Copies,
@@ -118,7 +125,10 @@ pub unsafe fn forward(
             floats(request.topk_weights, topk_weights, &copies.topk_weights),
         )
     };
-    let handle = moe.dispatch_unless(layer, x, topk_idx, topk_weights, &cancelled)?;
+    let mut handle = moe.dispatch_unless(layer.number, x, topk_idx, topk_weights, &cancelled)?;
+    if let Some(context) = layer.context {
+        handle.set_trace_context(context);
+    }
     // SAFETY: The caller keeps the target valid and to this call alone.
     unsafe { finish(moe, handle, target, copies, out, &cancelled) }
 }

@@ -9,7 +9,7 @@ use attention_client::device::{DeviceBuildError, DeviceName, Gpu, GpuError};
 use attention_client::trust::tls::{ClientCertificates, Security, Tls, TlsFiles};
 use attention_client::{
     Checkpoint, ClientModel, DeviceClient, DeviceOptions, ModelError, ModelShape, MoeClient,
-    OnMissingExpert, SlotConfig, WireDtype,
+    OnMissingExpert, Recorder, SlotConfig, WireDtype,
 };
 use p2p_core::{OpenNetworks, TransportSpec};
 use pyo3::prelude::*;
@@ -24,6 +24,8 @@ use crate::interrupt::Interrupt;
 pub struct Settings {
     pub control_plane: String,
     pub token: Option<String>,
+    /// File that the token was read from. It is read again when the control plane refuses the token.
+    pub token_file: Option<PathBuf>,
     pub model: Option<PathBuf>,
     /// GPU of the client's arrays. `None`: they are in host memory.
     pub device: Option<DeviceName>,
@@ -35,11 +37,12 @@ pub struct Settings {
     pub deadline: Duration,
     pub work_limit: Duration,
     pub on_missing: OnMissingExpert,
-    pub name: Option<String>,
+    pub name: String,
     pub slot_bytes: Option<usize>,
     pub slot_frames: Option<usize>,
     pub hedge_budget: f64,
     pub security: Security,
+    pub recorder: Option<Recorder>,
 }
 
 /// A failure before there is a client.
@@ -170,6 +173,7 @@ macro_rules! configured {
         let defaults = SlotConfig::default();
         let builder = $builder
             .control_plane($settings.control_plane, $settings.token.clone())
+            .token_file($settings.token_file)
             .secret($settings.token)
             .security($settings.security)
             .transports($transports)
@@ -177,12 +181,13 @@ macro_rules! configured {
             .deadline($settings.deadline)
             .work_limit($settings.work_limit)
             .on_missing_expert($settings.on_missing)
+            .name($settings.name)
             .slot(SlotConfig {
                 slot_bytes: $settings.slot_bytes.unwrap_or(defaults.slot_bytes),
                 num_frames: $settings.slot_frames.unwrap_or(defaults.num_frames),
             });
-        match $settings.name {
-            Some(name) => builder.name(name),
+        match $settings.recorder {
+            Some(recorder) => builder.recorder(recorder),
             None => builder,
         }
     }};

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use super::arguments::{RawRequest, Request, Target};
-use super::call::{Finished, Scratch, finish, floats, indices, raise};
+use super::call::{Finished, LayerCall, Scratch, finish, floats, indices, raise};
 use super::gpu::{GpuCall, GpuClient};
 use super::report::{CallReport, Report};
 use super::{Shared, release};
@@ -91,7 +91,7 @@ impl Drop for Handle {
 pub fn dispatch(
     py: Python<'_>,
     moe: MoeClient,
-    layer: u32,
+    layer: LayerCall,
     request: Request<'_, '_>,
     x: &Bound<'_, PyAny>,
     shared: &Arc<Shared>,
@@ -113,8 +113,13 @@ pub fn dispatch(
                     floats(raw.topk_weights, &mut scratch.topk_weights, &copies.topk_weights),
                 )
             };
-            let handle =
-                moe.dispatch_unless(layer, x, topk_idx, topk_weights, &|| interrupt.is_due())?;
+            let mut handle =
+                moe.dispatch_unless(layer.number, x, topk_idx, topk_weights, &|| {
+                    interrupt.is_due()
+                })?;
+            if let Some(context) = layer.context {
+                handle.set_trace_context(context);
+            }
             Ok(Pending::Host(HostCall { handle, moe, _widened: widened, owner }))
         });
         (result, interrupt)
@@ -127,7 +132,7 @@ pub fn dispatch(
             shared: Arc::clone(shared),
             x: x.clone().unbind(),
             matrix: raw,
-            layer,
+            layer: layer.number,
             result: PyOnceLock::new(),
         }),
         Err(failure) => {
@@ -142,7 +147,7 @@ pub fn dispatch(
 pub fn dispatch_on_gpu(
     py: Python<'_>,
     gpu: Arc<GpuClient>,
-    layer: u32,
+    layer: LayerCall,
     (request, stream): (Request<'_, '_>, u64),
     [x, topk_idx, topk_weights]: [&Bound<'_, PyAny>; 3],
     shared: &Arc<Shared>,
@@ -172,7 +177,7 @@ pub fn dispatch_on_gpu(
         shared: Arc::clone(shared),
         x: x.clone().unbind(),
         matrix: raw,
-        layer,
+        layer: layer.number,
         result: PyOnceLock::new(),
     })
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use super::Shared;
 use super::arguments::{RawRequest, RawTarget, Request, Target};
-use super::call::Finished;
+use super::call::{Finished, LayerCall};
 use super::gpu::{GpuCall, GpuClient};
 use super::report::{CallReport, Report};
 use crate::interrupt::Interrupt;
@@ -17,7 +17,7 @@ use crate::interrupt::Interrupt;
 pub fn forward<'py>(
     py: Python<'py>,
     gpu: Arc<GpuClient>,
-    layer: u32,
+    layer: LayerCall,
     (request, stream): (&Request<'_, 'py>, u64),
     target: Target<'py>,
     report: Option<&Bound<'py, Report>>,

@@ -4,6 +4,7 @@ mod common;
 mod disorder;
 mod errors;
 mod gpu_nic;
+mod guessed_keys;
 mod hostile;
 mod link_mutants;
 mod mutants;

@@ -7,6 +7,7 @@ use super::{
     CLOCK_SKEW, Claims, Footer, Handshake, KeyId, MAX_PROOF_BYTES, MAX_TICKET_BYTES, ProofPayload,
     PublicKey, UnixTime, number, untrusted, verified,
 };
+use crate::Role;
 
 /// A key of the control plane that a server trusts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,6 +50,9 @@ pub enum TicketError {
     /// The ticket belongs to another fleet.
     #[error("the ticket is for another fleet")]
     OtherFleet,
+    /// The ticket is for another use.
+    #[error("the ticket is for the role {found}, and this port admits the role {expected}")]
+    OtherRole { found: Role, expected: Role },
     /// The ticket does not count yet.
     #[error("the ticket counts from {not_before} on, and it is {now} here: compare the clocks")]
     NotYet { not_before: UnixTime, now: UnixTime },
@@ -77,16 +81,18 @@ impl Gate {
         Self { used: Mutex::new(used) }
     }
 
-    /// Checks a ticket with its proof. On success the proof is used up. Cheap checks come first; a peer without a
+    /// Checks a ticket for `role` with its proof. On success the proof is used up. Cheap checks come first; a peer without a
     /// ticket of a known key costs no signature.
     ///
     /// # Errors
     /// [`TicketError`], the first reason found.
+    #[allow(clippy::too_many_arguments, reason = "all of different types")]
     pub fn check(
         &self,
         ticket: &str,
         proof: &str,
         handshake: &Handshake<'_>,
+        role: Role,
         keys: &[TrustedKey],
         least_epoch: u64,
         now: UnixTime,
@@ -105,6 +111,9 @@ impl Gate {
         let payload = verified(&token, &signer.key, &[]).ok_or(TicketError::Forged)?;
         let claims = Claims::decode(&payload).ok_or(TicketError::Malformed)?;
         check_claims(&claims, signer, least_epoch, now)?;
+        if claims.role != role {
+            return Err(TicketError::OtherRole { found: claims.role, expected: role });
+        }
         let token = untrusted(proof).ok_or(TicketError::WrongProof)?;
         let payload = verified(&token, &claims.key, &handshake.assertion(ticket));
         let payload = payload.ok_or(TicketError::WrongProof)?;
@@ -113,7 +122,7 @@ impl Gate {
         let nonce = number(&payload.jti).ok_or(TicketError::WrongProof)?;
         // A panic cannot leave the memory without a nonce that it should have.
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        used.spend(claims.id, claims.expires_at, nonce, now)?;
+        used.spend(&claims.holder, claims.id, claims.expires_at, nonce, now)?;
         Ok(claims)
     }
 

@@ -35,7 +35,7 @@ impl Case {
     }
 
     fn check(&self, ticket: &str, proof: &str, now: UnixTime) -> Result<Claims, TicketError> {
-        self.gate.check(ticket, proof, &HANDSHAKE, &self.keys, 0, now)
+        self.gate.check(ticket, proof, &HANDSHAKE, Role::Client, &self.keys, 0, now)
     }
 
     fn proof(&self, ticket: &str) -> String {
@@ -63,6 +63,7 @@ fn the_longest_texts_fit_a_ticket() {
     let mut case = Case::new();
     case.claims.client = "c".repeat(MAX_CLIENT_BYTES);
     case.claims.fleet = "f".repeat(MAX_FLEET_BYTES);
+    case.claims.holder = "h".repeat(MAX_HOLDER_BYTES);
     case.claims.epoch = u64::MAX;
     case.keys[0].fleet.clone_from(&case.claims.fleet);
     let ticket = case.ticket();
@@ -128,31 +129,71 @@ fn a_ticket_without_its_key_and_a_proof_for_another_handshake_are_refused() {
 fn revoked_epochs_are_refused() {
     let case = Case::new();
     let ticket = case.ticket();
-    let check =
-        |least| case.gate.check(&ticket, &case.proof(&ticket), &HANDSHAKE, &case.keys, least, NOW);
+    let check = |least| {
+        let proof = case.proof(&ticket);
+        case.gate.check(&ticket, &proof, &HANDSHAKE, Role::Client, &case.keys, least, NOW)
+    };
     assert!(check(5).is_ok());
     assert_eq!(check(6), Err(TicketError::Revoked { found: 5, least: 6 }));
 }
 
 #[test]
-fn a_full_memory_refuses_and_forgets_nothing() {
-    let mut used = UsedProofs::new(3, 2);
-    let [a, b] = [TicketId::random(), TicketId::random()];
+fn a_ticket_serves_for_its_role_alone() {
+    let mut case = Case::new();
+    let check = |case: &Case, role| {
+        let ticket = case.ticket();
+        let proof = case.proof(&ticket);
+        case.gate.check(&ticket, &proof, &HANDSHAKE, role, &case.keys, 0, NOW).map(drop)
+    };
+    let refused = |found, expected| Err(TicketError::OtherRole { found, expected });
+    assert_eq!(check(&case, Role::Server), refused(Role::Client, Role::Server));
+    case.claims.role = Role::Server;
+    assert_eq!(check(&case, Role::Client), refused(Role::Server, Role::Client));
+    assert_eq!(check(&case, Role::Server), Ok(()));
+    assert_eq!(case.gate.num_used(), 1, "a refused proof is not remembered");
+}
+
+#[test]
+fn a_holder_that_fills_the_memory_displaces_itself_alone() {
+    let mut used = UsedProofs::new(6, 4);
+    let [a, b, c] = [TicketId::random(), TicketId::random(), TicketId::random()];
     let end = NOW.plus(DEFAULT_LIFE);
-    assert_eq!(used.spend(a, end, [1; 16], NOW), Ok(()));
-    assert_eq!(used.spend(a, end, [2; 16], NOW), Ok(()));
-    assert_eq!(used.spend(a, end, [3; 16], NOW), Err(UseError::TooOften { max: 2 }));
-    assert_eq!(used.spend(b, end, [1; 16], NOW), Ok(()));
-    assert_eq!(used.spend(b, end, [2; 16], NOW), Err(UseError::Full { max: 3 }));
-    for (ticket, nonce) in [(a, [1; 16]), (a, [2; 16]), (b, [1; 16])] {
-        assert_eq!(used.spend(ticket, end, nonce, NOW), Err(UseError::Replayed));
+    let evicted = Err(UseError::Evicted { max: 6 });
+    assert_eq!(used.spend("modest", b, end, [1; 16], NOW), Ok(()));
+    for nonce in 1..=4 {
+        assert_eq!(used.spend("greedy", a, end, [nonce; 16], NOW), Ok(()));
     }
+    assert_eq!(used.spend("greedy", a, end, [5; 16], NOW), Err(UseError::TooOften { max: 4 }));
+    assert_eq!(used.spend("greedy", c, end, [1; 16], NOW), Ok(()));
+    // The memory is full. The greedy holder gets nothing more for its tickets.
+    assert_eq!(used.spend("greedy", c, end, [2; 16], NOW), evicted);
+    assert_eq!(used.len(), 1);
+    // No eviction opens the way for a recorded proof, or for another ticket from before.
+    for (ticket, nonce) in [(a, 1), (a, 9), (c, 1), (TicketId::random(), 1)] {
+        assert_eq!(used.spend("greedy", ticket, end, [nonce; 16], NOW), evicted);
+    }
+    assert_eq!(used.spend("modest", b, end, [1; 16], NOW), Err(UseError::Replayed));
+    assert_eq!(used.spend("modest", b, end, [2; 16], NOW), Ok(()));
+    // A new ticket serves.
+    let newer = end.plus(Duration::from_secs(1));
+    for nonce in 1..=4 {
+        assert_eq!(used.spend("greedy", TicketId([9; 16]), newer, [nonce; 16], NOW), Ok(()));
+    }
+    // A full memory has room for others all the same.
+    assert_eq!(used.spend("modest", b, end, [3; 16], NOW), Ok(()));
+    assert_eq!(used.len(), 3);
+    assert_eq!(used.spend("modest", b, end, [1; 16], NOW), Err(UseError::Replayed));
+    let again = used.spend("greedy", TicketId([9; 16]), newer, [1; 16], NOW);
+    assert_eq!(again, evicted);
+
     // Room comes back once the tickets can no longer be admitted.
-    let later = end.plus(CLOCK_SKEW).plus(Duration::from_secs(1));
-    assert_eq!(used.spend(TicketId::random(), later, [4; 16], later), Ok(()));
+    let later = newer.plus(CLOCK_SKEW).plus(Duration::from_secs(1));
+    assert_eq!(used.spend("greedy", TicketId::random(), later, [4; 16], later), Ok(()));
     assert_eq!(used.len(), 1);
     // The clock is set back: a forgotten ticket may have been used, so it stays refused.
-    assert_eq!(used.spend(a, end, [1; 16], NOW), Err(UseError::Replayed));
+    for (holder, ticket) in [("greedy", a), ("modest", b), ("third", c)] {
+        assert_eq!(used.spend(holder, ticket, end, [1; 16], NOW), Err(UseError::Replayed));
+    }
 }
 
 #[test]
@@ -218,24 +259,45 @@ proptest! {
 
     #[test]
     fn each_nonce_is_used_once(
-        steps in proptest::collection::vec((0u8..4, 0u8..16, -30i64..400), 1..200),
+        steps in proptest::collection::vec((0u8..8, 0u8..16, -30i64..400), 1..300),
     ) {
         // The reference remembers everything.
         let mut known = HashSet::new();
-        let mut used = UsedProofs::new(40, 12);
+        let mut used = UsedProofs::new(30, 12);
         let mut now = NOW;
         for (ticket, nonce, step) in steps {
             now = UnixTime(now.0.checked_add_signed(step).unwrap());
             let expires_at = UnixTime(NOW.0 + 1000 * (1 + u64::from(ticket)));
+            let holder = ["a", "b", "c"][usize::from(ticket) % 3];
             // The gate asks only about tickets that have not expired.
             if expires_at < now.minus(CLOCK_SKEW) {
                 continue;
             }
-            let outcome = used.spend(TicketId([ticket; 16]), expires_at, [nonce; 16], now);
+            let outcome = used.spend(holder, TicketId([ticket; 16]), expires_at, [nonce; 16], now);
             if outcome.is_ok() {
                 prop_assert!(known.insert((ticket, nonce)), "used twice");
             }
-            prop_assert!(used.len() <= 40);
+            prop_assert!(used.len() <= 30);
+        }
+    }
+
+    /// A holder with fewer proofs than its share is never refused, whatever another one does.
+    #[test]
+    fn no_holder_displaces_a_smaller_one(
+        steps in proptest::collection::vec((0u8..10, any::<bool>()), 1..300),
+    ) {
+        let (mut used, end) = (UsedProofs::new(40, 16), NOW.plus(DEFAULT_LIFE));
+        let mut num_small = 0u8;
+        for (idx, (ticket, is_small)) in steps.into_iter().enumerate() {
+            let nonce = (idx as u128).to_le_bytes();
+            if is_small && num_small < 16 {
+                num_small += 1;
+                prop_assert_eq!(used.spend("small", TicketId([99; 16]), end, nonce, NOW), Ok(()));
+            } else {
+                // It gets new tickets all the time.
+                let end = end.plus(Duration::from_secs(idx as u64));
+                let _ = used.spend("large", TicketId([ticket; 16]), end, nonce, NOW);
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::time_provider::TimeProvider;
@@ -23,9 +24,13 @@ use super::{ClientCertificates, ServerNames, TlsError};
 /// One reading of the files, ready for handshakes.
 #[derive(Debug)]
 pub(super) struct State {
+    /// Number of the reading: each one that came into force has a number of its own.
+    pub(super) generation: u64,
     pub(super) contents: Contents,
     /// Settings of listeners, if there is a certificate.
     pub(super) server: Option<Arc<ServerConfig>>,
+    /// Checks clients, if there is an authority and a certificate.
+    pub(super) client_verifier: Option<Arc<dyn ClientCertVerifier>>,
     /// The certificate that clients show.
     certified: Option<Arc<CertifiedKey>>,
     /// Checks listeners, if there is an authority.
@@ -39,6 +44,7 @@ impl State {
         contents: Contents,
         clients: ClientCertificates,
         clock: &Arc<dyn TimeProvider>,
+        generation: u64,
     ) -> Result<Self, TlsError> {
         let path = |path: &Option<_>| path.clone().unwrap_or_default();
         let (cert_file, key_file, ca_file) = (path(&files.cert), path(&files.key), path(&files.ca));
@@ -56,6 +62,7 @@ impl State {
             None => None,
         };
         let (mut certified, mut expires_at, mut server) = (None, None, None);
+        let mut client_verifier = None;
         if let (Some(cert), Some(key)) = (&contents.cert, &contents.key) {
             let chain = certificates(&cert_file, cert)?;
             expires_at = Some(check_validity(&cert_file, &chain[0], clock)?);
@@ -74,29 +81,26 @@ impl State {
                     }
                 })?;
             let pair = Arc::new(pair);
-            server =
-                Some(server_config(Arc::clone(&pair), roots, clients, clock).map_err(refused)?);
+            client_verifier = self::client_verifier(roots, clients).map_err(refused)?;
+            let verifier = client_verifier.clone();
+            server = Some(server_config(Arc::clone(&pair), verifier, clock).map_err(refused)?);
             certified = Some(pair);
         }
-        Ok(Self { contents, server, certified, verifier, expires_at })
+        Ok(Self { generation, contents, server, client_verifier, certified, verifier, expires_at })
     }
 }
 
-fn server_config(
-    pair: Arc<CertifiedKey>,
+/// The check of the certificates of clients. `None` if clients are not asked for one.
+fn client_verifier(
     roots: Option<Arc<RootCertStore>>,
     clients: ClientCertificates,
-    clock: &Arc<dyn TimeProvider>,
-) -> Result<Arc<ServerConfig>, String> {
-    let builder = ServerConfig::builder_with_details(provider(), Arc::clone(clock))
-        .with_protocol_versions(VERSIONS)
-        .map_err(|error| error.to_string())?;
-    let builder = match (roots, clients) {
-        (None, ClientCertificates::Optional) => builder.with_no_client_auth(),
+) -> Result<Option<Arc<dyn ClientCertVerifier>>, String> {
+    match (roots, clients) {
+        (None, ClientCertificates::Optional) => Ok(None),
         (None, ClientCertificates::Required) => {
-            return Err("client certificates are required, and no authority is given to check \
-                        them: give --tls-ca"
-                .to_owned());
+            Err("client certificates are required, and no authority is given to check \
+                 them: give --tls-ca"
+                .to_owned())
         }
         (Some(roots), clients) => {
             let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider());
@@ -104,9 +108,22 @@ fn server_config(
                 ClientCertificates::Optional => verifier.allow_unauthenticated(),
                 ClientCertificates::Required => verifier,
             };
-            let verifier = verifier.build().map_err(|error| error.to_string())?;
-            builder.with_client_cert_verifier(verifier)
+            verifier.build().map(Some).map_err(|error| error.to_string())
         }
+    }
+}
+
+fn server_config(
+    pair: Arc<CertifiedKey>,
+    clients: Option<Arc<dyn ClientCertVerifier>>,
+    clock: &Arc<dyn TimeProvider>,
+) -> Result<Arc<ServerConfig>, String> {
+    let builder = ServerConfig::builder_with_details(provider(), Arc::clone(clock))
+        .with_protocol_versions(VERSIONS)
+        .map_err(|error| error.to_string())?;
+    let builder = match clients {
+        None => builder.with_no_client_auth(),
+        Some(verifier) => builder.with_client_cert_verifier(verifier),
     };
     let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(pair)));
     // A resumed session would not check the client's certificate again. Without tickets the listener sends nothing
@@ -262,7 +279,6 @@ fn check_validity(
         Err(error) => return Err(TlsError::Certificate { file, reason: error.to_string() }),
     };
     let validity = parsed.validity();
-    let seconds = |time: x509_parser::time::ASN1Time| u64::try_from(time.timestamp()).unwrap_or(0);
     let (begin, end) = (seconds(validity.not_before), seconds(validity.not_after));
     let now = clock.current_time().map_or(0, |now| now.as_secs());
     if now < begin {
@@ -273,6 +289,11 @@ fn check_validity(
         return Err(TlsError::Expired { file, not_after: date(end), now: date(now) });
     }
     Ok(end)
+}
+
+/// A time of a certificate in seconds since 1970.
+pub(super) fn seconds(time: x509_parser::time::ASN1Time) -> u64 {
+    u64::try_from(time.timestamp()).unwrap_or(0)
 }
 
 /// A time in seconds since 1970, for people: `2026-11-27 18:00:00 UTC`.

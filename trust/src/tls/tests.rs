@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::UnixTime;
@@ -170,6 +171,29 @@ async fn wrong_certificates_are_refused_with_the_reason_and_the_remedy() {
     assert!(error.contains("issued for another use: issue one with --role server"), "{error}");
 }
 
+/// The certificate may end during the handshake on a slow host, so the handshake is repeated.
+#[tokio::test]
+async fn a_certificate_ends_with_its_validity() {
+    let fleet = Fleet::new();
+    let server = open(&fleet.server(), ClientCertificates::Required);
+    for seconds in [2, 4, 8, 16, 32] {
+        let not_after = SystemTime::now() + Duration::from_secs(seconds);
+        let short = Request { not_after, ..request(Role::Client, "app", &[]) };
+        issue(&fleet.authority, &fleet.client(), &short);
+        let client = open(&fleet.client(), ClientCertificates::Optional);
+        let (Ok(accepted), _) = shake(&server, &client, "10.0.0.5").await else { continue };
+        let certificate = server.peer_certificate(&accepted).expect("a certificate");
+        if let Some(identity) = certificate.identity() {
+            assert_eq!((identity.name.as_str(), identity.role), ("app", Role::Client));
+            certificate.ended().await;
+            assert!(SystemTime::now() >= not_after - Duration::from_secs(1));
+            assert!(!certificate.is_accepted() && certificate.identity().is_none());
+            return;
+        }
+    }
+    panic!("every handshake took longer than its certificate was valid");
+}
+
 #[tokio::test]
 async fn validity_is_judged_by_the_clock_of_each_side() {
     let fleet = Fleet::new();
@@ -248,6 +272,41 @@ fn files_that_cannot_be_used_are_named() {
     assert!(matches!(error, TlsError::Half), "{error}");
     let error = Tls::open(TlsFiles::default(), ClientCertificates::Optional).unwrap_err();
     assert!(matches!(error, TlsError::Nothing), "{error}");
+}
+
+/// A clock that the test moves on.
+#[derive(Debug, Default)]
+struct MovedClock(AtomicU64);
+
+impl TimeProvider for MovedClock {
+    fn current_time(&self) -> Option<UnixTime> {
+        let now = UnixTime::now().as_secs() + self.0.load(Ordering::Relaxed);
+        Some(UnixTime::since_unix_epoch(Duration::from_secs(now)))
+    }
+}
+
+#[test]
+fn a_certificate_that_expires_in_force_is_a_problem_until_there_is_a_new_one() {
+    let fleet = Fleet::new();
+    let clock = Arc::new(MovedClock::default());
+    let files = TlsFiles::in_folder(&fleet.server()).unwrap();
+    let provider: Arc<dyn TimeProvider> = Arc::<MovedClock>::clone(&clock);
+    let tls = Tls::with_clock(files, ClientCertificates::Optional, provider).unwrap();
+    tls.poll_files();
+    assert_eq!(tls.status().problem, None);
+    clock.0.store(31 * 86_400, Ordering::Relaxed);
+    for _ in 0..3 {
+        tls.poll_files();
+        let problem = tls.status().problem;
+        assert!(problem.as_ref().is_some_and(|why| why.contains("has expired on")), "{problem:?}");
+    }
+    let longer = Request {
+        not_after: SystemTime::now() + Duration::from_secs(60 * 86_400),
+        ..request(Role::Server, "s", &["10.0.0.5"])
+    };
+    issue(&fleet.authority, &fleet.server(), &longer);
+    (0..3).for_each(|_| tls.poll_files());
+    assert_eq!(tls.status().problem, None);
 }
 
 #[tokio::test]

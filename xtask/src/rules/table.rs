@@ -46,7 +46,7 @@ pub const RULES: &[Rule] = &[
         "transports/ibgda/bring-up",
         &["kernels", "transports/ibgda", "softnic/driver", "softnic/verbs"],
     ),
-    only("message-engine", &["p2p-core"]),
+    only("message-engine", &["p2p-core", "trust"]),
     only(
         "python",
         &[

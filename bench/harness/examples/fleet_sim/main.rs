@@ -58,11 +58,18 @@ async fn simulate(binary: &str, num_servers: u64, num_clients: u64, seconds: u64
     // Heartbeats and open watches, nothing else.
     quiet(&client).await?;
     let (cpu, since) = (plane.cpu_seconds()?, Instant::now());
-    let before = client.status().await?.epoch;
+    let (before, moved) = (client.status().await?.epoch, plane.experts_moved().await?);
     tokio::time::sleep(Duration::from_secs(seconds)).await;
-    let cores = (plane.cpu_seconds()? - cpu) / since.elapsed().as_secs_f64();
+    let elapsed = since.elapsed().as_secs_f64();
+    let cores = (plane.cpu_seconds()? - cpu) / elapsed;
     let num_epochs = (client.status().await?.epoch - before) as f64;
-    let steady = [("cores", cores), ("rss_mb", plane.rss_mb()?), ("epochs", num_epochs)];
+    let moves_per_10_s = (plane.experts_moved().await? - moved) / elapsed * 10.0;
+    let steady = [
+        ("cores", cores),
+        ("rss_mb", plane.rss_mb()?),
+        ("epochs", num_epochs),
+        ("moves_per_10_s", moves_per_10_s),
+    ];
     report("steady", num_servers, &steady);
 
     // An operator drains servers. The first new table comes after the next plan, half a second later.

@@ -58,16 +58,8 @@ impl Plane {
     /// store. Tables have their mean processor time, plans and writes their mean time.
     pub(crate) async fn work(&self, client: &ControlClient) -> Result<Vec<(&'static str, f64)>> {
         let expired = client.status().await?.members.expired;
-        let mut stream = TcpStream::connect(&self.addr).await?;
-        let request =
-            format!("GET /metrics HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.addr);
-        stream.write_all(request.as_bytes()).await?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).await?;
-        let value = |name: &str| {
-            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-            line.and_then(|value| value.parse::<f64>().ok()).unwrap_or(f64::NAN)
-        };
+        let text = self.metrics().await?;
+        let value = |name: &str| value_of(&text, name);
         let of =
             |name: &str, what: &str| value(&format!("switchyard_control_{name}_seconds_{what}"));
         let mean_ms = |name: &str| of(name, "sum") / of(name, "count") * 1e3;
@@ -76,14 +68,30 @@ impl Plane {
             ("peak_rss_mb", self.memory_mb("VmHWM:")?),
             ("expired_now", f64::from(expired)),
             ("leases_lost", value("switchyard_control_expirations_total{cause=\"lease\"}")),
-            ("experts_moved", value("switchyard_control_expert_moves_total")),
+            ("experts_moved", value(MOVES)),
             ("tables", value("switchyard_control_placement_changes_total")),
             ("table_mean_ms", mean_ms("placement")),
             ("plans", of("plan", "count")),
             ("plan_mean_ms", mean_ms("plan")),
+            ("plan_max_below_ms", slowest_below(&text, "switchyard_control_plan_seconds") * 1e3),
             ("writes", of("store_write", "count")),
             ("write_mean_ms", mean_ms("store_write")),
         ])
+    }
+
+    /// Experts that servers began to load, since the start.
+    pub(crate) async fn experts_moved(&self) -> Result<f64> {
+        Ok(value_of(&self.metrics().await?, MOVES))
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        let mut stream = TcpStream::connect(&self.addr).await?;
+        let request =
+            format!("GET /metrics HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.addr);
+        stream.write_all(request.as_bytes()).await?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await?;
+        Ok(text)
     }
 
     pub(crate) fn rss_mb(&self) -> Result<f64> {
@@ -104,4 +112,22 @@ impl Drop for Plane {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+const MOVES: &str = "switchyard_control_expert_moves_total";
+
+/// The value of a metric without further labels, or NaN.
+fn value_of(text: &str, name: &str) -> f64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.and_then(|value| value.parse::<f64>().ok()).unwrap_or(f64::NAN)
+}
+
+/// The least bound of the histogram `name` that no value exceeds.
+fn slowest_below(text: &str, name: &str) -> f64 {
+    let count = value_of(text, &format!("{name}_count"));
+    let bucket = format!("{name}_bucket{{le=\"");
+    let buckets = text.lines().filter_map(|line| line.strip_prefix(&bucket)?.split_once("\"} "));
+    let below =
+        buckets.filter_map(|(le, n)| Some((le.parse::<f64>().ok()?, n.parse::<f64>().ok()?)));
+    below.filter(|(_, n)| *n >= count).map(|(le, _)| le).fold(f64::INFINITY, f64::min)
 }

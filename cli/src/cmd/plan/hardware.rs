@@ -105,10 +105,15 @@ pub fn fit(reports: &[BenchReport]) -> Result<Hardware> {
             })
         })
         .collect();
-    if rows.len() < 3 {
+    // Rows of the same shares have one equation.
+    let mut shares: Vec<(f64, f64)> = rows.iter().map(|row| (row.0, row.1)).collect();
+    shares.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    shares.dedup();
+    if shares.len() < 3 {
         bail!(
-            "{} rows in the reports: expected 3 or more, with different numbers of tokens",
-            rows.len()
+            "{} rows in the reports, {} of them with different numbers of tokens: expected 3 or more",
+            rows.len(),
+            shares.len()
         );
     }
     let of = |time: fn(&(f64, f64, f64, f64)) -> f64| {
@@ -245,6 +250,9 @@ mod tests {
         assert!(base_us >= 0.0 && expert_us >= 0.0 && pair_us >= 0.0);
         let few = report(CostModel { base_us: 1.0, expert_us: 1.0, pair_us: 1.0 }, 1, &[1, 2]);
         assert!(fit(&[few]).is_err());
+        let same = report(CostModel { base_us: 1.0, expert_us: 1.0, pair_us: 1.0 }, 1, &[8, 8, 8]);
+        let error = fit(&[same]).unwrap_err().to_string();
+        assert!(error.contains("3 rows") && error.contains("1 of them"), "{error}");
         assert!(BenchReport::parse("{}").is_err());
     }
 }

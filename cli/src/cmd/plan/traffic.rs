@@ -111,6 +111,12 @@ impl Trace {
                 }
                 bail!("{source}:{}: {line:?} is not two numbers", idx + 1);
             };
+            if at_s.abs() > MAX_TIME_S || tokens_per_s > MAX_RATE {
+                bail!(
+                    "{source}:{}: expected a time of at most {MAX_TIME_S:e} s and a rate of at most {MAX_RATE:e}",
+                    idx + 1
+                );
+            }
             if !at_s.is_finite() || !tokens_per_s.is_finite() || tokens_per_s < 0.0 {
                 bail!(
                     "{source}:{}: {line:?}: expected finite numbers and a rate of 0 or more",
@@ -159,6 +165,10 @@ impl Trace {
 const DAY_S: f64 = 86_400.0;
 /// A month of seconds would be more.
 const MAX_POINTS: usize = 1_000_000;
+/// Beyond 30,000 years.
+const MAX_TIME_S: f64 = 1e12;
+/// More tokens a second than any fleet computes. Products with a time stay finite.
+const MAX_RATE: f64 = 1e15;
 
 #[cfg(test)]
 mod tests {
@@ -178,7 +188,10 @@ mod tests {
             ("0,1\n5,x\n", "t.csv:2: \"5,x\" is not two numbers"),
             ("0,1\n0,2\n", "t.csv:2: time 0 is not after"),
             ("0,1\n5,-2\n", "a rate of 0 or more"),
-            ("0,1\n5,inf\n", "finite"),
+            ("0,1\nnan,1\n", "finite"),
+            ("0,1\n5,inf\n", "t.csv:2: expected a time of at most 1e12 s"),
+            ("0,1\n1e308,1\n", "t.csv:2: expected a time of at most 1e12 s"),
+            ("-1e308,1\n0,1\n", "t.csv:1: expected a time of at most 1e12 s"),
             ("0,0\n5,0\n", "every rate is 0"),
         ] {
             let error = Trace::parse(text, "t.csv".to_owned()).unwrap_err().to_string();

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use control_api::text::is_disruptive;
 use control_api::{ClusterStatus, Health, MemberInfo, MemberState};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -219,7 +220,7 @@ fn tokens_per_s(member: &MemberInfo) -> f64 {
 
 /// `text` of a peer without characters that a terminal would execute.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().map(|c| if is_disruptive(c) { '\u{fffd}' } else { c }).collect()
 }
 
 /// Lines of a picture beside those of servers.

@@ -53,7 +53,20 @@ fn fleet() -> Vec<Alert> {
             hold: Some("2m"),
             severity: "warning",
             summary: "expert server {{ $labels.instance }} is up but not ready",
-            description: "Its /readyz gives the reason: experts are loading, it has no lease, or it drains.",
+            description: "Its /readyz gives the reason: experts are loading, it has had no lease yet, or it drains.",
+        },
+        Alert {
+            name: "SwitchyardLeaseLost",
+            // A server without a control plane holds no lease, either.
+            expr: format!(
+                "{} == 0 and {} == 1 and on() count(up{{job=\"{CONTROL_JOB}\"}}) > 0",
+                server::LEASE_HELD,
+                server::READY
+            ),
+            hold: Some("1m"),
+            severity: "warning",
+            summary: "expert server {{ $labels.instance }} has lost its lease",
+            description: "It serves its clients, but the placement may leave it out. Check that it reaches a control plane; its log has the reason.",
         },
         Alert {
             name: "SwitchyardMembersUnreachable",
@@ -62,6 +75,14 @@ fn fleet() -> Vec<Alert> {
             severity: "warning",
             summary: "the control plane cannot connect to {{ $value }} serving members",
             description: "`switchyard status` names the members and the reason. Check --advertise and the network.",
+        },
+        Alert {
+            name: "SwitchyardPlanShort",
+            expr: format!("{} > 0", control::PLAN_SHORT),
+            hold: Some("2m"),
+            severity: "warning",
+            summary: "the servers allow no plan with all replicas",
+            description: "`switchyard status` says what is short: memory, servers, or files that can be read.",
         },
         Alert {
             name: "SwitchyardNameConflict",
@@ -144,6 +165,22 @@ fn control_plane() -> Vec<Alert> {
             severity: "critical",
             summary: "the control plane cannot write its state",
             description: "Free space on the disk of --data-dir, or restore the quorum of etcd. Until then the fleet serves, and servers of new names are refused.",
+        },
+        Alert {
+            name: "SwitchyardTokenFileInvalid",
+            expr: format!("{} == 0", control::TOKEN_FILE_VALID),
+            hold: Some("10s"),
+            severity: "warning",
+            summary: "the token file of {{ $labels.instance }} cannot be used; the tokens read before are in force",
+            description: "The control plane's log and `switchyard status` name the line and the fault. A restart would fail until it is corrected.",
+        },
+        Alert {
+            name: "SwitchyardAuditLost",
+            expr: format!("increase({}[10m]) > 0", control::AUDIT_LOST_TOTAL),
+            hold: None,
+            severity: "warning",
+            summary: "the audit log of {{ $labels.instance }} lacks entries",
+            description: "Free space on the disk of --audit-log. `switchyard status` has the reason; GET /v1/audit has the last 1,000 entries.",
         },
     ]
 }

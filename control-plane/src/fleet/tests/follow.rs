@@ -4,8 +4,8 @@ use super::*;
 use crate::member::union;
 
 /// A fleet whose placement follows the load, with members that load the experts of their assignment.
-struct Elastic {
-    world: World,
+pub(super) struct Elastic {
+    pub(super) world: World,
     /// Identity, incarnation, loaded experts and their assignment's version, by name.
     processes: HashMap<String, (MemberId, u64, Assignment, u64)>,
     /// Tokens per second of each expert of each layer.
@@ -15,11 +15,11 @@ struct Elastic {
     /// True once every expert has had its replicas.
     was_complete: bool,
     /// True if the test takes away more than the replicas cover.
-    may_lose: bool,
+    pub(super) may_lose: bool,
 }
 
 impl Elastic {
-    fn new(expected_servers: u32, min_replicas: u32) -> Self {
+    pub(super) fn new(expected_servers: u32, min_replicas: u32) -> Self {
         let goals = PlanGoals { min_replicas, ..PlanGoals::default() };
         let balance = BalanceSettings { goals, expected_servers, ..BalanceSettings::default() };
         let world = World::with(FleetSettings { balance: Some(balance), ..settings() }, None);
@@ -33,7 +33,13 @@ impl Elastic {
         }
     }
 
-    fn join(&mut self, name: &str, incarnation: u64) {
+    pub(super) fn join(&mut self, name: &str, incarnation: u64) {
+        self.join_unprobed(name, incarnation);
+        self.world.fleet.record_probe(name, incarnation, Ok(()), self.world.now);
+    }
+
+    /// A member that the control plane has not tried to connect to.
+    pub(super) fn join_unprobed(&mut self, name: &str, incarnation: u64) {
         let response = self.world.register(name, incarnation);
         self.world.ready(&response, incarnation);
         let RegisterResponse { member_id, assignment, assignment_version, .. } = response;
@@ -42,7 +48,7 @@ impl Elastic {
     }
 
     /// One second: every process renews, reports its tokens, and loads newly assigned experts.
-    fn second(&mut self) {
+    pub(super) fn second(&mut self) {
         self.world.advance(Duration::from_secs(1));
         let mut names: Vec<String> = self.processes.keys().cloned().collect();
         names.sort();
@@ -141,7 +147,7 @@ impl Elastic {
 fn steps(fleet: &Fleet) -> HashMap<String, (Assignment, Assignment)> {
     let Some(model) = &fleet.model else { return HashMap::new() };
     let planned: Vec<&Member> = fleet.members.values().filter(|m| m.is_planned()).collect();
-    if fleet.members.values().all(|member| member.target.is_none()) {
+    if !fleet.members.values().any(|m| m.target.is_some() || m.keeps_serving()) {
         return HashMap::new();
     }
     let takers = |layer, expert| {
@@ -149,7 +155,7 @@ fn steps(fleet: &Fleet) -> HashMap<String, (Assignment, Assignment)> {
         planned.iter().filter(has)
     };
     let has_loaded =
-        |m: &&Member, layer, expert| m.is_serving() && m.placed.contains(layer, expert);
+        |m: &&Member, layer, expert| m.can_take_over() && m.placed.contains(layer, expert);
     let is_pending = |layer, expert| takers(layer, expert).any(|m| !has_loaded(m, layer, expert));
     let select = |wanted: &dyn Fn(u32, u32) -> bool| {
         let entry = |&layer: &u32| {
@@ -362,6 +368,9 @@ fn a_drain_goes_on_after_a_restart() {
     let balance = BalanceSettings { expected_servers: 3, ..BalanceSettings::default() };
     let settings = FleetSettings { balance: Some(balance), ..settings() };
     fleet.world = World::with(settings, Some(snapshot));
+    for (name, incarnation) in [("a", 1), ("c", 3)] {
+        fleet.world.fleet.record_probe(name, incarnation, Ok(()), fleet.world.now);
+    }
     fleet.world.fleet.refresh();
     assert!(fleet.world.fleet.coverage().is_complete());
     let mut seconds = 0;
@@ -373,26 +382,92 @@ fn a_drain_goes_on_after_a_restart() {
     assert!(fleet.world.fleet.coverage().is_complete());
 }
 
+/// Replicas that memory or the number of servers does not allow are named as long as they are missing.
 #[test]
-fn a_drained_server_that_nothing_can_replace_leaves_after_a_while() {
+fn replicas_that_do_not_fit_are_named() {
+    let mut fleet = Elastic::new(2, 1);
+    let join = |fleet: &mut Elastic, name: &str, incarnation| {
+        fleet.join(name, incarnation);
+        let member = fleet.world.fleet.members.get_mut(name).unwrap();
+        member.record.capacity_experts = Some(20);
+    };
+    join(&mut fleet, "a", 1);
+    join(&mut fleet, "b", 2);
+    let shortage = |fleet: &mut Elastic, replicas| {
+        let goals = FleetGoals { replicas, spare: 0.0 };
+        fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+        (0..5).for_each(|_| fleet.second());
+        fleet.world.fleet.shortage().unwrap_or_default()
+    };
+    assert_eq!(shortage(&mut fleet, 1), "");
+    let text = shortage(&mut fleet, 2);
+    assert!(text.contains("48 copies") && text.contains("room for 40"), "{text}");
+    let text = shortage(&mut fleet, 3);
+    assert!(text.contains("need 3 servers") && text.contains("has 2"), "{text}");
+    let is_event = |event: &FleetEvent| matches!(event, FleetEvent::Short { .. });
+    assert_eq!(fleet.world.fleet.take_events().iter().filter(|event| is_event(event)).count(), 2);
+    join(&mut fleet, "c", 3);
+    assert_eq!(shortage(&mut fleet, 2), "");
+    assert!(fleet.world.fleet.coverage().is_complete());
+}
+
+/// A control plane that starts with other goals than those that were set while it ran says which ones hold.
+#[test]
+fn stored_goals_that_win_over_those_of_the_start_are_an_event() {
+    for (stored, is_event) in [(1, false), (2, true)] {
+        let mut fleet = Elastic::new(1, 1);
+        let asked = fleet.world.fleet.goals().unwrap();
+        let goals = FleetGoals { replicas: stored, ..asked };
+        fleet.world.fleet.set_goals(goals, fleet.world.now).unwrap();
+        let (snapshot, _) = fleet.world.fleet.snapshot();
+        let balance = Some(BalanceSettings::default());
+        let mut next = World::with(FleetSettings { balance, ..settings() }, Some(snapshot));
+        assert_eq!(next.fleet.goals().unwrap(), goals);
+        let event = FleetEvent::GoalsKept { asked, goals };
+        assert_eq!(next.fleet.take_events().contains(&event), is_event);
+    }
+}
+
+/// No server will take over the experts of the last ones, or those of a server without any: they leave at once.
+#[test]
+fn servers_that_nothing_can_replace_leave_at_once() {
+    for names in [&["a"][..], &["a", "b"], &["a", "b", "c"]] {
+        let mut fleet = Elastic::new(1, 1);
+        let incarnation = |at: usize| at as u64 + 1;
+        for (at, name) in names.iter().enumerate() {
+            fleet.join(name, incarnation(at));
+        }
+        (0..4).for_each(|_| fleet.second());
+        fleet.may_lose = true;
+        for name in names {
+            let id = fleet.processes[*name].0.clone();
+            fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
+            fleet.world.fleet.refresh();
+        }
+        (0..2).for_each(|_| fleet.second());
+        for (at, name) in names.iter().enumerate() {
+            let (id, _, _, assignment_version) = fleet.processes[*name].clone();
+            let request =
+                LeaseRequest { incarnation: incarnation(at), assignment_version, load: None };
+            let response = fleet.world.fleet.renew(&id, request, fleet.world.now).unwrap();
+            assert!(!response.keeps_serving, "{name} of {names:?}");
+        }
+        assert!(fleet.world.fleet.table().servers.is_empty());
+    }
+}
+
+/// A server without experts has nothing to hand over, although another one serves them.
+#[test]
+fn a_server_without_experts_leaves_at_once() {
     let mut fleet = Elastic::new(1, 1);
     fleet.join("a", 1);
-    fleet.second();
-    let id = fleet.processes["a"].0.clone();
-    fleet.world.fleet.drain(&id, None, fleet.world.now).unwrap();
-    let request = |fleet: &Elastic| LeaseRequest {
-        incarnation: 1,
-        assignment_version: fleet.processes["a"].3,
-        load: None,
-    };
-    for _ in 0..24 {
-        fleet.world.advance(Duration::from_secs(1));
-        let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
-        assert!(response.keeps_serving);
-    }
-    fleet.world.advance(Duration::from_secs(2));
-    let response = fleet.world.fleet.renew(&id, request(&fleet), fleet.world.now).unwrap();
-    assert!(!response.keeps_serving && fleet.world.fleet.table().servers.is_empty());
+    let mut request = World::request("empty", 2);
+    request.capacity_experts = Some(0);
+    let response = fleet.world.fleet.register(request, fleet.world.now).unwrap();
+    assert!(response.assignment.is_empty());
+    fleet.world.ready(&response, 2);
+    let info = fleet.world.fleet.drain(&response.member_id, None, fleet.world.now).unwrap();
+    assert_eq!((info.state, info.keeps_serving), (MemberState::Draining, false));
 }
 
 #[test]

@@ -162,6 +162,30 @@ fn data_of_another_program_is_refused() {
     assert!(matches!(err, StoreError::Foreign { .. }), "{err}");
 }
 
+/// A leader whose key another program has overwritten names it, and writes again once the key is gone. A process that
+/// leads no longer is told so.
+#[test]
+fn a_leader_outlives_a_foreign_value() {
+    let (etcd, runtime) = (EtcdCluster::start(1), runtime());
+    let prefix = Prefix::new(&etcd.endpoints(), &runtime);
+    let fence = prefix.lead("a");
+    let mut store = prefix.open_with(Some(fence.clone()));
+    let first = store.save(&snapshot(1), Revision(0)).unwrap();
+    let key = format!("{}snapshot", prefix.prefix);
+    prefix.put(&key, "garbage");
+    for _ in 0..2 {
+        let err = store.save(&snapshot(2), first).unwrap_err();
+        assert!(matches!(&err, StoreError::Foreign { key: found, .. } if *found == key), "{err}");
+    }
+    prefix.delete(key.as_bytes());
+    let second = store.save(&snapshot(3), first).unwrap();
+    assert_eq!(store.load().unwrap().1, second);
+    prefix.put(&key, "garbage");
+    prefix.delete(&fence.key);
+    let err = store.save(&snapshot(4), second).unwrap_err();
+    assert!(matches!(err, StoreError::Deposed), "{err}");
+}
+
 #[test]
 fn damage_is_noticed() {
     let (etcd, runtime) = (EtcdCluster::start(1), runtime());

@@ -41,11 +41,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "switchyard.commonEnv" -}}
-- name: SWITCHYARD_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "switchyard.secret" . }}
-      key: token
 {{- if .Values.tls.existingSecret }}
 - name: SWITCHYARD_TLS
   value: /tls
@@ -65,11 +60,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- ternary "https" "http" (ne .Values.tls.existingSecret "") -}}
 {{- end -}}
 
+{{/* Of a pod. The argument is the number of its user. */}}
 {{- define "switchyard.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
+{{- $user := int . -}}
+runAsNonRoot: {{ ne $user 0 }}
+runAsUser: {{ $user }}
+runAsGroup: {{ $user }}
+fsGroup: {{ $user }}
+# Kubernetes walks through a whole volume of a model otherwise, at each start.
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

@@ -1,8 +1,9 @@
 //! Counts and reports of a batch that has ended.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kernels::abi::{Batch, FrameGeometry};
+use telemetry::{FrameKey, ServedStamp, ServerRecorder, Stamp};
 
 use super::DataThread;
 use crate::device::{BatchReport, BatchTimeline};
@@ -48,6 +49,44 @@ impl DataThread {
                 self.load.add_expert(batch.layer, expert, num_tokens);
                 self.expert_tokens.add(batch.layer, expert, num_tokens);
             }
+        }
+    }
+
+    /// Records the times of sampled frames of a batch that was seen to have ended at `ended`. Kernels measure the
+    /// lengths of waits and computes, and not their time of day.
+    pub(super) fn record(
+        &self,
+        ServerRecorder { recorder, server_key }: &ServerRecorder,
+        batch: &Batch,
+        compute: Duration,
+        ended: Instant,
+    ) {
+        for (idx, client) in self.clients.entries().iter().enumerate() {
+            let Some(client) = client.as_ref().filter(|_| batch.clients >> idx & 1 != 0) else {
+                continue;
+            };
+            let number = batch.frame_number[idx];
+            let (client_id, generation) = (client.expect.client_id, client.expect.generation);
+            let key = FrameKey::on_gpu(*server_key, client_id, generation, number);
+            if !recorder.samples(key.client_id, key.sequence) {
+                continue;
+            }
+            let [begin, end] = [batch.row_begin[idx], batch.row_begin[idx + 1]];
+            let waited = Duration::from_nanos(batch.waited_ns[idx].into());
+            // A duration of a GPU that is wrong must not end this thread.
+            let began = ended.checked_sub(compute).unwrap_or(ended);
+            recorder.record(Stamp::Served(ServedStamp {
+                key,
+                layer: batch.layer,
+                num_tokens: end.saturating_sub(begin),
+                batch_tokens: batch.num_rows,
+                arrived: began.checked_sub(waited).unwrap_or(began),
+                began,
+                gathered: began,
+                computed: ended,
+                answered: ended,
+                is_on_gpu: true,
+            }));
         }
     }
 

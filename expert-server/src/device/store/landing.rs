@@ -17,7 +17,7 @@ pub(super) struct DeviceLanding<'a> {
     targets: Vec<Target>,
 }
 
-/// Where a part goes.
+/// The destination of a part.
 enum Target {
     Codes {
         to: DevicePtr,

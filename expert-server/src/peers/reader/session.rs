@@ -13,6 +13,7 @@ use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabric
 use super::{Fetch, Peer, ReadExpert};
 use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
 use crate::peers::manifest::{ExpertShape, Manifest};
+use crate::peers::ticket::NoPeers;
 use crate::peers::wire::{self, Request, Response, VERSION};
 
 /// Why a peer does not give an expert.
@@ -103,7 +104,9 @@ impl Session {
         let config = EngineConfig {
             bind: SocketAddr::new(fetch.local, 0),
             fabrics,
+            check: Some(Arc::new(NoPeers)),
             ticket: fetch.secret.as_ref().map(|secret| secret.reveal().to_owned()),
+            tls: fetch.security.for_client().cloned(),
             ..EngineConfig::default()
         };
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
@@ -371,7 +374,8 @@ fn connect<'a>(
     });
     let reach = |peer: &Peer| {
         let connect = |_| {
-            let connection = engine.connect(peer.addr, deadline).map_err(|e| e.to_string())?;
+            let connection = engine.connect_with(peer.addr, peer.options.clone(), deadline);
+            let connection = connection.map_err(|error| error.to_string())?;
             connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
             Ok::<_, String>(connection)
         };
@@ -421,7 +425,7 @@ fn connect<'a>(
     sources.collect()
 }
 
-/// What a peer holds.
+/// Experts of a peer.
 struct PeerIndex {
     holds: HashSet<(u32, u32)>,
     /// The text by which its device's memory is found.

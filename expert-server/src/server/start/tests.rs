@@ -3,10 +3,11 @@
 use httpd::trust::Role;
 use httpd::trust::certs::{Authority, Request, validity_from_now};
 use httpd::trust::tls::TlsFiles;
+use httpd::trust::tls::{ClientCertificates, Tls};
 use tempfile::TempDir;
 
 use super::*;
-use crate::config::{ExpertSelection, Secret};
+use crate::config::{ExpertSelection, Secret, TicketMode};
 
 fn member() -> ServerConfig {
     let placement = Placement::ControlPlane { url: "http://127.0.0.1:1".to_owned(), token: None };
@@ -53,18 +54,23 @@ fn a_server_that_would_admit_every_client_of_other_hosts_is_refused() {
     assert!(check_admission(&config).is_err(), "there are no tickets without a control plane");
 }
 
-/// Certificates do not protect the port for weights.
 #[test]
-fn a_server_without_a_token_offers_no_weights_to_other_hosts() {
+fn a_server_without_tickets_and_secrets_offers_no_weights_to_other_hosts() {
     let dir = TempDir::new().expect("a folder");
     let mut config = member();
-    config.security.tls = Some(tls(&dir, ClientCertificates::Required));
+    config.security.tls = Some(tls(&dir, ClientCertificates::Optional));
+    config.tickets = TicketMode::Off;
     for exposed in ["192.0.2.7:0", "0.0.0.0:0", "[::]:0"] {
         config.data_addr = exposed.parse().expect("an address");
         let bind = weights::source_addr(&config).expect("it offers weights");
         assert!(weights::admits_all(&config, bind), "{exposed}");
         let with_token = ServerConfig { secret: Some(Secret::new("sesame")), ..config.clone() };
         assert!(!weights::admits_all(&with_token, bind), "{exposed}");
+        let with_tickets = ServerConfig { tickets: TicketMode::Required, ..config.clone() };
+        assert!(!weights::admits_all(&with_tickets, bind), "{exposed}");
+        let mut with_certificates = config.clone();
+        with_certificates.security.tls = Some(tls(&dir, ClientCertificates::Required));
+        assert!(!weights::admits_all(&with_certificates, bind), "{exposed}");
     }
     config.weights.listen = Some("127.0.0.1:0".parse().expect("an address"));
     let bind = weights::source_addr(&config).expect("it offers weights");

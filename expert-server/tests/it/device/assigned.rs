@@ -55,6 +55,8 @@ impl Book {
             experts_assigned: self.assignment.num_experts() as u64,
             load: None,
             unreachable: None,
+            not_stored: None,
+            insecure: None,
             fingerprint: None,
             reports: Vec::new(),
         }

@@ -14,6 +14,7 @@ use switchyard_expert_server::{
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+use super::lifecycle::get;
 use crate::common::{PATIENCE, seeded, start_server};
 
 struct ControlPlane {
@@ -49,6 +50,7 @@ impl ControlPlane {
     async fn member(&self, name: &str) -> RunningServer {
         start_server(name, ExpertSelection::All, |config| {
             config.placement = Placement::ControlPlane { url: self.url.clone(), token: None };
+            config.metrics_addr = Some(([127, 0, 0, 1], 0).into());
             config.drain_idle = Duration::from_millis(50);
         })
         .await
@@ -104,9 +106,21 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
     control.stop().await;
     // Longer than a lease, so both servers must register again by themselves.
     let deadline = Instant::now() + PATIENCE;
-    while a.ready().is_ok() || b.ready().is_ok() {
-        assert!(Instant::now() < deadline, "a lost lease shows in readiness");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    for server in [&a, &b] {
+        let addr = server.metrics_addr().expect("metrics are served");
+        loop {
+            // Data flows without a control plane, so load balancers must not act.
+            let answer = get(addr, "/readyz").await;
+            assert!(answer.starts_with("HTTP/1.1 200") && server.ready().is_ok(), "{answer}");
+            if answer.ends_with("ok, but the control plane's lease is not held\n") {
+                break;
+            }
+            assert!(Instant::now() < deadline, "a lost lease shows in readiness: {answer}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let text = get(addr, "/metrics").await;
+        assert!(text.contains("switchyard_server_ready 1"), "{text}");
+        assert!(text.contains("switchyard_server_lease_held 0"), "{text}");
     }
     let control = ControlPlane::start(&listen, dir.path()).await;
     a.serving(PATIENCE).await.expect("a is back");

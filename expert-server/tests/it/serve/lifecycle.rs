@@ -43,7 +43,7 @@ fn client_of(
     )
 }
 
-async fn get(addr: std::net::SocketAddr, path: &str) -> String {
+pub(super) async fn get(addr: std::net::SocketAddr, path: &str) -> String {
     let mut stream = TcpStream::connect(addr).await.expect("connected");
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.expect("sent");
@@ -347,4 +347,41 @@ async fn eventually_async(what: &str, is_so: impl Fn() -> bool) {
         assert!(Instant::now() < until, "not in time: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+}
+
+/// Monitors ask a few times a second. A flood is refused, and another address is answered.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flood_of_requests_is_refused() {
+    let server = start_server("s0", ExpertSelection::EveryLayer(vec![3]), |config| {
+        config.metrics_addr = Some(([127, 0, 0, 1], 0).into());
+    })
+    .await;
+    let addr = server.metrics_addr().expect("metrics are served");
+    let mut stream = TcpStream::connect(addr).await.expect("connected");
+    let request = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n";
+    let mut answer = [0; 4096];
+    let mut refused = None;
+    // The burst is 200 requests, and 100 more come each second.
+    for _ in 0..100_000 {
+        stream.write_all(request).await.expect("sent");
+        let len = stream.read(&mut answer).await.expect("an answer");
+        let text = String::from_utf8_lossy(&answer[..len]).into_owned();
+        if text.starts_with("HTTP/1.1 429") {
+            refused = Some(text);
+            break;
+        }
+        assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    }
+    let refused = refused.expect("a flood is refused");
+    assert!(
+        refused.contains("retry-after: ") && refused.contains("too many requests"),
+        "{refused}"
+    );
+    let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+    socket.bind(([127, 0, 0, 2], 0).into()).expect("another address");
+    let mut other = socket.connect(addr).await.expect("connected");
+    other.write_all(request).await.expect("sent");
+    let len = other.read(&mut answer).await.expect("an answer");
+    assert!(answer[..len].starts_with(b"HTTP/1.1 200"));
+    server.shutdown().await;
 }

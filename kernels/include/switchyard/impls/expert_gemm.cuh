@@ -248,7 +248,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         }
     }
 
-  private:
+  protected:
     // Known with the first stage of it.
     __device__ __forceinline__ FetchedTile next_tile(uint32_t slot) const {
         wait_full_phase(ring.full(), ring.phase);
@@ -355,24 +355,31 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     // A tile's weights of one step.
     __device__ __forceinline__ void fetch_weights(const StageRing& stage, const ExpertTile& tile,
                                                   uint32_t panel) const {
+#pragma unroll
+        for (uint32_t block = 0; block < 4; ++block)
+            fetch_block(stage.weights() + block * (kWeightBytes / 4), stage.full(), tile, panel,
+                        block);
+    }
+
+    // A panel of 64 of a tile's rows of weights: of the first to the fourth block.
+    __device__ __forceinline__ void fetch_block(uint32_t target, uint32_t full,
+                                                const ExpertTile& tile, uint32_t panel,
+                                                uint32_t block) const {
         const uint32_t x = panel * kPanelValues;
         if constexpr (kGateUp) {
             const uint32_t first_row = tile.expert * 2 * num_outs;
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const uint32_t out = tile.column * kOuts + half * 64;
-                // Data behind all rows arrives as zeros.
-                // NOTES: the limit is behind every place that a layer's memory can have: there may
-                // be more places than experts are counted for, and the memory of the others was
-                // never written.
-                const uint32_t row =
-                    out < num_outs ? first_row + out : SY_MAX_EXPERTS * 2 * num_outs;
-                ptx::cp_async_bulk_tensor_5d(stage.weights() + half * (kWeightBytes / 2),
-                                             layer.gate_up_map, stage.full(), x, row, 0, 0, 0);
-            }
+            const uint32_t out = tile.column * kOuts + block / 2 * 64;
+            // Data behind all rows arrives as zeros.
+            // NOTES: the limit is behind every place that a layer's memory can have: there may be
+            // more places than experts are counted for, and the memory of the others was never
+            // written.
+            const uint32_t row = out < num_outs ? first_row + out : SY_MAX_EXPERTS * 2 * num_outs;
+            ptx::cp_async_bulk_tensor_5d(target, layer.gate_up_map, full, x, row, 0, 0,
+                                         block % 2 * 4);
         } else {
-            ptx::cp_async_bulk_tensor_5d(stage.weights(), layer.down_map, stage.full(), x, 0, 0, 0,
-                                         (tile.expert * num_outs + tile.column * kOuts) / 32);
+            ptx::cp_async_bulk_tensor_5d(
+                target, layer.down_map, full, x, 0, 0, 0,
+                (tile.expert * num_outs + tile.column * kOuts) / 32 + block * 2);
         }
     }
 
@@ -608,61 +615,5 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         }
     }
 };
-
-template <bool kFp8, bool kGateUp, bool kDirect>
-__global__ void __launch_bounds__(kGemmThreads, 1)
-    expert_gemm_kernel(const __grid_constant__ sy_expert_compute_params params) {
-    extern __shared__ __align__(1024) uint8_t shared_memory[];
-    const uint32_t shared = ptx::shared_address(shared_memory);
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Multiplier = Gemm<kFp8, kGateUp, kDirect>;
-    if (threadIdx.x == 0) {
-        if (blockIdx.x == 0)
-            comm::stamp(params.lists.stamps, kGateUp ? SY_BATCH_UP_START : SY_BATCH_DOWN_START);
-        for (uint32_t stage = 0; stage < kGemmStages; ++stage) {
-            ptx::mbarrier_init(shared + kFullAt + stage * 8, Multiplier::kArrivals);
-            ptx::mbarrier_init(shared + kEmptyAt + stage * 8, 8);
-        }
-        ptx::fence_mbarrier_init();
-    }
-    // NOTES: counts and layer were there before the kernel before this one began, except behind the
-    // reception.
-    if (kDirect)
-        ptx::griddepcontrol_wait();
-    const uint32_t layer_idx = params.lists.batch->layer;
-    // NOTES: the host rewrites maps in place when experts are loaded, and a multiprocessor's cached
-    // copies of the old ones name memory that is freed then. The order of kernels in a stream does
-    // not cover it (CUDA C++ Programming Guide, tensor maps in global memory: a fence in each block
-    // before their first use). It stands before the barrier: behind it, the compiler's code for the
-    // rest was up to 10 % slower.
-    if (threadIdx.x == 0 && layer_idx < params.num_layers) {
-        const sy_layer_weights& layer = params.layers[layer_idx];
-        ptx::fence_proxy_tensormap_acquire_sys(kGateUp ? layer.gate_up_map : layer.down_map);
-    }
-    __syncthreads();
-    if (layer_idx >= params.num_layers) {
-        ptx::griddepcontrol_wait();
-        return;
-    }
-    Multiplier gemm(params, shared);
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<56>();
-        if constexpr (kDirect)
-            gemm.fetch_direct();
-        else if (threadIdx.x < 32)
-            gemm.fetch();
-    } else {
-        ptx::setmaxnreg_inc<224>();
-        // From one lane, so that the compiler knows it to be the same in all.
-        gemm.multiply(__shfl_sync(kFullWarp, threadIdx.x / 128 - 1, 0));
-        if (threadIdx.x == 128)
-            comm::stamp_last(params.lists.stamps, kGateUp ? SY_BATCH_UP_END : SY_BATCH_DOWN_END);
-    }
-#else
-    ptx::griddepcontrol_wait();
-    if (params.lists.batch->layer < params.num_layers)
-        multiply_plain<kFp8, kGateUp, kDirect>(params, shared + kStagingAt);
-#endif
-}
 
 } // namespace switchyard::impls

@@ -126,26 +126,27 @@ typedef struct sy_map_shape {
  * results: row 8 j + 2 q + e of a group, in the tile, is row 16 q + 2 j + e (down: 8 q + 2 j + e) of the
  * matrix. The second dimension is all rows: its coordinate says where a group begins. */
 
-/* Gate and up: a box is half a tile, a group of 64 rows of gate and of as many of up, by eight in turn. */
+/* Gate and up: a box is a quarter of a tile, half a group of 64 rows of gate and of as many of up, by eight in
+ * turn. */
 static inline sy_map_shape sy_gate_up_map(uint32_t hidden, uint32_t inter,
                                           uint32_t num_local_experts, uint32_t dtype) {
     const uint64_t row = hidden * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
     const sy_map_shape map = {
         5,
-        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 2, 8},
+        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 2, 4},
         {hidden, inter * (uint64_t)2 * num_local_experts, 4, 2, 8},
         {row, row * 16, row * inter, row * 2}};
     return map;
 }
 
-/* Down: a box is a tile, eight groups of 32 rows. */
+/* Down: a box is a quarter of a tile, two groups of 32 rows. */
 static inline sy_map_shape sy_down_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
                                        uint32_t dtype) {
     const uint64_t row = inter * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
     const uint64_t num_groups = hidden / 32 * (uint64_t)num_local_experts;
     const sy_map_shape map = {
         5,
-        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 4, SY_TILE_WEIGHTS / 32},
+        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 4, SY_TILE_WEIGHTS / 32 / SY_MOST_PARTS},
         {inter, 2, 4, 4, num_groups},
         {row, row * 8, row * 2, row * 32}};
     return map;

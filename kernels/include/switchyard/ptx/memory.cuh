@@ -110,6 +110,10 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint
     return before;
 }
 
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

@@ -8,6 +8,7 @@
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -112,7 +113,16 @@ impl Io {
         };
         let timeout = self.config.liveness_timeout;
         match ControlSocket::new(stream, self.set.as_fd(), idx.into(), timeout, caller.is_some()) {
-            Ok(socket) => {
+            Ok(mut socket) => {
+                if let (None, Some(tls)) = (&caller, &self.config.tls) {
+                    match tls.begin_accept() {
+                        Ok(begun) => socket.secure(begun),
+                        Err(error) => {
+                            self.free_place(idx);
+                            return Err((io::Error::other(error), caller));
+                        }
+                    }
+                }
                 self.next_deadline_ns = self.next_deadline_ns.min(self.shared.ns(deadline));
                 let handshake = Handshake::new(socket, deadline, caller);
                 self.add_pending(idx, &handshake);
@@ -172,8 +182,9 @@ impl Io {
         }
     }
 
-    /// Warns of a refused handshake.
+    /// Counts a refused handshake, and warns of it.
     pub(super) fn warn_refused(&mut self, why: &str) {
+        self.shared.num_refused.fetch_add(1, Ordering::Relaxed);
         self.warn_rate_limited(|| format!("handshake refused: {why}"));
     }
 }

@@ -51,8 +51,8 @@ impl Io {
                     self.fail_disconnected(conn, transfer, "notify");
                 }
             }
-            Command::Connect { addr, deadline, reply } => {
-                self.begin_connect(deadline, ConnectCaller { addr, reply });
+            Command::Connect { addr, options, deadline, reply } => {
+                self.begin_connect(deadline, ConnectCaller { addr, options, reply });
             }
             Command::Register(Register { ptr, bytes, access, source, reply }) => {
                 let fabrics = &mut self.fabrics;

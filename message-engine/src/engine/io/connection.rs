@@ -1,5 +1,6 @@
 //! An established connection.
 
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 
@@ -80,18 +81,22 @@ impl ActiveConnection {
             match self.socket.read(wanted) {
                 ReadOutcome::Data => {}
                 ReadOutcome::WouldBlock => return Ok(()),
-                ReadOutcome::Closed(how) => return Err(CloseReason::Lost(how.into())),
+                ReadOutcome::Closed(how)
+                | ReadOutcome::TlsFailed(how)
+                | ReadOutcome::NotTls(how) => return Err(CloseReason::Lost(how.into())),
             }
         }
     }
 
     /// Writes the link's output to the socket. An error ends the connection.
     pub(super) fn flush(&mut self, set: BorrowedFd<'_>) -> Result<(), CloseReason> {
+        let lost = |error: io::Error| CloseReason::Lost(error.to_string().into());
+        self.socket.push_records().map_err(lost)?;
         while !self.link.output().is_empty() {
             match self.socket.write(self.link.output()) {
                 Ok(0) => break,
                 Ok(written) => self.link.sent(written),
-                Err(error) => return Err(CloseReason::Lost(error.to_string().into())),
+                Err(error) => return Err(lost(error)),
             }
         }
         self.socket.want_out(set, !self.link.output().is_empty());

@@ -1,5 +1,6 @@
 //! Handshakes that establish connections.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,12 +9,13 @@ use super::hello::{HEADER_BYTES, Message, PeerHello, Side};
 use super::socket::{ControlSocket, ReadOutcome};
 use super::{Io, offer_of};
 use crate::engine::PeerInfo;
+use crate::engine::config::ConnectOptions;
 use crate::engine::connection::Connection;
 use crate::engine::error::ConnectError;
 use crate::engine::mailbox::Mailbox;
 use crate::engine::shared::ConnectReply;
 use crate::fabric::PeerId;
-use p2p_core::bootstrap::equal_in_constant_time;
+use p2p_core::bootstrap::{HandshakeBinding, ShownTicket, equal_in_constant_time};
 use p2p_core::host::names;
 use p2p_core::network::{Offer, Route};
 
@@ -29,6 +31,8 @@ pub(super) struct Handshake {
     /// The user's call that waits for the connection.
     caller: Option<ConnectCaller>,
     is_incoming: bool,
+    /// The ticket that the peer has shown.
+    shown: Option<ShownTicket>,
     peer: Option<PeerHello>,
     /// Offers of the connecting side that were not tried yet.
     offered: Vec<Side>,
@@ -37,6 +41,8 @@ pub(super) struct Handshake {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Connecting,
+    /// The TLS handshake is under way.
+    Securing,
     AwaitHello,
     AwaitWelcome,
     AwaitReady,
@@ -47,6 +53,7 @@ enum Step {
 #[derive(Debug)]
 pub(super) struct ConnectCaller {
     pub(super) addr: SocketAddr,
+    pub(super) options: ConnectOptions,
     pub(super) reply: Arc<Mailbox<ConnectReply>>,
 }
 
@@ -80,6 +87,10 @@ pub(super) enum Outcome {
 /// Failure of a handshake.
 enum Failure {
     Io(String),
+    /// The TLS handshake failed.
+    Tls(String),
+    /// This side has no ticket to show.
+    Ticket(String),
     Foreign(String),
     /// This side refuses, and sends the reason to the peer.
     Refuse(String),
@@ -93,7 +104,11 @@ impl Handshake {
         deadline: Instant,
         caller: Option<ConnectCaller>,
     ) -> Self {
-        let step = if caller.is_some() { Step::Connecting } else { Step::AwaitHello };
+        let step = match caller {
+            Some(_) => Step::Connecting,
+            None if !socket.is_secured() => Step::Securing,
+            None => Step::AwaitHello,
+        };
         Self {
             socket,
             deadline,
@@ -102,6 +117,7 @@ impl Handshake {
             opened: Vec::new(),
             is_incoming: caller.is_none(),
             caller,
+            shown: None,
             peer: None,
             offered: Vec::new(),
         }
@@ -153,7 +169,7 @@ impl Io {
         error: Option<ConnectError>,
     ) {
         self.close_opened(handshake);
-        if let Some(ConnectCaller { addr, reply }) = handshake.caller.take() {
+        if let Some(ConnectCaller { addr, reply, .. }) = handshake.caller.take() {
             let late = ConnectError::Timeout { addr: addr.to_string() };
             // A caller that has timed out needs no answer.
             let _ = reply.push(Err(error.unwrap_or(late)));
@@ -191,12 +207,18 @@ impl Io {
                 return Ok(Outcome::InProgress);
             }
             handshake.socket.connect_result().map_err(|error| Failure::Io(error.to_string()))?;
-            self.say_hello(handshake)?;
+            self.begin_securing(handshake)?;
         }
         loop {
+            if handshake.step == Step::Securing && handshake.socket.is_secured() {
+                match handshake.caller {
+                    Some(_) => self.say_hello(handshake)?,
+                    None => handshake.step = Step::AwaitHello,
+                }
+            }
             self.flush_handshake(handshake)?;
-            if let Some(message) = next_message(handshake)? {
-                if let Some(established) = self.on_message(handshake, message)? {
+            if let Some((message, bytes)) = next_message(handshake)? {
+                if let Some(established) = self.on_message(handshake, message, &bytes)? {
                     self.flush_handshake(handshake)?;
                     return Ok(established);
                 }
@@ -214,10 +236,14 @@ impl Io {
                 }
                 ReadOutcome::Data => {}
                 ReadOutcome::WouldBlock => return Ok(Outcome::InProgress),
-                ReadOutcome::Closed(_) if handshake.step == Step::Rejected => {
+                ReadOutcome::Closed(_) | ReadOutcome::TlsFailed(_) | ReadOutcome::NotTls(_)
+                    if handshake.step == Step::Rejected =>
+                {
                     return Ok(Outcome::Ended);
                 }
                 ReadOutcome::Closed(how) => return Err(Failure::Io(how)),
+                ReadOutcome::TlsFailed(how) => return Err(Failure::Tls(how)),
+                ReadOutcome::NotTls(how) => return Err(Failure::Refuse(how)),
             }
         }
     }
@@ -226,9 +252,20 @@ impl Io {
         &mut self,
         handshake: &mut Handshake,
         message: Message,
+        bytes: &[u8],
     ) -> Result<Option<Outcome>, Failure> {
         match (handshake.step, message) {
+            (Step::AwaitHello, Message::Ticket(shown)) if handshake.shown.is_none() => {
+                handshake.shown = Some(shown);
+            }
             (Step::AwaitHello, Message::Hello { hello, ticket, sides }) => {
+                if let Some(check) = &self.config.check {
+                    let channel = handshake.socket.channel_binding();
+                    let binding = HandshakeBinding { channel, hello: bytes };
+                    check
+                        .check(handshake.shown.as_ref(), &binding)
+                        .map_err(|reject| Failure::Refuse(reject.message))?;
+                }
                 if let Some(expected) = &self.config.ticket
                     && !equal_in_constant_time(expected.as_bytes(), &ticket)
                 {
@@ -290,6 +327,18 @@ impl Io {
         Ok(None)
     }
 
+    /// Begins TLS at the connecting side, or says the hello if there is none.
+    fn begin_securing(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let (Some(tls), Some(caller)) = (&self.config.tls, &handshake.caller) else {
+            return self.say_hello(handshake);
+        };
+        let host = caller.options.host.clone().unwrap_or_else(|| caller.addr.ip().to_string());
+        let begun = tls.begin_connect(&host).map_err(|error| Failure::Tls(error.to_string()))?;
+        handshake.socket.secure(begun);
+        handshake.step = Step::Securing;
+        Ok(())
+    }
+
     fn say_hello(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
         let (route, _) = handshake.route()?;
         let mut sides = Vec::new();
@@ -303,7 +352,14 @@ impl Io {
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
-        handshake.push_message(&Message::Hello { hello: self.own_hello(), ticket, sides });
+        let hello = Message::Hello { hello: self.own_hello(), ticket, sides }.encode();
+        let tickets = handshake.caller.as_ref().and_then(|caller| caller.options.tickets.as_ref());
+        if let Some(tickets) = tickets {
+            let channel = handshake.socket.channel_binding();
+            let shown = tickets.show(&HandshakeBinding { channel, hello: &hello });
+            handshake.push_message(&Message::Ticket(shown.map_err(Failure::Ticket)?));
+        }
+        handshake.out.extend(hello);
         handshake.step = Step::AwaitWelcome;
         Ok(())
     }
@@ -352,6 +408,8 @@ impl Io {
                 Failure::Io(detail) if handshake.step == Step::Connecting => {
                     ConnectError::Unreachable { addr, detail }
                 }
+                Failure::Tls(reason) => ConnectError::Tls { addr, reason },
+                Failure::Ticket(reason) => ConnectError::Ticket { addr, reason },
                 Failure::Io(detail) | Failure::Foreign(detail) | Failure::Refuse(detail) => {
                     ConnectError::Foreign { addr, detail }
                 }
@@ -362,7 +420,18 @@ impl Io {
         }
         self.close_opened(handshake);
         let message = match failure {
-            Failure::Io(_) | Failure::Rejected(_) => return Outcome::Ended,
+            Failure::Io(_) | Failure::Ticket(_) | Failure::Rejected(_) => return Outcome::Ended,
+            Failure::Tls(_) if is_rejected => return Outcome::Ended,
+            Failure::Tls(reason) => {
+                self.warn_refused(&reason);
+                // The socket stays until the peer has read the alert: a socket with unread bytes would reset it away.
+                handshake.step = Step::Rejected;
+                handshake.out.clear();
+                handshake.socket.finish();
+                let received = handshake.socket.received().len();
+                handshake.socket.consume(received);
+                return Outcome::InProgress;
+            }
             Failure::Foreign(message) | Failure::Refuse(message) => message,
         };
         if is_rejected {
@@ -378,15 +447,18 @@ impl Io {
     }
 
     fn flush_handshake(&mut self, handshake: &mut Handshake) -> Result<(), Failure> {
+        let failed = |error: io::Error| Failure::Io(error.to_string());
+        handshake.socket.push_records().map_err(failed)?;
         while !handshake.out.is_empty() {
             match handshake.socket.write(&handshake.out) {
                 Ok(0) => break,
                 Ok(written) => drop(handshake.out.drain(..written)),
-                Err(error) => return Err(Failure::Io(error.to_string())),
+                Err(error) => return Err(failed(error)),
             }
         }
         handshake.socket.want_out(self.set(), !handshake.out.is_empty());
-        if handshake.out.is_empty() && handshake.step == Step::Rejected {
+        let is_sent = handshake.out.is_empty() && !handshake.socket.has_records();
+        if is_sent && handshake.step == Step::Rejected {
             handshake.socket.finish();
         }
         Ok(())
@@ -414,9 +486,10 @@ impl Io {
     }
 }
 
-/// Takes a whole message out of the received bytes. Frames that follow the handshake stay.
-fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
-    if matches!(handshake.step, Step::Connecting | Step::Rejected) {
+/// Takes a whole message out of the received bytes. Frames that follow the handshake stay. The bytes of a message that
+/// may be a hello come with it, for the proof that covers them.
+fn next_message(handshake: &mut Handshake) -> Result<Option<(Message, Vec<u8>)>, Failure> {
+    if matches!(handshake.step, Step::Connecting | Step::Securing | Step::Rejected) {
         return Ok(None);
     }
     let received = handshake.socket.received();
@@ -426,6 +499,10 @@ fn next_message(handshake: &mut Handshake) -> Result<Option<Message>, Failure> {
     let body_bytes = Message::body_bytes(header).map_err(Failure::Foreign)?;
     let Some(body) = rest.get(..body_bytes) else { return Ok(None) };
     let message = Message::decode(header, body).map_err(Failure::Foreign)?;
+    let bytes = match handshake.step {
+        Step::AwaitHello => received[..HEADER_BYTES + body_bytes].to_vec(),
+        _ => Vec::new(),
+    };
     handshake.socket.consume(HEADER_BYTES + body_bytes);
-    Ok(Some(message))
+    Ok(Some((message, bytes)))
 }

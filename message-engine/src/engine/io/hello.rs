@@ -6,14 +6,15 @@ use crate::engine::link::Limits;
 use crate::engine::metadata::{
     MAX_OFFERS, put_device, put_offer, read_device, read_num_offers, read_offer,
 };
-use p2p_core::bootstrap::wire::printable;
+use p2p_core::bootstrap::ShownTicket;
+use p2p_core::bootstrap::wire::{self, printable};
 use p2p_core::network::{MAX_DETAIL_BYTES, Offer};
 
 /// Bytes of the header of a handshake message.
 pub(super) const HEADER_BYTES: usize = 16;
 /// Longest body of a handshake message.
 pub(super) const MAX_BODY_BYTES: usize = 32 << 10;
-/// Longest ticket.
+/// Longest shared secret.
 pub(in crate::engine) const MAX_TICKET_BYTES: usize = 512;
 
 /// A side's description of itself.
@@ -38,6 +39,8 @@ pub(super) struct Side {
 pub(super) enum Message {
     /// From the connecting side: its description, its ticket, and all its transports.
     Hello { hello: PeerHello, ticket: Vec<u8>, sides: Vec<Side> },
+    /// From the connecting side, before its hello: a ticket, with a proof that covers the hello.
+    Ticket(ShownTicket),
     /// From the listening side: its description, and the transport that it has joined.
     Welcome { hello: PeerHello, side: Side },
     /// From the connecting side: it has joined as well, and frames may follow.
@@ -66,6 +69,11 @@ impl Message {
             }
             Self::Ready => 3,
             Self::Next => 4,
+            Self::Ticket(ShownTicket { ticket, proof }) => {
+                put_counted(&mut body, ticket.as_bytes());
+                put_counted(&mut body, proof.as_bytes());
+                6
+            }
             Self::Reject { message } => {
                 body.extend(&message.as_bytes()[..message.floor_char_boundary(MAX_REJECT_BYTES)]);
                 5
@@ -119,6 +127,11 @@ impl Message {
             }
             3 => Self::Ready,
             4 => Self::Next,
+            6 => {
+                let ticket = reader.text("ticket", wire::MAX_TICKET_BYTES)?;
+                let proof = reader.text("proof", wire::MAX_PROOF_BYTES)?;
+                Self::Ticket(ShownTicket { ticket, proof })
+            }
             5 => {
                 let bytes = reader.bytes("message", body.len().min(MAX_REJECT_BYTES))?;
                 let message = printable(bytes);
@@ -221,6 +234,10 @@ fn messages() -> Vec<Message> {
         Message::Welcome { hello, side },
         Message::Ready,
         Message::Next,
+        Message::Ticket(ShownTicket {
+            ticket: "v4.public.AA".to_owned(),
+            proof: "v4.public.BB".to_owned(),
+        }),
         Message::Reject { message: "no".to_owned() },
     ]
 }
@@ -295,7 +312,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(kind in 0u16..7, body in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn arbitrary_bytes_never_panic(kind in 0u16..8, body in prop::collection::vec(any::<u8>(), 0..300)) {
             let mut header = [0; HEADER_BYTES];
             header[10..12].copy_from_slice(&kind.to_le_bytes());
             let _ = Message::decode(&header, &body);

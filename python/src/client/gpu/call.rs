@@ -13,7 +13,7 @@ use super::staging::Part;
 use super::{GpuClient, Kept, State};
 use crate::client::Copies;
 use crate::client::arguments::{RawRequest, RawTarget};
-use crate::client::call::Failure;
+use crate::client::call::{Failure, LayerCall};
 use crate::dlpack::{Owner, Place};
 use crate::interrupt::Interrupt;
 
@@ -47,7 +47,7 @@ impl GpuCall {
     pub unsafe fn dispatch(
         client: &Arc<GpuClient>,
         interrupt: &Interrupt,
-        layer: u32,
+        layer: LayerCall,
         request: RawRequest,
         stream: u64,
         others: &[u64],
@@ -70,7 +70,7 @@ impl GpuCall {
     pub unsafe fn launch(
         client: &Arc<GpuClient>,
         interrupt: &Interrupt,
-        layer: u32,
+        layer: LayerCall,
         (request, target): (RawRequest, RawTarget),
         stream: u64,
         others: &[u64],
@@ -175,7 +175,7 @@ impl GpuCall {
     unsafe fn start(
         client: &Arc<GpuClient>,
         state: &mut State,
-        layer: u32,
+        layer: LayerCall,
         RawRequest { x, topk_idx, topk_weights }: RawRequest,
         stream: u64,
         others: &[u64],
@@ -233,13 +233,16 @@ impl GpuCall {
             let ordered = state.order(client, &queue, others);
             let converted = ordered.and_then(|()| queue.convert(&conversions));
             match converted {
-                Ok(()) => state.client.dispatch(&queue, layer, &input),
+                Ok(()) => state.client.dispatch(&queue, layer.number, &input),
                 Err(failure) => Err(DeviceError::from(failure)),
             }
         };
         match dispatched {
             Ok(handle) => {
                 state.num_open += 1;
+                if let Some(context) = layer.context {
+                    state.client.set_trace_context(&handle, context);
+                }
                 // Calls that were abandoned before have ended.
                 for ended in std::mem::take(&mut state.abandoned) {
                     state.recycle(ended);

@@ -12,6 +12,7 @@ use super::support::{client_with, wait_for};
 use super::*;
 use api_server::{ApiServer, Mode, endpoint, slice};
 
+const SLICE: &str = "control-x2k4f";
 const LOCATOR: &str = "k8s://experts/demo-switchyard-control:http";
 
 async fn start(locator: &str) -> (ApiServer, ControlClient) {
@@ -20,8 +21,28 @@ async fn start(locator: &str) -> (ApiServer, ControlClient) {
     (server, client)
 }
 
+/// Two control planes, the first of which is the only endpoint of the Service, and a client that watches the Service.
+async fn watch_the_first_of_two() -> ([Plane; 2], ApiServer, ControlClient) {
+    let [a, b] = Plane::start_pair().await;
+    let (server, client) = start(LOCATOR).await;
+    server.apply(endpoints_of(&[ready(&a)], &a));
+    client.leader().await.unwrap();
+    server.wait_for_watch(1).await;
+    ([a, b], server, client)
+}
+
+/// The slice of the Service with these endpoints, on the port of `plane`.
+fn endpoints_of(endpoints: &[serde_json::Value], plane: &Plane) -> serde_json::Value {
+    slice(SLICE, plane.addr.port(), endpoints)
+}
+
 fn client_of(server: &ApiServer, locator: &str) -> ControlClient {
-    let config = kube::Config::new(server.url().parse().unwrap());
+    client_at(server.url(), locator)
+}
+
+/// A client of the API server at `url`.
+fn client_at(url: &str, locator: &str) -> ControlClient {
+    let config = kube::Config::new(url.parse().unwrap());
     let backends = Backends { resolver: Arc::new(SystemResolver), kubernetes: Some(config) };
     client_with(locator, backends)
 }
@@ -48,16 +69,15 @@ fn not_ready(plane: &Plane) -> serde_json::Value {
 async fn endpoints_that_come_go_and_are_not_ready_change_the_list() {
     let [a, b] = Plane::start_pair().await;
     let (server, client) = start(LOCATOR).await;
-    let port = a.addr.port();
-    server.apply(slice("control-x2k4f", port, &[ready(&a), not_ready(&b)]));
+    server.apply(endpoints_of(&[ready(&a), not_ready(&b)], &a));
     assert_eq!(client.leader().await.unwrap().url, Some(a.url()));
     let name = client.planes().name_of(a.addr.ip());
     assert_eq!(name.as_deref(), Some("demo-switchyard-control.experts.svc"));
     // The other one becomes ready, then appears in a slice of its own, too, as during a move between slices.
-    server.apply(slice("control-x2k4f", port, &[ready(&a), ready(&b)]));
+    server.apply(endpoints_of(&[ready(&a), ready(&b)], &a));
     wait_for_urls(&client, &[&a, &b]).await;
-    server.apply(slice("control-97zqm", port, &[ready(&b)]));
-    server.apply(slice("control-x2k4f", port, &[not_ready(&a)]));
+    server.apply(slice("control-97zqm", a.addr.port(), &[ready(&b)]));
+    server.apply(endpoints_of(&[not_ready(&a)], &a));
     wait_for_urls(&client, &[&b]).await;
     assert_eq!(client.leader().await.unwrap().url, Some(b.url()));
     server.delete("control-97zqm");
@@ -67,7 +87,7 @@ async fn endpoints_that_come_go_and_are_not_ready_change_the_list() {
         "no control plane found by {LOCATOR} (the Service demo-switchyard-control has 1 endpoints, none of them ready)"
     );
     assert_eq!(err, expected);
-    server.apply(slice("control-x2k4f", port, &[ready(&a)]));
+    server.apply(endpoints_of(&[ready(&a)], &a));
     wait_for_urls(&client, &[&a]).await;
 }
 
@@ -80,7 +100,7 @@ async fn an_unknown_condition_means_ready_and_names_are_no_addresses() {
     server.apply(names);
     let unknown = endpoint(a.addr.ip(), json!({}));
     let bare = json!({ "addresses": [b.addr.ip().to_string(), "192.0.2.1"] });
-    server.apply(slice("control-x2k4f", a.addr.port(), &[unknown, bare]));
+    server.apply(endpoints_of(&[unknown, bare], &a));
     wait_for_urls(&client, &[]).await;
     client.leader().await.unwrap();
     wait_for_urls(&client, &[&a, &b]).await;
@@ -89,13 +109,9 @@ async fn an_unknown_condition_means_ready_and_names_are_no_addresses() {
 /// The API server has compacted the version that the client knows.
 #[tokio::test]
 async fn a_version_that_is_gone_lists_again() {
-    let [a, b] = Plane::start_pair().await;
-    let (server, client) = start(LOCATOR).await;
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&a)]));
-    client.leader().await.unwrap();
-    server.wait_for_watch(1).await;
+    let ([a, b], server, client) = watch_the_first_of_two().await;
     // The client misses the change: its watch breaks, and the next one finds its version gone.
-    server.change_unseen(slice("control-x2k4f", a.addr.port(), &[ready(&b)]));
+    server.change_unseen(endpoints_of(&[ready(&b)], &a));
     server.end_watches();
     wait_for_urls(&client, &[&b]).await;
     assert!(server.num_lists() >= 2);
@@ -104,13 +120,9 @@ async fn a_version_that_is_gone_lists_again() {
 /// A watch that ends as asked goes on where it ended.
 #[tokio::test]
 async fn a_watch_that_ends_is_opened_again_from_its_version() {
-    let [a, b] = Plane::start_pair().await;
-    let (server, client) = start(LOCATOR).await;
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&a)]));
-    client.leader().await.unwrap();
-    server.wait_for_watch(1).await;
+    let ([a, b], server, client) = watch_the_first_of_two().await;
     server.end_watches();
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&a), ready(&b)]));
+    server.apply(endpoints_of(&[ready(&a), ready(&b)], &a));
     wait_for_urls(&client, &[&a, &b]).await;
     assert_eq!(server.num_lists(), 1);
 }
@@ -118,12 +130,8 @@ async fn a_watch_that_ends_is_opened_again_from_its_version() {
 /// A watch that delivers nothing any more: a request that no known control plane answers lists again.
 #[tokio::test]
 async fn a_stale_watch_is_noticed_when_no_control_plane_answers() {
-    let [a, b] = Plane::start_pair().await;
-    let (server, client) = start(LOCATOR).await;
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&a)]));
-    client.leader().await.unwrap();
-    server.wait_for_watch(1).await;
-    server.change_unseen(slice("control-x2k4f", a.addr.port(), &[ready(&b)]));
+    let ([a, b], server, client) = watch_the_first_of_two().await;
+    server.change_unseen(endpoints_of(&[ready(&b)], &a));
     a.stop();
     assert_eq!(client.leader().await.unwrap().url, Some(b.url()));
 }
@@ -147,25 +155,20 @@ async fn refusals_and_silence_of_the_api_server_are_one_clear_line() {
         assert!(!err.contains('\n'), "{err}");
     }
     // The API server that does not exist.
-    let config = kube::Config::new("http://127.0.0.1:9".parse().unwrap());
-    let backends = Backends { resolver: Arc::new(SystemResolver), kubernetes: Some(config) };
-    let err = client_with(LOCATOR, backends).leader().await.unwrap_err().to_string();
+    let err = client_at("http://127.0.0.1:9", LOCATOR).leader().await.unwrap_err().to_string();
     assert!(err.contains("Connection refused"), "{err}");
 }
 
 /// Endpoints stay in force while the API server refuses or hangs.
 #[tokio::test]
 async fn the_list_survives_an_outage_of_the_api_server() {
-    let [a, b] = Plane::start_pair().await;
-    let (server, client) = start(LOCATOR).await;
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&a)]));
-    client.leader().await.unwrap();
+    let ([a, b], server, client) = watch_the_first_of_two().await;
     server.set_mode(Mode::Forbidden);
     server.end_watches();
     let is_refused = |known: &Known| known.reason().is_some_and(|reason| reason.contains("403"));
     wait_for(&client, is_refused).await;
     assert_eq!(client.leader().await.unwrap().url, Some(a.url()));
-    server.apply(slice("control-x2k4f", a.addr.port(), &[ready(&b)]));
+    server.apply(endpoints_of(&[ready(&b)], &a));
     server.set_mode(Mode::Normal);
     wait_for_urls(&client, &[&b]).await;
 }
@@ -173,7 +176,7 @@ async fn the_list_survives_an_outage_of_the_api_server() {
 #[tokio::test]
 async fn a_service_that_does_not_exist_is_named() {
     let (server, client) = start("k8s://experts/nothing").await;
-    server.apply(slice("control-x2k4f", 1, &[]));
+    server.apply(slice(SLICE, 1, &[]));
     let err = client.leader().await.unwrap_err().to_string();
     assert_eq!(
         err,
@@ -185,7 +188,7 @@ async fn a_service_that_does_not_exist_is_named() {
 #[test]
 fn ports_are_found_by_name_and_number() {
     let object = json!({
-        "metadata": { "name": "control-x2k4f" },
+        "metadata": { "name": SLICE },
         "addressType": "IPv4",
         "endpoints": [{ "addresses": ["10.0.0.1"] }],
         "ports": [
@@ -195,7 +198,7 @@ fn ports_are_found_by_name_and_number() {
         ],
     });
     let slice: EndpointSlice = serde_json::from_value(object).unwrap();
-    let slices = BTreeMap::from([("control-x2k4f".to_owned(), slice)]);
+    let slices = BTreeMap::from([(SLICE.to_owned(), slice)]);
     let port_of = |locator: &str| {
         let Ok(Locator::Service(service)) = Locator::parse(locator, |_| unreachable!()) else {
             panic!("{locator}")

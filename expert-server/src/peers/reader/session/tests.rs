@@ -3,6 +3,8 @@
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 
+use httpd::trust::tls::Security;
+use message_engine::ConnectOptions;
 use rand::RngExt;
 
 use super::super::FetchShape;
@@ -46,10 +48,12 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
         identity: ModelIdentity { fingerprint, parameters },
         local: Ipv4Addr::LOCALHOST.into(),
         secret: Some(secret.clone()),
+        security: Security::default(),
+        wants_ticket: false,
         patience: HELLO_TIMEOUT,
         shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
     };
-    let peer = Peer { name: "recorder".to_owned(), addr };
+    let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
     let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None);
     assert!(opened.is_err(), "the peer answers nothing");
     let bytes = recording.join().expect("the recorder ends");

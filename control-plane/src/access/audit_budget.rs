@@ -1,0 +1,113 @@
+//! Budgets of entries in the audit log, by caller. One caller can neither fill the disk nor hide what others do.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Budgets of all callers. Each has one for refused and failed attempts and one for changes.
+#[derive(Debug)]
+pub(super) struct Budgets {
+    origin: Instant,
+    callers: Mutex<HashMap<(String, Kind), Budget>>,
+}
+
+/// What an entry is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    /// A change that was made.
+    Change,
+    /// An attempt that failed or was refused.
+    Failure,
+}
+
+impl Kind {
+    /// Time that an entry takes from the budget, and the entries of a full budget.
+    fn rate(self) -> (Duration, u32) {
+        match self {
+            // All servers of a large fleet may register with one token at once.
+            Self::Change => (Duration::from_millis(50), 4096),
+            Self::Failure => (Duration::from_secs(1), 10),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Budget {
+    /// Time at which the budget is whole again.
+    whole_at: Duration,
+    num_skipped: u64,
+}
+
+impl Budgets {
+    pub(super) fn new() -> Self {
+        Self { origin: Instant::now(), callers: Mutex::default() }
+    }
+
+    /// Takes an entry out of a caller's budget. Returns the number of entries of this kind that were left out since the
+    /// last one, or `None` if this one is left out, too.
+    pub(super) fn take(&self, caller: &str, kind: Kind) -> Option<u64> {
+        self.take_at(caller, kind, self.origin.elapsed())
+    }
+
+    fn take_at(&self, caller: &str, kind: Kind, now: Duration) -> Option<u64> {
+        // No code that holds the lock can leave a budget half changed.
+        let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (caller.to_owned(), kind);
+        if callers.len() >= MAX_BUDGETS && !callers.contains_key(&key) {
+            callers.retain(|_, budget| budget.whole_at > now || budget.num_skipped > 0);
+            // Callers have a token or a certificate, so their number is bounded. The rest share a budget.
+            if callers.len() >= MAX_BUDGETS {
+                return Self::take_from(
+                    callers.entry((String::new(), kind)).or_default(),
+                    kind,
+                    now,
+                );
+            }
+        }
+        Self::take_from(callers.entry(key).or_default(), kind, now)
+    }
+
+    fn take_from(budget: &mut Budget, kind: Kind, now: Duration) -> Option<u64> {
+        let (interval, burst) = kind.rate();
+        let next = budget.whole_at.max(now) + interval;
+        if next - now > interval * burst {
+            budget.num_skipped += 1;
+            return None;
+        }
+        budget.whole_at = next;
+        Some(std::mem::take(&mut budget.num_skipped))
+    }
+}
+
+const MAX_BUDGETS: usize = 8192;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_caller_has_a_budget_of_its_own_and_skipped_entries_are_counted() {
+        let budgets = Budgets::new();
+        let at = |caller: &str, kind, ms| budgets.take_at(caller, kind, Duration::from_millis(ms));
+        let taken = (0..1000).filter(|_| at("viewer", Kind::Failure, 0).is_some()).count();
+        assert_eq!(taken, 10);
+        assert_eq!(at("other", Kind::Failure, 0), Some(0));
+        assert_eq!(at("viewer", Kind::Change, 0), Some(0));
+        assert_eq!(at("viewer", Kind::Failure, 1000), Some(990));
+        assert_eq!(at("viewer", Kind::Failure, 1000), None);
+        let taken = (0..10_000).filter(|_| at("server", Kind::Change, 2000).is_some()).count();
+        assert_eq!(taken, 4096);
+    }
+
+    #[test]
+    fn the_memory_for_budgets_is_bounded() {
+        let budgets = Budgets::new();
+        let mut taken = 0;
+        for caller in 0..3 * MAX_BUDGETS {
+            let outcome = budgets.take_at(&caller.to_string(), Kind::Failure, Duration::ZERO);
+            taken += usize::from(outcome.is_some());
+        }
+        assert!(budgets.callers.lock().unwrap().len() <= MAX_BUDGETS + 1);
+        assert_eq!(taken, MAX_BUDGETS + 10);
+    }
+}

@@ -1,0 +1,280 @@
+//! Servers with tokens of their own read weights of each other over TLS and with tickets, and attackers read nothing.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use control_api::{TicketRequest, TicketRole};
+use message_engine::{ConnectError, ConnectOptions};
+use p2p_core::bootstrap::{HandshakeBinding, ShownTicket, TicketSource};
+use trust::Role;
+use trust::certs::{Authority, Request as CertificateRequest, validity_from_now};
+use trust::ticket::{Claims, Handshake, SecretKey, UnixTime, prove};
+use trust::tls::{ClientCertificates, Tls, TlsFiles};
+use trust::tokens::{self, TokenEntry};
+
+use super::*;
+
+/// A fleet with a token file instead of a shared token, and certificates.
+struct Secured {
+    fleet: Fleet,
+    dir: TempDir,
+    tls: Tls,
+}
+
+impl Secured {
+    async fn start() -> Self {
+        let dir = tempfile::tempdir().expect("a folder");
+        // The file must be there before the control plane starts.
+        token(&dir, "first", Role::Server);
+        let mut config = ControlConfig::new("127.0.0.1:0", 3, 3);
+        config.tokens = Some(dir.path().join("tokens"));
+        let fleet = Fleet::start(config).await;
+        let (not_before, not_after) = validity_from_now(30);
+        let addresses = vec!["127.0.0.1".to_owned()];
+        let (name, role) = ("host".to_owned(), Role::Server);
+        let request = CertificateRequest { name, role, addresses, not_before, not_after };
+        let folder = dir.path().join("host");
+        let authority = Authority::generate().expect("an authority");
+        authority.issue_into(&folder, &request, false).expect("a certificate");
+        let files = TlsFiles::in_folder(&folder).expect("a folder");
+        let tls = Tls::open(files, ClientCertificates::Optional).expect("TLS");
+        Self { fleet, dir, tls }
+    }
+
+    /// A server with a token and a secret of its own.
+    async fn server(&self, name: &str, model: &Path, from: WeightsFrom) -> RunningServer {
+        let own = token(&self.dir, name, Role::Server);
+        let mut config = self.fleet.config(name, model, from);
+        config.placement =
+            Placement::ControlPlane { url: self.fleet.url.clone(), token: Some(own.clone()) };
+        config.secret = Some(Secret::new(own));
+        config.tickets = TicketMode::Required;
+        config.security.tls = Some(self.tls.clone());
+        start_known(&self.client("first"), config).await
+    }
+
+    fn client(&self, name: &str) -> ControlClient {
+        let token = std::fs::read_to_string(self.dir.path().join(name)).expect("a token");
+        ControlClient::new(&self.fleet.url, Some(token)).expect("a client")
+    }
+
+    fn engine(&self, is_secured: bool) -> Engine {
+        let tls = is_secured.then(|| self.tls.clone());
+        Engine::start(EngineConfig { tls, ..EngineConfig::local() }).expect("an engine")
+    }
+}
+
+/// Adds a token to the file of the control plane, and keeps it in a file of its own.
+fn token(dir: &TempDir, name: &str, role: Role) -> String {
+    let token = tokens::generate();
+    let entry = TokenEntry::new(name, role, &token, None).expect("an entry");
+    tokens::add(&dir.path().join("tokens"), &entry).expect("added");
+    std::fs::write(dir.path().join(name), &token).expect("written");
+    token
+}
+
+/// Starts a server once the control plane has read its token.
+async fn start_known(control: &ControlClient, config: ServerConfig) -> RunningServer {
+    let Placement::ControlPlane { token, .. } = &config.placement else { panic!("a member") };
+    let own = ControlClient::new(&control.base_url(), token.clone()).expect("a client");
+    until("the control plane knows the token", async || own.whoami().await.is_ok()).await;
+    start(config).await
+}
+
+/// Makes what a reader shows.
+struct Shows(Box<dyn Fn(&HandshakeBinding<'_>) -> ShownTicket + Send + Sync>);
+
+impl fmt::Debug for Shows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Shows")
+    }
+}
+
+impl TicketSource for Shows {
+    fn show(&self, binding: &HandshakeBinding<'_>) -> Result<ShownTicket, String> {
+        Ok((self.0)(binding))
+    }
+}
+
+/// Shows `ticket` with a proof by `key` for a process.
+fn proves(ticket: &str, key: &Arc<SecretKey>, server: &str, incarnation: u64) -> Shows {
+    let (ticket, key, server) = (ticket.to_owned(), Arc::clone(key), server.to_owned());
+    Shows(Box::new(move |binding| {
+        let (channel, hello) = (binding.channel, binding.hello);
+        let handshake = Handshake { server: &server, incarnation, channel, hello };
+        let proof = prove(&ticket, &handshake, &key).expect("a proof");
+        ShownTicket { ticket: ticket.clone(), proof }
+    }))
+}
+
+/// Passes every byte on between peers and `target`, with TLS of its own on both sides.
+async fn tls_relay(own: Tls, target: SocketAddr) -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let addr = listener.local_addr().expect("an address");
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            let mut near = own.accept(near).await.expect("TLS with the peer");
+            let far = tokio::net::TcpStream::connect(target).await.expect("the target");
+            let mut far = own.connect("127.0.0.1", far).await.expect("TLS with the target");
+            drop(tokio::io::copy_bidirectional(&mut near, &mut far).await);
+        }
+    });
+    addr
+}
+
+async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let limit = deadline();
+    while !holds().await {
+        assert!(Instant::now() < limit, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn deadline() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+/// Connects to a source, and returns its refusal.
+fn refusal(engine: &Engine, addr: SocketAddr, shows: Option<Shows>) -> String {
+    let tickets = shows.map(|shows| Arc::new(shows) as Arc<dyn TicketSource>);
+    let options = ConnectOptions { tickets, ..ConnectOptions::default() };
+    match engine.connect_with(addr, options, deadline()) {
+        Err(error @ (ConnectError::Rejected { .. } | ConnectError::Tls { .. })) => {
+            error.to_string()
+        }
+        other => panic!("a refusal was expected, not {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let secured = Secured::start().await;
+    let a = secured.server("a", &folders.full, WeightsFrom::Disk).await;
+    let b = secured.server("b", &folders.bare, WeightsFrom::Peers).await;
+    assert_eq!(b.holds(), a.holds());
+    assert_eq!(read_bytes(&b, "peer"), b.expert_bytes() as f64);
+    assert_eq!(sent_bytes(&a), b.expert_bytes() as f64);
+
+    let members = secured.client("first").members().await.expect("members");
+    let (target, other) = (&members[0], &members[1]);
+    let (name, incarnation) = (&*target.name, target.incarnation);
+    let addr: SocketAddr = target.weights_addr.as_ref().expect("a source").parse().expect("one");
+    let ask = async |holder: &str, role, key: &SecretKey| {
+        let request = TicketRequest::new(holder.to_owned(), key.public().to_string());
+        let request = TicketRequest { role, ..request };
+        secured.client(holder).ticket(&request).await.expect("a ticket").ticket
+    };
+    let [reader, thief] = [(); 2].map(|()| Arc::new(SecretKey::generate().expect("a key")));
+    token(&secured.dir, "engine", Role::Client);
+    let engine_client = secured.client("engine");
+    until("the client's token is known", async || engine_client.whoami().await.is_ok()).await;
+    let good = ask("b", TicketRole::Server, &reader).await;
+    let of_client = ask("engine", TicketRole::Client, &reader).await;
+    let foreign = SecretKey::generate().expect("a key");
+    let fleet_id = secured.client("first").placement().await.expect("a table").cluster_id;
+    let now = UnixTime::from(SystemTime::now());
+    let life = Duration::from_secs(600);
+    let forged = Claims {
+        role: Role::Server,
+        ..Claims::new(fleet_id, "b".to_owned(), thief.public().clone(), 9, now, life)
+    };
+    let forged = forged.sign(&foreign).expect("signed");
+
+    let (engine, plain) = (secured.engine(true), secured.engine(false));
+    let refused = || metric(a.metrics(), "switchyard_server_weights_refused_total");
+    let before = refused();
+    let mut num_attacks = 0.0;
+    for _ in 0..5 {
+        let with =
+            |ticket: &str, key, server, incarnation| Some(proves(ticket, key, server, incarnation));
+        let attacks = [
+            (None, "no ticket was shown"),
+            (with("v4.public.AA", &reader, name, incarnation), "cannot be read"),
+            (with(&forged, &thief, name, incarnation), "does not know"),
+            (with(&of_client, &reader, name, incarnation), "for the role client"),
+            // Stolen, and swapped: meant for another server, or for an earlier process.
+            (with(&good, &thief, name, incarnation), "does not fit"),
+            (with(&good, &reader, &other.name, other.incarnation), "does not fit"),
+            (with(&good, &reader, name, incarnation ^ 1), "does not fit"),
+        ];
+        for (shows, words) in attacks {
+            let error = refusal(&engine, addr, shows);
+            assert!(error.contains(words), "{words}: {error}");
+            num_attacks += 1.0;
+        }
+        // A downgrade to plain text, with and without a good ticket.
+        for shows in [None, with(&good, &reader, name, incarnation)] {
+            let error = refusal(&plain, addr, shows);
+            assert!(error.contains("does not speak TLS"), "{error}");
+            num_attacks += 1.0;
+        }
+    }
+    until("all refusals are counted", async || refused() == before + num_attacks).await;
+
+    // The good ticket opens the port once for each proof. A recorded proof opens nothing.
+    let recorded = Arc::new(Mutex::new(None));
+    let (inner, sink) = (proves(&good, &reader, name, incarnation), Arc::clone(&recorded));
+    let source = Shows(Box::new(move |binding| {
+        let shown = (inner.0)(binding);
+        *sink.lock().expect("the lock") = Some(shown.clone());
+        shown
+    }));
+    let tickets = Some(Arc::new(source) as Arc<dyn TicketSource>);
+    let options = ConnectOptions { tickets, ..ConnectOptions::default() };
+    engine.connect_with(addr, options, deadline()).expect("the port admits a server");
+    let shown = recorded.lock().expect("the lock").take().expect("a handshake");
+    let again = Shows(Box::new(move |_| shown.clone()));
+    assert!(refusal(&engine, addr, Some(again)).contains("does not fit"));
+
+    // A relay with a valid certificate for the source's address, which ends TLS on both sides.
+    let relay = tls_relay(secured.tls.clone(), addr).await;
+    let error = refusal(&engine, relay, Some(proves(&good, &reader, name, incarnation)));
+    assert!(error.contains("does not fit"), "{error}");
+
+    // Revoked tickets, and none but new ones serve from then on.
+    let operator = token(&secured.dir, "ops", Role::Operator);
+    let operator = ControlClient::new(&secured.fleet.url, Some(operator)).expect("a client");
+    until("revoked", async || operator.revoke_tickets().await.is_ok()).await;
+    until("the server knows of the revocation", async || {
+        let shows = proves(&good, &reader, name, incarnation);
+        let tickets = Some(Arc::new(shows) as Arc<dyn TicketSource>);
+        let options = ConnectOptions { tickets, ..ConnectOptions::default() };
+        let outcome = engine.connect_with(addr, options, deadline());
+        outcome.is_err_and(|error| error.to_string().contains("was revoked"))
+    })
+    .await;
+    let c = secured.server("c", &folders.bare, WeightsFrom::Peers).await;
+    assert_eq!(c.holds(), a.holds());
+    for server in [a, b, c] {
+        server.shutdown().await;
+    }
+}
+
+/// The control plane gives tickets to read weights to servers alone, and a fleet without TLS reads with tickets, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_plain_fleet_on_loopback_reads_with_tickets_and_shows_no_secret() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let mut control = ControlConfig::new("127.0.0.1:0", 2, 2);
+    control.token = Some("sesame".to_owned());
+    let fleet = Fleet::start(control).await;
+    let with_tickets = |name, dir: &Path, from| {
+        let config = fleet.config(name, dir, from);
+        start(ServerConfig { tickets: TicketMode::Required, ..config })
+    };
+    let a = with_tickets("a", &folders.full, WeightsFrom::Disk).await;
+    let b = with_tickets("b", &folders.bare, WeightsFrom::Peers).await;
+    assert_eq!(b.holds(), a.holds());
+    // A server that shows the secret of the shared token is refused.
+    let mut config = fleet.config("c", &folders.bare, WeightsFrom::Peers);
+    config.weights.peer_timeout = Duration::from_millis(500);
+    let error = ExpertServer::start(config, |_| {}).await.expect_err("refused").to_string();
+    assert!(error.contains("no ticket was shown"), "{error}");
+    for server in [a, b] {
+        server.shutdown().await;
+    }
+}
