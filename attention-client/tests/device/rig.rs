@@ -508,8 +508,8 @@ pub mod child {
             }
         }
 
-        /// Stops the process, and waits until it answers nothing more. Batches that it has launched go on by
-        /// themselves, on a GPU that is no process of this host. Each waits 2 ms for a first frame.
+        /// Stops the process, and waits until it answers nothing more. A GPU that is no process of this host goes on
+        /// with the batches that it was given: some eight, and each waits 2 ms for a first frame.
         pub fn freeze(&self) {
             self.signal(rustix::process::Signal::STOP);
             std::thread::sleep(std::time::Duration::from_millis(100));
