@@ -46,6 +46,7 @@ mod memory;
 mod options;
 mod parts;
 mod peers;
+mod polling;
 mod repair;
 mod replay;
 mod tensor;
@@ -81,8 +82,8 @@ use crate::model::ClientModel;
 use crate::timing::{LayerReport, LayerTiming, elapsed_ns};
 use calls::{Layer, Phase};
 use executor::Executor;
-use lateness::Running;
 use parts::Parts;
+use polling::Running;
 use repair::Repair;
 use replay::Replays;
 use tensor::check_out;
@@ -527,12 +528,15 @@ impl DeviceClient {
         executor.check_stream(stream, executor.calls.get(idx).stream)?;
         // After an error the record stays taken: its kernels may still run. The next call waits for them.
         let started = executor.calls.get(idx).started.unwrap_or(start);
-        executor.poll(stream, Running::Call(idx), started)?;
+        let seen = executor.poll(stream, Running::Call(idx), started)?;
         executor.wait_for_call(stream, idx)?;
         let status = executor.launcher.memory.status(idx);
         let is_good = status.error.tag == TAG_NONE
             && status.handle.missing == 0
             && !executor.calls.get(idx).is_suspect;
+        if is_good {
+            executor.note_latency(Running::Call(idx), started, seen);
+        }
         let answered = status.handle.contacted & !status.handle.missing;
         executor.peers.note_carried(answered, &executor.calls.get(idx).tables);
         if !is_good && executor.replay.is_some() {

@@ -15,10 +15,10 @@ use kernels::gpu::{GpuError, Stream};
 use super::DeviceError;
 use super::calls::{Phase, Replay};
 use super::executor::{Executor, MARGIN};
-use super::lateness::Running;
 use super::link::AbortBit;
 use super::memory::ERROR_OFFSET;
 use super::peers::LinkUse;
+use super::polling::Running;
 use super::watch::{LOOK, Watch};
 use crate::error::ClientError;
 use crate::metrics::FailReason;
@@ -109,9 +109,10 @@ impl Replays {
         // Replays report into the memory of the first recorded call.
         let call = executor.launcher.geometry.num_frames as usize;
         executor.launcher.memory.report(stream, call)?;
-        if let Some(started) = executor.replay.as_ref().map(|replay| replay.started) {
-            executor.poll(stream, Running::Replay, started)?;
-        }
+        let seen = match executor.replay.as_ref().map(|replay| replay.started) {
+            Some(started) => Some((started, executor.poll(stream, Running::Replay, started)?)),
+            None => None,
+        };
         // After an error the kernels may still run, so the servers stay in use.
         executor.wait_for_replay(stream)?;
         let last = executor.calls.last();
@@ -121,6 +122,9 @@ impl Replays {
         }
         let error = executor.launcher.memory.status(call).error;
         if error.tag == TAG_NONE {
+            if let Some((started, seen)) = seen {
+                executor.note_latency(Running::Replay, started, seen);
+            }
             self.end(executor);
             return Ok(ReplayOutcome::Complete);
         }
