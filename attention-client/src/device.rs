@@ -39,12 +39,14 @@ mod calls;
 mod choices;
 mod error;
 mod executor;
+mod lateness;
 mod launcher;
 mod link;
 mod memory;
 mod options;
 mod parts;
 mod peers;
+mod polling;
 mod repair;
 mod replay;
 mod tensor;
@@ -81,6 +83,7 @@ use crate::timing::{LayerReport, LayerTiming, elapsed_ns};
 use calls::{Layer, Phase};
 use executor::Executor;
 use parts::Parts;
+use polling::Running;
 use repair::Repair;
 use replay::Replays;
 use tensor::check_out;
@@ -524,12 +527,16 @@ impl DeviceClient {
         let idx = executor.calls.redeem_pending(&pending)?;
         executor.check_stream(stream, executor.calls.get(idx).stream)?;
         // After an error the record stays taken: its kernels may still run. The next call waits for them.
-        executor.poll(stream)?;
+        let started = executor.calls.get(idx).started.unwrap_or(start);
+        let seen = executor.poll(stream, Running::Call(idx), started)?;
         executor.wait_for_call(stream, idx)?;
         let status = executor.launcher.memory.status(idx);
         let is_good = status.error.tag == TAG_NONE
             && status.handle.missing == 0
             && !executor.calls.get(idx).is_suspect;
+        if is_good {
+            executor.note_latency(Running::Call(idx), started, seen);
+        }
         let answered = status.handle.contacted & !status.handle.missing;
         executor.peers.note_carried(answered, &executor.calls.get(idx).tables);
         if !is_good && executor.replay.is_some() {

@@ -108,6 +108,8 @@ pub struct ClientMetrics {
     stall: Histogram,
     failovers: [IntCounter; FailReason::ALL.len()],
     hedges: [IntCounter; HedgeResult::ALL.len()],
+    #[cfg_attr(not(feature = "device"), allow(dead_code, reason = "counted on GPUs only"))]
+    pub(crate) late_servers: IntCounter,
     pub(crate) resent_pairs: IntCounter,
     pub(crate) stale_responses: IntCounter,
     pub(crate) invalid_responses: IntCounter,
@@ -172,6 +174,11 @@ impl ClientMetrics {
             &["result"],
             r
         )?;
+        let late_servers = register_int_counter_with_registry!(
+            names::LATE_SERVERS_TOTAL,
+            "Times at which a client on a GPU began to prefer other replicas because a server was late.",
+            r
+        )?;
         let error_frames = register_int_counter_vec_with_registry!(
             names::ERROR_FRAMES_TOTAL,
             "Error frames received, by code.",
@@ -220,6 +227,7 @@ impl ClientMetrics {
             )?,
             failovers: FailReason::ALL.map(|reason| failovers.with_label_values(&[reason.name()])),
             hedges: HedgeResult::ALL.map(|result| hedges.with_label_values(&[result.name()])),
+            late_servers,
             resent_pairs: register_int_counter_with_registry!(
                 names::RESENT_PAIRS_TOTAL,
                 "(token, expert) pairs resent after a failure or a refusal.",

@@ -40,6 +40,13 @@ impl DeviceClientBuilder {
 
     fleet_setters!();
 
+    /// Most looks for late servers per call or replay, 0 to 1. Default 0.05. With 0 servers are not weighed, so that the
+    /// choice of replicas depends on no time.
+    pub fn hedge_budget(mut self, budget: f64) -> Self {
+        self.fleet.settings.hedge_budget = budget;
+        self
+    }
+
     /// Starts a client whose tensors are in the memory of `gpu`. Its servers must be GPU servers. Blocks until every
     /// server was tried once, for `replica_wait` at most.
     ///

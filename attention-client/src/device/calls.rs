@@ -147,6 +147,7 @@ pub(super) struct Replay {
     pub uses: Vec<LinkUse>,
     /// Handle of the stream.
     pub stream: u64,
+    pub started: Instant,
     /// End of the first wait for its kernels.
     pub until: Option<Instant>,
 }

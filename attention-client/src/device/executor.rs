@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{DevicePtr, TAG_NONE};
-use kernels::gpu::{DeviceName, GpuError, Stream};
+use kernels::gpu::{GpuError, Stream};
 
 use super::calls::{Calls, EarlySum, Phase, Replay};
 use super::launcher::Launcher;
@@ -262,19 +262,6 @@ impl Executor {
         self.wait_until(stream, until.max(now + MARGIN))
     }
 
-    /// Polls a stream for as long as a layer usually takes. A sleep would add its own length to it. Returns at once
-    /// for a GPU in software, which needs the processor itself.
-    pub fn poll(&self, stream: &Stream) -> Result<(), DeviceError> {
-        if matches!(self.launcher.gpu().name(), DeviceName::Emulated(_)) {
-            return Ok(());
-        }
-        let until = Instant::now() + SPIN;
-        while !stream.is_done()? && Instant::now() < until {
-            std::hint::spin_loop();
-        }
-        Ok(())
-    }
-
     /// Longest time that kernels may take. Their waits for silent servers are bounded by the deadline, but a server
     /// that works is not silent.
     pub fn bound(&self) -> Duration {
@@ -319,4 +306,5 @@ impl Drop for Executor {
 
 /// Added to limits: time for kernels to end by themselves.
 pub(super) const MARGIN: Duration = Duration::from_secs(5);
-const SPIN: Duration = Duration::from_millis(10);
+/// Longest wait without a sleep.
+pub(super) const SPIN: Duration = Duration::from_millis(10);

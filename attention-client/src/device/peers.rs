@@ -11,6 +11,7 @@ use bytemuck::Zeroable;
 use kernels::abi::{MAX_PEERS, MAX_REPLICAS, Placement, ServerPeer};
 use p2p_core::WaitSet;
 
+use super::lateness::Lateness;
 use super::link::{AbortBit, LinkSlots};
 use crate::error::ClientError;
 use crate::fleet::command::Command;
@@ -59,6 +60,7 @@ struct Place {
     is_fresh: bool,
     /// The server refused a frame: until then, other replicas come first.
     avoid_until: Option<Instant>,
+    lateness: Lateness,
     /// Server of the link that ended here last, and the reason.
     last: Option<(Arc<Server>, FailReason)>,
 }
@@ -97,6 +99,7 @@ impl Place {
             used_upto: 0,
             is_fresh: false,
             avoid_until: None,
+            lateness: Lateness::default(),
             last: None,
         }
     }
@@ -198,6 +201,7 @@ impl Peers {
         place.num_links += 1;
         place.is_fresh = true;
         place.avoid_until = None;
+        place.lateness = Lateness::default();
         self.is_changed = true;
     }
 
@@ -266,6 +270,23 @@ impl Peers {
     pub fn avoid(&mut self, idx: usize, until: Instant) {
         self.places[idx].avoid_until = Some(until);
         self.is_changed = true;
+    }
+
+    /// Notes that the server in this place was late. Returns the time for which other replicas come first, if that
+    /// begins now.
+    pub fn note_late(&mut self, idx: usize) -> Option<Duration> {
+        let pause = self.places.get_mut(idx)?.lateness.late()?;
+        self.avoid(idx, Instant::now() + pause);
+        Some(pause)
+    }
+
+    /// Notes that the servers of mask `places` were not late.
+    pub fn note_timely(&mut self, places: u32) {
+        for idx in bits(places) {
+            if let Some(place) = self.places.get_mut(idx) {
+                place.lateness.timely();
+            }
+        }
     }
 
     fn end_avoidance(&mut self) {

@@ -18,6 +18,7 @@ use super::executor::{Executor, MARGIN};
 use super::link::AbortBit;
 use super::memory::ERROR_OFFSET;
 use super::peers::LinkUse;
+use super::polling::Running;
 use super::watch::{LOOK, Watch};
 use crate::error::ClientError;
 use crate::metrics::FailReason;
@@ -71,7 +72,13 @@ impl Replays {
         let mut uses = std::mem::take(&mut self.spare);
         executor.enter(&mut uses);
         executor.launcher.expect_work();
-        executor.replay = Some(Replay { serial, stream: stream.raw(), uses, until: None });
+        executor.replay = Some(Replay {
+            serial,
+            stream: stream.raw(),
+            uses,
+            started: Instant::now(),
+            until: None,
+        });
         let begun = executor.refresh_tables(stream).and_then(|()| {
             if executor.calls.num_outstanding() > 0 {
                 // Errors of calls that are not finished are in the reports of those calls.
@@ -102,7 +109,10 @@ impl Replays {
         // Replays report into the memory of the first recorded call.
         let call = executor.launcher.geometry.num_frames as usize;
         executor.launcher.memory.report(stream, call)?;
-        executor.poll(stream)?;
+        let seen = match executor.replay.as_ref().map(|replay| replay.started) {
+            Some(started) => Some((started, executor.poll(stream, Running::Replay, started)?)),
+            None => None,
+        };
         // After an error the kernels may still run, so the servers stay in use.
         executor.wait_for_replay(stream)?;
         let last = executor.calls.last();
@@ -112,6 +122,9 @@ impl Replays {
         }
         let error = executor.launcher.memory.status(call).error;
         if error.tag == TAG_NONE {
+            if let Some((started, seen)) = seen {
+                executor.note_latency(Running::Replay, started, seen);
+            }
             self.end(executor);
             return Ok(ReplayOutcome::Complete);
         }

@@ -13,7 +13,7 @@
 use std::mem::{offset_of, size_of};
 use std::time::{Duration, Instant};
 
-use kernels::abi::{ClientState, Handle, PATH_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
+use kernels::abi::{ClientState, Handle, MAX_PEERS, PATH_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::{GpuError, Stream};
 
 use super::calls::{EarlySum, Phase};
@@ -175,9 +175,6 @@ impl Executor {
                 !is_recorded || !bits(handle.contacted).any(|idx| is_summed(handle, idx))
             });
         }
-        let waits = |idx: usize| {
-            (self.tables.servers[idx].request.path == PATH_DIRECT).then_some(awaited[idx] != 0)
-        };
         for (handle, _) in running {
             let mut servers = Vec::new();
             // Kernels do not wait for servers that they have given up.
@@ -186,7 +183,12 @@ impl Executor {
                 let Some(peer) = self.peers.peer(idx) else { continue };
                 // A number that its place has not reached belongs to an earlier link.
                 if number <= posted[0][idx].max(posted[1][idx])
-                    && self.owes(peer, number, handle.num_rows[idx], waits(idx))?
+                    && self.owes(
+                        peer,
+                        number,
+                        handle.num_rows[idx],
+                        self.waits_for(idx, &awaited),
+                    )?
                 {
                     servers.push((idx, number));
                 }
@@ -207,7 +209,18 @@ impl Executor {
         }
     }
 
-    fn handle(&self, call: usize) -> Result<Handle, GpuError> {
+    /// Whether kernels wait for rows of a server that stores them itself, by the client's state; `None` for others.
+    pub fn waits_for<W: PartialEq + Default>(
+        &self,
+        idx: usize,
+        awaited: &[W; MAX_PEERS],
+    ) -> Option<bool> {
+        let is_direct = self.tables.servers[idx].request.path == PATH_DIRECT;
+        is_direct.then_some(awaited[idx] != W::default())
+    }
+
+    /// The last dispatch of a call, as the GPU has it.
+    pub fn handle(&self, call: usize) -> Result<Handle, GpuError> {
         let mut found = Vec::new();
         let from = self.launcher.memory.calls[call].handle.at(0, size_of::<Handle>() as u64)?;
         // SAFETY: the client's own memory.
@@ -229,7 +242,7 @@ impl Executor {
     ///
     /// `waits` is set for a server that stores rows itself: it says whether kernels wait for such rows. They have
     /// no flags, and are gone once they are summed. But kernels wait for no row of an earlier call any more.
-    fn owes(
+    pub fn owes(
         &self,
         peer: &Peer,
         number: u64,

@@ -12,6 +12,7 @@ pub const FAILOVERS_TOTAL: &str = "switchyard_client_failovers_total";
 pub const FRAMES_TOTAL: &str = "switchyard_client_frames_total";
 pub const HEDGES_TOTAL: &str = "switchyard_client_hedges_total";
 pub const INVALID_RESPONSES_TOTAL: &str = "switchyard_client_invalid_responses_total";
+pub const LATE_SERVERS_TOTAL: &str = "switchyard_client_late_servers_total";
 pub const LANES: &str = "switchyard_client_lanes";
 pub const LANES_BUSY: &str = "switchyard_client_lanes_busy";
 pub const LINKS: &str = "switchyard_client_links";

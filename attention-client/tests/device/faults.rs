@@ -16,9 +16,6 @@ use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check, forward, soon};
 /// Enough tokens that both replicas of each expert get some.
 pub const MANY: usize = 40;
 
-/// Batches that a server gives its GPU before the one at work has ended.
-pub const MAX_AHEAD: usize = 2;
-
 pub fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
     count(client.registry(), name, label)
 }
@@ -54,27 +51,17 @@ fn killed(rng: &mut StdRng, pair: &mut Replicas, client: &mut DeviceClient, stre
     let mut local = pair.local();
     let request = Request::random(rng, &pair.model, MANY, 4);
     forward(client, stream, &tensors, &request, &mut local, pair.dtype);
-    // A server that stands still has not answered when it dies, but for the batches that its GPU had been
-    // given before.
-    pair.server(0).signal(Signal::STOP);
-    let mut num_ahead = 0;
-    let (request, pending) = loop {
-        let request = Request::random(rng, &pair.model, MANY, 4);
-        let input = tensors.load(&request);
-        // SAFETY: the tensors have these sizes and outlive the call.
-        let pending = unsafe {
-            let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
-            client.combine(stream, handle, tensors.out()).expect("combine")
-        };
-        match stream.wait(Instant::now() + Duration::from_secs(1)) {
-            Err(GpuError::Deadline { .. }) => break (request, pending),
-            ended => ended.expect("kernels"),
-        }
-        assert_eq!(client.finish(stream, pending).expect("finish").failovers, 0);
-        check(&request, &tensors.read(MANY), &mut local, pair.dtype);
-        num_ahead += 1;
-        assert!(num_ahead <= MAX_AHEAD, "a server that stands still goes on answering");
+    // A server that stands still has not answered when it dies.
+    pair.server(0).freeze();
+    let request = Request::random(rng, &pair.model, MANY, 4);
+    let input = tensors.load(&request);
+    // SAFETY: the tensors have these sizes and outlive the call.
+    let pending = unsafe {
+        let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
+        client.combine(stream, handle, tensors.out()).expect("combine")
     };
+    let waited = stream.wait(Instant::now() + Duration::from_secs(1));
+    assert!(matches!(waited, Err(GpuError::Deadline { .. })), "the server answers: {waited:?}");
     pair.server(0).signal(Signal::KILL);
     let timing = client.finish(stream, pending).expect("finish");
     check(&request, &tensors.read(MANY), &mut local, pair.dtype);
@@ -127,14 +114,8 @@ fn a_replica_that_freezes_and_comes_back() {
         forward(client, &stream, &tensors, &request, &mut local, pair.dtype)
     };
     call(&mut client);
-    pair.server(0).signal(Signal::STOP);
-    // Its GPU may have been given batches before.
-    let mut timing = call(&mut client);
-    for _ in 0..MAX_AHEAD {
-        if timing.failovers == 0 {
-            timing = call(&mut client);
-        }
-    }
+    pair.server(0).freeze();
+    let timing = call(&mut client);
     assert!(timing.failovers >= 1 && timing.resent_pairs > 0, "{timing:?}");
     assert!(metric(&client, "switchyard_client_failovers_total", Some("silent")) >= 1.0);
     call(&mut client);

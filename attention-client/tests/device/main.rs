@@ -11,6 +11,7 @@ mod early_sum;
 mod exits;
 mod faults;
 mod graphs;
+mod late;
 mod layers;
 mod order;
 mod parts;

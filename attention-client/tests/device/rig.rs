@@ -91,6 +91,16 @@ pub struct Fleet {
 
 impl Fleet {
     pub fn start(num_servers: usize, replicas: usize, dtype: WireDtype) -> Option<Self> {
+        Self::start_with(num_servers, replicas, dtype, &|_, _| {})
+    }
+
+    /// With settings that `tweak` changes, by the number of the server.
+    pub fn start_with(
+        num_servers: usize,
+        replicas: usize,
+        dtype: WireDtype,
+        tweak: &dyn Fn(usize, &mut ServerConfig),
+    ) -> Option<Self> {
         let (server, client) = devices()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -112,7 +122,7 @@ impl Fleet {
             checkpoint,
         };
         for server in 0..num_servers {
-            let started = fleet.start_server(server);
+            let started = fleet.start_server_with(server, tweak);
             fleet.addrs.push(started.data_addr().to_string());
             fleet.servers.push(Some(started));
         }
@@ -121,8 +131,17 @@ impl Fleet {
 
     /// One more server with the experts of server number `server`.
     pub fn start_server(&self, server: usize) -> RunningServer {
+        self.start_server_with(server, &|_, _| {})
+    }
+
+    fn start_server_with(
+        &self,
+        server: usize,
+        tweak: &dyn Fn(usize, &mut ServerConfig),
+    ) -> RunningServer {
         let held = self.layout.held(server, self.model.shape.num_experts as usize);
-        let config = server_config(&format!("server-{server}"), self.server, self.dtype, held);
+        let mut config = server_config(&format!("server-{server}"), self.server, self.dtype, held);
+        tweak(server, &mut config);
         self.runtime.block_on(ExpertServer::start(config, |_| {})).expect("server")
     }
 
@@ -489,8 +508,8 @@ pub mod child {
             }
         }
 
-        /// Stops the process, and waits until it answers nothing more. Batches that it has launched go on by
-        /// themselves, on a GPU that is no process of this host. Each waits 2 ms for a first frame.
+        /// Stops the process, and waits until it answers nothing more. A GPU that is no process of this host goes on
+        /// with the batches that it was given: some eight, and each waits 2 ms for a first frame.
         pub fn freeze(&self) {
             self.signal(rustix::process::Signal::STOP);
             std::thread::sleep(std::time::Duration::from_millis(100));

@@ -7,25 +7,27 @@
 //! Experts in a device's memory go to readers as copies in host memory. A reader whose device reaches that memory gets
 //! the place instead.
 
+mod connected;
 mod listening;
 mod registered;
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use control_api::LayerAssignment;
-use message_engine::{Connection, Engine, Notification, WaitError};
+use message_engine::{Engine, Notification, WaitError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
+use self::connected::Reader;
 pub use self::listening::SourceError;
 pub(crate) use self::listening::{ListeningSource, SourceConfig};
 use self::registered::Registered;
+use super::ModelIdentity;
 use super::limit::RateLimit;
 use super::wire::{self, Request, Response, VERSION};
-use super::{ModelIdentity, manifest};
 use crate::compute::ExpertWeights;
 use crate::experts::{DeviceExperts, DevicePlace, Experts};
 use crate::metrics::ServerMetrics;
@@ -54,14 +56,6 @@ pub(crate) struct WeightSource {
     /// The text by which peers on this host find the device's memory.
     share: Option<String>,
     sharing: JoinSet<()>,
-}
-
-/// A connected peer.
-struct Reader {
-    connection: Connection,
-    is_admitted: bool,
-    /// Requests that are being prepared.
-    preparing: HashSet<u64>,
 }
 
 struct Grant {
@@ -169,8 +163,7 @@ impl WeightSource {
     /// Takes new connections.
     fn accept(&mut self) {
         while let Ok(connection) = self.engine.accept(Instant::now()) {
-            let reader = Reader { connection, is_admitted: false, preparing: HashSet::new() };
-            self.readers.insert(reader.connection.id(), reader);
+            self.readers.insert(connection.id(), Reader::new(connection));
         }
     }
 
@@ -304,7 +297,8 @@ impl WeightSource {
                     if let Some(known) = known {
                         return job(Ok(Granted::Host(known)));
                     }
-                    job(register(engine, key, weights, digest, None))
+                    let registered = Registered::new(engine, key, weights, digest, None);
+                    job(registered.map(Granted::Host))
                 });
             }
             Wanted::Copy(device, permit) => {
@@ -314,9 +308,10 @@ impl WeightSource {
                         return job(Ok(Granted::Host(known)));
                     }
                     let copied = device.copy_to_host(layer, expert).map_err(|e| e.to_string());
-                    job(copied.and_then(|weights| {
-                        register(engine, key, Arc::new(weights), digest, Some(permit))
-                    }))
+                    let registered = copied.and_then(|weights| {
+                        Registered::new(engine, key, Arc::new(weights), digest, Some(permit))
+                    });
+                    job(registered.map(Granted::Host))
                 });
             }
             Wanted::Device(device) => {
@@ -409,32 +404,6 @@ impl WeightSource {
     }
 }
 
-impl Reader {
-    /// Sends a response without waiting. A reader that does not take it in time asks elsewhere.
-    fn send(&self, response: &Response) {
-        let deadline = Instant::now() + SEND_TIMEOUT;
-        if let Err(error) = self.connection.start_notify(&wire::encode(response), deadline) {
-            tracing::debug!(connection = self.connection.id(), %error, "a reader of weights is lost");
-            self.connection.close();
-        }
-    }
-}
-
-/// Registers weights, and computes their digest if it is not known. Blocks.
-fn register(
-    engine: Arc<Engine>,
-    (layer, expert): (u32, u32),
-    weights: Arc<ExpertWeights>,
-    digest: Option<[u8; 32]>,
-    permit: Option<OwnedSemaphorePermit>,
-) -> Result<Granted, String> {
-    let manifest = manifest::Manifest::of(&weights);
-    let digest = digest
-        .unwrap_or_else(|| manifest::digest(layer, expert, &manifest, &manifest::parts(&weights)));
-    let registered = Registered::new(engine, weights, manifest, digest, permit)?;
-    Ok(Granted::Host(Arc::new(registered)))
-}
-
 /// The experts of a store.
 fn index(store: &dyn Experts) -> Vec<LayerAssignment> {
     let layers = store.loaded().into_iter();
@@ -462,8 +431,6 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 const LEASE: Duration = Duration::from_secs(30);
 /// A reader at this rate can still use a grant.
 const SLOWEST_BYTES_PER_S: u64 = 1 << 20;
-/// Longest wait for room in a reader's window of notifications.
-const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between two checks for new and closed connections.
 const IDLE_PERIOD: Duration = Duration::from_secs(5);
 const BUSY_PERIOD: Duration = Duration::from_millis(100);

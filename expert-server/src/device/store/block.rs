@@ -3,7 +3,7 @@
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
-use super::weights::WeightShape;
+use super::shape::WeightShape;
 
 /// GPU memory for the weights of one layer. Experts have local indices below `capacity`.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use p2p_core::host::HostIdentity;
 use tokio::runtime::Handle;
 
 use super::block::BlockLayout;
-use super::weights::BLOCK_FP8;
+use super::shape::BLOCK_FP8;
 use super::*;
 use crate::compute::{Weight, WeightBytes, WeightMemory, WeightScales};
 use crate::experts::{CopyError, DevicePlace, PeerMemory, Share};

@@ -5,7 +5,8 @@ use std::ptr::NonNull;
 use checkpoint::{DType, WeightFormat};
 
 use super::reservation::Reservation;
-use super::weights::{BLOCK_FP8, has_nan, is_nan};
+use super::shape::BLOCK_FP8;
+use super::weights::{has_nan, is_nan};
 use super::*;
 use crate::compute::{WeightError, WeightScales};
 

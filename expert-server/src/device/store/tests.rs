@@ -59,7 +59,7 @@ fn an_expert_is_held_from_when_it_is_in_service() {
 fn check_weights(store: &DeviceStore, layer: u32, expert: u32) {
     let held = store.copy_to_host(layer, expert).expect("copied");
     let stored = store.checkpoint.expert(layer, expert).expect("in the files");
-    let [gate, up, down] = weights::gated(stored).expect("gated");
+    let [gate, up, down] = shape::gated(stored).expect("gated");
     for (held, stored) in
         [(held.gate.as_ref(), gate), (Some(&held.up), up), (Some(&held.down), down)]
     {

@@ -7,7 +7,7 @@ use message_engine::{Access, Connection, DeregisterError, Engine, MemoryRegion};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::compute::ExpertWeights;
-use crate::peers::manifest::{Manifest, parts};
+use crate::peers::manifest::{self, Manifest, parts};
 use crate::peers::wire;
 
 /// The memory of one expert, registered for reading. Dropping it deregisters the memory and then frees the weights, so
@@ -24,17 +24,21 @@ pub(super) struct Registered {
 }
 
 impl Registered {
-    /// Registers the memory of `weights`. Blocks while the engine does so.
+    /// Registers the memory of `weights`, those of `(layer, expert)`, and computes their digest if it is not known.
+    /// Blocks while it does so.
     ///
     /// # Errors
     /// A text that says why the engine refused.
     pub(super) fn new(
         engine: Arc<Engine>,
+        (layer, expert): (u32, u32),
         weights: Arc<ExpertWeights>,
-        manifest: Manifest,
-        digest: [u8; 32],
+        digest: Option<[u8; 32]>,
         permit: Option<OwnedSemaphorePermit>,
-    ) -> Result<Self, String> {
+    ) -> Result<Arc<Self>, String> {
+        let manifest = Manifest::of(&weights);
+        let digest =
+            digest.unwrap_or_else(|| manifest::digest(layer, expert, &manifest, &parts(&weights)));
         // Holds the weights from the first registration on.
         let mut registered =
             Self { engine, manifest, digest, regions: Vec::new(), weights, permit };
@@ -51,7 +55,7 @@ impl Registered {
             };
             registered.regions.push(region);
         }
-        Ok(registered)
+        Ok(Arc::new(registered))
     }
 
     pub(super) fn weights(&self) -> &Arc<ExpertWeights> {
