@@ -2,6 +2,7 @@
 
 mod edition;
 mod record;
+mod reversible;
 mod tasks;
 mod tickets;
 mod writer;
@@ -11,9 +12,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use control_api::{
-    ClusterStatus, FleetGoals, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests,
-    ReadyRequest, RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest,
-    TensorDigest, WantedDigests,
+    ClusterStatus, LeaseRequest, LeaseResponse, MemberId, MemberInfo, ModelDigests, ReadyRequest,
+    RegisterRequest, RegisterResponse, ScalingAdvice, StoreStatus, SuspectRequest, TensorDigest,
+    WantedDigests,
 };
 use tokio::sync::{Notify, watch};
 use tracing::error;
@@ -37,8 +38,10 @@ pub(crate) enum OperationError {
     Refused(#[from] Refusal),
     #[error("members of new names are refused while the store cannot be written: {reason}")]
     ReadOnly { reason: String },
+    /// The change is not in force. A write whose answer was lost may have stored it.
     #[error(
-        "the store cannot be written, so nothing has changed: {reason}; repeat the request once it can be"
+        "the store cannot be written, so the change is not in force: {reason}; repeat the request once it can be (if \
+         the answer of the store was lost, a restart before that may find the change)"
     )]
     NotStored { reason: String },
     /// A change is in force, and a restart would lose it.
@@ -227,47 +230,6 @@ impl Coordinator {
             outcome => outcome?,
         }
         Ok(info)
-    }
-
-    pub(crate) fn goals(&self) -> Result<FleetGoals, OperationError> {
-        Ok(self.with_fleet(|fleet, _| fleet.goals())?)
-    }
-
-    /// Changes the goals. They are durable before this returns; a change that cannot be stored is taken back.
-    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
-        let (old, revision) = self.with_fleet(|fleet, now| {
-            fleet.check_goals(&goals)?;
-            self.check_writable()?;
-            let old = (fleet.goals()?, fleet.changed_goals());
-            fleet.set_goals(goals, now)?;
-            Ok::<_, OperationError>((old, fleet.revision()))
-        })?;
-        match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { reason }) => {
-                self.with_fleet(|fleet, now| fleet.take_back_goals(goals, old, now));
-                Err(OperationError::NotStored { reason })
-            }
-            outcome => outcome.map(|()| goals),
-        }
-    }
-
-    /// Takes a drain back. That is durable before this returns; if it cannot be stored, the drain goes on.
-    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        let (info, revision) = self.with_fleet(|fleet, now| {
-            self.check_writable()?;
-            Ok::<_, OperationError>((fleet.resume(member, now)?, fleet.revision()))
-        })?;
-        match self.wait_durable(revision).await {
-            Err(OperationError::ReadOnly { reason }) => {
-                self.with_fleet(|fleet, now| fleet.drain(member, Some(info.incarnation), now))?;
-                Err(OperationError::NotStored { reason })
-            }
-            outcome => outcome.map(|()| info),
-        }
-    }
-
-    fn check_writable(&self) -> Result<(), OperationError> {
-        self.write_error().map_or(Ok(()), |reason| Err(OperationError::NotStored { reason }))
     }
 
     pub(crate) fn suspect(

@@ -51,8 +51,8 @@ pub(crate) struct Editions {
     tickets: Arc<TicketOffice>,
     /// The current edition first.
     editions: Mutex<Vec<Edition>>,
-    /// One change of the editions at a time.
-    changing: tokio::sync::Mutex<()>,
+    /// One change of the editions, of the goals or of a drain at a time.
+    changing: Arc<tokio::sync::Mutex<()>>,
     /// One registration of a name at a time.
     names: Names,
     /// Reports of control planes that follow, by reporter, with the time of each.
@@ -108,7 +108,7 @@ impl Editions {
             events,
             tickets,
             editions: Mutex::new(editions),
-            changing: tokio::sync::Mutex::default(),
+            changing: Arc::default(),
             names: Names::default(),
             followers: Mutex::default(),
             added,
@@ -127,12 +127,11 @@ impl Editions {
         self: &Arc<Self>,
         request: &AddModelRequest,
     ) -> Result<EditionList, OperationError> {
-        let (editions, request) = (Arc::clone(self), request.clone());
-        to_end(async move { editions.add_now(&request).await }).await
+        let request = request.clone();
+        self.in_turn(move |editions| async move { editions.add_now(&request).await }).await
     }
 
     async fn add_now(&self, request: &AddModelRequest) -> Result<EditionList, OperationError> {
-        let _one = self.changing.lock().await;
         let book = self.book();
         let pinned = self.settings.fleet.pinned_fingerprint.as_deref();
         match book.add(&request.fingerprint, pinned)? {
@@ -154,12 +153,11 @@ impl Editions {
         self: &Arc<Self>,
         request: &SwitchRequest,
     ) -> Result<EditionList, OperationError> {
-        let (editions, request) = (Arc::clone(self), request.clone());
-        to_end(async move { editions.switch_or_plan(&request).await }).await
+        let request = request.clone();
+        self.in_turn(move |editions| async move { editions.switch_or_plan(&request).await }).await
     }
 
     async fn switch_or_plan(&self, request: &SwitchRequest) -> Result<EditionList, OperationError> {
-        let _one = self.changing.lock().await;
         let book = self.book();
         let planned = book.plan_switch(request)?;
         let next = self.next_edition().ok_or_else(book::no_next)?;
@@ -182,18 +180,35 @@ impl Editions {
 
     /// Ends an update before its switch. Goes on if the caller drops the future.
     pub(crate) async fn abort(self: &Arc<Self>) -> Result<EditionList, OperationError> {
-        let editions = Arc::clone(self);
-        to_end(async move { editions.abort_now().await }).await
+        self.in_turn(move |editions| async move { editions.abort_now().await }).await
     }
 
     async fn abort_now(&self) -> Result<EditionList, OperationError> {
-        let _one = self.changing.lock().await;
         let book = self.book().abort()?;
         self.change(book).await?;
         let text = "the update of the model was aborted: its servers are drained";
         info!("{text}");
         self.events.note(Severity::Warn, text.to_owned());
         Ok(self.list())
+    }
+
+    /// Runs a change to its end as soon as no other one runs. A caller that goes away before that changes nothing, and
+    /// leaves no task behind.
+    async fn in_turn<T, F>(
+        self: &Arc<Self>,
+        change: impl FnOnce(Arc<Self>) -> F,
+    ) -> Result<T, OperationError>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, OperationError>> + Send + 'static,
+    {
+        let one = Arc::clone(&self.changing).lock_owned().await;
+        let change = change(Arc::clone(self));
+        to_end(async move {
+            let _one = one;
+            change.await
+        })
+        .await
     }
 
     /// Notes the clients of a control plane that follows.

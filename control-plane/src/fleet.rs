@@ -119,7 +119,7 @@ impl Fleet {
                 false => Lease::Until(now + settings.lease_ttl),
             };
             names.insert(record.member_id.clone(), record.name.clone());
-            let mut member = Member::new(record, lease, true);
+            let mut member = Member { probed_at: now, ..Member::new(record, lease, true) };
             if member.record.keeps_serving {
                 member.drains_by = settings.balance.map(|balance| now + balance.drain_grace);
             }

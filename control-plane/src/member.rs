@@ -151,11 +151,15 @@ pub(crate) struct Member {
     pub(crate) is_drain_planned: bool,
     /// Outcome of the last attempt to connect to the member: `None` before the first one.
     pub(crate) probe: Option<Result<(), String>>,
-    /// Time of that outcome.
+    /// Time of that outcome. Before the first one, time at which the process came.
     pub(crate) probed_at: Duration,
+    /// Attempts in a row that have failed since this process has reached any member.
+    pub(crate) num_failures: u32,
     /// True once this process has connected to the member's address.
     pub(crate) was_reached: bool,
-    /// True if this process has never reached the member, and reaches others. Plans do without such a member, its
+    /// True if this process has not reached the member, and reaches others.
+    pub(crate) is_doubtful: bool,
+    /// True if attempts to reach a doubtful member have failed repeatedly. Plans do without such a member, its
     /// experts count as no replicas, and clients try it only for experts that no other member serves.
     pub(crate) is_left_out: bool,
     /// Until this time, a live process of the same name was heard after this one had replaced it. So two
@@ -183,7 +187,9 @@ impl Member {
             is_drain_planned: false,
             probe: None,
             probed_at: Duration::ZERO,
+            num_failures: 0,
             was_reached: false,
+            is_doubtful: false,
             is_left_out: false,
             contested_until: None,
         }
@@ -206,7 +212,7 @@ impl Member {
     /// member at all and can judge none.
     pub(crate) fn can_take_over(&self) -> bool {
         let is_undecided = self.probe.is_none() && !self.was_reached;
-        self.is_serving() && !self.is_left_out && !is_undecided
+        self.is_serving() && !self.is_doubtful && !is_undecided
     }
 
     /// True if the placement table has the member.

@@ -131,6 +131,12 @@ impl Coordinator {
         self.with_fleet(|fleet, now| fleet.tick(now, period));
     }
 
+    /// True while a change is not in the store.
+    #[cfg(test)]
+    pub(crate) fn needs_save(&self) -> bool {
+        lock(&self.fleet).needs_save()
+    }
+
     pub(crate) fn cluster_id(&self) -> String {
         lock(&self.fleet).cluster_id().to_owned()
     }

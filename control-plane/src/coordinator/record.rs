@@ -13,6 +13,9 @@ pub(super) struct MemberLogs {
     left: LogLimit,
     expired: LogLimit,
     removed: LogLimit,
+    unreachable: LogLimit,
+    left_out: LogLimit,
+    included: LogLimit,
 }
 
 impl Coordinator {
@@ -62,13 +65,23 @@ impl Coordinator {
                 );
             }
             FleetEvent::Unreachable { name, data_addr, reason } => {
-                warn!(name, data_addr, reason, "cannot connect to a serving member");
+                if let Some(num_suppressed) = self.member_logs.unreachable.allow() {
+                    warn!(
+                        name,
+                        data_addr, reason, num_suppressed, "cannot connect to a serving member"
+                    );
+                }
             }
             FleetEvent::LeftOut { name, is_left_out: true } => {
-                warn!(name, "plans do without this member: nothing has ever connected to it");
+                if let Some(num_suppressed) = self.member_logs.left_out.allow() {
+                    let text = "plans do without this member: nothing has ever connected to it";
+                    warn!(name, num_suppressed, "{text}");
+                }
             }
             FleetEvent::LeftOut { name, is_left_out: false } => {
-                info!(name, "member reached: plans include it");
+                if let Some(num_suppressed) = self.member_logs.included.allow() {
+                    info!(name, num_suppressed, "member reached: plans include it");
+                }
             }
             FleetEvent::Serving { name } => info!(name, "member is serving"),
             FleetEvent::Draining { name } => info!(name, "member is draining"),

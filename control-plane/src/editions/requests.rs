@@ -86,8 +86,16 @@ impl Editions {
         self.of_member(member).drain(member, incarnation).await
     }
 
-    pub(crate) async fn resume(&self, member: &MemberId) -> Result<MemberInfo, OperationError> {
-        self.of_member(member).resume(member).await
+    /// See [`Coordinator::resume`]. Goes on if the caller drops the future.
+    pub(crate) async fn resume(
+        self: &Arc<Self>,
+        member: &MemberId,
+    ) -> Result<MemberInfo, OperationError> {
+        let member = member.clone();
+        self.in_turn(
+            move |editions| async move { editions.of_member(&member).resume(&member).await },
+        )
+        .await
     }
 
     pub(crate) fn suspect(
@@ -149,12 +157,39 @@ impl Editions {
         self.current().goals()
     }
 
-    /// Changes the goals of all editions.
-    pub(crate) async fn set_goals(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
-        for edition in self.all().iter().skip(1) {
-            edition.coordinator.set_goals(goals).await?;
+    /// Changes the goals of all editions. They are durable before this returns. If those of any edition cannot be stored,
+    /// all are taken back. Goes on if the caller drops the future.
+    pub(crate) async fn set_goals(
+        self: &Arc<Self>,
+        goals: FleetGoals,
+    ) -> Result<FleetGoals, OperationError> {
+        self.in_turn(move |editions| async move { editions.set_goals_now(goals).await }).await
+    }
+
+    async fn set_goals_now(&self, goals: FleetGoals) -> Result<FleetGoals, OperationError> {
+        let editions = self.all();
+        let mut begun = Vec::new();
+        let mut outcome = Ok(goals);
+        for Edition { coordinator, .. } in &editions {
+            match coordinator.begin_goals(goals) {
+                Ok(change) => begun.push((coordinator, change)),
+                Err(err) => {
+                    outcome = Err(err);
+                    break;
+                }
+            }
         }
-        self.current().set_goals(goals).await
+        for (coordinator, change) in &begun {
+            if outcome.is_ok() {
+                outcome = coordinator.stored(change).await.map(|()| goals);
+            }
+        }
+        if outcome.is_err() {
+            for (coordinator, change) in begun {
+                coordinator.take_back(change);
+            }
+        }
+        outcome
     }
 
     /// Issues a ticket for the servers of all editions.

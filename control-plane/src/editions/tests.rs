@@ -1,6 +1,7 @@
 //! Updates of the model in virtual time. The tests call the steps that a term takes with its timers.
 
 mod interrupted;
+mod reversible;
 
 use std::future::Future;
 use std::sync::Condvar;
@@ -15,6 +16,7 @@ use rand::{RngExt, SeedableRng};
 use tokio::task::JoinSet;
 
 use super::*;
+use crate::balance::BalanceSettings;
 use crate::boards::{Boards, CountedClient};
 use crate::clock::{Clock, ManualClock};
 use crate::metrics::Metrics;
@@ -35,6 +37,8 @@ const PAST_GRACE: Duration = Duration::from_secs(20);
 struct Disk {
     inner: MemoryStore,
     is_full: Arc<AtomicBool>,
+    /// The disk is full after so many more writes.
+    full_after: Arc<Mutex<Option<u32>>>,
     gate: Arc<Gate>,
 }
 
@@ -78,6 +82,11 @@ impl Store for Disk {
 
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
         self.gate.pass();
+        match lock(&self.full_after).as_mut() {
+            Some(0) => self.is_full.store(true, Ordering::Relaxed),
+            Some(left) => *left -= 1,
+            None => {}
+        }
         if self.is_full.load(Ordering::Relaxed) {
             let source = io::ErrorKind::StorageFull.into();
             return Err(StoreError::Full { path: "disk".into(), source });
@@ -132,12 +141,24 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::start(Disk::default(), Arc::new(ManualClock::new()), Vec::new())
+        Self::start(Disk::default(), Arc::new(ManualClock::new()), Vec::new(), None)
     }
 
-    fn start(disk: Disk, clock: Arc<ManualClock>, servers: Vec<Server>) -> Self {
+    /// A control plane whose placement follows the load.
+    fn elastic() -> Self {
+        let balance = Some(BalanceSettings::default());
+        Self::start(Disk::default(), Arc::new(ManualClock::new()), Vec::new(), balance)
+    }
+
+    fn start(
+        disk: Disk,
+        clock: Arc<ManualClock>,
+        servers: Vec<Server>,
+        balance: Option<BalanceSettings>,
+    ) -> Self {
         let boards = Arc::new(Boards::new());
-        let settings = settings(TTL, &clock, &boards);
+        let mut settings = settings(TTL, &clock, &boards);
+        settings.fleet.balance = balance;
         let term = Editions::restore(settings.clone(), Box::new(disk.clone())).unwrap();
         boards.set_fresh(true);
         let Term { editions, workers, mut added } = term;
@@ -155,6 +176,7 @@ impl World {
     /// Kills the control plane and starts another one on the same disk.
     async fn restart(self) -> Self {
         let Self { disk, clock, boards, editions, mut tasks, servers } = self;
+        let balance = editions.settings.fleet.balance;
         tasks.shutdown().await;
         drop((editions, boards));
         // Writes that the end has cut off hold the disk until they are done.
@@ -164,7 +186,7 @@ impl World {
             }
         };
         tokio::time::timeout(BOUND, is_still).await.expect("the last process has ended");
-        let world = Self::start(disk, clock, servers);
+        let world = Self::start(disk, clock, servers, balance);
         world.servers.iter().for_each(|server| world.renew(server).unwrap());
         world
     }
@@ -256,10 +278,10 @@ impl World {
     }
 
     /// Drops the future of a change while the store writes, and waits until no change runs any more.
-    async fn interrupt(&self, change: impl Future<Output = Result<EditionList, OperationError>>) {
+    async fn interrupt<T>(&self, change: impl Future<Output = Result<T, OperationError>>) {
         self.disk.gate.shut();
         tokio::select! {
-            ended = change => panic!("the store does not block: {ended:?}"),
+            ended = change => panic!("the store does not block: {:?}", ended.map(|_| ())),
             blocked = tokio::time::timeout(BOUND, self.is_blocked()) => blocked.unwrap(),
         }
         self.disk.gate.open();

@@ -103,12 +103,12 @@ impl Fleet {
         Ok(info)
     }
 
-    /// Returns a draining member to the placement. Changes nothing about any other member.
+    /// Returns a draining member to the placement, and true if it was draining. Changes nothing about any other member.
     pub(crate) fn resume(
         &mut self,
         member: &MemberId,
         now: Duration,
-    ) -> Result<MemberInfo, Refusal> {
+    ) -> Result<(MemberInfo, bool), Refusal> {
         let member = self.leased(member, None, now)?;
         let was_draining = member.record.phase == Phase::Draining;
         if was_draining {
@@ -120,7 +120,7 @@ impl Fleet {
             self.note_unplanned(now);
             self.mark_changed();
         }
-        Ok(info)
+        Ok((info, was_draining))
     }
 
     pub(crate) fn leave(&mut self, member: &MemberId) -> Result<(), Refusal> {

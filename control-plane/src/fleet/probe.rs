@@ -18,6 +18,8 @@ pub(crate) struct ProbeError {
 impl Fleet {
     /// Members to connect to: name, incarnation and address. A serving member is due at once, again
     /// [`PROBE_PERIOD`] after a failure, and a few times per heartbeat interval while it is late to renew.
+    /// The one that has waited longest comes first, so that members which answer nothing keep no other one waiting for
+    /// more than one attempt each.
     pub(crate) fn due_probes(&self, now: Duration) -> Vec<(String, u64, String)> {
         let is_due = |member: &&Member| match &member.probe {
             _ if member.state() != MemberState::Serving => false,
@@ -32,7 +34,9 @@ impl Fleet {
             let record = &member.record;
             (record.name.clone(), record.incarnation, record.data_addr.clone())
         };
-        self.members.values().filter(is_due).map(key).collect()
+        let mut due: Vec<&Member> = self.members.values().filter(is_due).collect();
+        due.sort_by_key(|member| member.probed_at);
+        due.into_iter().map(key).collect()
     }
 
     /// Records the outcome of an attempt to connect to a member.
@@ -55,6 +59,11 @@ impl Fleet {
         }
         let was_reached = member.was_reached;
         member.was_reached |= outcome.is_ok();
+        member.num_failures = match &outcome {
+            Ok(()) => 0,
+            // Until this process reaches any member, its own network may be at fault.
+            Err(_) => member.num_failures + u32::from(self.has_reached_any),
+        };
         let is_refused = outcome.as_ref().is_err_and(|err| err.is_refused);
         member.probe = Some(outcome.map_err(|err| err.reason));
         member.probed_at = now;
@@ -85,18 +94,17 @@ impl Fleet {
         }
     }
 
-    /// Leaves out members that this process has never reached, once it has reached any. Until then its own network may
-    /// be at fault, and it judges no member.
+    /// Leaves out members that this process has never reached, after [`MAX_FAILURES`] attempts in a row that failed since
+    /// it has reached any. Until then its own network may be at fault, and it judges no member. One that is judged next
+    /// takes over nothing yet.
     fn leave_out_unreached(&mut self, now: Duration) {
         self.has_reached_any |= self.members.values().any(|member| member.was_reached);
         let mut changed = Vec::new();
         for member in self.members.values_mut() {
-            let is_left_out = match &member.probe {
-                _ if member.was_reached || !self.has_reached_any => false,
-                Some(Err(_)) => true,
-                // Another attempt is under way.
-                _ => member.is_left_out,
-            };
+            member.is_doubtful = self.has_reached_any && !member.was_reached;
+            // A member stays left out until it is reached.
+            let is_left_out =
+                member.is_doubtful && (member.is_left_out || member.num_failures >= MAX_FAILURES);
             if member.is_left_out != is_left_out {
                 member.is_left_out = is_left_out;
                 changed.push((member.record.name.clone(), is_left_out));
@@ -114,5 +122,7 @@ impl Fleet {
 
 /// Attempts per time to live while a member is late.
 const LATE_PROBES: u32 = 20;
+/// Attempts in a row that fail before a member is left out.
+const MAX_FAILURES: u32 = 2;
 /// Time between a failed attempt and the next one.
 const PROBE_PERIOD: Duration = Duration::from_secs(2);

@@ -125,6 +125,7 @@ impl Fleet {
         member.renewed_at = now;
         if member.record.data_addr != request.data_addr {
             (member.probe, member.was_reached) = (None, false);
+            (member.num_failures, member.probed_at) = (0, now);
         }
         member.record.data_addr.clone_from(&request.data_addr);
         member.record.capacity_experts = request.capacity_experts;
@@ -183,7 +184,8 @@ impl Fleet {
         };
         self.names.insert(record.member_id.clone(), record.name.clone());
         let lease = Lease::Until(now + self.settings.lease_ttl);
-        let member = Member { is_name_durable, ..Member::new(record, lease, false) };
+        let member =
+            Member { is_name_durable, probed_at: now, ..Member::new(record, lease, false) };
         self.members.insert(request.name.clone(), member);
         self.is_table_stale = true;
         Ok(())

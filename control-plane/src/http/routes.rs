@@ -193,7 +193,7 @@ pub(super) async fn goals(State(app): State<App>) -> Answer<FleetGoals> {
     (status = 200, description = "The new goals", body = FleetGoals),
     (status = 400, description = "`bad_request`", body = ApiError),
     (status = 409, description = "`fixed_placement`", body = ApiError),
-    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
+    (status = 503, description = "`store_read_only`: the change is not in force", body = ApiError)))]
 pub(super) async fn set_goals(
     State(app): State<App>,
     Body(GoalsRequest { replicas, spare }): Body<GoalsRequest>,
@@ -313,7 +313,7 @@ pub(super) async fn drain(
     (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError),
-    (status = 503, description = "`store_read_only`: nothing has changed", body = ApiError)))]
+    (status = 503, description = "`store_read_only`: the change is not in force", body = ApiError)))]
 pub(super) async fn resume(
     State(app): State<App>,
     Target(member): Target,

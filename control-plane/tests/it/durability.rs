@@ -259,7 +259,7 @@ async fn changes_that_cannot_be_stored_are_taken_back() {
     for _ in 0..2 {
         let err = client.set_goals(&FleetGoals { replicas: 3, spare: 0.5 }).await.unwrap_err();
         assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
-        assert!(err.to_string().contains("nothing has changed"), "{err}");
+        assert!(err.to_string().contains("the change is not in force"), "{err}");
         assert_eq!(client.goals().await.unwrap(), stored);
         let err = client.resume(&member).await.unwrap_err();
         assert_eq!(err.code(), Some(code::STORE_READ_ONLY));

@@ -17,6 +17,7 @@ fn placed_on(world: &World, name: &str) -> usize {
 #[test]
 fn a_member_that_was_never_reached_takes_over_nothing() {
     let num_seconds = rand::random_range(0..5);
+    println!("found out after {num_seconds} s");
     let mut fleet = Elastic::new(1, 1);
     fleet.join("good", 1);
     (0..5).for_each(|_| fleet.second());
@@ -46,14 +47,82 @@ fn experts_on_an_unreached_member_alone_have_no_live_replica() {
     // A control plane that reaches no member does not judge.
     fleet.world.fleet.record_probe("bad", 2, Err(refused()), fleet.world.now);
     fleet.join("good", 1);
-    fleet.world.fleet.refresh();
-    let (good, bad) = (placed_on(&fleet.world, "good"), placed_on(&fleet.world, "bad"));
-    assert_eq!((good, bad), (12, 12));
-    assert_eq!(fleet.world.fleet.coverage().without_replica, 12);
+    for num_failures in 0..3 {
+        fleet.world.fleet.refresh();
+        let (good, bad) = (placed_on(&fleet.world, "good"), placed_on(&fleet.world, "bad"));
+        assert_eq!((good, bad), (12, 12), "{num_failures}");
+        // One failed attempt condemns no member.
+        let without = if num_failures < 2 { 0 } else { 12 };
+        assert_eq!(fleet.world.fleet.coverage().without_replica, without, "{num_failures}");
+        fleet.world.fleet.record_probe("bad", 2, Err(refused()), fleet.world.now);
+    }
     fleet.may_lose = true;
     (0..10).for_each(|_| fleet.second());
     assert_eq!(fleet.world.fleet.coverage().without_replica, 0);
     assert_eq!((placed_on(&fleet.world, "good"), placed_on(&fleet.world, "bad")), (24, 0));
+}
+
+/// A new leader reaches nothing until its network is up. Its first success condemns none of the members that it could not
+/// reach before: each has two more attempts, and one that succeeds clears the member.
+#[test]
+fn attempts_before_the_first_success_do_not_count() {
+    let mut world = World::new();
+    let names = ["a", "b", "c", "d"];
+    names.iter().for_each(|name| drop(world.serve(name, 1)));
+    world.save();
+    let (snapshot, _) = world.fleet.snapshot();
+    let mut world = World::with(settings(), Some(snapshot));
+    let coverage = world.fleet.coverage();
+    assert_eq!((coverage.without_replica, coverage.under_replicated), (0, 0));
+    let mut probe = |name, outcome: Result<(), ProbeError>| {
+        world.fleet.record_probe(name, 1, outcome, world.now);
+        world.fleet.refresh();
+        (world.fleet.coverage(), world.fleet.members[name].can_take_over())
+    };
+    for name in names.iter().cycle().take(12) {
+        assert_eq!(probe(name, Err(refused())), (coverage, true), "{name}");
+    }
+    assert_eq!(probe("a", Ok(())), (coverage, true));
+    // Others free nothing for a member that may yet be left out.
+    assert_eq!(probe("b", Err(refused())), (coverage, false));
+    assert_eq!(probe("b", Ok(())), (coverage, true));
+    assert_eq!(probe("c", Err(refused())), (coverage, false));
+    let (less, _) = probe("c", Err(refused()));
+    assert!(less.under_replicated > 0, "{less:?}");
+    assert_eq!(probe("c", Ok(())), (coverage, true));
+}
+
+/// Members that answer nothing take every slot for seconds, and are due again soon. Each member has its turn all the same.
+#[test]
+fn members_that_answer_nothing_keep_no_other_one_waiting() {
+    const NUM_MEMBERS: usize = 100;
+    const SLOTS: usize = 32;
+    let silence = Duration::from_secs(3);
+    let mut world = World::with(FleetSettings { max_members: 1000, ..settings() }, None);
+    let names: Vec<String> = (0..NUM_MEMBERS).map(|nth| format!("m{nth:03}")).collect();
+    let members: Vec<_> = names.iter().map(|name| world.serve(name, 1).member_id).collect();
+    let mut under_way: HashMap<String, Duration> = HashMap::new();
+    let mut num_attempts: HashMap<String, u32> = HashMap::new();
+    // Two rounds of all members.
+    let rounds = 2 * silence * NUM_MEMBERS.div_ceil(SLOTS) as u32;
+    let end = world.now + rounds + Duration::from_secs(2);
+    while world.now < end {
+        for (name, incarnation, _) in world.fleet.due_probes(world.now) {
+            if under_way.len() < SLOTS && !under_way.contains_key(&name) {
+                assert_eq!(incarnation, 1);
+                under_way.insert(name, world.now + silence);
+            }
+        }
+        world.advance(PERIOD);
+        members.iter().for_each(|id| drop(world.renew(id, 1).unwrap()));
+        let now = world.now;
+        for (name, _) in under_way.extract_if(|_, until| *until <= now) {
+            world.fleet.record_probe(&name, 1, Err(refused()), now);
+            *num_attempts.entry(name).or_default() += 1;
+        }
+    }
+    let least = names.iter().map(|name| num_attempts.get(name).copied().unwrap_or(0)).min();
+    assert!(least >= Some(2), "{num_attempts:?}");
 }
 
 #[test]
