@@ -281,7 +281,8 @@ impl Coordinator {
                 tls_error: None,
                 insecure: None,
                 store,
-                problems: insecure_servers(fleet),
+                health: None,
+                problems: server_problems(fleet),
                 editions: Vec::new(),
                 leader: None,
                 followers: Vec::new(),
@@ -361,8 +362,9 @@ impl Coordinator {
     }
 }
 
-/// A sentence for each danger of servers whose listeners other hosts reach. It names the first ones.
-fn insecure_servers(fleet: &Fleet) -> Vec<String> {
+/// A sentence for each danger of servers whose listeners other hosts reach, and for each of the first servers that the
+/// control plane cannot connect to.
+fn server_problems(fleet: &Fleet) -> Vec<String> {
     let sentence = |(danger, names): (Danger, Vec<&str>)| {
         let shown = names.iter().take(MAX_NAMES).copied().collect::<Vec<_>>().join(", ");
         let more = match names.len().saturating_sub(MAX_NAMES) {
@@ -371,7 +373,14 @@ fn insecure_servers(fleet: &Fleet) -> Vec<String> {
         };
         format!("INSECURE: {shown}{more}: {}", danger.text())
     };
-    fleet.insecure().into_iter().map(sentence).collect()
+    let mut problems: Vec<String> = fleet.insecure().into_iter().map(sentence).collect();
+    let mut unreachable = fleet.unreachable();
+    problems.extend(unreachable.by_ref().take(MAX_NAMES));
+    match unreachable.count() {
+        0 => {}
+        more => problems.push(format!("the control plane cannot connect to {more} other servers")),
+    }
+    problems
 }
 
 const MAX_NAMES: usize = 3;

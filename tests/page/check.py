@@ -130,7 +130,7 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     refused = [text for text in browser.messages if "401" not in text]
     expect(not refused, f"console: {refused}")
     text = browser.evaluate("document.body.innerText")
-    for expected in ("degraded", "deepseek_v3", "5 of 256 experts have fewer than 2 replicas.", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "INSECURE: plain text", "INSECURE: server-0: plain text to other hosts", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
+    for expected in ("degraded", "deepseek_v3", f"{mock.HOSTILE} holds 5 experts", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "INSECURE: plain text", "INSECURE: server-0: plain text to other hosts", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
         expect(expected in text, f"the page lacks {expected!r}")
     expect(browser.evaluate("document.getElementById('models').hidden"), "a fleet with one model shows an update")
     cells = "[...document.querySelectorAll('#member-rows tr')].map((row) => [...row.children].slice(6, 9).map((cell) => cell.textContent).join(' '))"
@@ -140,6 +140,8 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     browser.until(f"({charted}).includes('combine')")
     expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
     expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
+
+    health(browser, fleet)
 
     # The keyboard reaches every cell of the map.
     browser.evaluate("document.getElementById('heat').focus()")
@@ -250,6 +252,24 @@ def update(browser: Browser, out: pathlib.Path, num_members: int, num_layers: in
     browser.until(f"!({titles}).includes('Model')")
     server.shutdown()
     server.server_close()
+
+
+def health(browser: Browser, fleet: mock.Fleet) -> None:
+    """The page shows the condition and the sentences of the control plane, and judges nothing by itself."""
+    kept = fleet.health, fleet.problems
+    sentences = [
+        "3 of 4 planned servers are serving (0 loading, 1 draining, 0 expired)",
+        "the token file /etc/switchyard/tokens, line 2: no hash; older tokens stay in force",
+        "the control plane's TLS files cannot be used: no key",
+    ]
+    shown = "[document.getElementById('health').textContent, document.getElementById('health').className, document.title, ...[...document.querySelectorAll('#problems li')].map((line) => line.textContent)]"
+    cases = [("degraded", "warn", [sentence]) for sentence in sentences]
+    for word, badge, problems in [*cases, ("degraded", "warn", sentences), ("down", "bad", sentences[:1]), ("healthy", "good", [])]:
+        fleet.health, fleet.problems = word, problems
+        title = "Switchyard" if word == "healthy" else f"{word} · Switchyard"
+        expected = [word, f"badge {badge}", title, *problems]
+        browser.until(f"JSON.stringify({shown}) === JSON.stringify({json.dumps(expected)})")
+    fleet.health, fleet.problems = kept
 
 
 def large_fleet(browser: Browser, out: pathlib.Path) -> None:

@@ -86,6 +86,8 @@ class Fleet:
             }
             for nth, name in enumerate(names)
         ]
+        self.health = "degraded"
+        self.problems = [f"{HOSTILE} holds 5 experts", "INSECURE: server-0: plain text to other hosts (--insecure): give --tls DIR"]
         self.token: str | None = None
         self.roles = ["operator"]
         self.changes: list[tuple[str, str]] = []
@@ -108,7 +110,8 @@ class Fleet:
                 "experts_under_replicated": 5,
                 "num_watchers": 9,
                 "store": {"kind": "snapshot", "writable": True, "error": None},
-                "problems": ["INSECURE: server-0: plain text to other hosts (--insecure): give --tls DIR"],
+                "health": self.health,
+                "problems": self.problems,
             }
         if path == "/v1/members":
             return {"members": self.members}

@@ -26,9 +26,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         let members = client.members().await?;
         Ok::<_, control_api::ControlError>((status, members))
     })?;
-    let (health, mut problems) = status.health();
-    problems.extend(members.iter().filter_map(unreachable));
-    let health = if problems.is_empty() { health } else { health.max(Health::Degraded) };
+    let (health, problems) = status.health();
     if global.json {
         ui::print_json(&serde_json::json!({
             "control_plane": url,
@@ -121,13 +119,6 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
 
 /// Exit code for a fleet that serves every expert, but not as planned.
 const DEGRADED_EXIT_CODE: u8 = 3;
-
-/// Says that the control plane cannot connect to a member.
-fn unreachable(member: &MemberInfo) -> Option<String> {
-    let reason = member.unreachable.as_ref()?;
-    let (name, addr) = (&member.name, &member.data_addr);
-    Some(format!("the control plane cannot connect to {name} at {addr}: {reason}"))
-}
 
 /// Progress of a member that loads experts.
 fn loading(member: &MemberInfo) -> Option<String> {

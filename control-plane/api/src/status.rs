@@ -46,7 +46,10 @@ pub struct ClusterStatus {
     pub insecure: Option<String>,
     /// The store.
     pub store: StoreStatus,
-    /// Troubles of the control plane itself that need a person, as sentences.
+    /// Condition of the fleet. `None` until [`ClusterStatus::assess`], and in the answer of a control plane without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub health: Option<Health>,
+    /// Each deviation from the plan as a sentence. Without `health`: troubles of the control plane itself only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
     /// The models, if the fleet serves more than one: the current one, which the other fields describe, and the one that
@@ -62,7 +65,8 @@ pub struct ClusterStatus {
 }
 
 /// Condition of a fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
 pub enum Health {
     /// Everything is as planned.
     Healthy,
@@ -96,8 +100,23 @@ impl ClusterStatus {
         Some(format!("the fleet cannot be planned as wanted: {reason}"))
     }
 
-    /// The condition of the fleet, and each deviation from the plan as a sentence.
+    /// The condition of the fleet, and each deviation from the plan as a sentence: as the control plane says, or else
+    /// as the other fields say.
     pub fn health(&self) -> (Health, Vec<String>) {
+        match self.health {
+            Some(health) => (health, self.problems.clone()),
+            None => self.deviations(),
+        }
+    }
+
+    /// Sets `health`, and puts each deviation that the other fields show in front of `problems`. Does nothing the
+    /// second time.
+    pub fn assess(&mut self) {
+        let (health, problems) = self.health();
+        (self.health, self.problems) = (Some(health), problems);
+    }
+
+    fn deviations(&self) -> (Health, Vec<String>) {
         let mut problems = Vec::new();
         let is_down = self.experts_total == 0 || self.experts_without_replica > 0;
         if self.model.is_none() {
@@ -181,6 +200,7 @@ mod tests {
             tls_error: None,
             insecure: None,
             store: StoreStatus { kind: "memory".to_owned(), writable: true, error: None },
+            health: None,
             problems: Vec::new(),
             editions: Vec::new(),
             leader: None,
@@ -193,6 +213,15 @@ mod tests {
             let (found, problems) = status.health();
             assert_eq!(found, health, "{word}");
             assert!(problems.iter().any(|text| text.contains(word)), "{word}: {problems:?}");
+            // The reader of the answer sees what the control plane has found, whatever the other fields say.
+            for _ in 0..2 {
+                status.assess();
+                let json = serde_json::to_string(&status).expect("JSON");
+                assert!(json.contains(&format!(r#""health":"{}""#, health.as_str())), "{json}");
+                let mut read: ClusterStatus = serde_json::from_str(&json).expect("status");
+                (read.members, read.experts_without_replica) = (MemberCounts::default(), 0);
+                assert_eq!(read.health(), (found, problems.clone()));
+            }
         };
         let degraded = Health::Degraded;
         check(&|s| s.experts_under_replicated = 8, degraded, "fewer replicas");

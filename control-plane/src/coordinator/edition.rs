@@ -42,9 +42,9 @@ impl Coordinator {
         }
     }
 
-    /// A sentence for each danger of its servers: see [`ClusterStatus::problems`](control_api::ClusterStatus).
-    pub(crate) fn insecure_servers(&self) -> Vec<String> {
-        super::insecure_servers(&lock(&self.fleet))
+    /// A sentence for each trouble of its servers: see [`ClusterStatus::problems`](control_api::ClusterStatus).
+    pub(crate) fn server_problems(&self) -> Vec<String> {
+        super::server_problems(&lock(&self.fleet))
     }
 
     /// Notes whether any client follows the placement of this edition.

@@ -138,7 +138,7 @@ impl Editions {
         if self.is_update() {
             status.editions = self.list().editions;
             for other in self.all().iter().skip(1) {
-                status.problems.extend(other.coordinator.insecure_servers());
+                status.problems.extend(other.coordinator.server_problems());
             }
         }
         status

@@ -64,6 +64,15 @@ impl Fleet {
         serving.filter(|member| matches!(member.probe, Some(Err(_)))).count()
     }
 
+    /// A sentence for each leased member that the last attempt to connect to has failed for.
+    pub(crate) fn unreachable(&self) -> impl Iterator<Item = String> {
+        self.members.values().filter(|member| member.is_leased()).filter_map(|member| {
+            let Some(Err(reason)) = &member.probe else { return None };
+            let (name, addr) = (&member.record.name, &member.record.data_addr);
+            Some(format!("the control plane cannot connect to {name} at {addr}: {reason}"))
+        })
+    }
+
     /// Leased members that have a [`Danger`].
     pub(crate) fn num_insecure(&self) -> usize {
         let leased = self.members.values().filter(|member| member.is_leased());

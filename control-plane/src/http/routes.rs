@@ -146,6 +146,7 @@ pub(super) async fn status(State(app): State<App>) -> Answer<ClusterStatus> {
     status.problems.extend(tokens.map(|reason| format!("{reason}; older tokens stay in force")));
     let audit = app.audit.error();
     status.problems.extend(audit.map(|reason| format!("the audit log lacks entries: {reason}")));
+    status.assess();
     Ok(Json(status))
 }
 

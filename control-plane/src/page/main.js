@@ -118,9 +118,10 @@ function showHealth() {
   const { word, problems } = health(state.status);
   const badge = $("health");
   badge.textContent = word;
-  badge.className = `badge ${{ healthy: "good", degraded: "warn", down: "bad" }[word]}`;
+  const severity = { healthy: "good", down: "bad" }[word] ?? "warn";
+  badge.className = `badge ${severity}`;
   document.title = word === "healthy" ? "Switchyard" : `${word} · Switchyard`;
-  $("problems").replaceChildren(...problems.map(([severity, text]) => make("li", text, severity)));
+  $("problems").replaceChildren(...problems.map((text) => make("li", text, severity)));
   const model = state.status.model;
   $("model").textContent = model
     ? `${model.architecture} · ${model.moe_layers.length} layers of ${model.num_experts} experts, top ${model.top_k}`

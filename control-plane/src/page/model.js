@@ -238,30 +238,7 @@ export function select(members, filter, column, descending) {
   return kept;
 }
 
-// Deviations from the plan as sentences, the worst first, with the word for the whole.
+// The word for the condition of the fleet, and each deviation from the plan as a sentence: as the control plane says.
 export function health(status) {
-  const problems = [];
-  const total = number(status.experts_total);
-  if (!status.model) problems.push(["warn", "No expert server has registered."]);
-  if (status.experts_without_replica > 0) {
-    problems.push(["bad", `${number(status.experts_without_replica)} of ${total} experts have no live replica: calls fail.`]);
-  }
-  if (status.experts_under_replicated > 0) {
-    problems.push(["warn", `${number(status.experts_under_replicated)} of ${total} experts have fewer than ${status.replicas} replicas.`]);
-  }
-  if (status.members.expired > 0) problems.push(["warn", `${number(status.members.expired)} members have expired.`]);
-  if (!status.store.writable) {
-    problems.push(["bad", `The store cannot be written${status.store.error ? `: ${status.store.error}` : ""}. Servers of new names are refused.`]);
-  }
-  if (status.plan_error) problems.push(["warn", `The fleet cannot be planned as wanted: ${status.plan_error}`]);
-  if (status.tls_error) problems.push(["warn", `The control plane's TLS files cannot be used: ${status.tls_error}`]);
-  if (status.insecure) problems.push(["warn", status.insecure]);
-  for (const edition of status.editions ?? []) {
-    if (edition.state === "retiring" && edition.num_clients > 0 && edition.experts_without_replica > 0) {
-      problems.push(["bad", `${number(edition.experts_without_replica)} experts of the retiring model have no live replica, and ${number(edition.num_clients)} clients follow it.`]);
-    }
-  }
-  for (const text of status.problems ?? []) problems.push(["warn", text]);
-  const down = !status.model || status.experts_without_replica > 0;
-  return { word: down ? "down" : problems.length ? "degraded" : "healthy", problems };
+  return { word: status.health ?? "unknown", problems: status.problems ?? [] };
 }

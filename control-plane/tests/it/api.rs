@@ -1,8 +1,8 @@
 //! The routes, one by one.
 
 use control_api::{
-    ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
-    ModelDigests, SuspectRequest, TensorDigest, WantedDigests, code,
+    ControlClient, ControlError, DrainRequest, Health, LeaseRequest, LoadReport, MemberId,
+    MemberState, ModelDigests, SuspectRequest, TensorDigest, WantedDigests, code,
 };
 use switchyard_control_plane::{BalanceSettings, BindError, Server, ServerConfig};
 
@@ -85,6 +85,10 @@ async fn an_address_that_nothing_answers_at_shows_in_the_members() {
     };
     let reason = tokio::time::timeout(BOUND, seen).await.unwrap();
     assert!(!reason.is_empty());
+    let status = client.status().await.unwrap();
+    assert!(status.health.is_some_and(|health| health > Health::Healthy), "{status:?}");
+    let named = status.problems.iter().any(|text| text.contains("bad") && text.contains(&reason));
+    assert!(named && status.problems.iter().all(|text| !text.contains("good")), "{status:?}");
     // The good one was connected to.
     tokio::time::timeout(BOUND, listener.accept()).await.unwrap().unwrap();
 
