@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Measures a fleet on one host: joins, layers with and without TLS, kills, leaves, weights from peers, 1,000 simulated
-# servers, and what `switchyard plan` predicts. Writes a file for each step into a folder.
+# servers, and what `switchyard plan` predicts. Writes a file for each step into a folder. A step that fails does not end
+# the run. The script then names the step and ends with 1.
 #
 #   bench/run-fleet.sh bench/runs/2026-01-31-fleet [--quick]
 #
 # Needs a release build. The binary has a command of its own: beside examples it would be built with the emulation of
 # GPUs for tests, whose thread-local memory makes each start slower.
 #   cargo build --release -p switchyard-cli --bin switchyard
-#   cargo build --release -p switchyard-cli --example fleet_figures
+#   cargo build --release -p switchyard-cli --example fleet_figures --example slow_server
 #   cargo build --release -p switchyard-bench-harness --example peer_weights --example fleet_sim
 # RELEASE names another folder than target/release. The whole needs 16 CPUs, 64 GB of memory and 10 minutes; the
 # simulator runs beside the joins and layers, on CPUs of its own. It needs root for weights over TCP.
@@ -18,9 +19,9 @@ out=${1:?give a folder for the results}
 release=${RELEASE:-target/release}
 bin=$release/switchyard
 examples=$release/examples
-joins=200 layers=12 changes=6 servers=1000 steady=20 weights=9 rounds=3 seconds=1
+joins=200 layers=12 hedges=15 changes=6 servers=1000 steady=20 weights=9 rounds=3 seconds=1
 if [ "${2:-}" = --quick ]; then
-    joins=5 layers=2 changes=1 servers=50 steady=3 weights=1 rounds=1 seconds=0.2
+    joins=5 layers=2 hedges=2 changes=1 servers=50 steady=3 weights=1 rounds=1 seconds=0.2
 fi
 tiny=data/tiny-moe
 work=$(mktemp -d -p /dev/shm switchyard-fleet.XXXXXX)
@@ -40,7 +41,8 @@ step() { # name, seconds at most, CPUs, command…
     local name=$1 limit=$2 on=$3 begin=$SECONDS
     shift 3
     echo "$name: $*" >>"$out/commands.txt"
-    timeout "$limit" taskset -c "$on" "$@" >"$out/$name" 2>"$out/$name.err" || echo "$name: exit code $?"
+    timeout "$limit" taskset -c "$on" "$@" >"$out/$name" 2>"$out/$name.err" ||
+        echo "$name: exit code $?" | tee -a "$work/failed"
     [ -s "$out/$name.err" ] || rm -f "$out/$name.err"
     echo "==> $name: $((SECONDS - begin)) s"
 }
@@ -58,7 +60,8 @@ step fleet-sim.jsonl 150 "$few" "$examples/fleet_sim" "$bin" "$servers" "$server
 simulator=$!
 step join.jsonl 90 "$most" "$examples/fleet_figures" "$bin" "$tiny" join "$joins"
 step layers.jsonl 60 "$most" "$examples/fleet_figures" "$bin" "$tiny" layers "$layers"
-step hedges.jsonl 60 "$most" "$examples/fleet_figures" "$bin" "$tiny" hedges "$layers"
+step hedges-64.jsonl 60 "$most" "$examples/slow_server" "$bin" none 64 "$hedges"
+step hedges-1.jsonl 60 "$most" "$examples/slow_server" "$bin" none 1 "$(((hedges + 1) / 2))"
 step changes.jsonl 120 "$most" "$examples/fleet_figures" "$bin" "$tiny" changes "$changes"
 wait "$simulator"
 step join-alone.jsonl 60 "$most" "$examples/fleet_figures" "$bin" "$tiny" join "$((joins / 2))"
@@ -92,3 +95,8 @@ for measured in held-out two-servers four-servers; do
         --check "$out/$measured.json" --zipf 0 --traffic flat --peak 100
 done
 echo "load      $(cut -d' ' -f1-3 /proc/loadavg) after" >>"$out/machine.txt"
+if [ -s "$work/failed" ]; then
+    echo "run-fleet.sh: these steps failed:" >&2
+    cat "$work/failed" >&2
+    exit 1
+fi

@@ -176,5 +176,5 @@ pub(crate) fn geometry(
     FrameGeometry::new(frame_bytes, hidden, dtype, response_dtype, top_k)
 }
 
-/// Interval of progress marks that clients are told, in µs: twice the data thread's own.
+/// Interval of progress marks that the server announces to clients, in µs: twice the data thread's own.
 const PROGRESS_INTERVAL_US: u32 = 2000;

@@ -149,7 +149,7 @@ impl Health {
         Ok(())
     }
 
-    /// What is wrong with a server that is ready all the same.
+    /// A fault of a server that is ready all the same.
     pub(crate) fn reservation(&self) -> Option<String> {
         if let Some(reason) = self.tls_error() {
             return Some(format!("the TLS files cannot be used: {reason}"));

@@ -1,4 +1,4 @@
-//! Connections that end before their first request, and those that give way.
+//! Connections that end before their first request, and connections that give way.
 
 use std::net::SocketAddr;
 use std::time::Duration;

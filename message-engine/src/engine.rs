@@ -118,8 +118,8 @@ pub struct EngineStats {
     pub num_transfers: usize,
     /// Rounds of the thread so far. In a round it checks commands, sockets, fabrics and connections once.
     pub num_rounds: u64,
-    /// Handshakes of peers that were refused: a failed TLS handshake, a wrong secret or ticket, or another reason that this
-    /// side has told the peer.
+    /// Handshakes of peers that were refused: a failed TLS handshake, a wrong secret or ticket, or another reason that
+    /// this side has sent to the peer.
     pub num_refused: u64,
 }
 

@@ -144,7 +144,7 @@ fn a_call_is_recorded_if_a_frame_or_the_callers_trace_is_sampled() {
     (0..NUM_SERVERS).for_each(|server| fleet.stop(server));
     assert!(served(&recorders).is_empty());
 
-    // Servers record exactly the frames of which the client's hash says so.
+    // Servers record exactly the frames that the client's hash selects.
     const RATIO: f64 = 0.3;
     let Some((mut fleet, recorders)) = traced_fleet(RATIO) else { return };
     let calls = run(&fleet, RATIO, &[None; 40]);

@@ -1,8 +1,8 @@
 //! Measures the computation of experts on a processor beside the limits of the machine.
 //!
-//! For each preset and number of tokens per expert it reports the time per batch, weight bytes per second and their
-//! fraction of the read bandwidth, operations per second and their fraction of the GEMM rate. Weights are synthetic and
-//! larger than the last cache. Each batch uses other experts than the batch before, as layers do. Run it with
+//! For each preset and number of tokens per expert it reports the time per batch. It also reports weight bytes per
+//! second and operations per second, and their fractions of the read bandwidth and of the GEMM rate. Weights are
+//! synthetic and larger than the last cache. Each batch uses other experts than the batch before, as layers do. Run it with
 //! `--release`.
 //!
 //! The read bandwidth is measured before and after each run of batches, since it changes within seconds on a shared

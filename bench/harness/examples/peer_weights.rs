@@ -111,8 +111,9 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Times of two joins, the second with checksums that the source knows. Beside them, copies of the same bytes by one
-/// thread, two threads and as many as the server has, and for TCP a transfer of the same bytes over as many connections.
+/// Times of two joins, the second with checksums that the source knows. Beside them are copies of the same
+/// bytes by one thread, two threads and as many as the server has. For TCP there is also a transfer of the same bytes
+/// over as many connections.
 fn join(setup: &Setup, checkpoint: &Arc<Checkpoint>, round: u32, is_tcp: bool) -> Result<()> {
     let _control = setup.control_plane(&["--servers", "2", "--replicas", "2"])?;
     let mut source = setup.server("a", &setup.full, "disk")?;

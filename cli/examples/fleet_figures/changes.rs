@@ -30,7 +30,7 @@ pub(crate) fn run(setup: &Setup, rounds: u32) -> Result<()> {
     })
 }
 
-/// What is known of a kill or a leave when it happens. Its calls come at the end.
+/// A kill or a leave, as known when it happens. Its calls come at the end.
 struct Change {
     what: &'static str,
     at: Instant,

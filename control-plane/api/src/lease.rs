@@ -580,8 +580,8 @@ impl Worker {
         if ttl.is_zero() { FALLBACK_TTL } else { ttl }
     }
 
-    /// A third of the time to live or the limit of the keys of tickets, minus a random part of up to 10 %, so that
-    /// heartbeats of a fleet spread over time.
+    /// A third of the time to live or the limit of the keys of tickets, minus a random part of up to 10 %. The random
+    /// part spreads the heartbeats of a fleet over time.
     fn interval(&self) -> Duration {
         self.longest_interval().mul_f64(rand::random_range(0.9..=1.0))
     }

@@ -210,7 +210,7 @@ pub fn is_host_port(text: &str) -> bool {
 }
 
 /// Returns true if no process can connect to the host of `text` (`host:port`): it is the unspecified address (`0.0.0.0`
-/// or `[::]`, on which a process can listen), a multicast address, or the broadcast address.
+/// or `[::]`), a multicast address, or the broadcast address. A process can listen on the unspecified address.
 pub fn cannot_be_reached(text: &str) -> bool {
     let host = text.rsplit_once(':').map_or(text, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']');

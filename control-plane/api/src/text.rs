@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Returns true for characters that change how the text around them is shown: control characters, and those that break
-/// lines or change the direction of text.
+/// Returns true for characters that change how the text around them is shown: control characters,
+/// line breaks, and characters that change the direction of text.
 pub fn is_disruptive(character: char) -> bool {
     character.is_control()
         || matches!(

@@ -64,8 +64,8 @@ async fn ends(mut stream: TlsStream<TcpStream>) {
     assert_eq!(rest, b"");
 }
 
-/// After the end of its certificate a connection has no identity: it is told to connect again, which the certificate
-/// does not allow.
+/// After the end of its certificate a connection has no identity. The answer says to connect again, which the
+/// certificate does not allow.
 #[tokio::test]
 async fn a_request_after_the_end_of_the_certificate_is_refused() {
     let fleet = Fleet::new();

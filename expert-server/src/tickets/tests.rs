@@ -453,8 +453,8 @@ async fn tls_relay(own: Tls, target: SocketAddr) -> (SocketAddr, Arc<AtomicU64>)
     (addr, passed)
 }
 
-/// A relay with a valid certificate of the fleet reads everything in the middle, and gets nothing for its clients: the
-/// proof covers the TLS channel that the client sees, and the server sees another one.
+/// A relay with a valid certificate of the fleet reads everything in the middle, and gets nothing for its clients.
+/// The proof covers the TLS channel that the client sees, and the server sees another one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_relay_of_tls_is_refused_by_the_channel() {
     let (dir, authority) = (tempfile::tempdir().unwrap(), Authority::generate().unwrap());

@@ -320,6 +320,9 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
 
     // Whether this block is the last of a tile's to arrive at a word; it then sees the results of the
     // others. The word is zero again behind the last. Both warpgroups.
+    // NOTES: each thread fences before the barrier, so that its results are visible to the whole
+    // GPU before thread 128 arrives for all of them. Behind the last arrival each thread fences
+    // again, or its loads might find older values in the nearest cache.
     __device__ __forceinline__ bool is_last(uint32_t word) const {
         ptx::fence_acq_rel_gpu();
         ptx::bar_sync(3, 256);

@@ -34,9 +34,9 @@ pub(super) enum ReadOutcome {
     Data,
     WouldBlock,
     Closed(String),
-    /// TLS failed, with the reason and the remedy. The peer has been told; its further bytes mean nothing.
+    /// TLS failed, with the reason and the remedy. The peer has got an alert; its further bytes mean nothing.
     TlsFailed(String),
-    /// A listener with TLS got other bytes. The socket goes on without TLS, so that the peer can be told.
+    /// A listener with TLS got other bytes. The socket goes on without TLS, so that the peer gets the reason.
     NotTls(String),
 }
 

@@ -21,7 +21,7 @@ async fn start(locator: &str) -> (ApiServer, ControlClient) {
     (server, client)
 }
 
-/// Two control planes, the first of which is the only endpoint of the Service, and a client that watches the Service.
+/// Two control planes and a client that watches the Service. The first plane is the only endpoint of the Service.
 async fn watch_the_first_of_two() -> ([Plane; 2], ApiServer, ControlClient) {
     let [a, b] = Plane::start_pair().await;
     let (server, client) = start(LOCATOR).await;
