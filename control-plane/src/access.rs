@@ -104,11 +104,14 @@ impl Caller {
         }
     }
 
-    /// Identity to which tickets are issued. Callers that share an identity with everyone count by their address.
+    /// Identity to which tickets are issued. Callers that share an identity with everyone count by their address, an IPv6
+    /// address with its /64.
     pub(crate) fn holder(&self) -> String {
         let name = &self.name[..self.name.floor_char_boundary(MAX_HOLDER_NAME)];
         match (self.proof, self.address) {
-            (Proof::None | Proof::ClusterToken, Some(address)) => format!("{name} at {address}"),
+            (Proof::None | Proof::ClusterToken, Some(_)) => {
+                format!("{name} at {}", rates::site(self.address))
+            }
             _ => name.to_owned(),
         }
     }
@@ -395,6 +398,32 @@ mod tests {
             text,
             "drain needs the role server or operator, but web (certificate) has the role viewer"
         );
+    }
+
+    /// A host has 2^64 IPv6 addresses, and is one holder of tickets all the same.
+    #[test]
+    fn the_addresses_of_a_host_are_one_holder() {
+        for (access, proof) in [
+            (Access::new(None, None, false), None),
+            (Access::new(Some("x"), None, false), Some("Bearer x")),
+        ] {
+            let holder = |address: &str| {
+                let address = Some(address.parse().unwrap());
+                let caller = access.identify(None, proof.map(str::as_bytes), None).unwrap();
+                Caller { address, ..caller }.holder()
+            };
+            let (low, high): (u64, u64) = rand::random();
+            let host = |rest: u64| {
+                std::net::Ipv6Addr::from_bits(0x2001_0db8_u128 << 96 | u128::from(rest))
+            };
+            assert_eq!(
+                holder(&host(low).to_string()),
+                holder(&host(high).to_string()),
+                "{low} {high}"
+            );
+            assert_ne!(holder("2001:db8::1"), holder("2001:db8:0:1::1"));
+            assert_ne!(holder("10.0.0.1"), holder("10.0.0.2"));
+        }
     }
 
     #[test]

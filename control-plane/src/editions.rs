@@ -330,6 +330,13 @@ impl Editions {
         elsewhere.saturating_add(edition.board.num_clients())
     }
 
+    /// True if a client follows the edition, or may be between two watches.
+    fn may_have_clients(&self, edition: &Edition) -> bool {
+        self.num_clients(edition) > 0
+            || edition.board.num_opened() != edition.num_opened
+            || self.now() < edition.entry.client_seen_at + self.client_grace()
+    }
+
     /// A client between two watches counts for so long.
     fn client_grace(&self) -> Duration {
         (self.settings.lease_ttl * GRACE_LEASES).max(MIN_GRACE)

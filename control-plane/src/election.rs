@@ -80,11 +80,12 @@ impl Election {
                     return Ok(());
                 }
             };
-            has_served |= match self.roles.current() {
-                Role::Follower(following) => following.leader_url.is_some(),
-                Role::Leader { .. } => true,
-            };
-            let outcome = self.lead(&mut session, fence, &stopping, &writer_stopping).await;
+            has_served |= matches!(
+                self.roles.current(),
+                Role::Follower(Following { leader_url: Some(_), .. })
+            );
+            let led = self.lead(&mut session, fence, &mut has_served, &stopping, &writer_stopping);
+            let outcome = led.await;
             self.step_down();
             match outcome {
                 Ok(None) => {
@@ -135,11 +136,12 @@ impl Election {
         }
     }
 
-    /// Leads until shutdown (`None`) or the loss of the leadership.
+    /// Leads until shutdown (`None`) or the loss of the leadership. Sets `has_led` once it has taken the state over.
     async fn lead(
         &self,
         session: &mut Session,
         fence: Fence,
+        has_led: &mut bool,
         stopping: &watch::Receiver<bool>,
         writer_stopping: &watch::Receiver<bool>,
     ) -> Result<Option<Loss>, StoreError> {
@@ -152,6 +154,7 @@ impl Election {
                 tokio::task::spawn_blocking(move || Editions::restore(settings, Box::new(store)));
             // A panic, or the runtime shuts down.
             let begun = begin.await.map_err(|_| StoreError::Deposed)??;
+            *has_led = true;
             let editions = Arc::clone(&begun.editions);
             let metrics = &self.settings.metrics;
             metrics.leader.set(1);

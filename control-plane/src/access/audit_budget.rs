@@ -55,7 +55,11 @@ impl Budgets {
         let key = (caller.to_owned(), kind);
         if callers.len() >= MAX_BUDGETS && !callers.contains_key(&key) {
             callers.retain(|_, budget| budget.whole_at > now || budget.num_skipped > 0);
-            // Callers have a token or a certificate, so their number is bounded. The rest share a budget.
+            // Counts of entries that were left out last as long as there is room for them.
+            if callers.len() >= MAX_BUDGETS {
+                callers.retain(|_, budget| budget.whole_at > now);
+            }
+            // The rest share a budget.
             if callers.len() >= MAX_BUDGETS {
                 return Self::take_from(
                     callers.entry((String::new(), kind)).or_default(),
@@ -109,5 +113,22 @@ mod tests {
         }
         assert!(budgets.callers.lock().unwrap().len() <= MAX_BUDGETS + 1);
         assert_eq!(taken, MAX_BUDGETS + 10);
+    }
+
+    /// Callers whose entries were left out make room for others once their budgets are whole.
+    #[test]
+    fn full_budgets_of_the_past_take_no_budget_from_others() {
+        let budgets = Budgets::new();
+        let take = |caller: String, at| budgets.take_at(&caller, Kind::Failure, at);
+        for caller in 0..MAX_BUDGETS {
+            for _ in 0..11 {
+                take(caller.to_string(), Duration::ZERO);
+            }
+        }
+        let later = Duration::from_secs(60);
+        for caller in 0..20 {
+            let outcomes: Vec<_> = (0..10).map(|_| take(format!("late-{caller}"), later)).collect();
+            assert_eq!(outcomes, [Some(0); 10], "{caller}");
+        }
     }
 }

@@ -155,15 +155,19 @@ impl Coordinator {
         self.writes.send_modify(|state| state.is_over = true);
     }
 
-    /// Waits until a revision is in the store. The request's timeout bounds the wait.
+    /// Waits until a revision is in the store, for [`WRITE_BOUND`] at most.
     pub(super) async fn wait_durable(&self, revision: u64) -> Result<(), OperationError> {
         let mut writes = self.writes.subscribe();
-        let settled = writes.wait_for(|state| {
+        let settling = writes.wait_for(|state| {
             state.is_over
                 || state.durable >= revision
                 || (state.error.is_some() && state.failed >= revision)
         });
-        let state = settled.await.map_err(|_| OperationError::ShuttingDown)?.clone();
+        let settled = tokio::time::timeout(WRITE_BOUND, settling).await.map_err(|_| {
+            let reason = format!("no write has ended within {} s", WRITE_BOUND.as_secs());
+            OperationError::ReadOnly { reason }
+        })?;
+        let state = settled.map_err(|_| OperationError::ShuttingDown)?.clone();
         match state.error {
             _ if state.is_over && state.durable < revision => Err(OperationError::ShuttingDown),
             Some(reason) if state.durable < revision => Err(OperationError::ReadOnly { reason }),
@@ -183,4 +187,7 @@ pub(super) fn reserve_epochs(fleet: &mut Fleet, store: &mut dyn Store) -> Result
 
 pub(super) const READ_ONLY: &str =
     "the store cannot be written: known members keep serving, members of new names are refused";
+/// Longest wait for a write. Longer than any write to etcd, and than the time for a request: a task that goes on without
+/// its caller ends by then, however long a disk takes.
+const WRITE_BOUND: Duration = Duration::from_secs(10);
 const WRITE_RETRY: Duration = Duration::from_secs(1);

@@ -24,8 +24,17 @@ impl Editions {
         request: RegisterRequest,
         owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
+        // A name must not be given to two processes of different models at the same time. A write of the store that
+        // takes long delays the registrations of this name only. A caller that leaves before its turn leaves no task. A
+        // change of the editions meanwhile does no harm: a member of an edition that leaves is drained, and one of a
+        // forgotten edition registers again.
+        let one = self.names.lock_of(&request.name).lock_owned().await;
         let (editions, owner) = (Arc::clone(self), owner.map(str::to_owned));
-        to_end(async move { editions.register_now(request, owner.as_deref()).await }).await
+        to_end(async move {
+            let _one = one;
+            editions.register_now(request, owner.as_deref()).await
+        })
+        .await
     }
 
     async fn register_now(
@@ -33,11 +42,6 @@ impl Editions {
         request: RegisterRequest,
         owner: Option<&str>,
     ) -> Result<RegisterResponse, OperationError> {
-        // A name must not be given to two processes of different models at the same time. A write of the store that
-        // takes long delays the registrations of this name only. A change of the editions meanwhile does no harm: a
-        // member of an edition that leaves is drained, and one of a forgotten edition registers again.
-        let name_lock = self.names.lock_of(&request.name);
-        let _one = name_lock.lock().await;
         let editions = self.all();
         let (name, incarnation) = (request.name.clone(), request.incarnation);
         let found = &request.model.fingerprint;
@@ -55,8 +59,8 @@ impl Editions {
                 holders.push(other);
             }
         }
-        let is_followed = |edition| self.num_clients(edition) > 0;
-        target.coordinator.note_clients(editions.len() > 1 || editions.iter().any(is_followed));
+        let has_clients = editions.iter().any(|edition| self.may_have_clients(edition));
+        target.coordinator.note_clients(editions.len() > 1 || has_clients);
         let response = target.coordinator.register(request, owner, replaced).await?;
         holders.iter().for_each(|holder| holder.coordinator.release(&name));
         Ok(response)

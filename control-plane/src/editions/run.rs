@@ -148,6 +148,7 @@ impl Editions {
     /// Takes the steps of an update that are due.
     pub(super) async fn step(&self) -> Result<(), OperationError> {
         if !self.is_update() {
+            self.look_at_clients(self.now());
             return Ok(());
         }
         let _one = self.changing.lock().await;

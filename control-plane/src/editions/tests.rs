@@ -560,6 +560,28 @@ async fn clients_of_a_follower_count() {
     world.expect(&[(NEW, Current), (OLD, Draining)]);
 }
 
+/// All servers are dead and the only client reconnects: a server of another model does not take its fleet away.
+#[tokio::test]
+async fn a_client_between_two_watches_keeps_the_model() {
+    let mut world = World::new();
+    world.serve_all("old", OLD).await;
+    let client = world.follow(None);
+    world.pass(PAST_GRACE).await;
+    world.servers.clear();
+    world.pass(TTL * 2).await;
+    refused(world.register("new", NEW), &["other weights"]).await;
+    drop(client);
+    world.pass(TTL).await;
+    refused(world.register("new", NEW), &["other weights"]).await;
+    // A short watch counts, too.
+    world.pass(PAST_GRACE - TTL * 2).await;
+    drop(world.follow(None));
+    refused(world.register("new", NEW), &["other weights"]).await;
+    world.pass(PAST_GRACE).await;
+    world.register("new", NEW).await.unwrap();
+    world.expect(&[(NEW, Current)]);
+}
+
 /// Random servers, clients, operators and restarts. A name has one member, the first edition is the current one, and a
 /// client of a model never sees its epoch go back.
 #[tokio::test]

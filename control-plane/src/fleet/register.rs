@@ -244,10 +244,18 @@ impl Fleet {
         Ok(())
     }
 
-    /// Removes the model and its members, which have all expired.
+    /// Removes the model and its members, which have all expired. Names that belong to an identity stay bound to it for
+    /// the time for which expired members are kept.
     fn forget_model(&mut self, next_fingerprint: &str) {
-        self.members.clear();
-        self.names.clear();
+        self.members.retain(|_, member| member.record.member_id.tag().is_some());
+        for member in self.members.values_mut() {
+            // The next model may not have these experts.
+            (member.record.assignment, member.record.holds) = Default::default();
+            (member.placed, member.target) = Default::default();
+            (member.unreadable, member.load) = Default::default();
+        }
+        let members = &self.members;
+        self.names.retain(|_, name| members.contains_key(name));
         self.model = None;
         self.loads.clear();
         (self.first_join, self.was_complete) = (None, false);

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
+use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
@@ -140,9 +140,18 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
     let response = sent
         .map_err(|_| failed(format!("{FORWARD_TIMEOUT:?} have passed")))?
         .map_err(|err| failed(cause(&err)))?;
+    if response.status() == StatusCode::MISDIRECTED_REQUEST {
+        // This is about the connection from here to the leader. The caller's own certificate is accepted.
+        return Err(failed(CERTIFICATE_REFUSED.to_owned()));
+    }
     app.metrics.forwarded.inc();
+    answer(response)
+}
+
+/// The leader's answer as that of this process. With its length, so that the end of a certificate cuts no answer short.
+fn answer(response: reqwest::Response) -> Result<Response, HttpError> {
     let mut answer = Response::builder().extension(Forwarded).status(response.status());
-    for name in [CONTENT_TYPE, RETRY_AFTER] {
+    for name in [CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER] {
         if let Some(value) = response.headers().get(&name) {
             answer = answer.header(name, value);
         }
@@ -188,6 +197,7 @@ pub(super) const LOCAL: [&str; 8] = [
     "/v1/leader",
     "/v1/whoami",
 ];
+const CERTIFICATE_REFUSED: &str = "it no longer accepts the certificate of this control plane";
 /// Marks a request of a follower, so that it is forwarded only once.
 pub(super) const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
 /// The cluster's own token, from a follower.
@@ -205,6 +215,20 @@ const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_forwarded_answer_has_its_length() {
+        let text = "x".repeat(rand::random_range(0..1000));
+        let response = axum::http::Response::builder()
+            .header(CONTENT_LENGTH, text.len())
+            .header(RETRY_AFTER, "3")
+            .body(text.clone())
+            .unwrap();
+        let answer = answer(response.into()).unwrap();
+        let header = |name| answer.headers().get(name).unwrap().to_str().unwrap().to_owned();
+        assert_eq!(header(CONTENT_LENGTH), text.len().to_string());
+        assert_eq!(header(RETRY_AFTER), "3");
+    }
 
     #[test]
     fn only_the_holder_of_the_clusters_token_vouches_for_a_caller() {

@@ -436,6 +436,28 @@ async fn a_foreign_value_in_etcd_stops_no_control_plane() {
     leader_of(&planes, |index| index == other).await;
 }
 
+/// The only control plane loses its lease while another program's value is under its key. It has led, so it waits.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_that_loses_its_lease_waits_for_a_good_state() {
+    const KEY: &str = "/switchyard/snapshot";
+    let etcd = EtcdCluster::start(1);
+    let planes = start(&etcd, 1);
+    leader_of(&planes, |_| true).await;
+    planes[0].signal(Signal::STOP);
+    etcd.control(&["put", KEY, "garbage"]);
+    tokio::time::sleep(ETCD_LEASE * 2).await;
+    planes[0].signal(Signal::CONT);
+    let addr: SocketAddr = planes[0].url[7..].parse().unwrap();
+    let request = b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    eventually("reason", || async {
+        let answer = raw(addr, request).await;
+        answer.contains("503") && answer.contains(KEY)
+    })
+    .await;
+    etcd.control(&["del", KEY]);
+    leader_of(&planes, |_| true).await;
+}
+
 /// Passes connections on to an address until it is cut.
 struct Relay {
     url: String,

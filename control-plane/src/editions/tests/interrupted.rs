@@ -104,6 +104,28 @@ async fn a_registration_that_waits_for_the_store_delays_no_other_member() {
     registering.await.unwrap();
 }
 
+/// A store that hangs holds one task for each name, for a bounded time, however often a server tries again.
+#[tokio::test]
+async fn a_store_that_hangs_piles_up_no_registrations() {
+    let world = World::new();
+    world.disk.gate.shut();
+    let num_users = Arc::strong_count(&world.editions);
+    for _ in 0..20 {
+        let registering = world.register("a", OLD);
+        tokio::time::timeout(Duration::from_millis(5), registering).await.err().expect("a wait");
+    }
+    assert!(Arc::strong_count(&world.editions) <= num_users + 1);
+    // The first task gives up and makes way for the next one.
+    let registering = tokio::time::timeout(BOUND, world.register("a", OLD)).await;
+    world.disk.gate.open();
+    match registering.expect("a bounded wait") {
+        Err(OperationError::ReadOnly { reason }) => {
+            assert!(reason.contains("no write"), "{reason}")
+        }
+        other => panic!("{:?}", other.map(|server| server.id)),
+    }
+}
+
 /// A clock that breaks.
 #[derive(Debug)]
 struct BrokenClock(AtomicBool);

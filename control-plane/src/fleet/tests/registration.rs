@@ -229,3 +229,41 @@ fn a_model_without_members_and_clients_gives_way_at_once() {
         assert_eq!(world.fleet.model(), Some(&other.model));
     }
 }
+
+/// The name of a server stays its own for as long as expired members are kept, also if another model comes meanwhile.
+#[test]
+fn a_name_stays_bound_when_another_model_comes() {
+    let (own, other) = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb");
+    let mut world = World::new();
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        let request = World::request(name, incarnation);
+        let joined = world.fleet.register_for(request, Some(own), world.now).unwrap();
+        world.ready(&joined, incarnation);
+    }
+    assert!(world.fleet.coverage().is_complete());
+    world.fleet.note_clients(false);
+    world.advance(TTL * 2);
+    let request = |name, incarnation| {
+        let mut request = World::request(name, incarnation);
+        request.model = ModelDescriptor {
+            fingerprint: "deadbeefdeadbeef".to_owned(),
+            moe_layers: vec![7],
+            ..request.model
+        };
+        request
+    };
+    let register = |world: &mut World, name, incarnation, owner| {
+        world.fleet.register_for(request(name, incarnation), Some(owner), world.now)
+    };
+    register(&mut world, "stranger", 9, other).unwrap();
+    world.fleet.refresh();
+    assert_eq!(world.fleet.model(), Some(&request("a", 1).model));
+    let err = register(&mut world, "a", 10, other).unwrap_err();
+    assert!(matches!(err, Refusal::NameBound { .. }), "{err}");
+    // Its owner gets experts of the new model.
+    let joined = register(&mut world, "a", 11, own).unwrap();
+    assert!(joined.assignment.layers.iter().all(|entry| entry.layer == 7));
+    world.save();
+    world.advance(settings().expired_retention);
+    register(&mut world, "b", 12, other).unwrap();
+}
