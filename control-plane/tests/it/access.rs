@@ -527,7 +527,7 @@ async fn pages_of_other_sites_change_nothing() {
     plane.stop().await;
 }
 
-/// What a client says about a server reaches terminals and logs.
+/// A client's report about a server reaches terminals and logs.
 #[tokio::test]
 async fn reports_with_control_characters_are_refused_or_escaped_before() {
     let plane = Plane::start(patient_config()).await;
