@@ -152,6 +152,9 @@ pub(crate) struct DevicePlace {
     /// Experts for which the block has room. It determines the offsets.
     pub(crate) capacity: u32,
     pub(crate) local_idx: u32,
+    /// The weights there are rounded from another form, which the model's files have.
+    #[serde(default)]
+    pub(crate) is_widened: bool,
 }
 
 fn sum([first, second]: &[u64; 2]) -> String {

@@ -65,7 +65,7 @@ impl DeviceStore {
     }
 
     /// The form of matrices in GPU memory.
-    const fn format(&self) -> WeightFormat {
+    pub(super) const fn format(&self) -> WeightFormat {
         if self.shape.is_fp8 { BLOCK_FP8 } else { WeightFormat::Bf16 }
     }
 
@@ -73,7 +73,7 @@ impl DeviceStore {
     fn is_as_stored(&self, layer: u32, expert: u32) -> bool {
         match self.checkpoint.expert(layer, expert) {
             Ok(tensors) => tensors.matrices().all(|matrix| matrix.format() == self.format()),
-            Err(_) => !self.has_widened.load(Ordering::Relaxed),
+            Err(_) => !lock(&self.widened).contains(&(layer, expert)),
         }
     }
 }
@@ -150,6 +150,7 @@ impl DeviceExperts for DeviceStore {
             block: memory.id(),
             capacity: u32::try_from(memory.capacity()).ok()?,
             local_idx: u32::try_from(local_idx).ok()?,
+            is_widened: !self.is_as_stored(layer, expert),
         };
         Some((place, memory))
     }
@@ -230,6 +231,7 @@ impl PeerMemory for PeerBlocks {
         let from_layout = BlockLayout { shape, capacity };
         let block = self.map(place.block, &from_layout)?;
         let Some(mut reservation) = self.store.reserve(layer, expert)? else { return Ok(0) };
+        reservation.is_widened = place.is_widened;
         let (uploader, memory, local_idx) = reservation.parts();
         for part in Part::ALL {
             let bytes = from_layout.part_bytes(part);

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use checkpoint::{DType, WeightFormat};
+use checkpoint::DType;
 
 use super::reservation::Reservation;
 use super::shape::BLOCK_FP8;
@@ -45,8 +45,7 @@ impl<'a> DeviceLanding<'a> {
         expert: u32,
         forms: &[MatrixForm],
     ) -> Option<Result<Box<dyn Landing + 'a>, LoadError>> {
-        let format = if store.shape.is_fp8 { BLOCK_FP8 } else { WeightFormat::Bf16 };
-        if forms.len() != 3 || forms.iter().any(|form| form.format != format) {
+        if forms.len() != 3 || forms.iter().any(|form| form.format != store.format()) {
             return None;
         }
         Some(Self::reserve(store, layer, expert, forms).map(|landing| Box::new(landing) as _))

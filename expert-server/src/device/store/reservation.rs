@@ -22,6 +22,8 @@ pub(super) struct Reservation<'a> {
     layer: u32,
     expert: u32,
     local_idx: usize,
+    /// The weights are rounded from another form. The loader sets this before [`publish`](Self::publish).
+    pub(super) is_widened: bool,
     is_published: bool,
 }
 
@@ -88,6 +90,7 @@ impl DeviceStore {
             layer,
             expert,
             local_idx,
+            is_widened: false,
             is_published,
         }))
     }
@@ -150,6 +153,9 @@ impl Reservation<'_> {
         if let Some(table) = new.layers.get_mut(layer) {
             table.places.resize(table.places.len().max(self.local_idx + 1), None);
             table.places[self.local_idx] = Some(self.expert);
+        }
+        if self.is_widened {
+            lock(&store.widened).insert((self.layer, self.expert));
         }
         store.tables.store(Arc::new(new));
         drop(all);
