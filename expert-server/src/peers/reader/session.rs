@@ -3,7 +3,7 @@
 mod transfer;
 
 use std::collections::{HashMap, HashSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
@@ -85,8 +85,8 @@ struct Grant {
 }
 
 impl Session {
-    /// Connects to peers until each of the experts has two, or none is left. Blocks for at most [`HELLO_TIMEOUT`] for
-    /// every [`CONNECTS_AT_ONCE`] peers.
+    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Blocks for
+    /// at most [`HELLO_TIMEOUT`] for every [`CONNECTS_AT_ONCE`] peers.
     ///
     /// # Errors
     /// A text that says why there is no peer.
@@ -112,6 +112,7 @@ impl Session {
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
         let mut sources: Vec<Source> = Vec::new();
         let mut reasons = Vec::new();
+        let peers = nearest_first(peers, fetch.local);
         for group in peers.chunks(CONNECTS_AT_ONCE) {
             let num_holders = |expert| sources.iter().filter(|s| s.holds.contains(expert)).count();
             if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
@@ -140,9 +141,10 @@ impl Session {
         &self.sources[peer].name
     }
 
-    /// The peer with the fewest reads under way that holds the expert.
+    /// The peer to read an expert of: one whose device this server's device reaches, if there is one, and among equals
+    /// the one with the fewest reads under way.
     pub(super) fn choose(&self, expert: (u32, u32), excluded: &[usize], now: Instant) -> Choice {
-        let mut best: Option<(usize, usize)> = None;
+        let mut best: Option<(usize, (bool, usize))> = None;
         let mut earliest: Option<Instant> = None;
         for (idx, source) in self.sources.iter().enumerate() {
             let state = source.lock();
@@ -153,10 +155,13 @@ impl Session {
                 Some(at) if at > now => {
                     earliest = Some(earliest.map_or(at, |earliest| earliest.min(at)));
                 }
-                _ if best.is_none_or(|(_, least)| state.num_reading < least) => {
-                    best = Some((idx, state.num_reading));
+                _ => {
+                    let is_remote = source.device.is_none() || state.has_lost_device;
+                    let cost = (is_remote, state.num_reading);
+                    if best.is_none_or(|(_, least)| cost < least) {
+                        best = Some((idx, cost));
+                    }
                 }
-                _ => {}
             }
         }
         match (best, earliest) {
@@ -355,6 +360,13 @@ impl Source {
     fn lock(&self) -> MutexGuard<'_, SourceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Peers at the address of this host, which may have devices that this one's reaches, before the others.
+fn nearest_first(peers: &[Peer], local: IpAddr) -> Vec<Peer> {
+    let mut sorted = peers.to_vec();
+    sorted.sort_by_key(|peer| peer.addr.ip() != local);
+    sorted
 }
 
 /// Connects to some peers at the same time.

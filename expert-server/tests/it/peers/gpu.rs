@@ -158,6 +158,22 @@ async fn gpus_of_one_host_copy_experts_from_each_other() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_of_the_host_is_preferred_to_servers_on_cpus() {
+    let Some((device, gpu)) = devices() else { return };
+    let fleet = Fleet::of_replicas().await;
+    let folders = trained();
+    let a = fleet.server("a", &folders.full, WeightsFrom::Disk).await;
+    let b = fleet.server("b", &folders.full, WeightsFrom::Disk).await;
+    let g = fleet.gpu_server("g", &folders.full, WeightsFrom::Disk, device).await;
+    let h = fleet.gpu_server("h", &folders.bare, WeightsFrom::Peers, other(device, &gpu)).await;
+    assert_eq!(device_bytes(&h), h.expert_bytes() as f64);
+    assert_eq!((sent_bytes(&a), sent_bytes(&b)), (0.0, 0.0));
+    for server in [a, b, g, h] {
+        server.shutdown().await;
+    }
+}
+
 /// GPUs in software reach those of their group of eight only.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_does_not_reach_the_sources_gpu_reads_through_the_host() {
