@@ -137,9 +137,10 @@ pub(crate) trait PeerMemory: Send + Sync {
 pub(crate) enum CopyError {
     #[error("checksum {}, expected {}", sum(.found), sum(.expected))]
     Damaged { found: [u64; 2], expected: [u64; 2] },
-    /// The memory cannot be reached.
+    /// The memory cannot be reached, or the copy failed. The peer may still give the expert from its host's memory.
     #[error("{0}")]
     Unreachable(String),
+    /// This server's device does not take the expert.
     #[error(transparent)]
     Load(#[from] LoadError),
 }

@@ -233,20 +233,22 @@ impl PeerMemory for PeerBlocks {
         let Some(mut reservation) = self.store.reserve(layer, expert)? else { return Ok(0) };
         reservation.is_widened = place.is_widened;
         let (uploader, memory, local_idx) = reservation.parts();
+        // The peer's host may still give what its device does not.
+        let failed = |error: GpuError| CopyError::Unreachable(error.to_string());
         for part in Part::ALL {
             let bytes = from_layout.part_bytes(part);
             let from = block.at(from_layout.offset(part, place.local_idx as usize), bytes);
-            let (from, to) = (from.map_err(refused)?, memory.at(part, local_idx).map_err(refused)?);
+            let (from, to) = (from.map_err(failed)?, memory.at(part, local_idx).map_err(failed)?);
             // SAFETY: both ranges lie in their blocks. The peer promises not to write a loaded expert; if it does, the
             // checksum differs. No kernel uses this place yet. The reservation keeps its block until the copy has
             // ended, and `block` lives as long.
-            unsafe { uploader.copy_within_gpu(to, from, bytes).map_err(refused)? };
+            unsafe { uploader.copy_within_gpu(to, from, bytes).map_err(failed)? };
         }
         if let Err(error) = uploader.wait() {
             std::mem::forget(block);
-            return Err(refused(error).into());
+            return Err(failed(error));
         }
-        let found = self.store.checksum_at(memory, local_idx).map_err(refused)?;
+        let found = self.store.checksum_at(memory, local_idx).map_err(failed)?;
         if found != expected {
             return Err(CopyError::Damaged { found, expected });
         }
