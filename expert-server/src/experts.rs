@@ -81,6 +81,9 @@ pub(crate) trait Landing {
     /// scales. The bytes may be unverified.
     fn take(&mut self, part: usize, offset: usize, bytes: &[u8]) -> Result<(), LoadError>;
 
+    /// Gives the room of the expert back, and keeps the buffers for ever, because a transfer may still fill them.
+    fn abandon(self: Box<Self>);
+
     /// Puts the expert into service, and returns its bytes. All parts were taken and verified.
     fn finish(self: Box<Self>) -> Result<u64, LoadError>;
 }

@@ -118,6 +118,10 @@ impl Landing for DeviceLanding<'_> {
         }
     }
 
+    fn abandon(mut self: Box<Self>) {
+        self.reservation.keep_buffers();
+    }
+
     fn finish(mut self: Box<Self>) -> Result<u64, LoadError> {
         for target in std::mem::take(&mut self.targets) {
             let Target::Scales { to, dtype, factor, bytes, expected } = target else { continue };

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use checkpoint::WeightFormat;
 use kernels::gpu::DeviceName;
 use p2p_core::SlotConfig;
 
@@ -87,6 +88,21 @@ fn an_expert_that_arrives_while_its_layer_moves_keeps_its_weights() {
     assert_eq!(store.loaded()[&0], [1, 2, 3, 4, 5]);
     let places = &store.tables().layers[0].places;
     assert_eq!(places.len(), 5, "{places:?}");
+}
+
+#[test]
+fn an_abandoned_landing_gives_its_place_back_and_keeps_its_buffers() {
+    let store = empty();
+    let form = MatrixForm { format: WeightFormat::Bf16, scales: None };
+    let open = || store.landing(0, 1, &[form; 3]).expect("a form of the GPU").expect("room");
+    let mut landing = open();
+    let first = landing.buffers().expect("buffers");
+    landing.abandon();
+    let again = open().buffers().expect("buffers");
+    assert!(first.iter().all(|old| !again.contains(old)), "{first:?} {again:?}");
+    store.load_one(0, 1).expect("the place is free");
+    check_weights(&store, 0, 1);
+    assert_eq!(store.place(0, 1).expect("loaded").0.local_idx, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -50,7 +50,7 @@ impl Session {
                 Err((error, false)) => Err(error),
                 Err((error, true)) => {
                     // An operation may still write its buffers.
-                    std::mem::forget(landing);
+                    landing.abandon();
                     Err(error)
                 }
             };
