@@ -43,15 +43,14 @@ pub(crate) trait Experts: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Room for an expert that arrives in pieces, with matrices of these forms: gate, up and down. `None` if such an
-    /// expert must arrive as a whole, see [`insert`](Self::insert).
+    /// Room for an expert with matrices of these forms: gate, up and down.
     fn landing(
         &self,
         _layer: u32,
         _expert: u32,
         _forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + '_>, LoadError>> {
-        None
+    ) -> Result<Room<'_>, LoadError> {
+        Ok(Room::Whole)
     }
 
     /// The experts as peers get them from a device's memory, if they are there.
@@ -66,6 +65,15 @@ pub(crate) struct MatrixForm {
     pub(crate) format: WeightFormat,
     /// Type of the scales, and the factor of all scales.
     pub(crate) scales: Option<(DType, f32)>,
+}
+
+/// Room for an expert that arrives.
+pub(crate) enum Room<'a> {
+    /// It must arrive as a whole, see [`Experts::insert`].
+    Whole,
+    /// It is loaded, and in service.
+    Loaded,
+    Pieces(Box<dyn Landing + 'a>),
 }
 
 /// An expert that arrives in pieces. Dropping it gives its room back.

@@ -39,7 +39,7 @@ use super::DeviceError;
 use super::plan::DevicePlan;
 use super::upload::Uploader;
 use crate::compute::{ExpertWeights, LoadError, LoadProgress};
-use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm};
+use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm, Room};
 
 /// The loaded experts of all layers.
 pub(crate) struct DeviceStore {
@@ -296,7 +296,7 @@ impl Experts for DeviceStore {
         layer: u32,
         expert: u32,
         forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + '_>, LoadError>> {
+    ) -> Result<Room<'_>, LoadError> {
         DeviceLanding::open(self, layer, expert, forms)
     }
 

@@ -38,28 +38,18 @@ enum Target {
 }
 
 impl<'a> DeviceLanding<'a> {
-    /// `None` if the GPU does not hold experts of these forms as they are.
+    /// [`Room::Whole`] if the GPU does not hold experts of these forms as they are.
     pub(super) fn open(
         store: &'a DeviceStore,
         layer: u32,
         expert: u32,
         forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + 'a>, LoadError>> {
+    ) -> Result<Room<'a>, LoadError> {
         if forms.len() != 3 || forms.iter().any(|form| form.format != store.format()) {
-            return None;
+            return Ok(Room::Whole);
         }
-        Some(Self::reserve(store, layer, expert, forms).map(|landing| Box::new(landing) as _))
-    }
-
-    fn reserve(
-        store: &'a DeviceStore,
-        layer: u32,
-        expert: u32,
-        forms: &[MatrixForm],
-    ) -> Result<Self, LoadError> {
         let Some(mut reservation) = store.reserve(layer, expert)? else {
-            let what = format!("layer {layer} expert {expert} is loaded already");
-            return Err(LoadError::Device(what.into()));
+            return Ok(Room::Loaded);
         };
         let (_, memory, local_idx) = reservation.parts();
         let WeightShape { hidden, inter, is_fp8 } = store.shape;
@@ -81,7 +71,7 @@ impl<'a> DeviceLanding<'a> {
                 targets.push(Target::Nothing);
             }
         }
-        Ok(Self { reservation, expert: (layer, expert), targets })
+        Ok(Room::Pieces(Box::new(Self { reservation, expert: (layer, expert), targets })))
     }
 
     fn damaged(&self, source: WeightError) -> LoadError {

@@ -94,7 +94,10 @@ fn an_expert_that_arrives_while_its_layer_moves_keeps_its_weights() {
 fn an_abandoned_landing_gives_its_place_back_and_keeps_its_buffers() {
     let store = empty();
     let form = MatrixForm { format: WeightFormat::Bf16, scales: None };
-    let open = || store.landing(0, 1, &[form; 3]).expect("a form of the GPU").expect("room");
+    let open = || match store.landing(0, 1, &[form; 3]).expect("room") {
+        Room::Pieces(landing) => landing,
+        Room::Whole | Room::Loaded => panic!("the GPU takes this form in pieces"),
+    };
     let mut landing = open();
     let first = landing.buffers().expect("buffers");
     landing.abandon();
@@ -103,6 +106,8 @@ fn an_abandoned_landing_gives_its_place_back_and_keeps_its_buffers() {
     store.load_one(0, 1).expect("the place is free");
     check_weights(&store, 0, 1);
     assert_eq!(store.place(0, 1).expect("loaded").0.local_idx, 0);
+    // A loaded expert needs no room, and its arrival is no error.
+    assert!(matches!(store.landing(0, 1, &[form; 3]), Ok(Room::Loaded)));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

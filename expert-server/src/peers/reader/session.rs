@@ -29,7 +29,7 @@ pub(super) enum ReadError {
     /// The peer is not asked again.
     #[error("{0}")]
     Failed(String),
-    #[error("there is no memory for the expert: {0}")]
+    #[error("this server cannot take the expert: {0}")]
     Memory(String),
     /// The memory of the peer's device cannot be reached.
     #[error("{0}")]
