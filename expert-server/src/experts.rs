@@ -6,6 +6,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::{Checkpoint, DType, WeightFormat};
 use serde::{Deserialize, Serialize};
@@ -130,7 +131,8 @@ pub(crate) type Share = (String, Pin<Box<dyn Future<Output = ()> + Send>>);
 /// Memory of a peer's device, which this server's device reaches.
 pub(crate) trait PeerMemory: Send + Sync {
     /// Copies an expert from its place, compares the checksum, and puts the expert into service. Returns its bytes.
-    /// Blocks for the copy.
+    /// Blocks for the copy. The peer keeps the expert there until `deadline` at least; a copy that ends later is not
+    /// used.
     ///
     /// # Errors
     /// [`CopyError`].
@@ -140,6 +142,7 @@ pub(crate) trait PeerMemory: Send + Sync {
         expert: u32,
         place: &DevicePlace,
         checksum: [u64; 2],
+        deadline: Instant,
     ) -> Result<u64, CopyError>;
 }
 

@@ -221,6 +221,7 @@ impl PeerMemory for PeerBlocks {
         expert: u32,
         place: &DevicePlace,
         expected: [u64; 2],
+        deadline: Instant,
     ) -> Result<u64, CopyError> {
         let (shape, capacity) = (self.store.shape, place.capacity as usize);
         let is_within = place.local_idx < place.capacity
@@ -247,6 +248,10 @@ impl PeerMemory for PeerBlocks {
         if let Err(error) = uploader.wait() {
             std::mem::forget(block);
             return Err(failed(error));
+        }
+        if Instant::now() >= deadline {
+            let text = "the grant ended before the expert was copied";
+            return Err(CopyError::Unreachable(text.to_owned()));
         }
         let found = self.store.checksum_at(memory, local_idx).map_err(failed)?;
         if found != expected {

@@ -122,7 +122,8 @@ async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
         let (place, _memory) = source.place(0, 1).expect("loaded");
         let sum = source.checksum(0, 1).expect("a checksum");
         let memory = Arc::clone(&reader).reach(&text).expect("reached");
-        let damaged = memory.take(0, 1, &place, [sum[0], sum[1] ^ 1]);
+        let soon = Instant::now() + Duration::from_secs(60);
+        let damaged = memory.take(0, 1, &place, [sum[0], sum[1] ^ 1], soon);
         assert!(matches!(damaged, Err(CopyError::Damaged { .. })), "{damaged:?}");
         for wrong in [
             DevicePlace { block: place.block + 1000, ..place },
@@ -131,9 +132,9 @@ async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
             // In a block that is mapped already, a place behind its end.
             DevicePlace { capacity: place.capacity + 100, local_idx: place.capacity + 99, ..place },
         ] {
-            let refused = memory.take(0, 1, &wrong, sum);
+            let refused = memory.take(0, 1, &wrong, sum, soon);
             let fresh = Arc::clone(&reader).reach(&text).expect("reached");
-            let again = fresh.take(0, 1, &wrong, sum);
+            let again = fresh.take(0, 1, &wrong, sum, soon);
             for refused in [refused, again] {
                 assert!(
                     matches!(refused, Err(CopyError::Unreachable(_))),
@@ -143,7 +144,11 @@ async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
         }
         assert!(reader.loaded().is_empty());
         // The next expert's place is not taken by what failed.
-        assert_eq!(memory.take(0, 1, &place, sum).expect("copied"), reader.shape.expert_bytes());
+        let late = memory.take(0, 1, &place, sum, Instant::now());
+        assert!(matches!(late, Err(CopyError::Unreachable(_))), "{late:?}");
+        assert!(reader.loaded().is_empty());
+        let copied = memory.take(0, 1, &place, sum, soon).expect("copied");
+        assert_eq!(copied, reader.shape.expert_bytes());
         check_weights(&reader, 0, 1);
         assert_eq!(reader.checksum(0, 1).expect("a checksum"), sum);
         assert_eq!(reader.place(0, 1).expect("loaded").0.local_idx, 0);

@@ -257,11 +257,12 @@ impl Session {
                 }
             }
         }
+        // The lease begins at the source, after this.
+        let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
             Response::Grant { manifest, digest, parts, lease_ms, .. } => {
-                let deadline = Instant::now() + Duration::from_millis(lease_ms.min(MAX_LEASE_MS));
-                Grant { manifest, digest, parts, deadline }
+                Grant { manifest, digest, parts, deadline: begin + lease(lease_ms) }
             }
             _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
         };
@@ -277,17 +278,20 @@ impl Session {
         connection: &Connection,
         (layer, expert): (u32, u32),
     ) -> Result<u64, ReadError> {
+        let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let response = self.ask(connection, &request(id, layer, expert, true), id)?;
-        let Response::DeviceGrant { place, checksum, .. } = response else {
+        let Response::DeviceGrant { place, checksum, lease_ms, .. } = response else {
             return Err(ReadError::Failed("an unexpected answer".to_owned()));
         };
+        let deadline = begin + lease(lease_ms);
+        let failed = |error| match error {
+            CopyError::Damaged { .. } => ReadError::Damaged(error.to_string()),
+            CopyError::Unreachable(reason) => ReadError::Unreachable(reason),
+            CopyError::Load(error) => ReadError::Memory(error.to_string()),
+        };
         let outcome = match wire::parse_sum(&checksum) {
-            Some(sum) => device.take(layer, expert, &place, sum).map_err(|error| match error {
-                CopyError::Damaged { .. } => ReadError::Damaged(error.to_string()),
-                CopyError::Unreachable(reason) => ReadError::Unreachable(reason),
-                CopyError::Load(error) => ReadError::Memory(error.to_string()),
-            }),
+            Some(sum) => device.take(layer, expert, &place, sum, deadline).map_err(failed),
             None => Err(ReadError::Damaged("a malformed checksum".to_owned())),
         };
         give_back(connection, id);
@@ -343,6 +347,11 @@ impl Session {
 
 fn request(id: u64, layer: u32, expert: u32, on_device: bool) -> Request {
     Request::Read { id, layer, expert, on_device }
+}
+
+/// The length of a grant, as its source names it.
+fn lease(lease_ms: u64) -> Duration {
+    Duration::from_millis(lease_ms.min(MAX_LEASE_MS))
 }
 
 /// Tells a source that a grant is not used any more.
