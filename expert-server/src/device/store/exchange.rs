@@ -64,6 +64,14 @@ impl DeviceStore {
         found.ok_or_else(|| LoadError::Device(missing().into()))
     }
 
+    /// Keeps the uploader of a copy to the host if few are kept already, because its buffers are page-locked.
+    pub(super) fn keep_some(&self, uploader: Uploader) {
+        let mut kept = lock(&self.uploaders);
+        if kept.len() < MAX_KEPT {
+            kept.push(uploader);
+        }
+    }
+
     /// The form of matrices in GPU memory.
     pub(super) const fn format(&self) -> WeightFormat {
         if self.shape.is_fp8 { BLOCK_FP8 } else { WeightFormat::Bf16 }
@@ -105,7 +113,7 @@ impl DeviceExperts for DeviceStore {
             unsafe { uploader.read(from, &mut host.as_mut_slice()[*begin..end]) }
                 .map_err(refused)?;
         }
-        lock(&self.uploaders).push(uploader);
+        self.keep_some(uploader);
         let host = Arc::new(host);
         let (matrix, scales) =
             (self.shape.matrix_bytes() as usize, self.shape.num_scales() as usize * 4);
@@ -261,6 +269,8 @@ impl PeerMemory for PeerBlocks {
     }
 }
 
+/// Most uploaders that copies to the host leave for later ones. Copies beyond them lock pages anew.
+const MAX_KEPT: usize = 2;
 /// Longest wait for a checksum, which takes less than a millisecond.
 const SUM_LIMIT: Duration = Duration::from_secs(10);
 /// Longest wait for a peer's descriptor.

@@ -91,6 +91,15 @@ fn an_expert_that_arrives_while_its_layer_moves_keeps_its_weights() {
 }
 
 #[test]
+fn copies_to_the_host_keep_few_page_locked_buffers() {
+    let store = empty();
+    for _ in 0..5 {
+        store.keep_some(Uploader::new(&store.gpu).expect("streams"));
+    }
+    assert_eq!(lock(&store.uploaders).len(), 2);
+}
+
+#[test]
 fn an_abandoned_landing_gives_its_place_back_and_keeps_its_buffers() {
     let store = empty();
     let form = MatrixForm { format: WeightFormat::Bf16, scales: None };
