@@ -149,7 +149,7 @@ pub(crate) trait PeerMemory: Send + Sync {
 /// Why an expert could not be copied from a peer's device.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CopyError {
-    #[error("checksum {}, expected {}", sum(.found), sum(.expected))]
+    #[error("checksum {}, expected {}", sum_text(*.found), sum_text(*.expected))]
     Damaged { found: [u64; 2], expected: [u64; 2] },
     /// The memory cannot be reached, or the copy failed. The peer may still give the expert from its host's memory.
     #[error("{0}")]
@@ -172,6 +172,7 @@ pub(crate) struct DevicePlace {
     pub(crate) is_widened: bool,
 }
 
-fn sum([first, second]: &[u64; 2]) -> String {
+/// The text of a device's checksum.
+pub(crate) fn sum_text([first, second]: [u64; 2]) -> String {
     format!("{first:016x}{second:016x}")
 }

@@ -6,7 +6,7 @@ use checkpoint::DType;
 
 use super::reservation::Reservation;
 use super::shape::BLOCK_FP8;
-use super::weights::{has_nan, is_nan};
+use super::weights::{has_nan, is_nan, le_bytes};
 use super::*;
 use crate::compute::{WeightError, WeightScales};
 
@@ -129,8 +129,7 @@ impl Landing for DeviceLanding<'_> {
                 let error = WeightError::ScaleNotFinite { rows, cols, format, idx, value };
                 return Err(self.damaged(error));
             }
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            self.reservation.parts().0.copy_bytes(to, &bytes).map_err(refused)?;
+            self.reservation.parts().0.copy_bytes(to, &le_bytes(&values)).map_err(refused)?;
         }
         self.reservation.publish()
     }
