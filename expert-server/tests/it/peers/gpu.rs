@@ -211,7 +211,7 @@ async fn damaged_weights_never_reach_the_service_of_a_gpu() {
     }
 }
 
-/// With files a GPU takes experts that peers have damaged from the disk.
+/// With files a GPU takes experts from the disk when no server lets it read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_falls_back_to_its_files() {
     let Some((device, gpu)) = devices() else { return };
